@@ -1,0 +1,205 @@
+"""All settings, in one frozen object. `OffloadConfig.from_env` is the only reader of the environment.
+
+Sizes are given in the unit that a person has at hand (tokens, blocks, chunks or GB) and turned into
+blocks and chunks here, from the layout's real bytes per block. 1 GB is 2**30 bytes, as in
+tpu-inference.
+"""
+
+import difflib
+import enum
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Self
+
+import pydantic
+from pydantic import Field
+
+from tpu_offload.errors import ConfigError
+from tpu_offload.layout import KVLayout
+
+_logger = logging.getLogger(__name__)
+
+ENV_PREFIX = "TPU_OFFLOAD_"
+DEFAULT_STAGING_BUFFER_TOKENS = 8192
+DEFAULT_NUM_CPU_CHUNKS = 1024
+_GB = 2**30
+
+
+class CopyPath(enum.Enum):
+    """How blocks move between HBM and the host pool (see `tpu_offload.kernels`)."""
+
+    DIRECT = "direct"
+    STAGED = "staged"
+
+
+# The description of each field is its line in the README table; a test holds the two together.
+class OffloadConfig(pydantic.BaseModel):
+    """Every setting of the library. Field `x` is set by the environment variable `TPU_OFFLOAD_X`.
+
+    Raises:
+      ConfigError: from `from_env`, and from `create`, for a value that cannot be.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    staging_buffer_tokens: int | None = Field(
+        None, ge=0, description="Staging buffer in tokens; rounded down to blocks; 0 turns offloading off."
+    )
+    num_staging_blocks: int | None = Field(
+        None, ge=0, description="Staging buffer in blocks; 0 turns offloading off."
+    )
+    staging_buffer_gb: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="Staging buffer in GB of HBM on each device; 0 turns offloading off."
+    )
+    num_cpu_chunks: int | None = Field(None, ge=0, description="Host tier in chunks; 0 turns offloading off.")
+    host_gb: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="Host tier in GB of host memory; 0 turns offloading off."
+    )
+    host_memory_fraction: float = Field(
+        0.8, gt=0, le=1, description="The host tier takes at most this share of the memory that RAM and cgroup leave."
+    )
+    host_segment_gb: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="The host pool is allocated in segments of this size, in the background."
+    )
+    blocks_per_chunk: int = Field(1, ge=1, le=4096, description="Blocks in a chunk, the unit of keys and eviction.")
+    copy_path: CopyPath = Field(CopyPath.DIRECT, description="How blocks move: direct or staged.")
+    decode_save: bool = Field(False, description="Also save blocks that hold generated tokens.")
+    skip_jax_precompile: bool = Field(False, description="Compile transfer programs on first use, not at start.")
+    block_size_buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="Blocks per staged copy, comma-separated, ascending, starting at 1; empty means powers of two."
+    )
+    job_timeout_s: float = Field(
+        60.0, gt=0, description="A transfer that no worker has reported after this long has failed."
+    )
+    metrics_log_interval: float = Field(10.0, ge=0, description="Seconds between metrics log lines; 0 means none.")
+    batched_save: bool | None = Field(None, description="Accepted and ignored: saves of a step are always batched.")
+    save_threads: int | None = Field(None, ge=1, description="Accepted and ignored: no copy waits on a thread.")
+    use_unpinned_host: bool | None = Field(
+        None, description="Accepted and ignored: the host pool is pinned, unpinned memory has corrupted bfloat16 on TPU."
+    )
+
+    @pydantic.field_validator("block_size_buckets", mode="before")
+    @classmethod
+    def _split_list(cls, value: Any) -> Any:
+        return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @pydantic.model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        for names in (("staging_buffer_tokens", "num_staging_blocks", "staging_buffer_gb"), ("num_cpu_chunks", "host_gb")):
+            given = [f"{_env_name(n)}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
+            if len(given) > 1:
+                raise ConfigError(f"{' and '.join(given)} give one size in two ways; set only one of them")
+        buckets = self.block_size_buckets
+        if buckets and (buckets[0] != 1 or list(buckets) != sorted(set(buckets))):
+            raise ConfigError(
+                f"{_env_name('block_size_buckets')}={','.join(map(str, buckets))}: expected ascending sizes that "
+                "start with 1, like 1,2,4,8,16"
+            )
+        return self
+
+    @classmethod
+    def create(cls, **settings: Any) -> "OffloadConfig":
+        """Like the constructor, with one-line `ConfigError`s in place of pydantic's."""
+        try:
+            return cls(**settings)
+        except pydantic.ValidationError as e:
+            raise ConfigError(_one_line(e, name=str)) from None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "OffloadConfig":
+        """Reads `TPU_OFFLOAD_*` from `environ`, by default the process's environment.
+
+        Raises:
+          ConfigError: an unknown variable (with the nearest known name), or a value that does not
+            parse, is out of range or contradicts another.
+        """
+        environ = os.environ if environ is None else environ
+        given = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
+        known = [_env_name(field) for field in cls.model_fields]
+        for name in sorted(given):
+            if name not in known:
+                near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)[0]
+                raise ConfigError(f"{name} is no setting of tpu_offload; did you mean {near}?")
+        try:
+            config = cls(**{name.removeprefix(ENV_PREFIX).lower(): value.strip() for name, value in given.items()})
+        except pydantic.ValidationError as e:
+            raise ConfigError(_one_line(e, name=_env_name)) from None
+        config.warn_ignored()
+        return config
+
+    def warn_ignored(self) -> None:
+        """Logs one warning for each given setting that this design makes meaningless."""
+        for field in ("batched_save", "save_threads", "use_unpinned_host"):
+            if getattr(self, field) is not None:
+                why = type(self).model_fields[field].description or ""
+                _logger.warning("%s is set. %s", _env_name(field), why)
+
+    @property
+    def enabled(self) -> bool:
+        """False when a size of zero turned offloading off."""
+        sizes = (
+            self.staging_buffer_tokens, self.num_staging_blocks, self.staging_buffer_gb, self.num_cpu_chunks, self.host_gb
+        )  # fmt: skip
+        return all(size is None or size > 0 for size in sizes)
+
+    def staging_blocks(self, layout: KVLayout) -> int:
+        """The staging budget in blocks.
+
+        Raises:
+          ConfigError: it is under one chunk, so that nothing could ever be saved.
+        """
+        name: str
+        value: float
+        per_block: float
+        if self.num_staging_blocks is not None:
+            name, value, per_block = "num_staging_blocks", self.num_staging_blocks, 1
+        elif self.staging_buffer_gb is not None:
+            name, value, per_block = "staging_buffer_gb", self.staging_buffer_gb, layout.block_nbytes_per_device / _GB
+        else:
+            given = self.staging_buffer_tokens
+            name, value = "staging_buffer_tokens", DEFAULT_STAGING_BUFFER_TOKENS if given is None else given
+            per_block = layout.block_size
+        num_blocks = int(value / per_block)
+        if num_blocks < self.blocks_per_chunk and self.enabled:
+            raise ConfigError(
+                f"{_env_name(name)}={value} is {num_blocks} blocks (block_size={layout.block_size} tokens, "
+                f"{layout.block_nbytes_per_device} bytes a device); expected at least one chunk of "
+                f"{self.blocks_per_chunk} block(s): set it to at least {per_block * self.blocks_per_chunk:.6g}, or to 0 "
+                "to turn offloading off"
+            )
+        return num_blocks
+
+    def host_chunks(self, layout: KVLayout) -> int:
+        """The size of the host tier in chunks, before it is capped by the memory that is there.
+
+        Raises:
+          ConfigError: it is under one chunk.
+        """
+        chunk_nbytes = layout.block_nbytes_per_host * self.blocks_per_chunk
+        if self.host_gb is None:
+            return DEFAULT_NUM_CPU_CHUNKS if self.num_cpu_chunks is None else self.num_cpu_chunks
+        num_chunks = int(self.host_gb * _GB) // chunk_nbytes
+        if num_chunks < 1 and self.enabled:
+            raise ConfigError(
+                f"{_env_name('host_gb')}={self.host_gb} holds no chunk of {chunk_nbytes} bytes; set it to at least "
+                f"{chunk_nbytes / _GB:.6g}, or to 0 to turn offloading off"
+            )
+        return num_chunks
+
+
+def _env_name(field: str) -> str:
+    return ENV_PREFIX + field.upper()
+
+
+def _one_line(error: pydantic.ValidationError, *, name: Callable[[str], str]) -> str:
+    """The first of pydantic's findings as one line that names the setting, its value and what is allowed."""
+    detail = error.errors(include_url=False)[0]
+    if not detail["loc"]:  # raised by a validator of ours, already one line
+        return str(detail["ctx"]["error"])
+    field = str(detail["loc"][0])
+    if detail["type"] == "extra_forbidden":
+        known = difflib.get_close_matches(field, OffloadConfig.model_fields, n=1, cutoff=0.0)[0]
+        return f"{name(field)} is no setting of tpu_offload; did you mean {name(known)}?"
+    expected = detail["msg"].replace("Input should be", "expected").replace("a valid", "a")
+    return f"{name(field)}={detail['input']!r}: {expected[0].lower() + expected[1:]}"

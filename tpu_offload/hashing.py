@@ -1,0 +1,66 @@
+"""Block hashes and chunk keys.
+
+A block's hash covers its own tokens and, through the hash before it, every token of the prefix: equal
+hashes mean equal prefixes. The chain starts from a root that covers the layout's fingerprint and the
+request's `cache_salt`, so that models, layouts and tenants never share a chunk. An engine that hashes
+its blocks already (vLLM does) hands those hashes in instead.
+
+References:
+  vLLM, automatic prefix caching: hash(parent block hash, block tokens, extra keys).
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from tpu_offload.types import BlockHash, ChunkKey
+
+_DIGEST_NBYTES = 16
+
+
+class BlockHasher:
+    """Hashes the full blocks of a token sequence.
+
+    Args:
+      fingerprint: `KVLayout.fingerprint()` of the cache that the blocks live in.
+      block_size: tokens in a block.
+    """
+
+    def __init__(self, fingerprint: bytes, *, block_size: int) -> None:
+        self._fingerprint = fingerprint
+        self._block_size = block_size
+
+    def root(self, cache_salt: str = "") -> BlockHash:
+        """The hash that the first block is chained on."""
+        salt = cache_salt.encode()
+        digest = hashlib.blake2b(self._fingerprint + struct.pack("<q", len(salt)) + salt, digest_size=_DIGEST_NBYTES)
+        return BlockHash(digest.digest())
+
+    def extend(self, hashes: list[BlockHash], tokens: Sequence[int], *, cache_salt: str = "") -> None:
+        """Appends the hashes of the full blocks of `tokens` that `hashes` does not cover yet.
+
+        Args:
+          hashes: hashes of the first `len(hashes)` blocks of this very sequence; grows in place.
+          tokens: all tokens of the sequence so far, each in [0, 2**63).
+          cache_salt: the request's salt; the same at every call for one sequence.
+        """
+        parent = hashes[-1] if hashes else self.root(cache_salt)
+        size = self._block_size
+        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
+            block = np.asarray(tokens[start : start + size], dtype="<i8").tobytes()
+            parent = BlockHash(hashlib.blake2b(parent + block, digest_size=_DIGEST_NBYTES).digest())
+            hashes.append(parent)
+
+
+def chunk_keys(
+    block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int, group_id: int = 0, first_chunk: int = 0
+) -> Iterable[ChunkKey]:
+    """Keys of the full chunks of a prefix, from `first_chunk` on.
+
+    The hash of a chunk's last block is chained over all its tokens and all before, so it names the chunk.
+    """
+    suffix = group_id.to_bytes(2, "little")
+    for last in range((first_chunk + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk):
+        yield ChunkKey(block_hashes[last] + suffix)

@@ -1,0 +1,149 @@
+"""What a block is made of: layer groups, page shapes, bytes, and the fingerprint that keys are salted with."""
+
+import dataclasses
+import enum
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 types with numpy)
+import numpy as np
+
+from tpu_offload.errors import LayoutError
+
+
+class LayerGroupKind(enum.Enum):
+    """How the layers of a group use their blocks. Hybrid models have several groups."""
+
+    FULL_ATTENTION = "full_attention"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share one block table.
+
+    Attributes:
+      kind: how the group's blocks are used.
+      layer_ids: positions of the group's arrays in the list of KV caches.
+      page_shape: global shape of one layer's slice of a block, for tpu-inference
+        `(block_size, 2 * kv_heads / packing, packing, head_dim)`.
+      dtype: numpy name of the element type, `bfloat16` for instance.
+    """
+
+    kind: LayerGroupKind
+    layer_ids: tuple[int, ...]
+    page_shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_ids)
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page over all devices."""
+        return math.prod(self.page_shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block, all layers of the group, over all devices."""
+        return self.num_layers * self.page_nbytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The KV cache as the library sees it; holds no array.
+
+    Attributes:
+      block_size: tokens in a block.
+      groups: the layer groups; one today.
+      num_shards: devices that one page is split over (1 when replicated or on one device).
+      num_local_devices: devices of this process, each holding its shard.
+      model: name or revision of the weights; part of the fingerprint, so that two models never
+        share a chunk.
+    """
+
+    block_size: int
+    groups: tuple[LayerGroup, ...]
+    num_shards: int = 1
+    num_local_devices: int = 1
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise LayoutError(f"block_size must be at least 1, got {self.block_size}")
+        if len(self.groups) != 1:
+            raise LayoutError(f"got {len(self.groups)} layer groups, expected 1: hybrid models are not supported yet")
+        if self.num_shards < 1 or self.num_local_devices < 1:
+            raise LayoutError(f"{self.num_shards=} and {self.num_local_devices=} must be at least 1")
+        for group in self.groups:
+            if not group.layer_ids:
+                raise LayoutError("a layer group has no layers; expected at least one KV cache array")
+
+    @classmethod
+    def from_caches(cls, kv_caches: Sequence[Any], *, block_size: int, model: str = "") -> "KVLayout":
+        """Describes full-attention caches, one array a layer.
+
+        Args:
+          kv_caches: per layer, an array or shape struct `[num_blocks, *page_shape]` with a sharding.
+          block_size: tokens in a block.
+          model: name or revision of the weights.
+        Raises:
+          LayoutError: no caches, layers of unlike shape or dtype, or blocks split over devices.
+        """
+        if not kv_caches:
+            raise LayoutError("got no KV cache arrays; expected one a layer")
+        first = kv_caches[0]
+        if len(first.shape) < 2:
+            raise LayoutError(f"KV cache of shape {tuple(first.shape)}; expected [num_blocks, *page_shape]")
+        for i, cache in enumerate(kv_caches):
+            if cache.shape != first.shape or cache.dtype != first.dtype or cache.sharding != first.sharding:
+                raise LayoutError(
+                    f"KV cache {i} is {cache.dtype}{list(cache.shape)}, cache 0 is {first.dtype}{list(first.shape)}; "
+                    "expected one shape, dtype and sharding in a layer group (hybrid models are not supported yet)"
+                )
+        shard_shape = first.sharding.shard_shape(first.shape)
+        if shard_shape[0] != first.shape[0]:
+            raise LayoutError(
+                f"the block axis of the KV cache is split over devices ({first.shape[0]} blocks, {shard_shape[0]} a "
+                "device); expected it whole on every device, as data-parallel caches are not supported"
+            )
+        group = LayerGroup(
+            kind=LayerGroupKind.FULL_ATTENTION,
+            layer_ids=tuple(range(len(kv_caches))),
+            page_shape=tuple(first.shape[1:]),
+            dtype=np.dtype(first.dtype).name,
+        )
+        return cls(
+            block_size=block_size,
+            groups=(group,),
+            num_shards=math.prod(first.shape) // math.prod(shard_shape),
+            num_local_devices=len(first.sharding.addressable_devices),
+            model=model,
+        )
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block of every group, all layers, over all devices."""
+        return sum(group.block_nbytes for group in self.groups)
+
+    @property
+    def block_nbytes_per_device(self) -> int:
+        """Bytes of HBM that one block takes on each device."""
+        return self.block_nbytes // self.num_shards
+
+    @property
+    def block_nbytes_per_host(self) -> int:
+        """Bytes of host memory that one block takes in this process: one shard for each local device."""
+        return self.block_nbytes_per_device * self.num_local_devices
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ whenever bytes saved under one layout mean something else under the other.
+
+        The sharding is left out on purpose: the host tier belongs to one process, and what one chunk
+        key means does not depend on how its bytes are spread over devices.
+        """
+        groups = [(g.kind.value, g.layer_ids, g.page_shape, g.dtype) for g in self.groups]
+        text = repr(("tpu_offload-layout-1", self.model, self.block_size, groups))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -1,0 +1,122 @@
+"""What scheduler and worker say to each other: one plan down and one report up per step.
+
+Both ends may live in different processes on different hosts, so everything here is frozen, picklable
+and holds only ids and numbers. No array and no object of either side ever crosses.
+"""
+
+import dataclasses
+import enum
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+"""Hash of one block's tokens chained on the hash of the block before it (see `hashing`)."""
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""Names a chunk: the hash of its last block, which covers all tokens before it, plus its layer group."""
+
+
+class Direction(enum.Enum):
+    """Which way a transfer goes."""
+
+    SAVE = "save"  # HBM to host
+    LOAD = "load"  # host to HBM
+
+
+class JobState(enum.Enum):
+    """Where a job is. The three last are ends; a job has exactly one of them."""
+
+    PLANNED = "planned"  # accepted by the scheduler, not yet in a plan
+    SENT = "sent"  # in a plan that went to the workers
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransferJob:
+    """Blocks of one request and one layer group that move together.
+
+    Attributes:
+      job_id: unique over the life of the scheduler.
+      direction: save or load.
+      group_id: index of the layer group in `KVLayout.groups`.
+      block_ids: blocks of the HBM cache.
+      host_block_ids: as many places in the host pool; block `j` of the chunk in slot `s` is at
+        `s * blocks_per_chunk + j`.
+    """
+
+    job_id: int
+    direction: Direction
+    group_id: int
+    block_ids: tuple[int, ...]
+    host_block_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.block_ids) != len(self.host_block_ids):
+            raise ValueError(
+                f"job {self.job_id}: {len(self.block_ids)} blocks for {len(self.host_block_ids)} host blocks; "
+                "expected as many of each"
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the workers do around one forward pass.
+
+    Attributes:
+      step_id: counts up by one a plan.
+      loads: dispatched before the forward pass.
+      saves: dispatched after the forward pass, before any later step can overwrite their blocks.
+      cancelled_job_ids: loads whose blocks the engine has taken back. A worker must not write into
+        their blocks from this plan on; it reports the job as cancelled, or as finished when it had
+        dispatched the last write before.
+    """
+
+    step_id: int
+    loads: tuple[TransferJob, ...] = ()
+    saves: tuple[TransferJob, ...] = ()
+    cancelled_job_ids: tuple[int, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.loads or self.saves or self.cancelled_job_ids)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobResult:
+    """How a job ended on one worker.
+
+    Attributes:
+      job_id: the job.
+      state: FINISHED, FAILED or CANCELLED.
+      error: what went wrong, in one line; empty unless FAILED.
+      duration_s: seconds from dispatch to the poll that saw the end.
+    """
+
+    job_id: int
+    state: JobState
+    error: str = ""
+    duration_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one worker has to say since its last report.
+
+    Attributes:
+      worker_id: 0 to num_workers - 1.
+      results: jobs that ended.
+      num_host_chunks: slots of the host pool that are allocated and usable by now; it only grows.
+    """
+
+    worker_id: int
+    results: tuple[JobResult, ...]
+    num_host_chunks: int
