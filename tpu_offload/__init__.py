@@ -1,0 +1,38 @@
+"""Moves the KV cache of language-model inference between TPU HBM, host memory and storage."""
+
+from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.core.requests import FailedLoad, ScheduledRequest, Update
+from tpu_offload.core.scheduler import OffloadScheduler
+from tpu_offload.errors import ConfigError, InputError, LayoutError, OffloadError, RequestError, StagingError
+from tpu_offload.hashing import BlockHasher
+from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+from tpu_offload.metrics import OffloadStats, StatsCollector
+from tpu_offload.types import BlockHash, ChunkKey, JobResult, JobState, StepPlan, StepReport, TransferJob
+
+__all__ = [
+    "BlockHash",
+    "BlockHasher",
+    "ChunkKey",
+    "ConfigError",
+    "CopyPath",
+    "FailedLoad",
+    "InputError",
+    "JobResult",
+    "JobState",
+    "KVLayout",
+    "LayerGroup",
+    "LayerGroupKind",
+    "LayoutError",
+    "OffloadConfig",
+    "OffloadError",
+    "OffloadScheduler",
+    "OffloadStats",
+    "RequestError",
+    "ScheduledRequest",
+    "StagingError",
+    "StatsCollector",
+    "StepPlan",
+    "StepReport",
+    "TransferJob",
+    "Update",
+]

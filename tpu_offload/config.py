@@ -25,6 +25,10 @@ DEFAULT_STAGING_BUFFER_TOKENS = 8192
 DEFAULT_NUM_CPU_CHUNKS = 1024
 _GB = 2**30
 
+# Fields that give one size in different units; at most one of each may be set.
+_STAGING_SIZES = ("staging_buffer_tokens", "num_staging_blocks", "staging_buffer_gb")
+_HOST_SIZES = ("num_cpu_chunks", "host_gb")
+
 
 class CopyPath(enum.Enum):
     """How blocks move between HBM and the host pool (see `tpu_offload.kernels`)."""
@@ -46,11 +50,9 @@ class OffloadConfig(pydantic.BaseModel):
     staging_buffer_tokens: int | None = Field(
         None, ge=0, description="Staging buffer in tokens; rounded down to blocks; 0 turns offloading off."
     )
-    num_staging_blocks: int | None = Field(
-        None, ge=0, description="Staging buffer in blocks; 0 turns offloading off."
-    )
+    num_staging_blocks: int | None = Field(None, ge=0, description="Staging buffer in blocks; 0 turns offloading off.")
     staging_buffer_gb: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="Staging buffer in GB of HBM on each device; 0 turns offloading off."
+        None, ge=0, allow_inf_nan=False, description="Staging buffer in GB of HBM a device; 0 turns offloading off."
     )
     num_cpu_chunks: int | None = Field(None, ge=0, description="Host tier in chunks; 0 turns offloading off.")
     host_gb: float | None = Field(
@@ -60,7 +62,10 @@ class OffloadConfig(pydantic.BaseModel):
         0.8, gt=0, le=1, description="The host tier takes at most this share of the memory that RAM and cgroup leave."
     )
     host_segment_gb: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="The host pool is allocated in segments of this size, in the background."
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="The host pool is allocated in segments this big, in the background.",
     )
     blocks_per_chunk: int = Field(1, ge=1, le=4096, description="Blocks in a chunk, the unit of keys and eviction.")
     copy_path: CopyPath = Field(CopyPath.DIRECT, description="How blocks move: direct or staged.")
@@ -76,7 +81,7 @@ class OffloadConfig(pydantic.BaseModel):
     batched_save: bool | None = Field(None, description="Accepted and ignored: saves of a step are always batched.")
     save_threads: int | None = Field(None, ge=1, description="Accepted and ignored: no copy waits on a thread.")
     use_unpinned_host: bool | None = Field(
-        None, description="Accepted and ignored: the host pool is pinned, unpinned memory has corrupted bfloat16 on TPU."
+        None, description="Accepted and ignored: the host pool is pinned, as unpinned memory corrupted bfloat16 on TPU."
     )
 
     @pydantic.field_validator("block_size_buckets", mode="before")
@@ -86,7 +91,7 @@ class OffloadConfig(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        for names in (("staging_buffer_tokens", "num_staging_blocks", "staging_buffer_gb"), ("num_cpu_chunks", "host_gb")):
+        for names in (_STAGING_SIZES, _HOST_SIZES):
             given = [f"{_env_name(n)}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
             if len(given) > 1:
                 raise ConfigError(f"{' and '.join(given)} give one size in two ways; set only one of them")
@@ -122,7 +127,7 @@ class OffloadConfig(pydantic.BaseModel):
                 near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"{name} is no setting of tpu_offload; did you mean {near}?")
         try:
-            config = cls(**{name.removeprefix(ENV_PREFIX).lower(): value.strip() for name, value in given.items()})
+            config = cls.model_validate({n.removeprefix(ENV_PREFIX).lower(): v.strip() for n, v in given.items()})
         except pydantic.ValidationError as e:
             raise ConfigError(_one_line(e, name=_env_name)) from None
         config.warn_ignored()
@@ -138,10 +143,7 @@ class OffloadConfig(pydantic.BaseModel):
     @property
     def enabled(self) -> bool:
         """False when a size of zero turned offloading off."""
-        sizes = (
-            self.staging_buffer_tokens, self.num_staging_blocks, self.staging_buffer_gb, self.num_cpu_chunks, self.host_gb
-        )  # fmt: skip
-        return all(size is None or size > 0 for size in sizes)
+        return all(getattr(self, name) != 0 for name in _STAGING_SIZES + _HOST_SIZES)
 
     def staging_blocks(self, layout: KVLayout) -> int:
         """The staging budget in blocks.
@@ -165,8 +167,8 @@ class OffloadConfig(pydantic.BaseModel):
             raise ConfigError(
                 f"{_env_name(name)}={value} is {num_blocks} blocks (block_size={layout.block_size} tokens, "
                 f"{layout.block_nbytes_per_device} bytes a device); expected at least one chunk of "
-                f"{self.blocks_per_chunk} block(s): set it to at least {per_block * self.blocks_per_chunk:.6g}, or to 0 "
-                "to turn offloading off"
+                f"{self.blocks_per_chunk} block(s): set it to at least {per_block * self.blocks_per_chunk:.6g}, or to "
+                "0 to turn offloading off"
             )
         return num_blocks
 

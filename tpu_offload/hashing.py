@@ -55,12 +55,18 @@ class BlockHasher:
 
 
 def chunk_keys(
-    block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int, group_id: int = 0, first_chunk: int = 0
+    block_hashes: Sequence[BlockHash],
+    *,
+    blocks_per_chunk: int,
+    group_id: int = 0,
+    first_chunk: int = 0,
+    epoch: int = 0,
 ) -> Iterable[ChunkKey]:
     """Keys of the full chunks of a prefix, from `first_chunk` on.
 
     The hash of a chunk's last block is chained over all its tokens and all before, so it names the chunk.
+    `epoch` counts the resets of the cache: keys of different epochs never meet.
     """
-    suffix = group_id.to_bytes(2, "little")
+    suffix = struct.pack("<HI", group_id, epoch)
     for last in range((first_chunk + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk):
         yield ChunkKey(block_hashes[last] + suffix)

@@ -38,6 +38,7 @@ class LayerGroup:
 
     @property
     def num_layers(self) -> int:
+        """Layers in the group."""
         return len(self.layer_ids)
 
     @property

@@ -33,6 +33,7 @@ class JobState(enum.Enum):
 
     @property
     def ended(self) -> bool:
+        """Whether this is one of the three ends."""
         return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
 
 
@@ -64,6 +65,7 @@ class TransferJob:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks that move."""
         return len(self.block_ids)
 
 
@@ -87,6 +89,7 @@ class StepPlan:
 
     @property
     def empty(self) -> bool:
+        """Whether there is nothing to do."""
         return not (self.loads or self.saves or self.cancelled_job_ids)
 
 

@@ -1,0 +1,1 @@
+"""Everything that decides and nothing that moves a byte. Never imports jax."""

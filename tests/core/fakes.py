@@ -1,0 +1,214 @@
+"""A worker and an engine that move names of bytes, so that a test can see whose KV a block holds."""
+
+import dataclasses
+import random
+
+from tpu_offload import (
+    BlockHasher,
+    JobResult,
+    JobState,
+    KVLayout,
+    LayerGroup,
+    LayerGroupKind,
+    OffloadConfig,
+    OffloadScheduler,
+    ScheduledRequest,
+    StepPlan,
+    StepReport,
+    TransferJob,
+    Update,
+)
+from tpu_offload.types import Direction
+
+BLOCK_SIZE = 4
+LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (4, 2, 2, 8), "bfloat16"),))
+POISON = b"poison"
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class FakeWorker:
+    """Applies plans to dicts. `staged` saves land and staged loads are written in a later step.
+
+    A save captures its blocks in the step of its plan, as the real worker's program order does.
+    """
+
+    def __init__(self, worker_id: int = 0, *, num_host_chunks: int = 64, staged: bool = False) -> None:
+        self.worker_id = worker_id
+        self.num_host_chunks = num_host_chunks
+        self.staged = staged
+        self.hbm: dict[int, bytes] = {}
+        self.host: dict[int, bytes] = {}
+        self.in_flight: list[tuple[TransferJob, list[bytes]]] = []
+        self.fail_next = False
+
+    def begin_step(self, plan: StepPlan) -> list[JobResult]:
+        results = []
+        for job_id in plan.cancelled_job_ids:
+            for entry in list(self.in_flight):
+                if entry[0].job_id == job_id:
+                    self.in_flight.remove(entry)
+                    results.append(JobResult(job_id, JobState.CANCELLED))
+        for job in plan.loads:
+            content = [self.host[i] for i in job.host_block_ids]
+            self.in_flight.append((job, content))
+            if not self.staged:
+                self.hbm.update(zip(job.block_ids, content, strict=True))
+        return results
+
+    def end_step(self, plan: StepPlan) -> None:
+        for job in plan.saves:
+            self.in_flight.append((job, [self.hbm[b] for b in job.block_ids]))
+
+    def finish(self, num_jobs: int | None = None, *, fail: bool = False) -> list[JobResult]:
+        """Completes the oldest jobs, all by default."""
+        results = []
+        for job, content in self.in_flight[:num_jobs]:
+            if not fail:
+                where, ids = (
+                    (self.host, job.host_block_ids) if job.direction is Direction.SAVE else (self.hbm, job.block_ids)
+                )
+                if job.direction is Direction.SAVE or self.staged:
+                    where.update(zip(ids, content, strict=True))
+            state = JobState.FAILED if fail else JobState.FINISHED
+            results.append(JobResult(job.job_id, state, "injected" if fail else "", 0.5))
+        del self.in_flight[: len(results)]
+        return results
+
+    def report(self, results: list[JobResult] | None = None) -> StepReport:
+        return StepReport(self.worker_id, tuple(results or ()), self.num_host_chunks)
+
+
+@dataclasses.dataclass
+class FakeRequest:
+    request_id: str
+    tokens: list[int]
+    block_ids: list[int]
+    hashes: list[bytes]
+    num_computed: int = 0
+    loading: bool = False
+
+
+class FakeEngine:
+    """The smallest engine: a block table a request, prefill in chunks, no HBM prefix cache."""
+
+    def __init__(
+        self, *, num_blocks: int = 32, workers: list[FakeWorker] | None = None, seed: int = 0, **settings
+    ) -> None:
+        settings = {"num_staging_blocks": 8, "num_cpu_chunks": 64, **settings}
+        self.clock = Clock()
+        self.workers = workers or [FakeWorker()]
+        self.scheduler = OffloadScheduler(
+            OffloadConfig.create(**settings), LAYOUT, num_workers=len(self.workers), clock=self.clock
+        )
+        self.hasher = BlockHasher(LAYOUT.fingerprint(), block_size=BLOCK_SIZE)
+        self.rng = random.Random(seed)
+        self.free_blocks = list(range(num_blocks))
+        self.requests: dict[str, FakeRequest] = {}
+        for worker in self.workers:
+            worker.hbm = dict.fromkeys(range(num_blocks), POISON)
+            self.scheduler.apply(worker.report())
+
+    def grow_hashes(self, request: FakeRequest) -> None:
+        self.hasher.extend(request.hashes, request.tokens)
+
+    def add(self, request_id: str, tokens: list[int]) -> FakeRequest | None:
+        """Matches and admits a request; None when the blocks are not there."""
+        hashes: list[bytes] = []
+        self.hasher.extend(hashes, tokens)
+        num_loaded = self.scheduler.match(request_id, hashes, num_tokens=len(tokens), num_computed_tokens=0)
+        num_blocks = -(-len(tokens) // BLOCK_SIZE)
+        if num_blocks > len(self.free_blocks):
+            self.scheduler.release(request_id)
+            return None
+        request = FakeRequest(request_id, list(tokens), [self.free_blocks.pop() for _ in range(num_blocks)], hashes)
+        self.scheduler.admit(request_id, request.block_ids, num_loaded_tokens=num_loaded)
+        request.loading = num_loaded > 0
+        request.num_computed = num_loaded
+        self.requests[request_id] = request
+        return request
+
+    def remove(self, request_id: str, *, preempt: bool = False) -> FakeRequest:
+        request = self.requests.pop(request_id)
+        (self.scheduler.preempt if preempt else self.scheduler.finish)(request_id)
+        self.free_blocks += request.block_ids
+        self.rng.shuffle(self.free_blocks)
+        return request
+
+    def step(self, computed: dict[str, int] | None = None) -> tuple[StepPlan, list[list[JobResult]]]:
+        """Runs one step that computes that many more tokens of these requests."""
+        scheduled, writes = [], []
+        for request_id, num_tokens in (computed or {}).items():
+            request = self.requests[request_id]
+            assert not request.loading
+            first = request.num_computed // BLOCK_SIZE
+            request.num_computed += num_tokens
+            for i in range(first, request.num_computed // BLOCK_SIZE):
+                writes.append((request.block_ids[i], request.hashes[i]))
+        for request in self.requests.values():
+            if not request.loading:
+                scheduled.append(
+                    ScheduledRequest(
+                        request.request_id, request.block_ids, request.hashes, len(request.tokens), request.num_computed
+                    )
+                )
+        plan = self.scheduler.plan_step(scheduled)
+        results = []
+        for worker in self.workers:
+            results.append(worker.begin_step(plan))
+            worker.hbm.update(writes)
+            worker.end_step(plan)
+        return plan, results
+
+    def apply(self, worker: FakeWorker, results: list[JobResult]) -> Update:
+        update = self.scheduler.apply(worker.report(results))
+        for request_id in update.loaded:
+            request = self.requests[request_id]
+            request.loading = False
+            self.check_bytes(request, request.num_computed)
+        for failed in update.failed_loads:
+            request = self.requests[failed.request_id]
+            request.loading = False
+            request.num_computed = failed.num_valid_tokens
+        return update
+
+    def check_bytes(self, request: FakeRequest, num_tokens: int) -> None:
+        """The request's blocks hold the KV of exactly its tokens, on every worker."""
+        for worker in self.workers:
+            for i in range(num_tokens // BLOCK_SIZE):
+                assert worker.hbm[request.block_ids[i]] == request.hashes[i], f"{request.request_id} block {i}"
+
+    def settle(self) -> Update:
+        """Finishes everything in flight, on all workers, until nothing is."""
+        loaded, failed = [], []
+        while self.scheduler.has_jobs:
+            _, results = self.step()
+            for worker, early in zip(self.workers, results, strict=True):
+                update = self.apply(worker, early + worker.finish())
+                loaded += update.loaded
+                failed += update.failed_loads
+        return Update(tuple(loaded), tuple(failed))
+
+    def serve(self, request_id: str, tokens: list[int]) -> int:
+        """Runs one request to its end; returns how many tokens were loaded."""
+        request = self.add(request_id, tokens)
+        assert request is not None
+        num_loaded = request.num_computed
+        self.settle()
+        self.step({request_id: len(tokens) - request.num_computed})
+        self.settle()
+        self.check_bytes(request, len(tokens))
+        self.remove(request_id)
+        return num_loaded
+
+
+def tokens(num: int, *, start: int = 0) -> list[int]:
+    return list(range(start, start + num))

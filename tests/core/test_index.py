@@ -1,0 +1,230 @@
+"""ChunkIndex: unit cases, and a hypothesis machine against plain sets."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tpu_offload.core.index import ChunkIndex, ChunkState, NewChunk
+from tpu_offload.core.policies import LRUPolicy
+
+
+def chain(prefix: str, num: int) -> list[bytes]:
+    return [f"{prefix}{i}".encode() for i in range(num)]
+
+
+def new(keys: list[bytes], first: int = 0) -> list[NewChunk]:
+    return [NewChunk(keys[i], keys[i - 1] if i else None) for i in range(first, len(keys))]
+
+
+def make(num_slots: int) -> ChunkIndex:
+    index = ChunkIndex(LRUPolicy())
+    index.grow(num_slots)
+    return index
+
+
+def fill(index: ChunkIndex, keys: list[bytes]) -> None:
+    assert len(index.allocate(new(keys))) == len(keys)
+    index.complete(keys, success=True)
+
+
+def test_a_chunk_is_found_only_once_its_save_is_complete() -> None:
+    index = make(4)
+    keys = chain("a", 3)
+    index.allocate(new(keys))
+    assert index.num_ready(keys) == 0
+    index.complete(keys[:1], success=True)
+    assert index.num_ready(keys) == 1
+    index.complete(keys[2:], success=True)
+    assert index.num_ready(keys) == 1, "the prefix ends at the first hole"
+    index.complete(keys[1:2], success=True)
+    assert index.num_ready(keys) == 3
+
+
+def test_a_failed_save_leaves_its_slot() -> None:
+    index = make(2)
+    keys = chain("a", 2)
+    index.allocate(new(keys))
+    index.complete(keys, success=False)
+    assert len(index) == 0
+    assert len(index.allocate(new(chain("b", 2)))) == 2
+    index.check_invariants()
+
+
+def test_evicts_the_tail_of_the_oldest_prefix_and_only_as_much_as_needed() -> None:
+    index = make(5)
+    a, b = chain("a", 3), chain("b", 4)
+    fill(index, a)
+    assert len(index.allocate(new(b))) == 4
+    assert index.num_evicted == 2
+    assert index.state(a[0]) is ChunkState.READY
+    assert index.state(a[1]) is None
+    assert index.state(a[2]) is None
+    index.check_invariants()
+
+
+def test_pinned_chunks_stay_and_so_does_what_they_hang_on() -> None:
+    index = make(3)
+    a = chain("a", 3)
+    fill(index, a)
+    index.pin(a[2:])
+    assert index.allocate(new(chain("b", 2))) == []
+    assert (len(index), index.num_evicted) == (3, 0)
+    index.unpin(a[2:])
+    assert len(index.allocate(new(chain("b", 2)))) == 2
+
+
+def test_an_allocation_that_finds_nothing_evicts_nothing() -> None:
+    index = make(3)
+    a = chain("a", 3)
+    fill(index, a)
+    assert index.allocate(new(chain("b", 2)), protected=a) == []
+    assert index.num_ready(a) == 3
+    assert index.num_evicted == 0
+
+
+def test_a_call_never_evicts_the_parent_of_what_it_offers() -> None:
+    index = make(1)
+    a = chain("a", 2)
+    fill(index, a[:1])
+    assert index.allocate(new(a, first=1)) == []
+    assert index.state(a[0]) is ChunkState.READY
+
+
+def test_an_unfinished_save_is_no_victim() -> None:
+    index = make(2)
+    index.allocate(new(chain("a", 2)))
+    assert index.allocate(new(chain("b", 1))) == []
+
+
+def test_a_partial_allocation_takes_the_head() -> None:
+    index = make(3)
+    keys = chain("a", 5)
+    assert len(index.allocate(new(keys))) == 3
+    assert index.state(keys[2]) is ChunkState.PENDING
+    assert index.state(keys[3]) is None
+
+
+def test_slots_are_handed_out_from_low_to_high_and_grow() -> None:
+    index = make(2)
+    keys = chain("a", 6)
+    assert index.allocate(new(keys)) == [0, 1]
+    index.grow(4)
+    index.grow(3)
+    assert index.num_slots == 4
+    assert index.allocate(new(keys, first=2)) == [2, 3]
+    index.check_invariants()
+
+
+def test_dropping_a_head_leaves_a_tail_that_the_head_finds_again() -> None:
+    index = make(3)
+    a = chain("a", 2)
+    fill(index, a)
+    index.drop(a[:1])
+    assert index.num_ready(a) == 0
+    index.allocate(new(a[:1]))
+    index.complete(a[:1], success=True)
+    assert index.num_ready(a) == 2
+    index.check_invariants()
+
+
+def test_clear_keeps_what_is_pinned_or_unfinished() -> None:
+    index = make(4)
+    a, b = chain("a", 2), chain("b", 1)
+    fill(index, a)
+    index.allocate(new(b))
+    index.pin(a[:1])
+    index.clear()
+    assert [index.state(key) for key in (*a, *b)] == [ChunkState.READY, None, ChunkState.PENDING]
+    index.check_invariants()
+
+
+def test_pins_are_counted() -> None:
+    index = make(1)
+    a = chain("a", 1)
+    fill(index, a)
+    index.pin(a)
+    index.pin(a)
+    index.unpin(a)
+    assert index.allocate(new(chain("b", 1))) == []
+    index.unpin(a)
+    with pytest.raises(AssertionError, match="more often"):
+        index.unpin(a)
+
+
+@settings(max_examples=150, stateful_step_count=40)
+class IndexMachine(RuleBasedStateMachine):
+    """Three prefixes that share a head compete for a few slots."""
+
+    NUM_SLOTS = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = make(self.NUM_SLOTS)
+        head = chain("s", 2)
+        self.prefixes = [head + chain(name, 4) for name in "abc"]
+        self.pending: set[bytes] = set()
+        self.ready: set[bytes] = set()
+        self.pins: list[list[bytes]] = []
+
+    prefixes_st = st.integers(0, 2)
+
+    @rule(which=prefixes_st, end=st.integers(1, 6))
+    def save(self, which: int, end: int) -> None:
+        prefix = self.prefixes[which][:end]
+        resident = self.pending | self.ready
+        new_chunks = [n for n in new(prefix) if n.key not in resident]
+        before = set(self.ready)
+        slots = self.index.allocate(new_chunks, protected=prefix)
+        granted = [n.key for n in new_chunks[: len(slots)]]
+        self.pending.update(granted)
+        self.ready = {k for k in before if self.index.state(k) is not None}
+        evicted = before - self.ready
+        assert len(slots) == len(set(slots))
+        assert not evicted & set(prefix), "evicted what the call offers"
+        assert not evicted & {key for keys in self.pins for key in keys}
+        assert len(evicted) == max(0, len(slots) - (self.NUM_SLOTS - len(resident))), "evicted more than it used"
+        if len(slots) < len(new_chunks):
+            assert len(resident) - len(evicted) + len(slots) == self.NUM_SLOTS, "gave up with a slot free"
+
+    @precondition(lambda self: self.pending)
+    @rule(data=st.data(), success=st.booleans())
+    def complete(self, data, success: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.pending)))
+        self.index.complete([key], success=success)
+        self.pending.remove(key)
+        if success:
+            self.ready.add(key)
+
+    @rule(which=prefixes_st)
+    def match(self, which: int) -> None:
+        prefix = self.prefixes[which]
+        expected = next((i for i, key in enumerate(prefix) if key not in self.ready), len(prefix))
+        assert self.index.num_ready(prefix) == expected
+        self.index.touch(prefix)
+        if expected:
+            self.index.pin(prefix[:expected])
+            self.pins.append(prefix[:expected])
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data) -> None:
+        self.index.unpin(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1))))
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        self.ready &= {key for keys in self.pins for key in keys}
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        self.index.check_invariants()
+        counts: dict[bytes, int] = {}
+        for keys in self.pins:
+            for key in keys:
+                counts[key] = counts.get(key, 0) + 1
+        self.index.check_holds(pins=counts, pending=self.pending)
+        assert len(self.index) == len(self.pending | self.ready)
+
+
+TestIndexMachine = IndexMachine.TestCase

@@ -1,0 +1,475 @@
+"""OffloadScheduler, event by event. Many names are those of the behaviours in the design notes."""
+
+import pickle
+
+import pytest
+
+from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, FakeEngine, FakeWorker, tokens
+from tpu_offload import FailedLoad, JobResult, JobState, OffloadConfig, OffloadScheduler, RequestError, StepReport
+from tpu_offload.errors import ConfigError
+
+
+def test_a_prompt_served_twice_is_loaded_the_second_time() -> None:
+    engine = FakeEngine()
+    assert engine.serve("a", tokens(18)) == 0
+    assert engine.serve("b", tokens(18)) == 16
+    stats = engine.scheduler.stats()
+    assert (stats.saved_blocks, stats.loaded_blocks, stats.loaded_tokens) == (4, 4, 16)
+    assert stats.saved_nbytes == 4 * LAYOUT.block_nbytes
+    assert stats.staging_reserved_blocks == 0
+    assert stats.save_s == 0.5
+    engine.scheduler.check_invariants()
+
+
+def test_a_full_match_leaves_one_token_to_compute() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(16))
+    assert engine.serve("b", tokens(16)) == 15
+    assert engine.scheduler.stats().loaded_blocks == 4, "the last block comes along"
+
+
+def test_a_prefix_in_hbm_is_not_loaded_again() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(18))
+    hashes = []
+    engine.hasher.extend(hashes, tokens(18))
+    match = engine.scheduler.match
+    assert match("b", hashes, num_tokens=18, num_computed_tokens=8) == 8
+    assert match("b", hashes, num_tokens=18, num_computed_tokens=16) == 0
+    assert match("b", hashes, num_tokens=18, num_computed_tokens=17) == 0, "inside a block there is nothing to load"
+    assert engine.scheduler.stats().staging_reserved_blocks == 0, "asking again replaced the first promise"
+
+
+def test_another_salt_or_layout_never_matches() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(16))
+    salted: list[bytes] = []
+    engine.hasher.extend(salted, tokens(16), cache_salt="tenant")
+    assert engine.scheduler.match("b", salted, num_tokens=16, num_computed_tokens=0) == 0
+
+
+def test_lookup_pins_so_that_a_promise_cannot_be_evicted() -> None:
+    engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)])
+    engine.serve("a", tokens(16))
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(16))
+    assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0) == 16
+    engine.serve("c", tokens(16, start=1000))
+    assert engine.scheduler.stats().num_evicted_chunks == 0
+    assert engine.scheduler.stats().dropped_save_blocks == 4, "what found no room is counted"
+    engine.scheduler.release("b")
+    engine.serve("d", tokens(16, start=1000))
+    assert engine.scheduler.stats().num_evicted_chunks == 4
+    engine.scheduler.check_invariants()
+
+
+def test_a_chunk_is_loadable_only_after_all_workers_acknowledged_its_save() -> None:
+    workers = [FakeWorker(0), FakeWorker(1)]
+    engine = FakeEngine(workers=workers)
+    a = engine.add("a", tokens(8))
+    engine.step({"a": 8})
+    engine.apply(workers[0], workers[0].finish())
+    b = engine.add("b", tokens(8))
+    assert b.num_computed == 0
+    engine.remove("b")
+    engine.apply(workers[1], workers[1].finish())
+    assert engine.add("c", tokens(8)).num_computed == 7
+    assert a.num_computed == 8
+
+
+def test_doubled_late_and_unknown_results_change_nothing_and_are_counted() -> None:
+    workers = [FakeWorker(0), FakeWorker(1)]
+    engine = FakeEngine(workers=workers)
+    engine.add("a", tokens(8))
+    engine.step({"a": 8})
+    results = workers[0].finish()
+    for _ in range(3):
+        engine.apply(workers[0], results)
+    assert engine.scheduler.has_jobs, "one worker has not reported"
+    engine.apply(workers[0], [JobResult(999, JobState.FINISHED), JobResult(results[0].job_id, JobState.SENT)])
+    engine.scheduler.apply(StepReport(7, (JobResult(results[0].job_id, JobState.FINISHED),), 1000))
+    assert engine.scheduler.stats().num_ignored_results == 5
+    assert engine.scheduler.stats().num_host_chunks == 64
+    engine.apply(workers[1], workers[1].finish())
+    assert not engine.scheduler.has_jobs
+    engine.scheduler.check_invariants()
+
+
+def test_two_requests_that_miss_the_same_prefix_cause_one_save() -> None:
+    engine = FakeEngine()
+    engine.add("a", tokens(12))
+    engine.add("b", tokens(12))
+    plan, _ = engine.step({"a": 12, "b": 12})
+    assert sum(job.num_blocks for job in plan.saves) == 3
+
+
+def test_two_requests_that_hit_the_same_prefix_while_it_loads_are_both_safe() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(12))
+    engine.add("b", tokens(13))
+    engine.add("c", tokens(13))
+    assert sorted(engine.settle().loaded) == ["b", "c"]
+    engine.scheduler.check_invariants()
+
+
+def test_saves_of_a_prefix_that_failed_under_another_request_are_offered_again() -> None:
+    engine = FakeEngine()
+    engine.add("a", tokens(8))
+    engine.add("b", tokens(8))
+    engine.step({"a": 8})
+    plan, _ = engine.step({"b": 8})
+    assert plan.saves == ()
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(fail=True))
+    engine.remove("a")
+    plan, _ = engine.step()
+    assert [job.num_blocks for job in plan.saves] == [2]
+    engine.settle()
+    assert engine.serve("c", tokens(9)) == 8
+
+
+def test_the_last_sampled_token_never_completes_a_saved_block() -> None:
+    engine = FakeEngine(decode_save=True)
+    request = engine.add("a", tokens(7))
+    engine.step({"a": 7})
+    request.tokens.append(7)  # sampled: known, hashed, but its KV is not computed
+    engine.grow_hashes(request)
+    assert len(request.hashes) == 2
+    plan, _ = engine.step()
+    assert plan.saves == ()
+    plan, _ = engine.step({"a": 1})
+    assert [job.num_blocks for job in plan.saves] == [1]
+
+
+def test_only_prompts_are_saved_unless_decode_save_is_on() -> None:
+    for decode_save, expected in ((False, 2), (True, 4)):
+        engine = FakeEngine(decode_save=decode_save)
+        request = engine.add("a", tokens(8))
+        engine.step({"a": 8})
+        request.tokens += tokens(8, start=500)
+        request.block_ids += [engine.free_blocks.pop() for _ in range(2)]
+        engine.grow_hashes(request)
+        num_prompt_tokens, num_blocks = 8, 0
+        request.num_computed = 16
+        plan = engine.scheduler.plan_step([_scheduled(request, num_prompt_tokens)])
+        num_blocks = 2 + sum(job.num_blocks for job in plan.saves)
+        assert num_blocks == expected
+
+
+def _scheduled(request, num_prompt_tokens):
+    from tpu_offload import ScheduledRequest
+
+    return ScheduledRequest(
+        request.request_id, request.block_ids, request.hashes, num_prompt_tokens, request.num_computed
+    )
+
+
+def test_chunked_prefill_leaves_no_hole_when_a_step_found_no_staging() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    engine.add("a", tokens(24))
+    engine.step({"a": 8})  # takes both staging blocks
+    plan, _ = engine.step({"a": 8})
+    assert plan.saves == ()
+    assert engine.scheduler.stats().deferred_save_blocks == 2
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish())
+    plan, _ = engine.step({"a": 8})  # the refused ones come first
+    request = engine.requests["a"]
+    assert plan.saves[0].block_ids == tuple(request.block_ids[2:4])
+    engine.apply(worker, worker.finish())
+    engine.settle()
+    engine.step()
+    engine.settle()
+    engine.remove("a")
+    assert engine.scheduler.stats().dropped_save_blocks == 0
+    assert engine.scheduler.stats().num_resident_chunks == 6
+
+
+def test_what_was_never_saved_for_want_of_room_is_counted_once_as_dropped() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    engine.add("a", tokens(20))
+    engine.step({"a": 20})
+    engine.step()
+    engine.remove("a")
+    assert engine.scheduler.stats().dropped_save_blocks == 3
+    assert engine.scheduler.stats().staging_peak_blocks == 2
+
+
+def test_a_load_is_cut_to_the_free_staging_blocks_and_the_rest_is_counted() -> None:
+    engine = FakeEngine(num_staging_blocks=3)
+    engine.add("a", tokens(20))
+    engine.step({"a": 20})
+    engine.settle()
+    engine.step()
+    engine.settle()
+    engine.remove("a")
+    assert engine.serve("b", tokens(20)) == 12
+    assert engine.scheduler.stats().dropped_load_blocks == 2
+    assert engine.scheduler.stats().staging_peak_blocks == 3
+
+
+def test_an_evicted_head_is_saved_again_by_the_request_that_still_holds_it() -> None:
+    engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)])
+    engine.add("a", tokens(16))
+    engine.step({"a": 8})
+    engine.settle()
+    engine.serve("b", tokens(16, start=1000))  # takes all four slots
+    plan, _ = engine.step({"a": 8})
+    assert plan.saves[0].block_ids == tuple(engine.requests["a"].block_ids[:4])
+    engine.settle()
+    engine.remove("a")
+    assert engine.serve("c", tokens(17)) == 16
+
+
+def test_a_chunk_that_this_very_call_offers_is_never_its_victim() -> None:
+    engine = FakeEngine(num_cpu_chunks=3, workers=[FakeWorker(num_host_chunks=3)])
+    engine.serve("a", tokens(20))
+    assert engine.scheduler.stats().num_evicted_chunks == 0
+    assert engine.serve("b", tokens(20)) == 12
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_abort_while_loading_leaves_nothing_and_never_writes_into_the_next_owner(staged) -> None:
+    engine = FakeEngine(workers=[FakeWorker(staged=staged)], num_blocks=5)
+    engine.serve("a", tokens(20))
+    engine.add("b", tokens(20))
+    engine.step()
+    engine.remove("b")
+    engine.add("c", tokens(20, start=900))
+    worker = engine.workers[0]
+    _, [results] = engine.step({"c": 20})
+    engine.apply(worker, results + worker.finish())
+    engine.check_bytes(engine.requests["c"], 20)
+    engine.settle()
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    engine.scheduler.check_invariants()
+
+
+def test_abort_before_the_load_was_sent_ends_the_job_at_once() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(20))
+    engine.add("b", tokens(20))
+    engine.remove("b")
+    assert not engine.scheduler.has_jobs
+    plan, _ = engine.step()
+    assert plan.empty
+    engine.scheduler.check_invariants()
+
+
+def test_abort_while_queued_gives_the_promise_back() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(20))
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(20))
+    engine.scheduler.match("b", hashes, num_tokens=20, num_computed_tokens=0)
+    engine.scheduler.finish("b")
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    engine.scheduler.check_invariants()
+
+
+def test_a_block_freed_and_granted_again_under_a_pending_save_is_saved_with_its_old_bytes() -> None:
+    engine = FakeEngine(num_blocks=2)
+    engine.add("a", tokens(8))
+    engine.step({"a": 8})
+    engine.remove("a")
+    engine.add("b", tokens(8, start=100))
+    engine.step({"b": 8})
+    engine.settle()
+    engine.remove("b")
+    assert engine.serve("c", tokens(8)) == 7
+    assert engine.serve("d", tokens(8, start=100)) == 7
+
+
+def test_preempt_and_resume_reloads_those_blocks_also_under_its_own_old_load() -> None:
+    engine = FakeEngine(num_blocks=12, workers=[FakeWorker(staged=True)])
+    engine.serve("a", tokens(16))
+    engine.add("b", tokens(18))
+    engine.step()
+    engine.remove("b", preempt=True)
+    assert engine.add("b", tokens(18)).num_computed == 16, "it does not wait for its cancelled load"
+    engine.scheduler.check_invariants()
+    assert engine.settle().loaded == ("b",)
+    engine.check_bytes(engine.requests["b"], 16)
+
+
+def test_a_failed_load_ends_in_recompute_for_that_request_only_and_is_not_tried_for_ever() -> None:
+    engine = FakeEngine(num_blocks=16)
+    engine.serve("a", tokens(12))
+    engine.serve("other", tokens(12, start=300))
+    engine.add("b", tokens(12))
+    engine.step()
+    worker = engine.workers[0]
+    update = engine.apply(worker, worker.finish(fail=True))
+    assert update.failed_loads == (FailedLoad("b", 0),)
+    assert engine.scheduler.stats().num_failed_jobs == 1
+    assert engine.add("c", tokens(12)).num_computed == 0
+    assert engine.add("d", tokens(12, start=300)).num_computed == 11
+    engine.scheduler.check_invariants()
+
+
+def test_a_late_load_is_cancelled_before_the_engine_hears_of_it() -> None:
+    engine = FakeEngine(job_timeout_s=5.0, workers=[FakeWorker(staged=True)])
+    engine.serve("a", tokens(12))
+    engine.add("b", tokens(12))
+    engine.step()
+    engine.clock.now_s += 6
+    plan, [results] = engine.step()
+    assert len(plan.cancelled_job_ids) == 1
+    worker = engine.workers[0]
+    assert engine.apply(worker, []).failed_loads == (FailedLoad("b", 0),)
+    assert engine.scheduler.stats().staging_reserved_blocks == 3, "the worker may still hold them"
+    engine.apply(worker, results)
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    assert engine.scheduler.stats().num_timed_out_jobs == 1
+    assert not engine.scheduler.has_jobs
+    engine.scheduler.check_invariants()
+
+
+def test_a_late_save_is_not_published_and_its_slots_wait_for_the_report() -> None:
+    engine = FakeEngine(job_timeout_s=5.0, num_cpu_chunks=3, workers=[FakeWorker(num_host_chunks=3)])
+    engine.add("a", tokens(12))
+    engine.step({"a": 12})
+    engine.clock.now_s += 6
+    engine.remove("a")
+    engine.add("b", tokens(12, start=50))
+    plan, _ = engine.step({"b": 12})
+    assert plan.saves == (), "the slots may still be written"
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish())
+    assert engine.add("c", tokens(12)).num_computed == 0
+    assert engine.scheduler.stats().num_timed_out_jobs == 1
+    engine.scheduler.check_invariants()
+
+
+def test_reset_while_saves_and_loads_fly_serves_nothing_stale() -> None:
+    engine = FakeEngine(num_blocks=32)
+    engine.serve("a", tokens(12))
+    engine.add("loading", tokens(12))
+    engine.add("saving", tokens(12, start=100))
+    engine.step({"saving": 12})
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(12))
+    engine.scheduler.match("matched", hashes, num_tokens=12, num_computed_tokens=0)
+    engine.scheduler.reset()
+    assert engine.scheduler.match("x", hashes, num_tokens=12, num_computed_tokens=0) == 0, "pinned ones neither"
+    with pytest.raises(RequestError, match="0 promised"):
+        engine.scheduler.admit("matched", [1, 2, 3], num_loaded_tokens=11)
+    worker = engine.workers[0]
+    update = engine.apply(worker, worker.finish())
+    assert update.failed_loads == (FailedLoad("loading", 0),)
+    plan, _ = engine.step()
+    assert plan.saves == (), "KV from before the reset is not saved after it"
+    assert engine.scheduler.stats().num_resident_chunks == 0
+    engine.remove("saving")
+    engine.remove("loading")
+    engine.scheduler.check_invariants()
+    assert engine.serve("after", tokens(12)) == 0
+    assert engine.serve("again", tokens(12)) == 11
+
+
+def test_admitting_fewer_tokens_than_promised_gives_the_rest_back() -> None:
+    engine = FakeEngine(blocks_per_chunk=2)
+    engine.serve("a", tokens(24))
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(24))
+    assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4) == 19
+    engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=8)
+    engine.scheduler.check_invariants()
+    assert engine.scheduler.stats().staging_reserved_blocks == 2
+
+
+def test_bad_engine_events_are_errors_that_change_nothing() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(16))
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(16))
+    scheduler = engine.scheduler
+    with pytest.raises(RequestError, match="expected 0 to"):
+        scheduler.match("b", hashes, num_tokens=4, num_computed_tokens=8)
+    scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
+    with pytest.raises(RequestError, match="99 loaded tokens; expected 0 to the 15 promised"):
+        scheduler.admit("b", [1, 2, 3, 4], num_loaded_tokens=99)
+    with pytest.raises(RequestError, match="has 1 blocks; its load needs 4"):
+        scheduler.admit("b", [1], num_loaded_tokens=15)
+    scheduler.check_invariants()
+    scheduler.admit("b", [1, 2, 3, 4], num_loaded_tokens=15)
+    with pytest.raises(RequestError, match="in flight"):
+        scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
+    scheduler.finish("nobody")
+    scheduler.preempt("nobody")
+    scheduler.release("nobody")
+    scheduler.check_invariants()
+
+
+def test_nothing_happens_when_a_size_is_zero() -> None:
+    for setting in ("num_staging_blocks", "staging_buffer_tokens", "num_cpu_chunks"):
+        scheduler = OffloadScheduler(OffloadConfig.create(**{setting: 0}), LAYOUT)
+        engine = FakeEngine()
+        hashes: list[bytes] = []
+        engine.hasher.extend(hashes, tokens(16))
+        assert scheduler.match("a", hashes, num_tokens=16, num_computed_tokens=0) == 0
+        scheduler.admit("a", [0, 1, 2, 3], num_loaded_tokens=0)
+        request = engine.add("a", tokens(16))
+        request.num_computed = 16
+        assert scheduler.plan_step([_scheduled(request, 16)]).empty
+        assert scheduler.stats().dropped_save_blocks == 0
+
+
+def test_a_staging_buffer_under_one_chunk_is_an_error_with_the_way_out() -> None:
+    config = OffloadConfig.create(num_staging_blocks=3, blocks_per_chunk=4)
+    with pytest.raises(ConfigError, match=r"TPU_OFFLOAD_NUM_STAGING_BLOCKS=3 .* at least 4"):
+        OffloadScheduler(config, LAYOUT)
+
+
+def test_plans_and_reports_survive_pickling() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(16))
+    engine.add("b", tokens(16))
+    engine.add("c", tokens(8, start=77))
+    plan, _ = engine.step({"c": 8})
+    assert plan.loads
+    assert plan.saves
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    report = engine.workers[0].report(engine.workers[0].finish())
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [2, 3])
+def test_chunks_of_several_blocks_save_whole_chunks_and_load_unaligned_ends(blocks_per_chunk) -> None:
+    engine = FakeEngine(blocks_per_chunk=blocks_per_chunk)
+    engine.serve("a", tokens(7 * BLOCK_SIZE))
+    saved = 7 // blocks_per_chunk * blocks_per_chunk
+    assert engine.scheduler.stats().saved_blocks == saved
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(7 * BLOCK_SIZE))
+    # One block in HBM already: the first chunk's other blocks are loaded from inside its slot.
+    num_tokens = engine.scheduler.match("b", hashes, num_tokens=28, num_computed_tokens=BLOCK_SIZE)
+    assert num_tokens == (saved - 1) * BLOCK_SIZE
+    engine.scheduler.admit("b", list(range(10, 17)), num_loaded_tokens=num_tokens)
+    plan, _ = engine.step()
+    job = plan.loads[0]
+    assert job.block_ids == tuple(range(11, 10 + saved))
+    worker = engine.workers[0]
+    assert [worker.host[i] for i in job.host_block_ids] == hashes[1:saved]
+    assert POISON not in worker.host.values()
+
+
+def test_a_load_may_be_cut_inside_a_chunk() -> None:
+    engine = FakeEngine(blocks_per_chunk=2, num_staging_blocks=3)
+    engine.add("a", tokens(16))
+    engine.step({"a": 16})
+    engine.settle()
+    engine.step()
+    engine.settle()
+    engine.remove("a")
+    assert engine.serve("b", tokens(17)) == 12
+    engine.scheduler.check_invariants()
+
+
+def test_slots_become_usable_when_every_worker_has_them() -> None:
+    workers = [FakeWorker(0, num_host_chunks=2), FakeWorker(1, num_host_chunks=5)]
+    engine = FakeEngine(workers=workers)
+    assert engine.scheduler.stats().num_host_chunks == 2
+    workers[0].num_host_chunks = 9
+    engine.apply(workers[0], [])
+    assert engine.scheduler.stats().num_host_chunks == 5

@@ -1,0 +1,118 @@
+"""Jobs in flight: each is planned once, sent once, and ended once, when every worker has reported it."""
+
+import dataclasses
+from collections.abc import Hashable, Iterator
+
+from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
+
+
+@dataclasses.dataclass(slots=True)
+class Job:
+    """A transfer and what it holds until its end.
+
+    Attributes:
+      transfer: what the workers are told.
+      request_id: the engine's request.
+      account: who holds the staging blocks, `transfer.num_blocks` of them.
+      keys: chunks that a load has pinned or a save has made PENDING.
+      num_valid_tokens: for a load, the request's tokens that were in HBM before it.
+      deadline_s: time after which it is taken for failed.
+      waiting_for: workers that have not reported it.
+      state: PLANNED, SENT or an end.
+      doomed: it counts as failed however it ends; `error` says why.
+      detached: the request has been told, or is gone: nobody waits for the end.
+      error: the first error reported.
+      duration_s: the longest time that a worker took.
+    """
+
+    transfer: TransferJob
+    request_id: str
+    account: Hashable
+    keys: tuple[ChunkKey, ...]
+    num_valid_tokens: int
+    deadline_s: float
+    waiting_for: set[int]
+    state: JobState = JobState.PLANNED
+    doomed: bool = False
+    detached: bool = False
+    error: str = ""
+    duration_s: float = 0.0
+
+    @property
+    def direction(self) -> Direction:
+        """Save or load."""
+        return self.transfer.direction
+
+    def doom(self, why: str) -> None:
+        """Whatever the workers report, the outcome is a failure."""
+        self.doomed = True
+        self.error = self.error or why
+
+
+class JobTable:
+    """All jobs that have not ended, by id, oldest first.
+
+    Args:
+      num_workers: workers that must report each job.
+    """
+
+    def __init__(self, *, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._jobs: dict[int, Job] = {}
+        self._next_id = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
+
+    def add(
+        self,
+        direction: Direction,
+        *,
+        block_ids: tuple[int, ...],
+        host_block_ids: tuple[int, ...],
+        request_id: str,
+        account: Hashable,
+        keys: tuple[ChunkKey, ...],
+        num_valid_tokens: int,
+        deadline_s: float,
+    ) -> Job:
+        """Plans a job under a new id."""
+        transfer = TransferJob(self._next_id, direction, 0, block_ids, host_block_ids)
+        self._next_id += 1
+        workers = set(range(self._num_workers))
+        job = Job(transfer, request_id, account, keys, num_valid_tokens, deadline_s, workers)
+        self._jobs[transfer.job_id] = job
+        return job
+
+    def expects(self, worker_id: int, result: JobResult) -> bool:
+        """False for a result of a job that is unknown, unsent or ended, or that this worker reported before."""
+        job = self._jobs.get(result.job_id)
+        return job is not None and job.state is JobState.SENT and worker_id in job.waiting_for and result.state.ended
+
+    def report(self, worker_id: int, result: JobResult) -> Job | None:
+        """Takes one worker's expected result; returns the job, ended, when this was the last worker."""
+        job = self._jobs[result.job_id]
+        job.waiting_for.remove(worker_id)
+        job.duration_s = max(job.duration_s, result.duration_s)
+        if result.state is not JobState.FINISHED:
+            job.doom(result.error or f"worker {worker_id} reported it as {result.state.value}")
+        return None if job.waiting_for else self.end(job)
+
+    def end(self, job: Job) -> Job:
+        """Takes a job out, in its last state."""
+        del self._jobs[job.transfer.job_id]
+        job.state = JobState.FAILED if job.doomed else JobState.FINISHED
+        return job
+
+    def overdue(self, now_s: float) -> list[Job]:
+        """Sent jobs past their deadline that are not doomed yet. O(1) when there are none."""
+        jobs = []
+        for job in self._jobs.values():
+            if job.deadline_s > now_s:
+                break  # one timeout for all, so deadlines rise with the ids
+            if job.state is JobState.SENT and not job.doomed:
+                jobs.append(job)
+        return jobs

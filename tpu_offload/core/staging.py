@@ -1,0 +1,138 @@
+"""The budget of the HBM staging buffer: who holds how many of its blocks.
+
+Copies between HBM and host pass through HBM that the engine granted once. Every block of a save or
+load holds one staging block from the moment it is planned until every worker has reported it, so the
+device never holds more blocks in transit than the budget. The manager only counts; it never sees an
+array. All calls come from the thread of the scheduler.
+"""
+
+import dataclasses
+from collections.abc import Hashable
+
+from tpu_offload.errors import StagingError
+from tpu_offload.types import Direction
+
+
+@dataclasses.dataclass(slots=True)
+class _Account:
+    num_save_blocks: int = 0
+    num_load_blocks: int = 0
+
+
+class StagingBufferManager:
+    """Reserves and releases staging blocks per request and direction, in O(1) a call.
+
+    A request may hold several saves at once, which add up, but only one load.
+
+    Args:
+      num_blocks: the budget; 0 grants nothing.
+    Raises:
+      StagingError: the budget is negative.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 0:
+            raise StagingError(f"staging budget of {num_blocks} blocks; expected 0 or more")
+        self._num_blocks = num_blocks
+        self._accounts: dict[Hashable, _Account] = {}
+        self._num_save_blocks = 0
+        self._num_load_blocks = 0
+        self._peak_num_reserved = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """The budget."""
+        return self._num_blocks
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks held by saves and loads together."""
+        return self._num_save_blocks + self._num_load_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that a reservation made now could get."""
+        return self._num_blocks - self.num_reserved
+
+    @property
+    def peak_num_reserved(self) -> int:
+        """The most blocks that were ever held at once."""
+        return self._peak_num_reserved
+
+    def total(self, direction: Direction) -> int:
+        """Blocks held by all requests in one direction."""
+        return self._num_save_blocks if direction is Direction.SAVE else self._num_load_blocks
+
+    def held(self, request_id: Hashable, direction: Direction) -> int:
+        """Blocks held by one request in one direction; 0 for a request that holds none."""
+        account = self._accounts.get(request_id)
+        if account is None:
+            return 0
+        return account.num_save_blocks if direction is Direction.SAVE else account.num_load_blocks
+
+    def reserve(self, request_id: Hashable, num_blocks: int, direction: Direction, *, partial: bool = False) -> int:
+        """Takes staging blocks for a request.
+
+        Args:
+          request_id: who will hold them.
+          num_blocks: how many are wanted, at least 1.
+          direction: what for.
+          partial: take what is free when that is less than wanted.
+        Returns:
+          The blocks granted: `num_blocks` when they fit, exactly or with room to spare; otherwise what
+          is free with `partial`, and 0 without. A grant of 0 leaves no trace.
+        Raises:
+          StagingError: `num_blocks` is under 1, or the request has a load pending and wants another.
+        """
+        if num_blocks < 1:
+            raise StagingError(f"request {request_id!r} reserves {num_blocks} staging blocks; expected at least 1")
+        if direction is Direction.LOAD and self.held(request_id, Direction.LOAD):
+            raise StagingError(
+                f"request {request_id!r} reserves a load while its load of {self.held(request_id, Direction.LOAD)} "
+                "staging blocks is pending; release that one first"
+            )
+        granted = num_blocks
+        if num_blocks > self.num_free:
+            granted = self.num_free if partial else 0
+        if granted == 0:
+            return 0
+        self._add(request_id, granted, direction)
+        self._peak_num_reserved = max(self._peak_num_reserved, self.num_reserved)
+        return granted
+
+    def release(self, request_id: Hashable, num_blocks: int, direction: Direction) -> None:
+        """Gives staging blocks back.
+
+        Raises:
+          StagingError: the request holds none, or fewer than `num_blocks`, or `num_blocks` is under 1.
+        """
+        if num_blocks < 1:
+            raise StagingError(f"request {request_id!r} releases {num_blocks} staging blocks; expected at least 1")
+        if request_id not in self._accounts:
+            raise StagingError(f"request {request_id!r} releases {num_blocks} staging blocks but holds none")
+        held = self.held(request_id, direction)
+        if num_blocks > held:
+            raise StagingError(
+                f"request {request_id!r} releases {num_blocks} staging blocks of its {direction.value} but holds {held}"
+            )
+        self._add(request_id, -num_blocks, direction)
+
+    def _add(self, request_id: Hashable, num_blocks: int, direction: Direction) -> None:
+        account = self._accounts.setdefault(request_id, _Account())
+        if direction is Direction.SAVE:
+            account.num_save_blocks += num_blocks
+            self._num_save_blocks += num_blocks
+        else:
+            account.num_load_blocks += num_blocks
+            self._num_load_blocks += num_blocks
+        if account.num_save_blocks == 0 and account.num_load_blocks == 0:
+            del self._accounts[request_id]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless totals, accounts, peak and budget agree. O(requests)."""
+        accounts = self._accounts.values()
+        assert sum(a.num_save_blocks for a in accounts) == self._num_save_blocks
+        assert sum(a.num_load_blocks for a in accounts) == self._num_load_blocks
+        assert all(a.num_save_blocks >= 0 and a.num_load_blocks >= 0 for a in accounts)
+        assert all(a.num_save_blocks or a.num_load_blocks for a in accounts), "an empty account was kept"
+        assert 0 <= self.num_reserved <= self._peak_num_reserved <= self._num_blocks

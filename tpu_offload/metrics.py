@@ -1,0 +1,125 @@
+"""What offloading did, as numbers: a snapshot for code, Prometheus series for a scrape, a line for a log.
+
+Counting is plain integers on the scheduler's thread. Prometheus and the log read a snapshot when they
+want one, so the engine's steps pay nothing for them.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class OffloadStats:
+    """Running counts, and what a reader gets a copy of.
+
+    Names in `_nbytes` are bytes over all devices, in `_s` seconds; others are counts.
+
+    Attributes:
+      staging_budget_blocks: size of the staging buffer.
+      staging_reserved_blocks: staging blocks held now.
+      staging_peak_blocks: the most that were ever held.
+      num_host_chunks: slots of the host tier that are usable by now.
+      num_resident_chunks: chunks in the host tier, unfinished saves included.
+      num_evicted_chunks: chunks evicted from the host tier.
+      num_jobs_in_flight: jobs planned and not ended.
+      matched_tokens: tokens promised from the host tier to requests that took them.
+      loaded_tokens: tokens of loads that finished.
+      saved_blocks: blocks of saves that finished.
+      loaded_blocks: blocks of loads that finished.
+      saved_nbytes: bytes of those saves.
+      loaded_nbytes: bytes of those loads.
+      save_s: sum over finished saves of the slowest worker's time from dispatch to seen finished.
+      load_s: the same for loads.
+      dropped_save_blocks: blocks never saved because staging buffer or host tier had no room while the
+        request held them.
+      dropped_load_blocks: blocks in the host tier that a request computed because the staging buffer
+        had no room.
+      deferred_save_blocks: times that a block was refused in a step; it was offered again later.
+      num_failed_jobs: jobs that failed, timed-out ones included.
+      num_timed_out_jobs: jobs that no worker reported in time.
+      num_ignored_results: reported results that fitted no job.
+    """
+
+    staging_budget_blocks: int = 0
+    staging_reserved_blocks: int = 0
+    staging_peak_blocks: int = 0
+    num_host_chunks: int = 0
+    num_resident_chunks: int = 0
+    num_evicted_chunks: int = 0
+    num_jobs_in_flight: int = 0
+    matched_tokens: int = 0
+    loaded_tokens: int = 0
+    saved_blocks: int = 0
+    loaded_blocks: int = 0
+    saved_nbytes: int = 0
+    loaded_nbytes: int = 0
+    save_s: float = 0.0
+    load_s: float = 0.0
+    dropped_save_blocks: int = 0
+    dropped_load_blocks: int = 0
+    deferred_save_blocks: int = 0
+    num_failed_jobs: int = 0
+    num_timed_out_jobs: int = 0
+    num_ignored_results: int = 0
+
+
+_GAUGES = frozenset({
+    "staging_budget_blocks", "staging_reserved_blocks", "staging_peak_blocks", "num_host_chunks",
+    "num_resident_chunks", "num_jobs_in_flight",
+})  # fmt: skip
+
+
+class StatsCollector(Collector):
+    """Offers the statistics to Prometheus: `registry.register(StatsCollector(scheduler.stats))`.
+
+    Args:
+      get_stats: returns a fresh snapshot; may be called from the scraping thread.
+    """
+
+    def __init__(self, get_stats: Callable[[], OffloadStats]) -> None:
+        self._get_stats = get_stats
+
+    def collect(self) -> Iterable[Metric]:
+        """One family a field of `OffloadStats`, named `tpu_offload_<field>`."""
+        stats = self._get_stats()
+        for field in dataclasses.fields(stats):
+            name, text = f"tpu_offload_{field.name}", f"OffloadStats.{field.name}"
+            family = GaugeMetricFamily if field.name in _GAUGES else CounterMetricFamily
+            yield family(name, text, value=getattr(stats, field.name))
+
+
+class StatsLogger:
+    """Logs one line an interval while something moves.
+
+    Args:
+      interval_s: seconds between lines; 0 logs nothing.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._next_s = 0.0
+        self._last_moved = 0
+
+    def maybe_log(self, now_s: float, get_stats: Callable[[], OffloadStats]) -> None:
+        """Called each step with the scheduler's clock."""
+        if not self._interval_s or now_s < self._next_s:
+            return
+        self._next_s = now_s + self._interval_s
+        stats = get_stats()
+        moved = stats.saved_nbytes + stats.loaded_nbytes + stats.num_failed_jobs
+        if moved == self._last_moved:
+            return
+        self._last_moved = moved
+        _logger.info(
+            "saved %d MiB, loaded %d MiB (%d tokens), host tier %d/%d chunks (%d evicted), staging peak %d/%d blocks, "
+            "dropped %d save and %d load blocks, %d jobs failed",
+            stats.saved_nbytes >> 20, stats.loaded_nbytes >> 20, stats.loaded_tokens, stats.num_resident_chunks,
+            stats.num_host_chunks, stats.num_evicted_chunks, stats.staging_peak_blocks, stats.staging_budget_blocks,
+            stats.dropped_save_blocks, stats.dropped_load_blocks, stats.num_failed_jobs,
+        )  # fmt: skip
