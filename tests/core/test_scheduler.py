@@ -352,14 +352,19 @@ def test_reset_while_saves_and_loads_fly_serves_nothing_stale() -> None:
     engine.scheduler.match("matched", hashes, num_tokens=12, num_computed_tokens=0)
     engine.scheduler.reset()
     assert engine.scheduler.match("x", hashes, num_tokens=12, num_computed_tokens=0) == 0, "pinned ones neither"
-    with pytest.raises(RequestError, match="0 promised"):
+    with pytest.raises(RequestError, match="to the 0 promised"):
         engine.scheduler.admit("matched", [1, 2, 3], num_loaded_tokens=11)
     worker = engine.workers[0]
     update = engine.apply(worker, worker.finish())
     assert update.failed_loads == (FailedLoad("loading", 0),)
-    plan, _ = engine.step()
+    engine.add("half", tokens(12, start=200))
+    engine.step({"half": 4})
+    engine.scheduler.reset()
+    plan, _ = engine.step({"half": 8})
     assert plan.saves == (), "KV from before the reset is not saved after it"
+    engine.settle()
     assert engine.scheduler.stats().num_resident_chunks == 0
+    engine.remove("half")
     engine.remove("saving")
     engine.remove("loading")
     engine.scheduler.check_invariants()
@@ -473,3 +478,24 @@ def test_slots_become_usable_when_every_worker_has_them() -> None:
     workers[0].num_host_chunks = 9
     engine.apply(workers[0], [])
     assert engine.scheduler.stats().num_host_chunks == 5
+
+
+def test_recency_follows_requests_not_the_order_in_which_copies_finish() -> None:
+    engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)])
+    engine.add("long", tokens(8))
+    engine.step({"long": 8})
+    engine.settle()
+    engine.serve("short", tokens(8, start=100))
+    engine.remove("long")  # used until now, so "short" is the older one
+    engine.serve("new", tokens(8, start=200))
+    assert engine.add("a", tokens(9)).num_computed == 8
+    assert engine.add("b", tokens(9, start=100)).num_computed == 0
+
+
+def test_blocks_that_are_not_granted_yet_are_not_saved() -> None:
+    engine = FakeEngine()
+    request = engine.add("a", tokens(16))
+    request.num_computed = 16
+    request.block_ids = request.block_ids[:2]
+    plan = engine.scheduler.plan_step([_scheduled(request, 16)])
+    assert plan.saves[0].block_ids == tuple(request.block_ids)

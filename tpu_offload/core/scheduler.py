@@ -233,6 +233,7 @@ class OffloadScheduler:
         for request in self._requests.values():
             self._release(request)
             request.keys.clear()
+            request.num_saved_chunks = request.num_refused_chunks = 0
             request.saving = False
         for job in self._jobs:
             job.doom("the cache was reset")
