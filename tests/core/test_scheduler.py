@@ -208,6 +208,19 @@ def test_a_load_is_cut_to_the_free_staging_blocks_and_the_rest_is_counted() -> N
     assert engine.scheduler.stats().staging_peak_blocks == 3
 
 
+def test_a_load_that_finds_no_staging_at_all_is_counted_when_the_engine_goes_on_without_it() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    engine.serve("a", tokens(8))
+    engine.add("busy", tokens(9, start=400))
+    engine.step({"busy": 9})  # its save holds both staging blocks
+    assert engine.add("b", tokens(8)).num_computed == 0
+    assert engine.add("waits", tokens(8)).num_computed == 0
+    engine.scheduler.release("waits")
+    engine.remove("waits")
+    engine.remove("b")
+    assert engine.scheduler.stats().dropped_load_blocks == 2
+
+
 def test_an_evicted_head_is_saved_again_by_the_request_that_still_holds_it() -> None:
     engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)])
     engine.add("a", tokens(16))

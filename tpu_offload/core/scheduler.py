@@ -25,55 +25,22 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
-from tpu_offload.core.index import ChunkIndex, NewChunk
+from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import Job, JobTable
+from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
 from tpu_offload.core.requests import FailedLoad, ScheduledRequest, Update
-from tpu_offload.core.save_policy import SaveAll, SavePolicy, SavePrompt
+from tpu_offload.core.save_policy import SaveAll, SavePrompt
+from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats, StatsLogger
 from tpu_offload.types import BlockHash, ChunkKey, Direction, JobState, StepPlan, StepReport
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Promise:
-    """What `match` granted: blocks `first_block` to `first_block + num_blocks`, whose chunks are pinned."""
-
-    first_block: int
-    num_blocks: int
-    num_tokens: int
-    keys: tuple[ChunkKey, ...]
-
-
-@dataclasses.dataclass(slots=True)
-class _Request:
-    """What the scheduler remembers of a request from its first match until it gives its blocks back.
-
-    Attributes:
-      account: holder of its staging blocks; unlike the request id it is never used twice, so a request
-        that comes back after a preemption does not meet its own old load.
-      keys: keys of its chunks, as far as they were needed.
-      num_saved_chunks: leading chunks that are in the host tier or on the way, as last seen.
-      num_refused_chunks: chunks after those that found no room in the last step.
-      num_cut_load_blocks: blocks that its last match found but had no staging blocks for; they become
-        drops when the request ends, because until then it may be matched again.
-      saving: False once a reset has made the KV in its blocks worthless to others.
-    """
-
-    account: Hashable
-    keys: list[ChunkKey] = dataclasses.field(default_factory=list)
-    promise: _Promise | None = None
-    load: Job | None = None
-    num_saved_chunks: int = 0
-    num_refused_chunks: int = 0
-    num_cut_load_blocks: int = 0
-    saving: bool = True
 
 
 class OffloadScheduler:
@@ -101,14 +68,27 @@ class OffloadScheduler:
         self._config = config
         self._layout = layout
         self._block_size = layout.block_size
-        self._blocks_per_chunk = config.blocks_per_chunk
         config.host_chunks(layout)  # raises what is wrong with it here rather than in a worker
         self._staging = StagingBufferManager(config.staging_blocks(layout) if config.enabled else 0)
         self._index = ChunkIndex(policy or LRUPolicy())
-        self._save_policy: SavePolicy = SaveAll() if config.decode_save else SavePrompt()
         self._jobs = JobTable(num_workers=num_workers)
+        self._loads = LoadPlanner(
+            self._index,
+            self._staging,
+            self._jobs,
+            block_size=layout.block_size,
+            blocks_per_chunk=config.blocks_per_chunk,
+        )
+        self._saves = SavePlanner(
+            self._index,
+            self._staging,
+            self._jobs,
+            SaveAll() if config.decode_save else SavePrompt(),
+            block_size=layout.block_size,
+            blocks_per_chunk=config.blocks_per_chunk,
+        )
         self._num_host_chunks = dict.fromkeys(range(num_workers), 0)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, TrackedRequest] = {}
         self._num_requests_seen = 0
         self._num_steps = 0
         self._num_resets = 0
@@ -148,29 +128,14 @@ class OffloadScheduler:
         if not self._config.enabled:
             return 0
         request = self._request(request_id)
-        if request.load is not None:
-            raise RequestError(f"request {request_id} is matched while its load is in flight; wait for its update")
-        self._release(request)
-        if num_computed_tokens % self._block_size:
-            return 0
-        first_block = num_computed_tokens // self._block_size
-        wanted = self._num_loadable_blocks(request, block_hashes, first_block=first_block, num_tokens=num_tokens)
-        if wanted < 1:
-            return 0
-        num_blocks = self._staging.reserve(request.account, wanted, Direction.LOAD, partial=True)
-        request.num_cut_load_blocks = wanted - num_blocks
-        if num_blocks == 0:
-            return 0
-        end_tokens = min((first_block + num_blocks) * self._block_size, num_tokens - 1)
-        keys = tuple(request.keys[self._chunk(first_block) : self._chunk(first_block + num_blocks - 1) + 1])
-        self._index.pin(keys)
-        request.promise = _Promise(first_block, num_blocks, end_tokens - num_computed_tokens, keys)
-        return request.promise.num_tokens
+        return self._loads.match(request, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
 
     def release(self, request_id: str) -> None:
         """Gives back what `match` promised; without a promise it does nothing."""
-        if request_id in self._requests:
-            self._release(self._requests[request_id])
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._loads.release(request)
+            request.num_cut_load_blocks = 0  # it will be matched again
 
     def admit(self, request_id: str, block_ids: Sequence[int], *, num_loaded_tokens: int) -> None:
         """The engine granted blocks. With `num_loaded_tokens` the request now waits for its load.
@@ -183,36 +148,19 @@ class OffloadScheduler:
           RequestError: more tokens than promised, or too few blocks for them; the promise stands.
         """
         request = self._requests.get(request_id)
-        promise = request.promise if request else None
         if num_loaded_tokens == 0:
-            self.release(request_id)
+            if request is not None:
+                self._loads.release(request)
             return
-        if request is None or promise is None or not 0 < num_loaded_tokens <= promise.num_tokens:
-            promised = promise.num_tokens if promise else 0
-            raise RequestError(
-                f"request {request_id} admits {num_loaded_tokens} loaded tokens; expected 0 to the {promised} promised"
-            )
-        num_blocks = -(-num_loaded_tokens // self._block_size)
-        end_block = promise.first_block + num_blocks
-        if len(block_ids) < end_block:
-            raise RequestError(f"request {request_id} has {len(block_ids)} blocks; its load needs {end_block}")
-        if num_blocks < promise.num_blocks:
-            self._staging.release(request.account, promise.num_blocks - num_blocks, Direction.LOAD)
-        num_keys = self._chunk(end_block - 1) - self._chunk(promise.first_block) + 1
-        self._index.unpin(promise.keys[num_keys:])
-        request.promise = None
-        request.load = self._jobs.add(
-            Direction.LOAD,
-            block_ids=tuple(block_ids[promise.first_block : end_block]),
-            host_block_ids=tuple(self._host_block_id(request, b) for b in range(promise.first_block, end_block)),
-            request_id=request_id,
-            account=request.account,
-            keys=promise.keys[:num_keys],
-            num_valid_tokens=promise.first_block * self._block_size,
+        if request is None:
+            raise RequestError(f"request {request_id} admits {num_loaded_tokens} loaded tokens but was never matched")
+        job = self._loads.admit(
+            request,
+            block_ids,
+            num_loaded_tokens=num_loaded_tokens,
             deadline_s=self._clock() + self._config.job_timeout_s,
         )
-        self._loads_to_send.append(request.load)
-        self._index.touch(request.keys[: self._chunk(end_block - 1) + 1])
+        self._loads_to_send.append(job)
         self._counts.matched_tokens += num_loaded_tokens
 
     def preempt(self, request_id: str) -> None:
@@ -230,16 +178,14 @@ class OffloadScheduler:
         that requests hold at this moment are not saved any more, unless the request is preempted and
         computed again.
         """
+        # Chunks that a load in flight has pinned stay until it ends; keys of a new epoch never find them.
+        self._num_resets += 1
         for request in self._requests.values():
-            self._release(request)
-            request.keys.clear()
-            request.num_saved_chunks = request.num_refused_chunks = 0
-            request.saving = False
+            self._loads.release(request)
+            request.start_over(epoch=self._num_resets)
         for job in self._jobs:
             job.doom("the cache was reset")
         self._index.clear()
-        # Chunks that a load in flight has pinned stay until it ends. New keys make them unreachable now.
-        self._num_resets += 1
 
     # Once a step.
 
@@ -253,12 +199,7 @@ class OffloadScheduler:
         """
         now_s = self._clock()
         self._fail_overdue(now_s)
-        saves = []
-        if self._config.enabled:
-            for request in scheduled:
-                job = self._plan_save(request, now_s)
-                if job is not None:
-                    saves.append(job)
+        saves = self._plan_saves(scheduled, now_s + self._config.job_timeout_s) if self._config.enabled else []
         for job in (*self._loads_to_send, *saves):
             job.state = JobState.SENT
         plan = StepPlan(
@@ -341,54 +282,22 @@ class OffloadScheduler:
 
     # Inside.
 
-    def _request(self, request_id: str) -> _Request:
+    def _request(self, request_id: str) -> TrackedRequest:
         request = self._requests.get(request_id)
         if request is None:
-            request = self._requests[request_id] = _Request(account=(request_id, self._num_requests_seen))
+            request = self._requests[request_id] = TrackedRequest(
+                request_id, account=(request_id, self._num_requests_seen), epoch=self._num_resets
+            )
             self._num_requests_seen += 1
         return request
-
-    def _chunk(self, block: int) -> int:
-        return block // self._blocks_per_chunk
-
-    def _host_block_id(self, request: _Request, block: int) -> int:
-        slot = self._index.slot(request.keys[self._chunk(block)])
-        return slot * self._blocks_per_chunk + block % self._blocks_per_chunk
-
-    def _extend_keys(self, request: _Request, block_hashes: Sequence[BlockHash]) -> None:
-        request.keys.extend(
-            hashing.chunk_keys(
-                block_hashes,
-                blocks_per_chunk=self._blocks_per_chunk,
-                first_chunk=len(request.keys),
-                epoch=self._num_resets,
-            )
-        )
-
-    def _num_loadable_blocks(
-        self, request: _Request, block_hashes: Sequence[BlockHash], *, first_block: int, num_tokens: int
-    ) -> int:
-        """Blocks from `first_block` on that are READY and hold a token that needs no computing."""
-        self._extend_keys(request, block_hashes)
-        first_chunk = self._chunk(first_block)
-        num_ready = self._index.num_ready(request.keys[first_chunk:])
-        end_tokens = min((first_chunk + num_ready) * self._blocks_per_chunk * self._block_size, num_tokens - 1)
-        return -(-(end_tokens - first_block * self._block_size) // self._block_size) if num_ready else 0
-
-    def _release(self, request: _Request) -> None:
-        promise, request.promise = request.promise, None
-        if promise is not None:
-            self._index.unpin(promise.keys)
-            self._staging.release(request.account, promise.num_blocks, Direction.LOAD)
-        request.num_cut_load_blocks = 0
 
     def _forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        self._counts.dropped_save_blocks += request.num_refused_chunks * self._blocks_per_chunk
+        self._counts.dropped_save_blocks += request.num_refused_chunks * self._config.blocks_per_chunk
         self._counts.dropped_load_blocks += request.num_cut_load_blocks
-        self._release(request)
+        self._loads.release(request)
         self._index.touch(request.keys)
         if request.load is not None:
             self._detach(request.load)
@@ -403,53 +312,18 @@ class OffloadScheduler:
         else:
             self._job_ids_to_cancel.append(job.transfer.job_id)
 
-    def _plan_save(self, scheduled: ScheduledRequest, now_s: float) -> Job | None:
-        num_tokens = self._save_policy.num_tokens_to_save(
-            num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
-        )
-        num_blocks = min(num_tokens // self._block_size, len(scheduled.block_hashes), len(scheduled.block_ids))
-        num_chunks = num_blocks // self._blocks_per_chunk
-        if num_chunks == 0:
-            return None
-        request = self._request(scheduled.request_id)
-        if num_chunks <= request.num_saved_chunks or not request.saving:
-            return None
-        self._extend_keys(request, scheduled.block_hashes)
-        missing = self._missing_chunks(request, num_chunks)
-        fitting = missing[: self._staging.num_free // self._blocks_per_chunk]
-        new_chunks = [NewChunk(request.keys[i], request.keys[i - 1] if i else None) for i in fitting]
-        slots = self._index.allocate(new_chunks, protected=request.keys)
-        self._index.touch(request.keys[:num_chunks])
-        saved = missing[: len(slots)]
-        refused = missing[len(slots) :]
-        request.num_saved_chunks = refused[0] if refused else num_chunks
-        request.num_refused_chunks = len(refused)
-        self._counts.deferred_save_blocks += len(refused) * self._blocks_per_chunk
-        if not saved:
-            return None
-        blocks = [b for i in saved for b in range(i * self._blocks_per_chunk, (i + 1) * self._blocks_per_chunk)]
-        self._staging.reserve(request.account, len(blocks), Direction.SAVE)
-        return self._jobs.add(
-            Direction.SAVE,
-            block_ids=tuple(scheduled.block_ids[b] for b in blocks),
-            host_block_ids=tuple(self._host_block_id(request, b) for b in blocks),
-            request_id=scheduled.request_id,
-            account=request.account,
-            keys=tuple(request.keys[i] for i in saved),
-            num_valid_tokens=0,
-            deadline_s=now_s + self._config.job_timeout_s,
-        )
-
-    def _missing_chunks(self, request: _Request, num_chunks: int) -> list[int]:
-        """Chunks of the first `num_chunks` that the host tier does not hold, in order.
-
-        What was saved earlier may have been evicted since, from the tail on: going back to the last
-        chunk that is still there closes the gap, because the request still holds those blocks too.
-        """
-        first = request.num_saved_chunks
-        while first > 0 and self._index.state(request.keys[first - 1]) is None:
-            first -= 1
-        return [i for i in range(first, num_chunks) if self._index.state(request.keys[i]) is None]
+    def _plan_saves(self, scheduled: Iterable[ScheduledRequest], deadline_s: float) -> list[Job]:
+        saves = []
+        for request in scheduled:
+            num_chunks = self._saves.num_chunks_to_save(request)
+            if num_chunks:
+                job, num_refused = self._saves.plan(
+                    self._request(request.request_id), request, num_chunks, deadline_s=deadline_s
+                )
+                self._counts.deferred_save_blocks += num_refused * self._config.blocks_per_chunk
+                if job is not None:
+                    saves.append(job)
+        return saves
 
     def _fail_overdue(self, now_s: float) -> None:
         for job in self._jobs.overdue(now_s):
@@ -482,7 +356,7 @@ class OffloadScheduler:
         if job.direction is Direction.SAVE:
             self._index.complete(job.keys, success=not failed)
             if failed:
-                self._rewind_saves(set(job.keys))
+                self._saves.rewind(self._requests.values(), set(job.keys))
             return False
         if job.detached:
             return False
@@ -511,11 +385,3 @@ class OffloadScheduler:
             counts.loaded_blocks += num_blocks
             counts.loaded_nbytes += nbytes
             counts.load_s += job.duration_s
-
-    def _rewind_saves(self, lost: set[ChunkKey]) -> None:
-        """Offers again what a failed save lost, to every request that counted on it. Rare, so O(requests)."""
-        for request in self._requests.values():
-            for i, key in enumerate(request.keys[: request.num_saved_chunks]):
-                if key in lost:
-                    request.num_saved_chunks = i
-                    break

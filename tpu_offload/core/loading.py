@@ -1,0 +1,119 @@
+"""From a request's hashes to its load job: find the prefix, promise what fits, turn a promise into a job."""
+
+from collections.abc import Sequence
+
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.jobs import Job, JobTable
+from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.tracking import Promise, TrackedRequest
+from tpu_offload.errors import RequestError
+from tpu_offload.types import BlockHash, Direction
+
+
+class LoadPlanner:
+    """The load half of the scheduler; `OffloadScheduler` documents the calls.
+
+    A chunk is loaded whole or in part: the request may have the first blocks of a chunk in HBM already,
+    and the staging buffer may hold only some of the rest.
+    """
+
+    def __init__(
+        self,
+        index: ChunkIndex,
+        staging: StagingBufferManager,
+        jobs: JobTable,
+        *,
+        block_size: int,
+        blocks_per_chunk: int,
+    ) -> None:
+        self._index = index
+        self._staging = staging
+        self._jobs = jobs
+        self._block_size = block_size
+        self._blocks_per_chunk = blocks_per_chunk
+
+    def match(
+        self,
+        request: TrackedRequest,
+        block_hashes: Sequence[BlockHash],
+        *,
+        num_tokens: int,
+        num_computed_tokens: int,
+    ) -> int:
+        """See `OffloadScheduler.match`."""
+        if request.load is not None:
+            raise RequestError(
+                f"request {request.request_id} is matched while its load is in flight; wait for its update"
+            )
+        self.release(request)
+        request.num_cut_load_blocks = 0
+        if num_computed_tokens % self._block_size:
+            return 0
+        first_block = num_computed_tokens // self._block_size
+        request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
+        wanted = self._num_loadable_blocks(request, first_block=first_block, num_tokens=num_tokens)
+        if wanted < 1:
+            return 0
+        num_blocks = self._staging.reserve(request.account, wanted, Direction.LOAD, partial=True)
+        request.num_cut_load_blocks = wanted - num_blocks
+        if num_blocks == 0:
+            return 0
+        end_tokens = min((first_block + num_blocks) * self._block_size, num_tokens - 1)
+        keys = tuple(request.keys[self._chunk(first_block) : self._chunk(first_block + num_blocks - 1) + 1])
+        self._index.pin(keys)
+        request.promise = Promise(first_block, num_blocks, end_tokens - num_computed_tokens, keys)
+        return request.promise.num_tokens
+
+    def release(self, request: TrackedRequest) -> None:
+        """Gives a promise back, if there is one."""
+        promise, request.promise = request.promise, None
+        if promise is not None:
+            self._index.unpin(promise.keys)
+            self._staging.release(request.account, promise.num_blocks, Direction.LOAD)
+
+    def admit(
+        self, request: TrackedRequest, block_ids: Sequence[int], *, num_loaded_tokens: int, deadline_s: float
+    ) -> Job:
+        """Turns the promise into a job for the first `num_loaded_tokens` of it and gives the rest back."""
+        promise = request.promise
+        promised = promise.num_tokens if promise else 0
+        if promise is None or not 0 < num_loaded_tokens <= promised:
+            raise RequestError(
+                f"request {request.request_id} admits {num_loaded_tokens} loaded tokens; "
+                f"expected 0 to the {promised} promised"
+            )
+        num_blocks = -(-num_loaded_tokens // self._block_size)
+        end_block = promise.first_block + num_blocks
+        if len(block_ids) < end_block:
+            raise RequestError(f"request {request.request_id} has {len(block_ids)} blocks; its load needs {end_block}")
+        if num_blocks < promise.num_blocks:
+            self._staging.release(request.account, promise.num_blocks - num_blocks, Direction.LOAD)
+        num_keys = self._chunk(end_block - 1) - self._chunk(promise.first_block) + 1
+        self._index.unpin(promise.keys[num_keys:])
+        self._index.touch(request.keys[: self._chunk(end_block - 1) + 1])
+        request.promise = None
+        request.load = self._jobs.add(
+            Direction.LOAD,
+            block_ids=tuple(block_ids[promise.first_block : end_block]),
+            host_block_ids=tuple(self._host_block_id(request, b) for b in range(promise.first_block, end_block)),
+            request_id=request.request_id,
+            account=request.account,
+            keys=promise.keys[:num_keys],
+            num_valid_tokens=promise.first_block * self._block_size,
+            deadline_s=deadline_s,
+        )
+        return request.load
+
+    def _num_loadable_blocks(self, request: TrackedRequest, *, first_block: int, num_tokens: int) -> int:
+        """Blocks from `first_block` on that are READY and hold a token that then needs no computing."""
+        first_chunk = self._chunk(first_block)
+        num_ready = self._index.num_ready(request.keys[first_chunk:])
+        end_tokens = min((first_chunk + num_ready) * self._blocks_per_chunk * self._block_size, num_tokens - 1)
+        return -(-(end_tokens - first_block * self._block_size) // self._block_size) if num_ready else 0
+
+    def _chunk(self, block: int) -> int:
+        return block // self._blocks_per_chunk
+
+    def _host_block_id(self, request: TrackedRequest, block: int) -> int:
+        slot = self._index.slot(request.keys[self._chunk(block)])
+        return slot * self._blocks_per_chunk + block % self._blocks_per_chunk
