@@ -1,0 +1,226 @@
+"""The command as a person runs it: flags in, a table and a file out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import tpu_offload.cli.replay as replay_module
+from tpu_offload.cli.main import main
+
+TINY = (
+    *("--num-layers", "1", "--d-model", "32", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16"),
+    *("--d-ff", "32", "--block-size", "8", "--max-num-batched-tokens", "64", "--concurrency", "2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in os.environ:
+        if name.startswith("TPU_OFFLOAD_"):
+            monkeypatch.delenv(name)
+
+
+def replay(*flags):
+    return main(["replay", *TINY, *flags])
+
+
+@pytest.fixture
+def error_of(capsys):
+    """Runs a command that must end in one line and status 2; returns the line."""
+
+    def run(*argv):
+        capsys.readouterr()
+        assert main([*argv]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("tpu-offload: error: ")
+        assert err.count("\n") == 1
+        assert "Traceback" not in err
+        return err
+
+    return run
+
+
+def test_chat(tmp_path, capsys):
+    path = tmp_path / "r.json"
+    assert replay("--requests", "9", "--turns", "3", "--json", str(path)) == 0
+    out, _ = capsys.readouterr()
+    assert "Outputs identical: every token of the 9 requests" in out
+    report = json.loads(path.read_text())
+    assert report["outputs_identical"] is True
+    assert report["num_compared"] == 9
+    assert report["interrupted"] is False
+    assert report["differences"] == []
+    for run in (report["baseline"], report["offload"]):
+        assert 0 < run["ttft_p50_s"] <= run["ttft_p99_s"]
+        assert run["tokens_per_s"] > 0
+        assert run["num_requests"] == 9
+    before, after = report["baseline"]["prompt_tokens"], report["offload"]["prompt_tokens"]
+    total = before["computed"] + before["hbm"]
+    assert before["host"] == 0
+    assert after["computed"] + after["hbm"] + after["host"] == total
+    assert after["host"] > 0
+    assert after["computed"] < before["computed"]
+    assert before["recomputed"] > 0
+    assert report["loaded_share_of_recomputed"] == after["host"] / before["recomputed"]
+    staging, transfers = report["offload"]["staging"], report["offload"]["transfers"]
+    assert 0 < staging["peak_blocks"] <= staging["budget_blocks"]
+    assert staging["dropped_blocks"] == staging["dropped_save_blocks"] + staging["dropped_load_blocks"]
+    block_nbytes = 8 * 2 * 16 * 2  # one layer, a key and a value head, bfloat16
+    assert transfers["saved_nbytes"] % block_nbytes == transfers["loaded_nbytes"] % block_nbytes == 0
+    assert transfers["loaded_nbytes"] == after["host"] // 8 * block_nbytes
+    assert report["engine"]["num_blocks"] < report["workload"]["num_unique_blocks"]
+    assert report["versions"]["jax"]
+    assert report["device"]["platform"]
+    assert report["argv"][0] == "replay"
+
+
+def test_prompts_and_sampling(tmp_path, capsys):
+    path, out_path = tmp_path / "p.jsonl", tmp_path / "r.json"
+    chat = [{"role": "user", "content": f"{'x' * 30}"}, {"role": "assistant", "content": "y" * 20}]
+    path.write_text(f"{json.dumps(chat * 2)}\n{json.dumps({'messages': chat})}\n")
+    flags = ("--prompts", str(path), "--max-tokens", "3", "--temperature", "0.8", "--top-k", "20")
+    assert replay(*flags, "--json", str(out_path)) == 0
+    report = json.loads(out_path.read_text())
+    assert report["workload"]["num_requests"] == 3
+    assert report["baseline"]["num_generated_tokens"] == 9
+    assert report["outputs_identical"] is True
+
+
+def test_trace(tmp_path, capsys):
+    path, out_path = tmp_path / "t.jsonl", tmp_path / "r.json"
+    request = {"timestamp": 0, "input_length": 2000, "output_length": 64, "hash_ids": [0, 1, 2, 3]}
+    lines = [json.dumps(request | {"hash_ids": [0, i % 3 * 3 + 1, i % 3 * 3 + 2, i % 3 * 3 + 3]}) for i in range(12)]
+    path.write_text("\n".join([*lines, lines[0][:30]]))
+    assert replay("--trace", str(path), "--requests", "12", "--json", str(out_path)) == 0
+    report = json.loads(out_path.read_text())
+    assert report["outputs_identical"] is True
+    assert report["offload"]["prompt_tokens"]["host"] > 0
+    capsys.readouterr()
+    assert replay("--trace", str(path)) == 2
+    assert f"{path} line 13: not JSON" in capsys.readouterr().err
+
+
+def test_any_difference_is_reported(monkeypatch, capsys, tmp_path):
+    """One token of one request of the second run is changed on its way out."""
+    serve, num_runs = replay_module.serve, iter(range(2))
+
+    def serve_and_spoil(*args, **kwargs):
+        served = serve(*args, **kwargs)
+        if next(num_runs) == 0:
+            return served
+        spoilt = replay_module.dataclasses.replace(served.records[2], tokens=(*served.records[2].tokens[:-1], 319))
+        return replay_module.dataclasses.replace(served, records=(*served.records[:2], spoilt, *served.records[3:]))
+
+    monkeypatch.setattr(replay_module, "serve", serve_and_spoil)
+    assert replay("--requests", "4", "--turns", "2", "--json", str(tmp_path / "r.json")) == 1
+    out = capsys.readouterr().out
+    assert "OUTPUTS DIFFER in 1 of 4 requests" in out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["outputs_identical"] is False
+    (difference,) = report["differences"]
+    assert difference["text"] in out.replace("\n", " ")
+
+
+def test_offloading_turned_off_by_a_variable(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TPU_OFFLOAD_NUM_CPU_CHUNKS", "0")
+    assert replay("--requests", "2", "--json", str(tmp_path / "r.json")) == 0
+    assert "Offloading is off" in capsys.readouterr().out
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["offload"]["staging"]["budget_blocks"] == 0
+    assert report["offload"]["transfers"]["saved_nbytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--requests 0", "argument --requests: '0'; expected an integer of at least 1"),
+        ("--requests -3", "argument --requests"),
+        ("--requests many", "argument --requests: 'many'"),
+        ("--requests 1.5", "argument --requests: '1.5'"),
+        ("--requests", "argument --requests: expected one argument"),
+        ("--seed -1", "argument --seed: '-1'; expected an integer from 0 to 4294967295"),
+        ("--temperature nan", "argument --temperature: 'nan'; expected a number of at least 0"),
+        ("--temperature inf", "argument --temperature"),
+        ("--temperature -0.1", "argument --temperature"),
+        ("--top-k -1", "argument --top-k"),
+        ("--concurrency 0", "argument --concurrency"),
+        ("--block-size 0", "argument --block-size"),
+        ("--num-layers 99999999999", "argument --num-layers"),
+        ("--workload tea", "invalid choice: 'tea'"),
+        ("--workload chat --trace x", "not allowed with"),
+        ("--trace x --prompts y", "not allowed with"),
+        ("--reqests 4", "unrecognized arguments: --reqests 4"),
+        ("--request 4", "unrecognized arguments: --request 4"),
+        ("left over", "unrecognized arguments: left over"),
+        ("--tokens-per-block 8", "--tokens-per-block 8 does nothing here: it goes with --trace"),
+        ("--max-tokens 8", "--max-tokens 8 does nothing here: it goes with --prompts"),
+        ("--trace x --turns 2", "--turns 2 does nothing here"),
+        ("--trace x --tokens-per-block 513", "from 1 to 512"),
+        ("--trace no-such-file", "cannot read no-such-file: No such file"),
+        ("--json no-such-folder/r.json", "cannot write no-such-folder/r.json: there is no directory"),
+        ("--num-blocks 3", "--num-blocks 3 holds 48 tokens"),
+        ("--num-blocks 2000000000", "GB of memory are free"),
+        ("--num-heads 3", "num_heads=3 is no multiple of num_kv_heads=2"),
+        ("--kv-dtype complex64", "kv_dtype='complex64'"),
+        ("--max-num-batched-tokens 3", "max_num_batched_tokens=3"),
+    ],
+)
+def test_wrong_flag(error_of, tmp_path, monkeypatch, flags, expected):
+    monkeypatch.chdir(tmp_path)
+    assert expected in error_of("replay", *flags.split())
+
+
+@pytest.mark.parametrize("argv", [[], ["simulate-not"], ["--replay"]])
+def test_wrong_command(error_of, argv):
+    error_of(*argv)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TPU_OFFLOAD_NUM_CPU_CHUNKS", "many"),
+        ("TPU_OFFLOAD_NUM_CPU_CHUNK", "1"),
+        ("TPU_OFFLOAD_STAGING_BUFFER_TOKENS", "7"),
+        ("TPU_OFFLOAD_HOST_GB", "1e-9"),
+    ],
+)
+def test_wrong_variable(error_of, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert name in error_of("replay", *TINY, "--requests", "1")
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["replay", "--help"])
+    assert "--tokens-per-block" in capsys.readouterr().out
+
+
+def test_interrupt_reports_what_is_finished(tmp_path):
+    path = tmp_path / "r.json"
+    command = [sys.executable, "-m", "tpu_offload.cli.main", "replay", *TINY, "--requests", "2000", "--turns", "50"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [*command, "--json", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            lines = iter(process.stderr.readline, "")
+            assert any(line.startswith("baseline: ") for line in lines), "no progress line before the end"
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "Interrupted" in out
+    report = json.loads(path.read_text())
+    assert report["interrupted"] is True
+    assert report["baseline"]["num_requests"] > 0
+    assert report["offload"]["num_requests"] == 0
+    assert report["outputs_identical"] is None

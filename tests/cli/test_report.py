@@ -1,0 +1,118 @@
+"""Numbers of a replay: the comparison, what could have been reused, and the file."""
+
+import json
+
+import pytest
+
+from tpu_offload.cli import report
+from tpu_offload.cli.serving import Record, ServedRun
+from tpu_offload.engine import PromptTokens, RequestStats
+from tpu_offload.errors import InputError
+from tpu_offload.metrics import OffloadStats
+
+
+def record(name, tokens=(), *, prompt=(), arrival_s=0.0, ttft_s=1.0, sources=PromptTokens()):  # noqa: B008 (frozen)
+    first_token_s = None if ttft_s is None else arrival_s + ttft_s
+    return Record(name, tuple(prompt), tuple(tokens), RequestStats(arrival_s, first_token_s, 9.0, sources, 0))
+
+
+def test_equal_outputs_in_any_order():
+    one = [record("a", (1, 2)), record("b", (3,))]
+    assert report.find_differences(one, one[::-1]) == ([], 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "position"), [((1, 2, 4), 2), ((9, 2, 3), 0), ((1, 2), 2), ((1, 2, 3, 3), 3), ((), 0)]
+)
+def test_a_difference_is_found_and_placed(tokens, position):
+    ((difference,), num_compared) = report.find_differences(
+        [record("a", (7,)), record("b", (1, 2, 3))], [record("b", tokens), record("a", (7,))]
+    )
+    assert (difference.request_id, difference.position, num_compared) == ("b", position, 2)
+    assert f"request b differs from token {position} on" in str(difference)
+
+
+def test_only_what_both_runs_finished_is_compared():
+    assert report.find_differences([record("a", (1,))], [record("b", (2,))]) == ([], 0)
+    assert report.find_differences([record("a", (1,)), record("b", (1,))], [record("b", (1,))]) == ([], 1)
+
+
+def test_recomputed_counts_full_blocks_that_were_computed_before():
+    history = tuple(range(8))
+    records = [
+        record("late", prompt=(*history, 50, 60, 60, 60, 1), arrival_s=2.0, sources=PromptTokens(hbm=4)),
+        record("early", (50, 60, 60, 60, 60), prompt=history, arrival_s=1.0),
+    ]
+    # 12 tokens of the second prompt were computed before, the answer's KV included; 4 of them were hit.
+    assert report.count_recomputed(records, block_size=4) == 8
+    # The whole prompt is never reusable: its last token has to be computed.
+    again = [record("a", prompt=history, arrival_s=1.0), record("b", prompt=history, arrival_s=2.0)]
+    assert report.count_recomputed(again, block_size=4) == 7
+    loaded = [again[0], record("b", prompt=history, arrival_s=2.0, sources=PromptTokens(host=4))]
+    assert report.count_recomputed(loaded, block_size=4) == 3
+    assert report.count_recomputed([record("a", prompt=range(8)), record("b", prompt=range(1, 9))], block_size=4) == 0
+
+
+def test_numbers_of_a_run():
+    sources = PromptTokens(computed=3, hbm=4, host=5)
+    records = tuple(record(str(i), (0,) * 2, prompt=range(12), ttft_s=float(i), sources=sources) for i in range(101))
+    numbers = report.run_numbers(ServedRun(records, wall_s=4.0, complete=True), block_size=4)
+    assert numbers["ttft_p50_s"] == 50
+    assert numbers["ttft_p99_s"] == 99
+    assert numbers["tokens_per_s"] == 202 / 4
+    assert numbers["total_tokens_per_s"] == 101 * 14 / 4
+    del numbers["prompt_tokens"]["recomputed"]
+    assert numbers["prompt_tokens"] == {"computed": 303, "hbm": 404, "host": 505}
+
+
+def test_numbers_of_a_run_that_was_not():
+    numbers = report.run_numbers(ServedRun((), wall_s=0.0, complete=False), block_size=4)
+    assert numbers["ttft_p50_s"] is numbers["ttft_p99_s"] is numbers["tokens_per_s"] is None
+    json.dumps(numbers, allow_nan=False)
+
+
+def test_offload_numbers():
+    stats = OffloadStats(
+        staging_budget_blocks=8,
+        staging_peak_blocks=5,
+        dropped_save_blocks=2,
+        dropped_load_blocks=1,
+        saved_nbytes=10,
+        loaded_nbytes=20,
+    )
+    numbers = report.offload_numbers(stats)
+    assert numbers["staging"]["budget_blocks"] == 8
+    assert numbers["staging"]["peak_blocks"] == 5
+    assert numbers["staging"]["dropped_blocks"] == 3
+    assert (numbers["transfers"]["saved_nbytes"], numbers["transfers"]["loaded_nbytes"]) == (10, 20)
+
+
+def test_hits_are_compared_with_the_same_requests():
+    baseline = ServedRun((record("a", ttft_s=8.0), record("b", ttft_s=2.0)), 1.0, True)
+    offload = ServedRun((record("b", ttft_s=1.0), record("a", ttft_s=3.0, sources=PromptTokens(host=16))), 1.0, True)
+    assert report.hit_ttfts(baseline, offload) == {
+        "num_requests": 1,
+        "baseline_ttft_p50_s": 8.0,
+        "offload_ttft_p50_s": 3.0,
+    }
+
+
+def test_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text("old")
+    report.write_json(path, {"x": 1})
+    assert json.loads(path.read_text()) == {"x": 1}
+    with pytest.raises(ValueError, match="JSON"):
+        report.write_json(path, {"x": float("nan")})
+    assert json.loads(path.read_text()) == {"x": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_file_that_cannot_be_written(tmp_path):
+    for path, reason in ((tmp_path, "it is a directory"), (tmp_path / "no" / "r.json", "there is no directory")):
+        with pytest.raises(InputError, match=reason):
+            report.check_writable(path)
+        with pytest.raises(InputError, match="cannot write"):
+            report.write_json(path, {})
+    report.check_writable(tmp_path / "r.json")
+    assert not list(tmp_path.iterdir())

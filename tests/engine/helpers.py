@@ -1,0 +1,35 @@
+"""A model that compiles fast, random requests, and a loop that serves them."""
+
+import numpy as np
+
+from tpu_offload.engine import Engine, EngineConfig, ModelConfig, Request, RequestOutput, SamplingParams
+
+TINY = ModelConfig(vocab_size=96, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48)
+SMALL_ENGINE = EngineConfig(block_size=4, num_blocks=64, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=32)
+
+
+def random_tokens(seed: int, num_tokens: int, *, vocab_size: int = TINY.vocab_size) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, vocab_size, num_tokens).tolist())
+
+
+def make_request(name: str, prompt: tuple[int, ...], *, max_tokens: int = 8, salt: str = "", **sampling) -> Request:
+    return Request(name, prompt, SamplingParams(max_tokens, **sampling), cache_salt=salt)
+
+
+def serve(engine: Engine, requests: list[Request], *, max_steps: int = 2000) -> dict[str, RequestOutput]:
+    """Final outputs by request id; the bookkeeping is checked after every step."""
+    for request in requests:
+        engine.add_request(request)
+    outputs = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished:
+            return outputs
+        for output in engine.step():
+            if output.finished:
+                outputs[output.request_id] = output
+        engine.check_invariants()
+    raise AssertionError(f"{engine.stats()} after {max_steps} steps: the engine makes no progress")
+
+
+def tokens_of(outputs: dict[str, RequestOutput]) -> dict[str, tuple[int, ...]]:
+    return {name: output.tokens for name, output in outputs.items()}

@@ -1,0 +1,122 @@
+"""The paged, tiled model against a dense one written in numpy, float64, one whole sequence at a time."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.engine.helpers import TINY, random_tokens
+from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams
+from tpu_offload.engine.batch import TokenRun
+from tpu_offload.engine.model import Decoder
+from tpu_offload.engine.runner import ModelRunner
+from tpu_offload.errors import ConfigError
+
+GREEDY = SamplingParams(1)
+
+
+def norm(x, module):
+    scale = np.asarray(module.scale[...], np.float64)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + TINY.norm_eps) * scale
+
+
+def linear(x, module):
+    return x @ np.asarray(module.kernel[...], np.float64)
+
+
+def rotate(x, theta):
+    half = x.shape[-1] // 2
+    angles = np.arange(len(x))[:, None] * theta ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+def dense_logits(config: ModelConfig, tokens) -> np.ndarray:
+    """f64[tokens, vocab_size]: every position's logits, with K and V rounded to the cache's dtype."""
+    model = Decoder(config)
+    n, heads, kv_heads, dim = len(tokens), config.num_heads, config.num_kv_heads, config.head_dim
+    x = np.asarray(model.embed.embedding[...], np.float64)[list(tokens)]
+    mask = np.tril(np.ones((n, n), bool))
+    for layer in model.layers:
+        y = norm(x, layer.attention_norm)
+        q = rotate(linear(y, layer.q).reshape(n, heads, dim), config.rope_theta)
+        k = rotate(linear(y, layer.k).reshape(n, kv_heads, dim), config.rope_theta)
+        v = linear(y, layer.v).reshape(n, kv_heads, dim)
+        k, v = (a.astype(np.float32).astype(config.kv_dtype).astype(np.float64) for a in (k, v))
+        out = np.empty((n, heads, dim))
+        for h in range(heads):
+            scores = q[:, h] @ k[:, h // config.group_size].T * config.attention_gain / np.sqrt(dim)
+            scores = np.where(mask, scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[:, h] = weights / weights.sum(-1, keepdims=True) @ v[:, h // config.group_size]
+        x = x + linear(out.reshape(n, -1), layer.o)
+        y = norm(x, layer.mlp_norm)
+        gate = linear(y, layer.gate)
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, layer.up), layer.down)
+    return linear(norm(x, model.norm), model.head)
+
+
+# A value that lies between two numbers of the cache's dtype may round the other way in float32.
+@pytest.mark.parametrize(
+    ("kv_dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-3), ("bfloat16", 2e-2), ("float8_e4m3fn", 0.2)]
+)
+def test_logits_agree_with_dense_reference(kv_dtype, tolerance):
+    config = dataclasses.replace(TINY, kv_dtype=kv_dtype)
+    engine_config = EngineConfig(
+        block_size=8, num_blocks=24, max_num_seqs=2, max_model_len=192, max_num_batched_tokens=64
+    )
+    runner = ModelRunner(config, engine_config)
+    tokens = random_tokens(1, 150)
+    expected = dense_logits(config, tokens)
+    blocks = np.random.default_rng(0).permutation(24)[:19].tolist()
+    # Chunks that end inside query tiles, row tiles, blocks and key tiles, then decoding.
+    for start, end in [(0, 64), (64, 101), (101, 145), (145, 146), (146, 147), (147, 150)]:
+        logits = np.asarray(runner.step([TokenRun(tokens[start:end], start, blocks, GREEDY)]).logits[0])
+        np.testing.assert_allclose(logits, expected[end - 1], atol=tolerance * np.abs(expected).max())
+
+
+def test_every_layer_and_position_matters():
+    """The reference depends on its first token; so the comparison above is not of two constants."""
+    tokens = random_tokens(1, 40)
+    other = ((tokens[0] + 1) % TINY.vocab_size, *tokens[1:])
+    assert np.abs(dense_logits(TINY, tokens)[-1] - dense_logits(TINY, other)[-1]).max() > 1e-3
+
+
+def test_weights_come_from_the_seed():
+    state = nnx.to_pure_dict(nnx.state(Decoder(TINY)))
+    same = nnx.to_pure_dict(nnx.state(Decoder(TINY)))
+    other = nnx.to_pure_dict(nnx.state(Decoder(dataclasses.replace(TINY, seed=1))))
+    np.testing.assert_array_equal(state["head"]["kernel"], same["head"]["kernel"])
+    assert (np.asarray(state["head"]["kernel"]) != np.asarray(other["head"]["kernel"])).any()
+    assert TINY.name != dataclasses.replace(TINY, seed=1).name
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "page_shape"),
+    [("float32", (16, 4, 1, 8)), ("bfloat16", (16, 2, 2, 8)), ("float8_e5m2", (16, 1, 4, 8))],
+)
+def test_page_shape_packs_heads_into_words(kv_dtype, page_shape):
+    assert dataclasses.replace(TINY, kv_dtype=kv_dtype).page_shape(16) == page_shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, "num_layers=0; expected at least 1"),
+        ({"num_kv_heads": 3}, "no multiple of num_kv_heads=3"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        ({"kv_dtype": "int4"}, "kv_dtype='int4'; expected one of"),
+        ({"num_kv_heads": 1, "kv_dtype": "float8_e4m3fn"}, "set num_kv_heads to a multiple of 2"),
+    ],
+)
+def test_impossible_models_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(TINY, **change)
+
+
+def test_impossible_engines_are_refused():
+    with pytest.raises(ConfigError, match="num_blocks=0"):
+        EngineConfig(num_blocks=0)
+    with pytest.raises(ConfigError, match="under max_num_seqs=8"):
+        EngineConfig(max_num_batched_tokens=4, max_num_seqs=8)

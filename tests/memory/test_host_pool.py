@@ -1,0 +1,161 @@
+import gc
+import logging
+import threading
+import time
+import weakref
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tests.caches import pointers
+from tpu_offload.errors import TransferError
+from tpu_offload.memory import HostPool, host_pool, pinned_zeros, plan_segments
+
+GB = 2**30
+
+
+def struct(num_devices=1, blocks=4):
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
+    sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "model"), memory_kind="pinned_host")
+    return jax.ShapeDtypeStruct((blocks, 2, 4, 8, 6), np.dtype("bfloat16"), sharding=sharding)
+
+
+def make_pool(num_segments=3, num_chunks=6, **kwargs):
+    return HostPool(struct(**kwargs), num_segments=num_segments, chunks_per_segment=2, num_chunks=num_chunks)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 3 * GB), st.floats(0.001, 8))
+def test_segments_hold_all_chunks(num_chunks, chunk_nbytes, segment_gb):
+    num_segments, per_segment = plan_segments(num_chunks, chunk_nbytes=chunk_nbytes, segment_gb=segment_gb)
+    assert per_segment == 1 or per_segment * chunk_nbytes <= segment_gb * GB
+    assert num_chunks <= num_segments * per_segment
+    assert (num_segments - 1) * per_segment < num_chunks
+
+
+def test_plan_of_segments():
+    assert plan_segments(1024, chunk_nbytes=2**20, segment_gb=1.0) == (1, 1024)
+    assert plan_segments(1025, chunk_nbytes=2**20, segment_gb=1.0) == (2, 513)
+    assert plan_segments(3, chunk_nbytes=2 * GB, segment_gb=1.0) == (3, 1)
+    assert plan_segments(0, chunk_nbytes=1, segment_gb=1.0)[0] == 0
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_zeros_are_pinned_sharded_and_donatable_in_place(num_devices):
+    array = pinned_zeros(struct(num_devices))
+    assert array.sharding == struct(num_devices).sharding
+    assert array.sharding.memory_kind == "pinned_host"
+    assert len(array.addressable_shards) == num_devices
+    before = pointers(array)  # read before the values: a numpy view of an array keeps it from being donated
+    assert len(set(before)) == num_devices
+    add = jax.jit(
+        lambda x: jax.lax.dynamic_update_slice_in_dim(x, x[:1] + 1, 0, 0),
+        donate_argnums=0,
+        out_shardings=array.sharding,
+    )
+    for _ in range(3):
+        array = add(array)
+        assert pointers(array) == before
+    values = np.asarray(array).astype(np.float32)
+    assert (values[0] == 3).all()
+    assert not values[1:].any()
+
+
+def test_memory_that_jax_could_share_is_never_used():
+    for _ in range(20):
+        zeros = host_pool._unshareable_zeros((3, 5), np.dtype("float32"))
+        assert zeros.ctypes.data % 64
+        assert zeros.shape == (3, 5)
+
+
+def test_chunks_become_ready_in_the_background():
+    pool = make_pool(num_chunks=5)
+    pool.wait_until_allocated()
+    assert pool.num_chunks_ready == 5  # the sixth place is more than was asked for
+    assert not pool.growing
+    assert pool.segment(2).shape[0] == 4
+    pool.close()
+    assert pool.num_chunks_ready == 0
+
+
+def test_construction_does_not_wait_for_the_memory(monkeypatch):
+    go_on = threading.Event()
+    monkeypatch.setattr(host_pool, "pinned_zeros", lambda s: go_on.wait(10) and pinned_zeros(s))
+    pool = make_pool()
+    assert pool.growing
+    assert pool.num_chunks_ready == 0
+    with pytest.raises(TransferError, match=r"segment 0 \(chunks 0 to 1\) is not allocated; 0 chunks are ready"):
+        pool.segment(0)
+    go_on.set()
+    pool.wait_until_allocated()
+    assert pool.num_chunks_ready == 6
+    pool.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no\nmore")])
+def test_failed_allocation_stops_growth_and_is_logged_once(monkeypatch, caplog, error):
+    made = []
+
+    def allocate(segment):
+        if made:
+            raise error
+        made.append(1)
+        return pinned_zeros(segment)
+
+    monkeypatch.setattr(host_pool, "pinned_zeros", allocate)
+    with caplog.at_level(logging.WARNING):
+        pool = make_pool(num_segments=5, num_chunks=10)
+        pool.wait_until_allocated()
+    assert pool.num_chunks_ready == 2
+    (record,) = caplog.records
+    assert "segment 2 of 5 could not be allocated" in record.getMessage()
+    assert "\n" not in record.getMessage()
+    pool.segment(0)
+    pool.close()
+
+
+def test_close_stops_growing_at_once(monkeypatch):
+    started, number = threading.Event(), []
+
+    def allocate(segment):
+        number.append(1)
+        started.set()
+        time.sleep(0.02)
+        return pinned_zeros(segment)
+
+    monkeypatch.setattr(host_pool, "pinned_zeros", allocate)
+    pool = make_pool(num_segments=1000, num_chunks=2000)
+    started.wait(10)
+    start = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - start < 5
+    assert len(number) < 100
+    assert not pool.growing
+
+
+def test_a_forgotten_pool_ends_its_thread(monkeypatch):
+    monkeypatch.setattr(host_pool, "pinned_zeros", lambda s: time.sleep(0.01) or pinned_zeros(s))
+    pool = make_pool(num_segments=1000, num_chunks=2000)
+    thread, gone = pool._thread, weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert gone() is None
+    assert not thread.is_alive()
+
+
+def test_lost_segments_say_so(caplog):
+    pool = make_pool()
+    pool.wait_until_allocated()
+    pool.mark_lost(1)
+    pool.mark_lost(1)
+    assert len([r for r in caplog.records if "is lost" in r.getMessage()]) == 1
+    with pytest.raises(TransferError, match=r"segment 1 was lost.*chunks 2 to 3"):
+        pool.segment(1)
+    pool.segment(0)
+    with pytest.raises(TransferError, match="not allocated"):
+        pool.segment(3)
+    pool.close()

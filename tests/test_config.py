@@ -1,0 +1,300 @@
+"""Settings: every variable, every way to get one wrong, and the README's table."""
+
+import dataclasses
+import enum
+import logging
+import math
+import re
+import types
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpu_offload.config import DEFAULT_NUM_CPU_CHUNKS, DEFAULT_STAGING_BUFFER_TOKENS, CopyPath, OffloadConfig
+from tpu_offload.errors import ConfigError
+from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+
+README = Path(__file__).parents[1] / "README.md"
+GB = 2**30
+
+# field -> (text in the environment, value in the config)
+GOOD = {
+    "staging_buffer_tokens": ("4096", 4096),
+    "num_staging_blocks": ("32", 32),
+    "staging_buffer_gb": ("0.5", 0.5),
+    "num_cpu_chunks": (" 2048 ", 2048),
+    "host_gb": ("1.5", 1.5),
+    "host_memory_fraction": ("0.25", 0.25),
+    "host_segment_gb": ("0.125", 0.125),
+    "blocks_per_chunk": ("4", 4),
+    "copy_path": ("staged", CopyPath.STAGED),
+    "decode_save": ("1", True),
+    "skip_jax_precompile": ("true", True),
+    "block_size_buckets": ("1, 2,8", (1, 2, 8)),
+    "job_timeout_s": ("2.5", 2.5),
+    "metrics_log_interval": ("0", 0.0),
+    "batched_save": ("0", False),
+    "save_threads": ("4", 4),
+    "use_unpinned_host": ("1", True),
+}
+
+# field -> [(text, what the message must say is allowed)]
+BAD = {
+    "staging_buffer_tokens": [("-1", "greater than or equal to 0"), ("many", "integer"), ("", "integer")],
+    "num_staging_blocks": [("-5", "greater than or equal to 0"), ("1.5", "integer")],
+    "staging_buffer_gb": [
+        ("-0.1", "greater than or equal to 0"),
+        ("nan", "finite"),
+        ("inf", "finite"),
+        ("1GB", "number"),
+    ],
+    "num_cpu_chunks": [("-1", "greater than or equal to 0"), ("0x10", "integer")],
+    "host_gb": [("-1", "greater than or equal to 0"), ("nan", "finite"), ("lots", "number")],
+    "host_memory_fraction": [("0", "greater than 0"), ("1.01", "less than or equal to 1"), ("nan", "1")],
+    "host_segment_gb": [("0", "greater than 0"), ("inf", "finite")],
+    "blocks_per_chunk": [
+        ("0", "greater than or equal to 1"),
+        ("4097", "less than or equal to 4096"),
+        ("two", "integer"),
+    ],
+    "copy_path": [("diagonal", "'direct' or 'staged'"), ("", "'direct' or 'staged'")],
+    "decode_save": [("maybe", "boolean")],
+    "skip_jax_precompile": [("2", "boolean")],
+    "block_size_buckets": [
+        ("2,4", "start with 1"),
+        ("1,4,2", "ascending"),
+        ("1,2,2", "ascending"),
+        ("1,x", "integer"),
+        ("0,1", "greater than or equal to 1"),
+    ],
+    "job_timeout_s": [("0", "greater than 0"), ("-3", "greater than 0"), ("nan", "greater than 0"), ("soon", "number")],
+    "metrics_log_interval": [("-1", "greater than or equal to 0"), ("nan", "greater than or equal to 0")],
+    "batched_save": [("perhaps", "boolean")],
+    "save_threads": [("0", "greater than or equal to 1")],
+    "use_unpinned_host": [("sometimes", "boolean")],
+}
+
+
+def env_name(field):
+    return "TPU_OFFLOAD_" + field.upper()
+
+
+def make_layout(*, block_size=16, num_layers=2, page_shape=(16, 4, 2, 64), dtype="bfloat16", **kwargs):
+    group = LayerGroup(LayerGroupKind.FULL_ATTENTION, tuple(range(num_layers)), page_shape, dtype)
+    return KVLayout(block_size, (group,), **kwargs)
+
+
+def from_env(**variables):
+    return OffloadConfig.from_env({env_name(field): text for field, text in variables.items()})
+
+
+def test_the_tables_above_cover_every_field():
+    assert set(GOOD) == set(BAD) == set(OffloadConfig.model_fields)
+
+
+@pytest.mark.parametrize("field", GOOD)
+def test_variable_is_read(field):
+    text, value = GOOD[field]
+    config = from_env(**{field: text})
+    assert getattr(config, field) == value
+    assert type(getattr(config, field)) is type(value)
+    assert OffloadConfig.create(**{field: value}) == config
+    default = OffloadConfig.create()
+    assert [f for f in OffloadConfig.model_fields if getattr(config, f) != getattr(default, f)] == [field]
+
+
+@pytest.mark.parametrize(("field", "text", "allowed"), [(f, t, a) for f, cases in BAD.items() for t, a in cases])
+def test_bad_value_names_variable_value_and_what_is_allowed(field, text, allowed):
+    with pytest.raises(ConfigError) as caught:
+        from_env(**{field: text})
+    message = str(caught.value)
+    assert env_name(field) in message
+    assert text.strip() in message or any(repr(part) in message for part in text.split(","))
+    assert allowed in message
+    assert "\n" not in message
+
+
+def test_other_variables_are_left_alone():
+    assert OffloadConfig.from_env({"PATH": "/bin", "TPU_NAME": "x", "XTPU_OFFLOAD_Y": "1"}) == OffloadConfig.create()
+
+
+def test_reads_the_process_environment_by_default(monkeypatch):
+    monkeypatch.setenv("TPU_OFFLOAD_BLOCKS_PER_CHUNK", "8")
+    assert OffloadConfig.from_env().blocks_per_chunk == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("TPU_OFFLOAD_NUM_CPU_CHUNK", "TPU_OFFLOAD_NUM_CPU_CHUNKS"),
+        ("TPU_OFFLOAD_STAGING_GB", "TPU_OFFLOAD_STAGING_BUFFER_GB"),
+        ("TPU_OFFLOAD_decode_save", "TPU_OFFLOAD_DECODE_SAVE"),
+        ("TPU_OFFLOAD_", "TPU_OFFLOAD_"),
+    ],
+)
+def test_unknown_variable_suggests_the_nearest(name, suggestion):
+    with pytest.raises(ConfigError, match=rf"^{name} is no setting .* did you mean {suggestion}"):
+        OffloadConfig.from_env({name: "1"})
+
+
+def test_unknown_keyword_suggests_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean host_gb"):
+        OffloadConfig.create(host_gib=1)
+
+
+def test_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        OffloadConfig.create().blocks_per_chunk = 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("staging_buffer_tokens", "num_staging_blocks"),
+        ("staging_buffer_tokens", "staging_buffer_gb"),
+        ("num_staging_blocks", "staging_buffer_gb"),
+        ("num_cpu_chunks", "host_gb"),
+    ],
+)
+def test_two_ways_of_one_size_contradict(one, other):
+    with pytest.raises(ConfigError, match="set only one") as caught:
+        from_env(**{one: GOOD[one][0], other: GOOD[other][0]})
+    assert f"{env_name(one)}=" in str(caught.value)
+    assert f"{env_name(other)}=" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "field", ["staging_buffer_tokens", "num_staging_blocks", "staging_buffer_gb", "num_cpu_chunks", "host_gb"]
+)
+def test_zero_turns_offloading_off(field):
+    config = from_env(**{field: "0"})
+    assert not config.enabled
+    assert config.staging_blocks(make_layout()) >= 0  # no error: nothing is ever moved
+    assert config.host_chunks(make_layout()) >= 0
+    assert from_env(**{field: GOOD[field][0]}).enabled
+
+
+def test_default_sizes():
+    config = OffloadConfig.create()
+    assert config.enabled
+    assert config.staging_blocks(make_layout(block_size=16)) == DEFAULT_STAGING_BUFFER_TOKENS // 16
+    assert config.host_chunks(make_layout()) == DEFAULT_NUM_CPU_CHUNKS
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(16, 1), (31, 1), (32, 2), (47, 2), (8191, 511)])
+def test_tokens_round_down_to_blocks(tokens, blocks):
+    assert OffloadConfig.create(staging_buffer_tokens=tokens).staging_blocks(make_layout(block_size=16)) == blocks
+
+
+def test_less_than_one_block_is_an_error():
+    with pytest.raises(ConfigError, match=r"TPU_OFFLOAD_STAGING_BUFFER_TOKENS=15 is 0 blocks .*at least 16, or to 0"):
+        OffloadConfig.create(staging_buffer_tokens=15).staging_blocks(make_layout(block_size=16))
+
+
+def test_less_than_one_chunk_is_an_error():
+    config = OffloadConfig.create(num_staging_blocks=3, blocks_per_chunk=4)
+    with pytest.raises(ConfigError, match=r"TPU_OFFLOAD_NUM_STAGING_BLOCKS=3 .*at least 4, or to 0"):
+        config.staging_blocks(make_layout())
+    assert OffloadConfig.create(num_staging_blocks=4, blocks_per_chunk=4).staging_blocks(make_layout()) == 4
+
+
+def test_staging_gb_counts_the_bytes_of_one_device():
+    layout = make_layout(num_layers=32, page_shape=(16, 8, 2, 128), num_shards=4, num_local_devices=4)
+    per_device = 32 * 16 * 8 * 2 * 128 * 2 // 4
+    assert OffloadConfig.create(staging_buffer_gb=1).staging_blocks(layout) == GB // per_device
+    assert OffloadConfig.create(staging_buffer_gb=1).staging_blocks(dataclasses.replace(layout, num_shards=1)) == (
+        GB // (4 * per_device)
+    )
+
+
+def test_host_gb_counts_the_bytes_of_one_host():
+    layout = make_layout(num_layers=32, page_shape=(16, 8, 2, 128), num_shards=8, num_local_devices=4)
+    whole = 32 * 16 * 8 * 2 * 128 * 2
+    assert OffloadConfig.create(host_gb=2).host_chunks(layout) == 2 * GB // (whole // 2)
+    assert OffloadConfig.create(host_gb=2, blocks_per_chunk=3).host_chunks(layout) == 2 * GB // (3 * (whole // 2))
+
+
+@given(num_blocks=st.integers(1, 10_000), page=st.integers(1, 5000), num_layers=st.integers(1, 80))
+def test_an_exact_fit_in_gb_fits(num_blocks, page, num_layers):
+    layout = make_layout(num_layers=num_layers, page_shape=(16, page))
+    exact = num_blocks * layout.block_nbytes / GB
+    assert OffloadConfig.create(staging_buffer_gb=exact).staging_blocks(layout) == num_blocks
+    assert OffloadConfig.create(host_gb=exact).host_chunks(layout) == num_blocks
+    assert OffloadConfig.create(host_gb=math.nextafter(exact, 2 * exact)).host_chunks(layout) == num_blocks
+
+
+@given(page=st.integers(100, 500_000), num_layers=st.integers(1, 80), blocks_per_chunk=st.integers(1, 16))
+def test_the_size_that_an_error_suggests_is_enough(page, num_layers, blocks_per_chunk):
+    layout = make_layout(num_layers=num_layers, page_shape=(16, page))
+    for field, size in (("staging_buffer_gb", "staging_blocks"), ("host_gb", "host_chunks")):
+        config = OffloadConfig.create(**{field: 1e-9}, blocks_per_chunk=blocks_per_chunk)
+        with pytest.raises(ConfigError, match="set it to at least") as caught:
+            getattr(config, size)(layout)
+        suggested = re.search(r"at least ([0-9.e-]+),", str(caught.value)).group(1)
+        enough = OffloadConfig.create(**{field: float(suggested)}, blocks_per_chunk=blocks_per_chunk)
+        assert getattr(enough, size)(layout) >= 1
+
+
+@pytest.mark.parametrize("field", ["batched_save", "save_threads", "use_unpinned_host"])
+def test_a_meaningless_variable_is_accepted_and_warned_about_once(field, caplog):
+    with caplog.at_level(logging.WARNING):
+        from_env(**{field: "1"})
+    (record,) = caplog.records
+    assert env_name(field) in record.getMessage()
+    caplog.clear()
+    from_env(decode_save="1")
+    assert not caplog.records
+
+
+# --- the README's table -------------------------------------------------------------------------
+
+
+def readme_rows():
+    rows = {}
+    for line in README.read_text().splitlines():
+        if match := re.match(r"\| `(TPU_OFFLOAD_\w+)` \|(.*)\|$", line):
+            assert match[1] not in rows, f"{match[1]} is in the table twice"
+            rows[match[1]] = [cell.strip() for cell in match[2].split(" | ")]
+    return rows
+
+
+def type_in_words(annotation):
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
+    if typing.get_origin(annotation) is tuple:
+        return "list of int"
+    if issubclass(annotation, enum.Enum):
+        return " or ".join(f"`{member.value}`" for member in annotation)
+    return annotation.__name__
+
+
+def default_in_words(field):
+    default = OffloadConfig.model_fields[field].default
+    sizes = {"staging_buffer_tokens": DEFAULT_STAGING_BUFFER_TOKENS, "num_cpu_chunks": DEFAULT_NUM_CPU_CHUNKS}
+    if field in sizes:
+        return str(sizes[field])
+    if default is None or default == ():
+        return "unset"
+    if isinstance(default, enum.Enum):
+        return default.value
+    return f"{default:g}" if isinstance(default, float) else str(int(default))
+
+
+def test_readme_table_has_every_variable_and_no_other():
+    assert list(readme_rows()) == [env_name(field) for field in OffloadConfig.model_fields]
+
+
+@pytest.mark.parametrize("field", OffloadConfig.model_fields)
+def test_readme_line(field):
+    type_cell, unit, default, meaning = readme_rows()[env_name(field)]
+    info = OffloadConfig.model_fields[field]
+    assert type_cell == type_in_words(info.annotation)
+    assert default == default_in_words(field)
+    assert meaning == info.description
+    assert unit
+    for suffix, word in {"_tokens": "tokens", "_blocks": "blocks", "_gb": "GB", "_chunks": "chunks", "_s": "s"}.items():
+        if field.endswith(suffix):
+            assert unit == word

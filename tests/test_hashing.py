@@ -1,0 +1,99 @@
+"""Block hashes: equal exactly when the prefixes, the layout and the salt are equal."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpu_offload.hashing import BlockHasher, chunk_keys
+
+FINGERPRINT = bytes(range(16))
+GOLDEN = ["d8344d56ba358e2171d8fa9def1fecbd", "112e8716dc18707f9f5f76c8e22bdcc1"]
+TOKENS = st.lists(st.integers(0, 2**63 - 1), max_size=40)
+
+
+def hashes_of(tokens, *, block_size=4, fingerprint=FINGERPRINT, cache_salt=""):
+    hashes = []
+    BlockHasher(fingerprint, block_size=block_size).extend(hashes, tokens, cache_salt=cache_salt)
+    return hashes
+
+
+def test_golden():
+    """Stored chunks outlive a process: these values must not change without a new layout fingerprint."""
+    hashes = hashes_of([1, 2, 3, 4, 5, 6, 7, 8, 9], cache_salt="tenant")
+    assert [h.hex() for h in hashes] == GOLDEN
+
+
+@pytest.mark.parametrize(("num_tokens", "num_hashes"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (9, 2)])
+def test_only_full_blocks_are_hashed(num_tokens, num_hashes):
+    assert len(hashes_of(range(num_tokens))) == num_hashes
+
+
+@given(tokens=TOKENS, cuts=st.lists(st.integers(0, 40), max_size=5))
+def test_extending_bit_by_bit_gives_the_same_hashes(tokens, cuts):
+    hasher = BlockHasher(FINGERPRINT, block_size=4)
+    hashes = []
+    for cut in [*sorted(cuts), len(tokens)]:
+        hasher.extend(hashes, tokens[:cut], cache_salt="s")
+        assert len(hashes) == min(cut, len(tokens)) // 4
+    assert hashes == hashes_of(tokens, cache_salt="s")
+
+
+@given(tokens=TOKENS.filter(lambda tokens: len(tokens) >= 4), data=st.data())
+def test_a_changed_token_changes_its_block_and_all_after_it(tokens, data):
+    where = data.draw(st.integers(0, len(tokens) - 1))
+    changed = list(tokens)
+    changed[where] = data.draw(st.integers(0, 2**63 - 1).filter(lambda token: token != tokens[where]))
+    for i, (old, new) in enumerate(zip(hashes_of(tokens), hashes_of(changed), strict=True)):
+        assert (old == new) == (i < where // 4)
+
+
+def test_hashes_are_chained():
+    """The same tokens after another prefix are another block."""
+    first, second = hashes_of([1, 2, 3, 4, 1, 2, 3, 4])
+    assert first != second
+
+
+def test_salt_fingerprint_and_block_size_keep_sequences_apart():
+    tokens = list(range(16))
+    variants = [
+        hashes_of(tokens),
+        hashes_of(tokens, cache_salt="a"),
+        hashes_of(tokens, cache_salt="ab"),
+        hashes_of(tokens, fingerprint=bytes(16)),
+        hashes_of(tokens, block_size=8),
+    ]
+    every = [h for hashes in variants for h in hashes]
+    assert len(set(every)) == len(every)
+
+
+def test_a_salt_cannot_imitate_a_fingerprint():
+    """The root covers the salt's length, so that bytes cannot move from one part to the other."""
+    hasher = BlockHasher(FINGERPRINT, block_size=4)
+    other = BlockHasher(FINGERPRINT + b"\1\0\0\0\0\0\0\0a", block_size=4)
+    assert hasher.root("a") != other.root("")
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "blocks_per_chunk", "first_chunk", "last_blocks"),
+    [
+        (5, 1, 0, [0, 1, 2, 3, 4]),
+        (5, 2, 0, [1, 3]),
+        (6, 2, 1, [3, 5]),
+        (6, 3, 0, [2, 5]),
+        (5, 3, 1, []),
+        (2, 3, 0, []),
+        (0, 1, 0, []),
+    ],
+)
+def test_chunk_keys_come_from_the_last_block_of_each_full_chunk(num_blocks, blocks_per_chunk, first_chunk, last_blocks):
+    hashes = hashes_of(range(4 * num_blocks))
+    keys = list(chunk_keys(hashes, blocks_per_chunk=blocks_per_chunk, first_chunk=first_chunk))
+    assert [key[:16] for key in keys] == [hashes[i] for i in last_blocks]
+
+
+def test_groups_and_epochs_have_keys_of_their_own():
+    hashes = hashes_of(range(8))
+    kinds = [{}, {"group_id": 1}, {"epoch": 1}, {"group_id": 1, "epoch": 1}]
+    keys = [key for kind in kinds for key in chunk_keys(hashes, blocks_per_chunk=1, **kind)]
+    assert len(set(keys)) == 4 * 2
+    assert len({len(key) for key in keys}) == 1  # of one length, so that no key is the start of another

@@ -1,0 +1,114 @@
+"""What a block is made of, on one device and sharded."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tpu_offload.errors import LayoutError
+from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+
+GROUP = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1, 2), (16, 4, 2, 64), "bfloat16")
+BASE = KVLayout(16, (GROUP,), model="m")
+
+
+def sharding(*axes, num_devices=1):
+    devices = jax.devices("cpu")
+    if len(devices) < num_devices:
+        pytest.skip(f"needs {num_devices} CPU devices, there are {len(devices)}")
+    return NamedSharding(Mesh(np.array(devices[:num_devices]), ("model",)), PartitionSpec(*axes))
+
+
+def cache(shape=(8, 16, 4, 2, 64), dtype=jnp.bfloat16, where=None):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=where or sharding())
+
+
+def test_from_caches():
+    layout = KVLayout.from_caches([cache()] * 3, block_size=16, model="m")
+    assert layout == BASE
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"),
+    [("bfloat16", 2), ("float32", 4), ("float16", 2), ("int8", 1), ("float8_e4m3fn", 1), ("float8_e5m2", 1)],
+)
+def test_bytes(dtype, itemsize):
+    layout = KVLayout.from_caches([cache(dtype=jnp.dtype(dtype))] * 3, block_size=16)
+    (group,) = layout.groups
+    assert group.dtype == dtype
+    assert group.page_nbytes == 16 * 4 * 2 * 64 * itemsize
+    assert (
+        layout.block_nbytes == layout.block_nbytes_per_device == layout.block_nbytes_per_host == 3 * group.page_nbytes
+    )
+
+
+def test_sharded_heads_split_the_bytes():
+    where = sharding(None, None, "model", num_devices=4)
+    layout = KVLayout.from_caches([cache(where=where)], block_size=16)
+    assert (layout.num_shards, layout.num_local_devices) == (4, 4)
+    assert layout.block_nbytes_per_device * 4 == layout.block_nbytes == layout.block_nbytes_per_host
+
+
+def test_replicated_caches_take_every_device_and_every_copy():
+    layout = KVLayout.from_caches([cache(where=sharding(num_devices=4))], block_size=16)
+    assert (layout.num_shards, layout.num_local_devices) == (1, 4)
+    assert layout.block_nbytes_per_device == layout.block_nbytes
+    assert layout.block_nbytes_per_host == 4 * layout.block_nbytes
+
+
+@pytest.mark.parametrize(
+    ("caches", "message"),
+    [
+        (lambda: [], "no KV cache arrays"),
+        (lambda: [cache((8,))], r"shape \(8,\)"),
+        (lambda: [cache(), cache((8, 16, 2, 2, 64))], "KV cache 1 is"),
+        (lambda: [cache(), cache(dtype=jnp.float32)], "KV cache 1 is float32"),
+        (lambda: [cache(), cache(where=sharding(None, None, "model", num_devices=2))], "one shape, dtype and sharding"),
+        (lambda: [cache(where=sharding("model", num_devices=2))], "block axis .* is split over devices"),
+    ],
+)
+def test_caches_that_cannot_be_described(caches, message):
+    with pytest.raises(LayoutError, match=message):
+        KVLayout.from_caches(caches(), block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"groups": ()}, "got 0 layer groups"),
+        ({"groups": (GROUP, GROUP)}, "got 2 layer groups"),
+        ({"groups": (dataclasses.replace(GROUP, layer_ids=()),)}, "no layers"),
+        ({"num_shards": 0}, "num_shards"),
+        ({"num_local_devices": 0}, "num_local_devices"),
+    ],
+)
+def test_a_layout_that_cannot_be(change, message):
+    with pytest.raises(LayoutError, match=message):
+        dataclasses.replace(BASE, **change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "other"},
+        {"block_size": 32},
+        {"groups": (dataclasses.replace(GROUP, layer_ids=(0, 1)),)},
+        {"groups": (dataclasses.replace(GROUP, page_shape=(16, 2, 4, 64)),)},  # as many bytes, in another order
+        {"groups": (dataclasses.replace(GROUP, dtype="float16"),)},
+    ],
+)
+def test_fingerprint_tells_layouts_apart(change):
+    assert dataclasses.replace(BASE, **change).fingerprint() != BASE.fingerprint()
+
+
+def test_fingerprint_leaves_the_sharding_out():
+    assert dataclasses.replace(BASE, num_shards=4, num_local_devices=4).fingerprint() == BASE.fingerprint()
+
+
+def test_fingerprint_golden():
+    """Stored chunks outlive a process: this value must not change without reason."""
+    assert BASE.fingerprint().hex() == "449a782b9ec81f8b35408e8a61a697f2"

@@ -1,0 +1,169 @@
+"""Compiles the copy programs with the real TPU compiler, on a machine without a TPU, and reports on them.
+
+Run as a script, in a process of its own (a compiler crash takes the process with it, and libtpu reads
+its environment once): `python harness.py '{"topology": "v6e:2x2", "tp": 4, ...}'` prints one JSON
+object. From Python, `compile_in_subprocess` does that.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "JAX_PLATFORMS": "cpu",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+ALL_PROGRAMS = ("direct_save", "direct_load", "gather", "scatter", "land", "pick")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One cache to compile for.
+
+    Attributes:
+      topology: name of a TPU topology, like `v6e:2x2`.
+      tp: devices that the pages' axis 1 (their heads) is split over.
+      dtype: element type of the caches.
+      page_shape: global shape of a page.
+      num_layers, num_blocks: size of the caches.
+      segment_blocks: places in a segment of the host pool.
+      capacity: staging budget in blocks.
+      bucket: size of the staging arrays.
+      programs: which to compile.
+      donate: False compiles without donation, to see what that would cost.
+    """
+
+    topology: str
+    tp: int
+    dtype: str = "bfloat16"
+    page_shape: tuple[int, ...] = (128, 8, 2, 128)
+    num_layers: int = 32
+    num_blocks: int = 512
+    segment_blocks: int = 256
+    capacity: int = 128
+    bucket: int = 64
+    programs: tuple[str, ...] = ALL_PROGRAMS
+    donate: bool = True
+
+
+def compile_in_subprocess(cases: list[Case], *, timeout_s: float = 300) -> list[dict[str, Any]]:
+    """Compiles all cases in one subprocess; one dict a program, as `measure` returns."""
+    repository = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ENVIRONMENT
+    environment["PYTHONPATH"] = os.pathsep.join([repository, environment.get("PYTHONPATH", "")])
+    command = [sys.executable, os.path.abspath(__file__), json.dumps([dataclasses.asdict(case) for case in cases])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode:
+        raise RuntimeError(f"TPU compile of {cases} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(case: Case) -> list[dict[str, Any]]:
+    """Compiles the programs of one case; all sizes are in bytes per device."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+    from tpu_offload.kernels import programs
+    from tpu_offload.kernels.spec import TransferSpec
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
+    devices = topology.devices[: case.tp]
+    sharding: Any = SingleDeviceSharding(devices[0], memory_kind="device")
+    if case.tp > 1:
+        sharding = NamedSharding(Mesh(np.array(devices), ("model",)), PartitionSpec(None, None, "model"))
+    struct = jax.ShapeDtypeStruct((case.num_blocks, *case.page_shape), np.dtype(case.dtype), sharding=sharding)
+    spec = TransferSpec.from_caches(
+        [struct] * case.num_layers, segment_blocks=case.segment_blocks, capacity=case.capacity
+    )
+    block_nbytes = spec.block_nbytes_per_device
+    common = {
+        "topology": case.topology,
+        "tp": case.tp,
+        "dtype": case.dtype,
+        "device_kind": devices[0].device_kind,
+        "num_devices": len(topology.devices),
+        "block_nbytes": block_nbytes,
+        "caches_nbytes": block_nbytes * case.num_blocks,
+        "segment_nbytes": block_nbytes * case.segment_blocks,
+        "staging_nbytes": block_nbytes * case.bucket,
+    }
+    results = []
+    for name in case.programs:
+        build = getattr(programs, name)
+        program = build(spec) if name.startswith("direct") else build(spec, case.bucket)
+        if not case.donate:
+            program = dataclasses.replace(program, function=jax.jit(program.function.__wrapped__))
+        results.append({"program": name, **common, **_figures(program, case)})
+    return results
+
+
+def _figures(program: Any, case: Case) -> dict[str, Any]:
+    start = time.monotonic()
+    compiled = program.compile()
+    compile_s = time.monotonic() - start
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
+    page = math.prod(case.page_shape) // case.tp
+    whole = {
+        case.num_blocks * page: "cache",
+        case.segment_blocks * case.num_layers * page: "segment",
+        case.bucket * case.num_layers * page: "staging",
+    }
+    return {
+        "temp_nbytes": memory.temp_size_in_bytes,
+        "output_nbytes": memory.output_size_in_bytes,
+        "alias_nbytes": memory.alias_size_in_bytes,
+        "host_temp_nbytes": memory.host_temp_size_in_bytes,
+        "host_output_nbytes": memory.host_output_size_in_bytes,
+        "host_alias_nbytes": memory.host_alias_size_in_bytes,
+        "code_nbytes": memory.generated_code_size_in_bytes,
+        "compile_s": compile_s,
+        "whole_copies": whole_copies(text, whole),
+        "collectives": re.findall(r"\b(?:all-gather|all-reduce|all-to-all|collective-permute)[\w-]*\(", text),
+    }
+
+
+_RESULT = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][\w-]*)\(")
+_SHAPE = re.compile(r"\b[a-z]+\d+\w*\[([\d,]*)\]")
+# Operations that hand an array through, update it in place or allocate it, and those that start or end
+# the transfer of a slice or the host's part of a program. A fusion's computation is in the text like any
+# other, so its operations are looked at one by one. Whatever else yields a whole array has copied it.
+_NO_COPY = """
+    parameter tuple get-tuple-element while bitcast call conditional opt-barrier optimization-barrier fusion
+    dynamic-update-slice dynamic-update-slice-start dynamic-update-slice-done dynamic-slice-start
+    dynamic-slice-done custom-call custom-call-start custom-call-done async-start async-update async-done
+"""
+
+
+def whole_copies(hlo: str, whole: dict[int, str]) -> list[str]:
+    """Instructions of scheduled HLO that yield a copy of an array with as many elements as one of `whole`."""
+    found = []
+    for line in hlo.splitlines():
+        match = _RESULT.match(line)
+        if not match or match.group(2) in _NO_COPY.split():
+            continue
+        sizes = [math.prod(int(d) for d in dims.split(",") if d) for dims in _SHAPE.findall(match.group(1))]
+        if any(size in whole for size in sizes):
+            found.append(line.strip()[:300])
+    return found
+
+
+def main() -> None:
+    cases = json.loads(sys.argv[1])
+    cases = [Case(**c) for c in (cases if isinstance(cases, list) else [cases])]
+    fixed = [dataclasses.replace(c, page_shape=tuple(c.page_shape), programs=tuple(c.programs)) for c in cases]
+    print(json.dumps([result for case in fixed for result in measure(case)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The copy programs compiled by the real TPU compiler: HBM that they take, aliasing, and no whole copies.
+
+The programs are the ones that the worker runs, built by the same functions. One subprocess a generation.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+
+import pytest
+
+from tests.tpu_compile.harness import ALL_PROGRAMS, Case, compile_in_subprocess, whole_copies
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, which has the TPU compiler, is not installed"
+)
+
+# Llama 3 8B: 32 layers, 8 KV heads of 128; K and V heads interleaved, two (bfloat16) or four (float8) packed.
+PAGES = {"bfloat16": (16, 8, 2, 128), "float8_e4m3fn": (16, 4, 4, 128), "float8_e5m2": (16, 4, 4, 128)}
+TOPOLOGIES = {
+    "v5e:2x2": [(1, "bfloat16"), (4, "bfloat16"), (4, "float8_e4m3fn")],
+    "v5p:2x2x1": [(1, "bfloat16"), (4, "bfloat16"), (4, "float8_e5m2")],
+    "v6e:2x2": [(1, "bfloat16"), (4, "bfloat16"), (4, "float8_e4m3fn")],
+    "tpu7x:2x2x1": [(1, "bfloat16"), (4, "bfloat16"), (4, "float8_e4m3fn")],
+}
+CASES = [(topology, tp, dtype) for topology, cases in TOPOLOGIES.items() for tp, dtype in cases]
+
+
+@functools.cache
+def measured(topology):
+    cases = [Case(topology, tp, dtype=dtype, page_shape=PAGES[dtype]) for tp, dtype in TOPOLOGIES[topology]]
+    results = compile_in_subprocess(cases)
+    return {(r["tp"], r["dtype"], r["program"]): r for r in results}
+
+
+@pytest.fixture
+def result(topology, tp, dtype):
+    return {program: measured(topology)[tp, dtype, program] for program in ALL_PROGRAMS}
+
+
+@pytest.mark.parametrize(("topology", "tp", "dtype"), CASES)
+def test_direct_programs_take_at_most_two_blocks_of_hbm(result):
+    # The capacity is 128 blocks and the number of blocks an argument: this is the HBM of every job.
+    for program in ("direct_save", "direct_load"):
+        assert result[program]["temp_nbytes"] <= 2 * result[program]["block_nbytes"], program
+
+
+@pytest.mark.parametrize(("topology", "tp", "dtype"), CASES)
+def test_staged_programs_take_the_staging_array_and_no_more(result):
+    gather = result["gather"]
+    assert gather["staging_nbytes"] <= gather["output_nbytes"] <= gather["staging_nbytes"] + 4096
+    for program in ("gather", "scatter", "land", "pick"):
+        assert result[program]["temp_nbytes"] <= result[program]["block_nbytes"], program
+
+
+@pytest.mark.parametrize(("topology", "tp", "dtype"), CASES)
+def test_what_is_donated_is_updated_in_place(result):
+    for program, host_nbytes in (("direct_save", "segment"), ("land", "segment"), ("pick", "staging")):
+        assert result[program]["host_alias_nbytes"] == result[program][f"{host_nbytes}_nbytes"], program
+        assert result[program]["output_nbytes"] <= 4096, program  # the token
+    for program in ("direct_load", "scatter"):
+        assert result[program]["alias_nbytes"] == result[program]["caches_nbytes"], program
+        assert result[program]["output_nbytes"] <= result[program]["caches_nbytes"] + 4096, program
+    for program in ALL_PROGRAMS:
+        assert result[program]["host_temp_nbytes"] == 0, program
+
+
+@pytest.mark.parametrize(("topology", "tp", "dtype"), CASES)
+def test_nothing_is_copied_whole_and_no_device_talks_to_another(result):
+    for program in ALL_PROGRAMS:
+        assert result[program]["whole_copies"] == [], program
+        assert result[program]["collectives"] == [], program
+
+
+def test_large_capacity_costs_no_hbm():
+    """One program serves all job sizes; making the largest ten times larger changes nothing but the ids."""
+    small = Case("v6e:2x2", 4, num_layers=8, capacity=64, programs=("direct_save", "direct_load"))
+    results = compile_in_subprocess([small, dataclasses.replace(small, capacity=640)])
+    for before, after in zip(results[:2], results[2:], strict=True):
+        assert after["temp_nbytes"] - before["temp_nbytes"] <= 8192
+
+
+def test_the_check_for_whole_copies_finds_them():
+    """Without donation the caches must be copied: the check has to see that."""
+    (result,) = compile_in_subprocess(
+        [Case("v6e:2x2", 1, num_layers=2, num_blocks=64, programs=("direct_load",), donate=False)]
+    )
+    assert len(result["whole_copies"]) >= 2
+    assert result["alias_nbytes"] == 0
+
+
+def test_the_check_reads_hlo():
+    hlo = """
+ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %slice = bf16[1,4]{1,0} copy(%p)
+  %copy.1 = bf16[8,4]{1,0:T(8,128)} copy(%p)
+  ROOT %dus = bf16[8,4]{1,0} dynamic-update-slice(%copy.1, %slice)
+}
+"""
+    assert whole_copies(hlo, {32: "cache"}) == ["%copy.1 = bf16[8,4]{1,0:T(8,128)} copy(%p)"]

@@ -1,0 +1,54 @@
+"""Entry point of `tpu-offload`: flags in, exit status out.
+
+A person's mistake ends in one line on stderr and status 2, an interrupt in status 130; a traceback is
+a bug of ours.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from tpu_offload.errors import InputError, OffloadError
+
+_PROG = "tpu-offload"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong flag as an `InputError`, like any other wrong input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: the arguments after the program's name; by default those of the process.
+    Returns:
+      Exit status: 0, 1 when a command found what it is there to find (outputs that differ), 2 for
+      input that cannot be used, 130 when interrupted.
+    """
+    logging.basicConfig(level=logging.WARNING, format=f"{_PROG}: %(levelname)s: %(message)s")
+    try:
+        # Imported here: jax takes seconds, and an interrupt meanwhile is no traceback either.
+        from tpu_offload.cli import replay
+
+        parser = _Parser(prog=_PROG, description="KV cache offloading for TPUs.", allow_abbrev=False)
+        commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+        replay.add_command(commands)
+        args = parser.parse_args(argv)
+        status: int = args.run(args, sys.argv[1:] if argv is None else list(argv))
+        return status
+    except (OffloadError, OSError) as e:
+        sys.stderr.write(f"{_PROG}: error: {' '.join(str(e).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{_PROG}: interrupted\n")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

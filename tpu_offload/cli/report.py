@@ -1,0 +1,261 @@
+"""What a replay came to: numbers for a file, a table for a person, and the comparison of the outputs."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.table import Table
+
+from tpu_offload.cli.serving import Record, ServedRun
+from tpu_offload.errors import InputError
+from tpu_offload.hashing import BlockHasher
+from tpu_offload.metrics import OffloadStats
+from tpu_offload.types import BlockHash
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """A request whose two runs gave different tokens, and where they first differ."""
+
+    request_id: str
+    position: int
+    baseline: tuple[int, ...]
+    offload: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.request_id} differs from token {self.position} on: baseline "
+            f"{list(self.baseline[self.position :][:4])}, offload {list(self.offload[self.position :][:4])}"
+        )
+
+
+def find_differences(baseline: Iterable[Record], offload: Iterable[Record]) -> tuple[list[Difference], int]:
+    """Compares every output token of the requests that both runs finished.
+
+    Returns:
+      The requests that differ, in the order of the offload run, and how many were compared.
+    """
+    expected = {record.request_id: record.tokens for record in baseline}
+    differences = []
+    num_compared = 0
+    for record in offload:
+        if record.request_id not in expected:
+            continue
+        num_compared += 1
+        one, other = expected[record.request_id], record.tokens
+        if one != other:
+            pairs = enumerate(zip(one, other, strict=False))
+            position = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+            differences.append(Difference(record.request_id, position, one, other))
+    return differences, num_compared
+
+
+def count_recomputed(records: Sequence[Record], *, block_size: int) -> int:
+    """Prompt tokens that were computed although an earlier request had computed their KV before.
+
+    It is what an unlimited cache would have saved: full blocks only, never the whole prompt.
+    """
+    hasher = BlockHasher(b"", block_size=block_size)
+    seen: set[BlockHash] = set()
+    num_recomputed = 0
+    for record in sorted(records, key=lambda record: record.stats.arrival_s):
+        hashes: list[BlockHash] = []
+        hasher.extend(hashes, record.prompt_tokens)
+        num_known = next((i for i, block_hash in enumerate(hashes) if block_hash not in seen), len(hashes))
+        reusable = min(num_known * block_size, len(record.prompt_tokens) - 1)
+        sources = record.stats.prompt_tokens
+        num_recomputed += max(0, reusable - sources.hbm - sources.host)
+        hasher.extend(hashes, record.prompt_tokens + record.tokens[:-1])
+        seen.update(hashes)
+    return num_recomputed
+
+
+def run_numbers(run: ServedRun, *, block_size: int) -> dict[str, Any]:
+    """One run, as it stands in the JSON file. Times that nothing was measured for are None."""
+    ttfts = [record.stats.ttft_s for record in run.records if record.stats.ttft_s is not None]
+    sources = [record.stats.prompt_tokens for record in run.records]
+    num_generated = sum(len(record.tokens) for record in run.records)
+    num_prompt = sum(len(record.prompt_tokens) for record in run.records)
+    return {
+        "num_requests": len(run.records),
+        "complete": run.complete,
+        "wall_s": run.wall_s,
+        "ttft_p50_s": _percentile(ttfts, 50),
+        "ttft_p99_s": _percentile(ttfts, 99),
+        "tokens_per_s": num_generated / run.wall_s if run.wall_s else None,
+        "total_tokens_per_s": (num_prompt + num_generated) / run.wall_s if run.wall_s else None,
+        "num_generated_tokens": num_generated,
+        "prompt_tokens": {
+            "computed": sum(source.computed for source in sources),
+            "hbm": sum(source.hbm for source in sources),
+            "host": sum(source.host for source in sources),
+            "recomputed": count_recomputed(run.records, block_size=block_size),
+        },
+        "num_preemptions": sum(record.stats.num_preemptions for record in run.records),
+    }
+
+
+def offload_numbers(stats: OffloadStats) -> dict[str, Any]:
+    """What only the offload run has."""
+    return {
+        "staging": {
+            "budget_blocks": stats.staging_budget_blocks,
+            "peak_blocks": stats.staging_peak_blocks,
+            "dropped_blocks": stats.dropped_save_blocks + stats.dropped_load_blocks,
+            "dropped_save_blocks": stats.dropped_save_blocks,
+            "dropped_load_blocks": stats.dropped_load_blocks,
+        },
+        "transfers": {
+            "saved_nbytes": stats.saved_nbytes,
+            "loaded_nbytes": stats.loaded_nbytes,
+            "saved_gb_per_s": stats.saved_nbytes / stats.save_s / 1e9 if stats.save_s else None,
+            "loaded_gb_per_s": stats.loaded_nbytes / stats.load_s / 1e9 if stats.load_s else None,
+            "save_s": stats.save_s,
+            "load_s": stats.load_s,
+            "num_failed_jobs": stats.num_failed_jobs,
+        },
+        "host": {
+            "num_chunks": stats.num_host_chunks,
+            "num_resident_chunks": stats.num_resident_chunks,
+            "num_evicted_chunks": stats.num_evicted_chunks,
+        },
+    }
+
+
+def hit_ttfts(baseline: ServedRun, offload: ServedRun) -> dict[str, Any]:
+    """Time to first token over the requests that loaded from the host, in both runs."""
+    before = {record.request_id: record.stats.ttft_s for record in baseline.records}
+    pairs = [
+        (before[record.request_id], record.stats.ttft_s)
+        for record in offload.records
+        if record.stats.prompt_tokens.host and record.request_id in before
+    ]
+    return {
+        "num_requests": len(pairs),
+        "baseline_ttft_p50_s": _percentile([one for one, _ in pairs if one is not None], 50),
+        "offload_ttft_p50_s": _percentile([other for _, other in pairs if other is not None], 50),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Versions and device, for whoever compares two files."""
+    versions = {"python": platform.python_version()}
+    for name in ("tpu_offload", "jax", "jaxlib", "flax", "numpy", "libtpu"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    devices = jax.devices()
+    device = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+    return {"versions": versions, "device": device}
+
+
+def build_table(report: Mapping[str, Any]) -> Table:
+    """The report for a terminal."""
+    baseline, offload = report["baseline"], report["offload"]
+    table = Table(title=f"{report['workload']['name']}: {report['workload']['num_requests']} requests")
+    table.add_column("")
+    for name in ("baseline", "offload", "offload / baseline"):
+        table.add_column(name, justify="right")
+
+    def add(label: str, path: Sequence[str], unit: str, *, ratio: bool = True) -> None:
+        one, other = _at(baseline, path), _at(offload, path)
+        quotient = f"{other / one:.2f}" if ratio and one and other is not None else ""
+        table.add_row(label, _text(one, unit), _text(other, unit), quotient)
+
+    add("requests finished", ("num_requests",), "", ratio=False)
+    add("prompt tokens computed", ("prompt_tokens", "computed"), "")
+    add("  of these, computed again", ("prompt_tokens", "recomputed"), "")
+    add("prompt tokens hit in HBM", ("prompt_tokens", "hbm"), "")
+    add("prompt tokens loaded from host", ("prompt_tokens", "host"), "")
+    add("time to first token, p50", ("ttft_p50_s",), "s")
+    add("time to first token, p99", ("ttft_p99_s",), "s")
+    hits = report["host_hits"]
+    if hits["num_requests"]:
+        one, other = hits["baseline_ttft_p50_s"], hits["offload_ttft_p50_s"]
+        label = f"  p50 of {hits['num_requests']} with a host hit"
+        table.add_row(label, _text(one, "s"), _text(other, "s"), f"{other / one:.2f}" if one else "")
+    add("generated tokens/s", ("tokens_per_s",), "rate")
+    add("all tokens/s", ("total_tokens_per_s",), "rate")
+    add("preemptions", ("num_preemptions",), "", ratio=False)
+    table.add_section()
+    _add_offload_rows(table, offload)
+    return table
+
+
+def check_writable(path: Path) -> None:
+    """Finds out before the work whether `write_json` has a chance after it.
+
+    Raises:
+      InputError: it has none.
+    """
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a directory")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"cannot write {path}: permission denied")
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Writes the report, into a file whole or not at all.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    path = path.resolve()
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a terminal
+            path.write_text(text)
+            return
+        # Beside the target, so that the rename stays within one file system.
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(text)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as e:
+        raise InputError(f"cannot write {path}: {e.strerror or e}") from e
+
+
+def _add_offload_rows(table: Table, offload: Mapping[str, Any]) -> None:
+    staging, transfers = offload["staging"], offload["transfers"]
+    peak = f"{staging['peak_blocks']} of {staging['budget_blocks']}"
+    table.add_row("staging peak of budget, blocks", "", peak, "")
+    dropped = f"{staging['dropped_save_blocks']} + {staging['dropped_load_blocks']}"
+    table.add_row("dropped blocks, save + load", "", dropped, "")
+    for label in ("saved", "loaded"):
+        rate = transfers[f"{label}_gb_per_s"]
+        table.add_row(f"{label}, MiB", "", f"{transfers[f'{label}_nbytes'] / 2**20:.1f}", "")
+        # A copy counts from its dispatch until a step has seen it finished, so beside compute it looks slow.
+        table.add_row(f"{label}, GB/s while under way", "", "-" if rate is None else f"{rate:.3g}", "")
+    evicted = f"{offload['host']['num_resident_chunks']}, {offload['host']['num_evicted_chunks']}"
+    table.add_row("host chunks resident, evicted", "", evicted, "")
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent)) if values else None
+
+
+def _at(numbers: Mapping[str, Any], path: Sequence[str]) -> Any:
+    value: Any = numbers
+    for key in path:
+        value = None if value is None else value.get(key)
+    return value
+
+
+def _text(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    if unit == "s":
+        return f"{value * 1e3:.1f} ms"
+    return f"{value:,.1f}" if unit == "rate" else f"{value:,}"

@@ -1,0 +1,62 @@
+"""What a command that runs for a while owes the person before it: progress, and an end on Ctrl-C."""
+
+import contextlib
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+_LINE_INTERVAL_S = 10.0  # between lines where there is no terminal for a bar
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Makes the first Ctrl-C a request to stop after this step, the second one a KeyboardInterrupt."""
+    asked = False
+
+    def handle(signum: int, frame: types.FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
+def progress(num_requests: int) -> Iterator[Callable[[str], Callable[[], None]]]:
+    """Shows how far runs of `num_requests` are: a bar on a terminal, elsewhere a line at times.
+
+    Yields:
+      A function to call with a run's name; it returns one to call after each of the run's requests.
+    """
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    # Few refreshes: they take time from the runs that are measured.
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=2
+    ) as bars:
+
+        def start(name: str) -> Callable[[], None]:
+            task = bars.add_task(name, total=num_requests)
+            num_finished = 0
+            next_line_s = 0.0
+
+            def on_finish() -> None:
+                nonlocal num_finished, next_line_s
+                num_finished += 1
+                bars.advance(task)
+                if not console.is_terminal and time.monotonic() >= next_line_s:
+                    next_line_s = time.monotonic() + _LINE_INTERVAL_S
+                    sys.stderr.write(f"{name}: {num_finished} of {num_requests} requests\n")
+
+            return on_finish
+
+        yield start

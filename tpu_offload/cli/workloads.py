@@ -1,0 +1,273 @@
+"""Workloads for replay: generated chats, files of chat messages, and request traces.
+
+All become the same thing, a list of conversations. A conversation is served one turn after the other;
+the prompt of a turn is everything before it and the turn's own tokens. Tokens are bytes, with a few
+special ids above for the roles, so that no tokenizer is needed.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpu_offload.errors import InputError
+from tpu_offload.hashing import BlockHasher
+from tpu_offload.types import BlockHash
+
+NUM_TOKENS = 261  # 256 byte values, then the special ids
+_ROLES = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
+_END = 260
+
+_TRACE_BLOCK_TOKENS = 512  # tokens that one hash id of the Mooncake format stands for
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a conversation.
+
+    Attributes:
+      tokens: what the prompt adds to the history.
+      max_tokens: length of the answer.
+      answer: what the history holds in the answer's place; None for the tokens really generated.
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+    answer: tuple[int, ...] | None = None
+
+    @property
+    def answer_len(self) -> int:
+        """Tokens that the answer adds to the history."""
+        return self.max_tokens if self.answer is None else len(self.answer)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """Turns that share one growing history."""
+
+    name: str
+    turns: tuple[Turn, ...]
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest prompt with its generated answer."""
+        longest = history = 0
+        for turn in self.turns:
+            history += len(turn.tokens)
+            longest = max(longest, history + turn.max_tokens)
+            history += turn.answer_len
+        return longest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workload:
+    """Conversations in the order in which they start."""
+
+    name: str
+    conversations: tuple[Conversation, ...]
+
+    @property
+    def num_requests(self) -> int:
+        """Turns of all conversations."""
+        return sum(len(conversation.turns) for conversation in self.conversations)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest prompt with its generated answer."""
+        return max(conversation.longest_request for conversation in self.conversations)
+
+    def num_unique_blocks(self, block_size: int) -> int:
+        """Blocks that a cache needs to keep everything; generated tokens count as shared by nobody."""
+        hasher = BlockHasher(b"", block_size=block_size)
+        seen: set[BlockHash] = set()
+        num_unshared = 0
+        for conversation in self.conversations:
+            known: list[int] = []
+            for turn in conversation.turns:
+                known += turn.tokens
+                if turn.answer is None:
+                    break
+                known += turn.answer
+            hashes: list[BlockHash] = []
+            hasher.extend(hashes, known)
+            seen.update(hashes)
+            num_unshared += -(-conversation.longest_request // block_size) - len(hashes)
+        return len(seen) + num_unshared
+
+
+def chat_workload(*, num_requests: int, turns: int, seed: int) -> Workload:
+    """Generated conversations of `turns` turns each, over a few long system prompts.
+
+    Every size is drawn from `seed`: system prompts of 192 to 320 tokens shared by about eight
+    conversations each, user turns of 40 to 120 tokens, answers of 8 to 24.
+    """
+    rng = np.random.default_rng(seed)
+    num_conversations = -(-num_requests // turns)
+
+    def text(low: int, high: int) -> tuple[int, ...]:
+        return tuple(rng.integers(32, 127, size=rng.integers(low, high + 1)).tolist())
+
+    systems = [_message("system", text(192, 320)) for _ in range(-(-num_conversations // 8))]
+    conversations = []
+    for i in range(num_conversations):
+        # The turns that do not divide evenly are missing from the last conversations, one each.
+        num_turns = num_requests // num_conversations + (i < num_requests % num_conversations)
+        opening = systems[int(rng.integers(len(systems)))]
+        served = []
+        for _ in range(num_turns):
+            tokens = (*opening, *_message("user", text(40, 120)), _ROLES["assistant"])
+            served.append(Turn(tokens, max_tokens=int(rng.integers(8, 25))))
+            opening = (_END,)
+        conversations.append(Conversation(f"chat-{i}", tuple(served)))
+    return Workload("chat", tuple(conversations))
+
+
+def prompts_workload(path: Path, *, num_requests: int | None, max_tokens: int) -> Workload:
+    """Reads conversations, one a line: a list of `{"role", "content"}`, or `{"messages": [...]}`.
+
+    Every user message is served as a request, with all before it as its prompt. Where the file has an
+    assistant message next, the history goes on with that one; elsewhere with the answer really
+    generated. Messages after the last user message are left out.
+
+    Raises:
+      InputError: the file cannot be read, or a line is no such list; the line is named.
+    """
+    conversations: list[Conversation] = []
+    left = num_requests
+    for number, turns in _parse_lines(path, lambda value: _parse_messages(value, max_tokens=max_tokens)):
+        turns = turns[:left]
+        conversations.append(Conversation(f"line-{number}", turns))
+        if left is not None and (left := left - len(turns)) == 0:
+            break
+    return _nonempty("prompts", path, conversations)
+
+
+def trace_workload(path: Path, *, num_requests: int | None, tokens_per_block: int, seed: int) -> Workload:
+    """Reads a trace in the Mooncake format, with 512 tokens scaled down to `tokens_per_block`.
+
+    One object a line: `timestamp`, `input_length`, `output_length`, `hash_ids`. Each id becomes
+    `tokens_per_block` pseudo-random tokens that depend on `seed` and the id alone, so prompts share
+    prefixes exactly as they did. The last block is cut as `input_length` cuts it. The timestamps are
+    checked and not used: requests are served in order.
+
+    Raises:
+      InputError: the file cannot be read, or a line is no such object; the line is named.
+    """
+    blocks: dict[int, tuple[int, ...]] = {}
+
+    def block_tokens(hash_id: int) -> tuple[int, ...]:
+        if hash_id not in blocks:
+            rng = np.random.default_rng((seed, hash_id))
+            blocks[hash_id] = tuple(rng.integers(0, 256, size=tokens_per_block).tolist())
+        return blocks[hash_id]
+
+    conversations: list[Conversation] = []
+    for number, request in _parse_lines(path, _parse_trace_request):
+        input_length, output_length, hash_ids = request
+        num_tokens = _scaled(input_length, tokens_per_block)
+        tokens = [token for hash_id in hash_ids for token in block_tokens(hash_id)][:num_tokens]
+        turn = Turn(tuple(tokens), max_tokens=_scaled(output_length, tokens_per_block))
+        conversations.append(Conversation(f"line-{number}", (turn,)))
+        if len(conversations) == num_requests:
+            break
+    return _nonempty("trace", path, conversations)
+
+
+def _message(role: str, content: tuple[int, ...]) -> tuple[int, ...]:
+    return (_ROLES[role], *content, _END)
+
+
+def _scaled(num_tokens: int, tokens_per_block: int) -> int:
+    return max(1, -(-num_tokens * tokens_per_block // _TRACE_BLOCK_TOKENS))
+
+
+def _nonempty(name: str, path: Path, conversations: list[Conversation]) -> Workload:
+    if not conversations:
+        raise InputError(f"{path} is empty; expected one JSON value a line")
+    return Workload(name, tuple(conversations))
+
+
+def _parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
+    """Yields line numbers from 1 and what `parse` made of the lines; blank lines are passed over.
+
+    Raises:
+      InputError: the file cannot be read, or a line is not what `parse` (which raises ValueError) expects.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield number, parse(json.loads(line))
+                except (ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
+                    reason = f"not JSON ({e.msg} at column {e.colno})" if isinstance(e, json.JSONDecodeError) else e
+                    raise InputError(f"{path} line {number}: {reason}; got {_excerpt(line)}") from None
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e.strerror or e}") from e
+
+
+def _excerpt(line: bytes) -> str:
+    text = line.strip().decode(errors="replace")
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _parse_messages(value: Any, *, max_tokens: int) -> tuple[Turn, ...]:
+    messages = value.get("messages") if isinstance(value, dict) else value
+    if not isinstance(messages, list):
+        raise ValueError('expected a list of messages, or an object with a list "messages"')
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise ValueError(f'message {i}: expected an object with the strings "role" and "content"')
+        if message.get("role") not in list(_ROLES):
+            raise ValueError(f"message {i}: role {message.get('role')!r}; expected one of {', '.join(_ROLES)}")
+    turns: list[Turn] = []
+    pending: list[int] = []  # rendered, and in no prompt yet
+    for i, message in enumerate(messages):
+        content = tuple(message["content"].encode(errors="surrogatepass"))
+        after_user = i > 0 and messages[i - 1]["role"] == "user"
+        if message["role"] == "assistant" and after_user:  # the prompt before has the role already
+            turns[-1] = dataclasses.replace(turns[-1], answer=(*content, _END))
+            pending = []
+            continue
+        pending += _message(message["role"], content)
+        if message["role"] == "user":
+            turns.append(Turn((*pending, _ROLES["assistant"]), max_tokens))
+            pending = [_END]  # closes the generated answer
+    if not turns:
+        raise ValueError("no message with the role user, so there is nothing to serve")
+    return tuple(turns)
+
+
+def _parse_trace_request(value: Any) -> tuple[int, int, list[int]]:
+    if not isinstance(value, dict):
+        raise ValueError("expected an object with timestamp, input_length, output_length and hash_ids")
+
+    def number(key: str, *, at_least: int) -> int:
+        got = value.get(key)
+        if not isinstance(got, int) or isinstance(got, bool) or got < at_least:
+            raise ValueError(f"{key} is {_short(got)}; expected an integer of at least {at_least}")
+        return got
+
+    timestamp = value.get("timestamp")
+    if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not timestamp >= 0:
+        raise ValueError(f"timestamp is {_short(timestamp)}; expected milliseconds, at least 0")
+    input_length, output_length = number("input_length", at_least=1), number("output_length", at_least=0)
+    hash_ids = value.get("hash_ids")
+    if not isinstance(hash_ids, list) or any(type(i) is not int or i < 0 for i in hash_ids):
+        raise ValueError("hash_ids is no list of integers of at least 0")
+    expected = -(-input_length // _TRACE_BLOCK_TOKENS)
+    if len(hash_ids) != expected:
+        raise ValueError(
+            f"{len(hash_ids)} hash_ids for input_length={input_length}; expected {expected}, one for each "
+            f"{_TRACE_BLOCK_TOKENS} tokens"
+        )
+    return input_length, output_length, hash_ids
+
+
+def _short(value: Any) -> str:
+    text = "missing" if value is None else repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

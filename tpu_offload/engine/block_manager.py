@@ -1,0 +1,105 @@
+"""The HBM block pool: reference counts, a prefix cache by block hash, and an LRU list of free blocks.
+
+A freed block keeps its contents, and its hash stays known, until the block is needed for something
+else; so a request that comes back soon enough finds its prefix. The free list is in the order in which
+blocks will be reused: blocks without a hash first, since nobody can find them again, then the least
+recently freed. A request's blocks are freed from the last to the first, because a prefix without its
+tail is still useful and a tail without its prefix never.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tpu_offload.types import BlockHash
+
+
+class BlockManager:
+    """Hands out blocks of the HBM cache. Bookkeeping only; the arrays are the runner's.
+
+    Args:
+      num_blocks: blocks in the pool, ids 0 to `num_blocks - 1`.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._hash_of: dict[int, BlockHash] = {}
+        self._block_of: dict[BlockHash, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_blocks(self) -> int:
+        """Size of the pool."""
+        return self._num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds; those in the prefix cache are among them."""
+        return len(self._free)
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The cached blocks of the longest known prefix of `hashes`. Takes no reference."""
+        block_ids = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def can_allocate(self, num_blocks: int, *, cached: Sequence[int] = ()) -> bool:
+        """Whether `num_blocks` would be free once `cached` are taken too."""
+        num_taken = sum(self._ref_counts[block_id] == 0 for block_id in cached)
+        return num_blocks <= len(self._free) - num_taken
+
+    def share(self, block_ids: Sequence[int]) -> None:
+        """Takes a reference to each of these cached blocks."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Takes the blocks that were free the longest, with a reference each; what they cached is gone.
+
+        Raises:
+          ValueError: fewer are free; nothing was taken.
+        """
+        if num_blocks > len(self._free):
+            raise ValueError(f"{num_blocks} blocks asked for, {len(self._free)} of {self._num_blocks} are free")
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+            if block_id in self._hash_of:
+                del self._block_of[self._hash_of.pop(block_id)]
+        return block_ids
+
+    def register(self, block_id: int, block_hash: BlockHash) -> None:
+        """Makes a held block findable. Its KV must be in place: the next step may share it.
+
+        Two requests may have computed one prefix at the same time; the first block registered wins
+        and the other stays private.
+        """
+        if block_hash not in self._block_of and block_id not in self._hash_of:
+            self._block_of[block_hash] = block_id
+            self._hash_of[block_id] = block_hash
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Gives back one reference to each block; `block_ids` in token order.
+
+        Raises:
+          ValueError: a block is not held; the blocks after it in token order were given back.
+        """
+        for block_id in reversed(block_ids):
+            if self._ref_counts[block_id] < 1:
+                raise ValueError(f"block {block_id} is freed but nobody holds it")
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+                self._free.move_to_end(block_id, last=block_id in self._hash_of)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless free list, counts and prefix cache agree. For tests."""
+        assert set(self._free) == {i for i, count in enumerate(self._ref_counts) if count == 0}
+        assert min(self._ref_counts) >= 0
+        assert {h: b for b, h in self._hash_of.items()} == self._block_of

@@ -1,0 +1,120 @@
+"""A Llama-shaped decoder in Flax NNX: GQA, rotary positions, RMSNorm, SwiGLU; random weights from a seed.
+
+The modules see tiles of rows and know nothing of requests, blocks or batches; `forward` strings them
+together with the paged cache.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tpu_offload.engine.attention import map_row_tiles, paged_attention, write_kv
+from tpu_offload.engine.batch import StepInputs
+from tpu_offload.engine.config import ModelConfig
+
+
+def rotate(x: jax.Array, positions: jax.Array, *, theta: float) -> jax.Array:
+    """Rotary position embedding, halves paired as in Llama.
+
+    Args:
+      x: f32[rows, heads, head_dim].
+      positions: i32[rows].
+      theta: base of the frequencies.
+
+    References:
+      Su et al., RoFormer, 2021.
+    """
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[:, None, None].astype(jnp.float32) * frequencies
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class DecoderLayer(nnx.Module):
+    """One layer, cut in two where the paged attention sits between.
+
+    Args:
+      config: sizes.
+      rngs: source of the random weights.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        width = config.num_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        self.attention_norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+        self.q = nnx.Linear(config.d_model, width, use_bias=False, rngs=rngs)
+        self.k = nnx.Linear(config.d_model, kv_width, use_bias=False, rngs=rngs)
+        self.v = nnx.Linear(config.d_model, kv_width, use_bias=False, rngs=rngs)
+        self.o = nnx.Linear(width, config.d_model, use_bias=False, rngs=rngs)
+        self.mlp_norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+        self.gate = nnx.Linear(config.d_model, config.d_ff, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(config.d_model, config.d_ff, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(config.d_ff, config.d_model, use_bias=False, rngs=rngs)
+
+    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries, and keys and values as the cache stores them.
+
+        Args:
+          x: f32[rows, d_model].
+          positions: i32[rows].
+        Returns:
+          f32[rows, kv_heads, group, head_dim], scaled for attention, and
+          kv_dtype[rows, 2 * kv_heads / packing, packing, head_dim].
+        """
+        c = self.config
+        rows = x.shape[0]
+        x = self.attention_norm(x)
+        q = rotate(self.q(x).reshape(rows, c.num_heads, c.head_dim), positions, theta=c.rope_theta)
+        k = rotate(self.k(x).reshape(rows, c.num_kv_heads, c.head_dim), positions, theta=c.rope_theta)
+        v = self.v(x).reshape(rows, c.num_kv_heads, c.head_dim)
+        kv = jnp.stack([k, v], axis=2).reshape(rows, *c.page_shape(1)[1:])
+        q = (q * (c.attention_gain * c.head_dim**-0.5)).reshape(rows, c.num_kv_heads, c.group_size, c.head_dim)
+        return q, kv.astype(c.kv_dtype)
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Adds the attention's output and the SwiGLU to the residual stream, f32[rows, d_model]."""
+        x = x + self.o(attended.reshape(x.shape[0], -1))
+        y = self.mlp_norm(x)
+        return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nnx.Module):
+    """The model. `forward` computes one step.
+
+    Args:
+      config: sizes, and the seed of the weights.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        rngs = nnx.Rngs(config.seed)
+        self.config = config
+        self.embed = nnx.Embed(config.vocab_size, config.d_model, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = nnx.RMSNorm(config.d_model, epsilon=config.norm_eps, rngs=rngs)
+        self.head = nnx.Linear(config.d_model, config.vocab_size, use_bias=False, rngs=rngs)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """f32[rows, vocab_size] from f32[rows, d_model]."""
+        return self.head(self.norm(x))
+
+    def forward(self, kv_caches: list[jax.Array], inputs: StepInputs) -> tuple[jax.Array, list[jax.Array]]:
+        """Computes the step's tokens and stores their KV.
+
+        Args:
+          kv_caches: per layer, kv_dtype[num_blocks, *page_shape]; donate them, they are updated.
+          inputs: the batch.
+        Returns:
+          f32[samples, vocab_size], the logits after each request's last token of this step, and the
+          caches.
+        """
+        x = self.embed(inputs.tokens)
+        caches = []
+        for layer, cache in zip(self.layers, kv_caches, strict=True):
+            q, kv = map_row_tiles(layer.project, inputs.num_tokens, x, inputs.positions)
+            cache = write_kv(cache, kv, inputs)
+            caches.append(cache)
+            x = map_row_tiles(layer.finish, inputs.num_tokens, x, paged_attention(q, cache, inputs))
+        return map_row_tiles(self.logits, inputs.num_samples, x[inputs.sample_rows]), caches

@@ -1,0 +1,113 @@
+"""How an engine uses tpu_offload: everything the library asks of it, in one place.
+
+The scheduler calls `start_load` when it admits a request, and `preempt` or `finish` when it takes the
+request's blocks. The engine calls the other three once a step, whether or not anything is computed:
+
+    kv_caches = offloading.before_forward(batch, kv_caches)
+    ... dispatch the forward pass ...
+    offloading.after_forward(kv_caches)
+    update = offloading.poll(wait=...)
+"""
+
+from collections.abc import Callable, Iterable
+
+import jax
+
+from tpu_offload import KVLayout, OffloadConfig, OffloadScheduler, OffloadStats, ScheduledRequest, Update
+from tpu_offload.engine.sequence import Sequence
+
+
+class Offloading:
+    """Glue between this engine and the library.
+
+    A multi-host engine would keep the `OffloadScheduler` with its scheduler, an `OffloadWorker` with
+    each of its workers, and send the plan down and the reports up. Here they are neighbours.
+
+    Args:
+      config: the library's settings.
+      layout: what the caches are made of.
+      kv_caches: per layer, the HBM cache.
+      clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, layout: KVLayout, kv_caches: list[jax.Array], *, clock: Callable[[], float]
+    ) -> None:
+        self._scheduler = OffloadScheduler(config, layout, clock=clock)
+        from tpu_offload.worker import OffloadWorker
+
+        self._worker = OffloadWorker(config, layout, kv_caches)
+        self._plan = self._scheduler.plan_step([])
+
+    def start_load(self, sequence: Sequence) -> int:
+        """Asks for what the host tier has past the blocks found in HBM, and starts loading it.
+
+        This engine grants blocks for all known tokens before it asks. One that asks first, to find out
+        how many blocks it needs, calls `OffloadScheduler.release` if it cannot grant them.
+
+        Args:
+          sequence: with its blocks granted.
+        Returns:
+          Tokens that will be loaded. If not 0, the request may not run before `poll` names it.
+        """
+        num_tokens = self._scheduler.match(
+            sequence.request_id,
+            sequence.block_hashes,
+            num_tokens=len(sequence.tokens),
+            num_computed_tokens=sequence.num_computed_tokens,
+        )
+        self._scheduler.admit(sequence.request_id, sequence.block_ids, num_loaded_tokens=num_tokens)
+        return num_tokens
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes the sequence's blocks for others; they may be granted again at once, under pending copies."""
+        self._scheduler.preempt(sequence.request_id)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence ended, in whatever phase; its blocks may be granted again at once."""
+        self._scheduler.finish(sequence.request_id)
+
+    def before_forward(self, batch: Iterable[tuple[Sequence, int]], kv_caches: list[jax.Array]) -> list[jax.Array]:
+        """Plans the step and dispatches its loads.
+
+        Args:
+          batch: what the step computes: sequences, and how many tokens of each.
+          kv_caches: donated.
+        Returns:
+          The caches to run the step on.
+        """
+        self._plan = self._scheduler.plan_step(
+            ScheduledRequest(
+                request_id=sequence.request_id,
+                block_ids=sequence.block_ids,
+                block_hashes=sequence.block_hashes,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_computed_tokens=sequence.num_computed_tokens + num_tokens,
+            )
+            for sequence, num_tokens in batch
+        )
+        return self._worker.begin_step(self._plan, kv_caches)
+
+    def after_forward(self, kv_caches: list[jax.Array]) -> None:
+        """Dispatches the step's saves, which read the caches before any later step can write them."""
+        self._worker.end_step(self._plan, kv_caches)
+
+    def poll(self, *, wait: bool) -> Update:
+        """Requests whose loads have ended since the last call.
+
+        Args:
+          wait: the engine has nothing else to do before a load ends.
+        """
+        return self._scheduler.apply(self._worker.poll(wait=wait))
+
+    def stats(self) -> OffloadStats:
+        """The library's counters."""
+        return self._scheduler.stats()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the library's accounts disagree. For tests."""
+        self._scheduler.check_invariants()
+
+    def close(self) -> None:
+        """Waits for copies in flight and frees the host tier."""
+        self._worker.close()

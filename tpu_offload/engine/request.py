@@ -1,0 +1,122 @@
+"""What goes into the engine and what comes out."""
+
+import dataclasses
+import enum
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. A token depends on the seed, its position and the logits, on nothing else.
+
+    Attributes:
+      max_tokens: tokens to generate at most.
+      temperature: 0 for greedy.
+      top_k: sample from the k most likely tokens; 0 for all.
+      seed: of the request's random draws, 0 to 2**32 - 1.
+      stop_token_ids: generation ends with any of these.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}; expected at least 1")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}; expected 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}; expected 0 (all tokens) or a positive number")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed}; expected 0 to {2**32 - 1}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to continue.
+
+    Attributes:
+      request_id: unique among unfinished requests.
+      prompt_tokens: token ids.
+      sampling: how to continue, and for how long.
+      cache_salt: requests share KV only under equal salts.
+    """
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"  # max_tokens were generated
+    STOP = "stop"  # a stop token was generated
+    ABORTED = "aborted"  # by `Engine.abort`
+    ERROR = "error"  # it could never be served; see RequestOutput.error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Where the KV of prompt tokens came from. A prompt served again after a preemption counts again.
+
+    Attributes:
+      computed: by the model.
+      hbm: found in the HBM prefix cache.
+      host: loaded by the offload library.
+    """
+
+    computed: int = 0
+    hbm: int = 0
+    host: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One request's life, times by the engine's clock.
+
+    Attributes:
+      arrival_s: when `add_request` took it.
+      first_token_s: when its first token was there; None if it ended without one.
+      finish_s: when it ended.
+      prompt_tokens: where the KV of its prompt came from.
+      num_preemptions: how often its blocks were taken back.
+    """
+
+    arrival_s: float
+    first_token_s: float | None
+    finish_s: float
+    prompt_tokens: PromptTokens
+    num_preemptions: int
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from arrival to first token; None if it ended without one."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """News of one request from one step.
+
+    Attributes:
+      request_id: which.
+      tokens: all tokens generated so far.
+      finish_reason: None while it goes on.
+      error: why it could not be served, in one line; empty unless `finish_reason` is ERROR.
+      stats: present when it ended.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    stats: RequestStats | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the request's last output."""
+        return self.finish_reason is not None

@@ -1,0 +1,20 @@
+"""Jitted copies between the KV caches and the host pool, by the direct and by the staged path."""
+
+from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
+from tpu_offload.kernels.copier import Copier, Flight, Phase, Rows, SegmentStore
+from tpu_offload.kernels.direct import DirectCopier
+from tpu_offload.kernels.spec import TransferSpec
+from tpu_offload.kernels.staged import StagedCopier
+
+__all__ = [
+    "Copier",
+    "DirectCopier",
+    "Flight",
+    "Phase",
+    "Rows",
+    "SegmentStore",
+    "StagedCopier",
+    "TransferSpec",
+    "split_into_buckets",
+    "usable_buckets",
+]

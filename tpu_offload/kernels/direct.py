@@ -1,0 +1,73 @@
+"""The direct path: one program moves blocks between the caches and the host pool, in device order.
+
+It needs about one block of HBM whatever the size of the job, and the device waits while it runs, for the
+programs of a device run one after another. The staged path makes the other trade.
+"""
+
+import functools
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from tpu_offload.kernels import programs
+from tpu_offload.kernels.copier import Caches, Copier, Flight, Phase, Rows, SegmentStore, pad
+from tpu_offload.kernels.spec import TransferSpec
+from tpu_offload.types import Direction
+
+
+@final
+class DirectCopier(Copier):
+    """Copies with `programs.direct_save` and `programs.direct_load`, one compiled program each."""
+
+    def __init__(self, spec: TransferSpec, store: SegmentStore) -> None:
+        self._spec = spec
+        self._store = store
+
+    @functools.cached_property
+    def _save(self) -> Any:
+        return programs.direct_save(self._spec).compile()
+
+    @functools.cached_property
+    def _load(self) -> Any:
+        return programs.direct_load(self._spec).compile()
+
+    def compile(self) -> None:
+        """See `Copier`."""
+        _ = self._save, self._load
+
+    def split(self, rows: Rows) -> list[Rows]:
+        """See `Copier`; only a plan beyond the staging budget needs more than one piece."""
+        capacity = self._spec.capacity
+        return [rows.take(slice(start, start + capacity)) for start in range(0, len(rows), capacity)]
+
+    def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
+        """See `Copier`."""
+        segment, token = self._save(self._store.segment(segment_id), kv_caches, *self._ids(rows))
+        self._store.replace(segment_id, segment)
+        return _flight(Direction.SAVE, segment_id, rows, token)
+
+    def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
+        """See `Copier`; donates the caches."""
+        kv_caches, token = self._load(kv_caches, self._store.segment(segment_id), *self._ids(rows))
+        return _flight(Direction.LOAD, segment_id, rows, token), kv_caches
+
+    def resume_save(self, flight: Flight) -> None:
+        """Never called: nothing of this path is ever in TRANSIT."""
+        raise AssertionError(f"a direct copy has one phase, got {flight.phase}")
+
+    def resume_load(self, flight: Flight, live: Rows, kv_caches: Caches) -> Caches:
+        """Never called: nothing of this path is ever in TRANSIT."""
+        raise AssertionError(f"a direct copy has one phase, got {flight.phase}")
+
+    def release(self, flight: Flight) -> None:
+        """See `Copier`; a flight of this path holds nothing."""
+
+    def _ids(self, rows: Rows) -> tuple[Any, Any, Any]:
+        capacity = self._spec.capacity
+        return pad(rows.block_ids, capacity), pad(rows.host_block_ids, capacity), np.int32(len(rows))
+
+
+def _flight(direction: Direction, segment_id: int, rows: Rows, token: jax.Array) -> Flight:
+    token.copy_to_host_async()  # so that reading it, once it is ready, does not wait for a round trip
+    return Flight(direction, segment_id, rows, Phase.COPYING, token)

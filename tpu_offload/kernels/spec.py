@@ -1,0 +1,132 @@
+"""Shapes, dtypes and shardings that every copy program is compiled for."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from tpu_offload.errors import LayoutError
+
+HOST_MEMORY_KIND = "pinned_host"
+DEVICE_MEMORY_KIND = "device"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransferSpec:
+    """What the copy programs need to know of the caches and of one segment of the host pool.
+
+    The caches are one array `dtype[num_blocks, *page_shape]` a layer. A segment, and a staging array,
+    is one array `carrier[n, num_layers, *page_shape]`, split over devices like the pages are: every
+    device copies its own shard, so no program communicates.
+
+    Attributes:
+      num_layers: arrays in the list of caches.
+      num_blocks: blocks in each of them.
+      page_shape: global shape of one layer's slice of a block.
+      dtype: element type of the caches.
+      cache_sharding: sharding of each cache; axis 0 is whole on every device.
+      segment_blocks: places for blocks in one segment of the host pool.
+      capacity: most blocks that one dispatch copies; the staging budget.
+    """
+
+    num_layers: int
+    num_blocks: int
+    page_shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    cache_sharding: Sharding
+    segment_blocks: int
+    capacity: int
+
+    @classmethod
+    def from_caches(cls, kv_caches: Sequence[Any], *, segment_blocks: int, capacity: int) -> "TransferSpec":
+        """Reads shape, dtype and sharding of the first cache; the layout has checked that all are alike.
+
+        Args:
+          kv_caches: per layer, an array or shape struct `[num_blocks, *page_shape]` with a sharding.
+          segment_blocks: places for blocks in one segment of the host pool.
+          capacity: most blocks that one dispatch copies.
+        Raises:
+          LayoutError: the sharding is neither a `NamedSharding` nor a `SingleDeviceSharding`.
+        """
+        first = kv_caches[0]
+        sharding = first.sharding
+        if not isinstance(sharding, NamedSharding | SingleDeviceSharding):
+            raise LayoutError(
+                f"KV caches with a {type(sharding).__name__}; expected a NamedSharding or a SingleDeviceSharding"
+            )
+        return cls(
+            num_layers=len(kv_caches),
+            num_blocks=first.shape[0],
+            page_shape=tuple(first.shape[1:]),
+            dtype=np.dtype(first.dtype),
+            cache_sharding=sharding,
+            segment_blocks=segment_blocks,
+            capacity=capacity,
+        )
+
+    @property
+    def platform(self) -> str:
+        """Platform of the devices that hold the caches: `tpu`, `gpu` or `cpu`."""
+        device: Any = next(iter(self.cache_sharding.device_set))
+        return cast(str, device.platform)
+
+    @property
+    def carrier(self) -> np.dtype[Any]:
+        """Element type of segments and staging arrays.
+
+        It is the caches' own, but for float8 on the CPU backend, which moves float8 through wider
+        floats: 1000 times slower, and float8_e5m2 NaN payloads change. There it is uint8.
+        """
+        if self.platform == "cpu" and self.dtype.name.startswith("float8"):
+            return np.dtype(np.uint8)
+        return self.dtype
+
+    @property
+    def block_nbytes_per_device(self) -> int:
+        """Bytes of one block, all layers, on each device."""
+        shard = self.cache_sharding.shard_shape((self.num_blocks, *self.page_shape))
+        return self.num_layers * math.prod(shard[1:]) * self.dtype.itemsize
+
+    def pool_sharding(self, memory_kind: str) -> Sharding:
+        """Sharding of an array `[n, num_layers, *page_shape]` in the memory of that kind."""
+        sharding = self.cache_sharding
+        if isinstance(sharding, NamedSharding):
+            mesh, page_axes = sharding.mesh, tuple(sharding.spec)[1:]
+        else:
+            # Not a SingleDeviceSharding, of which jax 0.11.2 forgets the memory kind when it traces shape
+            # structs for a device that is only described.
+            mesh, page_axes = Mesh(np.array(list(sharding.device_set)), ("device",)), ()
+        return NamedSharding(mesh, PartitionSpec(None, None, *page_axes), memory_kind=memory_kind)
+
+    @property
+    def replicated(self) -> Sharding:
+        """Sharding of ids, counts and tokens: whole on every device."""
+        sharding = self.cache_sharding
+        return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+    def cache_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """The caches' shapes, one a layer."""
+        shape = (self.num_blocks, *self.page_shape)
+        return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.cache_sharding)] * self.num_layers
+
+    def pool_struct(self, num_blocks: int, memory_kind: str) -> jax.ShapeDtypeStruct:
+        """The shape of an array that holds `num_blocks` blocks of all layers."""
+        shape = (num_blocks, self.num_layers, *self.page_shape)
+        return jax.ShapeDtypeStruct(shape, self.carrier, sharding=self.pool_sharding(memory_kind))
+
+    def segment_struct(self) -> jax.ShapeDtypeStruct:
+        """The shape of one segment of the host pool."""
+        return self.pool_struct(self.segment_blocks, HOST_MEMORY_KIND)
+
+    def ids_struct(self, length: int) -> jax.ShapeDtypeStruct:
+        """The shape of a list of block ids."""
+        return jax.ShapeDtypeStruct((length,), jnp.int32, sharding=self.replicated)
+
+    def count_struct(self) -> jax.ShapeDtypeStruct:
+        """The shape of a number of blocks."""
+        return jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)

@@ -1,0 +1,6 @@
+"""The host pool: how much memory there is, and pinned memory in segments."""
+
+from tpu_offload.memory.host_pool import HostPool, pinned_zeros, plan_segments
+from tpu_offload.memory.sizing import available_nbytes, cap_chunks
+
+__all__ = ["HostPool", "available_nbytes", "cap_chunks", "pinned_zeros", "plan_segments"]

@@ -1,0 +1,184 @@
+"""The host tier's memory: pinned arrays that are allocated once, in segments, in the background.
+
+Pinning runs at a few GB a second, and a host tier has hundreds, so it would hold up the start by
+minutes. A thread of its own allocates one segment after the other; the thread that dispatches uses
+those that are there, and reports how many chunks that makes. Nothing is ever freed before `close`.
+"""
+
+import logging
+import math
+import threading
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from tpu_offload.errors import TransferError
+
+_logger = logging.getLogger(__name__)
+
+_GB = 2**30
+
+
+def plan_segments(num_chunks: int, *, chunk_nbytes: int, segment_gb: float) -> tuple[int, int]:
+    """Cuts the pool into segments of one size, so that one compiled program serves them all.
+
+    Args:
+      num_chunks: chunks in the pool.
+      chunk_nbytes: bytes of host memory of one chunk in this process.
+      segment_gb: a segment takes at most this much, but always holds one chunk.
+    Returns:
+      The number of segments, and the chunks in each. The last segment may have a few places more than
+      the pool has chunks: fewer than there are segments.
+    """
+    if num_chunks == 0:
+        return 0, 1
+    most = max(1, int(segment_gb * _GB) // chunk_nbytes)
+    num_segments = -(-num_chunks // most)
+    chunks_per_segment = -(-num_chunks // num_segments)
+    return -(-num_chunks // chunks_per_segment), chunks_per_segment
+
+
+def pinned_zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """A new array of zeros in host memory that later programs can update in place.
+
+    Every device's shard is put from host zeros to that device's pinned memory: a jitted `zeros` would
+    fill HBM first, and a sharded `device_put` would compare the value across hosts. The source is one
+    shard of untouched pages, which take no memory.
+
+    Args:
+      struct: shape, dtype, and a sharding of the memory kind `pinned_host`.
+    """
+    sharding = struct.sharding
+    shard = _unshareable_zeros(sharding.shard_shape(struct.shape), struct.dtype)
+    shards = [
+        jax.device_put(shard, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+        for device in sorted(sharding.addressable_devices, key=lambda device: device.id)
+    ]
+    array = jax.make_array_from_single_device_arrays(struct.shape, sharding, shards)
+    array.block_until_ready()
+    return array
+
+
+def _unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Zeros at an address that is no multiple of 64, so that the CPU backend copies them.
+
+    It shares memory with a numpy array that is aligned to 64 bytes, `may_alias=False` or not (jax
+    0.11.2), and then the first program that is given the array to donate copies all of it instead.
+    """
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(nbytes + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + 16
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+class HostPool:
+    """Segments of pinned host memory, each one array that programs donate and replace.
+
+    Only the dispatch thread may call; the thread that allocates only appends.
+
+    Args:
+      segment: shape, dtype and sharding of one segment, `[blocks, num_layers, *page_shape]`.
+      num_segments: how many to allocate.
+      chunks_per_segment: whole chunks in one segment.
+      num_chunks: chunks in all; at most `num_segments * chunks_per_segment`.
+    """
+
+    def __init__(
+        self, segment: jax.ShapeDtypeStruct, *, num_segments: int, chunks_per_segment: int, num_chunks: int
+    ) -> None:
+        self._chunks_per_segment = chunks_per_segment
+        self._num_chunks = num_chunks
+        self._segments: list[jax.Array] = []
+        self._lost: set[int] = set()
+        self._stop = threading.Event()
+        # The thread holds no reference to the pool, so that a pool that nobody closed ends it when it is
+        # collected; a daemon, so that an engine that exits does not first wait for memory it will not use.
+        self._thread = threading.Thread(
+            target=_allocate,
+            args=(segment, num_segments, self._segments, self._stop),
+            name="tpu_offload-host-pool",
+            daemon=True,
+        )
+        self._finalizer = weakref.finalize(self, _end, self._thread, self._stop, self._segments)
+        self._thread.start()
+
+    @property
+    def num_chunks_ready(self) -> int:
+        """Chunks whose memory is there; grows to the size of the pool."""
+        return min(len(self._segments) * self._chunks_per_segment, self._num_chunks)
+
+    @property
+    def growing(self) -> bool:
+        """Whether more memory is still being allocated."""
+        return self._thread.is_alive()
+
+    def wait_until_allocated(self) -> None:
+        """Blocks until every segment is there or allocation has failed; for benchmarks and tests."""
+        self._thread.join()
+
+    def segment(self, segment_id: int) -> jax.Array:
+        """The current array of a segment; it may be donated if its successor goes to `replace`.
+
+        Raises:
+          TransferError: it is not allocated, or lost.
+        """
+        if segment_id in self._lost:
+            raise TransferError(
+                f"host pool segment {segment_id} was lost to a save that failed; chunks {self._range(segment_id)} "
+                "cannot be used until the engine restarts"
+            )
+        if not 0 <= segment_id < len(self._segments):
+            raise TransferError(
+                f"host pool segment {segment_id} (chunks {self._range(segment_id)}) is not allocated; "
+                f"{self.num_chunks_ready} chunks are ready"
+            )
+        return self._segments[segment_id]
+
+    def replace(self, segment_id: int, segment: jax.Array) -> None:
+        """Puts the array that a program made of a donated segment in its place."""
+        self._segments[segment_id] = segment
+
+    def mark_lost(self, segment_id: int) -> None:
+        """Gives a segment up whose array was donated to a program that failed."""
+        if segment_id not in self._lost:
+            _logger.error("host pool segment %d (chunks %s) is lost", segment_id, self._range(segment_id))
+        self._lost.add(segment_id)
+
+    def close(self) -> None:
+        """Stops allocating, after the segment at hand, and frees the memory. Calling it again does nothing."""
+        self._finalizer()
+
+    def _range(self, segment_id: int) -> str:
+        first = segment_id * self._chunks_per_segment
+        return f"{first} to {min(first + self._chunks_per_segment, self._num_chunks) - 1}"
+
+
+def _allocate(
+    segment: jax.ShapeDtypeStruct, num_segments: int, segments: list[jax.Array], stop: threading.Event
+) -> None:
+    """Appends segments until all are there, one cannot be had, or `stop` is set."""
+    for i in range(num_segments):
+        if stop.is_set():
+            return
+        try:
+            segments.append(pinned_zeros(segment))
+        except (MemoryError, RuntimeError) as e:  # jax's errors of the runtime are RuntimeErrors
+            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+            _logger.warning(
+                "host pool: segment %d of %d could not be allocated (%s); going on with %d",
+                i + 1,
+                num_segments,
+                reason,
+                i,
+            )
+            return
+
+
+def _end(thread: threading.Thread, stop: threading.Event, segments: list[jax.Array]) -> None:
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join()
+    segments.clear()

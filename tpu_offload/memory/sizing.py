@@ -1,0 +1,97 @@
+"""How much host memory the pool may take: what the machine has left, and what the cgroup leaves.
+
+In a container `psutil` sees the whole machine. A pool sized by it is killed by the kernel as soon as it
+is touched, so the limits of the process's cgroup and of every cgroup above it count as well.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_logger = logging.getLogger(__name__)
+
+_GB = 2**30
+# cgroup v1 says "no limit" with the largest page-aligned number; no machine has this much.
+_NO_LIMIT = 2**60
+
+
+def available_nbytes(
+    *,
+    ram_nbytes: int | None = None,
+    cgroup_root: Path = Path("/sys/fs/cgroup"),
+    process_cgroups: Path = Path("/proc/self/cgroup"),
+) -> int:
+    """Bytes of host memory that can still be taken without swapping or being killed.
+
+    Page cache that the kernel would drop first (`inactive_file`) counts as available.
+
+    Args:
+      ram_nbytes: what the machine has available; None asks psutil.
+      cgroup_root: where the cgroup file systems are mounted.
+      process_cgroups: the kernel's list of the cgroups that this process is in.
+    """
+    ram = psutil.virtual_memory().available if ram_nbytes is None else ram_nbytes
+    return max(0, min([ram, *_cgroup_rooms(cgroup_root, process_cgroups)]))
+
+
+def cap_chunks(wanted: int, *, chunk_nbytes: int, fraction: float, available: int) -> int:
+    """Clamps the host tier to a share of the available memory, and warns when that makes it smaller.
+
+    Args:
+      wanted: chunks that the settings ask for.
+      chunk_nbytes: bytes of host memory that one chunk takes in this process.
+      fraction: share of `available` that may be taken.
+      available: bytes, as from `available_nbytes`.
+    Returns:
+      A number of chunks between 0 and `wanted`.
+    """
+    fitting = int(available * fraction) // chunk_nbytes
+    if fitting >= wanted:
+        return wanted
+    _logger.warning(
+        "the host tier is cut from %d to %d chunks (%.2f to %.2f GB): TPU_OFFLOAD_HOST_MEMORY_FRACTION=%g of the "
+        "%.2f GB that RAM and cgroup leave%s",
+        wanted, fitting, wanted * chunk_nbytes / _GB, fitting * chunk_nbytes / _GB, fraction, available / _GB,
+        "" if fitting else "; nothing is offloaded",
+    )  # fmt: skip
+    return fitting
+
+
+def _cgroup_rooms(root: Path, process_cgroups: Path) -> Iterator[int]:
+    """Bytes left in each cgroup that limits this process."""
+    for line in _read(process_cgroups).splitlines():
+        # "0::/a/b" is version 2; "4:memory:/a/b" names a controller of version 1.
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not controllers:
+            for mount in (root, root / "unified"):  # the second on hosts that mount both versions
+                for directory in _upwards(mount, path):
+                    yield from _room(directory, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            for directory in _upwards(root / "memory", path):
+                yield from _room(directory, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """The cgroup's directory and those above it. In a container the path may be the host's, and not exist."""
+    parts = [part for part in path.split("/") if part and part != ".."]
+    for depth in range(len(parts), -1, -1):
+        yield mount.joinpath(*parts[:depth])
+
+
+def _room(directory: Path, limit_name: str, usage_name: str, cache_name: str) -> Iterator[int]:
+    limit = _read(directory / limit_name).strip()
+    usage = _read(directory / usage_name).strip()
+    if not (limit.isdigit() and usage.isdigit()) or int(limit) >= _NO_LIMIT:  # no such cgroup, or "max"
+        return
+    stat = dict(line.split(" ", 1) for line in _read(directory / "memory.stat").splitlines() if " " in line)
+    yield int(limit) - int(usage) + int(stat.get(cache_name, "0"))
+
+
+def _read(path: Path) -> str:
+    """The text of a file of the kernel's, empty when there is none that we may read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,404 @@
+"""The worker: does the copies that a `StepPlan` asks for, and says in a `StepReport` how they ended.
+
+    kv_caches = worker.begin_step(plan, kv_caches)   # loads
+    kv_caches = forward(kv_caches, ...)
+    worker.end_step(plan, kv_caches)                 # saves
+    report = worker.poll()
+
+Why a block may be overwritten as soon as `end_step` has returned (rule 4 of the design): jax runs what
+one thread dispatches as if in order. On TPU and GPU programs run in the order they were dispatched. On
+every backend a buffer that is donated, as the next step donates the caches, is not written before the
+programs dispatched earlier have read it. So a save dispatched after the forward pass sees what the pass
+wrote, and a later step, dispatched after the save, cannot be seen by it. The same holds the other way
+round for loads: a forward pass dispatched after a load sees its blocks. Nothing here waits for a copy;
+whether it is over is asked of its token, in `poll`.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.errors import LayoutError, TransferError
+from tpu_offload.kernels import Copier, DirectCopier, Flight, Phase, Rows, StagedCopier, TransferSpec
+from tpu_offload.layout import KVLayout
+from tpu_offload.memory import HostPool, available_nbytes, cap_chunks, pinned_zeros, plan_segments
+from tpu_offload.types import Direction, JobResult, JobState, StepPlan, StepReport, TransferJob
+
+_logger = logging.getLogger(__name__)
+
+Caches = list[jax.Array]
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """A job that has not ended.
+
+    Attributes:
+      started_s: when it was dispatched.
+      num_parts: flights that carry blocks of it, and one more while it is being dispatched.
+      error: the first thing that went wrong.
+      cancelled: the engine has taken its blocks back, and some were not written by then.
+    """
+
+    started_s: float
+    num_parts: int = 1
+    error: str = ""
+    cancelled: bool = False
+
+
+@final
+class OffloadWorker:
+    """Owns the host pool of one process and copies between it and the KV caches.
+
+    All methods are called by the thread that dispatches the model. `begin_step`, `end_step` and `poll`
+    raise for no copy that goes wrong: it ends as a FAILED result.
+
+    Args:
+      config: the settings.
+      layout: what `KVLayout.from_caches` says of the caches.
+      kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
+      worker_id: goes into every report.
+      clock: seconds, monotonic.
+      available: bytes of host memory that are left; None finds out.
+    Raises:
+      LayoutError: the caches are not those that the layout describes.
+      ConfigError: a size in `config` makes no sense for the layout.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        layout: KVLayout,
+        kv_caches: Sequence[Any],
+        *,
+        worker_id: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        available: int | None = None,
+    ) -> None:
+        _check_caches(layout, kv_caches)
+        self._clock = clock
+        self._jobs: dict[int, _Job] = {}
+        self._flights: list[Flight] = []
+        self._results: list[JobResult] = []
+        self._report = StepReport(worker_id=worker_id, results=(), num_host_chunks=0)
+        self._num_host_chunks = _num_chunks(config, layout, available) if config.enabled else 0
+        self._pool: HostPool | None = None
+        self._copier: Copier | None = None
+        if not self._num_host_chunks:
+            return
+        chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
+        num_segments, chunks_per_segment = plan_segments(
+            self._num_host_chunks, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb
+        )
+        self._blocks_per_chunk = config.blocks_per_chunk
+        self._spec = TransferSpec.from_caches(
+            kv_caches,
+            segment_blocks=chunks_per_segment * config.blocks_per_chunk,
+            capacity=config.staging_blocks(layout),
+        )
+        # Hosts that share one model must dispatch in one order, and readiness differs between them.
+        self._lockstep = not self._spec.cache_sharding.is_fully_addressable
+        self._pool = HostPool(
+            self._spec.segment_struct(),
+            num_segments=num_segments,
+            chunks_per_segment=chunks_per_segment,
+            num_chunks=self._num_host_chunks,
+        )
+        self._copier = _make_copier(config, self._spec, self._pool)
+        if not config.skip_jax_precompile:
+            self._copier.compile()
+
+    @property
+    def num_host_chunks(self) -> int:
+        """Chunks that the host pool will have when all of it is allocated; reports say how many it has."""
+        return self._num_host_chunks
+
+    def begin_step(self, plan: StepPlan, kv_caches: Caches) -> Caches:
+        """Dispatches the loads of a plan, before the forward pass.
+
+        Also with an empty plan: staged loads that have arrived are written into the caches here.
+
+        Args:
+          plan: what the scheduler wants.
+          kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
+        Returns:
+          The caches to use from now on.
+        """
+        if plan.empty and not self._flights:
+            return kv_caches
+        for job_id in plan.cancelled_job_ids:
+            self._cancel(job_id)
+        if self._flights:
+            kv_caches = self._resume(kv_caches, plan.step_id)
+        return self._dispatch(plan.loads, Direction.LOAD, plan.step_id, kv_caches)
+
+    def end_step(self, plan: StepPlan, kv_caches: Caches) -> None:
+        """Dispatches the saves of a plan, after the forward pass.
+
+        Args:
+          plan: the plan that `begin_step` had.
+          kv_caches: the caches as the forward pass left them; only read.
+        """
+        if plan.saves:
+            self._dispatch(plan.saves, Direction.SAVE, plan.step_id, kv_caches)
+
+    def poll(self, *, wait: bool = False) -> StepReport:
+        """Says what ended since the last call.
+
+        Args:
+          wait: for an engine that has nothing to compute: block until a job has ended, or until a staged
+            load has arrived and needs the next `begin_step`. Returns at once when nothing is in flight.
+        """
+        if self._flights:
+            self._collect()
+            while wait and self._flights and not self._results and self._wait_for_one():
+                self._collect()
+        num_ready = self._pool.num_chunks_ready if self._pool else 0
+        if not self._results and num_ready == self._report.num_host_chunks and not self._report.results:
+            return self._report
+        results, self._results = tuple(self._results), []
+        self._report = dataclasses.replace(self._report, results=results, num_host_chunks=num_ready)
+        return self._report
+
+    def close(self) -> None:
+        """Waits for the copies in flight and frees the host pool. Jobs that have not ended never will."""
+        for flight in self._flights:
+            _block(flight.waiting_on)
+        self._flights.clear()
+        self._jobs.clear()
+        if self._pool is not None:
+            self._pool.close()
+
+    # Dispatch.
+
+    def _dispatch(self, jobs: Sequence[TransferJob], direction: Direction, step_id: int, kv_caches: Caches) -> Caches:
+        """Starts the jobs that are possible, in one flight for each segment where they fit one."""
+        accepted = []
+        for job in jobs:
+            self._jobs[job.job_id] = _Job(started_s=self._clock())
+            error = self._why_impossible(job)
+            if error:
+                self._end_part(job.job_id, error)
+            else:
+                accepted.append(job)
+        if not accepted:
+            return kv_caches
+        for segment_id, rows in self._rows_by_segment(accepted):
+            for piece in self._parts().split(rows):
+                kv_caches = self._start(direction, segment_id, piece, step_id, kv_caches)
+        for job in accepted:
+            self._end_part(job.job_id)
+        return kv_caches
+
+    def _why_impossible(self, job: TransferJob) -> str:
+        """Why a job cannot be started, in one line; empty when it can."""
+        if self._pool is None:
+            return "offloading is off on this worker: it has no host pool"
+        if job.group_id != 0:
+            return f"layer group {job.group_id}: this worker has one group, 0"
+        if not job.block_ids:
+            return ""
+        num_ready = self._pool.num_chunks_ready * self._blocks_per_chunk
+        for name, ids, limit in (
+            ("block ids", job.block_ids, self._spec.num_blocks),
+            ("host block ids", job.host_block_ids, num_ready),
+        ):
+            if min(ids) < 0 or max(ids) >= limit:
+                return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
+        return ""
+
+    def _rows_by_segment(self, jobs: Sequence[TransferJob]) -> list[tuple[int, Rows]]:
+        job_ids = np.repeat(np.array([j.job_id for j in jobs], np.int64), [j.num_blocks for j in jobs])
+        block_ids = np.array([b for j in jobs for b in j.block_ids], np.int32)
+        host_ids = np.array([b for j in jobs for b in j.host_block_ids], np.int32)
+        segment_ids, places = np.divmod(host_ids, self._spec.segment_blocks)
+        rows = Rows(job_ids, block_ids, places.astype(np.int32))
+        return [(int(i), rows.take(segment_ids == i)) for i in np.unique(segment_ids)]
+
+    def _start(self, direction: Direction, segment_id: int, piece: Rows, step_id: int, kv_caches: Caches) -> Caches:
+        jobs = piece.jobs()
+        for job_id in jobs:
+            self._jobs[job_id].num_parts += 1
+        try:
+            if direction is Direction.SAVE:
+                flight = self._parts().save(segment_id, piece, kv_caches)
+            else:
+                flight, kv_caches = self._parts().load(segment_id, piece, kv_caches)
+        except Exception as e:
+            self._fail(jobs, segment_id, e)
+        else:
+            flight.step_id = step_id
+            self._flights.append(flight)
+        return kv_caches
+
+    # Second halves of staged copies.
+
+    def _resume(self, kv_caches: Caches, step_id: int) -> Caches:
+        """Goes on with what has arrived; `step_id` is the plan at hand."""
+        for flight in self._in_transit():
+            due = flight.step_id < step_id if self._lockstep else _is_ready(flight.waiting_on)
+            if due and flight.direction is Direction.SAVE:
+                self._resume_save(flight)
+            elif due:
+                kv_caches = self._resume_load(flight, kv_caches)
+        return kv_caches
+
+    def _in_transit(self) -> list[Flight]:
+        return [flight for flight in self._flights if flight.phase is Phase.TRANSIT]
+
+    def _resume_save(self, flight: Flight) -> None:
+        try:
+            self._check_arrived(flight)
+            self._parts().resume_save(flight)
+        except Exception as e:
+            self._drop(flight)
+            self._fail(flight.rows.jobs(), flight.segment_id, e)
+
+    def _resume_load(self, flight: Flight, kv_caches: Caches) -> Caches:
+        live = [job_id for job_id in flight.rows.jobs() if not self._jobs[job_id].cancelled]
+        for job_id in flight.rows.jobs():
+            if job_id not in live:
+                self._end_part(job_id)
+        if not live:
+            self._drop(flight)
+            return kv_caches
+        try:
+            self._check_arrived(flight)
+            rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
+            return self._parts().resume_load(flight, rows, kv_caches)
+        except Exception as e:
+            self._drop(flight)
+            self._fail(live, flight.segment_id, e)
+            return kv_caches
+
+    def _check_arrived(self, flight: Flight) -> None:
+        """Raises what went wrong in transit, before it is written over a segment or the caches."""
+        if not self._lockstep:
+            flight.waiting_on.block_until_ready()
+
+    def _cancel(self, job_id: int) -> None:
+        """Marks a load some of whose blocks are not written yet; any other job goes on to its end."""
+        job = self._jobs.get(job_id)
+        if job is not None:
+            job.cancelled = any(
+                flight.direction is Direction.LOAD and job_id in flight.rows.job_ids for flight in self._in_transit()
+            )
+
+    # Ends.
+
+    def _collect(self) -> None:
+        """Goes on with saves that have arrived, and ends the flights that are over."""
+        for flight in self._in_transit():
+            if self._lockstep or not _is_ready(flight.waiting_on):
+                continue
+            if flight.direction is Direction.SAVE:
+                self._resume_save(flight)
+            elif all(self._jobs[job_id].cancelled for job_id in flight.rows.jobs()):
+                self._resume_load(flight, [])  # writes nothing
+        for flight in list(self._flights):
+            if flight.phase is Phase.COPYING and _is_ready(flight.waiting_on):
+                self._land(flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Ends a flight whose token is ready."""
+        self._drop(flight)
+        try:
+            num_copied = int(np.asarray(flight.waiting_on))
+            if num_copied != len(flight.rows):
+                raise TransferError(f"the device copied {num_copied} of {len(flight.rows)} blocks")
+        except Exception as e:
+            # A program that failed on the device has taken the donated segment with it.
+            self._fail(flight.rows.jobs(), flight.segment_id, e, lost=flight.direction is Direction.SAVE)
+        else:
+            for job_id in flight.rows.jobs():
+                self._end_part(job_id)
+
+    def _drop(self, flight: Flight) -> None:
+        self._flights.remove(flight)
+        self._parts().release(flight)
+
+    def _fail(self, jobs: Sequence[int], segment_id: int, error: Exception, *, lost: bool = False) -> None:
+        """Ends these jobs' parts in a flight with an error, and gives up the segment if it is gone."""
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        assert self._pool is not None
+        try:
+            lost = lost or self._pool.segment(segment_id).is_deleted()
+        except TransferError:  # lost before
+            lost = False
+        if lost:
+            self._pool.mark_lost(segment_id)
+        for job_id in jobs:
+            self._end_part(job_id, message)
+
+    def _end_part(self, job_id: int, error: str = "") -> None:
+        """Ends one part of a job; with the last of them the job itself, so that no part lands after it."""
+        job = self._jobs[job_id]
+        job.num_parts -= 1
+        job.error = job.error or error
+        if job.num_parts:
+            return
+        del self._jobs[job_id]
+        state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
+        if job.error:
+            _logger.warning("job %d failed: %s", job_id, job.error)
+        self._results.append(
+            JobResult(job_id=job_id, state=state, error=job.error, duration_s=self._clock() - job.started_s)
+        )
+
+    def _wait_for_one(self) -> bool:
+        """Blocks until the oldest flight that `poll` can go on with is ready; False when there is none."""
+        for flight in self._flights:
+            if flight.phase is Phase.TRANSIT and (self._lockstep or flight.direction is Direction.LOAD):
+                continue
+            _block(flight.waiting_on)
+            return True
+        # What is left needs a begin_step. Wait for it here, or an idle engine would spin.
+        _block(self._flights[0].waiting_on)
+        return False
+
+    def _parts(self) -> Copier:
+        assert self._copier is not None, "nothing is dispatched when offloading is off"
+        return self._copier
+
+
+def _make_copier(config: OffloadConfig, spec: TransferSpec, pool: HostPool) -> Copier:
+    if config.copy_path is CopyPath.DIRECT:
+        return DirectCopier(spec, pool)
+    return StagedCopier(spec, pool, allocate=pinned_zeros, buckets=config.block_size_buckets)
+
+
+def _check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
+    found = KVLayout.from_caches(kv_caches, block_size=layout.block_size, model=layout.model)
+    if found != layout:
+        raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")
+
+
+def _num_chunks(config: OffloadConfig, layout: KVLayout, available: int | None) -> int:
+    return cap_chunks(
+        config.host_chunks(layout),
+        chunk_nbytes=layout.block_nbytes_per_host * config.blocks_per_chunk,
+        fraction=config.host_memory_fraction,
+        available=available_nbytes() if available is None else available,
+    )
+
+
+def _is_ready(array: Any) -> bool:
+    """Whether the array is computed, or never will be; asking for its value tells which."""
+    try:
+        return bool(array.is_ready())
+    except RuntimeError:
+        return True
+
+
+def _block(array: jax.Array) -> None:
+    """Waits for an array; what went wrong with it is found by whoever takes its value."""
+    try:
+        array.block_until_ready()
+    except RuntimeError:
+        return
