@@ -1,7 +1,7 @@
 """Block hashes: equal exactly when the prefixes, the layout and the salt are equal."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpu_offload.hashing import BlockHasher, chunk_keys
@@ -28,6 +28,7 @@ def test_only_full_blocks_are_hashed(num_tokens, num_hashes):
     assert len(hashes_of(range(num_tokens))) == num_hashes
 
 
+@settings(deadline=None, derandomize=True)
 @given(tokens=TOKENS, cuts=st.lists(st.integers(0, 40), max_size=5))
 def test_extending_bit_by_bit_gives_the_same_hashes(tokens, cuts):
     hasher = BlockHasher(FINGERPRINT, block_size=4)
@@ -38,6 +39,7 @@ def test_extending_bit_by_bit_gives_the_same_hashes(tokens, cuts):
     assert hashes == hashes_of(tokens, cache_salt="s")
 
 
+@settings(deadline=None, derandomize=True)
 @given(tokens=TOKENS.filter(lambda tokens: len(tokens) >= 4), data=st.data())
 def test_a_changed_token_changes_its_block_and_all_after_it(tokens, data):
     where = data.draw(st.integers(0, len(tokens) - 1))

@@ -168,7 +168,7 @@ def test_offloading_turned_off_by_a_variable(monkeypatch, capsys, tmp_path):
         ("--num-blocks 2000000000", "GB of memory are free"),
         ("--num-heads 3", "num_heads=3 is no multiple of num_kv_heads=2"),
         ("--kv-dtype complex64", "kv_dtype='complex64'"),
-        ("--max-num-batched-tokens 3", "max_num_batched_tokens=3"),
+        ("--max-num-batched-tokens 2", "max_num_batched_tokens=2"),
     ],
 )
 def test_wrong_flag(error_of, tmp_path, monkeypatch, flags, expected):

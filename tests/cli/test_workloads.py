@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpu_offload.cli.workloads import (
@@ -44,6 +44,7 @@ def prompts(path, *, num_requests=None, max_tokens=16):
 # --- chat ---------------------------------------------------------------------------------------
 
 
+@settings(deadline=None, derandomize=True)
 @given(num_requests=st.integers(1, 60), turns=st.integers(1, 8), seed=st.integers(0, 3))
 def test_chat_has_exactly_the_requests_asked_for(num_requests, turns, seed):
     workload = chat_workload(num_requests=num_requests, turns=turns, seed=seed)
@@ -176,11 +177,11 @@ def test_trace_is_scaled_down_and_shares_prefixes(tmp_path):
         line(input_length=1, hash_ids=[8], output_length=33),
     )
     turns = [conversation.turns for conversation in trace(path).conversations]
-    (one,), (two,), (three,) = turns
+    (one,), (two,), _ = turns
     assert [len(turn.tokens) for (turn,) in turns] == [32, 17, 1]
     assert [turn.max_tokens for (turn,) in turns] == [16, 1, 2]
     assert one.tokens[:16] == two.tokens[:16]
-    assert one.tokens[16] != two.tokens[16] or one.tokens[16:] != three.tokens
+    assert one.tokens[:16] != one.tokens[16:]
     assert len(set(one.tokens)) > 8
     assert max(one.tokens) < 256
     ((longer,), *_) = [conversation.turns for conversation in trace(path, tokens_per_block=64).conversations]

@@ -1,5 +1,6 @@
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -7,6 +8,7 @@ from tpu_offload.engine import EngineConfig, SamplingParams
 from tpu_offload.engine.batch import TokenRun, pack
 from tpu_offload.engine.sampling import sample
 
+compiled_sample = jax.jit(sample)
 CONFIG = EngineConfig(max_num_seqs=4, num_blocks=8, max_model_len=64, max_num_batched_tokens=32)
 
 
@@ -17,7 +19,7 @@ def draw(logits, params: list[SamplingParams], *, positions=None):
     inputs = pack(runs, CONFIG)
     padded = np.zeros((len(inputs.seeds), logits.shape[-1]), np.float32)
     padded[: len(logits)] = logits
-    return np.asarray(sample(padded, inputs))[: len(params)].tolist()
+    return np.asarray(compiled_sample(padded, inputs))[: len(params)].tolist()
 
 
 LOGITS = np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32)

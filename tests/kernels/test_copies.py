@@ -212,15 +212,24 @@ def test_kept_host_staging_is_bounded_by_the_budget():
     assert setup.copier._free_blocks == CAPACITY
 
 
-def test_save_in_program_order_is_not_overtaken_by_a_later_write():
+def test_save_in_program_order_sees_the_step_before_and_not_the_one_after():
     """Rule 4: the engine may write the blocks as soon as the save is dispatched."""
-    setup = Setup("direct")
-    overwrite = jax.jit(lambda caches: [cache * 0 for cache in caches], donate_argnums=0)
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda i, y: y @ x, x))
-    expected = reference.save(setup.segment_bytes(), setup.cache_bytes(), [1, 2], [3, 4])
-    slow(np.eye(300, dtype=np.float32))
+    setup = Setup("direct", "int8")
+    setup.copier.compile()
+    zero = np.zeros((400, 400), np.float32)
+
+    def late(caches, zero):
+        """A forward pass that takes a while and adds one to every element."""
+        zero = jax.lax.fori_loop(0, 100, lambda i, y: y @ zero, zero)
+        return [cache + (1 + zero[0, 0]).astype(cache.dtype) for cache in caches]
+
+    step = jax.jit(late, donate_argnums=0).lower(setup.caches, zero).compile()
+    wanted = [cache + np.uint8(1) for cache in setup.cache_bytes()]
+    setup.caches = [jax.numpy.copy(cache) for cache in setup.caches]  # the numpy views above keep the old ones
+    expected = reference.save(setup.segment_bytes(), wanted, [1, 2], [3, 4])
+    setup.caches = step(setup.caches, zero)
     flight = setup.copier.save(0, rows([1, 2], [3, 4]), setup.caches)
-    setup.caches = overwrite(setup.caches)
-    jax.block_until_ready(setup.caches)
+    setup.caches = step(setup.caches, zero)
+    assert not flight.waiting_on.is_ready()  # all three were dispatched before the first had run
     assert setup.finish(flight) == 2
     np.testing.assert_array_equal(setup.segment_bytes(), expected)

@@ -26,13 +26,14 @@ from tpu_offload.cli.workloads import NUM_TOKENS, Workload, chat_workload, promp
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.errors import InputError
-from tpu_offload.layout import KVLayout
+from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.memory import available_nbytes
 from tpu_offload.metrics import OffloadStats
 
 _logger = logging.getLogger(__name__)
 
-_DEFAULT_NUM_CHAT_REQUESTS = 120
+_DEFAULT_NUM_CHAT_REQUESTS = 128
+_DEFAULT_NUM_TURNS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("--requests", type=int_flag(1), metavar="N", help=f"requests at most (chat: {_DEFAULT_NUM_CHAT_REQUESTS})")
     add("--seed", type=int_flag(0, 2**32 - 1), default=0, metavar="N", help="of everything that is drawn (0)")
-    add("--turns", type=int_flag(1), metavar="N", help="chat: turns of a conversation (5)")
+    add("--turns", type=int_flag(1), metavar="N", help=f"chat: turns of a conversation ({_DEFAULT_NUM_TURNS})")
     add("--max-tokens", type=int_flag(1), metavar="N", help="--prompts: tokens to generate a request (16)")
     add("--tokens-per-block", type=int_flag(1, 512), metavar="N", help="--trace: tokens for each 512 of the trace (16)")
     add(
@@ -74,7 +75,7 @@ def add_command(commands: Any) -> None:
         help="sample, with a seed a request; 0 is greedy (0)",
     )
     add("--top-k", type=int_flag(0), default=0, metavar="K", help="sample from the K most likely tokens; 0 is all (0)")
-    add("--concurrency", type=int_flag(1), default=4, metavar="N", help="requests in flight (4)")
+    add("--concurrency", type=int_flag(1), default=3, metavar="N", help="requests in flight (3)")
     add(
         "--num-blocks",
         type=int_flag(1),
@@ -182,16 +183,15 @@ def _build_workload(args: argparse.Namespace) -> Workload:
             args.trace, num_requests=args.requests, tokens_per_block=args.tokens_per_block or 16, seed=args.seed
         )
     return chat_workload(
-        num_requests=args.requests or _DEFAULT_NUM_CHAT_REQUESTS, turns=args.turns or 5, seed=args.seed
+        num_requests=args.requests or _DEFAULT_NUM_CHAT_REQUESTS, turns=args.turns or _DEFAULT_NUM_TURNS, seed=args.seed
     )
 
 
 def _layout(model: ModelConfig, engine: EngineConfig) -> KVLayout:
     """The layout that the engine's caches will have."""
-    shape = (engine.num_blocks, *model.page_shape(engine.block_size))
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    cache = jax.ShapeDtypeStruct(shape, model.kv_dtype, sharding=sharding)
-    return KVLayout.from_caches([cache] * model.num_layers, block_size=engine.block_size, model=model.name)
+    pages = model.page_shape(engine.block_size)
+    group = LayerGroup(LayerGroupKind.FULL_ATTENTION, tuple(range(model.num_layers)), pages, model.kv_dtype)
+    return KVLayout(engine.block_size, (group,), model=model.name)
 
 
 def _check_backend() -> None:

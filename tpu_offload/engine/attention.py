@@ -45,8 +45,8 @@ def map_row_tiles(fn: Callable[..., Any], num_rows: jax.Array, *arrays: jax.Arra
       The pytree of `fn`, with `rows` rows; those of tiles not reached are 0.
     """
     rows = arrays[0].shape[0]
-    tiles = [jax.ShapeDtypeStruct((ROW_TILE, *a.shape[1:]), a.dtype) for a in arrays]
-    out = jax.tree.map(lambda s: jnp.zeros((rows, *s.shape[1:]), s.dtype), jax.eval_shape(fn, *tiles))
+    tile = jax.eval_shape(fn, *(a[:ROW_TILE] for a in arrays))
+    out = jax.tree.map(lambda s: jnp.zeros((rows, *s.shape[1:]), s.dtype), tile)
 
     def one_tile(i: jax.Array, out: Any) -> Any:
         start = i * ROW_TILE
@@ -72,7 +72,8 @@ def write_kv(cache: jax.Array, kv: jax.Array, inputs: StepInputs) -> jax.Array:
         row = lax.dynamic_index_in_dim(kv, t, keepdims=True)[None]
         return lax.dynamic_update_slice(cache, row, (inputs.write_blocks[t], inputs.write_offsets[t], 0, 0, 0))
 
-    return lax.fori_loop(0, inputs.num_tokens, one_token, cache)
+    written: jax.Array = lax.fori_loop(0, inputs.num_tokens, one_token, cache)
+    return written
 
 
 def paged_attention(q: jax.Array, cache: jax.Array, inputs: StepInputs) -> jax.Array:
@@ -99,7 +100,8 @@ def paged_attention(q: jax.Array, cache: jax.Array, inputs: StepInputs) -> jax.A
         # Rows past the end of this tile belong to the next one, which overwrites them.
         return lax.dynamic_update_slice_in_dim(out, tile, inputs.tile_starts[i], 0)
 
-    return lax.fori_loop(0, inputs.num_tiles, one_q_tile, jnp.zeros_like(q))
+    attended: jax.Array = lax.fori_loop(0, inputs.num_tiles, one_q_tile, jnp.zeros_like(q))
+    return attended
 
 
 def _attend_tile(

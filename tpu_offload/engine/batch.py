@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +15,17 @@ Q_TILE = 16  # queries of one sequence in a tile; a decoding sequence wastes all
 KV_TILE = 128  # keys in a tile, rounded up to whole blocks
 
 
+_PER_ROW = ("tokens", "positions", "write_blocks", "write_offsets")
+_PER_TILE = ("tile_starts", "tile_positions", "tile_lens", "tile_rows")
+_PER_SAMPLE = {
+    "sample_rows": np.int32,
+    "sample_positions": np.int32,
+    "temperatures": np.float32,
+    "top_ks": np.int32,
+    "seeds": np.uint32,
+}
+
+
 def kv_tile_blocks(block_size: int) -> int:
     """Blocks in one tile of keys."""
     return -(-KV_TILE // block_size)
@@ -23,6 +35,8 @@ def kv_tile_blocks(block_size: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
     """A ragged batch. Shapes depend on `EngineConfig` only; entries past the counts are 0.
+
+    Made of numpy arrays; the step program sees them as jax arrays.
 
     Attributes:
       num_tokens: i32 scalar, tokens to compute.
@@ -39,28 +53,28 @@ class StepInputs:
       num_samples: i32 scalar, requests in the batch.
       sample_rows: i32[samples], row of each request's last token.
       sample_positions: i32[samples], position of the token to be sampled.
+      temperatures: f32[samples], 0 for greedy.
       top_ks: i32[samples], 0 for all tokens.
       seeds: u32[samples].
-      temperatures: f32[samples], 0 for greedy.
     """
 
-    num_tokens: np.ndarray | jax.Array
-    tokens: np.ndarray | jax.Array
-    positions: np.ndarray | jax.Array
-    write_blocks: np.ndarray | jax.Array
-    write_offsets: np.ndarray | jax.Array
-    num_tiles: np.ndarray | jax.Array
-    tile_starts: np.ndarray | jax.Array
-    tile_positions: np.ndarray | jax.Array
-    tile_lens: np.ndarray | jax.Array
-    tile_rows: np.ndarray | jax.Array
-    block_tables: np.ndarray | jax.Array
-    num_samples: np.ndarray | jax.Array
-    sample_rows: np.ndarray | jax.Array
-    sample_positions: np.ndarray | jax.Array
-    top_ks: np.ndarray | jax.Array
-    seeds: np.ndarray | jax.Array
-    temperatures: np.ndarray | jax.Array
+    num_tokens: jax.Array
+    tokens: jax.Array
+    positions: jax.Array
+    write_blocks: jax.Array
+    write_offsets: jax.Array
+    num_tiles: jax.Array
+    tile_starts: jax.Array
+    tile_positions: jax.Array
+    tile_lens: jax.Array
+    tile_rows: jax.Array
+    block_tables: jax.Array
+    num_samples: jax.Array
+    sample_rows: jax.Array
+    sample_positions: jax.Array
+    temperatures: jax.Array
+    top_ks: jax.Array
+    seeds: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,31 +105,36 @@ def pack(runs: Sequence[TokenRun], config: EngineConfig) -> StepInputs:
     num_tiles = config.max_num_batched_tokens // Q_TILE + config.max_num_seqs
     samples = round_up(config.max_num_seqs, ROW_TILE)
     width = round_up(-(-config.max_model_len // config.block_size), kv_tile_blocks(config.block_size))
-    row_ints = np.zeros((4, rows), np.int32)
-    tile_ints = np.zeros((4, num_tiles), np.int32)
-    tables = np.zeros((config.max_num_seqs, width), np.int32)
-    sample_ints = np.zeros((3, samples), np.int32)
-    seeds, temperatures = np.zeros(samples, np.uint32), np.zeros(samples, np.float32)
+    tables: Any = np.zeros((config.max_num_seqs, width), np.int32)
+    a: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in _PER_ROW}
+    a |= {name: np.zeros(num_tiles, np.int32) for name in _PER_TILE}
+    a |= {name: np.zeros(samples, dtype) for name, dtype in _PER_SAMPLE.items()}
 
     row = tile = 0
     for i, run in enumerate(runs):
         n = len(run.tokens)
-        positions = np.arange(run.position, run.position + n)
         tables[i, : len(run.block_ids)] = run.block_ids
-        row_ints[:, row : row + n] = (
-            run.tokens, positions, tables[i, positions // config.block_size], positions % config.block_size
-        )  # fmt: skip
+        at, positions = slice(row, row + n), np.arange(run.position, run.position + n)
+        a["tokens"][at], a["positions"][at] = run.tokens, positions
+        a["write_blocks"][at] = tables[i, positions // config.block_size]
+        a["write_offsets"][at] = positions % config.block_size
+
         offsets = np.arange(0, n, Q_TILE)
-        tile_ints[:, tile : tile + len(offsets)] = (
-            row + offsets, run.position + offsets, np.minimum(Q_TILE, n - offsets), np.full(len(offsets), i)
-        )  # fmt: skip
+        at = slice(tile, tile + len(offsets))
+        a["tile_starts"][at], a["tile_positions"][at] = row + offsets, run.position + offsets
+        a["tile_lens"][at], a["tile_rows"][at] = np.minimum(Q_TILE, n - offsets), i
         row, tile = row + n, tile + len(offsets)
-        sample_ints[:, i] = (row - 1, run.position + n, run.sampling.top_k)
-        seeds[i], temperatures[i] = run.sampling.seed, run.sampling.temperature
-    return StepInputs(
-        np.int32(row), *row_ints, np.int32(tile), *tile_ints, tables,
-        np.int32(len(runs)), *sample_ints, seeds=seeds, temperatures=temperatures,
-    )  # fmt: skip
+
+        a["sample_rows"][i], a["sample_positions"][i] = row - 1, run.position + n
+        a["temperatures"][i], a["top_ks"][i], a["seeds"][i] = (
+            run.sampling.temperature, run.sampling.top_k, run.sampling.seed
+        )  # fmt: skip
+    counts: dict[str, Any] = {
+        "num_tokens": np.int32(row),
+        "num_tiles": np.int32(tile),
+        "num_samples": np.int32(len(runs)),
+    }
+    return StepInputs(block_tables=tables, **counts, **a)
 
 
 def round_up(n: int, multiple: int) -> int:

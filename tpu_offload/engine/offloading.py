@@ -15,6 +15,7 @@ import jax
 
 from tpu_offload import KVLayout, OffloadConfig, OffloadScheduler, OffloadStats, ScheduledRequest, Update
 from tpu_offload.engine.sequence import Sequence
+from tpu_offload.worker import OffloadWorker
 
 
 class Offloading:
@@ -34,9 +35,7 @@ class Offloading:
         self, config: OffloadConfig, layout: KVLayout, kv_caches: list[jax.Array], *, clock: Callable[[], float]
     ) -> None:
         self._scheduler = OffloadScheduler(config, layout, clock=clock)
-        from tpu_offload.worker import OffloadWorker
-
-        self._worker = OffloadWorker(config, layout, kv_caches)
+        self._worker = OffloadWorker(config, layout, kv_caches, clock=clock)
         self._plan = self._scheduler.plan_step([])
 
     def start_load(self, sequence: Sequence) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ class StepOutput:
 # step, and two engines with one model share the compiled program.
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _step(
-    model_config: ModelConfig, weights: nnx.State, kv_caches: list[jax.Array], inputs: StepInputs
+    model_config: ModelConfig, weights: nnx.State[Any, Any], kv_caches: list[jax.Array], inputs: StepInputs
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(model_config)))[0]
     logits, kv_caches = nnx.merge(graphdef, weights).forward(kv_caches, inputs)
@@ -72,4 +73,4 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Compiles the step program by running it with no tokens; the caches keep their contents."""
-        jax.block_until_ready(self.step([]).tokens)
+        self.step([]).tokens.block_until_ready()

@@ -23,16 +23,16 @@ def sample(logits: jax.Array, inputs: StepInputs) -> jax.Array:
     def draw() -> jax.Array:
         # Gumbel noise turns argmax into a draw from softmax(logits / temperature).
         temperatures = jnp.where(inputs.temperatures > 0, inputs.temperatures, 1.0)
-        scores = _keep_top_k(logits, inputs.top_ks) / temperatures[:, None] + jax.vmap(noise)(
-            inputs.seeds, inputs.sample_positions
-        )
+        scores = _keep_top_k(logits, inputs.top_ks) / temperatures[:, None]
+        scores += jax.vmap(noise)(inputs.seeds, inputs.sample_positions)
         return jnp.where(inputs.temperatures > 0, jnp.argmax(scores, axis=-1).astype(jnp.int32), greedy)
 
     def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), logits.shape[-1:])
 
     # Sorting the vocabulary costs more than the rest of a small step; all-greedy batches skip it.
-    return jax.lax.cond(jnp.any(inputs.temperatures > 0), draw, lambda: greedy)
+    tokens: jax.Array = jax.lax.cond(jnp.any(inputs.temperatures > 0), draw, lambda: greedy)
+    return tokens
 
 
 def _keep_top_k(logits: jax.Array, top_ks: jax.Array) -> jax.Array:

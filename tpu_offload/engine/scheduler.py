@@ -149,6 +149,7 @@ class Scheduler:
             rest is computed.
         """
         sequence = self._sequences[request_id]
+        assert sequence.phase is Phase.LOADING, f"load of {request_id} ended while {sequence.phase.value}"
         if num_valid_tokens is None:
             self._advance(sequence, sequence.num_loading_tokens, source="host")
         else:

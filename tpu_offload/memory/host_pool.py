@@ -71,7 +71,8 @@ def _unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, An
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.zeros(nbytes + 128, np.uint8)
     start = -raw.ctypes.data % 64 + 16
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+    zeros: np.ndarray[Any, Any] = raw[start : start + nbytes].view(dtype).reshape(shape)
+    return zeros
 
 
 class HostPool:

@@ -1,0 +1,93 @@
+"""What does offloading cost while it is never needed?
+
+Serves chats with HBM large enough for all of them, with and without offloading, in turn: every round
+serves the same fresh conversations on both engines, the order changing from round to round, and yields
+one ratio of tokens/s. Every prompt block is saved to the host; none is ever loaded.
+
+    python benchmarks/bench_overhead.py --rounds 12 --json overhead.json
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import jax
+
+from tpu_offload import OffloadConfig
+from tpu_offload.cli.serving import ServedRun, serve
+from tpu_offload.cli.workloads import Workload, chat_workload
+from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
+
+
+def run(engine: Engine, workload: Workload, concurrency: int) -> ServedRun:
+    return serve(
+        engine,
+        workload,
+        concurrency=concurrency,
+        sampling=lambda request_id, max_tokens: SamplingParams(max_tokens=max_tokens),
+        on_finish=lambda: None,
+        stop=lambda: False,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--requests", type=int, default=30, help="requests a round")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+
+    workloads = [chat_workload(num_requests=args.requests, turns=5, seed=1000 + i) for i in range(args.rounds + 1)]
+    engine_config = EngineConfig(
+        num_blocks=sum(w.num_unique_blocks(16) for w in workloads) + 64,
+        max_num_seqs=args.concurrency,
+        max_model_len=max(w.longest_request for w in workloads),
+    )
+    engines = {
+        "baseline": Engine(ModelConfig(), engine_config),
+        "offload": Engine(
+            ModelConfig(), engine_config, offload=OffloadConfig.create(num_cpu_chunks=engine_config.num_blocks)
+        ),
+    }
+    for engine in engines.values():
+        engine.warm_up()
+        run(engine, workloads[-1], args.concurrency)
+
+    ratios: list[float] = []
+    for i, workload in enumerate(workloads[:-1]):
+        tokens_per_s = {}
+        for name in sorted(engines, reverse=bool(i % 2)):
+            served = run(engines[name], workload, args.concurrency)
+            tokens_per_s[name] = sum(len(r.tokens) for r in served.records) / served.wall_s
+        ratios.append(tokens_per_s["offload"] / tokens_per_s["baseline"])
+        print(f"round {i}: {tokens_per_s['baseline']:.1f} and {tokens_per_s['offload']:.1f} tokens/s, {ratios[-1]:.4f}")
+    stats = engines["offload"].offload_stats()
+    assert stats is not None
+    assert stats.loaded_blocks == 0, "HBM was to be large enough"
+    result = {
+        "ratio_median": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "ratios": ratios,
+        "saved_nbytes": stats.saved_nbytes,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    print(
+        f"tokens/s with offloading / without: median {result['ratio_median']:.4f}, "
+        f"{result['ratio_min']:.4f} to {result['ratio_max']:.4f} over {args.rounds} rounds; "
+        f"saved {stats.saved_nbytes / 2**20:.1f} MiB"
+    )
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(result, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

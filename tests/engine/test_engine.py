@@ -1,0 +1,146 @@
+"""The whole engine: outputs do not depend on its sizes, and every request ends as it should."""
+
+import dataclasses
+
+import pytest
+
+from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
+from tpu_offload.engine import Engine, FinishReason
+from tpu_offload.errors import RequestError
+
+SHARED = random_tokens(99, 30)
+
+
+def some_requests():
+    """Shared prefixes, unlike lengths, half greedy and half sampled."""
+    return [
+        make_request(
+            f"r{i}", SHARED[: 4 * i] + random_tokens(i, 3 + 7 * i), max_tokens=10 + 5 * i, temperature=float(i % 2),
+            top_k=10 * (i % 3), seed=i,
+        )
+        for i in range(8)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def roomy_outputs():
+    config = dataclasses.replace(SMALL_ENGINE, num_blocks=512, max_num_seqs=8, max_num_batched_tokens=128)
+    return serve(Engine(TINY, config), some_requests())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_blocks": 32},
+        {"num_blocks": 40, "max_num_batched_tokens": 7},
+        {"num_blocks": 64, "max_num_seqs": 1, "enable_prefix_caching": False},
+        {"block_size": 16, "num_blocks": 9, "max_num_seqs": 8},
+    ],
+    ids=str,
+)
+def test_outputs_do_not_depend_on_sizes(roomy_outputs, changes):
+    engine = Engine(TINY, dataclasses.replace(SMALL_ENGINE, **changes))
+    outputs = serve(engine, some_requests())
+    assert tokens_of(outputs) == tokens_of(roomy_outputs)
+    if changes["num_blocks"] == 32:
+        assert engine.stats().num_preemptions > 0, "HBM was meant to be too small"
+
+
+def test_every_prompt_token_is_accounted_for(roomy_outputs):
+    for request in some_requests():
+        stats = roomy_outputs[request.request_id].stats
+        sources = stats.prompt_tokens
+        assert sources.computed + sources.hbm + sources.host == len(request.prompt_tokens)
+        assert stats.num_preemptions == 0
+
+
+def test_a_prompt_served_again_hits_hbm_and_says_the_same():
+    engine = Engine(TINY, SMALL_ENGINE)
+    prompt = random_tokens(3, 50)
+    first = serve(engine, [make_request("a", prompt)])["a"]
+    second = serve(engine, [make_request("b", prompt)])["b"]
+    assert second.tokens == first.tokens
+    assert (first.stats.prompt_tokens.hbm, second.stats.prompt_tokens.hbm) == (0, 48)
+
+
+def test_generated_tokens_are_reused_by_the_next_turn():
+    engine = Engine(TINY, SMALL_ENGINE)
+    prompt = random_tokens(4, 20)
+    first = serve(engine, [make_request("a", prompt, max_tokens=20)])["a"]
+    serve(engine, [make_request("b", prompt + first.tokens)])
+    third = serve(engine, [make_request("c", prompt + first.tokens + random_tokens(5, 6))])["c"]
+    assert third.stats.prompt_tokens.hbm == 40
+
+
+def test_stop_token_ends_a_request():
+    engine = Engine(TINY, SMALL_ENGINE)
+    full = serve(engine, [make_request("a", random_tokens(6, 9), max_tokens=20)])["a"]
+    assert full.finish_reason is FinishReason.LENGTH
+    assert len(full.tokens) == 20
+    stop = full.tokens[7]
+    request = make_request("b", random_tokens(6, 9), max_tokens=20, stop_token_ids=(stop,))
+    stopped = serve(engine, [request])["b"]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.tokens == full.tokens[: full.tokens.index(stop) + 1]
+
+
+def test_unservable_request_fails_alone(roomy_outputs):
+    engine = Engine(TINY, SMALL_ENGINE)
+    outputs = serve(engine, [make_request("huge", random_tokens(0, 500)), *some_requests()])
+    huge = outputs.pop("huge")
+    assert huge.finish_reason is FinishReason.ERROR
+    assert huge.error == "500 prompt tokens and max_tokens=8 exceed max_model_len=128"
+    assert huge.stats.ttft_s is None
+    assert tokens_of(outputs) == tokens_of(roomy_outputs)
+
+
+def test_wrong_requests_are_refused():
+    engine = Engine(TINY, SMALL_ENGINE)
+    engine.add_request(make_request("a", (1, 2, 3)))
+    with pytest.raises(RequestError, match="request a is still unfinished"):
+        engine.add_request(make_request("a", (1,)))
+    with pytest.raises(RequestError, match="token 96; expected 0 to 95"):
+        engine.add_request(make_request("b", (1, 96)))
+    assert engine.stats().num_waiting == 1
+
+
+def test_abort_while_waiting_and_running(roomy_outputs):
+    engine = Engine(TINY, dataclasses.replace(SMALL_ENGINE, max_num_seqs=1))
+    running, waiting, *others = some_requests()
+    for request in (running, waiting, *others):
+        engine.add_request(request)
+    engine.step()
+    engine.step()
+    aborted = engine.abort(running.request_id)
+    assert aborted.finish_reason is FinishReason.ABORTED
+    assert aborted.tokens == roomy_outputs[running.request_id].tokens[: len(aborted.tokens)] != ()
+    assert engine.abort(waiting.request_id).tokens == ()
+    assert engine.abort(waiting.request_id) is None
+    engine.check_invariants()
+    outputs = serve(engine, [])
+    assert tokens_of(outputs) == {r.request_id: roomy_outputs[r.request_id].tokens for r in others}
+
+
+def test_outputs_stream_and_times_follow_the_clock():
+    now = iter(range(1000))
+    engine = Engine(TINY, SMALL_ENGINE, clock=lambda: float(next(now)))
+    engine.add_request(make_request("a", random_tokens(0, 40), max_tokens=3))  # 40 tokens: two steps of prefill
+    steps = [engine.step() for _ in range(4)]
+    assert [len(output.tokens) for outputs in steps for output in outputs] == [1, 2, 3]
+    stats = steps[-1][0].stats
+    assert (stats.arrival_s, stats.ttft_s, stats.finish_s) == (0.0, 2.0, 4.0)
+    assert not engine.has_unfinished
+    assert engine.step() == []
+
+
+def test_warm_up_compiles_all_there_is_to_compile(caplog):
+    import jax
+
+    config = dataclasses.replace(SMALL_ENGINE, num_blocks=61)  # a shape that no other test has compiled
+    with jax.log_compiles():
+        engine = Engine(TINY, config)
+        engine.warm_up()
+        assert "Compiling jit(_step)" in caplog.text
+        caplog.clear()
+        serve(engine, some_requests())
+        assert "Compiling" not in caplog.text

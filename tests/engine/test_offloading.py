@@ -1,0 +1,161 @@
+"""The engine with the library under it: the same tokens, and KV that really comes back from the host."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
+from tpu_offload import OffloadConfig
+from tpu_offload.engine import Engine, FinishReason
+
+# One conversation fills most of it, so that each turn pushes the others out.
+TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
+
+
+def make_offload(**changes) -> OffloadConfig:
+    settings = {"num_cpu_chunks": 256, "staging_buffer_tokens": 256, "host_segment_gb": 0.001}
+    return OffloadConfig.create(**(settings | changes))
+
+
+def rounds(num_rounds=3, *, num_prompts=6):
+    """The same prompts again and again, some greedy and some sampled."""
+    return [
+        [
+            make_request(
+                f"{turn}-{i}", random_tokens(i, 40 + 3 * i), max_tokens=6 + i, temperature=float(i % 2), seed=i
+            )
+            for i in range(num_prompts)
+        ]
+        for turn in range(num_rounds)
+    ]
+
+
+def serve_rounds(engine, all_rounds):
+    outputs = {}
+    for requests in all_rounds:
+        outputs |= serve(engine, requests)
+    return outputs
+
+
+def num_loaded(outputs):
+    return sum(output.stats.prompt_tokens.host for output in outputs.values())
+
+
+@pytest.fixture(scope="module")
+def plain_outputs():
+    return serve_rounds(Engine(TINY, TIGHT), rounds())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"copy_path": "staged"},
+        {"blocks_per_chunk": 3},
+        {"staging_buffer_tokens": 16},  # four blocks: every load is cut, saves are deferred
+        {"decode_save": True},
+    ],
+    ids=str,
+)
+def test_outputs_are_the_same_and_kv_is_loaded(plain_outputs, changes):
+    engine = Engine(TINY, TIGHT, offload=make_offload(**changes))
+    outputs = serve_rounds(engine, rounds())
+    assert tokens_of(outputs) == tokens_of(plain_outputs)
+    assert num_loaded(outputs) > 0
+    stats = engine.offload_stats()
+    assert stats.staging_peak_blocks <= stats.staging_budget_blocks
+    assert stats.num_failed_jobs == 0
+    engine.close()
+
+
+def test_outputs_are_the_same_under_eviction(plain_outputs):
+    engine = Engine(TINY, TIGHT, offload=make_offload(num_cpu_chunks=30))
+    outputs = serve_rounds(engine, rounds())
+    assert tokens_of(outputs) == tokens_of(plain_outputs)
+    assert engine.offload_stats().num_evicted_chunks > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float8_e5m2"])
+def test_every_kv_dtype(kv_dtype):
+    model = dataclasses.replace(TINY, kv_dtype=kv_dtype)
+    engine = Engine(model, TIGHT, offload=make_offload())
+    outputs = serve_rounds(engine, rounds(2))
+    assert tokens_of(outputs) == tokens_of(serve_rounds(Engine(model, TIGHT), rounds(2)))
+    assert num_loaded(outputs) > 0
+    engine.close()
+
+
+def test_most_of_a_repeated_prompt_is_loaded():
+    engine = Engine(TINY, TIGHT, offload=make_offload())
+    outputs = serve_rounds(engine, rounds(2))
+    for request in rounds(2)[1]:
+        sources = outputs[request.request_id].stats.prompt_tokens
+        assert sources.computed <= TIGHT.block_size, request.request_id
+    engine.close()
+
+
+def test_wrong_bytes_would_be_noticed(plain_outputs):
+    """What makes the comparisons above worth something: overwriting what was loaded changes the tokens."""
+    engine = Engine(TINY, TIGHT, offload=make_offload())
+    first, second, _ = rounds()
+    serve(engine, first)
+    begin_step = engine._offload._worker.begin_step
+
+    def damaging(plan, kv_caches):
+        kv_caches = begin_step(plan, kv_caches)
+        block_ids = jnp.asarray([b for job in plan.loads for b in job.block_ids], int)
+        return [cache.at[block_ids].set(1.0) for cache in kv_caches]
+
+    engine._offload._worker.begin_step = damaging
+    outputs = serve(engine, second)
+    changed = [name for name, output in outputs.items() if output.tokens != plain_outputs[name].tokens]
+    assert len(changed) >= len(outputs) // 2
+    engine.close()
+
+
+def test_preempted_requests_reload_and_agree():
+    config = dataclasses.replace(SMALL_ENGINE, num_blocks=20, max_num_seqs=4)
+    requests = [make_request(f"r{i}", random_tokens(i, 20), max_tokens=40, temperature=1.0, seed=i) for i in range(4)]
+    plain = Engine(TINY, config)
+    expected = serve(plain, requests)
+    engine = Engine(TINY, config, offload=make_offload(decode_save=True))
+    outputs = serve(engine, requests)
+    assert plain.stats().num_preemptions > 0
+    assert engine.stats().num_preemptions > 0
+    assert tokens_of(outputs) == tokens_of(expected)
+    assert num_loaded(outputs) > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 9])
+def test_abort_at_any_moment_leaves_nothing_behind(plain_outputs, num_steps):
+    engine = Engine(TINY, TIGHT, offload=make_offload())
+    first, second, third = rounds()
+    serve(engine, first)
+    for request in second:
+        engine.add_request(request)
+    for _ in range(num_steps):
+        engine.step()
+    for request in second:
+        output = engine.abort(request.request_id)
+        assert output is None or output.finish_reason is FinishReason.ABORTED
+        engine.check_invariants()
+    outputs = serve(engine, third)
+    assert tokens_of(outputs) == {r.request_id: plain_outputs[r.request_id].tokens for r in third}
+    for _ in range(20):  # copies in flight at the end still have to be reported
+        engine.step()
+        engine.check_invariants()
+        if engine.offload_stats().num_jobs_in_flight == 0:
+            break
+    stats = engine.offload_stats()
+    assert (stats.num_jobs_in_flight, stats.staging_reserved_blocks) == (0, 0)
+    engine.close()
+
+
+@pytest.mark.parametrize("changes", [{"num_cpu_chunks": 0}, {"staging_buffer_tokens": 0}], ids=str)
+def test_zero_turns_offloading_off(changes):
+    engine = Engine(TINY, TIGHT, offload=make_offload(**changes))
+    assert engine.offload_stats() is None
+    engine.close()

@@ -1,0 +1,175 @@
+"""Jobs end when their copies have, in any order; cancelled ones write nothing; nothing waits unasked."""
+
+import jax
+
+from tests.worker_engine import CANCELLED, FAILED, FINISHED, Engine, slow_down
+from tpu_offload.kernels import Phase
+
+
+def test_poll_does_not_wait_for_a_token():
+    engine = Engine()
+    engine.step(saves=[engine.save([0], [0])])
+    token = slow_down(engine)
+    for _ in range(3):
+        engine.step()
+        assert engine.worker.poll().results == ()
+    token.ready = True
+    (result,) = engine.worker.poll().results
+    assert (result.job_id, result.state, token.blocked) == (1, FINISHED, 0)
+    assert result.duration_s == 1.0  # the clock ticks once a look
+    assert engine.worker.poll().results == ()
+
+
+def test_job_ends_with_its_last_part():
+    engine = Engine()
+    engine.step(saves=[engine.save([0, 1], [7, 8])])
+    first, second = slow_down(engine, 0), slow_down(engine, 1)
+    second.ready = True
+    assert engine.worker.poll().results == ()
+    first.ready = True
+    assert [r.job_id for r in engine.worker.poll().results] == [1]
+
+
+def test_failed_part_waits_for_the_others():
+    """Or a late part would land in a slot that has a new owner."""
+    engine = Engine()
+    real = engine.worker._copier._save
+    calls = []
+
+    def second_fails(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("halted")
+        return real(*args)
+
+    engine.worker._copier._save = second_fails
+    engine.step(saves=[engine.save([0, 1], [7, 8])])
+    token = slow_down(engine)
+    assert engine.worker.poll().results == ()
+    token.ready = True
+    (result,) = engine.worker.poll().results
+    assert (result.state, result.error) == (FAILED, "RuntimeError: halted")
+
+
+def test_waiting_poll_blocks_until_one_job_ends():
+    engine = Engine()
+    engine.step(saves=[engine.save([0], [0])])
+    engine.step(saves=[engine.save([1], [1])])
+    tokens = slow_down(engine, 0), slow_down(engine, 1)
+    assert [r.job_id for r in engine.worker.poll(wait=True).results] == [1]
+    assert tokens[1].blocked == 0
+    assert [r.job_id for r in engine.worker.poll(wait=True).results] == [2]
+    assert engine.worker.poll(wait=True).results == ()
+
+
+def test_waiting_poll_returns_when_a_staged_load_needs_a_step():
+    engine = Engine("staged")
+    load = engine.load([0], [0])
+    engine.begin(load)
+    transit = slow_down(engine)
+    assert engine.worker.poll(wait=True).results == ()
+    assert transit.blocked == 1
+    engine.worker._flights[0].waiting_on = transit.array
+    engine.begin()
+    engine.expect_loaded(load)
+    assert engine.states() == {1: FINISHED}
+    engine.check()
+
+
+def test_waiting_poll_lands_staged_saves():
+    engine = Engine("staged")
+    save = engine.save([0, 1, 2], [7, 8, 9])
+    engine.step(saves=[save])
+    engine.expect_saved(save)
+    assert [r.state for r in engine.worker.poll(wait=True).results] == [FINISHED]
+    engine.check()
+
+
+def test_staged_load_does_not_write_before_it_arrived():
+    engine = Engine("staged")
+    engine.begin(engine.load([0], [0]))
+    transit = slow_down(engine)
+    engine.step()
+    engine.check()
+    assert engine.worker._flights[0].phase is Phase.TRANSIT
+    assert engine.worker.poll().results == ()
+    assert transit.blocked == 0
+
+
+# Cancelling.
+
+
+def test_cancelled_staged_load_writes_nothing():
+    engine = Engine("staged")
+    engine.step(saves=[save := engine.save([0, 1, 2, 3], [0, 1, 2, 3])])
+    engine.expect_saved(save)
+    engine.drain()
+    kept, gone = engine.load([6], [2]), engine.load([4, 5], [0, 1])
+    engine.begin(kept, gone)
+    engine.begin(cancel=[gone.job_id, 999])
+    engine.expect_loaded(kept)
+    assert engine.states() == {kept.job_id: FINISHED, gone.job_id: CANCELLED}
+    engine.check()
+
+
+def test_cancelled_load_holds_its_staging_until_it_arrived():
+    engine = Engine("staged")
+    engine.begin(engine.load([4], [0]))
+    transit = slow_down(engine)
+    engine.begin(cancel=[1])
+    assert engine.worker.poll().results == ()
+    transit.ready = True
+    assert [r.state for r in engine.worker.poll().results] == [CANCELLED]
+    engine.check()
+
+
+def test_cancel_after_the_last_write_finishes():
+    engine = Engine("staged")
+    load = engine.load([4], [0])
+    engine.begin(load)
+    jax.block_until_ready(engine.worker._flights[0].waiting_on)
+    engine.begin()
+    assert engine.worker._flights[0].phase is Phase.COPYING
+    engine.begin(cancel=[1])
+    engine.expect_loaded(load)
+    assert engine.states() == {1: FINISHED}
+    engine.check()
+
+
+def test_cancelled_direct_load_was_written_and_finishes():
+    engine = Engine()
+    load = engine.load([4], [0])
+    engine.begin(load)
+    engine.begin(cancel=[1])
+    engine.expect_loaded(load)
+    assert engine.states() == {1: FINISHED}
+    engine.check()
+
+
+def test_cancelling_a_save_changes_nothing():
+    engine = Engine("staged")
+    save = engine.save([0], [0])
+    engine.step(saves=[save])
+    engine.begin(cancel=[1])
+    engine.expect_saved(save)
+    assert engine.states() == {1: FINISHED}
+    engine.check()
+
+
+# Lockstep: hosts that share a model.
+
+
+def test_in_lockstep_the_plan_decides_when_and_readiness_does_not():
+    engine = Engine("staged")
+    engine.worker._lockstep = True
+    load, save = engine.load([4], [0]), engine.save([1], [1])
+    engine.step(loads=[load], saves=[save])
+    jax.block_until_ready([flight.waiting_on for flight in engine.worker._flights])
+    engine.worker.poll()
+    assert [f.phase for f in engine.worker._flights] == [Phase.TRANSIT, Phase.TRANSIT]
+    engine.step()
+    assert [f.phase for f in engine.worker._flights] == [Phase.COPYING, Phase.COPYING]
+    engine.expect_loaded(load)
+    engine.expect_saved(save)
+    assert set(engine.states().values()) == {FINISHED}
+    engine.check()

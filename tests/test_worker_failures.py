@@ -1,0 +1,138 @@
+"""Whatever goes wrong in a copy ends as a failed result, and spoils nothing else."""
+
+import jax
+import pytest
+
+from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, PATHS, Engine, Poisoned, broken
+from tpu_offload.types import Direction, TransferJob
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("blocks", "places", "part"),
+    [
+        ([12], [0], "block ids 12 to 12: expected 0 to 11"),
+        ([-1, 3], [0, 1], "block ids -1 to 3"),
+        ([0], [NUM_HOST_BLOCKS], f"host block ids {NUM_HOST_BLOCKS} to {NUM_HOST_BLOCKS}: expected 0 to 19"),
+        ([0], [-1], "host block ids -1 to -1"),
+    ],
+)
+def test_ids_out_of_range_fail_alone(path, blocks, places, part):
+    engine = Engine(path)
+    bad, good = engine.save(blocks, places), engine.save([4], [5])
+    bad_load, good_load = engine.load(blocks, places), engine.load([6], [2])
+    engine.step(loads=[bad_load, good_load], saves=[bad, good])
+    engine.expect_loaded(good_load)
+    engine.expect_saved(good)
+    results = engine.drain()
+    for job in (bad, bad_load):
+        assert results[job.job_id].state is FAILED
+        assert part in results[job.job_id].error
+    assert results[good.job_id].state is results[good_load.job_id].state is FINISHED
+    engine.check()
+
+
+def test_unknown_layer_group_fails():
+    engine = Engine()
+    engine.step(saves=[TransferJob(1, Direction.SAVE, 1, (0,), (0,))])
+    assert "layer group 1" in engine.drain()[1].error
+
+
+def test_save_that_raises_fails_its_jobs_and_no_others(caplog):
+    engine = Engine()
+    good = engine.save([0], [0])
+    engine.step(saves=[good])
+    engine.expect_saved(good)
+    assert engine.states() == {1: FINISHED}
+    engine.worker._copier._save = broken(jax.errors.JaxRuntimeError("INTERNAL: one\ntwo"))
+    load = engine.load([9], [0])
+    engine.step(saves=[engine.save([1], [1])], loads=[load])
+    engine.expect_loaded(load)
+    results = engine.drain()
+    assert {i: r.state for i, r in results.items()} == {2: FINISHED, 3: FAILED}
+    assert results[3].error == "JaxRuntimeError: INTERNAL: one"
+    del engine.worker._copier._save
+    after = engine.save([1], [1])  # the segment was not donated, and goes on
+    engine.step(saves=[after])
+    engine.expect_saved(after)
+    assert engine.states() == {4: FINISHED}
+    engine.check()
+
+
+def test_failed_save_that_took_the_segment_loses_it():
+    engine = Engine()
+    engine.worker._copier._save = broken(RuntimeError("the device is gone"), deletes=0)
+    engine.step(saves=[engine.save([0], [0])])
+    assert engine.states() == {1: FAILED}
+    del engine.worker._copier._save
+    engine.step(saves=[engine.save([1], [1]), engine.save([2], [8])], loads=[engine.load([3], [2])])
+    results = engine.drain()
+    assert {i: r.state for i, r in results.items()} == {2: FAILED, 3: FINISHED, 4: FAILED}
+    assert "segment 0 was lost" in results[2].error
+    assert "segment 0 was lost" in results[4].error
+
+
+def test_load_that_raises_leaves_the_caches():
+    engine = Engine()
+    engine.worker._copier._load = broken(ValueError("no"))
+    engine.step(loads=[engine.load([3], [2])])
+    assert engine.drain()[1].error == "ValueError: no"
+    engine.check()
+
+
+def test_wrong_token_fails_the_job_and_the_segment():
+    engine = Engine()
+    real = engine.worker._copier._save
+    engine.worker._copier._save = lambda *args: (real(*args)[0], jax.numpy.int32(1))
+    engine.step(saves=[engine.save([0, 1], [0, 1])])
+    result = engine.drain()[1]
+    assert (result.state, result.error) == (FAILED, "TransferError: the device copied 1 of 2 blocks")
+
+
+@pytest.mark.parametrize(("name", "direction"), [("gather", "save"), ("pick", "load")])
+def test_staged_first_half_that_raises(name, direction):
+    engine = Engine("staged")
+    real = engine.worker._copier._program
+    engine.worker._copier._program = lambda build, bucket: (
+        broken(RuntimeError("halted")) if build.__name__ == name else real(build, bucket)
+    )
+    job = getattr(engine, direction)([0, 1, 2], [6, 7, 8])
+    engine.step(**{f"{direction}s": [job]})
+    assert engine.drain()[1].error == "RuntimeError: halted"
+    engine.check()
+
+
+@pytest.mark.parametrize(("name", "direction"), [("land", "save"), ("scatter", "load")])
+def test_staged_second_half_that_raises(name, direction):
+    engine = Engine("staged")
+    real = engine.worker._copier._program
+    engine.worker._copier._program = lambda build, bucket: (
+        broken(RuntimeError("halted")) if build.__name__ == name else real(build, bucket)
+    )
+    job = getattr(engine, direction)([0, 1, 2], [6, 7, 8])
+    engine.step(**{f"{direction}s": [job]})
+    assert engine.drain()[1].error == "RuntimeError: halted"
+    engine.check()
+
+
+def test_save_that_fails_on_the_device_loses_the_segment():
+    engine = Engine()
+    real = engine.worker._copier._save
+    engine.worker._copier._save = lambda *args: (real(*args)[0], Poisoned())
+    engine.step(saves=[engine.save([0], [0])])
+    assert engine.drain()[1].error == "JaxRuntimeError: INTERNAL: core halted"
+    engine.step(loads=[engine.load([0], [0])])
+    assert "segment 0 was lost" in engine.drain()[2].error
+
+
+@pytest.mark.parametrize("direction", ["save", "load"])
+def test_staged_transfer_that_fails_on_the_device_spoils_nothing(direction):
+    engine = Engine("staged")
+    engine.step(**{f"{direction}s": [getattr(engine, direction)([0, 1], [0, 1])]})
+    engine.worker._flights[0].waiting_on = Poisoned()
+    assert engine.drain()[1].error == "JaxRuntimeError: INTERNAL: core halted"
+    good = engine.save([2], [3])
+    engine.step(saves=[good])
+    engine.expect_saved(good)
+    assert engine.states() == {2: FINISHED}
+    engine.check()

@@ -1,0 +1,169 @@
+"""A stand-in for an engine around a worker, and arrays that are late or broken, for the tests of the worker."""
+
+import jax
+import numpy as np
+
+from tests.caches import random_array, random_caches
+from tpu_offload.config import OffloadConfig
+from tpu_offload.kernels import reference
+from tpu_offload.layout import KVLayout
+from tpu_offload.types import Direction, JobState, StepPlan, TransferJob
+from tpu_offload.worker import OffloadWorker
+
+PATHS = ["direct", "staged"]
+BLOCKS_PER_CHUNK = 2
+NUM_CHUNKS = 10
+CHUNKS_PER_SEGMENT = 4
+NUM_HOST_BLOCKS = NUM_CHUNKS * BLOCKS_PER_CHUNK
+IDLE = StepPlan(step_id=0)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+class Engine:
+    """A worker with its caches, and numpy copies of what both should hold."""
+
+    def __init__(self, path="direct", *, dtype="bfloat16", num_devices=1, wait=True, **settings):
+        self.rng = np.random.default_rng(5)
+        self.caches = random_caches(self.rng, dtype=dtype, num_devices=num_devices)
+        self.layout = KVLayout.from_caches(self.caches, block_size=4)
+        settings = {
+            "num_staging_blocks": 6,
+            "num_cpu_chunks": NUM_CHUNKS,
+            "blocks_per_chunk": BLOCKS_PER_CHUNK,
+            # Not a whole number of chunks: 4.5 of them.
+            "host_segment_gb": 4.5 * BLOCKS_PER_CHUNK * self.layout.block_nbytes / 2**30,
+            "copy_path": path,
+            "skip_jax_precompile": True,
+        } | settings
+        self.clock = Clock()
+        self.worker = OffloadWorker(
+            OffloadConfig.create(**settings), self.layout, self.caches, worker_id=3, clock=self.clock, available=2**30
+        )
+        if wait and self.worker._pool:
+            self.worker._pool.wait_until_allocated()
+        self.step_id = 0
+        self.next_job_id = 0
+        self.expected = [reference.as_bytes(cache) for cache in self.caches]
+        self.host = np.zeros((NUM_HOST_BLOCKS, len(self.caches), *self.expected[0].shape[1:]), np.uint8)
+
+    def job(self, direction, block_ids, host_block_ids):
+        self.next_job_id += 1
+        return TransferJob(self.next_job_id, direction, 0, tuple(block_ids), tuple(host_block_ids))
+
+    def save(self, block_ids, host_block_ids):
+        return self.job(Direction.SAVE, block_ids, host_block_ids)
+
+    def load(self, block_ids, host_block_ids):
+        return self.job(Direction.LOAD, block_ids, host_block_ids)
+
+    def begin(self, *loads, cancel=()):
+        self.step_id += 1
+        self.plan = StepPlan(self.step_id, loads=loads, cancelled_job_ids=tuple(cancel))
+        self.caches = self.worker.begin_step(self.plan, self.caches)
+
+    def end(self, *saves):
+        self.worker.end_step(StepPlan(self.step_id, saves=saves), self.caches)
+
+    def step(self, *, loads=(), saves=(), cancel=()):
+        self.begin(*loads, cancel=cancel)
+        self.end(*saves)
+
+    def scribble(self):
+        """What a forward pass does: new bytes in all caches, which donates them."""
+        new = [random_array(self.rng, c.shape, c.dtype) for c in self.caches]
+
+        def overwrite(old, new):
+            return [jax.lax.dynamic_update_slice(o, n, (0,) * o.ndim) for o, n in zip(old, new, strict=True)]
+
+        write = jax.jit(overwrite, donate_argnums=0, out_shardings=[cache.sharding for cache in self.caches])
+        self.caches = write(self.caches, new)
+        self.expected = [reference.as_bytes(n) for n in new]
+
+    def expect_saved(self, job):
+        self.host = reference.save(self.host, self.expected, job.block_ids, job.host_block_ids)
+
+    def expect_loaded(self, job):
+        self.expected = reference.load(self.expected, self.host, job.block_ids, job.host_block_ids)
+
+    def drain(self):
+        """Steps until nothing is in flight; results by job id."""
+        results = {}
+        for _ in range(100):
+            report = self.worker.poll(wait=True)
+            assert report.worker_id == 3
+            for result in report.results:
+                assert result.job_id not in results
+                results[result.job_id] = result
+            if not self.worker._flights:
+                return results
+            self.step()
+        raise AssertionError("the worker never comes to rest")
+
+    def states(self):
+        return {job_id: result.state for job_id, result in self.drain().items()}
+
+    def check(self):
+        segments = [reference.as_bytes(s) for s in self.worker._pool._segments]
+        np.testing.assert_array_equal(np.concatenate(segments)[:NUM_HOST_BLOCKS], self.host)
+        for cache, wanted in zip(self.caches, self.expected, strict=True):
+            np.testing.assert_array_equal(reference.as_bytes(cache), wanted)
+
+
+FINISHED, FAILED, CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
+
+
+def broken(error, *, deletes=None):
+    def program(*args):
+        if deletes is not None:
+            args[deletes].delete()
+        raise error
+
+    return program
+
+
+class Poisoned:
+    """A token or a staging array whose computation failed on the device."""
+
+    def is_ready(self):
+        return True
+
+    def copy_to_host_async(self):
+        pass
+
+    def block_until_ready(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: core halted")
+
+    def __array__(self, *args, **kwargs):
+        raise jax.errors.JaxRuntimeError("INTERNAL: core halted")
+
+
+class Slow:
+    """Stands for an array that is not ready until it is said to be."""
+
+    def __init__(self, array):
+        self.array, self.ready, self.blocked = array, False, 0
+
+    def is_ready(self):
+        return self.ready
+
+    def block_until_ready(self):
+        self.blocked += 1
+        self.ready = True
+        return self.array.block_until_ready()
+
+    def __array__(self, *args, **kwargs):
+        assert self.ready, "the worker waited for a token"
+        return np.asarray(self.array)
+
+
+def slow_down(engine, index=0):
+    flight = engine.worker._flights[index]
+    flight.waiting_on = Slow(flight.waiting_on)
+    return flight.waiting_on
