@@ -126,6 +126,7 @@ PUBLIC = [
     "OffloadError",
     "OffloadScheduler",
     "OffloadStats",
+    "OffloadWorker",
     "RequestError",
     "ScheduledRequest",
     "StagingError",

@@ -8,6 +8,7 @@ from tpu_offload.hashing import BlockHasher
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.metrics import OffloadStats, StatsCollector
 from tpu_offload.types import BlockHash, ChunkKey, JobResult, JobState, StepPlan, StepReport, TransferJob
+from tpu_offload.worker import OffloadWorker
 
 __all__ = [
     "BlockHash",
@@ -27,6 +28,7 @@ __all__ = [
     "OffloadError",
     "OffloadScheduler",
     "OffloadStats",
+    "OffloadWorker",
     "RequestError",
     "ScheduledRequest",
     "StagingError",

@@ -5,6 +5,7 @@ blocks and chunks here, from the layout's real bytes per block. 1 GB is 2**30 by
 tpu-inference.
 """
 
+import decimal
 import difflib
 import enum
 import logging
@@ -167,8 +168,8 @@ class OffloadConfig(pydantic.BaseModel):
             raise ConfigError(
                 f"{_env_name(name)}={value} is {num_blocks} blocks (block_size={layout.block_size} tokens, "
                 f"{layout.block_nbytes_per_device} bytes a device); expected at least one chunk of "
-                f"{self.blocks_per_chunk} block(s): set it to at least {per_block * self.blocks_per_chunk:.6g}, or to "
-                "0 to turn offloading off"
+                f"{self.blocks_per_chunk} block(s): set it to at least {_round_up(per_block * self.blocks_per_chunk)}, "
+                "or to 0 to turn offloading off"
             )
         return num_blocks
 
@@ -185,9 +186,14 @@ class OffloadConfig(pydantic.BaseModel):
         if num_chunks < 1 and self.enabled:
             raise ConfigError(
                 f"{_env_name('host_gb')}={self.host_gb} holds no chunk of {chunk_nbytes} bytes; set it to at least "
-                f"{chunk_nbytes / _GB:.6g}, or to 0 to turn offloading off"
+                f"{_round_up(chunk_nbytes / _GB)}, or to 0 to turn offloading off"
             )
         return num_chunks
+
+
+def _round_up(size: float) -> str:
+    """A size in at most six digits that is enough: rounding to the nearest could be a hair too small."""
+    return f"{decimal.Context(prec=6, rounding=decimal.ROUND_UP).create_decimal_from_float(size).normalize():f}"
 
 
 def _env_name(field: str) -> str:
@@ -203,5 +209,7 @@ def _one_line(error: pydantic.ValidationError, *, name: Callable[[str], str]) ->
     if detail["type"] == "extra_forbidden":
         known = difflib.get_close_matches(field, OffloadConfig.model_fields, n=1, cutoff=0.0)[0]
         return f"{name(field)} is no setting of tpu_offload; did you mean {name(known)}?"
-    expected = detail["msg"].replace("Input should be", "expected").replace("a valid", "a")
+    expected = detail["msg"].replace("Input should be", "expected")
+    if "boolean" in expected:
+        expected = "expected 0 or 1"
     return f"{name(field)}={detail['input']!r}: {expected[0].lower() + expected[1:]}"

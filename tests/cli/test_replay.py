@@ -219,6 +219,7 @@ def test_interrupt_reports_what_is_finished(tmp_path):
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "Interrupted" in out
+    assert "identical" not in out
     report = json.loads(path.read_text())
     assert report["interrupted"] is True
     assert report["baseline"]["num_requests"] > 0

@@ -50,6 +50,14 @@ def step(scheduler) -> dict[str, int]:
     return {sequence.request_id: num_tokens for sequence, num_tokens in batch}
 
 
+def step_until(scheduler, done) -> None:
+    for _ in range(30):
+        if done():
+            return
+        step(scheduler)
+    raise AssertionError("not reached in 30 steps")
+
+
 def test_long_prompts_are_chunked_and_share_the_budget():
     scheduler = make_scheduler()
     add(scheduler, "a", 40)
@@ -119,8 +127,7 @@ def test_newest_is_preempted_and_comes_back_first():
     old, new = add(scheduler, "old", 16), add(scheduler, "new", 12)
     add(scheduler, "later", 12)
     assert set(step(scheduler)) == {"old", "new"}  # 4 + 3 blocks, and a spare one for "old"
-    while new.phase is Phase.RUNNING:
-        assert "old" in step(scheduler)
+    step_until(scheduler, lambda: new.phase is Phase.WAITING)
     assert offload.events[-1] == ("preempt", "new")
     assert new.num_preemptions == scheduler.num_preemptions == 1
     generated = new.output_tokens
@@ -136,8 +143,7 @@ def test_recomputed_prompt_tokens_count_again():
     scheduler = make_scheduler(num_blocks=9, enable_prefix_caching=False)
     add(scheduler, "old", 16)
     new = add(scheduler, "new", 12)
-    while new.num_preemptions == 0:
-        step(scheduler)
+    step_until(scheduler, lambda: new.num_preemptions == 1)
     scheduler.finish("old")
     step(scheduler)
     assert new.prompt_tokens.computed == 24
@@ -231,9 +237,10 @@ def test_a_loading_request_can_be_the_victim():
     add(scheduler, "old", 16, max_tokens=17)
     step(scheduler)
     offload.num_tokens = 8
-    loading = add(scheduler, "new", 12)
-    while loading.num_preemptions == 0:
-        step(scheduler)
+    loading = add(scheduler, "new", 8)
+    step(scheduler)
+    assert loading.phase is Phase.LOADING
+    step_until(scheduler, lambda: loading.num_preemptions == 1)
     assert loading.phase is Phase.WAITING
     assert ("preempt", "new") in offload.events
     with pytest.raises(AssertionError):  # the library was told; it must not report this load any more

@@ -285,10 +285,12 @@ def _tell(report: dict[str, Any], setup: _Setup) -> int:
         console.print(difference["text"], highlight=False, markup=False)
     if report["differences"]:
         console.print(f"OUTPUTS DIFFER in {len(report['differences'])} of {report['num_compared']} requests.")
-    else:
+    elif report["num_compared"]:
         console.print(
             f"Outputs identical: every token of the {report['num_compared']} requests that both runs finished."
         )
+    else:
+        console.print("No request was finished in both runs, so no output was compared.")
     if report["interrupted"]:
         console.print("Interrupted: the numbers cover the requests finished so far.")
     if report["differences"]:
