@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -79,7 +80,7 @@ def test_outputs_are_the_same_under_eviction(plain_outputs):
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float8_e5m2"])
 def test_every_kv_dtype(kv_dtype):
-    model = dataclasses.replace(TINY, kv_dtype=kv_dtype)
+    model = dataclasses.replace(TINY, num_layers=1, kv_dtype=kv_dtype)
     engine = Engine(model, TIGHT, offload=make_offload())
     outputs = serve_rounds(engine, rounds(2))
     assert tokens_of(outputs) == tokens_of(serve_rounds(Engine(model, TIGHT), rounds(2)))
@@ -151,6 +152,18 @@ def test_abort_at_any_moment_leaves_nothing_behind(plain_outputs, num_steps):
             break
     stats = engine.offload_stats()
     assert (stats.num_jobs_in_flight, stats.staging_reserved_blocks) == (0, 0)
+    engine.close()
+
+
+def test_copies_do_not_make_the_step_compile_again(caplog):
+    config = dataclasses.replace(TIGHT, num_blocks=29)  # a shape that no other test has compiled
+    with jax.log_compiles():
+        engine = Engine(TINY, config, offload=make_offload())
+        engine.warm_up()
+        assert "Compiling jit(_step)" in caplog.text
+        caplog.clear()
+        assert num_loaded(serve_rounds(engine, rounds(2))) > 0
+        assert "Compiling jit(_step)" not in caplog.text
     engine.close()
 
 

@@ -19,6 +19,7 @@ import jax
 from rich.console import Console
 
 from tpu_offload.cli import report as report_lib
+from tpu_offload.cli.copy_rate import measure_copy_rates
 from tpu_offload.cli.flags import float_flag, int_flag
 from tpu_offload.cli.serving import ServedRun, serve
 from tpu_offload.cli.terminal import progress, stop_on_interrupt
@@ -32,8 +33,8 @@ from tpu_offload.metrics import OffloadStats
 
 _logger = logging.getLogger(__name__)
 
-_DEFAULT_NUM_CHAT_REQUESTS = 128
-_DEFAULT_NUM_TURNS = 8
+_DEFAULT_NUM_CHAT_REQUESTS = 160
+_DEFAULT_NUM_TURNS = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,6 +230,10 @@ def _serve_twice(setup: _Setup, *, stop: Callable[[], bool]) -> dict[str, Any]:
     differences, num_compared = report_lib.find_differences(baseline.records, offload.records)
     baseline_numbers = report_lib.run_numbers(baseline, block_size=block_size)
     offload_numbers = report_lib.run_numbers(offload, block_size=block_size)
+    extra = report_lib.offload_numbers(stats or OffloadStats())
+    if stats and offload.complete:
+        rates = measure_copy_rates(setup.model, setup.engine, setup.offload)
+        extra["transfers"]["copy_rates"] = dataclasses.asdict(rates)
     recomputed = baseline_numbers["prompt_tokens"]["recomputed"]
     loaded = offload_numbers["prompt_tokens"]["host"]
     return {
@@ -250,7 +255,7 @@ def _serve_twice(setup: _Setup, *, stop: Callable[[], bool]) -> dict[str, Any]:
         "loaded_share_of_recomputed": loaded / recomputed if recomputed else None,
         "host_hits": report_lib.hit_ttfts(baseline, offload),
         "baseline": baseline_numbers,
-        "offload": {**offload_numbers, **report_lib.offload_numbers(stats or OffloadStats())},
+        "offload": offload_numbers | extra,
     }
 
 

@@ -115,8 +115,6 @@ def offload_numbers(stats: OffloadStats) -> dict[str, Any]:
         "transfers": {
             "saved_nbytes": stats.saved_nbytes,
             "loaded_nbytes": stats.loaded_nbytes,
-            "saved_gb_per_s": stats.saved_nbytes / stats.save_s / 1e9 if stats.save_s else None,
-            "loaded_gb_per_s": stats.loaded_nbytes / stats.load_s / 1e9 if stats.load_s else None,
             "save_s": stats.save_s,
             "load_s": stats.load_s,
             "num_failed_jobs": stats.num_failed_jobs,
@@ -234,10 +232,11 @@ def _add_offload_rows(table: Table, offload: Mapping[str, Any]) -> None:
     dropped = f"{staging['dropped_save_blocks']} + {staging['dropped_load_blocks']}"
     table.add_row("dropped blocks, save + load", "", dropped, "")
     for label in ("saved", "loaded"):
-        rate = transfers[f"{label}_gb_per_s"]
         table.add_row(f"{label}, MiB", "", f"{transfers[f'{label}_nbytes'] / 2**20:.1f}", "")
-        # A copy counts from its dispatch until a step has seen it finished, so beside compute it looks slow.
-        table.add_row(f"{label}, GB/s while under way", "", "-" if rate is None else f"{rate:.3g}", "")
+    rates = transfers.get("copy_rates")
+    if rates:
+        text = f"{rates['save_gb_per_s']:.2f} + {rates['load_gb_per_s']:.2f}"
+        table.add_row(f"GB/s of {rates['num_blocks']} blocks alone, save + load", "", text, "")
     evicted = f"{offload['host']['num_resident_chunks']}, {offload['host']['num_evicted_chunks']}"
     table.add_row("host chunks resident, evicted", "", evicted, "")
 

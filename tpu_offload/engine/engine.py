@@ -156,12 +156,14 @@ class Engine:
     def _run(self, batch: list[tuple[Sequence, int]]) -> list[int]:
         """Dispatches loads, forward pass and saves in this order, then waits for the sampled tokens."""
         runner, offload = self._runner, self._offload
-        if offload:
-            runner.kv_caches = offload.before_forward(batch, runner.kv_caches)
-        output = runner.step([_token_run(sequence, num_tokens) for sequence, num_tokens in batch]) if batch else None
-        if offload:
-            offload.after_forward(runner.kv_caches)
-        return np.asarray(output.tokens)[: len(batch)].tolist() if output else []
+        runs = [_token_run(sequence, num_tokens) for sequence, num_tokens in batch]
+        if offload is None:
+            output = runner.step(runs) if runs else None
+        else:
+            plan, runner.kv_caches = offload.before_forward(batch, runner.kv_caches)
+            output = runner.step(runs) if runs else None
+            offload.after_forward(plan, runner.kv_caches)
+        return np.asarray(output.tokens)[: len(runs)].tolist() if output else []
 
 
 def _token_run(sequence: Sequence, num_tokens: int) -> TokenRun:

@@ -3,9 +3,9 @@
 The scheduler calls `start_load` when it admits a request, and `preempt` or `finish` when it takes the
 request's blocks. The engine calls the other three once a step, whether or not anything is computed:
 
-    kv_caches = offloading.before_forward(batch, kv_caches)
+    plan, kv_caches = offloading.before_forward(batch, kv_caches)
     ... dispatch the forward pass ...
-    offloading.after_forward(kv_caches)
+    offloading.after_forward(plan, kv_caches)
     update = offloading.poll(wait=...)
 """
 
@@ -13,9 +13,17 @@ from collections.abc import Callable, Iterable
 
 import jax
 
-from tpu_offload import KVLayout, OffloadConfig, OffloadScheduler, OffloadStats, ScheduledRequest, Update
+from tpu_offload import (
+    KVLayout,
+    OffloadConfig,
+    OffloadScheduler,
+    OffloadStats,
+    OffloadWorker,
+    ScheduledRequest,
+    StepPlan,
+    Update,
+)
 from tpu_offload.engine.sequence import Sequence
-from tpu_offload.worker import OffloadWorker
 
 
 class Offloading:
@@ -36,7 +44,6 @@ class Offloading:
     ) -> None:
         self._scheduler = OffloadScheduler(config, layout, clock=clock)
         self._worker = OffloadWorker(config, layout, kv_caches, clock=clock)
-        self._plan = self._scheduler.plan_step([])
 
     def start_load(self, sequence: Sequence) -> int:
         """Asks for what the host tier has past the blocks found in HBM, and starts loading it.
@@ -66,16 +73,18 @@ class Offloading:
         """The sequence ended, in whatever phase; its blocks may be granted again at once."""
         self._scheduler.finish(sequence.request_id)
 
-    def before_forward(self, batch: Iterable[tuple[Sequence, int]], kv_caches: list[jax.Array]) -> list[jax.Array]:
+    def before_forward(
+        self, batch: Iterable[tuple[Sequence, int]], kv_caches: list[jax.Array]
+    ) -> tuple[StepPlan, list[jax.Array]]:
         """Plans the step and dispatches its loads.
 
         Args:
           batch: what the step computes: sequences, and how many tokens of each.
           kv_caches: donated.
         Returns:
-          The caches to run the step on.
+          The plan, for `after_forward`, and the caches to run the step on.
         """
-        self._plan = self._scheduler.plan_step(
+        plan = self._scheduler.plan_step(
             ScheduledRequest(
                 request_id=sequence.request_id,
                 block_ids=sequence.block_ids,
@@ -85,11 +94,11 @@ class Offloading:
             )
             for sequence, num_tokens in batch
         )
-        return self._worker.begin_step(self._plan, kv_caches)
+        return plan, self._worker.begin_step(plan, kv_caches)
 
-    def after_forward(self, kv_caches: list[jax.Array]) -> None:
+    def after_forward(self, plan: StepPlan, kv_caches: list[jax.Array]) -> None:
         """Dispatches the step's saves, which read the caches before any later step can write them."""
-        self._worker.end_step(self._plan, kv_caches)
+        self._worker.end_step(plan, kv_caches)
 
     def poll(self, *, wait: bool) -> Update:
         """Requests whose loads have ended since the last call.

@@ -55,7 +55,12 @@ class ModelRunner:
         self._model_config, self._engine_config = model_config, engine_config
         self._weights = nnx.state(Decoder(model_config))
         shape = (engine_config.num_blocks, *model_config.page_shape(engine_config.block_size))
-        self.kv_caches = [jnp.zeros(shape, model_config.kv_dtype) for _ in range(model_config.num_layers)]
+        # Put on a device by name, as arrays that come back from the offload worker are. Arrays that jax has
+        # merely placed there by default count as another kind, and would compile the step once more.
+        device = jax.devices()[0]
+        self.kv_caches = [
+            jax.device_put(jnp.zeros(shape, model_config.kv_dtype), device) for _ in range(model_config.num_layers)
+        ]
 
     def step(self, runs: Sequence[TokenRun]) -> StepOutput:
         """Dispatches the computation of the runs' tokens and KV, and of one token after each run.
