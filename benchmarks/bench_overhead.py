@@ -35,7 +35,7 @@ def run(engine: Engine, workload: Workload, concurrency: int) -> ServedRun:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--requests", type=int, default=30, help="requests a round")
+    parser.add_argument("--requests", type=int, default=60, help="requests a round")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()

@@ -217,8 +217,10 @@ class OffloadWorker:
         job_ids = np.repeat(np.array([j.job_id for j in jobs], np.int64), [j.num_blocks for j in jobs])
         block_ids = np.array([b for j in jobs for b in j.block_ids], np.int32)
         host_ids = np.array([b for j in jobs for b in j.host_block_ids], np.int32)
-        segment_ids, places = np.divmod(host_ids, self._spec.segment_blocks)
-        rows = Rows(job_ids, block_ids, places.astype(np.int32))
+        segment_ids, places = np.divmod(host_ids, np.int32(self._spec.segment_blocks))
+        rows = Rows(job_ids, block_ids, places)
+        if len(rows) and segment_ids.min() == segment_ids.max():  # nearly always, and cheaper
+            return [(int(segment_ids[0]), rows)]
         return [(int(i), rows.take(segment_ids == i)) for i in np.unique(segment_ids)]
 
     def _start(self, direction: Direction, segment_id: int, piece: Rows, step_id: int, kv_caches: Caches) -> Caches:

@@ -10,6 +10,7 @@ they become reachable again when a request saves the missing chunk, or grow old 
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tpu_offload.core.policies import EvictionPolicy
 from tpu_offload.types import ChunkKey
@@ -30,8 +31,7 @@ class _Chunk:
     num_pins: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NewChunk:
+class NewChunk(NamedTuple):
     """A chunk that wants a slot, and the chunk right before it in its prefix (None for the first)."""
 
     key: ChunkKey

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator
 from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Job:
     """A transfer and what it holds until its end.
 

@@ -57,7 +57,7 @@ class Phase(enum.Enum):
     COPYING = "copying"  # its last program is dispatched; it has ended when `waiting_on`, the token, is ready
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)  # a flight is itself; comparing its arrays has no truth value
 class Flight:
     """One dispatched copy between the caches and one segment.
 

@@ -45,12 +45,12 @@ class DirectCopier(Copier):
         """See `Copier`."""
         segment, token = self._save(self._store.segment(segment_id), kv_caches, *self._ids(rows))
         self._store.replace(segment_id, segment)
-        return _flight(Direction.SAVE, segment_id, rows, token)
+        return self._flight(Direction.SAVE, segment_id, rows, token)
 
     def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
         """See `Copier`; donates the caches."""
         kv_caches, token = self._load(kv_caches, self._store.segment(segment_id), *self._ids(rows))
-        return _flight(Direction.LOAD, segment_id, rows, token), kv_caches
+        return self._flight(Direction.LOAD, segment_id, rows, token), kv_caches
 
     def resume_save(self, flight: Flight) -> None:
         """Never called: nothing of this path is ever in TRANSIT."""
@@ -67,7 +67,7 @@ class DirectCopier(Copier):
         capacity = self._spec.capacity
         return pad(rows.block_ids, capacity), pad(rows.host_block_ids, capacity), np.int32(len(rows))
 
-
-def _flight(direction: Direction, segment_id: int, rows: Rows, token: jax.Array) -> Flight:
-    token.copy_to_host_async()  # so that reading it, once it is ready, does not wait for a round trip
-    return Flight(direction, segment_id, rows, Phase.COPYING, token)
+    def _flight(self, direction: Direction, segment_id: int, rows: Rows, token: jax.Array) -> Flight:
+        if self._spec.platform != "cpu":
+            token.copy_to_host_async()  # so that reading it, once it is ready, does not wait for a round trip
+        return Flight(direction, segment_id, rows, Phase.COPYING, token)
