@@ -1,0 +1,59 @@
+"""What Prometheus and the log get to see of the counters."""
+
+import dataclasses
+import logging
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tests.core.fakes import FakeEngine, tokens
+from tpu_offload import OffloadStats, StatsCollector
+from tpu_offload.metrics import StatsLogger
+
+
+def test_prometheus_sees_every_field_as_it_is_at_the_scrape():
+    engine = FakeEngine()
+    registry = CollectorRegistry()
+    registry.register(StatsCollector(engine.scheduler.stats))
+    assert registry.get_sample_value("tpu_offload_saved_blocks_total") == 0
+    engine.serve("a", tokens(16))
+    engine.serve("b", tokens(16))
+    assert registry.get_sample_value("tpu_offload_saved_blocks_total") == 4
+    assert registry.get_sample_value("tpu_offload_loaded_blocks_total") == 4
+    assert registry.get_sample_value("tpu_offload_staging_budget_blocks") == 8
+    text = generate_latest(registry).decode()
+    for field in dataclasses.fields(OffloadStats):
+        assert f"tpu_offload_{field.name}" in text
+
+
+def test_what_can_fall_is_a_gauge_and_what_cannot_is_a_counter():
+    kinds = {family.name: family.type for family in StatsCollector(OffloadStats).collect()}
+    falling = {"staging_reserved_blocks", "num_resident_chunks", "num_jobs_in_flight"}
+    assert all(kinds[f"tpu_offload_{name}"] == "gauge" for name in falling)
+    assert kinds["tpu_offload_dropped_save_blocks"] == kinds["tpu_offload_save_s"] == "counter"
+
+
+def test_a_snapshot_does_not_change_with_the_counters():
+    engine = FakeEngine()
+    before = engine.scheduler.stats()
+    engine.serve("a", tokens(16))
+    assert before.saved_blocks == 0
+    assert engine.scheduler.stats().saved_blocks == 4
+
+
+def test_one_log_line_an_interval_and_none_while_nothing_moves(caplog):
+    caplog.set_level(logging.INFO, logger="tpu_offload.metrics")
+    stats = OffloadStats(saved_nbytes=5 << 20, loaded_tokens=7)
+    log = StatsLogger(10.0)
+    for now_s in (100.0, 105.0, 111.0):
+        log.maybe_log(now_s, lambda: stats)
+    assert len(caplog.messages) == 1
+    assert "saved 5 MiB" in caplog.messages[0]
+    stats.loaded_nbytes = 1
+    log.maybe_log(122.0, lambda: stats)
+    assert len(caplog.messages) == 2
+
+
+def test_an_interval_of_zero_never_logs(caplog):
+    caplog.set_level(logging.INFO, logger="tpu_offload.metrics")
+    StatsLogger(0.0).maybe_log(100.0, lambda: OffloadStats(saved_nbytes=1))
+    assert caplog.messages == []
