@@ -10,7 +10,7 @@ import tpu_offload
 PACKAGE = Path(tpu_offload.__file__).parent
 FOUNDATION = {"errors", "types", "config", "layout", "hashing", "metrics"}
 PARTS = {"core", "kernels", "memory", "tiers"}
-FRONTS = {"engine", "adapters", "sim"}
+FRONTS = {"adapters", "sim"}
 
 # part -> the parts it may import; "" is the package itself, which is the public interface.
 ALLOWED = (
@@ -19,7 +19,8 @@ ALLOWED = (
     | {part: FOUNDATION | (PARTS - {"core"}) for part in PARTS - {"core"}}
     | {"worker": FOUNDATION | PARTS | {"worker"}}
     | {part: {""} | FOUNDATION | PARTS | {"worker", part} for part in FRONTS}
-    | {"cli": {""} | FOUNDATION | PARTS | {"worker", "cli"} | FRONTS}
+    | {"engine": {"", "engine"}}  # it shows what any other engine can do with the public interface
+    | {"cli": {""} | FOUNDATION | PARTS | {"worker", "cli", "engine"} | FRONTS}
 )
 
 

@@ -10,7 +10,7 @@ tail is still useful and a tail without its prefix never.
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tpu_offload.types import BlockHash
+from tpu_offload import BlockHash
 
 
 class BlockManager:

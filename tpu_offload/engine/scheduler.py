@@ -10,12 +10,12 @@ in turn every other.
 from collections import deque
 from collections.abc import Iterable
 
+from tpu_offload import BlockHasher
 from tpu_offload.engine.block_manager import BlockManager
 from tpu_offload.engine.config import EngineConfig
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request
 from tpu_offload.engine.sequence import Phase, Sequence
-from tpu_offload.hashing import BlockHasher
 
 type Batch = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens of each it computes
 

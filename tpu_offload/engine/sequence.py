@@ -3,8 +3,8 @@
 import dataclasses
 import enum
 
+from tpu_offload import BlockHash
 from tpu_offload.engine.request import FinishReason, PromptTokens, Request, RequestOutput, RequestStats
-from tpu_offload.types import BlockHash
 
 
 class Phase(enum.Enum):
