@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpu_offload.hashing import BlockHasher, chunk_keys
+from tpu_offload.hashing import BlockHasher, chunk_keys, key_namespace
 
 FINGERPRINT = bytes(range(16))
 GOLDEN = ["d8344d56ba358e2171d8fa9def1fecbd", "112e8716dc18707f9f5f76c8e22bdcc1"]
@@ -89,13 +89,20 @@ def test_a_salt_cannot_imitate_a_fingerprint():
 )
 def test_chunk_keys_come_from_the_last_block_of_each_full_chunk(num_blocks, blocks_per_chunk, first_chunk, last_blocks):
     hashes = hashes_of(range(4 * num_blocks))
-    keys = list(chunk_keys(hashes, blocks_per_chunk=blocks_per_chunk, first_chunk=first_chunk))
-    assert [key[:16] for key in keys] == [hashes[i] for i in last_blocks]
+    keys = list(chunk_keys(hashes, blocks_per_chunk=blocks_per_chunk, namespace=b"n", first_chunk=first_chunk))
+    assert keys == [hashes[i] + b"n" for i in last_blocks]
 
 
-def test_groups_and_epochs_have_keys_of_their_own():
-    hashes = hashes_of(range(8))
-    kinds = [{}, {"group_id": 1}, {"epoch": 1}, {"group_id": 1, "epoch": 1}]
-    keys = [key for kind in kinds for key in chunk_keys(hashes, blocks_per_chunk=1, **kind)]
-    assert len(set(keys)) == 4 * 2
+def test_layouts_chunk_sizes_groups_and_epochs_have_keys_of_their_own():
+    hashes = hashes_of(range(16))
+    namespaces = {
+        key_namespace(fingerprint, blocks_per_chunk=size, group_id=group, epoch=epoch)
+        for fingerprint in (b"a", b"b")
+        for size in (1, 2)
+        for group in (0, 1)
+        for epoch in (0, 1)
+    }
+    assert len(namespaces) == 16
+    keys = [key for n in namespaces for key in chunk_keys(hashes, blocks_per_chunk=1, namespace=n)]
+    assert len(set(keys)) == 16 * 4
     assert len({len(key) for key in keys}) == 1  # of one length, so that no key is the start of another

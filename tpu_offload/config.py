@@ -49,15 +49,23 @@ class OffloadConfig(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     staging_buffer_tokens: int | None = Field(
-        None, ge=0, description="Staging buffer in tokens; rounded down to blocks; 0 turns offloading off."
+        None, ge=0, le=2**40, description="Staging buffer in tokens; rounded down to blocks; 0 turns offloading off."
     )
-    num_staging_blocks: int | None = Field(None, ge=0, description="Staging buffer in blocks; 0 turns offloading off.")
+    num_staging_blocks: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="Staging buffer in blocks; 0 turns offloading off."
+    )
     staging_buffer_gb: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="Staging buffer in GB of HBM a device; 0 turns offloading off."
+        None,
+        ge=0,
+        le=2**20,
+        allow_inf_nan=False,
+        description="Staging buffer in GB of HBM a device; 0 turns offloading off.",
     )
-    num_cpu_chunks: int | None = Field(None, ge=0, description="Host tier in chunks; 0 turns offloading off.")
+    num_cpu_chunks: int | None = Field(
+        None, ge=0, le=2**31 - 1, description="Host tier in chunks; 0 turns offloading off."
+    )
     host_gb: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="Host tier in GB of host memory; 0 turns offloading off."
+        None, ge=0, le=2**20, allow_inf_nan=False, description="Host tier in GB of host memory; 0 turns offloading off."
     )
     host_memory_fraction: float = Field(
         0.8, gt=0, le=1, description="The host tier takes at most this share of the memory that RAM and cgroup leave."
@@ -65,6 +73,7 @@ class OffloadConfig(pydantic.BaseModel):
     host_segment_gb: float = Field(
         1.0,
         gt=0,
+        le=2**20,
         allow_inf_nan=False,
         description="The host pool is allocated in segments this big, in the background.",
     )
@@ -76,7 +85,7 @@ class OffloadConfig(pydantic.BaseModel):
         (), description="Blocks per staged copy, comma-separated, ascending, starting at 1; empty means powers of two."
     )
     job_timeout_s: float = Field(
-        60.0, gt=0, description="A transfer that no worker has reported after this long has failed."
+        60.0, gt=0, description="A transfer that some worker has not reported after this long has failed."
     )
     metrics_log_interval: float = Field(10.0, ge=0, description="Seconds between metrics log lines; 0 means none.")
     batched_save: bool | None = Field(None, description="Accepted and ignored: saves of a step are always batched.")

@@ -54,19 +54,23 @@ class BlockHasher:
             hashes.append(parent)
 
 
+def key_namespace(fingerprint: bytes, *, blocks_per_chunk: int, group_id: int = 0, epoch: int = 0) -> bytes:
+    """What tells apart the chunks of equal tokens: 8 bytes that end every chunk key.
+
+    The fingerprint is in here as well as in the hashes of `BlockHasher`, because an engine may hand in
+    block hashes of its own that know nothing of the layout. `epoch` counts the resets of the cache: keys
+    of different epochs never meet.
+    """
+    text = fingerprint + struct.pack("<IHI", blocks_per_chunk, group_id, epoch)
+    return hashlib.blake2b(text, digest_size=8).digest()
+
+
 def chunk_keys(
-    block_hashes: Sequence[BlockHash],
-    *,
-    blocks_per_chunk: int,
-    group_id: int = 0,
-    first_chunk: int = 0,
-    epoch: int = 0,
+    block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int, namespace: bytes, first_chunk: int = 0
 ) -> Iterable[ChunkKey]:
     """Keys of the full chunks of a prefix, from `first_chunk` on.
 
     The hash of a chunk's last block is chained over all its tokens and all before, so it names the chunk.
-    `epoch` counts the resets of the cache: keys of different epochs never meet.
     """
-    suffix = struct.pack("<HI", group_id, epoch)
     for last in range((first_chunk + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk):
-        yield ChunkKey(block_hashes[last] + suffix)
+        yield ChunkKey(block_hashes[last] + namespace)

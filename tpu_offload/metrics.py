@@ -42,7 +42,7 @@ class OffloadStats:
         had no room.
       deferred_save_blocks: times that a block was refused in a step; it was offered again later.
       num_failed_jobs: jobs that failed, timed-out ones included.
-      num_timed_out_jobs: jobs that no worker reported in time.
+      num_timed_out_jobs: jobs that some worker did not report in time.
       num_ignored_results: reported results that fitted no job.
     """
 

@@ -118,8 +118,10 @@ class StepReport:
       worker_id: 0 to num_workers - 1.
       results: jobs that ended.
       num_host_chunks: slots of the host pool that are allocated and usable by now; it only grows.
+      lost_slots: ranges (first, end) of slots whose bytes are gone since the last report.
     """
 
     worker_id: int
     results: tuple[JobResult, ...]
     num_host_chunks: int
+    lost_slots: tuple[tuple[int, int], ...] = ()

@@ -100,7 +100,8 @@ class OffloadWorker:
         self._spec = TransferSpec.from_caches(
             kv_caches,
             segment_blocks=chunks_per_segment * config.blocks_per_chunk,
-            capacity=config.staging_blocks(layout),
+            # No dispatch copies more blocks than there are, however generous the budget: ids are padded to this.
+            capacity=min(config.staging_blocks(layout), kv_caches[0].shape[0]),
         )
         # Hosts that share one model must dispatch in one order, and readiness differs between them.
         self._lockstep = not self._spec.cache_sharding.is_fully_addressable

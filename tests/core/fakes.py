@@ -189,7 +189,10 @@ class FakeEngine:
     def settle(self) -> Update:
         """Finishes everything in flight, on all workers, until nothing is."""
         loaded, failed = [], []
+        num_steps = 0
         while self.scheduler.has_jobs:
+            num_steps += 1
+            assert num_steps < 1000, "a job never ends"
             _, results = self.step()
             for worker, early in zip(self.workers, results, strict=True):
                 update = self.apply(worker, early + worker.finish())

@@ -128,14 +128,42 @@ def test_dropping_a_head_leaves_a_tail_that_the_head_finds_again() -> None:
     index.check_invariants()
 
 
-def test_clear_keeps_what_is_pinned_or_unfinished() -> None:
+def test_a_dropped_chunk_is_found_no_more_and_goes_with_its_last_pin() -> None:
+    index = make(2)
+    a = chain("a", 2)
+    fill(index, a)
+    index.pin(a[1:])
+    index.pin(a[1:])
+    assert index.drop([*a, b"unknown"]) == a
+    assert index.drop(a) == []
+    assert index.num_ready(a) == 0
+    assert index.state(a[1]) is ChunkState.CONDEMNED
+    index.unpin(a[1:])
+    assert len(index.allocate(new(chain("b", 2)))) == 1, "its slot may still be read"
+    index.unpin(a[1:])
+    assert index.state(a[1]) is None
+    index.check_invariants()
+
+
+def test_losing_slots_drops_what_is_in_them() -> None:
+    index = make(4)
+    a = chain("a", 4)
+    fill(index, a)
+    assert index.lose_slots(1, 3) == a[1:3]
+    assert [index.state(key) is ChunkState.READY for key in a] == [True, False, False, True]
+    assert index.in_slots(a[3:], 3, 4)
+    assert not index.in_slots(a[3:], 0, 3)
+    index.check_invariants()
+
+
+def test_clear_takes_what_is_pinned_from_the_lookups_and_keeps_what_is_unfinished() -> None:
     index = make(4)
     a, b = chain("a", 2), chain("b", 1)
     fill(index, a)
     index.allocate(new(b))
     index.pin(a[:1])
     index.clear()
-    assert [index.state(key) for key in (*a, *b)] == [ChunkState.READY, None, ChunkState.PENDING]
+    assert [index.state(key) for key in (*a, *b)] == [ChunkState.CONDEMNED, None, ChunkState.PENDING]
     index.check_invariants()
 
 
@@ -165,6 +193,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.prefixes = [head + chain(name, 4) for name in "abc"]
         self.pending: set[bytes] = set()
         self.ready: set[bytes] = set()
+        self.condemned: set[bytes] = set()
         self.pins: list[list[bytes]] = []
 
     prefixes_st = st.integers(0, 2)
@@ -172,7 +201,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(which=prefixes_st, end=st.integers(1, 6))
     def save(self, which: int, end: int) -> None:
         prefix = self.prefixes[which][:end]
-        resident = self.pending | self.ready
+        resident = self.pending | self.ready | self.condemned
         new_chunks = [n for n in new(prefix) if n.key not in resident]
         before = set(self.ready)
         slots = self.index.allocate(new_chunks, protected=prefix)
@@ -210,11 +239,13 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin(self, data) -> None:
         self.index.unpin(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1))))
+        self.condemned &= {key for keys in self.pins for key in keys}
 
     @rule()
     def clear(self) -> None:
         self.index.clear()
-        self.ready &= {key for keys in self.pins for key in keys}
+        self.condemned |= self.ready & {key for keys in self.pins for key in keys}
+        self.ready.clear()
 
     @invariant()
     def agrees_with_the_model(self) -> None:
@@ -224,7 +255,7 @@ class IndexMachine(RuleBasedStateMachine):
             for key in keys:
                 counts[key] = counts.get(key, 0) + 1
         self.index.check_holds(pins=counts, pending=self.pending)
-        assert len(self.index) == len(self.pending | self.ready)
+        assert len(self.index) == len(self.pending | self.ready | self.condemned)
 
 
 TestIndexMachine = IndexMachine.TestCase

@@ -5,7 +5,16 @@ import pickle
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, FakeEngine, FakeWorker, tokens
-from tpu_offload import FailedLoad, JobResult, JobState, OffloadConfig, OffloadScheduler, RequestError, StepReport
+from tpu_offload import (
+    FailedLoad,
+    JobResult,
+    JobState,
+    OffloadConfig,
+    OffloadScheduler,
+    RequestError,
+    StepReport,
+    Update,
+)
 from tpu_offload.errors import ConfigError
 
 
@@ -512,3 +521,121 @@ def test_blocks_that_are_not_granted_yet_are_not_saved() -> None:
     request.block_ids = request.block_ids[:2]
     plan = engine.scheduler.plan_step([_scheduled(request, 16)])
     assert plan.saves[0].block_ids == tuple(request.block_ids)
+
+
+def test_a_load_that_one_worker_fails_and_another_never_reports_times_out() -> None:
+    workers = [FakeWorker(0), FakeWorker(1)]
+    engine = FakeEngine(workers=workers, job_timeout_s=5.0)
+    engine.serve("a", tokens(12))
+    engine.add("b", tokens(12))
+    engine.step()
+    assert engine.apply(workers[0], workers[0].finish(fail=True)).failed_loads == ()
+    engine.clock.now_s += 6
+    plan, [_, late] = engine.step()
+    assert len(plan.cancelled_job_ids) == 1
+    assert engine.apply(workers[0], []).failed_loads == (FailedLoad("b", 0),)
+    assert engine.scheduler.stats().num_failed_jobs == 1
+    engine.apply(workers[1], late)
+    assert not engine.scheduler.has_jobs
+    assert engine.add("c", tokens(12)).num_computed == 0, "what timed out is not offered again"
+    engine.scheduler.check_invariants()
+
+
+def test_a_load_in_flight_at_a_reset_times_out_too() -> None:
+    engine = FakeEngine(job_timeout_s=5.0)
+    engine.serve("a", tokens(12))
+    engine.add("b", tokens(12))
+    engine.step()
+    engine.scheduler.reset()
+    engine.clock.now_s += 6
+    engine.step()
+    assert engine.apply(engine.workers[0], []).failed_loads == (FailedLoad("b", 0),)
+
+
+def test_the_failure_of_an_old_load_is_not_told_to_the_request_that_came_back() -> None:
+    engine = FakeEngine(job_timeout_s=5.0, workers=[FakeWorker(staged=True)], num_blocks=16)
+    engine.serve("a", tokens(12))
+    engine.serve("x", tokens(12, start=500))
+    engine.add("b", tokens(12))
+    engine.step()
+    engine.clock.now_s += 6
+    _, [cancelled] = engine.step()  # b's load is overdue; the next report would say so
+    engine.remove("b", preempt=True)
+    assert engine.add("b", tokens(12, start=500)).num_computed == 11
+    engine.step()
+    assert engine.apply(engine.workers[0], cancelled) == Update()
+    assert engine.settle().loaded == ("b",)
+
+
+def test_a_save_that_keeps_failing_is_given_up_and_its_slots_are_tried_last() -> None:
+    engine = FakeEngine()
+    engine.add("a", tokens(8))
+    used = set()
+    engine.step({"a": 8})
+    for _ in range(10):
+        worker = engine.workers[0]
+        used.update(i for job, _ in worker.in_flight for i in job.host_block_ids)
+        engine.apply(worker, worker.finish(fail=True))
+        engine.step()
+    assert engine.scheduler.stats().num_failed_jobs == 2
+    assert len(used) == 4, "other slots the second time"
+    engine.scheduler.check_invariants()
+
+
+def test_a_failed_load_leaves_no_hole_in_what_others_have_saved() -> None:
+    engine = FakeEngine()
+    engine.add("holder", tokens(24))
+    engine.step({"holder": 20})
+    engine.settle()
+    engine.add("b", tokens(12))
+    engine.step()
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(fail=True))
+    engine.remove("b")
+    plan, _ = engine.step({"holder": 4})
+    assert plan.saves[0].num_blocks == 4, "the three that the failed load gave up, and the new one"
+    engine.settle()
+    assert engine.add("c", tokens(25)).num_computed == 24
+
+
+def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> None:
+    engine = FakeEngine(num_blocks=40)
+    worker = engine.workers[0]
+    engine.add("holder", tokens(13))
+    engine.step({"holder": 13})
+    engine.settle()
+    engine.add("loading", tokens(9))
+    engine.step()
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(9))
+    assert engine.scheduler.match("matched", hashes, num_tokens=9, num_computed_tokens=0) == 8
+    engine.add("saving", tokens(8, start=700))
+    engine.step({"saving": 8})
+    report = StepReport(0, tuple(worker.finish()), 64, lost_slots=((0, 64),))
+    assert engine.scheduler.apply(report).failed_loads == (FailedLoad("loading", 0),)
+    engine.requests["loading"].loading = False
+    assert engine.scheduler.match("late", hashes, num_tokens=9, num_computed_tokens=0) == 0
+    engine.scheduler.admit("matched", [30, 31], num_loaded_tokens=8)
+    engine.scheduler.plan_step([])
+    assert engine.scheduler.has_jobs
+    job_id = max(job.transfer.job_id for job in engine.scheduler._jobs)
+    update = engine.scheduler.apply(worker.report([JobResult(job_id, JobState.FINISHED)]))
+    assert update.failed_loads == (FailedLoad("matched", 0),), "zeros were copied, whatever the worker says"
+    engine.scheduler.check_invariants()
+    plan, _ = engine.step()
+    assert sorted(job.num_blocks for job in plan.saves) == [2, 3], "who still holds the blocks saves them again"
+
+
+def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(16))
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(16))
+    engine.scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
+    others: list[bytes] = []
+    engine.hasher.extend(others, tokens(16, start=50))
+    with pytest.raises(RequestError, match=r"the hash of block 3 is not the one it had before"):
+        engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0)
+    engine.scheduler.check_invariants()
+    engine.scheduler.finish("b")
+    assert engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0) == 0

@@ -108,7 +108,8 @@ class RandomLife:
         engine.scheduler.check_invariants()
 
 
-@pytest.mark.parametrize("seed", range(60))
+# The last three once met a failure that was told to the wrong life of a request.
+@pytest.mark.parametrize("seed", [*range(60), 5269, 6272, 7558])
 def test_random_life(seed) -> None:
     life = RandomLife(seed)
     life.run(120)

@@ -233,7 +233,7 @@ def _serve_twice(setup: _Setup, *, stop: Callable[[], bool]) -> dict[str, Any]:
     extra = report_lib.offload_numbers(stats or OffloadStats())
     if stats and offload.complete:
         rates = measure_copy_rates(setup.model, setup.engine, setup.offload)
-        extra["transfers"]["copy_rates"] = dataclasses.asdict(rates)
+        extra["transfers"]["copy_rates"] = dataclasses.asdict(rates) if rates else None
     recomputed = baseline_numbers["prompt_tokens"]["recomputed"]
     loaded = offload_numbers["prompt_tokens"]["host"]
     return {

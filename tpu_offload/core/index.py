@@ -3,12 +3,13 @@
 Three rules live here. A chunk can be looked up only once its save is complete (READY). A pinned chunk
 stays. And a chunk on which another resident chunk hangs stays too: evicting a prefix from its tail
 keeps every resident prefix whole, so no slot ever holds a chunk that no lookup can reach. The one
-exception is a failed copy, whose chunk goes at once and can leave later chunks of its prefix behind;
+exception is a failed copy, whose chunk is lost at once and can leave later chunks of its prefix behind;
 they become reachable again when a request saves the missing chunk, or grow old and go.
 """
 
 import dataclasses
 import enum
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class ChunkState(enum.Enum):
 
     PENDING = "pending"  # it has a slot and its bytes are on the way
     READY = "ready"  # every worker has its bytes in place
+    CONDEMNED = "condemned"  # its bytes are not to be trusted; it goes with its last pin
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,7 +53,8 @@ class ChunkIndex:
         # Resident chunks that hang on a key. Kept apart from the chunks: a child can outlive its parent
         # (after a failed save), and finds it again when the parent returns.
         self._num_children: dict[ChunkKey, int] = {}
-        self._free_slots: list[int] = []
+        # Taken from the right. What a failed copy gives back goes to the left, to be tried last.
+        self._free_slots: deque[int] = deque()
         self._num_slots = 0
         self._num_evicted = 0
 
@@ -72,7 +75,7 @@ class ChunkIndex:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
         if num_slots > self._num_slots:
             # Low slots are handed out first, so that a pool that is never full touches little memory.
-            self._free_slots[:0] = range(num_slots - 1, self._num_slots - 1, -1)
+            self._free_slots.extendleft(range(self._num_slots, num_slots))
             self._num_slots = num_slots
 
     def state(self, key: ChunkKey) -> ChunkState | None:
@@ -102,11 +105,13 @@ class ChunkIndex:
             chunk.num_pins += 1
 
     def unpin(self, keys: Iterable[ChunkKey]) -> None:
-        """Takes one pin back from each chunk."""
+        """Takes one pin back from each chunk; a condemned one goes with its last."""
         for key in keys:
             chunk = self._chunks[key]
             assert chunk.num_pins > 0, "unpinned more often than pinned"
             chunk.num_pins -= 1
+            if chunk.num_pins == 0 and chunk.state is ChunkState.CONDEMNED:
+                self._remove(key, suspect=True)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """A request used this prefix, head first; chunks that are not here are passed over."""
@@ -147,17 +152,40 @@ class ChunkIndex:
             if success:
                 chunk.state = ChunkState.READY
             else:
-                self._remove(key)
+                self._remove(key, suspect=True)
 
-    def drop(self, keys: Iterable[ChunkKey]) -> None:
-        """Forgets READY chunks that are not pinned (their bytes are not to be trusted); others stay."""
+    def lose_slots(self, first: int, end: int) -> list[ChunkKey]:
+        """The bytes in slots `first` to `end - 1` are gone: drops their chunks.
+
+        Returns:
+          The chunks that no lookup finds any more. The caller sees to those that are PENDING.
+        """
+        return self.drop([key for key, chunk in self._chunks.items() if first <= chunk.slot < end])
+
+    def in_slots(self, keys: Iterable[ChunkKey], first: int, end: int) -> bool:
+        """Whether any of these resident chunks is in slots `first` to `end - 1`."""
+        return any(first <= self._chunks[key].slot < end for key in keys)
+
+    def drop(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Takes READY chunks from the lookups for good. Those that are pinned keep their slots until unpinned.
+
+        Returns:
+          The chunks that were dropped; the others were unknown, PENDING or dropped before.
+        """
+        dropped = []
         for key in keys:
             chunk = self._chunks.get(key)
-            if chunk is not None and chunk.state is ChunkState.READY and chunk.num_pins == 0:
-                self._remove(key)
+            if chunk is None or chunk.state is not ChunkState.READY:
+                continue
+            dropped.append(key)
+            if chunk.num_pins:
+                chunk.state = ChunkState.CONDEMNED
+            else:
+                self._remove(key, suspect=True)
+        return dropped
 
     def clear(self) -> None:
-        """Drops every chunk that is READY and not pinned."""
+        """Drops every READY chunk."""
         self.drop(list(self._chunks))
 
     def _victims(self, num_chunks: int, protected: set[ChunkKey]) -> list[ChunkKey]:
@@ -175,10 +203,13 @@ class ChunkIndex:
 
         return self._policy.victims(num_chunks, choose)
 
-    def _remove(self, key: ChunkKey) -> None:
+    def _remove(self, key: ChunkKey, *, suspect: bool = False) -> None:
         chunk = self._chunks.pop(key)
         self._policy.remove(key)
-        self._free_slots.append(chunk.slot)
+        if suspect:
+            self._free_slots.appendleft(chunk.slot)
+        else:
+            self._free_slots.append(chunk.slot)
         if chunk.parent is not None:
             self._num_children[chunk.parent] -= 1
             if not self._num_children[chunk.parent]:
@@ -187,13 +218,14 @@ class ChunkIndex:
     def check_invariants(self) -> None:
         """Raises AssertionError unless slots, pins, children and policy agree. O(chunks + slots)."""
         used = [chunk.slot for chunk in self._chunks.values()]
-        assert sorted(used + self._free_slots) == list(range(self._num_slots)), "a slot has no owner or two"
+        assert sorted([*used, *self._free_slots]) == list(range(self._num_slots)), "a slot has no owner or two"
         assert len(self._policy) == len(self._chunks)
         assert all(key in self._policy for key in self._chunks)
         num_children: dict[ChunkKey, int] = {}
         for chunk in self._chunks.values():
             assert chunk.num_pins >= 0
-            assert chunk.state is ChunkState.READY or chunk.num_pins == 0, "an unfinished chunk is pinned"
+            assert chunk.state is not ChunkState.PENDING or chunk.num_pins == 0, "an unfinished chunk is pinned"
+            assert chunk.state is not ChunkState.CONDEMNED or chunk.num_pins, "a condemned chunk outlived its pins"
             if chunk.parent is not None:
                 num_children[chunk.parent] = num_children.get(chunk.parent, 0) + 1
         assert num_children == self._num_children

@@ -20,6 +20,7 @@ class Job:
       waiting_for: workers that have not reported it.
       state: PLANNED, SENT or an end.
       doomed: it counts as failed however it ends; `error` says why.
+      overdue: its deadline has passed; its request, if it is a load, has been told.
       detached: the request has been told, or is gone: nobody waits for the end.
       error: the first error reported.
       duration_s: the longest time that a worker took.
@@ -34,6 +35,7 @@ class Job:
     waiting_for: set[int]
     state: JobState = JobState.PLANNED
     doomed: bool = False
+    overdue: bool = False
     detached: bool = False
     error: str = ""
     duration_s: float = 0.0
@@ -97,22 +99,23 @@ class JobTable:
         job = self._jobs[result.job_id]
         job.waiting_for.remove(worker_id)
         job.duration_s = max(job.duration_s, result.duration_s)
-        if result.state is not JobState.FINISHED:
+        withdrawn = result.state is JobState.CANCELLED and job.detached
+        if result.state is not JobState.FINISHED and not withdrawn:
             job.doom(result.error or f"worker {worker_id} reported it as {result.state.value}")
         return None if job.waiting_for else self.end(job)
 
     def end(self, job: Job) -> Job:
         """Takes a job out, in its last state."""
         del self._jobs[job.transfer.job_id]
-        job.state = JobState.FAILED if job.doomed else JobState.FINISHED
+        job.state = JobState.FAILED if job.doomed else JobState.CANCELLED if job.detached else JobState.FINISHED
         return job
 
     def overdue(self, now_s: float) -> list[Job]:
-        """Sent jobs past their deadline that are not doomed yet. O(1) when there are none."""
+        """Sent jobs past their deadline that were not overdue before. O(1) when no deadline has passed."""
         jobs = []
         for job in self._jobs.values():
             if job.deadline_s > now_s:
                 break  # one timeout for all, so deadlines rise with the ids
-            if job.state is JobState.SENT and not job.doomed:
+            if job.state is JobState.SENT and not job.overdue:
                 jobs.append(job)
         return jobs

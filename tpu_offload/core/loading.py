@@ -45,6 +45,7 @@ class LoadPlanner:
             raise RequestError(
                 f"request {request.request_id} is matched while its load is in flight; wait for its update"
             )
+        request.check_same(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         self.release(request)
         request.num_cut_load_blocks = 0
         if num_computed_tokens % self._block_size:
@@ -102,6 +103,8 @@ class LoadPlanner:
             num_valid_tokens=promise.first_block * self._block_size,
             deadline_s=deadline_s,
         )
+        if promise.lost:
+            request.load.doom("the host memory of its chunks was lost")
         return request.load
 
     def _num_loadable_blocks(self, request: TrackedRequest, *, first_block: int, num_tokens: int) -> int:

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable
 
-from tpu_offload.core.index import ChunkIndex, NewChunk
+from tpu_offload.core.index import ChunkIndex, ChunkState, NewChunk
 from tpu_offload.core.jobs import Job, JobTable
 from tpu_offload.core.requests import ScheduledRequest
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.types import ChunkKey, Direction
+
+_MAX_FAILED_SAVES = 2
 
 
 class SavePlanner:
@@ -55,12 +57,12 @@ class SavePlanner:
         if num_chunks <= request.num_saved_chunks or not request.saving:
             return None, 0
         request.extend_keys(scheduled.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        missing = self._missing_chunks(request, num_chunks)
+        missing, num_looked_at = self._missing_chunks(request, num_chunks)
         fitting = missing[: self._staging.num_free // self._blocks_per_chunk]
         new_chunks = [NewChunk(request.keys[i], request.keys[i - 1] if i else None) for i in fitting]
         slots = self._index.allocate(new_chunks, protected=request.keys)
         self._index.touch(request.keys[:num_chunks])
-        saved, refused = missing[: len(slots)], missing[len(slots) :]
+        saved, refused = missing[: len(slots)], [*missing[len(slots) :], *range(num_looked_at, num_chunks)]
         request.num_saved_chunks = refused[0] if refused else num_chunks
         request.num_refused_chunks = len(refused)
         if not saved:
@@ -79,16 +81,21 @@ class SavePlanner:
         )
         return job, len(refused)
 
-    def rewind(self, requests: Iterable[TrackedRequest], lost: set[ChunkKey]) -> None:
-        """Offers again what a failed save lost, for every request that counted on it. Rare; O(requests)."""
+    def rewind(self, requests: Iterable[TrackedRequest], lost: set[ChunkKey], *, failed_save: bool) -> None:
+        """Offers again what is lost, for every request that counted on it. Rare; O(requests).
+
+        After `_MAX_FAILED_SAVES` failed saves a request gives up: it would fail again in every step.
+        """
         for request in requests:
             for i, key in enumerate(request.keys[: request.num_saved_chunks]):
                 if key in lost:
                     request.num_saved_chunks = i
+                    request.num_failed_saves += failed_save
+                    request.saving &= request.num_failed_saves < _MAX_FAILED_SAVES
                     break
 
-    def _missing_chunks(self, request: TrackedRequest, num_chunks: int) -> list[int]:
-        """Chunks of the first `num_chunks` that the host tier does not hold, in order.
+    def _missing_chunks(self, request: TrackedRequest, num_chunks: int) -> tuple[list[int], int]:
+        """Chunks of the first `num_chunks` that the host tier does not hold, in order, and how far it looked.
 
         What was saved earlier may have been evicted since, from the tail on: going back to the last
         chunk that is still there closes the gap, because the request still holds those blocks too.
@@ -96,4 +103,11 @@ class SavePlanner:
         first = request.num_saved_chunks
         while first > 0 and self._index.state(request.keys[first - 1]) is None:
             first -= 1
-        return [i for i in range(first, num_chunks) if self._index.state(request.keys[i]) is None]
+        missing = []
+        for i in range(first, num_chunks):
+            state = self._index.state(request.keys[i])
+            if state is None:
+                missing.append(i)
+            elif state is ChunkState.CONDEMNED:
+                return missing, i  # its key is taken until its last pin is; what follows waits, or hangs on nothing
+        return missing, num_chunks

@@ -25,6 +25,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import Job, JobTable
@@ -67,7 +68,6 @@ class OffloadScheduler:
     ) -> None:
         self._config = config
         self._layout = layout
-        self._block_size = layout.block_size
         config.host_chunks(layout)  # raises what is wrong with it here rather than in a worker
         self._staging = StagingBufferManager(config.staging_blocks(layout) if config.enabled else 0)
         self._index = ChunkIndex(policy or LRUPolicy())
@@ -92,6 +92,7 @@ class OffloadScheduler:
         self._num_requests_seen = 0
         self._num_steps = 0
         self._num_resets = 0
+        self._namespace = self._make_namespace()
         self._loads_to_send: list[Job] = []
         self._job_ids_to_cancel: list[int] = []
         self._failed_loads: list[FailedLoad] = []
@@ -119,7 +120,8 @@ class OffloadScheduler:
           a request whose every block is here gets one less; its last block is loaded all the same.
           0 if `num_computed_tokens` is not at a block boundary.
         Raises:
-          RequestError: the request is waiting for a load, or the numbers make no sense.
+          RequestError: the request is waiting for a load, the numbers make no sense, or the hashes are not
+            those that an earlier match of this request had; nothing was changed.
         """
         if not 0 <= num_computed_tokens <= num_tokens:
             raise RequestError(
@@ -178,11 +180,12 @@ class OffloadScheduler:
         that requests hold at this moment are not saved any more, unless the request is preempted and
         computed again.
         """
-        # Chunks that a load in flight has pinned stay until it ends; keys of a new epoch never find them.
+        # Chunks that a load in flight has pinned stay until it ends; keys of a new namespace never find them.
         self._num_resets += 1
+        self._namespace = self._make_namespace()
         for request in self._requests.values():
             self._loads.release(request)
-            request.start_over(epoch=self._num_resets)
+            request.start_over(namespace=self._namespace)
         for job in self._jobs:
             job.doom("the cache was reset")
         self._index.clear()
@@ -225,6 +228,8 @@ class OffloadScheduler:
         # A slot is usable once every worker has it.
         self._num_host_chunks[report.worker_id] = report.num_host_chunks
         self._index.grow(min(self._num_host_chunks.values()))
+        for first, end in report.lost_slots:
+            self._lose_slots(first, end)
         loaded = []
         for result in report.results:
             if not self._jobs.expects(report.worker_id, result):
@@ -282,11 +287,16 @@ class OffloadScheduler:
 
     # Inside.
 
+    def _make_namespace(self) -> bytes:
+        return hashing.key_namespace(
+            self._layout.fingerprint(), blocks_per_chunk=self._config.blocks_per_chunk, epoch=self._num_resets
+        )
+
     def _request(self, request_id: str) -> TrackedRequest:
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = TrackedRequest(
-                request_id, account=(request_id, self._num_requests_seen), epoch=self._num_resets
+                request_id, account=(request_id, self._num_requests_seen), namespace=self._namespace
             )
             self._num_requests_seen += 1
         return request
@@ -295,6 +305,7 @@ class OffloadScheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        self._failed_loads = [failed for failed in self._failed_loads if failed.request_id != request_id]
         self._counts.dropped_save_blocks += request.num_refused_chunks * self._config.blocks_per_chunk
         self._counts.dropped_load_blocks += request.num_cut_load_blocks
         self._loads.release(request)
@@ -333,7 +344,10 @@ class OffloadScheduler:
                 "the request computes them" if job.direction is Direction.LOAD else "they are not published",
             )  # fmt: skip
             self._counts.num_timed_out_jobs += 1
+            self._counts.num_failed_jobs += 1
+            job.overdue = True
             job.doom("timed out")
+            self._lose(self._index.drop(job.keys))
             if job.direction is Direction.LOAD and not job.detached:
                 # The cancellation goes down with this very plan, before the engine hears of the failure
                 # and lets a step compute into these blocks.
@@ -344,29 +358,44 @@ class OffloadScheduler:
         self._requests[job.request_id].load = None
         self._failed_loads.append(FailedLoad(job.request_id, job.num_valid_tokens))
 
+    def _lose_slots(self, first: int, end: int) -> None:
+        """Host memory is gone: forgets what was in it and fails what was about to use it."""
+        self._lose(self._index.lose_slots(first, end))
+        for job in self._jobs:
+            if self._index.in_slots(job.keys, first, end):
+                job.doom("the host memory of its chunks was lost")
+        for request in self._requests.values():
+            if request.promise and self._index.in_slots(request.promise.keys, first, end):
+                request.promise = dataclasses.replace(request.promise, lost=True)
+
+    def _lose(self, keys: list[ChunkKey]) -> None:
+        """Requests that counted on these chunks in the host tier save them again."""
+        if keys:
+            self._saves.rewind(self._requests.values(), set(keys), failed_save=False)
+
     def _end(self, job: Job) -> bool:
         """Releases what a reported job held. True when it is a load that its request can use."""
         self._give_back(job)
-        failed = job.state is JobState.FAILED
-        if not failed:
+        if job.state is JobState.FINISHED:
             self._count_moved(job)
-        elif not job.detached:
+        elif job.state is JobState.FAILED and not job.overdue:
             self._counts.num_failed_jobs += 1
             _logger.warning("%s of request %s failed: %s", job.direction.value, job.request_id, job.error)
         if job.direction is Direction.SAVE:
-            self._index.complete(job.keys, success=not failed)
-            if failed:
-                self._saves.rewind(self._requests.values(), set(job.keys))
+            self._index.complete(job.keys, success=job.state is JobState.FINISHED)
+            if job.state is JobState.FAILED:
+                self._saves.rewind(self._requests.values(), set(job.keys), failed_save=True)
             return False
+        if job.state is JobState.FAILED:
+            # What could not be read once is not offered again; whoever computes it saves it anew.
+            self._lose(self._index.drop(job.keys))
         if job.detached:
             return False
-        if failed:
-            # What could not be read once is not offered again; whoever computes it saves it anew.
-            self._index.drop(reversed(job.keys))
+        if job.state is JobState.FAILED:
             self._tell_failed(job)
             return False
         self._requests[job.request_id].load = None
-        self._counts.loaded_tokens += job.transfer.num_blocks * self._block_size
+        self._counts.loaded_tokens += job.transfer.num_blocks * self._layout.block_size
         return True
 
     def _give_back(self, job: Job) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.core.jobs import Job
+from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
 
 
@@ -17,12 +18,14 @@ class Promise:
       num_blocks: blocks to load from there.
       num_tokens: tokens that the engine need not compute.
       keys: the chunks that hold those blocks.
+      lost: the host memory of some of them is gone since; the load will fail.
     """
 
     first_block: int
     num_blocks: int
     num_tokens: int
     keys: tuple[ChunkKey, ...]
+    lost: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,7 +36,7 @@ class TrackedRequest:
       request_id: the engine's name for it.
       account: holder of its staging blocks; unlike the request id it is never used twice, so a request
         that comes back after a preemption does not meet its own old load.
-      epoch: number of resets of the cache before its keys were made.
+      namespace: ends its keys (see `hashing.key_namespace`).
       keys: keys of its chunks, as far as they were needed.
       promise: what it was promised and has not taken.
       load: its load, planned or in flight.
@@ -42,12 +45,13 @@ class TrackedRequest:
         ends now.
       num_cut_load_blocks: blocks that its last match found but had no staging blocks for; they become
         drops when the request ends, because until then it may be matched again.
-      saving: False once a reset has made the KV in its blocks worthless to others.
+      saving: False once a reset has made the KV in its blocks worthless to others, or its saves keep failing.
+      num_failed_saves: failed saves that it counted on.
     """
 
     request_id: str
     account: Hashable
-    epoch: int
+    namespace: bytes
     keys: list[ChunkKey] = dataclasses.field(default_factory=list)
     promise: Promise | None = None
     load: Job | None = None
@@ -55,18 +59,28 @@ class TrackedRequest:
     num_refused_chunks: int = 0
     num_cut_load_blocks: int = 0
     saving: bool = True
+    num_failed_saves: int = 0
 
     def extend_keys(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
         """Adds the keys of the full chunks of `block_hashes` that are not there yet."""
         self.keys.extend(
             hashing.chunk_keys(
-                block_hashes, blocks_per_chunk=blocks_per_chunk, first_chunk=len(self.keys), epoch=self.epoch
+                block_hashes, blocks_per_chunk=blocks_per_chunk, namespace=self.namespace, first_chunk=len(self.keys)
             )
         )
 
-    def start_over(self, *, epoch: int) -> None:
+    def check_same(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
+        """Raises RequestError unless these hashes go on from those that earlier calls were given. O(1)."""
+        last = len(self.keys) * blocks_per_chunk - 1
+        if self.keys and last < len(block_hashes) and self.keys[-1] != block_hashes[last] + self.namespace:
+            raise RequestError(
+                f"request {self.request_id}: the hash of block {last} is not the one it had before; end a request "
+                "with finish() before another uses its request_id"
+            )
+
+    def start_over(self, *, namespace: bytes) -> None:
         """After a reset: its keys change, and the KV that it holds by now is saved no more."""
-        self.epoch = epoch
+        self.namespace = namespace
         self.keys.clear()
         self.num_saved_chunks = self.num_refused_chunks = 0
         self.saving = False
