@@ -1,9 +1,13 @@
 """Whatever goes wrong in a copy ends as a failed result, and spoils nothing else."""
 
+import time
+
 import jax
 import pytest
 
 from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, PATHS, Engine, Poisoned, broken
+from tpu_offload.errors import TransferError
+from tpu_offload.memory import host_pool
 from tpu_offload.types import Direction, TransferJob
 
 
@@ -59,7 +63,13 @@ def test_save_that_raises_fails_its_jobs_and_no_others(caplog):
     engine.check()
 
 
-def test_failed_save_that_took_the_segment_loses_it():
+@pytest.fixture
+def no_rebuild(monkeypatch):
+    """A lost segment stays lost."""
+    monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
+
+
+def test_failed_save_that_took_the_segment_loses_it(no_rebuild):
     engine = Engine()
     engine.worker._copier._save = broken(RuntimeError("the device is gone"), deletes=0)
     engine.step(saves=[engine.save([0], [0])])
@@ -115,7 +125,37 @@ def test_staged_second_half_that_raises(name, direction):
     engine.check()
 
 
-def test_save_that_fails_on_the_device_loses_the_segment():
+def test_a_lost_segment_is_reported_once_and_allocated_again():
+    engine = Engine()
+    engine.worker._copier._save = broken(RuntimeError("the device is gone"), deletes=0)
+    engine.step(saves=[engine.save([0], [9])])
+    del engine.worker._copier._save
+    report = engine.worker.poll()
+    assert [r.state for r in report.results] == [FAILED]
+    assert report.lost_slots == ((4, 8),)  # slots of the segment, as the scheduler counts them
+    while 1 not in engine.worker._pool._rebuilt:
+        time.sleep(0.001)
+    engine.host[8:16] = 0
+    again = engine.save([1], [9])
+    engine.step(saves=[again])
+    engine.expect_saved(again)
+    assert engine.worker.poll(wait=True).lost_slots == ()
+    engine.check()
+
+
+def test_caches_that_a_failed_load_took_are_one_clear_error():
+    engine = Engine()
+
+    def takes_the_caches(kv_caches, *args):
+        kv_caches[0].delete()
+        raise RuntimeError("halted")
+
+    engine.worker._copier._load = takes_the_caches
+    with pytest.raises(TransferError, match=r"took the KV caches with it .*RuntimeError: halted.*new caches"):
+        engine.begin(engine.load([3], [2]))
+
+
+def test_save_that_fails_on_the_device_loses_the_segment(no_rebuild):
     engine = Engine()
     real = engine.worker._copier._save
     engine.worker._copier._save = lambda *args: (real(*args)[0], Poisoned())

@@ -56,8 +56,8 @@ class _Job:
 class OffloadWorker:
     """Owns the host pool of one process and copies between it and the KV caches.
 
-    All methods are called by the thread that dispatches the model. `begin_step`, `end_step` and `poll`
-    raise for no copy that goes wrong: it ends as a FAILED result.
+    All methods are called by the thread that dispatches the model. A copy that goes wrong ends as a
+    FAILED result; the one error that `begin_step` raises is that a load took the caches with it.
 
     Args:
       config: the settings.
@@ -130,6 +130,9 @@ class OffloadWorker:
           kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
         Returns:
           The caches to use from now on.
+        Raises:
+          TransferError: a load failed after its program had taken the donated caches. The only error that
+            leaves this class once it is built: without caches there is nothing to go on with.
         """
         if plan.empty and not self._flights:
             return kv_caches
@@ -161,11 +164,13 @@ class OffloadWorker:
             while wait and self._flights and not self._results and self._wait_for_one():
                 self._collect()
         num_ready = self._pool.num_chunks_ready if self._pool else 0
-        if not self._results and num_ready == self._report.num_host_chunks and not self._report.results:
+        if not self._results and num_ready == self._report.num_host_chunks:
             return self._report
+        # A segment is lost only where a job fails, so there is never a loss to tell without a result.
         results, self._results = tuple(self._results), []
-        self._report = dataclasses.replace(self._report, results=results, num_host_chunks=num_ready)
-        return self._report
+        self._report = dataclasses.replace(self._report, num_host_chunks=num_ready)
+        lost = self._pool.take_lost() if self._pool else ()
+        return dataclasses.replace(self._report, results=results, lost_slots=lost)
 
     def close(self) -> None:
         """Waits for the copies in flight and frees the host pool. Jobs that have not ended never will."""
@@ -234,6 +239,7 @@ class OffloadWorker:
             else:
                 flight, kv_caches = self._parts().load(segment_id, piece, kv_caches)
         except Exception as e:
+            _check_alive(kv_caches, e)
             self._fail(jobs, segment_id, e)
         else:
             flight.step_id = step_id
@@ -276,6 +282,7 @@ class OffloadWorker:
             rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
             return self._parts().resume_load(flight, rows, kv_caches)
         except Exception as e:
+            _check_alive(kv_caches, e)
             self._drop(flight)
             self._fail(live, flight.segment_id, e)
             return kv_caches
@@ -389,6 +396,15 @@ def _num_chunks(config: OffloadConfig, layout: KVLayout, available: int | None) 
         fraction=config.host_memory_fraction,
         available=available_nbytes() if available is None else available,
     )
+
+
+def _check_alive(kv_caches: Caches, error: Exception) -> None:
+    """Raises TransferError if a program that failed had taken the donated caches: no step can run on them."""
+    if any(cache.is_deleted() for cache in kv_caches):
+        raise TransferError(
+            f"a load failed and took the KV caches with it ({type(error).__name__}: {error}); the engine has to make "
+            "new caches and compute every running request again"
+        ) from error
 
 
 def _is_ready(array: Any) -> bool:

@@ -147,7 +147,23 @@ def test_a_forgotten_pool_ends_its_thread(monkeypatch):
     assert not thread.is_alive()
 
 
-def test_lost_segments_say_so(caplog):
+def test_a_lost_segment_is_zeros_again_and_told_once():
+    pool = make_pool()
+    pool.wait_until_allocated()
+    pool.mark_lost(1)
+    pool.mark_lost(1)
+    assert pool.take_lost() == ((2, 4),)
+    assert pool.take_lost() == ()
+    while 1 not in pool._rebuilt:
+        time.sleep(0.001)
+    assert not np.asarray(pool.segment(1)).any()
+    pool.mark_lost(1)
+    assert pool.take_lost() == ((2, 4),)
+    pool.close()
+
+
+def test_lost_segments_say_so(caplog, monkeypatch):
+    monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
     pool = make_pool()
     pool.wait_until_allocated()
     pool.mark_lost(1)

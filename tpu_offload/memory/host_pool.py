@@ -2,7 +2,8 @@
 
 Pinning runs at a few GB a second, and a host tier has hundreds, so it would hold up the start by
 minutes. A thread of its own allocates one segment after the other; the thread that dispatches uses
-those that are there, and reports how many chunks that makes. Nothing is ever freed before `close`.
+those that are there, and reports how many chunks that makes. Nothing is freed before `close`, but a
+program that fails may take a segment with it: that one is allocated again, and its chunks are lost.
 """
 
 import logging
@@ -78,7 +79,7 @@ def _unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, An
 class HostPool:
     """Segments of pinned host memory, each one array that programs donate and replace.
 
-    Only the dispatch thread may call; the thread that allocates only appends.
+    Only the dispatch thread may call; the threads that allocate only add.
 
     Args:
       segment: shape, dtype and sharding of one segment, `[blocks, num_layers, *page_shape]`.
@@ -92,8 +93,11 @@ class HostPool:
     ) -> None:
         self._chunks_per_segment = chunks_per_segment
         self._num_chunks = num_chunks
+        self._struct = segment
         self._segments: list[jax.Array] = []
         self._lost: set[int] = set()
+        self._lost_untold: list[tuple[int, int]] = []
+        self._rebuilt: dict[int, jax.Array] = {}  # written by the thread that rebuilds
         self._stop = threading.Event()
         # The thread holds no reference to the pool, so that a pool that nobody closed ends it when it is
         # collected; a daemon, so that an engine that exits does not first wait for memory it will not use.
@@ -127,10 +131,13 @@ class HostPool:
           TransferError: it is not allocated, or lost.
         """
         if segment_id in self._lost:
-            raise TransferError(
-                f"host pool segment {segment_id} was lost to a save that failed; chunks {self._range(segment_id)} "
-                "cannot be used until the engine restarts"
-            )
+            if segment_id not in self._rebuilt:
+                raise TransferError(
+                    f"host pool segment {segment_id} was lost to a save that failed; chunks {self._range(segment_id)} "
+                    "cannot be used until it is allocated again"
+                )
+            self._segments[segment_id] = self._rebuilt.pop(segment_id)
+            self._lost.remove(segment_id)
         if not 0 <= segment_id < len(self._segments):
             raise TransferError(
                 f"host pool segment {segment_id} (chunks {self._range(segment_id)}) is not allocated; "
@@ -143,10 +150,24 @@ class HostPool:
         self._segments[segment_id] = segment
 
     def mark_lost(self, segment_id: int) -> None:
-        """Gives a segment up whose array was donated to a program that failed."""
-        if segment_id not in self._lost:
-            _logger.error("host pool segment %d (chunks %s) is lost", segment_id, self._range(segment_id))
+        """Gives a segment up whose array was donated to a program that failed, and allocates it anew.
+
+        Zeros stand where its bytes were; `take_lost` says so once, before anyone may read them.
+        """
+        if segment_id in self._lost:
+            return
+        _logger.error("host pool segment %d (chunks %s) is lost", segment_id, self._range(segment_id))
         self._lost.add(segment_id)
+        first = segment_id * self._chunks_per_segment
+        self._lost_untold.append((first, min(first + self._chunks_per_segment, self._num_chunks)))
+        threading.Thread(
+            target=_rebuild, args=(self._struct, segment_id, self._rebuilt), name="tpu_offload-rebuild", daemon=True
+        ).start()
+
+    def take_lost(self) -> tuple[tuple[int, int], ...]:
+        """Ranges (first, end) of chunks lost since the last call."""
+        lost, self._lost_untold = tuple(self._lost_untold), []
+        return lost
 
     def close(self) -> None:
         """Stops allocating, after the segment at hand, and frees the memory. Calling it again does nothing."""
@@ -176,6 +197,13 @@ def _allocate(
                 i,
             )
             return
+
+
+def _rebuild(segment: jax.ShapeDtypeStruct, segment_id: int, rebuilt: dict[int, jax.Array]) -> None:
+    try:
+        rebuilt[segment_id] = pinned_zeros(segment)
+    except (MemoryError, RuntimeError) as e:
+        _logger.error("host pool: segment %d could not be allocated again (%s)", segment_id, e)
 
 
 def _end(thread: threading.Thread, stop: threading.Event, segments: list[jax.Array]) -> None:
