@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
-from tpu_offload import OffloadConfig
+from tpu_offload import OffloadConfig, RequestError
 from tpu_offload.engine import Engine, FinishReason
 
 # One conversation fills most of it, so that each turn pushes the others out.
@@ -171,4 +171,45 @@ def test_copies_do_not_make_the_step_compile_again(caplog):
 def test_zero_turns_offloading_off(changes):
     engine = Engine(TINY, TIGHT, offload=make_offload(**changes))
     assert engine.offload_stats() is None
+    engine.close()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_decode_save_saves_every_block_that_was_computed(prefix_caching):
+    config = dataclasses.replace(SMALL_ENGINE, num_blocks=40, enable_prefix_caching=prefix_caching)
+    engine = Engine(TINY, config, offload=make_offload(decode_save=True))
+    serve(engine, [make_request("a", random_tokens(1, 9), max_tokens=24)])
+    # The KV of the last token is never computed: 9 + 24 - 1 tokens.
+    assert engine.offload_stats().num_resident_chunks == 32 // config.block_size
+    engine.close()
+
+
+def test_a_cache_salt_that_is_no_text_is_refused():
+    engine = Engine(TINY, SMALL_ENGINE)
+    request = dataclasses.replace(make_request("a", [1, 2, 3]), cache_salt="\udc00")
+    with pytest.raises(RequestError, match="cache_salt that is no valid text"):
+        engine.add_request(request)
+    assert not engine.has_unfinished
+
+
+def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs):
+    """A save fails on the way and takes its segment with it: chunks vanish, nothing else does."""
+    engine = Engine(TINY, TIGHT, offload=make_offload())
+    first, second, third = rounds()
+    outputs = serve(engine, first)
+    copier = engine._offload._worker._copier
+    real = copier._save
+
+    def fails_once(segment, *args):
+        copier._save = real
+        segment.delete()
+        raise RuntimeError("halted")
+
+    copier._save = fails_once
+    serve(engine, [make_request("new", random_tokens(99, 20))])
+    assert engine.offload_stats().num_failed_jobs == 1
+    outputs |= serve(engine, second)
+    last = serve(engine, third)
+    assert tokens_of(outputs | last) == tokens_of(plain_outputs)
+    assert num_loaded(last) > 0, "what was computed again was saved again"
     engine.close()

@@ -76,7 +76,8 @@ class Engine:
         """Queues a request. One that can never be served ends with an error in the next step.
 
         Raises:
-          RequestError: a request of this id is unfinished, or a token is not in the vocabulary.
+          RequestError: a request of this id is unfinished, a token is not in the vocabulary, or the
+            cache_salt is no valid text.
         """
         if self._scheduler.has(request.request_id):
             raise RequestError(f"request {request.request_id} is still unfinished; choose another request_id")
@@ -85,6 +86,10 @@ class Engine:
             raise RequestError(
                 f"request {request.request_id} has token {strange[0]}; expected 0 to {self._vocab_size - 1}"
             )
+        try:
+            request.cache_salt.encode()
+        except UnicodeEncodeError as e:
+            raise RequestError(f"request {request.request_id} has a cache_salt that is no valid text: {e}") from e
         sequence = Sequence(request, self._clock(), tokens=list(request.prompt_tokens))
         error = self._scheduler.why_unservable(request)
         if error:

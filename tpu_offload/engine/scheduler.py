@@ -107,6 +107,7 @@ class Scheduler:
             num_tokens = min(len(sequence.tokens) - sequence.num_computed_tokens, budget)
             # Victims are taken from the end of the list, so none of them is in the batch already.
             if sequence.phase is Phase.RUNNING and num_tokens > 0 and self._grow(sequence):
+                self._hash(sequence)
                 batch.append((sequence, num_tokens))
                 budget -= num_tokens
         # What was preempted just now would be first in line for the very blocks it gave back.
@@ -175,7 +176,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Grants blocks for all known tokens: shared ones that HBM still has, new ones for the rest."""
         config = self._config
-        self._hasher.extend(sequence.block_hashes, sequence.tokens, cache_salt=sequence.request.cache_salt)
+        self._hash(sequence)
         cached: list[int] = []
         if config.enable_prefix_caching:
             # The last token is always computed: its logits are what the next one is sampled from.
@@ -193,6 +194,10 @@ class Scheduler:
         self._waiting.popleft()
         self._active.append(sequence)
         return True
+
+    def _hash(self, sequence: Sequence) -> None:
+        """Names the blocks that the known tokens fill, whether or not their KV is there yet."""
+        self._hasher.extend(sequence.block_hashes, sequence.tokens, cache_salt=sequence.request.cache_salt)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Gets a running sequence the block for its newest token. False if it had to give up its own."""
@@ -226,6 +231,5 @@ class Scheduler:
         sequence.advance(num_tokens, source=source)
         if not self._config.enable_prefix_caching:
             return
-        self._hasher.extend(sequence.block_hashes, sequence.tokens, cache_salt=sequence.request.cache_salt)
         for i in range(first_block, sequence.num_computed_tokens // self._config.block_size):
             self._blocks.register(sequence.block_ids[i], sequence.block_hashes[i])
