@@ -48,7 +48,7 @@ class FakeWorker:
         self.hbm: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
         self.in_flight: list[tuple[TransferJob, list[bytes]]] = []
-        self.fail_next = False
+        self.lost_slots: list[tuple[int, int]] = []
 
     def begin_step(self, plan: StepPlan) -> list[JobResult]:
         results = []
@@ -83,8 +83,14 @@ class FakeWorker:
         del self.in_flight[: len(results)]
         return results
 
+    def lose(self, first: int, end: int, *, blocks_per_chunk: int) -> None:
+        """Zeros, so to speak, take the place of the bytes in these slots; the next report says so."""
+        self.host.update(dict.fromkeys(range(first * blocks_per_chunk, end * blocks_per_chunk), POISON))
+        self.lost_slots.append((first, end))
+
     def report(self, results: list[JobResult] | None = None) -> StepReport:
-        return StepReport(self.worker_id, tuple(results or ()), self.num_host_chunks)
+        lost, self.lost_slots = tuple(self.lost_slots), []
+        return StepReport(self.worker_id, tuple(results or ()), self.num_host_chunks, lost)
 
 
 @dataclasses.dataclass

@@ -16,11 +16,12 @@ class RandomLife:
         workers = [
             FakeWorker(i, num_host_chunks=num_slots, staged=rng.random() < 0.5) for i in range(rng.randint(1, 3))
         ]
+        self.blocks_per_chunk = rng.choice([1, 1, 2, 3])
         self.engine = FakeEngine(
             num_blocks=rng.randint(10, 40),
             workers=workers,
             seed=seed,
-            blocks_per_chunk=rng.choice([1, 1, 2, 3]),
+            blocks_per_chunk=self.blocks_per_chunk,
             num_staging_blocks=rng.randint(3, 16),
             num_cpu_chunks=num_slots,
             decode_save=rng.random() < 0.5,
@@ -28,6 +29,7 @@ class RandomLife:
         )
         self.undelivered = [[] for _ in workers]
         self.fault_rate = rng.choice([0.0, 0.2])
+        self.loss_rate = rng.choice([0.0, 0.0, 0.05])
         self.num_requests = 0
         self.num_loaded_tokens = 0
         self.checked = 0
@@ -51,6 +53,9 @@ class RandomLife:
         engine.clock.now_s += rng.choice([0.1, 0.1, 5.0])
         _, results = engine.step(computed)
         for i, worker in enumerate(engine.workers):
+            if rng.random() < self.loss_rate:
+                first = rng.randrange(worker.num_host_chunks)
+                worker.lose(first, worker.num_host_chunks, blocks_per_chunk=self.blocks_per_chunk)
             self.undelivered[i] += results[i]
             if rng.random() < 0.6:
                 fail = rng.random() < self.fault_rate
