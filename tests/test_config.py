@@ -51,7 +51,11 @@ BAD = {
         ("inf", "finite"),
         ("1GB", "number"),
     ],
-    "num_cpu_chunks": [("-1", "greater than or equal to 0"), ("0x10", "integer")],
+    "num_cpu_chunks": [
+        ("9" * 30, "less than or equal to 2147483647"),
+        ("-1", "greater than or equal to 0"),
+        ("0x10", "integer"),
+    ],
     "host_gb": [("-1", "greater than or equal to 0"), ("nan", "finite"), ("lots", "number")],
     "host_memory_fraction": [("0", "greater than 0"), ("1.01", "less than or equal to 1"), ("nan", "1")],
     "host_segment_gb": [("0", "greater than 0"), ("inf", "finite")],
@@ -70,8 +74,8 @@ BAD = {
         ("1,x", "integer"),
         ("0,1", "greater than or equal to 1"),
     ],
-    "job_timeout_s": [("0", "greater than 0"), ("-3", "greater than 0"), ("nan", "greater than 0"), ("soon", "number")],
-    "metrics_log_interval": [("-1", "greater than or equal to 0"), ("nan", "greater than or equal to 0")],
+    "job_timeout_s": [("0", "greater than 0"), ("-3", "greater than 0"), ("nan", "finite number"), ("soon", "number")],
+    "metrics_log_interval": [("-1", "greater than or equal to 0"), ("nan", "finite number")],
     "batched_save": [("perhaps", "0 or 1")],
     "save_threads": [("0", "greater than or equal to 1")],
     "use_unpinned_host": [("sometimes", "0 or 1")],
@@ -300,3 +304,18 @@ def test_readme_line(field):
     for suffix, word in {"_tokens": "tokens", "_blocks": "blocks", "_gb": "GB", "_chunks": "chunks", "_s": "s"}.items():
         if field.endswith(suffix):
             assert unit == word
+
+
+@pytest.mark.parametrize(
+    "name", ["JOB_TIMEOUT_S", "METRICS_LOG_INTERVAL", "HOST_GB", "STAGING_BUFFER_GB", "HOST_SEGMENT_GB"]
+)
+@pytest.mark.parametrize("value", ["inf", "1e400", "1e308", "nan"])
+def test_sizes_and_times_are_finite_and_sane(name, value):
+    with pytest.raises(ConfigError, match=f"TPU_OFFLOAD_{name}='{value}': expected"):
+        OffloadConfig.from_env({f"TPU_OFFLOAD_{name}": value})
+
+
+def test_a_very_long_value_is_not_repeated_in_full():
+    with pytest.raises(ConfigError) as e:
+        OffloadConfig.from_env({"TPU_OFFLOAD_STAGING_BUFFER_TOKENS": "9" * 400})
+    assert len(str(e.value)) < 200

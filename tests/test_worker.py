@@ -202,3 +202,65 @@ def test_close_waits_and_frees(caplog):
     assert token.blocked == 1
     assert engine.worker._pool._segments == []
     assert not caplog.records
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_meshes_with_explicit_axes(path):
+    """What `jax.make_mesh` makes, unless it is told otherwise."""
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "model"))
+    engine = Engine(path, num_devices=8)
+    engine.caches = [jax.device_put(reference_bytes, sharding) for reference_bytes in map(np.asarray, engine.caches)]
+    config = OffloadConfig.create(copy_path=path, num_staging_blocks=6, num_cpu_chunks=10, blocks_per_chunk=2)
+    engine.worker = OffloadWorker(config, engine.layout, engine.caches, worker_id=3)
+    engine.worker._pool.wait_until_allocated()
+    save, load = engine.save([0, 1, 2], [4, 5, 6]), engine.load([7, 8, 9], [4, 5, 6])
+    engine.step(saves=[save])
+    engine.expect_saved(save)
+    assert engine.states() == {save.job_id: FINISHED}
+    engine.step(loads=[load])
+    engine.expect_loaded(load)
+    assert engine.states() == {load.job_id: FINISHED}
+    engine.check()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_x64_changes_nothing(path):
+    jax.config.update("jax_enable_x64", True)
+    try:
+        engine = Engine(path)
+        save, load = engine.save([0, 1], [4, 5]), engine.load([7, 8], [4, 5])
+        engine.step(saves=[save])
+        engine.expect_saved(save)
+        assert engine.states() == {save.job_id: FINISHED}
+        engine.step(loads=[load])
+        engine.expect_loaded(load)
+        assert engine.states() == {load.job_id: FINISHED}
+        engine.check()
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def test_caches_may_come_in_a_tuple():
+    engine = Engine()
+    save, load = engine.save([0], [4]), engine.load([7], [4])
+    engine.caches = tuple(engine.caches)
+    engine.step(saves=[save])
+    engine.expect_saved(save)
+    engine.caches = tuple(engine.caches)
+    engine.step(loads=[load])
+    engine.expect_loaded(load)
+    assert engine.states() == {save.job_id: FINISHED, load.job_id: FINISHED}
+    engine.check()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_job_sent_twice_is_done_once(path, caplog):
+    engine = Engine(path)
+    save = engine.save([0], [4])
+    engine.step(saves=[save])
+    engine.expect_saved(save)
+    engine.step(saves=[save])
+    assert engine.states() == {save.job_id: FINISHED}
+    assert "job 1 is in flight already" in caplog.text
+    engine.check()

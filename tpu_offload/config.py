@@ -85,9 +85,15 @@ class OffloadConfig(pydantic.BaseModel):
         (), description="Blocks per staged copy, comma-separated, ascending, starting at 1; empty means powers of two."
     )
     job_timeout_s: float = Field(
-        60.0, gt=0, description="A transfer that some worker has not reported after this long has failed."
+        60.0,
+        gt=0,
+        le=1e9,
+        allow_inf_nan=False,
+        description="A transfer that some worker has not reported after this long has failed.",
     )
-    metrics_log_interval: float = Field(10.0, ge=0, description="Seconds between metrics log lines; 0 means none.")
+    metrics_log_interval: float = Field(
+        10.0, ge=0, le=1e9, allow_inf_nan=False, description="Seconds between metrics log lines; 0 means none."
+    )
     batched_save: bool | None = Field(None, description="Accepted and ignored: saves of a step are always batched.")
     save_threads: int | None = Field(None, ge=1, description="Accepted and ignored: no copy waits on a thread.")
     use_unpinned_host: bool | None = Field(
@@ -205,6 +211,11 @@ def _round_up(size: float) -> str:
     return f"{decimal.Context(prec=6, rounding=decimal.ROUND_UP).create_decimal_from_float(size).normalize():f}"
 
 
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
+
+
 def _env_name(field: str) -> str:
     return ENV_PREFIX + field.upper()
 
@@ -221,4 +232,4 @@ def _one_line(error: pydantic.ValidationError, *, name: Callable[[str], str]) ->
     expected = detail["msg"].replace("Input should be", "expected")
     if "boolean" in expected:
         expected = "expected 0 or 1"
-    return f"{name(field)}={detail['input']!r}: {expected[0].lower() + expected[1:]}"
+    return f"{name(field)}={_short(detail['input'])}: {expected[0].lower() + expected[1:]}"

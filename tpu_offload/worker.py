@@ -136,6 +136,7 @@ class OffloadWorker:
         """
         if plan.empty and not self._flights:
             return kv_caches
+        kv_caches = list(kv_caches)  # the programs are compiled for a list
         for job_id in plan.cancelled_job_ids:
             self._cancel(job_id)
         if self._flights:
@@ -150,7 +151,7 @@ class OffloadWorker:
           kv_caches: the caches as the forward pass left them; only read.
         """
         if plan.saves:
-            self._dispatch(plan.saves, Direction.SAVE, plan.step_id, kv_caches)
+            self._dispatch(plan.saves, Direction.SAVE, plan.step_id, list(kv_caches))
 
     def poll(self, *, wait: bool = False) -> StepReport:
         """Says what ended since the last call.
@@ -187,6 +188,9 @@ class OffloadWorker:
         """Starts the jobs that are possible, in one flight for each segment where they fit one."""
         accepted = []
         for job in jobs:
+            if job.job_id in self._jobs:
+                _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
+                continue
             self._jobs[job.job_id] = _Job(started_s=self._clock())
             error = self._why_impossible(job)
             if error:

@@ -639,3 +639,14 @@ def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
     engine.scheduler.check_invariants()
     engine.scheduler.finish("b")
     assert engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0) == 0
+
+
+def test_a_scheduler_without_workers_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="num_workers=0; expected at least 1"):
+        OffloadScheduler(OffloadConfig(), LAYOUT, num_workers=0)
+
+
+def test_a_report_of_more_slots_than_configured_adds_none() -> None:
+    engine = FakeEngine(num_cpu_chunks=8)
+    engine.apply(FakeWorker(0, num_host_chunks=40), [])
+    assert engine.scheduler.stats().num_host_chunks == 8

@@ -6,6 +6,7 @@ a bug of ours.
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments after the program's name; by default those of the process.
     Returns:
       Exit status: 0, 1 when a command found what it is there to find (outputs that differ), 2 for
-      input that cannot be used, 130 when interrupted.
+      input that cannot be used, 130 when interrupted, 141 when nobody reads the output any more.
     """
     logging.basicConfig(level=logging.WARNING, format=f"{_PROG}: %(levelname)s: %(message)s")
     try:
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
         status: int = args.run(args, sys.argv[1:] if argv is None else list(argv))
         return status
+    except BrokenPipeError:  # whoever read our output has gone, as `head` does; nobody is left to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
     except (OffloadError, OSError) as e:
         sys.stderr.write(f"{_PROG}: error: {' '.join(str(e).split())}\n")
         return 2

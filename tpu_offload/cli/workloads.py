@@ -21,6 +21,7 @@ NUM_TOKENS = 261  # 256 byte values, then the special ids
 _ROLES = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
 _END = 260
 
+_MAX_LENGTH = 2**31 - 1  # of a prompt or answer in a trace, in tokens
 _TRACE_BLOCK_TOKENS = 512  # tokens that one hash id of the Mooncake format stands for
 
 
@@ -248,8 +249,8 @@ def _parse_trace_request(value: Any) -> tuple[int, int, list[int]]:
 
     def number(key: str, *, at_least: int) -> int:
         got = value.get(key)
-        if not isinstance(got, int) or isinstance(got, bool) or got < at_least:
-            raise ValueError(f"{key} is {_short(got)}; expected an integer of at least {at_least}")
+        if not isinstance(got, int) or isinstance(got, bool) or not at_least <= got <= _MAX_LENGTH:
+            raise ValueError(f"{key} is {_short(got)}; expected an integer of {at_least} to {_MAX_LENGTH}")
         return got
 
     timestamp = value.get("timestamp")

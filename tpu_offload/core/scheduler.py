@@ -36,7 +36,7 @@ from tpu_offload.core.save_policy import SaveAll, SavePrompt
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.tracking import TrackedRequest
-from tpu_offload.errors import RequestError
+from tpu_offload.errors import ConfigError, RequestError
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats, StatsLogger
 from tpu_offload.types import BlockHash, ChunkKey, Direction, JobState, StepPlan, StepReport
@@ -54,7 +54,7 @@ class OffloadScheduler:
       policy: eviction policy of the host tier, LRU by default.
       clock: monotonic seconds.
     Raises:
-      ConfigError: the staging buffer or the host tier is smaller than one chunk.
+      ConfigError: the staging buffer or the host tier is smaller than one chunk, or there is no worker.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class OffloadScheduler:
     ) -> None:
         self._config = config
         self._layout = layout
-        config.host_chunks(layout)  # raises what is wrong with it here rather than in a worker
+        if num_workers < 1:
+            raise ConfigError(f"{num_workers=}; expected at least 1")
+        self._max_host_chunks = config.host_chunks(layout)
         self._staging = StagingBufferManager(config.staging_blocks(layout) if config.enabled else 0)
         self._index = ChunkIndex(policy or LRUPolicy())
         self._jobs = JobTable(num_workers=num_workers)
@@ -226,7 +228,7 @@ class OffloadScheduler:
             self._counts.num_ignored_results += len(report.results)
             return Update()
         # A slot is usable once every worker has it.
-        self._num_host_chunks[report.worker_id] = report.num_host_chunks
+        self._num_host_chunks[report.worker_id] = min(report.num_host_chunks, self._max_host_chunks)
         self._index.grow(min(self._num_host_chunks.values()))
         for first, end in report.lost_slots:
             self._lose_slots(first, end)

@@ -118,7 +118,8 @@ def gather(spec: TransferSpec, bucket: int) -> Program:
     def gather_blocks(kv_caches: Any, block_ids: Any) -> Any:
         rows = jnp.arange(bucket, dtype=jnp.int32)
         caches = _as_carrier(kv_caches, spec)
-        staging = lax.empty(struct.shape, struct.dtype)
+        # In a mesh with explicit axes every array of a program has a sharding, and this one has to be told.
+        staging = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if spec.explicit else None)
         return _caches_to_pool(staging, caches, block_ids, rows, bucket, space=Space.Device)
 
     args = (spec.cache_structs(), spec.ids_struct(bucket))
@@ -206,7 +207,7 @@ def _bitcast(array: Any, dtype: np.dtype[Any]) -> Any:
 
 def _caches_to_pool(pool: Any, caches: Caches, block_ids: Any, rows: Any, num_blocks: Any, *, space: Any) -> Any:
     """Writes block `block_ids[i]` to `pool[rows[i]]`, which lies in `space`, for each i < num_blocks."""
-    origin = (0,) * (pool.ndim - 1)
+    origin = (np.int32(0),) * (pool.ndim - 1)  # typed: under jax_enable_x64 a plain 0 would not go with i32 ids
 
     def body(i: Any, carry: Any) -> Any:
         pool, count = carry
@@ -237,7 +238,7 @@ def _pool_to_caches(
 
 def _host_copy(target: Any, source: Any, target_rows: Any, source_rows: Any) -> Any:
     """Writes `source[source_rows[i]]` to `target[target_rows[i]]`, both in host memory, by the host's CPU."""
-    origin = (0,) * (target.ndim - 1)
+    origin = (np.int32(0),) * (target.ndim - 1)
 
     def copy(target: Any, source: Any, target_rows: Any, source_rows: Any) -> Any:
         def body(i: Any, carry: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from tpu_offload.errors import LayoutError
 
@@ -102,6 +102,12 @@ class TransferSpec:
             # structs for a device that is only described.
             mesh, page_axes = Mesh(np.array(list(sharding.device_set)), ("device",)), ()
         return NamedSharding(mesh, PartitionSpec(None, None, *page_axes), memory_kind=memory_kind)
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the caches' mesh has explicit axes, as `jax.make_mesh` gives them."""
+        sharding = self.cache_sharding
+        return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
     @property
     def replicated(self) -> Sharding:
