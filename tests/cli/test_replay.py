@@ -225,3 +225,13 @@ def test_interrupt_reports_what_is_finished(tmp_path):
     assert report["baseline"]["num_requests"] > 0
     assert report["offload"]["num_requests"] == 0
     assert report["outputs_identical"] is None
+
+
+@pytest.mark.parametrize(("redirect", "status"), [("| true", 141), (">&-", 0), ("2>&-", 0)])
+def test_output_that_nobody_reads(redirect, status):
+    """Not 1, which says that outputs differ, and no traceback."""
+    command = " ".join([sys.executable, "-m", "tpu_offload.cli.main", "replay", *TINY, "--requests", "2"])
+    script = f"set -o pipefail; {command} {redirect}"
+    done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr

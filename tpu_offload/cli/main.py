@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from tpu_offload.cli import replay
+from tpu_offload.cli.terminal import open_missing_streams
 from tpu_offload.errors import InputError, OffloadError
 
 _PROG = "tpu-offload"
@@ -32,11 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       Exit status: 0, 1 when a command found what it is there to find (outputs that differ), 2 for
       input that cannot be used, 130 when interrupted, 141 when nobody reads the output any more.
     """
+    open_missing_streams()
     logging.basicConfig(level=logging.WARNING, format=f"{_PROG}: %(levelname)s: %(message)s")
     try:
-        # Imported here: jax takes seconds, and an interrupt meanwhile is no traceback either.
-        from tpu_offload.cli import replay
-
         parser = _Parser(prog=_PROG, description="KV cache offloading for TPUs.", allow_abbrev=False)
         commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
         replay.add_command(commands)

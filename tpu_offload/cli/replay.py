@@ -9,20 +9,18 @@ import contextlib
 import dataclasses
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from tpu_offload.cli import report as report_lib
 from tpu_offload.cli.copy_rate import measure_copy_rates
 from tpu_offload.cli.flags import float_flag, int_flag
 from tpu_offload.cli.serving import ServedRun, serve
-from tpu_offload.cli.terminal import progress, stop_on_interrupt
+from tpu_offload.cli.terminal import ReportConsole, progress, stop_on_interrupt
 from tpu_offload.cli.workloads import NUM_TOKENS, Workload, chat_workload, prompts_workload, trace_workload
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
@@ -279,7 +277,7 @@ def _serve_once(
 
 def _tell(report: dict[str, Any], setup: _Setup) -> int:
     """Prints the table and what it means; returns the exit status."""
-    console = Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 100)
+    console = ReportConsole()
     console.print(report_lib.build_table(report))
     if not setup.offload.enabled:
         console.print("Offloading is off: a size in the TPU_OFFLOAD_* variables is zero.")

@@ -1,11 +1,13 @@
 """What a command that runs for a while owes the person before it: progress, and an end on Ctrl-C."""
 
 import contextlib
+import os
 import signal
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,6 +30,29 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+class ReportConsole(Console):
+    """Prints a report to standard output: to a terminal at its width, elsewhere in lines of any length.
+
+    A reader that goes away (`| head`) is a BrokenPipeError, for the caller to tell from the exit status
+    of a command that has something to say; rich would exit with 1.
+    """
+
+    def __init__(self) -> None:
+        terminal = sys.stdout.isatty()
+        super().__init__(soft_wrap=not terminal, width=None if terminal else 100)
+
+    def on_broken_pipe(self) -> NoReturn:
+        """See `rich.console.Console`; called where the error is handled."""
+        raise BrokenPipeError
+
+
+def open_missing_streams() -> None:
+    """Gives standard streams that the caller has closed (`>&-`) somewhere to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (for the life of the process)
 
 
 @contextlib.contextmanager
