@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from tests.caches import DTYPES
-from tests.worker_engine import FINISHED, PATHS, Engine
+from tests.worker_engine import PATHS, Engine
 
 pytestmark = pytest.mark.tpu
 
@@ -18,12 +18,4 @@ def _needs_a_tpu():
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_round_trip(path, dtype):
-    engine = Engine(path, dtype=dtype)
-    save, load = engine.save([0, 1, 2, 3], [4, 5, 6, 7]), engine.load([8, 9, 10, 11], [4, 5, 6, 7])
-    engine.step(saves=[save])
-    engine.expect_saved(save)
-    assert engine.states() == {save.job_id: FINISHED}
-    engine.step(loads=[load])
-    engine.expect_loaded(load)
-    assert engine.states() == {load.job_id: FINISHED}
-    engine.check()
+    Engine(path, dtype=dtype).check_round_trip()

@@ -214,29 +214,14 @@ def test_meshes_with_explicit_axes(path):
     config = OffloadConfig.create(copy_path=path, num_staging_blocks=6, num_cpu_chunks=10, blocks_per_chunk=2)
     engine.worker = OffloadWorker(config, engine.layout, engine.caches, worker_id=3)
     engine.worker._pool.wait_until_allocated()
-    save, load = engine.save([0, 1, 2], [4, 5, 6]), engine.load([7, 8, 9], [4, 5, 6])
-    engine.step(saves=[save])
-    engine.expect_saved(save)
-    assert engine.states() == {save.job_id: FINISHED}
-    engine.step(loads=[load])
-    engine.expect_loaded(load)
-    assert engine.states() == {load.job_id: FINISHED}
-    engine.check()
+    engine.check_round_trip()
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_x64_changes_nothing(path):
     jax.config.update("jax_enable_x64", True)
     try:
-        engine = Engine(path)
-        save, load = engine.save([0, 1], [4, 5]), engine.load([7, 8], [4, 5])
-        engine.step(saves=[save])
-        engine.expect_saved(save)
-        assert engine.states() == {save.job_id: FINISHED}
-        engine.step(loads=[load])
-        engine.expect_loaded(load)
-        assert engine.states() == {load.job_id: FINISHED}
-        engine.check()
+        Engine(path).check_round_trip()
     finally:
         jax.config.update("jax_enable_x64", False)
 

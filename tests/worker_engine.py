@@ -106,6 +106,17 @@ class Engine:
             self.step()
         raise AssertionError("the worker never comes to rest")
 
+    def check_round_trip(self):
+        """Saves four blocks and loads them into others: every bit is where it should be."""
+        save, load = self.save([0, 1, 2, 3], [4, 5, 6, 7]), self.load([8, 9, 10, 11], [4, 5, 6, 7])
+        self.step(saves=[save])
+        self.expect_saved(save)
+        assert self.states() == {save.job_id: FINISHED}
+        self.step(loads=[load])
+        self.expect_loaded(load)
+        assert self.states() == {load.job_id: FINISHED}
+        self.check()
+
     def states(self):
         return {job_id: result.state for job_id, result in self.drain().items()}
 
