@@ -1,5 +1,7 @@
 """Block hashes: equal exactly when the prefixes, the layout and the salt are equal."""
 
+import hashlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +20,17 @@ def hashes_of(tokens, *, block_size=4, fingerprint=FINGERPRINT, cache_salt=""):
 
 
 def test_golden():
-    """Stored chunks outlive a process: these values must not change without a new layout fingerprint."""
+    """A lock on the values, beside a derivation of them byte by byte."""
     hashes = hashes_of([1, 2, 3, 4, 5, 6, 7, 8, 9], cache_salt="tenant")
     assert [h.hex() for h in hashes] == GOLDEN
+
+    def blake(data):
+        return hashlib.blake2b(data, digest_size=16).digest()
+
+    root = blake(FINGERPRINT + bytes([6, 0, 0, 0, 0, 0, 0, 0]) + b"tenant")
+    first = blake(root + b"".join(bytes([token, 0, 0, 0, 0, 0, 0, 0]) for token in (1, 2, 3, 4)))
+    second = blake(first + b"".join(bytes([token, 0, 0, 0, 0, 0, 0, 0]) for token in (5, 6, 7, 8)))
+    assert hashes == [first, second]
 
 
 @pytest.mark.parametrize(("num_tokens", "num_hashes"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (9, 2)])

@@ -110,5 +110,5 @@ def test_fingerprint_leaves_the_sharding_out():
 
 
 def test_fingerprint_golden():
-    """Stored chunks outlive a process: this value must not change without reason."""
+    """A lock, not a derivation: chunks stored under one value cannot be read under another."""
     assert BASE.fingerprint().hex() == "449a782b9ec81f8b35408e8a61a697f2"

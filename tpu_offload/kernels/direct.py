@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tpu_offload.kernels import programs
-from tpu_offload.kernels.copier import Caches, Copier, Flight, Phase, Rows, SegmentStore, pad
+from tpu_offload.kernels.copier import Caches, Copier, Flight, Phase, Rows, SegmentStore, fetch_early, pad
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.types import Direction
 
@@ -68,6 +68,4 @@ class DirectCopier(Copier):
         return pad(rows.block_ids, capacity), pad(rows.host_block_ids, capacity), np.int32(len(rows))
 
     def _flight(self, direction: Direction, segment_id: int, rows: Rows, token: jax.Array) -> Flight:
-        if self._spec.platform != "cpu":
-            token.copy_to_host_async()  # so that reading it, once it is ready, does not wait for a round trip
-        return Flight(direction, segment_id, rows, Phase.COPYING, token)
+        return Flight(direction, segment_id, rows, Phase.COPYING, fetch_early(token, self._spec))

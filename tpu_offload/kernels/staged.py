@@ -19,7 +19,7 @@ import numpy as np
 
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
-from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, pad
+from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, fetch_early, pad
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, TransferSpec
 from tpu_offload.types import Direction
 
@@ -91,7 +91,7 @@ class StagedCopier(Copier):
         segment = self._store.segment(flight.segment_id)
         segment, token = program(segment, flight.waiting_on, flight.rows.host_block_ids)
         self._store.replace(flight.segment_id, segment)
-        _await_token(flight, token)
+        self._await_token(flight, token)
 
     def resume_load(self, flight: Flight, live: Rows, kv_caches: Caches) -> Caches:
         """See `Copier`."""
@@ -100,7 +100,7 @@ class StagedCopier(Copier):
         ids = pad(live.block_ids, bucket), pad(live_rows, bucket), np.int32(len(live))
         kv_caches, token = self._program(programs.scatter, bucket)(kv_caches, flight.waiting_on, *ids)
         flight.rows = live
-        _await_token(flight, token)
+        self._await_token(flight, token)
         return kv_caches
 
     def release(self, flight: Flight) -> None:
@@ -122,8 +122,6 @@ class StagedCopier(Copier):
             return self._free[bucket].pop()
         return self._allocate(self._spec.pool_struct(bucket, HOST_MEMORY_KIND))
 
-
-def _await_token(flight: Flight, token: jax.Array) -> None:
-    token.copy_to_host_async()
-    flight.phase = Phase.COPYING
-    flight.waiting_on = token
+    def _await_token(self, flight: Flight, token: jax.Array) -> None:
+        flight.phase = Phase.COPYING
+        flight.waiting_on = fetch_early(token, self._spec)
