@@ -121,7 +121,9 @@ class Engine:
         return {job_id: result.state for job_id, result in self.drain().items()}
 
     def check(self):
-        segments = [reference.as_bytes(s) for s in self.worker._pool._segments]
+        segments = [
+            np.concatenate([reference.as_bytes(part) for part in s], axis=1) for s in self.worker._pool._segments
+        ]
         np.testing.assert_array_equal(np.concatenate(segments)[:NUM_HOST_BLOCKS], self.host)
         for cache, wanted in zip(self.caches, self.expected, strict=True):
             np.testing.assert_array_equal(reference.as_bytes(cache), wanted)
@@ -133,7 +135,8 @@ FINISHED, FAILED, CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCE
 def broken(error, *, deletes=None):
     def program(*args):
         if deletes is not None:
-            args[deletes].delete()
+            for part in args[deletes]:
+                part.delete()
         raise error
 
     return program

@@ -106,7 +106,7 @@ class OffloadWorker:
         # Hosts that share one model must dispatch in one order, and readiness differs between them.
         self._lockstep = not self._spec.cache_sharding.is_fully_addressable
         self._pool = HostPool(
-            self._spec.segment_struct(),
+            self._spec.segment_structs(),
             num_segments=num_segments,
             chunks_per_segment=chunks_per_segment,
             num_chunks=self._num_host_chunks,
@@ -342,7 +342,7 @@ class OffloadWorker:
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         assert self._pool is not None
         try:
-            lost = lost or self._pool.segment(segment_id).is_deleted()
+            lost = lost or any(part.is_deleted() for part in self._pool.segment(segment_id))
         except TransferError:  # lost before
             lost = False
         if lost:

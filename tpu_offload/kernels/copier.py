@@ -13,15 +13,17 @@ from tpu_offload.types import Direction
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 Caches = list[jax.Array]
+Segment = list[jax.Array]
+"""One segment of the host pool, an array a part (see `TransferSpec`)."""
 
 
 class SegmentStore(Protocol):
     """Where segments live between programs; a program donates one and hands back its successor."""
 
-    def segment(self, segment_id: int) -> jax.Array:
+    def segment(self, segment_id: int) -> Segment:
         """The segment; raises TransferError if there is none."""
 
-    def replace(self, segment_id: int, segment: jax.Array) -> None:
+    def replace(self, segment_id: int, segment: Segment) -> None:
         """Puts the successor in the place of a donated segment."""
 
 
