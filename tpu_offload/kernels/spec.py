@@ -1,6 +1,7 @@
 """Shapes, dtypes and shardings that every copy program is compiled for."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -153,6 +154,11 @@ class TransferSpec:
         shape = (self.num_blocks, *self.page_shape)
         return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.cache_sharding)] * self.num_layers
 
+    def staging_struct(self, num_blocks: int, num_layers: int) -> jax.ShapeDtypeStruct:
+        """The shape of an array in HBM that holds pages of some layers of `num_blocks` blocks."""
+        shape = (num_blocks, num_layers, *self.page_shape)
+        return jax.ShapeDtypeStruct(shape, self.carrier, sharding=self.pool_sharding(DEVICE_MEMORY_KIND))
+
     def pool_struct(self, num_blocks: int, memory_kind: str) -> jax.ShapeDtypeStruct:
         """The shape of an array that holds `num_blocks` blocks of all layers."""
         shape = (num_blocks, self.num_layers, *self.page_shape)
@@ -178,4 +184,4 @@ class TransferSpec:
 def _cut(num_layers: int, num_parts: int) -> tuple[LayerRange, ...]:
     """Cuts layers into parts whose sizes differ by at most one."""
     bounds = [num_layers * i // num_parts for i in range(num_parts + 1)]
-    return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(itertools.pairwise(bounds))

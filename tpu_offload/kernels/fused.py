@@ -1,0 +1,282 @@
+"""The fused path: copies that run inside the engine's own jitted step, under the compute of its layers.
+
+The programs of a device run one after another, so a copy that is a program of its own makes the next step
+wait. Inside one program the TPU compiler starts a DMA, goes on with matrix products, and waits for it
+later. What keeps it from doing so is order: two writes into one array are chained, and a write that
+nothing depends on is put off to the end of the program. So here
+
+- a segment of the host pool is in parts, each of some layers (`TransferSpec.parts`); when the last layer
+  of a part has written its KV, the pages to save are put together in HBM;
+- after every layer at most one DMA a part is started, and the residual stream is made to depend, through
+  an optimization barrier, on those that were started one layer before: each has the compute of one layer
+  to hide under, and HBM holds the pages of a few parts, not of all;
+- loads read their part early and are written into the caches after the layer, whose attention never reads
+  the blocks that a load is filling.
+
+`benchmarks/bench_tpu_compile.py` shows how much of it lies under compute in the compiler's schedule.
+
+The step is compiled for fixed numbers of runs, a run being `run_blocks` blocks with adjacent places in
+the segment, which a chunk always has. There is no padding: what does not make up a compiled number of
+runs goes by the direct path, around the step.
+
+    fused = worker.fused_step()                       # outside: empty lists when nothing is to be fused
+    step(..., fused.segment, fused.inputs)            # donate `segment`, not `inputs`
+
+    copies = FusedCopies(segment, inputs)             # inside
+    for i, layer in enumerate(layers):
+        x, kv_caches[i] = layer(x, kv_caches[i])      # writes this step's KV
+        x, kv_caches[i] = copies.after_layer(i, x, kv_caches[i])
+    outcome = copies.finish()                         # an output of the step, for `worker.end_step`
+"""
+
+import dataclasses
+import functools
+from typing import Any, TypeVar, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tpu_offload.kernels.copier import Ids, Rows, Segment
+from tpu_offload.kernels.programs import bitcast
+from tpu_offload.kernels.spec import LayerRange, TransferSpec
+
+Space = jax.memory.Space
+_X = TypeVar("_X")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["save_block_ids", "save_rows", "load_block_ids", "load_rows", "load_segment"],
+    meta_fields=["spec"],
+)
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedInputs:
+    """What a step copies besides computing; a pytree to hand into the jitted step, not donated.
+
+    Attributes:
+      save_block_ids: i32[num_saves, run_blocks], blocks of the caches to read.
+      save_rows: i32[num_saves], the place in the segment where each run begins.
+      load_block_ids: i32[num_loads, run_blocks], blocks of the caches to write.
+      load_rows: i32[num_loads], the place in `load_segment` where each run begins.
+      load_segment: the segment to load from; empty when nothing is loaded.
+      spec: shapes; part of the tree's structure.
+    """
+
+    save_block_ids: Any
+    save_rows: Any
+    load_block_ids: Any
+    load_rows: Any
+    load_segment: Segment
+    spec: TransferSpec
+
+    @property
+    def num_saves(self) -> int:
+        """Runs to save."""
+        return len(self.save_rows)
+
+    @property
+    def num_loads(self) -> int:
+        """Runs to load."""
+        return len(self.load_rows)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["segment", "inputs"], meta_fields=[])
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedStep:
+    """Everything that one step needs; `segment` is to be donated.
+
+    Attributes:
+      segment: the segment to save into; empty when nothing is saved.
+      inputs: the rest.
+    """
+
+    segment: Segment
+    inputs: FusedInputs
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["segment", "save_token", "load_token"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedOutcome:
+    """What a step returns of its copies; a pytree.
+
+    Attributes:
+      segment: the donated segment's successor, in pinned host memory.
+      save_token: i32[], the number of blocks saved; ready when the step is.
+      load_token: i32[], the number of blocks loaded.
+    """
+
+    segment: Segment
+    save_token: Any
+    load_token: Any
+
+    @classmethod
+    def shardings(cls, step: FusedStep) -> "FusedOutcome":
+        """The `out_shardings` of this part of the step's output."""
+        replicated = step.inputs.spec.replicated
+        return cls([part.sharding for part in step.segment], replicated, replicated)
+
+
+@final
+class FusedCopies:
+    """The copies of one step, while the step is traced. Used once, by one trace.
+
+    Args:
+      segment: `FusedStep.segment`.
+      inputs: `FusedStep.inputs`.
+    """
+
+    def __init__(self, segment: Segment, inputs: FusedInputs) -> None:
+        self._spec = inputs.spec
+        self._inputs = inputs
+        self._segment = list(segment)
+        # Per part, the runs that are put together in HBM and not yet on their way.
+        self._staged: list[list[Any]] = [[] for _ in inputs.spec.parts]
+        self._in_flight: list[int] = []
+        self._pages: list[jax.Array] = []  # of the layers of the part at hand
+        self._arriving: dict[int, Any] = {}
+
+    def after_layer(self, layer: int, x: _X, kv_cache: jax.Array) -> tuple[_X, jax.Array]:
+        """To be called after every layer, in order, once the layer has written its KV and used it.
+
+        Args:
+          layer: index of the cache.
+          x: the residual stream, any pytree that all later compute depends on.
+          kv_cache: dtype[num_blocks, *page_shape], this layer's.
+        Returns:
+          `x`, unchanged in value, and the cache with the loaded blocks in it.
+        """
+        if self._inputs.num_loads:
+            kv_cache = self._write_loads(layer, kv_cache)
+        if self._inputs.num_saves:
+            self._stage(layer, kv_cache)
+            x = self._start_some(x)
+        return x, kv_cache
+
+    def finish(self) -> FusedOutcome:
+        """To be called after the last layer. Its result must be an output of the step."""
+        while any(self._staged):
+            self._start_some(())
+        return FusedOutcome(
+            self._segment, _count(self._inputs.save_block_ids), _count(self._inputs.load_block_ids)
+        )
+
+    # Loads.
+
+    def _write_loads(self, layer: int, kv_cache: jax.Array) -> jax.Array:
+        part, (first, _) = self._part_of(layer)
+        if part not in self._arriving:
+            self._arriving[part] = self._read_runs(part)
+        num_blocks = self._inputs.load_block_ids.size
+        pages = jnp.concatenate([run[:, layer - first] for run in self._arriving[part]])
+        block_ids = self._inputs.load_block_ids.reshape(num_blocks)
+        target = bitcast(kv_cache, self._spec.carrier)
+
+        def body(i: Any, cache: Any) -> Any:
+            page = lax.dynamic_slice_in_dim(pages, i, 1, axis=0)
+            return lax.dynamic_update_slice_in_dim(cache, page, block_ids[i], axis=0)
+
+        written: jax.Array = bitcast(lax.fori_loop(0, num_blocks, body, target), self._spec.dtype)
+        return written
+
+    def _read_runs(self, part: int) -> list[Any]:
+        """Per run, carrier[run_blocks, layers of the part, *page_shape] on its way to HBM."""
+        source = self._inputs.load_segment[part]
+        shape = (self._inputs.load_block_ids.shape[1], *source.shape[1:])
+        return [
+            jax.device_put(lax.dynamic_slice(source, (row, *_origin(source)), shape), Space.Device)
+            for row in self._inputs.load_rows
+        ]
+
+    # Saves.
+
+    def _stage(self, layer: int, kv_cache: jax.Array) -> None:
+        """Puts a layer's pages together in HBM, and all of the part's with its last layer."""
+        part, (_, end) = self._part_of(layer)
+        num_runs, run_blocks = self._inputs.save_block_ids.shape
+        block_ids = self._inputs.save_block_ids.reshape(num_runs * run_blocks)
+        source = bitcast(kv_cache, self._spec.carrier)
+        self._pages.append(source)
+        if layer + 1 < end:
+            return
+        caches, self._pages = self._pages, []
+        struct = self._spec.staging_struct(num_runs * run_blocks, len(caches))
+        staging = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if self._spec.explicit else None)
+
+        def body(i: Any, staging: Any) -> Any:
+            for j, cache in enumerate(caches):
+                page = lax.dynamic_slice_in_dim(cache, block_ids[i], 1, axis=0)[:, None]
+                start = (i, np.int32(j), *_origin(staging)[1:])
+                staging = lax.dynamic_update_slice(staging, page, start)
+            return staging
+
+        def counted(_: Any, carry: Any) -> Any:
+            staging, i = carry  # i32 under jax_enable_x64 too
+            return body(i, staging), i + 1
+
+        staging, _ = lax.fori_loop(0, num_runs * run_blocks, counted, (staging, jnp.int32(0)))
+        self._staged[part] = [staging[r * run_blocks : (r + 1) * run_blocks] for r in range(num_runs)]
+
+    def _start_some(self, x: _X) -> _X:
+        """Waits for the DMAs of the call before, and starts at most one a part."""
+        if self._in_flight:
+            arrived = [self._segment[part] for part in self._in_flight]
+            x, arrived = lax.optimization_barrier((x, arrived))
+            for part, array in zip(self._in_flight, arrived, strict=True):
+                self._segment[part] = array
+        self._in_flight = [part for part, runs in enumerate(self._staged) if runs]
+        for part in self._in_flight:
+            run_id = self._inputs.num_saves - len(self._staged[part])
+            pages = jax.device_put(self._staged[part].pop(0), Space.Host)
+            target = self._segment[part]
+            start = (self._inputs.save_rows[run_id], *_origin(target))
+            self._segment[part] = lax.dynamic_update_slice(target, pages, start)
+        return x
+
+    def _part_of(self, layer: int) -> tuple[int, LayerRange]:
+        for i, (first, end) in enumerate(self._spec.parts):
+            if first <= layer < end:
+                return i, (first, end)
+        raise ValueError(f"layer {layer}; expected 0 to {self._spec.num_layers - 1}")
+
+
+def _origin(pool: Any) -> tuple[Any, ...]:
+    return (np.int32(0),) * (pool.ndim - 1)
+
+
+def _count(block_ids: Any) -> jax.Array:
+    """How many, computed: what is merely handed through is ready before the program has run."""
+    return jnp.sum(block_ids >= 0, dtype=jnp.int32)
+
+
+def split_runs(rows: Rows, *, run_blocks: int, sizes: tuple[int, ...]) -> tuple[Rows, Rows]:
+    """Takes out of `rows` what one step can copy.
+
+    Args:
+      rows: blocks of one segment, of one or more jobs.
+      run_blocks: blocks in a run.
+      sizes: compiled numbers of runs, ascending.
+    Returns:
+      Rows of whole runs, as many as one of `sizes` says, run after run; and the rest. Either may be empty.
+    """
+    starts = _run_starts(rows.host_block_ids, run_blocks)
+    fitting = [size for size in sizes if size <= len(starts)]
+    if not fitting:
+        return rows.take(slice(0, 0)), rows
+    chosen = (starts[: fitting[-1], None] + np.arange(run_blocks)).ravel()
+    rest = np.ones(len(rows), bool)
+    rest[chosen] = False
+    return rows.take(chosen), rows.take(rest)
+
+
+def _run_starts(host_block_ids: Ids, run_blocks: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Where `run_blocks` adjacent places begin that are one chunk."""
+    if len(host_block_ids) < run_blocks:
+        return np.zeros(0, np.intp)
+    windows = np.lib.stride_tricks.sliding_window_view(host_block_ids, run_blocks)
+    adjacent = (windows - windows[:, :1] == np.arange(run_blocks)).all(axis=1)
+    starts: np.ndarray[Any, np.dtype[np.intp]] = np.flatnonzero(adjacent & (windows[:, 0] % run_blocks == 0))
+    return starts
