@@ -8,7 +8,7 @@ import pytest
 import tpu_offload
 
 PACKAGE = Path(tpu_offload.__file__).parent
-FOUNDATION = {"errors", "types", "config", "layout", "hashing", "metrics"}
+FOUNDATION = {"errors", "types", "config", "layout", "hashing", "metrics", "profile"}
 PARTS = {"core", "kernels", "memory", "tiers"}
 FRONTS = {"adapters", "sim"}
 

@@ -10,12 +10,18 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, JobState, StepPlan, TransferJob
 from tpu_offload.worker import OffloadWorker
 
-PATHS = ["direct", "staged"]
+PATHS = ["direct", "staged", "staged saves, direct loads", "direct saves, staged loads"]
 BLOCKS_PER_CHUNK = 2
 NUM_CHUNKS = 10
 CHUNKS_PER_SEGMENT = 4
 NUM_HOST_BLOCKS = NUM_CHUNKS * BLOCKS_PER_CHUNK
 IDLE = StepPlan(step_id=0)
+
+
+def split_path(path):
+    """The paths of saves and of loads."""
+    save, _, load = path.partition(", ")
+    return save.removesuffix(" saves"), (load or save).removesuffix(" loads")
 
 
 class Clock:
@@ -27,9 +33,10 @@ class Clock:
 
 
 class Engine:
-    """A worker with its caches, and numpy copies of what both should hold."""
+    """A worker with its caches, and numpy copies of what both should hold; `path` is one of PATHS."""
 
     def __init__(self, path="direct", *, dtype="bfloat16", num_devices=1, wait=True, **settings):
+        self.save_path, self.load_path = split_path(path)
         self.rng = np.random.default_rng(5)
         self.caches = random_caches(self.rng, dtype=dtype, num_devices=num_devices)
         self.layout = KVLayout.from_caches(self.caches, block_size=4)
@@ -39,7 +46,8 @@ class Engine:
             "blocks_per_chunk": BLOCKS_PER_CHUNK,
             # Not a whole number of chunks: 4.5 of them.
             "host_segment_gb": 4.5 * BLOCKS_PER_CHUNK * self.layout.block_nbytes / 2**30,
-            "copy_path": path,
+            "save_path": self.save_path,
+            "load_path": self.load_path,
             "skip_jax_precompile": True,
         } | settings
         self.clock = Clock()
@@ -62,6 +70,14 @@ class Engine:
 
     def load(self, block_ids, host_block_ids):
         return self.job(Direction.LOAD, block_ids, host_block_ids)
+
+    @property
+    def saver(self):
+        return self.worker._copiers[Direction.SAVE]
+
+    @property
+    def loader(self):
+        return self.worker._copiers[Direction.LOAD]
 
     def begin(self, *loads, cancel=()):
         self.step_id += 1

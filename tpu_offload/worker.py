@@ -23,9 +23,9 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import LayoutError, TransferError
-from tpu_offload.kernels import Copier, DirectCopier, Flight, Phase, Rows, StagedCopier, TransferSpec
+from tpu_offload.kernels import Copier, Flight, Phase, Rows, TransferSpec, choose_paths, make_copiers
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostPool, available_nbytes, cap_chunks, pinned_zeros, plan_segments
 from tpu_offload.types import Direction, JobResult, JobState, StepPlan, StepReport, TransferJob
@@ -66,9 +66,11 @@ class OffloadWorker:
       worker_id: goes into every report.
       clock: seconds, monotonic.
       available: bytes of host memory that are left; None finds out.
+      fused: the engine runs the fused functions in its own step, so that a path may be `fused`.
     Raises:
       LayoutError: the caches are not those that the layout describes.
-      ConfigError: a size in `config` makes no sense for the layout.
+      ConfigError: a size in `config` makes no sense for the layout, a path is `fused` and the engine does
+        not offer it, or a path is `auto` and the profile cannot be used.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class OffloadWorker:
         worker_id: int = 0,
         clock: Callable[[], float] = time.monotonic,
         available: int | None = None,
+        fused: bool = False,
     ) -> None:
         _check_caches(layout, kv_caches)
         self._clock = clock
@@ -89,7 +92,7 @@ class OffloadWorker:
         self._report = StepReport(worker_id=worker_id, results=(), num_host_chunks=0)
         self._num_host_chunks = _num_chunks(config, layout, available) if config.enabled else 0
         self._pool: HostPool | None = None
-        self._copier: Copier | None = None
+        self._copiers: dict[Direction, Copier] = {}
         if not self._num_host_chunks:
             return
         chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
@@ -105,15 +108,19 @@ class OffloadWorker:
         )
         # Hosts that share one model must dispatch in one order, and readiness differs between them.
         self._lockstep = not self._spec.cache_sharding.is_fully_addressable
+        paths = choose_paths(config, self._spec, fused=fused)  # before memory is taken: it may refuse
         self._pool = HostPool(
             self._spec.segment_structs(),
             num_segments=num_segments,
             chunks_per_segment=chunks_per_segment,
             num_chunks=self._num_host_chunks,
         )
-        self._copier = _make_copier(config, self._spec, self._pool)
+        self._copiers = make_copiers(
+            paths, self._spec, self._pool, allocate=pinned_zeros, buckets=config.block_size_buckets
+        )
         if not config.skip_jax_precompile:
-            self._copier.compile()
+            for copier in self._copiers.values():  # a shared one has nothing left to do the second time
+                copier.compile()
 
     @property
     def num_host_chunks(self) -> int:
@@ -200,7 +207,7 @@ class OffloadWorker:
         if not accepted:
             return kv_caches
         for segment_id, rows in self._rows_by_segment(accepted):
-            for piece in self._parts().split(rows):
+            for piece in self._copiers[direction].split(rows):
                 kv_caches = self._start(direction, segment_id, piece, step_id, kv_caches)
         for job in accepted:
             self._end_part(job.job_id)
@@ -239,9 +246,9 @@ class OffloadWorker:
             self._jobs[job_id].num_parts += 1
         try:
             if direction is Direction.SAVE:
-                flight = self._parts().save(segment_id, piece, kv_caches)
+                flight = self._copiers[direction].save(segment_id, piece, kv_caches)
             else:
-                flight, kv_caches = self._parts().load(segment_id, piece, kv_caches)
+                flight, kv_caches = self._copiers[direction].load(segment_id, piece, kv_caches)
         except Exception as e:
             _check_alive(kv_caches, e)
             self._fail(jobs, segment_id, e)
@@ -268,7 +275,7 @@ class OffloadWorker:
     def _resume_save(self, flight: Flight) -> None:
         try:
             self._check_arrived(flight)
-            self._parts().resume_save(flight)
+            self._copiers[flight.direction].resume_save(flight)
         except Exception as e:
             self._drop(flight)
             self._fail(flight.rows.jobs(), flight.segment_id, e)
@@ -284,7 +291,7 @@ class OffloadWorker:
         try:
             self._check_arrived(flight)
             rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
-            return self._parts().resume_load(flight, rows, kv_caches)
+            return self._copiers[flight.direction].resume_load(flight, rows, kv_caches)
         except Exception as e:
             _check_alive(kv_caches, e)
             self._drop(flight)
@@ -335,7 +342,7 @@ class OffloadWorker:
 
     def _drop(self, flight: Flight) -> None:
         self._flights.remove(flight)
-        self._parts().release(flight)
+        self._copiers[flight.direction].release(flight)
 
     def _fail(self, jobs: Sequence[int], segment_id: int, error: Exception, *, lost: bool = False) -> None:
         """Ends these jobs' parts in a flight with an error, and gives up the segment if it is gone."""
@@ -375,16 +382,6 @@ class OffloadWorker:
         # What is left needs a begin_step. Wait for it here, or an idle engine would spin.
         _block(self._flights[0].waiting_on)
         return False
-
-    def _parts(self) -> Copier:
-        assert self._copier is not None, "nothing is dispatched when offloading is off"
-        return self._copier
-
-
-def _make_copier(config: OffloadConfig, spec: TransferSpec, pool: HostPool) -> Copier:
-    if config.copy_path is CopyPath.DIRECT:
-        return DirectCopier(spec, pool)
-    return StagedCopier(spec, pool, allocate=pinned_zeros, buckets=config.block_size_buckets)
 
 
 def _check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:

@@ -3,6 +3,7 @@
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
 from tpu_offload.kernels.copier import Copier, Flight, Phase, Rows, SegmentStore
 from tpu_offload.kernels.direct import DirectCopier
+from tpu_offload.kernels.paths import choose_paths, make_copiers
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
 
@@ -15,6 +16,8 @@ __all__ = [
     "SegmentStore",
     "StagedCopier",
     "TransferSpec",
+    "choose_paths",
+    "make_copiers",
     "split_into_buckets",
     "usable_buckets",
 ]

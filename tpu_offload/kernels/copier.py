@@ -92,7 +92,9 @@ def fetch_early(token: jax.Array, spec: TransferSpec) -> jax.Array:
 
 
 class Copier(abc.ABC):
-    """A copy path. All methods are called by the thread that dispatches the model, and none waits.
+    """A copy path, for one direction or both. All methods are called by the thread that dispatches the model.
+
+    None of them waits.
 
     What a program raises comes out of the method that dispatched it. Nothing was copied then that a
     job waits for, but the segment or the caches may have been donated and be gone.
@@ -100,7 +102,7 @@ class Copier(abc.ABC):
 
     @abc.abstractmethod
     def compile(self) -> None:
-        """Compiles every program that is not compiled yet; otherwise each is at its first use."""
+        """Compiles what it needs and has not compiled yet; otherwise each program is at its first use."""
 
     @abc.abstractmethod
     def split(self, rows: Rows) -> list[Rows]:
