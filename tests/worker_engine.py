@@ -1,16 +1,26 @@
 """A stand-in for an engine around a worker, and arrays that are late or broken, for the tests of the worker."""
 
+import functools
+
 import jax
 import numpy as np
 
 from tests.caches import random_array, random_caches
 from tpu_offload.config import OffloadConfig
-from tpu_offload.kernels import reference
+from tpu_offload.kernels import FusedCopies, reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, JobState, StepPlan, TransferJob
 from tpu_offload.worker import OffloadWorker
 
-PATHS = ["direct", "staged", "staged saves, direct loads", "direct saves, staged loads"]
+PATHS = [
+    "direct",
+    "staged",
+    "fused",
+    "staged saves, direct loads",
+    "direct saves, staged loads",
+    "fused saves, staged loads",
+    "direct saves, fused loads",
+]
 BLOCKS_PER_CHUNK = 2
 NUM_CHUNKS = 10
 CHUNKS_PER_SEGMENT = 4
@@ -32,6 +42,18 @@ class Clock:
         return self.now
 
 
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def forward(caches, segment, inputs):
+    """A forward pass that computes nothing worth keeping, and takes the fused copies along."""
+    copies = FusedCopies(segment, inputs)
+    x = jax.numpy.zeros(())
+    out = []
+    for layer, cache in enumerate(caches):
+        x, cache = copies.after_layer(layer, x + 1, cache)
+        out.append(cache)
+    return out, copies.finish()
+
+
 class Engine:
     """A worker with its caches, and numpy copies of what both should hold; `path` is one of PATHS."""
 
@@ -50,14 +72,18 @@ class Engine:
             "load_path": self.load_path,
             "skip_jax_precompile": True,
         } | settings
+        if "fused" in path:
+            settings["block_size_buckets"] = (1, 2, 4)  # one or two chunks a step
         self.clock = Clock()
+        config = OffloadConfig.create(**settings)
         self.worker = OffloadWorker(
-            OffloadConfig.create(**settings), self.layout, self.caches, worker_id=3, clock=self.clock, available=2**30
+            config, self.layout, self.caches, worker_id=3, clock=self.clock, available=2**30, fused="fused" in path
         )
         if wait and self.worker._pool:
             self.worker._pool.wait_until_allocated()
         self.step_id = 0
         self.next_job_id = 0
+        self.num_fused = 0
         self.expected = [reference.as_bytes(cache) for cache in self.caches]
         self.host = np.zeros((NUM_HOST_BLOCKS, len(self.caches), *self.expected[0].shape[1:]), np.uint8)
 
@@ -88,8 +114,17 @@ class Engine:
         self.worker.end_step(StepPlan(self.step_id, saves=saves), self.caches)
 
     def step(self, *, loads=(), saves=(), cancel=()):
-        self.begin(*loads, cancel=cancel)
-        self.end(*saves)
+        if not self.worker.offers_fused:
+            self.begin(*loads, cancel=cancel)
+            self.end(*saves)
+            return
+        self.step_id += 1
+        plan = StepPlan(self.step_id, loads=tuple(loads), saves=tuple(saves), cancelled_job_ids=tuple(cancel))
+        self.caches = self.worker.begin_step(plan, self.caches, fuse=True)
+        fused = self.worker.fused_step()
+        self.num_fused += fused.inputs is not None
+        self.caches, outcome = forward(self.caches, *fused)
+        self.worker.end_step(plan, self.caches, outcome)
 
     def scribble(self):
         """What a forward pass does: new bytes in all caches, which donates them."""

@@ -5,6 +5,13 @@
     worker.end_step(plan, kv_caches)                 # saves
     report = worker.poll()
 
+With a `fused` path some copies are inside the forward pass instead (see `kernels.fused`):
+
+    kv_caches = worker.begin_step(plan, kv_caches, fuse=True)
+    fused = worker.fused_step()
+    kv_caches, outcome = forward(kv_caches, fused.segment, fused.inputs, ...)
+    worker.end_step(plan, kv_caches, outcome)
+
 Why a block may be overwritten as soon as `end_step` has returned (rule 4 of the design): jax runs what
 one thread dispatches as if in order. On TPU and GPU programs run in the order they were dispatched. On
 every backend a buffer that is donated, as the next step donates the caches, is not written before the
@@ -15,6 +22,7 @@ whether it is over is asked of its token, in `poll`.
 """
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +31,24 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from tpu_offload.config import OffloadConfig
+from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import LayoutError, TransferError
-from tpu_offload.kernels import Copier, Flight, Phase, Rows, TransferSpec, choose_paths, make_copiers
+from tpu_offload.kernels import (
+    Copier,
+    Flight,
+    FusedOutcome,
+    FusedStep,
+    Phase,
+    Rows,
+    TransferSpec,
+    choose_paths,
+    fetch_early,
+    fused_sizes,
+    fused_step_structs,
+    make_copiers,
+    make_fused_step,
+    split_runs,
+)
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostPool, available_nbytes, cap_chunks, pinned_zeros, plan_segments
 from tpu_offload.types import Direction, JobResult, JobState, StepPlan, StepReport, TransferJob
@@ -50,6 +73,23 @@ class _Job:
     num_parts: int = 1
     error: str = ""
     cancelled: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Fused:
+    """What the forward pass at hand copies.
+
+    Attributes:
+      step_id: the plan that asks for it.
+      rows: per direction, the segment and the blocks; a direction that has none is not there.
+      jobs: saves that have parts left to dispatch after the forward pass.
+      groups: those parts, by segment.
+    """
+
+    step_id: int
+    rows: dict[Direction, tuple[int, Rows]]
+    jobs: list[TransferJob]
+    groups: list[tuple[int, Rows]]
 
 
 @final
@@ -93,6 +133,8 @@ class OffloadWorker:
         self._num_host_chunks = _num_chunks(config, layout, available) if config.enabled else 0
         self._pool: HostPool | None = None
         self._copiers: dict[Direction, Copier] = {}
+        self._fused: _Fused | None = None
+        self._fused_sizes: dict[Direction, tuple[int, ...]] = {}
         if not self._num_host_chunks:
             return
         chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
@@ -118,6 +160,8 @@ class OffloadWorker:
         self._copiers = make_copiers(
             paths, self._spec, self._pool, allocate=pinned_zeros, buckets=config.block_size_buckets
         )
+        sizes = fused_sizes(self._spec.capacity, run_blocks=config.blocks_per_chunk, buckets=config.block_size_buckets)
+        self._fused_sizes = {d: sizes if path is CopyPath.FUSED else () for d, path in paths.items()}
         if not config.skip_jax_precompile:
             for copier in self._copiers.values():  # a shared one has nothing left to do the second time
                 copier.compile()
@@ -127,7 +171,7 @@ class OffloadWorker:
         """Chunks that the host pool will have when all of it is allocated; reports say how many it has."""
         return self._num_host_chunks
 
-    def begin_step(self, plan: StepPlan, kv_caches: Caches) -> Caches:
+    def begin_step(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool = False) -> Caches:
         """Dispatches the loads of a plan, before the forward pass.
 
         Also with an empty plan: staged loads that have arrived are written into the caches here.
@@ -135,30 +179,70 @@ class OffloadWorker:
         Args:
           plan: what the scheduler wants.
           kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
+          fuse: a forward pass follows that takes `fused_step()` along. Without it nothing waits for one:
+            what the fused path would have taken goes by the direct path.
         Returns:
           The caches to use from now on.
         Raises:
           TransferError: a load failed after its program had taken the donated caches. The only error that
             leaves this class once it is built: without caches there is nothing to go on with.
         """
-        if plan.empty and not self._flights:
+        if plan.empty and not self._flights and self._fused is None:
             return kv_caches
+        if self._fused is not None:
+            self._abandon_fused()
         kv_caches = list(kv_caches)  # the programs are compiled for a list
         for job_id in plan.cancelled_job_ids:
             self._cancel(job_id)
         if self._flights:
             kv_caches = self._resume(kv_caches, plan.step_id)
-        return self._dispatch(plan.loads, Direction.LOAD, plan.step_id, kv_caches)
+        jobs, groups = self._accept(plan.loads)
+        if fuse and self.offers_fused:
+            groups = self._plan_fused(plan, groups)
+        return self._dispatch(jobs, groups, Direction.LOAD, plan.step_id, kv_caches)
 
-    def end_step(self, plan: StepPlan, kv_caches: Caches) -> None:
+    @property
+    def offers_fused(self) -> bool:
+        """Whether any path is `fused`, so that `fused_step` is worth asking for."""
+        return any(self._fused_sizes.values())
+
+    def fused_step(self) -> FusedStep:
+        """What the forward pass has to copy, after `begin_step(..., fuse=True)`; often nothing.
+
+        Whatever comes of the pass, `end_step` or the next `begin_step` has to follow. The segment is
+        donated: a pass that fails takes it along, and its chunks are lost.
+        """
+        if self._fused is None or not self._fused.rows:
+            return FusedStep()
+        rows = self._fused.rows
+        save, load = (
+            (self._segment(rows[d][0]), rows[d][1]) if d in rows else None for d in (Direction.SAVE, Direction.LOAD)
+        )
+        return make_fused_step(self._spec, run_blocks=self._blocks_per_chunk, save=save, load=load)
+
+    def fused_shapes(self) -> list[FusedStep]:
+        """Shape structs of every `fused_step` that copies anything, to compile the engine's step for beforehand."""
+        saves, loads = ((0, *self._fused_sizes.get(d, ())) for d in (Direction.SAVE, Direction.LOAD))
+        return [
+            fused_step_structs(self._spec, run_blocks=self._blocks_per_chunk, num_saves=num_saves, num_loads=num_loads)
+            for num_saves, num_loads in itertools.product(saves, loads)
+            if num_saves or num_loads
+        ]
+
+    def end_step(self, plan: StepPlan, kv_caches: Caches, outcome: FusedOutcome | None = None) -> None:
         """Dispatches the saves of a plan, after the forward pass.
 
         Args:
           plan: the plan that `begin_step` had.
           kv_caches: the caches as the forward pass left them; only read.
+          outcome: what the forward pass returned of its copies, if it took `fused_step()` along.
         """
-        if plan.saves:
-            self._dispatch(plan.saves, Direction.SAVE, plan.step_id, list(kv_caches))
+        if self._fused is not None:
+            fused, self._fused = self._fused, None
+            self._take_outcome(fused, outcome)
+            self._dispatch(fused.jobs, fused.groups, Direction.SAVE, plan.step_id, list(kv_caches))
+        elif plan.saves:
+            self._dispatch(*self._accept(plan.saves), Direction.SAVE, plan.step_id, list(kv_caches))
 
     def poll(self, *, wait: bool = False) -> StepReport:
         """Says what ended since the last call.
@@ -191,8 +275,8 @@ class OffloadWorker:
 
     # Dispatch.
 
-    def _dispatch(self, jobs: Sequence[TransferJob], direction: Direction, step_id: int, kv_caches: Caches) -> Caches:
-        """Starts the jobs that are possible, in one flight for each segment where they fit one."""
+    def _accept(self, jobs: Sequence[TransferJob]) -> tuple[list[TransferJob], list[tuple[int, Rows]]]:
+        """Takes up the jobs that are possible; their blocks come back by segment, for one flight each."""
         accepted = []
         for job in jobs:
             if job.job_id in self._jobs:
@@ -204,12 +288,21 @@ class OffloadWorker:
                 self._end_part(job.job_id, error)
             else:
                 accepted.append(job)
-        if not accepted:
-            return kv_caches
-        for segment_id, rows in self._rows_by_segment(accepted):
+        return accepted, self._rows_by_segment(accepted) if accepted else []
+
+    def _dispatch(
+        self,
+        jobs: Sequence[TransferJob],
+        groups: Sequence[tuple[int, Rows]],
+        direction: Direction,
+        step_id: int,
+        kv_caches: Caches,
+    ) -> Caches:
+        """Starts what `_accept` returned."""
+        for segment_id, rows in groups:
             for piece in self._copiers[direction].split(rows):
                 kv_caches = self._start(direction, segment_id, piece, step_id, kv_caches)
-        for job in accepted:
+        for job in jobs:
             self._end_part(job.job_id)
         return kv_caches
 
@@ -256,6 +349,72 @@ class OffloadWorker:
             flight.step_id = step_id
             self._flights.append(flight)
         return kv_caches
+
+    # Copies inside the forward pass.
+
+    def _plan_fused(self, plan: StepPlan, load_groups: list[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
+        """Takes out of a plan what the forward pass copies; returns the loads that are left."""
+        jobs, save_groups = self._accept(plan.saves)
+        fused = _Fused(plan.step_id, {}, jobs, save_groups)
+        fused.groups = self._take_fused(fused, Direction.SAVE, save_groups)
+        load_groups = self._take_fused(fused, Direction.LOAD, load_groups)
+        if fused.rows or fused.jobs:
+            self._fused = fused
+        return load_groups
+
+    def _take_fused(
+        self, fused: _Fused, direction: Direction, groups: list[tuple[int, Rows]]
+    ) -> list[tuple[int, Rows]]:
+        """Takes runs of one segment, as many as the step is compiled for; returns the groups that are left."""
+        sizes = self._fused_sizes[direction]
+        # A donated segment cannot be read beside: what is saved into is not loaded from in one step.
+        donated = {fused.rows[Direction.SAVE][0]} if Direction.SAVE in fused.rows else set()
+        for i, (segment_id, rows) in enumerate(groups):
+            if not sizes or segment_id in donated or not self._has_segment(segment_id):
+                continue
+            runs, rest = split_runs(rows, run_blocks=self._blocks_per_chunk, sizes=sizes)
+            if len(runs):
+                fused.rows[direction] = (segment_id, runs)
+                for job_id in runs.jobs():
+                    self._jobs[job_id].num_parts += 1
+                return [*groups[:i], *([(segment_id, rest)] if len(rest) else []), *groups[i + 1 :]]
+        return groups
+
+    def _take_outcome(self, fused: _Fused, outcome: FusedOutcome | None) -> None:
+        """Turns what the forward pass copied into flights; without an outcome it has not copied."""
+        for direction, (segment_id, rows) in fused.rows.items():
+            if outcome is None:
+                error = TransferError("the forward pass that was to copy it did not return; pass its FusedOutcome on")
+                self._fail(rows.jobs(), segment_id, error)
+                continue
+            saving = direction is Direction.SAVE
+            if saving:
+                self._pool_of_this_worker.replace(segment_id, outcome.segment)
+            token = fetch_early(outcome.save_token if saving else outcome.load_token, self._spec)
+            self._flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, step_id=fused.step_id))
+
+    def _abandon_fused(self) -> None:
+        """The forward pass never came back: its copies have failed, and what was to follow it is not done."""
+        fused, self._fused = self._fused, None
+        assert fused is not None
+        self._take_outcome(fused, None)
+        for job in fused.jobs:
+            self._end_part(job.job_id, "the forward pass that was to compute its blocks did not return")
+
+    def _has_segment(self, segment_id: int) -> bool:
+        try:
+            self._segment(segment_id)
+        except TransferError:
+            return False
+        return True
+
+    def _segment(self, segment_id: int) -> list[jax.Array]:
+        return self._pool_of_this_worker.segment(segment_id)
+
+    @property
+    def _pool_of_this_worker(self) -> HostPool:
+        assert self._pool is not None, "nothing is dispatched when offloading is off"
+        return self._pool
 
     # Second halves of staged copies.
 
@@ -347,13 +506,12 @@ class OffloadWorker:
     def _fail(self, jobs: Sequence[int], segment_id: int, error: Exception, *, lost: bool = False) -> None:
         """Ends these jobs' parts in a flight with an error, and gives up the segment if it is gone."""
         message = f"{type(error).__name__}: {error}".splitlines()[0]
-        assert self._pool is not None
         try:
-            lost = lost or any(part.is_deleted() for part in self._pool.segment(segment_id))
+            lost = lost or any(part.is_deleted() for part in self._segment(segment_id))
         except TransferError:  # lost before
             lost = False
         if lost:
-            self._pool.mark_lost(segment_id)
+            self._pool_of_this_worker.mark_lost(segment_id)
         for job_id in jobs:
             self._end_part(job_id, message)
 

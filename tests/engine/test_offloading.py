@@ -56,6 +56,9 @@ def plain_outputs():
         {"save_path": "staged", "load_path": "staged"},
         {"save_path": "staged"},
         {"load_path": "staged"},
+        {"save_path": "fused", "load_path": "fused", "block_size_buckets": (1, 2, 4)},
+        {"save_path": "fused", "load_path": "staged"},
+        {"load_path": "fused", "blocks_per_chunk": 2, "block_size_buckets": (1, 2, 4)},
         {"blocks_per_chunk": 3},
         {"staging_buffer_tokens": 16},  # four blocks: every load is cut, saves are deferred
         {"decode_save": True},
@@ -107,8 +110,8 @@ def test_wrong_bytes_would_be_noticed(plain_outputs):
     serve(engine, first)
     begin_step = engine._offload._worker.begin_step
 
-    def damaging(plan, kv_caches):
-        kv_caches = begin_step(plan, kv_caches)
+    def damaging(plan, kv_caches, **kwargs):
+        kv_caches = begin_step(plan, kv_caches, **kwargs)
         block_ids = jnp.asarray([b for job in plan.loads for b in job.block_ids], int)
         return [cache.at[block_ids].set(1.0) for cache in kv_caches]
 

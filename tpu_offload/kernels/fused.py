@@ -19,7 +19,7 @@ The step is compiled for fixed numbers of runs, a run being `run_blocks` blocks 
 the segment, which a chunk always has. There is no padding: what does not make up a compiled number of
 runs goes by the direct path, around the step.
 
-    fused = worker.fused_step()                       # outside: empty lists when nothing is to be fused
+    fused = worker.fused_step()                       # outside; often there is nothing to copy
     step(..., fused.segment, fused.inputs)            # donate `segment`, not `inputs`
 
     copies = FusedCopies(segment, inputs)             # inside
@@ -31,7 +31,8 @@ runs goes by the direct path, around the step.
 
 import dataclasses
 import functools
-from typing import Any, TypeVar, final
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ from tpu_offload.kernels.spec import LayerRange, TransferSpec
 
 Space = jax.memory.Space
 _X = TypeVar("_X")
+_DEFAULT_NUM_RUNS = 8
 
 
 @functools.partial(
@@ -82,18 +84,16 @@ class FusedInputs:
         return len(self.load_rows)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["segment", "inputs"], meta_fields=[])
-@dataclasses.dataclass(frozen=True, slots=True)
-class FusedStep:
+class FusedStep(NamedTuple):
     """Everything that one step needs; `segment` is to be donated.
 
     Attributes:
-      segment: the segment to save into; empty when nothing is saved.
-      inputs: the rest.
+      segment: per part, the segment to save into; empty when nothing is saved.
+      inputs: the rest; None when nothing is copied.
     """
 
-    segment: Segment
-    inputs: FusedInputs
+    segment: Sequence[Any] = ()
+    inputs: FusedInputs | None = None
 
 
 @functools.partial(
@@ -109,15 +109,9 @@ class FusedOutcome:
       load_token: i32[], the number of blocks loaded.
     """
 
-    segment: Segment
+    segment: list[Any]
     save_token: Any
     load_token: Any
-
-    @classmethod
-    def shardings(cls, step: FusedStep) -> "FusedOutcome":
-        """The `out_shardings` of this part of the step's output."""
-        replicated = step.inputs.spec.replicated
-        return cls([part.sharding for part in step.segment], replicated, replicated)
 
 
 @final
@@ -126,15 +120,14 @@ class FusedCopies:
 
     Args:
       segment: `FusedStep.segment`.
-      inputs: `FusedStep.inputs`.
+      inputs: `FusedStep.inputs`; with None all calls hand through what they are given.
     """
 
-    def __init__(self, segment: Segment, inputs: FusedInputs) -> None:
-        self._spec = inputs.spec
+    def __init__(self, segment: Sequence[Any], inputs: FusedInputs | None) -> None:
         self._inputs = inputs
         self._segment = list(segment)
         # Per part, the runs that are put together in HBM and not yet on their way.
-        self._staged: list[list[Any]] = [[] for _ in inputs.spec.parts]
+        self._staged: list[list[Any]] = [[] for _ in segment]
         self._in_flight: list[int] = []
         self._pages: list[jax.Array] = []  # of the layers of the part at hand
         self._arriving: dict[int, Any] = {}
@@ -149,78 +142,74 @@ class FusedCopies:
         Returns:
           `x`, unchanged in value, and the cache with the loaded blocks in it.
         """
-        if self._inputs.num_loads:
-            kv_cache = self._write_loads(layer, kv_cache)
-        if self._inputs.num_saves:
-            self._stage(layer, kv_cache)
-            x = self._start_some(x)
+        if self._inputs is not None and self._inputs.num_loads:
+            kv_cache = self._write_loads(self._inputs, layer, kv_cache)
+        if self._inputs is not None and self._inputs.num_saves:
+            self._stage(self._inputs, layer, kv_cache)
+            x = self._start_some(self._inputs, x)
         return x, kv_cache
 
-    def finish(self) -> FusedOutcome:
+    def finish(self) -> FusedOutcome | None:
         """To be called after the last layer. Its result must be an output of the step."""
+        if self._inputs is None:
+            return None
         while any(self._staged):
-            self._start_some(())
-        return FusedOutcome(
-            self._segment, _count(self._inputs.save_block_ids), _count(self._inputs.load_block_ids)
-        )
+            self._start_some(self._inputs, ())
+        return FusedOutcome(self._segment, _count(self._inputs.save_block_ids), _count(self._inputs.load_block_ids))
 
     # Loads.
 
-    def _write_loads(self, layer: int, kv_cache: jax.Array) -> jax.Array:
-        part, (first, _) = self._part_of(layer)
+    def _write_loads(self, inputs: FusedInputs, layer: int, kv_cache: jax.Array) -> jax.Array:
+        part, (first, _) = _part_of(inputs.spec, layer)
         if part not in self._arriving:
-            self._arriving[part] = self._read_runs(part)
-        num_blocks = self._inputs.load_block_ids.size
+            self._arriving[part] = self._read_runs(inputs, part)
+        num_blocks = inputs.load_block_ids.size
         pages = jnp.concatenate([run[:, layer - first] for run in self._arriving[part]])
-        block_ids = self._inputs.load_block_ids.reshape(num_blocks)
-        target = bitcast(kv_cache, self._spec.carrier)
+        block_ids = inputs.load_block_ids.reshape(num_blocks)
+        target = bitcast(kv_cache, inputs.spec.carrier)
 
         def body(i: Any, cache: Any) -> Any:
-            page = lax.dynamic_slice_in_dim(pages, i, 1, axis=0)
+            page = lax.dynamic_index_in_dim(pages, i)
             return lax.dynamic_update_slice_in_dim(cache, page, block_ids[i], axis=0)
 
-        written: jax.Array = bitcast(lax.fori_loop(0, num_blocks, body, target), self._spec.dtype)
+        written: jax.Array = bitcast(lax.fori_loop(0, num_blocks, body, target), inputs.spec.dtype)
         return written
 
-    def _read_runs(self, part: int) -> list[Any]:
+    def _read_runs(self, inputs: FusedInputs, part: int) -> list[Any]:
         """Per run, carrier[run_blocks, layers of the part, *page_shape] on its way to HBM."""
-        source = self._inputs.load_segment[part]
-        shape = (self._inputs.load_block_ids.shape[1], *source.shape[1:])
+        source = inputs.load_segment[part]
+        shape = (inputs.load_block_ids.shape[1], *source.shape[1:])
         return [
             jax.device_put(lax.dynamic_slice(source, (row, *_origin(source)), shape), Space.Device)
-            for row in self._inputs.load_rows
+            for row in inputs.load_rows
         ]
 
     # Saves.
 
-    def _stage(self, layer: int, kv_cache: jax.Array) -> None:
+    def _stage(self, inputs: FusedInputs, layer: int, kv_cache: jax.Array) -> None:
         """Puts a layer's pages together in HBM, and all of the part's with its last layer."""
-        part, (_, end) = self._part_of(layer)
-        num_runs, run_blocks = self._inputs.save_block_ids.shape
-        block_ids = self._inputs.save_block_ids.reshape(num_runs * run_blocks)
-        source = bitcast(kv_cache, self._spec.carrier)
+        part, (_, end) = _part_of(inputs.spec, layer)
+        num_runs, run_blocks = inputs.save_block_ids.shape
+        block_ids = inputs.save_block_ids.reshape(num_runs * run_blocks)
+        source = bitcast(kv_cache, inputs.spec.carrier)
         self._pages.append(source)
         if layer + 1 < end:
             return
         caches, self._pages = self._pages, []
-        struct = self._spec.staging_struct(num_runs * run_blocks, len(caches))
-        staging = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if self._spec.explicit else None)
+        struct = inputs.spec.staging_struct(num_runs * run_blocks, len(caches))
+        staging = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if inputs.spec.explicit else None)
 
-        def body(i: Any, staging: Any) -> Any:
+        def body(_: Any, carry: Any) -> Any:
+            staging, i = carry  # i is i32 under jax_enable_x64 too
             for j, cache in enumerate(caches):
                 page = lax.dynamic_slice_in_dim(cache, block_ids[i], 1, axis=0)[:, None]
-                start = (i, np.int32(j), *_origin(staging)[1:])
-                staging = lax.dynamic_update_slice(staging, page, start)
-            return staging
+                staging = lax.dynamic_update_slice(staging, page, (i, np.int32(j), *_origin(staging)[1:]))
+            return staging, i + 1
 
-        def counted(_: Any, carry: Any) -> Any:
-            staging, i = carry  # i32 under jax_enable_x64 too
-            return body(i, staging), i + 1
-
-        staging, _ = lax.fori_loop(0, num_runs * run_blocks, counted, (staging, jnp.int32(0)))
+        staging, _ = lax.fori_loop(0, num_runs * run_blocks, body, (staging, jnp.int32(0)))
         self._staged[part] = [staging[r * run_blocks : (r + 1) * run_blocks] for r in range(num_runs)]
 
-    def _start_some(self, x: _X) -> _X:
+    def _start_some(self, inputs: FusedInputs, x: _X) -> _X:
         """Waits for the DMAs of the call before, and starts at most one a part."""
         if self._in_flight:
             arrived = [self._segment[part] for part in self._in_flight]
@@ -229,27 +218,79 @@ class FusedCopies:
                 self._segment[part] = array
         self._in_flight = [part for part, runs in enumerate(self._staged) if runs]
         for part in self._in_flight:
-            run_id = self._inputs.num_saves - len(self._staged[part])
+            run_id = inputs.num_saves - len(self._staged[part])
             pages = jax.device_put(self._staged[part].pop(0), Space.Host)
             target = self._segment[part]
-            start = (self._inputs.save_rows[run_id], *_origin(target))
+            start = (inputs.save_rows[run_id], *_origin(target))
             self._segment[part] = lax.dynamic_update_slice(target, pages, start)
         return x
 
-    def _part_of(self, layer: int) -> tuple[int, LayerRange]:
-        for i, (first, end) in enumerate(self._spec.parts):
-            if first <= layer < end:
-                return i, (first, end)
-        raise ValueError(f"layer {layer}; expected 0 to {self._spec.num_layers - 1}")
+
+def _part_of(spec: TransferSpec, layer: int) -> tuple[int, LayerRange]:
+    for i, (first, end) in enumerate(spec.parts):
+        if first <= layer < end:
+            return i, (first, end)
+    raise ValueError(f"layer {layer}; expected 0 to {spec.num_layers - 1}")
 
 
-def _origin(pool: Any) -> tuple[Any, ...]:
+def _origin(pool: Any) -> Any:
     return (np.int32(0),) * (pool.ndim - 1)
 
 
 def _count(block_ids: Any) -> jax.Array:
     """How many, computed: what is merely handed through is ready before the program has run."""
     return jnp.sum(block_ids >= 0, dtype=jnp.int32)
+
+
+def make_fused_step(
+    spec: TransferSpec,
+    *,
+    run_blocks: int,
+    save: tuple[Segment, Rows] | None = None,
+    load: tuple[Segment, Rows] | None = None,
+) -> FusedStep:
+    """Puts together what a step is called with.
+
+    Args:
+      spec: shapes.
+      run_blocks: blocks in a run.
+      save: the segment to save into, and rows as `split_runs` takes them out.
+      load: the segment to load from, and likewise.
+    """
+
+    def ids(rows: Rows | None) -> tuple[Any, Any]:
+        if rows is None:
+            return np.zeros((0, run_blocks), np.int32), np.zeros(0, np.int32)
+        return rows.block_ids.reshape(-1, run_blocks), rows.host_block_ids[::run_blocks].copy()
+
+    (save_segment, save_rows), (load_segment, load_rows) = save or ([], None), load or ([], None)
+    return FusedStep(save_segment, FusedInputs(*ids(save_rows), *ids(load_rows), load_segment, spec))
+
+
+def fused_step_structs(spec: TransferSpec, *, run_blocks: int, num_saves: int, num_loads: int) -> FusedStep:
+    """Shapes and shardings of a step that saves and loads so many runs."""
+
+    def ids(num_runs: int) -> tuple[Any, Any]:
+        shapes = (num_runs, run_blocks), (num_runs,)
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=spec.replicated) for shape in shapes)  # type: ignore[return-value]
+
+    segment: Any = spec.segment_structs()
+    inputs = FusedInputs(*ids(num_saves), *ids(num_loads), segment if num_loads else [], spec)
+    return FusedStep(segment if num_saves else [], inputs)
+
+
+def fused_sizes(capacity: int, *, run_blocks: int, buckets: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Numbers of runs that a step is compiled for, ascending; none if not even one run fits.
+
+    Args:
+      capacity: most blocks that may be on their way; the staging budget.
+      run_blocks: blocks in a run.
+      buckets: numbers of blocks to compile for. By default one size, of up to eight runs: each further one
+        compiles the engine's step again.
+    """
+    most = capacity // run_blocks
+    sizes = {bucket // run_blocks for bucket in buckets} if buckets else {min(_DEFAULT_NUM_RUNS, most)}
+    return tuple(sorted(size for size in sizes if 0 < size <= most))
 
 
 def split_runs(rows: Rows, *, run_blocks: int, sizes: tuple[int, ...]) -> tuple[Rows, Rows]:

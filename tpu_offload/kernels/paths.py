@@ -67,7 +67,7 @@ def make_copiers(
     allocate: Callable[[jax.ShapeDtypeStruct], jax.Array],
     buckets: tuple[int, ...] = (),
 ) -> dict[Direction, Copier]:
-    """Makes the copier of each direction; directions with one path share one.
+    """Makes the copier of each direction, for what moves outside the engine's step; those with one path share one.
 
     Args:
       paths: what `choose_paths` returned.
@@ -78,14 +78,12 @@ def make_copiers(
     """
 
     def make(path: CopyPath) -> Copier:
-        directions = frozenset(direction for direction in Direction if paths[direction] is path)
-        match path:
-            case CopyPath.DIRECT:
-                return DirectCopier(spec, store)
-            case CopyPath.STAGED:
-                return StagedCopier(spec, store, allocate=allocate, buckets=buckets, directions=directions)
-            case _:
-                raise ConfigError(f"this version of tpu_offload has no {path.value} copies; choose direct or staged")
+        directions = frozenset(direction for direction in Direction if separate[direction] is path)
+        if path is CopyPath.STAGED:
+            return StagedCopier(spec, store, allocate=allocate, buckets=buckets, directions=directions)
+        return DirectCopier(spec, store, directions=directions)
 
-    copiers = {path: make(path) for path in dict.fromkeys(paths.values())}
-    return {direction: copiers[path] for direction, path in paths.items()}
+    # What does not fit into the engine's step, and what is asked for when no step runs, goes directly.
+    separate = {d: CopyPath.DIRECT if path is CopyPath.FUSED else path for d, path in paths.items()}
+    copiers = {path: make(path) for path in dict.fromkeys(separate.values())}
+    return {direction: copiers[path] for direction, path in separate.items()}

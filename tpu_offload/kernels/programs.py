@@ -242,7 +242,7 @@ def _write(pool: Any, pages: Any, row: Any, first_layer: int = 0) -> Any:
     return lax.dynamic_update_slice(pool, pages, (row, np.int32(first_layer), *_origin(pool)))
 
 
-def _origin(pool: Any) -> tuple[Any, ...]:
+def _origin(pool: Any) -> Any:
     return (np.int32(0),) * (pool.ndim - 2)  # typed: under jax_enable_x64 a plain 0 would not go with i32 ids
 
 
