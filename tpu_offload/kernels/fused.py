@@ -143,6 +143,9 @@ class FusedCopies:
           `x`, unchanged in value, and the cache with the loaded blocks in it.
         """
         if self._inputs is not None and self._inputs.num_loads:
+            # Tied to the layer's result: XLA copies the whole cache where it does not know that the layer
+            # has read it before it is written again.
+            x, kv_cache = lax.optimization_barrier((x, kv_cache))
             kv_cache = self._write_loads(self._inputs, layer, kv_cache)
         if self._inputs is not None and self._inputs.num_saves:
             self._stage(self._inputs, layer, kv_cache)
@@ -163,16 +166,10 @@ class FusedCopies:
         part, (first, _) = _part_of(inputs.spec, layer)
         if part not in self._arriving:
             self._arriving[part] = self._read_runs(inputs, part)
-        num_blocks = inputs.load_block_ids.size
-        pages = jnp.concatenate([run[:, layer - first] for run in self._arriving[part]])
-        block_ids = inputs.load_block_ids.reshape(num_blocks)
-        target = bitcast(kv_cache, inputs.spec.carrier)
-
-        def body(i: Any, cache: Any) -> Any:
-            page = lax.dynamic_index_in_dim(pages, i)
-            return lax.dynamic_update_slice_in_dim(cache, page, block_ids[i], axis=0)
-
-        written: jax.Array = bitcast(lax.fori_loop(0, num_blocks, body, target), inputs.spec.dtype)
+        cache = bitcast(kv_cache, inputs.spec.carrier)
+        for pages, block_ids in zip(self._arriving[part], inputs.load_block_ids, strict=True):
+            cache = _scatter(cache, pages[:, layer - first], block_ids)
+        written: jax.Array = bitcast(cache, inputs.spec.dtype)
         return written
 
     def _read_runs(self, inputs: FusedInputs, part: int) -> list[Any]:
@@ -187,27 +184,12 @@ class FusedCopies:
     # Saves.
 
     def _stage(self, inputs: FusedInputs, layer: int, kv_cache: jax.Array) -> None:
-        """Puts a layer's pages together in HBM, and all of the part's with its last layer."""
+        """Puts the pages of each run together in HBM when the last layer of the part is there."""
         part, (_, end) = _part_of(inputs.spec, layer)
-        num_runs, run_blocks = inputs.save_block_ids.shape
-        block_ids = inputs.save_block_ids.reshape(num_runs * run_blocks)
-        source = bitcast(kv_cache, inputs.spec.carrier)
-        self._pages.append(source)
-        if layer + 1 < end:
-            return
-        caches, self._pages = self._pages, []
-        struct = inputs.spec.staging_struct(num_runs * run_blocks, len(caches))
-        staging = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if inputs.spec.explicit else None)
-
-        def body(_: Any, carry: Any) -> Any:
-            staging, i = carry  # i is i32 under jax_enable_x64 too
-            for j, cache in enumerate(caches):
-                page = lax.dynamic_slice_in_dim(cache, block_ids[i], 1, axis=0)[:, None]
-                staging = lax.dynamic_update_slice(staging, page, (i, np.int32(j), *_origin(staging)[1:]))
-            return staging, i + 1
-
-        staging, _ = lax.fori_loop(0, num_runs * run_blocks, body, (staging, jnp.int32(0)))
-        self._staged[part] = [staging[r * run_blocks : (r + 1) * run_blocks] for r in range(num_runs)]
+        self._pages.append(bitcast(kv_cache, inputs.spec.carrier))
+        if layer + 1 == end:
+            caches, self._pages = self._pages, []
+            self._staged[part] = [_gather(caches, block_ids, inputs.spec) for block_ids in inputs.save_block_ids]
 
     def _start_some(self, inputs: FusedInputs, x: _X) -> _X:
         """Waits for the DMAs of the call before, and starts at most one a part."""
@@ -231,6 +213,28 @@ def _part_of(spec: TransferSpec, layer: int) -> tuple[int, LayerRange]:
         if first <= layer < end:
             return i, (first, end)
     raise ValueError(f"layer {layer}; expected 0 to {spec.num_layers - 1}")
+
+
+def _gather(caches: list[Any], block_ids: Any, spec: TransferSpec) -> Any:
+    """carrier[len(block_ids), len(caches), *page_shape] in HBM; an array of its own, as a DMA wants it."""
+    struct = spec.staging_struct(len(block_ids), len(caches))
+    empty = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if spec.explicit else None)
+
+    def body(_: Any, carry: Any) -> Any:
+        pages, i = carry  # i is i32 under jax_enable_x64 too
+        block = [lax.dynamic_slice_in_dim(cache, block_ids[i], 1, axis=0)[:, None] for cache in caches]
+        return lax.dynamic_update_slice(pages, jnp.concatenate(block, axis=1), (i, *_origin(pages))), i + 1
+
+    return lax.fori_loop(0, len(block_ids), body, (empty, jnp.int32(0)))[0]
+
+
+def _scatter(cache: Any, pages: Any, block_ids: Any) -> Any:
+    """The cache with `pages[i]` in block `block_ids[i]`."""
+
+    def body(i: Any, cache: Any) -> Any:
+        return lax.dynamic_update_slice_in_dim(cache, lax.dynamic_index_in_dim(pages, i), block_ids[i], axis=0)
+
+    return lax.fori_loop(0, len(block_ids), body, cache)
 
 
 def _origin(pool: Any) -> Any:
