@@ -107,6 +107,19 @@ class Profile(pydantic.BaseModel):
             reason = f"{e.msg} in line {e.lineno}" if isinstance(e, json.JSONDecodeError) else type(e).__name__
             raise ConfigError(f"{name} is no JSON ({reason}); {_RUN_BENCH}") from None
 
+    def check_device(self, device_kind: str) -> None:
+        """Finds out whether the profile says anything about devices of that kind.
+
+        Raises:
+          ConfigError: it is of another kind.
+        """
+        if device_kind != self.device_kind:
+            raise ConfigError(
+                f"TPU_OFFLOAD_PROFILE was measured on {self.device_kind!r} and the KV caches are on {device_kind!r}; "
+                f"{_RUN_BENCH} on this machine, or set TPU_OFFLOAD_SAVE_PATH and TPU_OFFLOAD_LOAD_PATH to direct or "
+                "staged"
+            )
+
     def choose(
         self,
         direction: Direction,
@@ -127,11 +140,7 @@ class Profile(pydantic.BaseModel):
         Raises:
           ConfigError: the profile is of another device kind, or ranks nothing that is offered.
         """
-        if device_kind != self.device_kind:
-            raise ConfigError(
-                f"TPU_OFFLOAD_PROFILE was measured on {self.device_kind!r} and the KV caches are on {device_kind!r}; "
-                f"{_RUN_BENCH} on this machine, or set TPU_OFFLOAD_{direction.name}_PATH to direct or staged"
-            )
+        self.check_device(device_kind)
         distances = [entry.distance(num_layers=num_layers, page_nbytes=page_nbytes) for entry in self.entries]
         distance, nearest = min(zip(distances, self.entries, strict=True), key=lambda pair: pair[0])
         if distance > _FAR:

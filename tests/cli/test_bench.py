@@ -141,7 +141,7 @@ def test_wrong_flag(small_buffers, tmp_path, monkeypatch, capsys, flags, expecte
 
 
 def test_a_copy_that_fails_is_one_line(small_buffers, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tpu_offload.kernels.direct.programs.direct_save", lambda spec: 1 / 0)
+    monkeypatch.setattr("tpu_offload.kernels.DirectCopier.save", lambda *args: 1 / 0)
     assert bench("--num-blocks", "1", "--output", str(tmp_path / "p.json")) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert err == "tpu-offload: error: a copy failed: ZeroDivisionError: division by zero"
@@ -169,6 +169,7 @@ def test_interrupt_leaves_nothing_half_written(tmp_path):
         env=environment,
     ) as process:
         try:
+            assert process.stderr.readline() == "compiling\n"
             line = process.stderr.readline()
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=120)

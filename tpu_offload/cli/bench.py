@@ -130,7 +130,9 @@ def _geometry(args: argparse.Namespace, defaults: _Defaults) -> Geometry:
     num_devices = args.devices or len(jax.local_devices())
     num_heads = math.lcm(_NUM_KV_HEADS, num_devices)  # beyond eight devices each holds a copy of a head
     page_shape = args.page_shape or (args.block_size or defaults.block_size, num_heads, 2, _HEAD_DIM)
-    return Geometry(args.num_layers or defaults.num_layers, tuple(page_shape), args.dtype, num_devices)
+    geometry = Geometry(args.num_layers or defaults.num_layers, tuple(page_shape), args.dtype, num_devices)
+    geometry.sharding()  # finds out what cannot be before anything is measured
+    return geometry
 
 
 def _fit(geometry: Geometry, largest: int, num_paths: int, *, may_shrink: bool) -> Geometry:
@@ -174,6 +176,7 @@ def _measure(
     give_up_s = time.monotonic() + seconds
     # The CPU backend copies float8 a thousand times slower in the peer's way, which says nothing of TPUs.
     with_peer = not (jax.default_backend() == "cpu" and geometry.dtype.startswith("float8"))
+    sys.stderr.write("compiling\n")
     bench = TransferBench(geometry, sizes=sizes, paths=paths, with_peer=with_peer, step_s=step_s)
     figures: list[Figures] = []
     try:
@@ -182,7 +185,7 @@ def _measure(
             if left_s <= 0 and figures:
                 sys.stderr.write(f"jobs of {size} blocks: left out, the time is over; --seconds gives more\n")
                 continue
-            sys.stderr.write(f"jobs of {size} blocks: compiling and measuring, {max(left_s, 0):.0f} s left\n")
+            sys.stderr.write(f"jobs of {size} blocks: measuring, {max(left_s, 0):.0f} s left\n")
             figures += bench.measure(size, seconds=left_s / (len(sizes) - i), max_rounds=rounds)
     finally:
         bench.close()
@@ -227,7 +230,8 @@ def build_table(figures: Sequence[Figures], title: str) -> Table:
         table.add_column(name, justify="right" if name == "blocks" else "left", no_wrap=True)
     columns = ["GB/s", "limit", "of limit", *(["of peer"] if with_peer else []), "ms", "dispatch ms"]
     for name in columns + (["delays model ms"] if with_delay else []):
-        table.add_column(name, justify="right", overflow="fold")  # a figure may be cut in two, never off
+        # Where it is narrow, a ratio goes over two lines; nothing is ever cut off.
+        table.add_column(name, justify="right", overflow="fold", min_width=12 if name.startswith("of ") else None)
     last = None
     for one in sorted(figures, key=lambda f: (f.direction.name == "LOAD", f.num_blocks)):
         if last not in (None, (one.direction, one.num_blocks)):

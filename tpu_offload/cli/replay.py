@@ -24,12 +24,13 @@ from tpu_offload.cli.terminal import ReportConsole, progress, stop_on_interrupt
 from tpu_offload.cli.transfer_methods import Geometry
 from tpu_offload.cli.transfer_rates import measure_copy_rates
 from tpu_offload.cli.workloads import NUM_TOKENS, Workload, chat_workload, prompts_workload, trace_workload
-from tpu_offload.config import OffloadConfig
+from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.errors import InputError, TransferError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.memory import available_nbytes
 from tpu_offload.metrics import OffloadStats
+from tpu_offload.profile import Profile
 
 _logger = logging.getLogger(__name__)
 
@@ -151,6 +152,8 @@ def _build_setup(args: argparse.Namespace, offload: OffloadConfig) -> _Setup:
     layout = _layout(model, engine)
     for size in (offload.staging_blocks, offload.host_chunks):
         size(layout)  # a wrong size is an error now, not after the baseline
+    if offload.enabled and offload.profile and CopyPath.AUTO in (offload.save_path, offload.load_path):
+        Profile.read(offload.profile).check_device(jax.devices()[0].device_kind)  # likewise
     if num_blocks >= num_unique_blocks:
         _logger.warning(
             "HBM of %d blocks holds all %d blocks of the workload, so offloading has nothing to do",
