@@ -154,7 +154,7 @@ PUBLIC = [
         ("core/scheduler.py", "from tpu_offload import OffloadConfig", {""}),
         ("core/scheduler.py", "from tpu_offload import config, worker", {"worker"}),
         ("config.py", "def f():\n    from tpu_offload.core.staging import X", {"core"}),
-        ("worker.py", "from tpu_offload.engine import Engine", {"engine"}),
+        ("worker/worker.py", "from tpu_offload.engine import Engine", {"engine"}),
         ("engine/engine.py", "import tpu_offload.cli.main", {"cli"}),
         ("cli/main.py", "from tpu_offload.engine import Engine", set()),
     ],

@@ -47,7 +47,7 @@ def step(weights: Any, kv_caches: Any, x: Any, new_blocks: Any, context: Any, se
     return x @ weights["head"], out, copies.finish()
 
 
-def structs(kv_caches: Any, fused: FusedStep, *, block_size: int, sizes: Sizes = Sizes()) -> tuple[Any, ...]:  # noqa: B008
+def structs(kv_caches: Any, fused: FusedStep, *, block_size: int, sizes: Sizes = Sizes()) -> tuple[Any, ...]:
     """Arguments of `step` as shapes with shardings, for caches given as such."""
     first = kv_caches[0]
     mesh = first.sharding.mesh

@@ -3,11 +3,10 @@
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
 from tpu_offload.kernels.copier import Copier, Flight, Phase, Rows, SegmentStore, fetch_early
 from tpu_offload.kernels.direct import DirectCopier
-from tpu_offload.kernels.fused import (
-    FusedCopies,
-    FusedInputs,
-    FusedOutcome,
-    FusedStep,
+from tpu_offload.kernels.fused import FusedCopies, FusedInputs, FusedOutcome, FusedStep
+from tpu_offload.kernels.fused_plan import (
+    FusedPlanner,
+    Groups,
     fused_sizes,
     fused_step_structs,
     make_fused_step,
@@ -24,7 +23,9 @@ __all__ = [
     "FusedCopies",
     "FusedInputs",
     "FusedOutcome",
+    "FusedPlanner",
     "FusedStep",
+    "Groups",
     "Phase",
     "Rows",
     "SegmentStore",

@@ -39,13 +39,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tpu_offload.kernels.copier import Ids, Rows, Segment
+from tpu_offload.kernels.copier import Segment
 from tpu_offload.kernels.programs import bitcast
 from tpu_offload.kernels.spec import LayerRange, TransferSpec
 
 Space = jax.memory.Space
 _X = TypeVar("_X")
-_DEFAULT_NUM_RUNS = 8
 
 
 @functools.partial(
@@ -244,84 +243,3 @@ def _origin(pool: Any) -> Any:
 def _count(block_ids: Any) -> jax.Array:
     """How many, computed: what is merely handed through is ready before the program has run."""
     return jnp.sum(block_ids >= 0, dtype=jnp.int32)
-
-
-def make_fused_step(
-    spec: TransferSpec,
-    *,
-    run_blocks: int,
-    save: tuple[Segment, Rows] | None = None,
-    load: tuple[Segment, Rows] | None = None,
-) -> FusedStep:
-    """Puts together what a step is called with.
-
-    Args:
-      spec: shapes.
-      run_blocks: blocks in a run.
-      save: the segment to save into, and rows as `split_runs` takes them out.
-      load: the segment to load from, and likewise.
-    """
-
-    def ids(rows: Rows | None) -> tuple[Any, Any]:
-        if rows is None:
-            return np.zeros((0, run_blocks), np.int32), np.zeros(0, np.int32)
-        return rows.block_ids.reshape(-1, run_blocks), rows.host_block_ids[::run_blocks].copy()
-
-    (save_segment, save_rows), (load_segment, load_rows) = save or ([], None), load or ([], None)
-    return FusedStep(save_segment, FusedInputs(*ids(save_rows), *ids(load_rows), load_segment, spec))
-
-
-def fused_step_structs(spec: TransferSpec, *, run_blocks: int, num_saves: int, num_loads: int) -> FusedStep:
-    """Shapes and shardings of a step that saves and loads so many runs."""
-
-    def ids(num_runs: int) -> tuple[Any, Any]:
-        shapes = (num_runs, run_blocks), (num_runs,)
-        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=spec.replicated) for shape in shapes)  # type: ignore[return-value]
-
-    segment: Any = spec.segment_structs()
-    inputs = FusedInputs(*ids(num_saves), *ids(num_loads), segment if num_loads else [], spec)
-    return FusedStep(segment if num_saves else [], inputs)
-
-
-def fused_sizes(capacity: int, *, run_blocks: int, buckets: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Numbers of runs that a step is compiled for, ascending; none if not even one run fits.
-
-    Args:
-      capacity: most blocks that may be on their way; the staging budget.
-      run_blocks: blocks in a run.
-      buckets: numbers of blocks to compile for. By default one size, of up to eight runs: each further one
-        compiles the engine's step again.
-    """
-    most = capacity // run_blocks
-    sizes = {bucket // run_blocks for bucket in buckets} if buckets else {min(_DEFAULT_NUM_RUNS, most)}
-    return tuple(sorted(size for size in sizes if 0 < size <= most))
-
-
-def split_runs(rows: Rows, *, run_blocks: int, sizes: tuple[int, ...]) -> tuple[Rows, Rows]:
-    """Takes out of `rows` what one step can copy.
-
-    Args:
-      rows: blocks of one segment, of one or more jobs.
-      run_blocks: blocks in a run.
-      sizes: compiled numbers of runs, ascending.
-    Returns:
-      Rows of whole runs, as many as one of `sizes` says, run after run; and the rest. Either may be empty.
-    """
-    starts = _run_starts(rows.host_block_ids, run_blocks)
-    fitting = [size for size in sizes if size <= len(starts)]
-    if not fitting:
-        return rows.take(slice(0, 0)), rows
-    chosen = (starts[: fitting[-1], None] + np.arange(run_blocks)).ravel()
-    rest = np.ones(len(rows), bool)
-    rest[chosen] = False
-    return rows.take(chosen), rows.take(rest)
-
-
-def _run_starts(host_block_ids: Ids, run_blocks: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Where `run_blocks` adjacent places begin that are one chunk."""
-    if len(host_block_ids) < run_blocks:
-        return np.zeros(0, np.intp)
-    windows = np.lib.stride_tricks.sliding_window_view(host_block_ids, run_blocks)
-    adjacent = (windows - windows[:, :1] == np.arange(run_blocks)).all(axis=1)
-    starts: np.ndarray[Any, np.dtype[np.intp]] = np.flatnonzero(adjacent & (windows[:, 0] % run_blocks == 0))
-    return starts

@@ -22,7 +22,6 @@ whether it is over is asked of its token, in `poll`.
 """
 
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -37,21 +36,21 @@ from tpu_offload.kernels import (
     Copier,
     Flight,
     FusedOutcome,
+    FusedPlanner,
     FusedStep,
+    Groups,
     Phase,
     Rows,
     TransferSpec,
     choose_paths,
     fetch_early,
     fused_sizes,
-    fused_step_structs,
     make_copiers,
-    make_fused_step,
-    split_runs,
 )
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostPool, available_nbytes, cap_chunks, pinned_zeros, plan_segments
-from tpu_offload.types import Direction, JobResult, JobState, StepPlan, StepReport, TransferJob
+from tpu_offload.types import Direction, StepPlan, StepReport, TransferJob
+from tpu_offload.worker.jobs import WorkerJobs
 
 _logger = logging.getLogger(__name__)
 
@@ -59,37 +58,20 @@ Caches = list[jax.Array]
 
 
 @dataclasses.dataclass(slots=True)
-class _Job:
-    """A job that has not ended.
-
-    Attributes:
-      started_s: when it was dispatched.
-      num_parts: flights that carry blocks of it, and one more while it is being dispatched.
-      error: the first thing that went wrong.
-      cancelled: the engine has taken its blocks back, and some were not written by then.
-    """
-
-    started_s: float
-    num_parts: int = 1
-    error: str = ""
-    cancelled: bool = False
-
-
-@dataclasses.dataclass(slots=True)
-class _Fused:
-    """What the forward pass at hand copies.
+class _ForwardPass:
+    """What the forward pass at hand copies, and what has to follow it.
 
     Attributes:
       step_id: the plan that asks for it.
-      rows: per direction, the segment and the blocks; a direction that has none is not there.
-      jobs: saves that have parts left to dispatch after the forward pass.
-      groups: those parts, by segment.
+      fused: per direction, the segment and the blocks; a direction that has none is not there.
+      saving_job_ids: saves that are dispatched after it, or end after it.
+      saves: the blocks of those that it does not copy itself.
     """
 
     step_id: int
-    rows: dict[Direction, tuple[int, Rows]]
-    jobs: list[TransferJob]
-    groups: list[tuple[int, Rows]]
+    fused: dict[Direction, tuple[int, Rows]]
+    saving_job_ids: list[int]
+    saves: Groups
 
 
 @final
@@ -125,16 +107,14 @@ class OffloadWorker:
         fused: bool = False,
     ) -> None:
         _check_caches(layout, kv_caches)
-        self._clock = clock
-        self._jobs: dict[int, _Job] = {}
+        self._jobs = WorkerJobs(clock)
         self._flights: list[Flight] = []
-        self._results: list[JobResult] = []
         self._report = StepReport(worker_id=worker_id, results=(), num_host_chunks=0)
         self._num_host_chunks = _num_chunks(config, layout, available) if config.enabled else 0
         self._pool: HostPool | None = None
         self._copiers: dict[Direction, Copier] = {}
-        self._fused: _Fused | None = None
-        self._fused_sizes: dict[Direction, tuple[int, ...]] = {}
+        self._fused: FusedPlanner | None = None
+        self._pass: _ForwardPass | None = None
         if not self._num_host_chunks:
             return
         chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
@@ -142,6 +122,7 @@ class OffloadWorker:
             self._num_host_chunks, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb
         )
         self._blocks_per_chunk = config.blocks_per_chunk
+        self._num_segments = num_segments
         self._spec = TransferSpec.from_caches(
             kv_caches,
             segment_blocks=chunks_per_segment * config.blocks_per_chunk,
@@ -160,8 +141,11 @@ class OffloadWorker:
         self._copiers = make_copiers(
             paths, self._spec, self._pool, allocate=pinned_zeros, buckets=config.block_size_buckets
         )
-        sizes = fused_sizes(self._spec.capacity, run_blocks=config.blocks_per_chunk, buckets=config.block_size_buckets)
-        self._fused_sizes = {d: sizes if path is CopyPath.FUSED else () for d, path in paths.items()}
+        if CopyPath.FUSED in paths.values():
+            run_blocks = config.blocks_per_chunk
+            sizes = fused_sizes(self._spec.capacity, run_blocks=run_blocks, buckets=config.block_size_buckets)
+            sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in paths.items()}
+            self._fused = FusedPlanner(self._spec, run_blocks=run_blocks, sizes=sizes_of)
         if not config.skip_jax_precompile:
             for copier in self._copiers.values():  # a shared one has nothing left to do the second time
                 copier.compile()
@@ -187,24 +171,26 @@ class OffloadWorker:
           TransferError: a load failed after its program had taken the donated caches. The only error that
             leaves this class once it is built: without caches there is nothing to go on with.
         """
-        if plan.empty and not self._flights and self._fused is None:
+        if plan.empty and not self._flights and self._pass is None:
             return kv_caches
-        if self._fused is not None:
-            self._abandon_fused()
+        if self._pass is not None:
+            self._abandon_pass(self._pass)
         kv_caches = list(kv_caches)  # the programs are compiled for a list
         for job_id in plan.cancelled_job_ids:
             self._cancel(job_id)
         if self._flights:
             kv_caches = self._resume(kv_caches, plan.step_id)
-        jobs, groups = self._accept(plan.loads)
-        if fuse and self.offers_fused:
-            groups = self._plan_fused(plan, groups)
-        return self._dispatch(jobs, groups, Direction.LOAD, plan.step_id, kv_caches)
+        if plan.loads or (fuse and plan.saves):
+            job_ids, groups = self._accept(plan.loads)
+            if fuse and self._fused is not None:
+                groups = self._plan_pass(self._fused, plan, groups)
+            kv_caches = self._dispatch(job_ids, groups, Direction.LOAD, plan.step_id, kv_caches)
+        return kv_caches
 
     @property
     def offers_fused(self) -> bool:
         """Whether any path is `fused`, so that `fused_step` is worth asking for."""
-        return any(self._fused_sizes.values())
+        return self._fused is not None
 
     def fused_step(self) -> FusedStep:
         """What the forward pass has to copy, after `begin_step(..., fuse=True)`; often nothing.
@@ -212,22 +198,17 @@ class OffloadWorker:
         Whatever comes of the pass, `end_step` or the next `begin_step` has to follow. The segment is
         donated: a pass that fails takes it along, and its chunks are lost.
         """
-        if self._fused is None or not self._fused.rows:
+        if self._fused is None or self._pass is None or not self._pass.fused:
             return FusedStep()
-        rows = self._fused.rows
         save, load = (
-            (self._segment(rows[d][0]), rows[d][1]) if d in rows else None for d in (Direction.SAVE, Direction.LOAD)
+            (self._store.segment(group[0]), group[1]) if group else None
+            for group in map(self._pass.fused.get, (Direction.SAVE, Direction.LOAD))
         )
-        return make_fused_step(self._spec, run_blocks=self._blocks_per_chunk, save=save, load=load)
+        return self._fused.step(save, load)
 
     def fused_shapes(self) -> list[FusedStep]:
         """Shape structs of every `fused_step` that copies anything, to compile the engine's step for beforehand."""
-        saves, loads = ((0, *self._fused_sizes.get(d, ())) for d in (Direction.SAVE, Direction.LOAD))
-        return [
-            fused_step_structs(self._spec, run_blocks=self._blocks_per_chunk, num_saves=num_saves, num_loads=num_loads)
-            for num_saves, num_loads in itertools.product(saves, loads)
-            if num_saves or num_loads
-        ]
+        return self._fused.shapes() if self._fused else []
 
     def end_step(self, plan: StepPlan, kv_caches: Caches, outcome: FusedOutcome | None = None) -> None:
         """Dispatches the saves of a plan, after the forward pass.
@@ -237,10 +218,10 @@ class OffloadWorker:
           kv_caches: the caches as the forward pass left them; only read.
           outcome: what the forward pass returned of its copies, if it took `fused_step()` along.
         """
-        if self._fused is not None:
-            fused, self._fused = self._fused, None
-            self._take_outcome(fused, outcome)
-            self._dispatch(fused.jobs, fused.groups, Direction.SAVE, plan.step_id, list(kv_caches))
+        if self._pass is not None:
+            done, self._pass = self._pass, None
+            self._take_outcome(done, outcome)
+            self._dispatch(done.saving_job_ids, done.saves, Direction.SAVE, plan.step_id, list(kv_caches))
         elif plan.saves:
             self._dispatch(*self._accept(plan.saves), Direction.SAVE, plan.step_id, list(kv_caches))
 
@@ -253,16 +234,16 @@ class OffloadWorker:
         """
         if self._flights:
             self._collect()
-            while wait and self._flights and not self._results and self._wait_for_one():
+            while wait and self._flights and not self._jobs.has_results and self._wait_for_one():
                 self._collect()
         num_ready = self._pool.num_chunks_ready if self._pool else 0
-        if not self._results and num_ready == self._report.num_host_chunks:
-            return self._report
+        last = self._report
+        if not self._jobs.has_results and num_ready == last.num_host_chunks:
+            return last
         # A segment is lost only where a job fails, so there is never a loss to tell without a result.
-        results, self._results = tuple(self._results), []
-        self._report = dataclasses.replace(self._report, num_host_chunks=num_ready)
         lost = self._pool.take_lost() if self._pool else ()
-        return dataclasses.replace(self._report, results=results, lost_slots=lost)
+        self._report = StepReport(last.worker_id, (), num_ready)
+        return StepReport(last.worker_id, self._jobs.take_results(), num_ready, lost)
 
     def close(self) -> None:
         """Waits for the copies in flight and frees the host pool. Jobs that have not ended never will."""
@@ -275,35 +256,29 @@ class OffloadWorker:
 
     # Dispatch.
 
-    def _accept(self, jobs: Sequence[TransferJob]) -> tuple[list[TransferJob], list[tuple[int, Rows]]]:
-        """Takes up the jobs that are possible; their blocks come back by segment, for one flight each."""
+    def _accept(self, jobs: Sequence[TransferJob]) -> tuple[list[int], Groups]:
+        """Takes up the jobs that are possible: their ids, and their blocks by segment, for one flight each."""
         accepted = []
         for job in jobs:
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
                 continue
-            self._jobs[job.job_id] = _Job(started_s=self._clock())
+            self._jobs.start(job.job_id)
             error = self._why_impossible(job)
             if error:
-                self._end_part(job.job_id, error)
+                self._jobs.end_part([job.job_id], error)
             else:
                 accepted.append(job)
-        return accepted, self._rows_by_segment(accepted) if accepted else []
+        return [job.job_id for job in accepted], self._rows_by_segment(accepted)
 
     def _dispatch(
-        self,
-        jobs: Sequence[TransferJob],
-        groups: Sequence[tuple[int, Rows]],
-        direction: Direction,
-        step_id: int,
-        kv_caches: Caches,
+        self, job_ids: Sequence[int], groups: Groups, direction: Direction, step_id: int, kv_caches: Caches
     ) -> Caches:
         """Starts what `_accept` returned."""
         for segment_id, rows in groups:
             for piece in self._copiers[direction].split(rows):
                 kv_caches = self._start(direction, segment_id, piece, step_id, kv_caches)
-        for job in jobs:
-            self._end_part(job.job_id)
+        self._jobs.end_part(job_ids)
         return kv_caches
 
     def _why_impossible(self, job: TransferJob) -> str:
@@ -323,10 +298,18 @@ class OffloadWorker:
                 return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
         return ""
 
-    def _rows_by_segment(self, jobs: Sequence[TransferJob]) -> list[tuple[int, Rows]]:
-        job_ids = np.repeat(np.array([j.job_id for j in jobs], np.int64), [j.num_blocks for j in jobs])
-        block_ids = np.array([b for j in jobs for b in j.block_ids], np.int32)
-        host_ids = np.array([b for j in jobs for b in j.host_block_ids], np.int32)
+    def _rows_by_segment(self, jobs: Sequence[TransferJob]) -> Groups:
+        if not jobs:
+            return []
+        if len(jobs) == 1:  # by far the most frequent, and cheaper
+            job_ids = np.full(jobs[0].num_blocks, jobs[0].job_id, np.int64)
+            block_ids, host_ids = (np.array(ids, np.int32) for ids in (jobs[0].block_ids, jobs[0].host_block_ids))
+        else:
+            job_ids = np.repeat(np.array([j.job_id for j in jobs], np.int64), [j.num_blocks for j in jobs])
+            block_ids = np.array([b for j in jobs for b in j.block_ids], np.int32)
+            host_ids = np.array([b for j in jobs for b in j.host_block_ids], np.int32)
+        if self._num_segments == 1 and len(host_ids):
+            return [(0, Rows(job_ids, block_ids, host_ids))]
         segment_ids, places = np.divmod(host_ids, np.int32(self._spec.segment_blocks))
         rows = Rows(job_ids, block_ids, places)
         if len(rows) and segment_ids.min() == segment_ids.max():  # nearly always, and cheaper
@@ -334,9 +317,8 @@ class OffloadWorker:
         return [(int(i), rows.take(segment_ids == i)) for i in np.unique(segment_ids)]
 
     def _start(self, direction: Direction, segment_id: int, piece: Rows, step_id: int, kv_caches: Caches) -> Caches:
-        jobs = piece.jobs()
-        for job_id in jobs:
-            self._jobs[job_id].num_parts += 1
+        job_ids = piece.jobs()
+        self._jobs.add_part(job_ids)
         try:
             if direction is Direction.SAVE:
                 flight = self._copiers[direction].save(segment_id, piece, kv_caches)
@@ -344,7 +326,7 @@ class OffloadWorker:
                 flight, kv_caches = self._copiers[direction].load(segment_id, piece, kv_caches)
         except Exception as e:
             _check_alive(kv_caches, e)
-            self._fail(jobs, segment_id, e)
+            self._fail(job_ids, segment_id, e)
         else:
             flight.step_id = step_id
             self._flights.append(flight)
@@ -352,67 +334,53 @@ class OffloadWorker:
 
     # Copies inside the forward pass.
 
-    def _plan_fused(self, plan: StepPlan, load_groups: list[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
-        """Takes out of a plan what the forward pass copies; returns the loads that are left."""
-        jobs, save_groups = self._accept(plan.saves)
-        fused = _Fused(plan.step_id, {}, jobs, save_groups)
-        fused.groups = self._take_fused(fused, Direction.SAVE, save_groups)
-        load_groups = self._take_fused(fused, Direction.LOAD, load_groups)
-        if fused.rows or fused.jobs:
-            self._fused = fused
-        return load_groups
-
-    def _take_fused(
-        self, fused: _Fused, direction: Direction, groups: list[tuple[int, Rows]]
-    ) -> list[tuple[int, Rows]]:
-        """Takes runs of one segment, as many as the step is compiled for; returns the groups that are left."""
-        sizes = self._fused_sizes[direction]
+    def _plan_pass(self, planner: FusedPlanner, plan: StepPlan, loads: Groups) -> Groups:
+        """Decides what the forward pass copies; returns the loads that are left."""
+        job_ids, saves = self._accept(plan.saves)
+        fused_saves, saves = planner.take(Direction.SAVE, saves, usable=self._has_segment)
         # A donated segment cannot be read beside: what is saved into is not loaded from in one step.
-        donated = {fused.rows[Direction.SAVE][0]} if Direction.SAVE in fused.rows else set()
-        for i, (segment_id, rows) in enumerate(groups):
-            if not sizes or segment_id in donated or not self._has_segment(segment_id):
-                continue
-            runs, rest = split_runs(rows, run_blocks=self._blocks_per_chunk, sizes=sizes)
-            if len(runs):
-                fused.rows[direction] = (segment_id, runs)
-                for job_id in runs.jobs():
-                    self._jobs[job_id].num_parts += 1
-                return [*groups[:i], *([(segment_id, rest)] if len(rest) else []), *groups[i + 1 :]]
-        return groups
+        donated = [segment_id for segment_id, _ in fused_saves]
+        fused_loads, loads = planner.take(
+            Direction.LOAD, loads, usable=lambda i: i not in donated and self._has_segment(i)
+        )
+        fused = {d: g[0] for d, g in ((Direction.SAVE, fused_saves), (Direction.LOAD, fused_loads)) if g}
+        for _, rows in fused.values():
+            self._jobs.add_part(rows.jobs())
+        if fused or job_ids:
+            self._pass = _ForwardPass(plan.step_id, fused, job_ids, saves)
+        return loads
 
-    def _take_outcome(self, fused: _Fused, outcome: FusedOutcome | None) -> None:
+    def _take_outcome(self, done: _ForwardPass, outcome: FusedOutcome | None) -> None:
         """Turns what the forward pass copied into flights; without an outcome it has not copied."""
-        for direction, (segment_id, rows) in fused.rows.items():
+        for direction, (segment_id, rows) in done.fused.items():
             if outcome is None:
                 error = TransferError("the forward pass that was to copy it did not return; pass its FusedOutcome on")
                 self._fail(rows.jobs(), segment_id, error)
                 continue
             saving = direction is Direction.SAVE
             if saving:
-                self._pool_of_this_worker.replace(segment_id, outcome.segment)
+                self._store.replace(segment_id, outcome.segment)
             token = fetch_early(outcome.save_token if saving else outcome.load_token, self._spec)
-            self._flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, step_id=fused.step_id))
+            self._flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, step_id=done.step_id))
 
-    def _abandon_fused(self) -> None:
+    def _abandon_pass(self, done: _ForwardPass) -> None:
         """The forward pass never came back: its copies have failed, and what was to follow it is not done."""
-        fused, self._fused = self._fused, None
-        assert fused is not None
-        self._take_outcome(fused, None)
-        for job in fused.jobs:
-            self._end_part(job.job_id, "the forward pass that was to compute its blocks did not return")
+        self._pass = None
+        self._take_outcome(done, None)
+        self._jobs.end_part(
+            done.saving_job_ids,
+            "the forward pass that was to compute its blocks did not return; call end_step after it",
+        )
 
     def _has_segment(self, segment_id: int) -> bool:
         try:
-            self._segment(segment_id)
+            self._store.segment(segment_id)
         except TransferError:
             return False
         return True
 
-    def _segment(self, segment_id: int) -> list[jax.Array]:
-        return self._pool_of_this_worker.segment(segment_id)
-
     @property
-    def _pool_of_this_worker(self) -> HostPool:
+    def _store(self) -> HostPool:
         assert self._pool is not None, "nothing is dispatched when offloading is off"
         return self._pool
 
@@ -440,10 +408,8 @@ class OffloadWorker:
             self._fail(flight.rows.jobs(), flight.segment_id, e)
 
     def _resume_load(self, flight: Flight, kv_caches: Caches) -> Caches:
-        live = [job_id for job_id in flight.rows.jobs() if not self._jobs[job_id].cancelled]
-        for job_id in flight.rows.jobs():
-            if job_id not in live:
-                self._end_part(job_id)
+        live = [job_id for job_id in flight.rows.jobs() if not self._jobs.is_cancelled(job_id)]
+        self._jobs.end_part(job_id for job_id in flight.rows.jobs() if job_id not in live)
         if not live:
             self._drop(flight)
             return kv_caches
@@ -464,11 +430,8 @@ class OffloadWorker:
 
     def _cancel(self, job_id: int) -> None:
         """Marks a load some of whose blocks are not written yet; any other job goes on to its end."""
-        job = self._jobs.get(job_id)
-        if job is not None:
-            job.cancelled = any(
-                flight.direction is Direction.LOAD and job_id in flight.rows.job_ids for flight in self._in_transit()
-            )
+        loads = (flight for flight in self._in_transit() if flight.direction is Direction.LOAD)
+        self._jobs.cancel(job_id, unwritten=any(job_id in flight.rows.job_ids for flight in loads))
 
     # Ends.
 
@@ -479,7 +442,7 @@ class OffloadWorker:
                 continue
             if flight.direction is Direction.SAVE:
                 self._resume_save(flight)
-            elif all(self._jobs[job_id].cancelled for job_id in flight.rows.jobs()):
+            elif all(map(self._jobs.is_cancelled, flight.rows.jobs())):
                 self._resume_load(flight, [])  # writes nothing
         for flight in list(self._flights):
             if flight.phase is Phase.COPYING and _is_ready(flight.waiting_on):
@@ -496,39 +459,22 @@ class OffloadWorker:
             # A program that failed on the device has taken the donated segment with it.
             self._fail(flight.rows.jobs(), flight.segment_id, e, lost=flight.direction is Direction.SAVE)
         else:
-            for job_id in flight.rows.jobs():
-                self._end_part(job_id)
+            self._jobs.end_part(flight.rows.jobs())
 
     def _drop(self, flight: Flight) -> None:
         self._flights.remove(flight)
         self._copiers[flight.direction].release(flight)
 
-    def _fail(self, jobs: Sequence[int], segment_id: int, error: Exception, *, lost: bool = False) -> None:
+    def _fail(self, job_ids: Sequence[int], segment_id: int, error: Exception, *, lost: bool = False) -> None:
         """Ends these jobs' parts in a flight with an error, and gives up the segment if it is gone."""
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         try:
-            lost = lost or any(part.is_deleted() for part in self._segment(segment_id))
+            lost = lost or any(part.is_deleted() for part in self._store.segment(segment_id))
         except TransferError:  # lost before
             lost = False
         if lost:
-            self._pool_of_this_worker.mark_lost(segment_id)
-        for job_id in jobs:
-            self._end_part(job_id, message)
-
-    def _end_part(self, job_id: int, error: str = "") -> None:
-        """Ends one part of a job; with the last of them the job itself, so that no part lands after it."""
-        job = self._jobs[job_id]
-        job.num_parts -= 1
-        job.error = job.error or error
-        if job.num_parts:
-            return
-        del self._jobs[job_id]
-        state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
-        if job.error:
-            _logger.warning("job %d failed: %s", job_id, job.error)
-        self._results.append(
-            JobResult(job_id=job_id, state=state, error=job.error, duration_s=self._clock() - job.started_s)
-        )
+            self._store.mark_lost(segment_id)
+        self._jobs.end_part(job_ids, message)
 
     def _wait_for_one(self) -> bool:
         """Blocks until the oldest flight that `poll` can go on with is ready; False when there is none."""
