@@ -16,12 +16,24 @@ import time
 from typing import Any
 
 ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another process may be compiling too; there is no TPU to share
     "TPU_SKIP_MDS_QUERY": "1",
     "JAX_PLATFORMS": "cpu",
     "TPU_ACCELERATOR_TYPE": "v6e-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
+# Copies as others do them, or as they were tried here (see `alternatives`).
+ALTERNATIVES = (
+    "chained_save",
+    "page_save",
+    "unrolled_save",
+    "pallas_save",
+    "peer_save",
+    "peer_load",
+    "untied_fused_step",
+)
 ALL_PROGRAMS = ("direct_save", "direct_load", "gather", "scatter", "land", "pick")
+STEPS = ("step", "fused_step")  # a model's forward pass without and with fused copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +49,10 @@ class Case:
       segment_blocks: places in a segment of the host pool.
       capacity: staging budget in blocks.
       bucket: size of the staging arrays.
-      programs: which to compile.
+      programs: which to compile, of ALL_PROGRAMS, STEPS and ALTERNATIVES.
+      num_parts: arrays in a segment; None as the library chooses.
+      num_saves, num_loads, run_blocks: what the fused step copies.
+      d_model, d_ff, num_tokens: sizes of the model's step.
       donate: False compiles without donation, to see what that would cost.
     """
 
@@ -51,6 +66,13 @@ class Case:
     capacity: int = 128
     bucket: int = 64
     programs: tuple[str, ...] = ALL_PROGRAMS
+    num_parts: int | None = None
+    num_saves: int = 0
+    num_loads: int = 0
+    run_blocks: int = 1
+    d_model: int = 4096
+    d_ff: int = 14336
+    num_tokens: int = 256
     donate: bool = True
 
 
@@ -68,46 +90,80 @@ def compile_in_subprocess(cases: list[Case], *, timeout_s: float = 300) -> list[
 
 def measure(case: Case) -> list[dict[str, Any]]:
     """Compiles the programs of one case; all sizes are in bytes per device."""
-    import jax
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-
-    from tpu_offload.kernels import programs
-    from tpu_offload.kernels.spec import TransferSpec
-
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
-    devices = topology.devices[: case.tp]
-    sharding: Any = SingleDeviceSharding(devices[0], memory_kind="device")
-    if case.tp > 1:
-        sharding = NamedSharding(Mesh(np.array(devices), ("model",)), PartitionSpec(None, None, "model"))
-    struct = jax.ShapeDtypeStruct((case.num_blocks, *case.page_shape), np.dtype(case.dtype), sharding=sharding)
-    spec = TransferSpec.from_caches(
-        [struct] * case.num_layers, segment_blocks=case.segment_blocks, capacity=case.capacity
-    )
+    spec, device_kind, num_devices = describe(case)
     block_nbytes = spec.block_nbytes_per_device
     common = {
         "topology": case.topology,
         "tp": case.tp,
         "dtype": case.dtype,
-        "device_kind": devices[0].device_kind,
-        "num_devices": len(topology.devices),
+        "num_layers": case.num_layers,
+        "device_kind": device_kind,
+        "num_devices": num_devices,
+        "num_parts": len(spec.parts),
         "block_nbytes": block_nbytes,
         "caches_nbytes": block_nbytes * case.num_blocks,
         "segment_nbytes": block_nbytes * case.segment_blocks,
         "staging_nbytes": block_nbytes * case.bucket,
     }
-    results = []
-    for name in case.programs:
-        build = getattr(programs, name)
-        program = build(spec) if name.startswith("direct") else build(spec, case.bucket)
-        if not case.donate:
-            program = dataclasses.replace(program, function=jax.jit(program.function.__wrapped__))
-        results.append({"program": name, **common, **_figures(program, case)})
-    return results
+    return [{"program": name, **common, **figures(build(name, spec, case), case)} for name in case.programs]
 
 
-def _figures(program: Any, case: Case) -> dict[str, Any]:
+def describe(case: Case) -> tuple[Any, str, int]:
+    """The transfer spec of a case, the kind of its devices, and how many the topology has."""
+    import numpy as np
+    from jax import ShapeDtypeStruct
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+    from tpu_offload.kernels import TransferSpec
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
+    devices = topology.devices[: case.tp]
+    sharding: Any = NamedSharding(Mesh(np.array(devices), ("model",)), PartitionSpec(None, None, "model"))
+    if case.tp == 1 and not set(case.programs) & {*STEPS, *ALTERNATIVES}:
+        sharding = SingleDeviceSharding(devices[0], memory_kind="device")
+    struct = ShapeDtypeStruct((case.num_blocks, *case.page_shape), np.dtype(case.dtype), sharding=sharding)
+    spec = TransferSpec.from_caches(
+        [struct] * case.num_layers,
+        segment_blocks=case.segment_blocks,
+        capacity=case.capacity,
+        num_parts=case.num_parts,
+    )
+    return spec, devices[0].device_kind, len(topology.devices)
+
+
+def build(name: str, spec: Any, case: Case) -> Any:
+    """The `programs.Program` of that name."""
+    import jax
+
+    from tests.tpu_compile import alternatives, decoder
+    from tpu_offload.kernels import FusedStep, fused_step_structs, programs
+
+    if name in ALTERNATIVES and name != "untied_fused_step":
+        return getattr(alternatives, name)(spec, case.bucket)
+    if name in STEPS or name == "untied_fused_step":
+        fused = FusedStep()
+        if name != "step":
+            fused = fused_step_structs(
+                spec, run_blocks=case.run_blocks, num_saves=case.num_saves, num_loads=case.num_loads
+            )
+        sizes = decoder.Sizes(d_model=case.d_model, d_ff=case.d_ff, num_tokens=case.num_tokens)
+        args = decoder.structs(spec.cache_structs(), fused, block_size=case.page_shape[0], sizes=sizes)
+        step = jax.jit(
+            alternatives.untied(decoder.step) if name.startswith("untied") else decoder.step, donate_argnums=(1, 5)
+        )
+        return programs.Program(name, step, args, "tpu")
+    make = getattr(programs, name)
+    program = make(spec) if name.startswith("direct") else make(spec, case.bucket)
+    if not case.donate:
+        program = dataclasses.replace(program, function=jax.jit(program.function.__wrapped__))
+    return program
+
+
+def figures(program: Any, case: Case) -> dict[str, Any]:
+    """Compiles one program and reads what the compiler says of it, and its schedule."""
+    from tests.tpu_compile.schedule import read_schedule
+
     start = time.monotonic()
     compiled = program.compile()
     compile_s = time.monotonic() - start
@@ -119,6 +175,8 @@ def _figures(program: Any, case: Case) -> dict[str, Any]:
         case.segment_blocks * case.num_layers * page: "segment",
         case.bucket * case.num_layers * page: "staging",
     }
+    schedule = read_schedule(text)
+    itemsize = _ITEMSIZES.get(case.dtype, 1)
     return {
         "temp_nbytes": memory.temp_size_in_bytes,
         "output_nbytes": memory.output_size_in_bytes,
@@ -128,10 +186,17 @@ def _figures(program: Any, case: Case) -> dict[str, Any]:
         "host_alias_nbytes": memory.host_alias_size_in_bytes,
         "code_nbytes": memory.generated_code_size_in_bytes,
         "compile_s": compile_s,
+        "num_dmas": len(schedule.dmas),  # a loop's are counted once: they are those of one block
+        "dma_nbytes": min((dma.num_elements * itemsize for dma in schedule.dmas), default=0),
+        "max_dmas_in_flight": schedule.max_in_flight,
+        "saved_under_compute": schedule.share_under_compute(to_host=True),
+        "loaded_under_compute": schedule.share_under_compute(to_host=False),
         "whole_copies": whole_copies(text, whole),
         "collectives": re.findall(r"\b(?:all-gather|all-reduce|all-to-all|collective-permute)[\w-]*\(", text),
     }
 
+
+_ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _RESULT = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ([a-z][\w-]*)\(")
 _SHAPE = re.compile(r"\b[a-z]+\d+\w*\[([\d,]*)\]")
@@ -140,7 +205,7 @@ _SHAPE = re.compile(r"\b[a-z]+\d+\w*\[([\d,]*)\]")
 # other, so its operations are looked at one by one. Whatever else yields a whole array has copied it.
 _NO_COPY = """
     parameter tuple get-tuple-element while bitcast call conditional opt-barrier optimization-barrier fusion
-    dynamic-update-slice dynamic-update-slice-start dynamic-update-slice-done dynamic-slice-start
+    scatter dynamic-update-slice dynamic-update-slice-start dynamic-update-slice-done dynamic-slice-start
     dynamic-slice-done custom-call custom-call-start custom-call-done async-start async-update async-done
 """
 

@@ -99,3 +99,53 @@ ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
 }
 """
     assert whole_copies(hlo, {32: "cache"}) == ["%copy.1 = bf16[8,4]{1,0:T(8,128)} copy(%p)"]
+
+
+@functools.cache
+def fused(topology):
+    """A forward pass of eight layers, small so that it compiles fast, without and with four saves and four loads."""
+    sizes = {"num_layers": 8, "d_model": 1024, "d_ff": 2816, "num_tokens": 128, "page_shape": (64, 8, 2, 128)}
+    case = Case(topology, 4, **sizes, num_parts=4, num_saves=4, num_loads=4, programs=("step", "fused_step"))
+    plain, with_copies = compile_in_subprocess([case])
+    return plain, with_copies
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_fused_copies_lie_under_the_compute_of_the_layers(topology):
+    _, result = fused(topology)
+    assert result["num_dmas"] == 2 * 4 * 4  # in both directions, four blocks of four parts
+    # The last part is complete after the last layer, so three of its four blocks have nothing left to hide under.
+    assert result["saved_under_compute"] >= 0.65
+    assert result["loaded_under_compute"] == 1.0
+    assert result["max_dmas_in_flight"] >= 2
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_fused_copies_take_the_blocks_that_the_budget_counts_and_two_more(topology):
+    plain, result = fused(topology)
+    assert result["temp_nbytes"] - plain["temp_nbytes"] <= (4 + 4 + 2) * result["block_nbytes"]
+    assert result["host_alias_nbytes"] == result["segment_nbytes"]
+    assert result["host_temp_nbytes"] == 0
+    assert result["alias_nbytes"] == result["caches_nbytes"]
+    assert result["whole_copies"] == plain["whole_copies"] == []
+    assert len(result["collectives"]) == len(plain["collectives"])
+
+
+def test_what_ties_the_saves_to_the_layers_is_needed():
+    """Without it the compiler puts them all off to the end of the step."""
+    sizes = {"num_layers": 8, "d_model": 1024, "d_ff": 2816, "num_tokens": 128, "page_shape": (64, 8, 2, 128)}
+    case = Case("v6e:2x2", 4, **sizes, num_parts=4, num_saves=4, programs=("untied_fused_step",))
+    (result,) = compile_in_subprocess([case])
+    assert result["saved_under_compute"] < 0.5
+
+
+def test_the_dmas_of_a_block_are_in_flight_together():
+    """One a part; and one at a time where the segment is one array."""
+    case = Case("v6e:2x2", 4, page_shape=(64, 8, 2, 128), programs=("direct_save", "direct_load", "chained_save"))
+    save, load, chained = compile_in_subprocess([case])
+    assert save["num_parts"] == 8
+    assert save["block_nbytes"] == 2 * 2**20
+    for result in (save, load):
+        assert result["num_dmas"] == result["max_dmas_in_flight"] == 8
+        assert result["dma_nbytes"] == 256 * 1024
+    assert (chained["num_dmas"], chained["max_dmas_in_flight"]) == (1, 1)
