@@ -1,0 +1,169 @@
+"""What does the TPU compiler make of the copy programs: HBM, DMAs, how many in flight, code, time?
+
+Needs no TPU: `libtpu` from the package index holds the compiler. Every case compiles in a process of its own.
+
+  python benchmarks/bench_tpu_compile.py                                  # the sweep, some minutes
+  python benchmarks/bench_tpu_compile.py --generations v6e --layers 32 --tp 4
+  python benchmarks/bench_tpu_compile.py --fused                          # copies inside a model's step
+  python benchmarks/bench_tpu_compile.py --alternatives                   # the peer's programs, and what was tried
+
+Columns: blocks in a job (any: one program serves every size); HBM that the program takes beside its arguments,
+in blocks, outputs included; host memory of its arguments in MiB a device; DMAs that cross to host memory, for
+each block of the job; bytes of the smallest of them; how many are under way at once in the schedule; copies of
+whole arrays (must be 0); code; time to compile. For steps: the share of the bytes saved and loaded that moves
+while matrix products run, and HBM beside that of the plain step.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import math
+import pathlib
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from tests.tpu_compile.harness import Case, compile_in_subprocess
+
+# A topology with enough devices, by generation and tensor parallelism.
+TOPOLOGIES = {
+    "v5e": {1: "v5e:2x2", 4: "v5e:2x2", 8: "v5e:2x4"},
+    "v5p": {1: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2"},
+    "v6e": {1: "v6e:2x2", 4: "v6e:2x2", 8: "v6e:2x4"},
+    "tpu7x": {1: "tpu7x:2x2x1", 4: "tpu7x:2x2x1", 8: "tpu7x:2x2x2"},
+}
+# K and V heads interleaved, two (bfloat16) or four (float8) packed: 8 KV heads of 128, or 16 in float8.
+PAGES = {"bfloat16": (8, 2, 128), "float8_e4m3fn": (8, 4, 128)}
+STAGED = ("gather", "scatter")
+ALTERNATIVES = ("chained_save", "page_save", "unrolled_save", "pallas_save", "peer_save", "peer_load")
+
+
+def cases(args):
+    """The sweep: (case, programs) with what the table says of blocks a job."""
+    for generation in args.generations:
+        for tp in args.tp:
+            for dtype in args.dtypes:
+                for num_layers in args.layers:
+                    case = Case(
+                        TOPOLOGIES[generation][tp],
+                        tp,
+                        dtype=dtype,
+                        page_shape=(args.block_size, *PAGES[dtype]),
+                        num_layers=num_layers,
+                        num_blocks=256,
+                        capacity=max(args.blocks),
+                    )
+                    yield from with_programs(case, args)
+
+
+def with_programs(case, args):
+    if args.fused:
+        for runs in args.runs:
+            sizes = {"num_saves": runs, "num_loads": runs, "programs": ("step", "fused_step", "untied_fused_step")}
+            yield dataclasses.replace(case, d_model=args.d_model, d_ff=7 * args.d_model // 2, **sizes)
+        return
+    if args.alternatives:
+        for bucket in args.blocks[-1:]:
+            for name in ("direct_save", "direct_load", *STAGED, *ALTERNATIVES):
+                yield dataclasses.replace(case, bucket=bucket, programs=(name,))
+        return
+    yield dataclasses.replace(case, programs=("direct_save", "direct_load"))
+    for bucket in args.blocks:
+        yield dataclasses.replace(case, bucket=bucket, programs=STAGED)
+
+
+def rows_of(case):
+    """What the compiler said of each program of a case; a crash is a row too."""
+    try:
+        results = compile_in_subprocess([case], timeout_s=900)
+    except Exception as e:
+        error = str(e).strip().splitlines()[-1][:160]
+        return [{"program": "+".join(case.programs), "error": error, **vars(case)}]
+    plain = next((r["temp_nbytes"] for r in results if r["program"] == "step"), 0)
+    for result in results:
+        result["blocks"] = case.bucket if result["program"] in (*STAGED, "peer_save", "peer_load") else "any"
+        if result["program"].endswith("fused_step"):
+            result["blocks"] = f"{case.num_saves}+{case.num_loads}"
+        own_output = result["output_nbytes"] - result["alias_nbytes"]
+        beside = result["temp_nbytes"] - (plain if result["program"].endswith("fused_step") else 0)
+        if result["program"].endswith("step"):
+            own_output = 0  # logits
+        result["hbm_blocks"] = (beside + own_output) / result["block_nbytes"]
+        result["host_nbytes"] = result["host_alias_nbytes"] + result["host_temp_nbytes"]
+    return results
+
+
+def cells(row):
+    name = [row["topology"], str(row["tp"]), row["dtype"], str(row["num_layers"]), row["program"]]
+    if "error" in row:
+        return [*name, "", row["error"], *[""] * 8]
+    under = [row["saved_under_compute"], row["loaded_under_compute"]]
+    return [
+        *name,
+        str(row["blocks"]),
+        f"{row['block_nbytes'] / 2**20:.2f}",
+        f"{row['hbm_blocks']:.2f}",
+        f"{row['host_nbytes'] / 2**20:.0f}",
+        str(row["num_dmas"]),
+        f"{row['dma_nbytes'] / 1024:.0f}",
+        str(row["max_dmas_in_flight"]),
+        str(len(row["whole_copies"])),
+        f"{row['code_nbytes'] / 1024:.0f}",
+        f"{row['compile_s']:.1f}",
+        " / ".join("-" if math.isnan(share) else f"{share:.2f}" for share in under),
+    ]
+
+
+COLUMNS = (
+    "topology", "TP", "dtype", "layers", "program", "blocks", "MiB/block", "HBM blocks", "host MiB", "DMAs",
+    "KiB/DMA", "in flight", "copies", "code KiB", "s", "under compute",
+)  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--generations", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES))
+    parser.add_argument("--tp", nargs="+", type=int, choices=[1, 4, 8], default=[1, 4, 8])
+    parser.add_argument("--dtypes", nargs="+", choices=list(PAGES), default=list(PAGES))
+    parser.add_argument("--layers", nargs="+", type=int, default=[8, 32, 80])
+    parser.add_argument("--blocks", nargs="+", type=int, default=[1, 64], help="blocks a job, of the staged path")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens in a block")
+    parser.add_argument("--fused", action="store_true", help="compile a model's step with copies in it")
+    parser.add_argument("--runs", nargs="+", type=int, default=[4], help="blocks that a fused step saves, and loads")
+    parser.add_argument("--d-model", type=int, default=4096, help="width of the model of the fused step")
+    parser.add_argument("--alternatives", action="store_true", help="compile the peer's programs and what was tried")
+    parser.add_argument("--json", help="write the results to this file")
+    args = parser.parse_args()
+    console = Console(width=200)
+    results = []
+    table = Table(*COLUMNS, title="What the TPU compiler makes of it")
+    todo = list(cases(args))
+    for i, case in enumerate(todo, start=1):
+        rows = rows_of(case)
+        results += rows
+        for row in rows:
+            table.add_row(*cells(row))
+        if not console.is_terminal:
+            print(f"[{i}/{len(todo)}]", *[" ".join(cells(row)) for row in rows], sep="\n  ", flush=True)
+        else:
+            console.print(f"[{i}/{len(todo)}] {case.topology} TP {case.tp} {case.dtype} {case.num_layers} layers")
+    console.print(table)
+    failed = [row for row in results if "error" in row]
+    copies = [row for row in results if row.get("whole_copies") and "peer" not in row["program"]]
+    ours = [row for row in results if row.get("program", "").startswith("direct")]
+    if ours:
+        print(f"direct: at most {max(row['hbm_blocks'] for row in ours):.2f} blocks of HBM for jobs of any size")
+    print(f"{len(results)} programs, {len(failed)} did not compile, {len(copies)} with copies of whole arrays")
+    if args.json:
+        versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
+        report = {"question": "tpu compile", "versions": versions, "settings": vars(args), "results": results}
+        pathlib.Path(args.json).write_text(json.dumps(report, indent=1))
+    return 1 if copies else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
