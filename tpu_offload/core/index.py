@@ -5,15 +5,24 @@ stays. And a chunk on which another resident chunk hangs stays too: evicting a p
 keeps every resident prefix whole, so no slot ever holds a chunk that no lookup can reach. The one
 exception is a failed copy, whose chunk is lost at once and can leave later chunks of its prefix behind;
 they become reachable again when a request saves the missing chunk, or grow old and go.
+
+The third rule makes pins cheap: a pin on the last chunk of a prefix keeps all of it, so pinning ten
+thousand chunks is one count. Only where chunks are lost under a pin, which is rare, does it have to be
+found out which those are (`_covered`).
+
+Calls that take a prefix cost what a dictionary operation or two cost for each chunk, in loops that run
+inside the interpreter where that is possible. What is known of a chunk is a few machine words, none of
+them seen by the garbage collector: with a million objects, each of its passes would stop the engine.
 """
 
-import dataclasses
+import contextlib
 import enum
+import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Sequence
+from typing import final
 
-from tpu_offload.core.policies import EvictionPolicy
+from tpu_offload.core.policies import EvictionPolicy, Residents
 from tpu_offload.types import ChunkKey
 
 
@@ -22,25 +31,11 @@ class ChunkState(enum.Enum):
 
     PENDING = "pending"  # it has a slot and its bytes are on the way
     READY = "ready"  # every worker has its bytes in place
-    CONDEMNED = "condemned"  # its bytes are not to be trusted; it goes with its last pin
+    CONDEMNED = "condemned"  # its bytes are not to be trusted; it goes with the last pin that covers it
 
 
-@dataclasses.dataclass(slots=True)
-class _Chunk:
-    slot: int
-    parent: ChunkKey | None
-    state: ChunkState
-    num_pins: int = 0
-
-
-class NewChunk(NamedTuple):
-    """A chunk that wants a slot, and the chunk right before it in its prefix (None for the first)."""
-
-    key: ChunkKey
-    parent: ChunkKey | None
-
-
-class ChunkIndex:
+@final
+class ChunkIndex(Residents):
     """Chunk keys to slots. Starts without slots; `grow` adds them as the host pool is allocated.
 
     Args:
@@ -49,19 +44,27 @@ class ChunkIndex:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._chunks: dict[ChunkKey, _Chunk] = {}
-        # Resident chunks that hang on a key. Kept apart from the chunks: a child can outlive its parent
-        # (after a failed save), and finds it again when the parent returns.
-        self._num_children: dict[ChunkKey, int] = {}
+        # The slot of each resident chunk, by state; a key is in one of the three.
+        self._ready: dict[ChunkKey, int] = {}
+        self._pending: dict[ChunkKey, int] = {}
+        self._condemned: dict[ChunkKey, int] = {}
+        # By slot, of the chunk in it: the key before it in its prefix, and the resident chunks that hang on it.
+        self._parents: list[ChunkKey | None] = []
+        self._num_children: list[int] = []
+        # Resident chunks that hang on a key that is not resident (after a failed copy). They find it again
+        # when it returns.
+        self._num_orphans: dict[ChunkKey, int] = {}
+        # How many pins end at a chunk. Each covers the chunk and all before it.
+        self._pins: dict[ChunkKey, int] = {}
         # Taken from the right. What a failed copy gives back goes to the left, to be tried last.
         self._free_slots: deque[int] = deque()
-        self._num_slots = 0
+        self._protected: Container[ChunkKey] = ()
         self._num_evicted = 0
 
     @property
     def num_slots(self) -> int:
         """Slots that exist, used or free."""
-        return self._num_slots
+        return len(self._parents)
 
     @property
     def num_evicted(self) -> int:
@@ -69,168 +72,243 @@ class ChunkIndex:
         return self._num_evicted
 
     def __len__(self) -> int:
-        return len(self._chunks)
+        return len(self._ready) + len(self._pending) + len(self._condemned)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._ready or key in self._pending or key in self._condemned
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
-        if num_slots > self._num_slots:
+        num_new = num_slots - self.num_slots
+        if num_new > 0:
             # Low slots are handed out first, so that a pool that is never full touches little memory.
-            self._free_slots.extendleft(range(self._num_slots, num_slots))
-            self._num_slots = num_slots
+            self._free_slots.extendleft(range(self.num_slots, num_slots))
+            self._parents += [None] * num_new
+            self._num_children += [0] * num_new
 
     def state(self, key: ChunkKey) -> ChunkState | None:
         """The chunk's state, None when it is not here."""
-        chunk = self._chunks.get(key)
-        return None if chunk is None else chunk.state
+        if key in self._ready:
+            return ChunkState.READY
+        if key in self._pending:
+            return ChunkState.PENDING
+        return ChunkState.CONDEMNED if key in self._condemned else None
 
-    def slot(self, key: ChunkKey) -> int:
-        """The slot of a chunk that is here."""
-        return self._chunks[key].slot
+    def find(self, keys: Sequence[ChunkKey], first: int = 0) -> list[int]:
+        """Slots of the READY chunks of a prefix from chunk `first` on, up to the first that is not READY."""
+        slots: list[int] = []
+        with contextlib.suppress(KeyError):  # a list keeps what an iterator gave it before that raised
+            slots.extend(map(self._ready.__getitem__, itertools.islice(keys, first, None)))
+        return slots
 
-    def num_ready(self, keys: Iterable[ChunkKey]) -> int:
-        """How many chunks from the first on are READY, up to the first that is not."""
-        chunks, count = self._chunks, 0
-        for key in keys:
-            chunk = chunks.get(key)
-            if chunk is None or chunk.state is not ChunkState.READY:
-                break
-            count += 1
-        return count
+    def missing(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[list[int], int]:
+        """Which of the chunks `first` to `end - 1` of a prefix want saving: those that are not here.
 
-    def pin(self, keys: Iterable[ChunkKey]) -> None:
-        """Keeps READY chunks from eviction until they are unpinned as often as they were pinned."""
-        for key in keys:
-            chunk = self._chunks[key]
-            assert chunk.state is ChunkState.READY, "only a complete chunk can be pinned"
-            chunk.num_pins += 1
+        Returns:
+          Their numbers in order, and how far it looked: `end`, or the first chunk that is CONDEMNED. The key of
+          that one is taken until its last pin is gone; what follows waits, or hangs on nothing.
+        """
+        if self._condemned:
+            end = next((i for i in range(first, end) if keys[i] in self._condemned), end)
+        ready, pending, part = self._ready, self._pending, itertools.islice(keys, first, end)
+        return [i for i, key in enumerate(part, first) if key not in ready and key not in pending], end
 
-    def unpin(self, keys: Iterable[ChunkKey]) -> None:
-        """Takes one pin back from each chunk; a condemned one goes with its last."""
-        for key in keys:
-            chunk = self._chunks[key]
-            assert chunk.num_pins > 0, "unpinned more often than pinned"
-            chunk.num_pins -= 1
-            if chunk.num_pins == 0 and chunk.state is ChunkState.CONDEMNED:
-                self._remove(key, suspect=True)
+    def pin(self, keys: Sequence[ChunkKey]) -> None:
+        """Keeps chunks that follow each other in one prefix, and all before them, until unpinned. O(1).
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """A request used this prefix, head first; chunks that are not here are passed over."""
-        self._policy.touch(keys)
+        They are READY, or pinned by the caller already: a pin may be made shorter under condemned chunks.
+        """
+        tail = keys[-1]
+        assert tail in self._ready or tail in self._condemned, "only a complete chunk can be pinned"
+        self._pins[tail] = self._pins.get(tail, 0) + 1
 
-    def allocate(self, new_chunks: Sequence[NewChunk], *, protected: Sequence[ChunkKey] = ()) -> list[int]:
+    def unpin(self, keys: Sequence[ChunkKey]) -> None:
+        """Takes back the pin that these keys, or others with the same last one, were given. O(1).
+
+        Condemned chunks go with the last pin that covers them.
+        """
+        tail = keys[-1]
+        assert tail in self._pins, "unpinned more often than pinned"
+        self._pins[tail] -= 1
+        if not self._pins[tail]:
+            del self._pins[tail]
+        if self._condemned:
+            covered = self._covered()
+            for key in [key for key in self._condemned if key not in covered]:
+                self._remove(key)
+
+    def touch(self, keys: Sequence[ChunkKey], num_chunks: int) -> None:
+        """A request used the first `num_chunks` of `keys`, head first; chunks that are not here are passed over."""
+        self._policy.touch(keys, num_chunks, self)
+
+    def allocate(
+        self, keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None], *, protected: Container[ChunkKey] = ()
+    ) -> list[int]:
         """Gives slots to chunks that are about to be saved, evicting others where it must.
 
         Args:
-          new_chunks: chunks of one prefix that are not here, head first.
-          protected: chunks that may not go for this, besides the pinned ones: the caller's own prefix.
+          keys: chunks of one prefix that are not here, head first, with only resident ones between.
+          parents: the chunk right before each in the prefix; None for the prefix's first.
+          protected: chunks that may not go for this, and so none before them in their prefixes: the last ones
+            of the caller's own. Whatever the first of `keys` hangs on has to be covered by one of them.
         Returns:
-          Slots for the first of `new_chunks`, as many as could be found; those chunks are PENDING now.
+          Slots for the first of `keys`, as many as could be found; those chunks are PENDING now.
           Evicts exactly as many as these slots need, and nothing when there are none.
         """
-        num_victims = len(new_chunks) - len(self._free_slots)
-        if num_victims > 0:
-            for key in self._victims(num_victims, {*protected, *(c.parent for c in new_chunks if c.parent)}):
-                self._remove(key)
-                self._num_evicted += 1
-        granted = new_chunks[: len(self._free_slots)]
-        slots = []
-        for new in granted:
-            assert new.key not in self._chunks, "a resident chunk is not saved again"
-            slot = self._free_slots.pop()
-            self._chunks[new.key] = _Chunk(slot, new.parent, ChunkState.PENDING)
-            if new.parent is not None:
-                self._num_children[new.parent] = self._num_children.get(new.parent, 0) + 1
-            slots.append(slot)
-        self._policy.insert([new.key for new in granted])
+        free = self._free_slots
+        num_short = len(keys) - len(free)
+        if num_short > 0:
+            self._protected = protected
+            self._policy.evict(num_short, self)
+            self._protected = ()
+        num_granted = min(len(keys), len(free))
+        if not num_granted:
+            return []
+        slots = [free.pop() for _ in range(num_granted)]
+        granted = keys[:num_granted]
+        assert self._ready.keys().isdisjoint(granted), "a resident chunk is not saved again"
+        self._pending.update(zip(granted, slots, strict=True))
+        num_children = self._num_children
+        before, slot_before = None, 0
+        for key, parent, slot in zip(granted, parents, slots, strict=False):
+            self._parents[slot] = parent
+            num_children[slot] = self._num_orphans.pop(key, 0) if self._num_orphans else 0
+            if parent is None:
+                pass
+            elif parent is before:
+                num_children[slot_before] += 1
+            else:
+                self._add_child(parent, 1)
+            before, slot_before = key, slot
+        self._policy.insert(granted)
         return slots
 
-    def complete(self, keys: Iterable[ChunkKey], *, success: bool) -> None:
-        """Ends the save of PENDING chunks: they become READY, or go and leave their slots."""
-        for key in keys:
-            chunk = self._chunks[key]
-            assert chunk.state is ChunkState.PENDING, "only a pending chunk completes"
-            if success:
-                chunk.state = ChunkState.READY
-            else:
-                self._remove(key, suspect=True)
+    def complete(self, keys: Sequence[ChunkKey], *, success: bool) -> None:
+        """Ends the save of PENDING chunks of one prefix, head first: they become READY, or go and leave their slots."""
+        if success:
+            self._ready.update(zip(keys, map(self._pending.pop, keys), strict=True))
+            return
+        for key in reversed(keys):  # so that few of them lose what they hang on first
+            assert key in self._pending, "only a pending chunk completes"
+            self._remove(key)
+
+    def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
+        """For the policy, from inside `allocate`; see the base class."""
+        ready, num_children, pins, protected = self._ready, self._num_children, self._pins, self._protected
+        num_evicted = 0
+        slot = ready.get(key)
+        while slot is not None and not num_children[slot] and key not in pins and key not in protected:
+            del ready[key]
+            self._free_slots.append(slot)
+            num_evicted += 1
+            parent = self._parents[slot]
+            if parent is None:
+                self._num_evicted += num_evicted
+                return num_evicted, None
+            slot = ready.get(parent)
+            if slot is None:
+                self._add_child(parent, -1)
+                key = parent
+                break
+            num_children[slot] -= 1
+            key = parent
+            if num_evicted == num_chunks or key in stop:
+                break
+        self._num_evicted += num_evicted
+        return num_evicted, key if key in self else None
+
+    def is_leaf(self, key: ChunkKey) -> bool:
+        """See the base class."""
+        return not self._num_children[self._slot(key)]
 
     def lose_slots(self, first: int, end: int) -> list[ChunkKey]:
-        """The bytes in slots `first` to `end - 1` are gone: drops their chunks.
+        """The bytes in slots `first` to `end - 1` are gone: drops their chunks. O(chunks).
 
         Returns:
           The chunks that no lookup finds any more. The caller sees to those that are PENDING.
         """
-        return self.drop([key for key, chunk in self._chunks.items() if first <= chunk.slot < end])
-
-    def in_slots(self, keys: Iterable[ChunkKey], first: int, end: int) -> bool:
-        """Whether any of these resident chunks is in slots `first` to `end - 1`."""
-        return any(first <= self._chunks[key].slot < end for key in keys)
+        return self.drop([key for key, slot in self._ready.items() if first <= slot < end])
 
     def drop(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Takes READY chunks from the lookups for good. Those that are pinned keep their slots until unpinned.
+        """Takes READY chunks from the lookups for good. Those that a pin covers keep their slots until unpinned.
 
         Returns:
           The chunks that were dropped; the others were unknown, PENDING or dropped before.
         """
-        dropped = []
-        for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is None or chunk.state is not ChunkState.READY:
-                continue
-            dropped.append(key)
-            if chunk.num_pins:
-                chunk.state = ChunkState.CONDEMNED
+        dropped = [key for key in keys if key in self._ready]
+        covered = self._covered() if dropped else ()
+        for key in dropped:
+            if key in covered:
+                self._condemned[key] = self._ready.pop(key)
             else:
-                self._remove(key, suspect=True)
+                self._remove(key)
         return dropped
 
     def clear(self) -> None:
         """Drops every READY chunk."""
-        self.drop(list(self._chunks))
+        self.drop(list(self._ready))
 
-    def _victims(self, num_chunks: int, protected: set[ChunkKey]) -> list[ChunkKey]:
-        num_chosen_children: dict[ChunkKey, int] = {}
+    def _covered(self) -> set[ChunkKey]:
+        """The chunks that may not lose their slots because of pins. O(chunks that pins cover)."""
+        covered: set[ChunkKey] = set()
+        for tail in self._pins:
+            key: ChunkKey | None = tail
+            while key is not None and key in self and key not in covered:
+                covered.add(key)
+                key = self._parents[self._slot(key)]
+        return covered
 
-        def choose(key: ChunkKey) -> bool:
-            chunk = self._chunks[key]
-            if chunk.state is not ChunkState.READY or chunk.num_pins or key in protected:
-                return False
-            if self._num_children.get(key, 0) > num_chosen_children.get(key, 0):
-                return False
-            if chunk.parent is not None:
-                num_chosen_children[chunk.parent] = num_chosen_children.get(chunk.parent, 0) + 1
-            return True
+    def _slot(self, key: ChunkKey) -> int:
+        for slots in (self._ready, self._pending, self._condemned):
+            slot = slots.get(key)
+            if slot is not None:
+                return slot
+        raise KeyError(key)
 
-        return self._policy.victims(num_chunks, choose)
+    def _add_child(self, parent: ChunkKey, num: int) -> None:
+        """Counts a chunk that hangs on `parent`, wherever that is; `num` is 1 or -1."""
+        if parent in self:
+            self._num_children[self._slot(parent)] += num
+            return
+        self._num_orphans[parent] = self._num_orphans.get(parent, 0) + num
+        if not self._num_orphans[parent]:
+            del self._num_orphans[parent]
 
-    def _remove(self, key: ChunkKey, *, suspect: bool = False) -> None:
-        chunk = self._chunks.pop(key)
-        self._policy.remove(key)
-        if suspect:
-            self._free_slots.appendleft(chunk.slot)
-        else:
-            self._free_slots.append(chunk.slot)
-        if chunk.parent is not None:
-            self._num_children[chunk.parent] -= 1
-            if not self._num_children[chunk.parent]:
-                del self._num_children[chunk.parent]
+    def _remove(self, key: ChunkKey) -> None:
+        """Takes out a chunk whose bytes are lost or never came."""
+        slots = next(slots for slots in (self._ready, self._pending, self._condemned) if key in slots)
+        slot = slots.pop(key)
+        self._free_slots.appendleft(slot)
+        if self._num_children[slot]:
+            self._num_orphans[key] = self._num_children[slot]
+        parent = self._parents[slot]
+        if parent is not None:
+            self._add_child(parent, -1)
+        self._policy.remove(key, parent if parent in self else None)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless slots, pins, children and policy agree. O(chunks + slots)."""
-        used = [chunk.slot for chunk in self._chunks.values()]
-        assert sorted([*used, *self._free_slots]) == list(range(self._num_slots)), "a slot has no owner or two"
-        assert len(self._policy) == len(self._chunks)
-        assert all(key in self._policy for key in self._chunks)
-        num_children: dict[ChunkKey, int] = {}
-        for chunk in self._chunks.values():
-            assert chunk.num_pins >= 0
-            assert chunk.state is not ChunkState.PENDING or chunk.num_pins == 0, "an unfinished chunk is pinned"
-            assert chunk.state is not ChunkState.CONDEMNED or chunk.num_pins, "a condemned chunk outlived its pins"
-            if chunk.parent is not None:
-                num_children[chunk.parent] = num_children.get(chunk.parent, 0) + 1
-        assert num_children == self._num_children
+        resident = {**self._ready, **self._pending, **self._condemned}
+        assert len(resident) == len(self), "a chunk is in two states"
+        assert sorted([*resident.values(), *self._free_slots]) == list(range(self.num_slots)), (
+            "a slot has no owner or two"
+        )
+        num_children = dict.fromkeys(resident, 0)
+        num_orphans: dict[ChunkKey, int] = {}
+        for slot in resident.values():
+            parent = self._parents[slot]
+            if parent is not None:
+                counts = num_children if parent in resident else num_orphans
+                counts[parent] = counts.get(parent, 0) + 1
+        assert num_orphans == self._num_orphans
+        assert all(num == self._num_children[resident[key]] for key, num in num_children.items())
+        assert all(num > 0 for num in self._pins.values())
+        covered = self._covered()
+        assert not covered & self._pending.keys(), "an unfinished chunk is pinned"
+        assert self._condemned.keys() <= covered, "a condemned chunk outlived its pins"
+        self._policy.check_invariants([key for key, num in num_children.items() if not num], self)
 
     def check_holds(self, *, pins: dict[ChunkKey, int], pending: set[ChunkKey]) -> None:
-        """Raises AssertionError unless exactly these chunks are pinned, this often, and these are PENDING."""
-        assert {key: chunk.num_pins for key, chunk in self._chunks.items() if chunk.num_pins} == pins
-        assert {key for key, chunk in self._chunks.items() if chunk.state is ChunkState.PENDING} == pending
+        """Raises AssertionError unless pins end at exactly these chunks, this often, and these are PENDING."""
+        assert self._pins == pins
+        assert self._pending.keys() == pending

@@ -1,9 +1,21 @@
 """Jobs in flight: each is planned once, sent once, and ended once, when every worker has reported it."""
 
 import dataclasses
-from collections.abc import Hashable, Iterator
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
 
 from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
+
+
+def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, num_blocks: int) -> tuple[int, ...]:
+    """Places in the host pool of `num_blocks` blocks that follow each other in the chunks in `slots`.
+
+    The first of them is block `first` of the first chunk.
+    """
+    if blocks_per_chunk == 1:
+        return tuple(slots[:num_blocks])
+    places = (slot * blocks_per_chunk + j for slot in slots for j in range(blocks_per_chunk))
+    return tuple(itertools.islice(places, first, first + num_blocks))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -44,6 +56,10 @@ class Job:
     def direction(self) -> Direction:
         """Save or load."""
         return self.transfer.direction
+
+    def touches(self, first_host_block: int, end_host_block: int) -> bool:
+        """Whether any of its places in the host pool is among these."""
+        return any(first_host_block <= place < end_host_block for place in self.transfer.host_block_ids)
 
     def doom(self, why: str) -> None:
         """Whatever the workers report, the outcome is a failure."""

@@ -1,9 +1,9 @@
 """From computed blocks to save jobs: what is worth saving, is not there yet, and fits."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
-from tpu_offload.core.index import ChunkIndex, ChunkState, NewChunk
-from tpu_offload.core.jobs import Job, JobTable
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.jobs import Job, JobTable, host_blocks
 from tpu_offload.core.requests import ScheduledRequest
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.staging import StagingBufferManager
@@ -17,8 +17,9 @@ class SavePlanner:
     """The save half of the scheduler.
 
     Chunks of a request are saved in order, and only whole. Those that find no room, in the staging
-    buffer or in the host tier, are offered again in every later step until the request ends, so a saved
-    prefix never has a hole.
+    buffer or in the host tier, are tried again in every later step until the request gives up its blocks,
+    so a saved prefix never has a hole. Until then, what was on offer once may be read at any step: its KV
+    is computed, and nobody else can have been granted its blocks.
     """
 
     def __init__(
@@ -37,6 +38,25 @@ class SavePlanner:
         self._policy = policy
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
+        # Requests with something to save, by account. All others cost a step nothing.
+        self._to_look_at: dict[Hashable, TrackedRequest] = {}
+
+    def offer(self, request: TrackedRequest, scheduled: ScheduledRequest, num_chunks: int) -> None:
+        """Takes note that the first `num_chunks` chunks of a request should be in the host tier after the coming step.
+
+        They stay on offer until the engine says something else of the request, or it is forgotten.
+        """
+        request.block_ids = scheduled.block_ids
+        request.num_offered_chunks = num_chunks
+        if num_chunks > len(request.keys):
+            request.extend_keys(scheduled.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
+        self._look_at(request)
+
+    def withdraw(self, request: TrackedRequest) -> None:
+        """Nothing of the request is read any more, unless it is offered again."""
+        request.block_ids = ()
+        request.num_offered_chunks = 0
+        self._to_look_at.pop(request.account, None)
 
     def num_chunks_to_save(self, scheduled: ScheduledRequest) -> int:
         """Leading chunks of the request that should be in the host tier after the coming step."""
@@ -46,43 +66,25 @@ class SavePlanner:
         num_blocks = min(num_tokens // self._block_size, len(scheduled.block_hashes), len(scheduled.block_ids))
         return num_blocks // self._blocks_per_chunk
 
-    def plan(
-        self, request: TrackedRequest, scheduled: ScheduledRequest, num_chunks: int, *, deadline_s: float
-    ) -> tuple[Job | None, int]:
-        """Plans the save of what is missing among the first `num_chunks` chunks.
+    def plan(self, *, deadline_s: float) -> tuple[list[Job], int]:
+        """Plans the saves of what is on offer and not saved, those that have waited longest first.
 
         Returns:
-          The job, None when there is nothing to save or no room; and the number of chunks refused.
+          The jobs, and the number of chunks that found no room. O(1) when there is nothing to save.
         """
-        if num_chunks <= request.num_saved_chunks or not request.saving:
-            return None, 0
-        request.extend_keys(scheduled.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        missing, num_looked_at = self._missing_chunks(request, num_chunks)
-        fitting = missing[: self._staging.num_free // self._blocks_per_chunk]
-        new_chunks = [NewChunk(request.keys[i], request.keys[i - 1] if i else None) for i in fitting]
-        slots = self._index.allocate(new_chunks, protected=request.keys)
-        self._index.touch(request.keys[:num_chunks])
-        saved, refused = missing[: len(slots)], [*missing[len(slots) :], *range(num_looked_at, num_chunks)]
-        request.num_saved_chunks = refused[0] if refused else num_chunks
-        request.num_refused_chunks = len(refused)
-        if not saved:
-            return None, len(refused)
-        size = self._blocks_per_chunk
-        self._staging.reserve(request.account, len(saved) * size, Direction.SAVE)
-        job = self._jobs.add(
-            Direction.SAVE,
-            block_ids=tuple(scheduled.block_ids[i * size + j] for i in saved for j in range(size)),
-            host_block_ids=tuple(slot * size + j for slot in slots for j in range(size)),
-            request_id=request.request_id,
-            account=request.account,
-            keys=tuple(request.keys[i] for i in saved),
-            num_valid_tokens=0,
-            deadline_s=deadline_s,
-        )
-        return job, len(refused)
+        jobs: list[Job] = []
+        num_refused = 0
+        for request in list(self._to_look_at.values()):
+            job = self._plan_one(request, deadline_s=deadline_s)
+            if job is not None:
+                jobs.append(job)
+            num_refused += request.num_refused_chunks
+            if not request.num_refused_chunks:
+                del self._to_look_at[request.account]
+        return jobs, num_refused
 
     def rewind(self, requests: Iterable[TrackedRequest], lost: set[ChunkKey], *, failed_save: bool) -> None:
-        """Offers again what is lost, for every request that counted on it. Rare; O(requests).
+        """Offers again what is lost, for every request that counted on it. Rare; O(chunks of all requests).
 
         After `_MAX_FAILED_SAVES` failed saves a request gives up: it would fail again in every step.
         """
@@ -90,24 +92,67 @@ class SavePlanner:
             for i, key in enumerate(request.keys[: request.num_saved_chunks]):
                 if key in lost:
                     request.num_saved_chunks = i
+                    request.num_looked_at_chunks = 0
                     request.num_failed_saves += failed_save
                     request.saving &= request.num_failed_saves < _MAX_FAILED_SAVES
+                    self._look_at(request)
                     break
 
-    def _missing_chunks(self, request: TrackedRequest, num_chunks: int) -> tuple[list[int], int]:
-        """Chunks of the first `num_chunks` that the host tier does not hold, in order, and how far it looked.
+    def check_invariants(self, requests: Iterable[TrackedRequest]) -> None:
+        """Raises AssertionError unless exactly the requests with something to save are looked at. For tests."""
+        waiting = {r.account for r in requests if r.saving and r.num_offered_chunks > r.num_saved_chunks}
+        assert waiting <= self._to_look_at.keys(), "a request that has something to save would be forgotten"
+        assert self._to_look_at.keys() <= {r.account for r in requests}, "a request that is gone is looked at"
 
-        What was saved earlier may have been evicted since, from the tail on: going back to the last
-        chunk that is still there closes the gap, because the request still holds those blocks too.
-        """
+    def _look_at(self, request: TrackedRequest) -> None:
+        if request.num_offered_chunks > request.num_saved_chunks and request.saving:
+            self._to_look_at[request.account] = request
+
+    def _plan_one(self, request: TrackedRequest, *, deadline_s: float) -> Job | None:
+        num_chunks, keys, size = request.num_offered_chunks, request.keys, self._blocks_per_chunk
+        if num_chunks <= request.num_saved_chunks or not request.saving:
+            request.num_refused_chunks = 0
+            return None
+        num_fitting = self._staging.num_free // size
+        if not num_fitting and request.num_refused_chunks and request.num_looked_at_chunks == num_chunks:
+            return None  # nothing new, and still no room: waiting costs no more than this
+        # What was saved earlier may have been evicted since, from the tail on: going back to the last
+        # chunk that is still there closes the gap, because the request still holds those blocks too.
         first = request.num_saved_chunks
-        while first > 0 and self._index.state(request.keys[first - 1]) is None:
+        while first > 0 and keys[first - 1] not in self._index:
             first -= 1
-        missing = []
-        for i in range(first, num_chunks):
-            state = self._index.state(request.keys[i])
-            if state is None:
-                missing.append(i)
-            elif state is ChunkState.CONDEMNED:
-                return missing, i  # its key is taken until its last pin is; what follows waits, or hangs on nothing
-        return missing, num_chunks
+        missing, end = self._index.missing(keys, first, num_chunks)
+        fitting = missing[:num_fitting]
+        slots = self._index.allocate(
+            [keys[i] for i in fitting],
+            [keys[i - 1] if i else None for i in fitting],
+            protected=self._own_tails(request, first, end, all_missing=len(missing) == end - first),
+        )
+        self._index.touch(keys, num_chunks)
+        saved, refused = missing[: len(slots)], missing[len(slots) :]
+        request.num_saved_chunks = refused[0] if refused else end
+        request.num_refused_chunks = len(refused) + num_chunks - end
+        request.num_looked_at_chunks = num_chunks
+        if not saved:
+            return None
+        num_blocks = len(saved) * size
+        self._staging.reserve(request.account, num_blocks, Direction.SAVE)
+        block_ids = request.block_ids
+        return self._jobs.add(
+            Direction.SAVE,
+            block_ids=tuple([block_ids[i * size + j] for i in saved for j in range(size)]),
+            host_block_ids=host_blocks(slots, blocks_per_chunk=size, num_blocks=num_blocks),
+            request_id=request.request_id,
+            account=request.account,
+            keys=tuple([keys[i] for i in saved]),
+            num_valid_tokens=0,
+            deadline_s=deadline_s,
+        )
+
+    def _own_tails(self, request: TrackedRequest, first: int, end: int, *, all_missing: bool) -> set[ChunkKey]:
+        """Chunks that keep what this request has in the host tier from being evicted for its own save."""
+        keys = request.keys
+        tails = {keys[i - 1] for i in (first, request.num_found_chunks) if i}
+        if not all_missing:
+            tails.update(keys[first:end])
+        return tails

@@ -6,7 +6,8 @@ The life of a request, as the engine tells it:
                               pins the chunks and reserves staging blocks for them
     admit(...)                the engine granted blocks: the promise becomes a load job
       (or release(...))       it could not: the promise is given back
-    plan = plan_step(...)     every step: loads to start, blocks to save, loads to cancel
+    plan = plan_step(...)     every step, with the requests that complete a block in it:
+                              loads to start, blocks to save, loads to cancel
     update = apply(report)    every step, one report a worker: which requests are loaded or must recompute
     preempt(...)/finish(...)  the request gives its blocks back, at any time
 
@@ -15,6 +16,10 @@ under pending copies. A save planned in step k reads its blocks right after the 
 in program order before anything that a later step writes (see `OffloadWorker.end_step`). A load of a
 request that is gone is cancelled by the next plan, which every worker sees before it lets that step
 write into the blocks.
+
+What was to be saved and found no room, or was saved and lost, is saved by a later step without the
+engine saying so again. It may be: until `preempt` or `finish` the blocks are the request's own, and
+their KV, computed once, stays. Steps cost nothing for requests about which there is no news.
 
 Staging blocks, pins and slots of a job are released at one place (`_end`), once, when every worker has
 reported the job. Until then the bytes may still be moving, whatever became of the request.
@@ -132,7 +137,9 @@ class OffloadScheduler:
         if not self._config.enabled:
             return 0
         request = self._request(request_id)
-        return self._loads.match(request, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+        found = self._loads.match(request, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+        self._saves.withdraw(request)  # it may be given other blocks
+        return found
 
     def release(self, request_id: str) -> None:
         """Gives back what `match` promised; without a promise it does nothing."""
@@ -187,6 +194,7 @@ class OffloadScheduler:
         self._namespace = self._make_namespace()
         for request in self._requests.values():
             self._loads.release(request)
+            self._saves.withdraw(request)
             request.start_over(namespace=self._namespace)
         for job in self._jobs:
             job.doom("the cache was reset")
@@ -194,28 +202,30 @@ class OffloadScheduler:
 
     # Once a step.
 
-    def plan_step(self, scheduled: Iterable[ScheduledRequest]) -> StepPlan:
-        """Plans the copies of the coming step.
+    def plan_step(self, changed: Iterable[ScheduledRequest] = ()) -> StepPlan:
+        """Plans the copies of the coming step. O(requests named + requests that wait for room).
 
         Args:
-          scheduled: the requests that hold computed blocks and run in this step.
+          changed: at least the requests in which the coming step completes a block: one becomes full
+            whose tokens are all computed then and whose hash and block id are known. Also one whose blocks
+            changed, or whose computed tokens became fewer. What is said of a request stands, and its blocks
+            may be read in any step, until it is named again, preempted, finished or matched again. Naming
+            others is harmless, but not free. Blocks past the prompt matter only with `decode_save`.
         Returns:
           The plan for every worker: loads first, saves after the forward pass.
         """
         now_s = self._clock()
         self._fail_overdue(now_s)
-        saves = self._plan_saves(scheduled, now_s + self._config.job_timeout_s) if self._config.enabled else []
-        for job in (*self._loads_to_send, *saves):
-            job.state = JobState.SENT
-        plan = StepPlan(
-            step_id=self._num_steps,
-            loads=tuple(job.transfer for job in self._loads_to_send),
-            saves=tuple(job.transfer for job in saves),
-            cancelled_job_ids=tuple(self._job_ids_to_cancel),
-        )
+        saves: list[Job] = []
+        if self._config.enabled:
+            self._offer(changed)
+            saves, num_refused = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
+            self._counts.deferred_save_blocks += num_refused * self._config.blocks_per_chunk
+        if self._loads_to_send or saves or self._job_ids_to_cancel:
+            plan = self._make_plan(saves)
+        else:
+            plan = StepPlan(self._num_steps)
         self._num_steps += 1
-        self._loads_to_send.clear()
-        self._job_ids_to_cancel.clear()
         self._stats_logger.maybe_log(now_s, self.stats)
         return plan
 
@@ -281,8 +291,8 @@ class OffloadScheduler:
             *(job.keys for job in self._jobs if job.direction is Direction.LOAD),
             *(request.promise.keys for request in self._requests.values() if request.promise),
         ):
-            for key in keys:
-                pins[key] = pins.get(key, 0) + 1
+            pins[keys[-1]] = pins.get(keys[-1], 0) + 1
+        self._saves.check_invariants(self._requests.values())
         assert sum(held.values()) == self._staging.num_reserved
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())
         self._index.check_holds(pins=pins, pending=set(pending))
@@ -307,11 +317,12 @@ class OffloadScheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        self._saves.withdraw(request)
         self._failed_loads = [failed for failed in self._failed_loads if failed.request_id != request_id]
         self._counts.dropped_save_blocks += request.num_refused_chunks * self._config.blocks_per_chunk
         self._counts.dropped_load_blocks += request.num_cut_load_blocks
         self._loads.release(request)
-        self._index.touch(request.keys)
+        self._index.touch(request.keys, max(request.num_saved_chunks, request.num_found_chunks))
         if request.load is not None:
             self._detach(request.load)
 
@@ -325,18 +336,23 @@ class OffloadScheduler:
         else:
             self._job_ids_to_cancel.append(job.transfer.job_id)
 
-    def _plan_saves(self, scheduled: Iterable[ScheduledRequest], deadline_s: float) -> list[Job]:
-        saves = []
-        for request in scheduled:
-            num_chunks = self._saves.num_chunks_to_save(request)
-            if num_chunks:
-                job, num_refused = self._saves.plan(
-                    self._request(request.request_id), request, num_chunks, deadline_s=deadline_s
-                )
-                self._counts.deferred_save_blocks += num_refused * self._config.blocks_per_chunk
-                if job is not None:
-                    saves.append(job)
-        return saves
+    def _offer(self, changed: Iterable[ScheduledRequest]) -> None:
+        for scheduled in changed:
+            num_chunks = self._saves.num_chunks_to_save(scheduled)
+            if num_chunks or scheduled.request_id in self._requests:
+                self._saves.offer(self._request(scheduled.request_id), scheduled, num_chunks)
+
+    def _make_plan(self, saves: list[Job]) -> StepPlan:
+        loads, self._loads_to_send = self._loads_to_send, []
+        cancelled, self._job_ids_to_cancel = self._job_ids_to_cancel, []
+        for job in (*loads, *saves):
+            job.state = JobState.SENT
+        return StepPlan(
+            step_id=self._num_steps,
+            loads=tuple([job.transfer for job in loads]),
+            saves=tuple([job.transfer for job in saves]),
+            cancelled_job_ids=tuple(cancelled),
+        )
 
     def _fail_overdue(self, now_s: float) -> None:
         for job in self._jobs.overdue(now_s):
@@ -363,11 +379,12 @@ class OffloadScheduler:
     def _lose_slots(self, first: int, end: int) -> None:
         """Host memory is gone: forgets what was in it and fails what was about to use it."""
         self._lose(self._index.lose_slots(first, end))
+        size = self._config.blocks_per_chunk
         for job in self._jobs:
-            if self._index.in_slots(job.keys, first, end):
+            if job.touches(first * size, end * size):
                 job.doom("the host memory of its chunks was lost")
         for request in self._requests.values():
-            if request.promise and self._index.in_slots(request.promise.keys, first, end):
+            if request.promise and any(first <= slot < end for slot in request.promise.slots):
                 request.promise = dataclasses.replace(request.promise, lost=True)
 
     def _lose(self, keys: list[ChunkKey]) -> None:

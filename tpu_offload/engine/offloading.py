@@ -9,6 +9,7 @@ request's blocks. The engine calls the other three once a step, whether or not a
     update = offloading.poll(wait=...)
 """
 
+import math
 from collections.abc import Callable, Iterable
 
 import jax
@@ -42,6 +43,8 @@ class Offloading:
     def __init__(
         self, config: OffloadConfig, layout: KVLayout, kv_caches: list[jax.Array], *, clock: Callable[[], float]
     ) -> None:
+        self._block_size = layout.block_size
+        self._decode_save = config.decode_save
         self._scheduler = OffloadScheduler(config, layout, clock=clock)
         self._worker = OffloadWorker(config, layout, kv_caches, clock=clock)
 
@@ -84,16 +87,13 @@ class Offloading:
         Returns:
           The plan, for `after_forward`, and the caches to run the step on.
         """
-        plan = self._scheduler.plan_step(
-            ScheduledRequest(
-                request_id=sequence.request_id,
-                block_ids=sequence.block_ids,
-                block_hashes=sequence.block_hashes,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                num_computed_tokens=sequence.num_computed_tokens + num_tokens,
-            )
+        # Of hundreds of sequences that generate, few complete a block in a step: the others cost a comparison.
+        changed = [
+            self._offer(sequence, sequence.num_computed_tokens + num_tokens)
             for sequence, num_tokens in batch
-        )
+            if sequence.num_computed_tokens + num_tokens >= sequence.next_offer_tokens
+        ]
+        plan = self._scheduler.plan_step(changed)
         return plan, self._worker.begin_step(plan, kv_caches)
 
     def after_forward(self, plan: StepPlan, kv_caches: list[jax.Array]) -> None:
@@ -107,6 +107,20 @@ class Offloading:
           wait: the engine has nothing else to do before a load ends.
         """
         return self._scheduler.apply(self._worker.poll(wait=wait))
+
+    def _offer(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
+        num_prompt_tokens = sequence.num_prompt_tokens
+        next_offer = num_computed_tokens - num_computed_tokens % self._block_size + self._block_size
+        # Without decode_save the library takes blocks of the prompt only.
+        wanted = self._decode_save or next_offer <= num_prompt_tokens
+        sequence.next_offer_tokens = next_offer if wanted else math.inf
+        return ScheduledRequest(
+            request_id=sequence.request_id,
+            block_ids=sequence.block_ids,
+            block_hashes=sequence.block_hashes,
+            num_prompt_tokens=num_prompt_tokens,
+            num_computed_tokens=num_computed_tokens,
+        )
 
     def stats(self) -> OffloadStats:
         """The library's counters."""
