@@ -14,8 +14,11 @@ def chain(prefix: str, num: int) -> list[bytes]:
 
 
 def allocate(index: ChunkIndex, keys: list[bytes], first: int = 0, *, protected=()) -> list[int]:
-    parents = [keys[i - 1] if i else None for i in range(first, len(keys))]
-    return index.allocate(keys[first:], parents, protected={*protected, *keys[:first]})
+    return index.allocate(keys, range(first, len(keys)), protected={*protected, *keys[:first]})
+
+
+def complete(index: ChunkIndex, keys: list[bytes], *, success: bool) -> None:
+    index.complete(keys, [~index._slots[key] for key in keys], success=success)
 
 
 def make(num_slots: int) -> ChunkIndex:
@@ -26,7 +29,7 @@ def make(num_slots: int) -> ChunkIndex:
 
 def fill(index: ChunkIndex, keys: list[bytes]) -> None:
     assert len(allocate(index, keys)) == len(keys)
-    index.complete(keys, success=True)
+    complete(index, keys, success=True)
 
 
 def test_a_chunk_is_found_only_once_its_save_is_complete() -> None:
@@ -34,11 +37,11 @@ def test_a_chunk_is_found_only_once_its_save_is_complete() -> None:
     keys = chain("a", 3)
     allocate(index, keys)
     assert len(index.find(keys)) == 0
-    index.complete(keys[:1], success=True)
+    complete(index, keys[:1], success=True)
     assert len(index.find(keys)) == 1
-    index.complete(keys[2:], success=True)
+    complete(index, keys[2:], success=True)
     assert len(index.find(keys)) == 1, "the prefix ends at the first hole"
-    index.complete(keys[1:2], success=True)
+    complete(index, keys[1:2], success=True)
     assert len(index.find(keys)) == 3
 
 
@@ -46,7 +49,7 @@ def test_a_failed_save_leaves_its_slot() -> None:
     index = make(2)
     keys = chain("a", 2)
     allocate(index, keys)
-    index.complete(keys, success=False)
+    complete(index, keys, success=False)
     assert len(index) == 0
     assert len(allocate(index, chain("b", 2))) == 2
     index.check_invariants()
@@ -124,7 +127,7 @@ def test_dropping_a_head_leaves_a_tail_that_the_head_finds_again() -> None:
     index.drop(a[:1])
     assert len(index.find(a)) == 0
     allocate(index, a[:1])
-    index.complete(a[:1], success=True)
+    complete(index, a[:1], success=True)
     assert len(index.find(a)) == 2
     index.check_invariants()
 
@@ -229,7 +232,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert missing == [i for i in range(looked_at) if prefix[i] not in resident]
         before = set(self.ready)
         new = [prefix[i] for i in missing]
-        slots = self.index.allocate(new, [prefix[i - 1] if i else None for i in missing], protected=prefix)
+        slots = self.index.allocate(prefix, missing, protected=prefix)
         granted = new[: len(slots)]
         self.pending.update(granted)
         self.ready = {k for k in before if self.index.state(k) is not None}
@@ -245,7 +248,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data(), success=st.booleans())
     def complete(self, data, success: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.pending)))
-        self.index.complete([key], success=success)
+        complete(self.index, [key], success=success)
         self.pending.remove(key)
         if success:
             self.ready.add(key)

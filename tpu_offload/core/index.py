@@ -18,6 +18,7 @@ them seen by the garbage collector: with a million objects, each of its passes w
 import contextlib
 import enum
 import itertools
+import operator
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from typing import final
@@ -44,15 +45,17 @@ class ChunkIndex(Residents):
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        # The slot of each resident chunk, by state; a key is in one of the three.
-        self._ready: dict[ChunkKey, int] = {}
-        self._pending: dict[ChunkKey, int] = {}
-        self._condemned: dict[ChunkKey, int] = {}
-        # By slot, of the chunk in it: the key before it in its prefix, and the resident chunks that hang on it.
+        # The slot of each resident chunk: itself when the chunk is READY, its bitwise complement, which is
+        # negative, when it is not.
+        self._slots: dict[ChunkKey, int] = {}
+        self._condemned: set[ChunkKey] = set()
+        # By slot: the key before the chunk in its prefix.
         self._parents: list[ChunkKey | None] = []
-        self._num_children: list[int] = []
-        # Resident chunks that hang on a key that is not resident (after a failed copy). They find it again
-        # when it returns.
+        # Nearly every chunk has one child, the next of its prefix. Here are those that have none, and how
+        # many those have that have more.
+        self._leaves: set[ChunkKey] = set()
+        self._num_children: dict[ChunkKey, int] = {}
+        # How many chunks hang on a key that is not resident (after a failed copy), for when it returns.
         self._num_orphans: dict[ChunkKey, int] = {}
         # How many pins end at a chunk. Each covers the chunk and all before it.
         self._pins: dict[ChunkKey, int] = {}
@@ -72,10 +75,10 @@ class ChunkIndex(Residents):
         return self._num_evicted
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._pending) + len(self._condemned)
+        return len(self._slots)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._ready or key in self._pending or key in self._condemned
+        return key in self._slots
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
@@ -84,21 +87,23 @@ class ChunkIndex(Residents):
             # Low slots are handed out first, so that a pool that is never full touches little memory.
             self._free_slots.extendleft(range(self.num_slots, num_slots))
             self._parents += [None] * num_new
-            self._num_children += [0] * num_new
 
     def state(self, key: ChunkKey) -> ChunkState | None:
         """The chunk's state, None when it is not here."""
-        if key in self._ready:
+        slot = self._slots.get(key)
+        if slot is None:
+            return None
+        if slot >= 0:
             return ChunkState.READY
-        if key in self._pending:
-            return ChunkState.PENDING
-        return ChunkState.CONDEMNED if key in self._condemned else None
+        return ChunkState.CONDEMNED if key in self._condemned else ChunkState.PENDING
 
     def find(self, keys: Sequence[ChunkKey], first: int = 0) -> list[int]:
         """Slots of the READY chunks of a prefix from chunk `first` on, up to the first that is not READY."""
         slots: list[int] = []
         with contextlib.suppress(KeyError):  # a list keeps what an iterator gave it before that raised
-            slots.extend(map(self._ready.__getitem__, itertools.islice(keys, first, None)))
+            slots.extend(map(self._slots.__getitem__, itertools.islice(keys, first, None)))
+        if slots and min(slots) < 0:
+            del slots[next(i for i, slot in enumerate(slots) if slot < 0) :]
         return slots
 
     def missing(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[list[int], int]:
@@ -110,8 +115,8 @@ class ChunkIndex(Residents):
         """
         if self._condemned:
             end = next((i for i in range(first, end) if keys[i] in self._condemned), end)
-        ready, pending, part = self._ready, self._pending, itertools.islice(keys, first, end)
-        return [i for i, key in enumerate(part, first) if key not in ready and key not in pending], end
+        slots = self._slots
+        return [i for i, key in enumerate(itertools.islice(keys, first, end), first) if key not in slots], end
 
     def pin(self, keys: Sequence[ChunkKey]) -> None:
         """Keeps chunks that follow each other in one prefix, and all before them, until unpinned. O(1).
@@ -119,7 +124,7 @@ class ChunkIndex(Residents):
         They are READY, or pinned by the caller already: a pin may be made shorter under condemned chunks.
         """
         tail = keys[-1]
-        assert tail in self._ready or tail in self._condemned, "only a complete chunk can be pinned"
+        assert self._slots[tail] >= 0 or tail in self._condemned, "only a complete chunk can be pinned"
         self._pins[tail] = self._pins.get(tail, 0) + 1
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
@@ -133,8 +138,8 @@ class ChunkIndex(Residents):
         if not self._pins[tail]:
             del self._pins[tail]
         if self._condemned:
-            covered = self._covered()
-            for key in [key for key in self._condemned if key not in covered]:
+            for key in self._condemned - self._covered():
+                self._condemned.remove(key)
                 self._remove(key)
 
     def touch(self, keys: Sequence[ChunkKey], num_chunks: int) -> None:
@@ -142,84 +147,82 @@ class ChunkIndex(Residents):
         self._policy.touch(keys, num_chunks, self)
 
     def allocate(
-        self, keys: Sequence[ChunkKey], parents: Sequence[ChunkKey | None], *, protected: Container[ChunkKey] = ()
+        self, keys: Sequence[ChunkKey], numbers: Sequence[int], *, protected: Container[ChunkKey] = ()
     ) -> list[int]:
         """Gives slots to chunks that are about to be saved, evicting others where it must.
 
         Args:
-          keys: chunks of one prefix that are not here, head first, with only resident ones between.
-          parents: the chunk right before each in the prefix; None for the prefix's first.
+          keys: a prefix, head first.
+          numbers: which of it are to be saved, ascending: they are not here, and what is between them is.
           protected: chunks that may not go for this, and so none before them in their prefixes: the last ones
-            of the caller's own. Whatever the first of `keys` hangs on has to be covered by one of them.
+            of the caller's own. The one before the first to be saved has to be covered by one of them.
         Returns:
-          Slots for the first of `keys`, as many as could be found; those chunks are PENDING now.
+          Slots for the first of them, as many as could be found; those chunks are PENDING now.
           Evicts exactly as many as these slots need, and nothing when there are none.
         """
         free = self._free_slots
-        num_short = len(keys) - len(free)
+        num_short = len(numbers) - len(free)
         if num_short > 0:
             self._protected = protected
             self._policy.evict(num_short, self)
             self._protected = ()
-        num_granted = min(len(keys), len(free))
-        if not num_granted:
-            return []
+        num_granted = min(len(numbers), len(free))
         slots = [free.pop() for _ in range(num_granted)]
-        granted = keys[:num_granted]
-        assert self._ready.keys().isdisjoint(granted), "a resident chunk is not saved again"
-        self._pending.update(zip(granted, slots, strict=True))
-        num_children = self._num_children
-        before, slot_before = None, 0
-        for key, parent, slot in zip(granted, parents, slots, strict=False):
-            self._parents[slot] = parent
-            num_children[slot] = self._num_orphans.pop(key, 0) if self._num_orphans else 0
-            if parent is None:
-                pass
-            elif parent is before:
-                num_children[slot_before] += 1
-            else:
-                self._add_child(parent, 1)
-            before, slot_before = key, slot
-        self._policy.insert(granted)
+        start = 0
+        while start < num_granted:  # once, but for a prefix with holes
+            first, end = numbers[start], start + 1
+            if numbers[num_granted - 1] - first == num_granted - 1 - start:
+                end = num_granted
+            while end < num_granted and numbers[end] == numbers[end - 1] + 1:
+                end += 1
+            self._insert(keys[first - 1] if first else None, keys[first : first + end - start], slots[start:end])
+            start = end
         return slots
 
-    def complete(self, keys: Sequence[ChunkKey], *, success: bool) -> None:
+    def complete(self, keys: Sequence[ChunkKey], slots: Sequence[int], *, success: bool) -> None:
         """Ends the save of PENDING chunks of one prefix, head first: they become READY, or go and leave their slots."""
+        assert self._slots.get(keys[0]) == ~slots[0], "only a pending chunk completes"
         if success:
-            self._ready.update(zip(keys, map(self._pending.pop, keys), strict=True))
+            self._slots.update(zip(keys, slots, strict=True))
             return
         for key in reversed(keys):  # so that few of them lose what they hang on first
-            assert key in self._pending, "only a pending chunk completes"
             self._remove(key)
 
     def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
         """For the policy, from inside `allocate`; see the base class."""
-        ready, num_children, pins, protected = self._ready, self._num_children, self._pins, self._protected
+        slots, parents, free = self._slots, self._parents, self._free_slots
+        pins, protected, num_children = self._pins, self._protected, self._num_children
         num_evicted = 0
-        slot = ready.get(key)
-        while slot is not None and not num_children[slot] and key not in pins and key not in protected:
-            del ready[key]
-            self._free_slots.append(slot)
+        if key not in self._leaves:
+            return 0, key
+        self._leaves.remove(key)
+        rest: ChunkKey | None = key
+        while rest is not None and num_evicted < num_chunks:
+            if rest in pins or rest in protected or (num_evicted and rest in stop):
+                break
+            slot = slots.pop(rest)
+            if slot < 0:
+                slots[rest] = slot
+                break
+            free.append(slot)
             num_evicted += 1
-            parent = self._parents[slot]
-            if parent is None:
-                self._num_evicted += num_evicted
-                return num_evicted, None
-            slot = ready.get(parent)
-            if slot is None:
-                self._add_child(parent, -1)
-                key = parent
-                break
-            num_children[slot] -= 1
-            key = parent
-            if num_evicted == num_chunks or key in stop:
-                break
+            rest = parents[slot]
+            if num_children or self._num_orphans:
+                if rest is not None and rest in num_children:
+                    self._take_child(rest)
+                    self._num_evicted += num_evicted
+                    return num_evicted, rest
+                if rest in self._num_orphans:
+                    self._take_child(rest)
+                    rest = None
+        if rest is not None:
+            self._leaves.add(rest)
         self._num_evicted += num_evicted
-        return num_evicted, key if key in self else None
+        return num_evicted, rest
 
     def is_leaf(self, key: ChunkKey) -> bool:
         """See the base class."""
-        return not self._num_children[self._slot(key)]
+        return key in self._leaves
 
     def lose_slots(self, first: int, end: int) -> list[ChunkKey]:
         """The bytes in slots `first` to `end - 1` are gone: drops their chunks. O(chunks).
@@ -227,7 +230,7 @@ class ChunkIndex(Residents):
         Returns:
           The chunks that no lookup finds any more. The caller sees to those that are PENDING.
         """
-        return self.drop([key for key, slot in self._ready.items() if first <= slot < end])
+        return self.drop([key for key, slot in self._slots.items() if first <= slot < end])
 
     def drop(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
         """Takes READY chunks from the lookups for good. Those that a pin covers keep their slots until unpinned.
@@ -235,80 +238,104 @@ class ChunkIndex(Residents):
         Returns:
           The chunks that were dropped; the others were unknown, PENDING or dropped before.
         """
-        dropped = [key for key in keys if key in self._ready]
+        dropped = [key for key in keys if self._slots.get(key, -1) >= 0]
         covered = self._covered() if dropped else ()
         for key in dropped:
             if key in covered:
-                self._condemned[key] = self._ready.pop(key)
+                self._condemned.add(key)
+                self._slots[key] = ~self._slots[key]
             else:
                 self._remove(key)
         return dropped
 
     def clear(self) -> None:
         """Drops every READY chunk."""
-        self.drop(list(self._ready))
+        self.drop(list(self._slots))
 
     def _covered(self) -> set[ChunkKey]:
         """The chunks that may not lose their slots because of pins. O(chunks that pins cover)."""
         covered: set[ChunkKey] = set()
         for tail in self._pins:
             key: ChunkKey | None = tail
-            while key is not None and key in self and key not in covered:
+            while key is not None and key in self._slots and key not in covered:
                 covered.add(key)
-                key = self._parents[self._slot(key)]
+                key = self._parents[_place(self._slots[key])]
         return covered
 
-    def _slot(self, key: ChunkKey) -> int:
-        for slots in (self._ready, self._pending, self._condemned):
-            slot = slots.get(key)
-            if slot is not None:
-                return slot
-        raise KeyError(key)
+    def _insert(self, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """Makes chunks that follow each other resident, PENDING."""
+        assert self._slots.keys().isdisjoint(keys), "a resident chunk is not saved again"
+        self._slots.update(zip(keys, map(operator.invert, slots), strict=True))
+        for slot, before in zip(slots, itertools.chain((parent,), keys), strict=False):
+            self._parents[slot] = before
+        if parent is not None:
+            self._add_child(parent)
+        self._leaves.add(keys[-1])
+        if self._num_orphans:
+            for key in keys:
+                for _ in range(self._num_orphans.pop(key, 0)):
+                    self._add_child(key)
+        self._policy.insert(keys)
 
-    def _add_child(self, parent: ChunkKey, num: int) -> None:
-        """Counts a chunk that hangs on `parent`, wherever that is; `num` is 1 or -1."""
-        if parent in self:
-            self._num_children[self._slot(parent)] += num
-            return
-        self._num_orphans[parent] = self._num_orphans.get(parent, 0) + num
-        if not self._num_orphans[parent]:
-            del self._num_orphans[parent]
+    def _add_child(self, parent: ChunkKey) -> None:
+        if parent not in self._slots:
+            self._num_orphans[parent] = self._num_orphans.get(parent, 0) + 1
+        elif parent in self._leaves:
+            self._leaves.remove(parent)
+        else:
+            self._num_children[parent] = self._num_children.get(parent, 1) + 1
+
+    def _take_child(self, parent: ChunkKey) -> None:
+        counts = self._num_children if parent in self._slots else self._num_orphans
+        num_left = counts.pop(parent, 1) - 1
+        if num_left > (counts is self._num_children):
+            counts[parent] = num_left
+        elif not num_left and parent in self._slots:
+            self._leaves.add(parent)
 
     def _remove(self, key: ChunkKey) -> None:
         """Takes out a chunk whose bytes are lost or never came."""
-        slots = next(slots for slots in (self._ready, self._pending, self._condemned) if key in slots)
-        slot = slots.pop(key)
+        num_children = 0 if key in self._leaves else self._num_children.pop(key, 1)
+        if num_children:
+            self._num_orphans[key] = num_children
+        self._leaves.discard(key)
+        slot = _place(self._slots.pop(key))
         self._free_slots.appendleft(slot)
-        if self._num_children[slot]:
-            self._num_orphans[key] = self._num_children[slot]
         parent = self._parents[slot]
         if parent is not None:
-            self._add_child(parent, -1)
-        self._policy.remove(key, parent if parent in self else None)
+            self._take_child(parent)
+        self._policy.remove(key, parent if parent in self._slots else None)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless slots, pins, children and policy agree. O(chunks + slots)."""
-        resident = {**self._ready, **self._pending, **self._condemned}
-        assert len(resident) == len(self), "a chunk is in two states"
-        assert sorted([*resident.values(), *self._free_slots]) == list(range(self.num_slots)), (
-            "a slot has no owner or two"
-        )
-        num_children = dict.fromkeys(resident, 0)
+        used = [_place(slot) for slot in self._slots.values()]
+        assert sorted([*used, *self._free_slots]) == list(range(self.num_slots)), "a slot has no owner or two"
+        num_children = dict.fromkeys(self._slots, 0)
         num_orphans: dict[ChunkKey, int] = {}
-        for slot in resident.values():
+        for slot in used:
             parent = self._parents[slot]
             if parent is not None:
-                counts = num_children if parent in resident else num_orphans
+                counts = num_children if parent in self._slots else num_orphans
                 counts[parent] = counts.get(parent, 0) + 1
         assert num_orphans == self._num_orphans
-        assert all(num == self._num_children[resident[key]] for key, num in num_children.items())
+        assert self._leaves == {key for key, num in num_children.items() if num == 0}
+        assert self._num_children == {key: num for key, num in num_children.items() if num > 1}
         assert all(num > 0 for num in self._pins.values())
         covered = self._covered()
-        assert not covered & self._pending.keys(), "an unfinished chunk is pinned"
-        assert self._condemned.keys() <= covered, "a condemned chunk outlived its pins"
-        self._policy.check_invariants([key for key, num in num_children.items() if not num], self)
+        assert not covered & self._pending(), "an unfinished chunk is pinned"
+        assert self._condemned <= covered, "a condemned chunk outlived its pins"
+        assert all(self._slots[key] < 0 for key in self._condemned), "a condemned chunk can be found"
+        self._policy.check_invariants(self._leaves, self)
+
+    def _pending(self) -> set[ChunkKey]:
+        return {key for key, slot in self._slots.items() if slot < 0} - self._condemned
 
     def check_holds(self, *, pins: dict[ChunkKey, int], pending: set[ChunkKey]) -> None:
         """Raises AssertionError unless pins end at exactly these chunks, this often, and these are PENDING."""
         assert self._pins == pins
-        assert self._pending.keys() == pending
+        assert self._pending() == pending
+
+
+def _place(slot: int) -> int:
+    """The slot behind a value of `ChunkIndex._slots`."""
+    return slot if slot >= 0 else ~slot

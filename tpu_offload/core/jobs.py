@@ -27,6 +27,7 @@ class Job:
       request_id: the engine's request.
       account: who holds the staging blocks, `transfer.num_blocks` of them.
       keys: chunks that a load has pinned or a save has made PENDING.
+      slots: where they are in the host tier.
       num_valid_tokens: for a load, the request's tokens that were in HBM before it.
       deadline_s: time after which it is taken for failed.
       waiting_for: workers that have not reported it.
@@ -42,6 +43,7 @@ class Job:
     request_id: str
     account: Hashable
     keys: tuple[ChunkKey, ...]
+    slots: tuple[int, ...]
     num_valid_tokens: int
     deadline_s: float
     waiting_for: set[int]
@@ -56,10 +58,6 @@ class Job:
     def direction(self) -> Direction:
         """Save or load."""
         return self.transfer.direction
-
-    def touches(self, first_host_block: int, end_host_block: int) -> bool:
-        """Whether any of its places in the host pool is among these."""
-        return any(first_host_block <= place < end_host_block for place in self.transfer.host_block_ids)
 
     def doom(self, why: str) -> None:
         """Whatever the workers report, the outcome is a failure."""
@@ -94,6 +92,7 @@ class JobTable:
         request_id: str,
         account: Hashable,
         keys: tuple[ChunkKey, ...],
+        slots: tuple[int, ...],
         num_valid_tokens: int,
         deadline_s: float,
     ) -> Job:
@@ -101,7 +100,7 @@ class JobTable:
         transfer = TransferJob(self._next_id, direction, 0, block_ids, host_block_ids)
         self._next_id += 1
         workers = set(range(self._num_workers))
-        job = Job(transfer, request_id, account, keys, num_valid_tokens, deadline_s, workers)
+        job = Job(transfer, request_id, account, keys, slots, num_valid_tokens, deadline_s, workers)
         self._jobs[transfer.job_id] = job
         return job
 

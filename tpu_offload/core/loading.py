@@ -117,6 +117,7 @@ class LoadPlanner:
             request_id=request.request_id,
             account=request.account,
             keys=keys,
+            slots=promise.slots[: len(keys)],
             num_valid_tokens=promise.first_block * self._block_size,
             deadline_s=deadline_s,
         )

@@ -124,9 +124,7 @@ class SavePlanner:
         missing, end = self._index.missing(keys, first, num_chunks)
         fitting = missing[:num_fitting]
         slots = self._index.allocate(
-            [keys[i] for i in fitting],
-            [keys[i - 1] if i else None for i in fitting],
-            protected=self._own_tails(request, first, end, all_missing=len(missing) == end - first),
+            keys, fitting, protected=self._own_tails(request, first, end, all_missing=len(missing) == end - first)
         )
         self._index.touch(keys, num_chunks)
         saved, refused = missing[: len(slots)], missing[len(slots) :]
@@ -137,14 +135,20 @@ class SavePlanner:
             return None
         num_blocks = len(saved) * size
         self._staging.reserve(request.account, num_blocks, Direction.SAVE)
-        block_ids = request.block_ids
+        if saved[-1] - saved[0] == len(saved) - 1:
+            block_ids = request.block_ids[saved[0] * size : (saved[-1] + 1) * size]
+            saved_keys = keys[saved[0] : saved[-1] + 1]
+        else:
+            block_ids = [request.block_ids[i * size + j] for i in saved for j in range(size)]
+            saved_keys = [keys[i] for i in saved]
         return self._jobs.add(
             Direction.SAVE,
-            block_ids=tuple([block_ids[i * size + j] for i in saved for j in range(size)]),
+            block_ids=tuple(block_ids),
             host_block_ids=host_blocks(slots, blocks_per_chunk=size, num_blocks=num_blocks),
             request_id=request.request_id,
             account=request.account,
-            keys=tuple([keys[i] for i in saved]),
+            keys=tuple(saved_keys),
+            slots=tuple(slots),
             num_valid_tokens=0,
             deadline_s=deadline_s,
         )

@@ -379,9 +379,8 @@ class OffloadScheduler:
     def _lose_slots(self, first: int, end: int) -> None:
         """Host memory is gone: forgets what was in it and fails what was about to use it."""
         self._lose(self._index.lose_slots(first, end))
-        size = self._config.blocks_per_chunk
         for job in self._jobs:
-            if job.touches(first * size, end * size):
+            if any(first <= slot < end for slot in job.slots):
                 job.doom("the host memory of its chunks was lost")
         for request in self._requests.values():
             if request.promise and any(first <= slot < end for slot in request.promise.slots):
@@ -401,7 +400,7 @@ class OffloadScheduler:
             self._counts.num_failed_jobs += 1
             _logger.warning("%s of request %s failed: %s", job.direction.value, job.request_id, job.error)
         if job.direction is Direction.SAVE:
-            self._index.complete(job.keys, success=job.state is JobState.FINISHED)
+            self._index.complete(job.keys, job.slots, success=job.state is JobState.FINISHED)
             if job.state is JobState.FAILED:
                 self._saves.rewind(self._requests.values(), set(job.keys), failed_save=True)
             return False
