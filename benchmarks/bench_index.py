@@ -264,7 +264,7 @@ def main():
     sizes = [memory(n, 100) for n in args.num_indexed]
     for size in sizes:
         figures = [
-            f"{name} {size[name]['bytes_per_chunk']:.0f} bytes a chunk, full collection {size[name]['gc_collect_s']:.3f} s"
+            f"{name} {size[name]['bytes_per_chunk']:.0f} bytes a chunk, gc.collect() {size[name]['gc_collect_s']:.3f} s"
             for name in ("ours", "peer")
         ]
         print(f"{size['num_indexed']} chunks indexed:", ", ".join(figures))

@@ -15,7 +15,6 @@ inside the interpreter where that is possible. What is known of a chunk is a few
 them seen by the garbage collector: with a million objects, each of its passes would stop the engine.
 """
 
-import contextlib
 import enum
 import itertools
 import operator
@@ -70,6 +69,11 @@ class ChunkIndex(Residents):
         return len(self._parents)
 
     @property
+    def num_free_slots(self) -> int:
+        """Slots that an allocation gets without evicting."""
+        return len(self._free_slots)
+
+    @property
     def num_evicted(self) -> int:
         """Chunks evicted so far."""
         return self._num_evicted
@@ -100,8 +104,10 @@ class ChunkIndex(Residents):
     def find(self, keys: Sequence[ChunkKey], first: int = 0) -> list[int]:
         """Slots of the READY chunks of a prefix from chunk `first` on, up to the first that is not READY."""
         slots: list[int] = []
-        with contextlib.suppress(KeyError):  # a list keeps what an iterator gave it before that raised
+        try:  # noqa: SIM105 (contextlib.suppress costs a microsecond)
             slots.extend(map(self._slots.__getitem__, itertools.islice(keys, first, None)))
+        except KeyError:
+            pass  # a list keeps what an iterator gave it before that raised
         if slots and min(slots) < 0:
             del slots[next(i for i, slot in enumerate(slots) if slot < 0) :]
         return slots
@@ -264,10 +270,13 @@ class ChunkIndex(Residents):
 
     def _insert(self, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """Makes chunks that follow each other resident, PENDING."""
-        assert self._slots.keys().isdisjoint(keys), "a resident chunk is not saved again"
+        num_chunks = len(self._slots) + len(keys)
         self._slots.update(zip(keys, map(operator.invert, slots), strict=True))
-        for slot, before in zip(slots, itertools.chain((parent,), keys), strict=False):
-            self._parents[slot] = before
+        assert len(self._slots) == num_chunks, "a resident chunk is not saved again"
+        parents, before = self._parents, parent
+        for slot, key in zip(slots, keys, strict=True):
+            parents[slot] = before
+            before = key
         if parent is not None:
             self._add_child(parent)
         self._leaves.add(keys[-1])

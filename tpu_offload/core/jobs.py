@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
 
@@ -41,7 +41,7 @@ class Job:
 
     transfer: TransferJob
     request_id: str
-    account: Hashable
+    account: str
     keys: tuple[ChunkKey, ...]
     slots: tuple[int, ...]
     num_valid_tokens: int
@@ -90,7 +90,7 @@ class JobTable:
         block_ids: tuple[int, ...],
         host_block_ids: tuple[int, ...],
         request_id: str,
-        account: Hashable,
+        account: str,
         keys: tuple[ChunkKey, ...],
         slots: tuple[int, ...],
         num_valid_tokens: int,

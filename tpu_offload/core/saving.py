@@ -1,6 +1,6 @@
 """From computed blocks to save jobs: what is worth saving, is not there yet, and fits."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Iterable
 
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import Job, JobTable, host_blocks
@@ -39,7 +39,7 @@ class SavePlanner:
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
         # Requests with something to save, by account. All others cost a step nothing.
-        self._to_look_at: dict[Hashable, TrackedRequest] = {}
+        self._to_look_at: dict[str, TrackedRequest] = {}
 
     def offer(self, request: TrackedRequest, scheduled: ScheduledRequest, num_chunks: int) -> None:
         """Takes note that the first `num_chunks` chunks of a request should be in the host tier after the coming step.
@@ -123,10 +123,12 @@ class SavePlanner:
             first -= 1
         missing, end = self._index.missing(keys, first, num_chunks)
         fitting = missing[:num_fitting]
-        slots = self._index.allocate(
-            keys, fitting, protected=self._own_tails(request, first, end, all_missing=len(missing) == end - first)
-        )
-        self._index.touch(keys, num_chunks)
+        own: Container[ChunkKey] = ()
+        if len(fitting) > self._index.num_free_slots:
+            own = self._own_tails(request, first, end, all_missing=len(missing) == end - first)
+        slots = self._index.allocate(keys, fitting, protected=own)
+        if not slots:
+            self._index.touch(keys, num_chunks)
         saved, refused = missing[: len(slots)], missing[len(slots) :]
         request.num_saved_chunks = refused[0] if refused else end
         request.num_refused_chunks = len(refused) + num_chunks - end

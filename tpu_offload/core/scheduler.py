@@ -28,7 +28,7 @@ reported the job. Until then the bytes may still be moving, whatever became of t
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
@@ -47,6 +47,8 @@ from tpu_offload.metrics import OffloadStats, StatsLogger
 from tpu_offload.types import BlockHash, ChunkKey, Direction, JobState, StepPlan, StepReport
 
 _logger = logging.getLogger(__name__)
+
+_NO_UPDATE = Update()
 
 
 class OffloadScheduler:
@@ -72,11 +74,12 @@ class OffloadScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._enabled = config.enabled
         self._layout = layout
         if num_workers < 1:
             raise ConfigError(f"{num_workers=}; expected at least 1")
         self._max_host_chunks = config.host_chunks(layout)
-        self._staging = StagingBufferManager(config.staging_blocks(layout) if config.enabled else 0)
+        self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
         self._index = ChunkIndex(policy or LRUPolicy())
         self._jobs = JobTable(num_workers=num_workers)
         self._loads = LoadPlanner(
@@ -134,7 +137,7 @@ class OffloadScheduler:
             raise RequestError(
                 f"request {request_id}: {num_computed_tokens=} of {num_tokens=}; expected 0 to num_tokens"
             )
-        if not self._config.enabled:
+        if not self._enabled:
             return 0
         request = self._request(request_id)
         found = self._loads.match(request, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
@@ -217,7 +220,7 @@ class OffloadScheduler:
         now_s = self._clock()
         self._fail_overdue(now_s)
         saves: list[Job] = []
-        if self._config.enabled:
+        if self._enabled:
             self._offer(changed)
             saves, num_refused = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
             self._counts.deferred_save_blocks += num_refused * self._config.blocks_per_chunk
@@ -236,10 +239,11 @@ class OffloadScheduler:
         """
         if report.worker_id not in self._num_host_chunks:
             self._counts.num_ignored_results += len(report.results)
-            return Update()
-        # A slot is usable once every worker has it.
-        self._num_host_chunks[report.worker_id] = min(report.num_host_chunks, self._max_host_chunks)
-        self._index.grow(min(self._num_host_chunks.values()))
+            return _NO_UPDATE
+        if report.num_host_chunks > self._num_host_chunks[report.worker_id]:
+            # A slot is usable once every worker has it.
+            self._num_host_chunks[report.worker_id] = report.num_host_chunks
+            self._index.grow(min(self._max_host_chunks, *self._num_host_chunks.values()))
         for first, end in report.lost_slots:
             self._lose_slots(first, end)
         loaded = []
@@ -250,6 +254,8 @@ class OffloadScheduler:
             job = self._jobs.report(report.worker_id, result)
             if job is not None and self._end(job):
                 loaded.append(job.request_id)
+        if not loaded and not self._failed_loads:
+            return _NO_UPDATE
         failed, self._failed_loads = tuple(self._failed_loads), []
         return Update(tuple(loaded), failed)
 
@@ -277,7 +283,7 @@ class OffloadScheduler:
         """Raises AssertionError unless accounts, pins and jobs agree. For tests; O(everything)."""
         self._staging.check_invariants()
         self._index.check_invariants()
-        held: dict[tuple[Hashable, Direction], int] = {}
+        held: dict[tuple[str, Direction], int] = {}
         pins: dict[ChunkKey, int] = {}
         pending: list[ChunkKey] = []
         for job in self._jobs:
@@ -308,7 +314,7 @@ class OffloadScheduler:
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = TrackedRequest(
-                request_id, account=(request_id, self._num_requests_seen), namespace=self._namespace
+                request_id, account=f"{request_id}#{self._num_requests_seen}", namespace=self._namespace
             )
             self._num_requests_seen += 1
         return request
@@ -339,8 +345,11 @@ class OffloadScheduler:
     def _offer(self, changed: Iterable[ScheduledRequest]) -> None:
         for scheduled in changed:
             num_chunks = self._saves.num_chunks_to_save(scheduled)
-            if num_chunks or scheduled.request_id in self._requests:
-                self._saves.offer(self._request(scheduled.request_id), scheduled, num_chunks)
+            request = self._requests.get(scheduled.request_id)
+            if request is None and num_chunks:
+                request = self._request(scheduled.request_id)
+            if request is not None:
+                self._saves.offer(request, scheduled, num_chunks)
 
     def _make_plan(self, saves: list[Job]) -> StepPlan:
         loads, self._loads_to_send = self._loads_to_send, []
@@ -384,7 +393,7 @@ class OffloadScheduler:
                 job.doom("the host memory of its chunks was lost")
         for request in self._requests.values():
             if request.promise and any(first <= slot < end for slot in request.promise.slots):
-                request.promise = dataclasses.replace(request.promise, lost=True)
+                request.promise.lost = True
 
     def _lose(self, keys: list[ChunkKey]) -> None:
         """Requests that counted on these chunks in the host tier save them again."""

@@ -1,7 +1,7 @@
 """What the scheduler remembers of a request, from its first match until it gives its blocks back."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from tpu_offload import hashing
 from tpu_offload.core.jobs import Job
@@ -9,7 +9,7 @@ from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Promise:
     """What a match granted. The chunks are pinned and `num_blocks` staging blocks are reserved.
 
@@ -56,7 +56,7 @@ class TrackedRequest:
     """
 
     request_id: str
-    account: Hashable
+    account: str
     namespace: bytes
     keys: list[ChunkKey] = dataclasses.field(default_factory=list)
     promise: Promise | None = None

@@ -9,7 +9,6 @@ request's blocks. The engine calls the other three once a step, whether or not a
     update = offloading.poll(wait=...)
 """
 
-import math
 from collections.abc import Callable, Iterable
 
 import jax
@@ -25,6 +24,8 @@ from tpu_offload import (
     Update,
 )
 from tpu_offload.engine.sequence import Sequence
+
+_NEVER = 2**30 - 1  # more tokens than a request has; integers this small compare fastest
 
 
 class Offloading:
@@ -113,7 +114,7 @@ class Offloading:
         next_offer = num_computed_tokens - num_computed_tokens % self._block_size + self._block_size
         # Without decode_save the library takes blocks of the prompt only.
         wanted = self._decode_save or next_offer <= num_prompt_tokens
-        sequence.next_offer_tokens = next_offer if wanted else math.inf
+        sequence.next_offer_tokens = next_offer if wanted else _NEVER
         return ScheduledRequest(
             request_id=sequence.request_id,
             block_ids=sequence.block_ids,

@@ -44,7 +44,7 @@ class Sequence:
     block_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
     num_loading_tokens: int = 0
-    next_offer_tokens: float = 0
+    next_offer_tokens: int = 0
     prompt_tokens: PromptTokens = dataclasses.field(default_factory=PromptTokens)
     num_preemptions: int = 0
     first_token_s: float | None = None

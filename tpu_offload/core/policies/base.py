@@ -44,10 +44,10 @@ class EvictionPolicy(abc.ABC):
 
     @abc.abstractmethod
     def insert(self, keys: Sequence[ChunkKey]) -> None:
-        """Chunks became resident. They are of one prefix, head first, with only resident ones between; none is known.
+        """A request saved these chunks and uses them and all before them. They follow each other, head first.
 
         Args:
-          keys: at least one.
+          keys: at least one; none is known.
         """
 
     @abc.abstractmethod
