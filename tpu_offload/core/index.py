@@ -17,7 +17,6 @@ them seen by the garbage collector: with a million objects, each of its passes w
 
 import enum
 import itertools
-import operator
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from typing import final
@@ -166,23 +165,20 @@ class ChunkIndex(Residents):
           Slots for the first of them, as many as could be found; those chunks are PENDING now.
           Evicts exactly as many as these slots need, and nothing when there are none.
         """
-        free = self._free_slots
-        num_short = len(numbers) - len(free)
-        if num_short > 0:
+        free, num_chunks = self._free_slots, len(numbers)
+        if num_chunks > len(free):
             self._protected = protected
-            self._policy.evict(num_short, self)
+            self._policy.evict(num_chunks - len(free), self)
             self._protected = ()
-        num_granted = min(len(numbers), len(free))
-        slots = [free.pop() for _ in range(num_granted)]
-        start = 0
-        while start < num_granted:  # once, but for a prefix with holes
-            first, end = numbers[start], start + 1
-            if numbers[num_granted - 1] - first == num_granted - 1 - start:
-                end = num_granted
-            while end < num_granted and numbers[end] == numbers[end - 1] + 1:
-                end += 1
-            self._insert(keys[first - 1] if first else None, keys[first : first + end - start], slots[start:end])
-            start = end
+            num_chunks = min(num_chunks, len(free))
+        if not num_chunks:
+            return []
+        slots = [free.pop() for _ in range(num_chunks)]
+        first = numbers[0]
+        if numbers[num_chunks - 1] - first == num_chunks - 1:
+            self._insert(keys[first - 1] if first else None, keys[first : first + num_chunks], slots)
+        else:
+            self._insert_parts(keys, numbers[:num_chunks], slots)
         return slots
 
     def complete(self, keys: Sequence[ChunkKey], slots: Sequence[int], *, success: bool) -> None:
@@ -270,13 +266,13 @@ class ChunkIndex(Residents):
 
     def _insert(self, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """Makes chunks that follow each other resident, PENDING."""
-        num_chunks = len(self._slots) + len(keys)
-        self._slots.update(zip(keys, map(operator.invert, slots), strict=True))
-        assert len(self._slots) == num_chunks, "a resident chunk is not saved again"
-        parents, before = self._parents, parent
-        for slot, key in zip(slots, keys, strict=True):
+        table, parents, before = self._slots, self._parents, parent
+        num_chunks = len(table) + len(keys)
+        for key, slot in zip(keys, slots, strict=True):
+            table[key] = ~slot
             parents[slot] = before
             before = key
+        assert len(table) == num_chunks, "a resident chunk is not saved again"
         if parent is not None:
             self._add_child(parent)
         self._leaves.add(keys[-1])
@@ -285,6 +281,14 @@ class ChunkIndex(Residents):
                 for _ in range(self._num_orphans.pop(key, 0)):
                     self._add_child(key)
         self._policy.insert(keys)
+
+    def _insert_parts(self, keys: Sequence[ChunkKey], numbers: Sequence[int], slots: Sequence[int]) -> None:
+        """Makes the chunks `numbers` of a prefix with holes resident."""
+        starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1] + 1]
+        for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True):
+            first = numbers[start]
+            parent = keys[first - 1] if first else None
+            self._insert(parent, [keys[i] for i in numbers[start:end]], slots[start:end])
 
     def _add_child(self, parent: ChunkKey) -> None:
         if parent not in self._slots:

@@ -122,24 +122,25 @@ class SavePlanner:
         while first > 0 and keys[first - 1] not in self._index:
             first -= 1
         missing, end = self._index.missing(keys, first, num_chunks)
-        fitting = missing[:num_fitting]
+        saved = missing[:num_fitting]
         own: Container[ChunkKey] = ()
-        if len(fitting) > self._index.num_free_slots:
+        if len(saved) > self._index.num_free_slots:
             own = self._own_tails(request, first, end, all_missing=len(missing) == end - first)
-        slots = self._index.allocate(keys, fitting, protected=own)
-        if not slots:
-            self._index.touch(keys, num_chunks)
-        saved, refused = missing[: len(slots)], missing[len(slots) :]
-        request.num_saved_chunks = refused[0] if refused else end
-        request.num_refused_chunks = len(refused) + num_chunks - end
+        slots = self._index.allocate(keys, saved, protected=own)
         request.num_looked_at_chunks = num_chunks
-        if not saved:
+        num_saved = len(slots)
+        request.num_saved_chunks = end if num_saved == len(missing) else missing[num_saved]
+        request.num_refused_chunks = len(missing) - num_saved + num_chunks - end
+        if not num_saved:
+            self._index.touch(keys, num_chunks)
             return None
-        num_blocks = len(saved) * size
+        saved = saved[:num_saved]
+        num_blocks = num_saved * size
         self._staging.reserve(request.account, num_blocks, Direction.SAVE)
-        if saved[-1] - saved[0] == len(saved) - 1:
-            block_ids = request.block_ids[saved[0] * size : (saved[-1] + 1) * size]
-            saved_keys = keys[saved[0] : saved[-1] + 1]
+        first = saved[0]
+        if saved[-1] - first == num_saved - 1:
+            block_ids = request.block_ids[first * size : first * size + num_blocks]
+            saved_keys = keys[first : first + num_saved]
         else:
             block_ids = [request.block_ids[i * size + j] for i in saved for j in range(size)]
             saved_keys = [keys[i] for i in saved]
