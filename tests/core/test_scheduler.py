@@ -612,6 +612,24 @@ def test_naming_a_request_again_with_fewer_tokens_takes_back_the_offer() -> None
     assert engine.scheduler.stats().dropped_save_blocks == 0
 
 
+def test_requests_of_one_step_share_a_save_and_after_a_failure_each_has_its_own() -> None:
+    engine = FakeEngine()
+    for name in "abc":
+        engine.add(name, tokens(8, start=ord(name) * 100))
+    plan, _ = engine.step(dict.fromkeys("abc", 8))
+    assert [job.num_blocks for job in plan.saves] == [6]
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(fail=True))
+    plan, _ = engine.step()
+    assert [job.num_blocks for job in plan.saves] == [2, 2, 2]
+    engine.scheduler.check_invariants()
+    a, *others = worker.finish()
+    engine.apply(worker, [JobResult(a.job_id, JobState.FAILED, "again"), *others])
+    assert engine.scheduler.plan_step().empty, "it fails for ever, and takes no other down"
+    assert engine.scheduler.stats().num_resident_chunks == 4
+    engine.scheduler.check_invariants()
+
+
 def test_what_others_wait_for_is_tried_in_the_order_of_waiting() -> None:
     engine = FakeEngine(num_staging_blocks=2)
     for name in "abc":

@@ -121,6 +121,8 @@ class ChunkIndex(Residents):
         if self._condemned:
             end = next((i for i in range(first, end) if keys[i] in self._condemned), end)
         slots = self._slots
+        if end - first == 1:  # a request that generates
+            return [] if keys[first] in slots else [first], end
         return [i for i, key in enumerate(itertools.islice(keys, first, end), first) if key not in slots], end
 
     def pin(self, keys: Sequence[ChunkKey]) -> None:
@@ -182,7 +184,7 @@ class ChunkIndex(Residents):
         return slots
 
     def complete(self, keys: Sequence[ChunkKey], slots: Sequence[int], *, success: bool) -> None:
-        """Ends the save of PENDING chunks of one prefix, head first: they become READY, or go and leave their slots."""
+        """Ends the save of PENDING chunks, in the order of their allocation: they become READY, or go."""
         assert self._slots.get(keys[0]) == ~slots[0], "only a pending chunk completes"
         if success:
             self._slots.update(zip(keys, slots, strict=True))

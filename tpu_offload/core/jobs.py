@@ -24,7 +24,7 @@ class Job:
 
     Attributes:
       transfer: what the workers are told.
-      request_id: the engine's request.
+      request_id: the engine's request; for a save that several share, words for a log.
       account: who holds the staging blocks, `transfer.num_blocks` of them.
       keys: chunks that a load has pinned or a save has made PENDING.
       slots: where they are in the host tier.
