@@ -79,11 +79,9 @@ class Bench:
         sequences = self.make_sequences(num_running)
         glue = Offloading.__new__(Offloading)  # with this scheduler and worker
         glue._scheduler, glue._worker = self.scheduler, self.worker
-        glue._block_size, glue._decode_save = BLOCK_SIZE, False
+        glue._block_size, glue._decode_save, glue._watched = BLOCK_SIZE, False, set()
         for sequence in sequences:
-            self.scheduler.match(
-                sequence.request_id, sequence.block_hashes, num_tokens=len(sequence.tokens), num_computed_tokens=0
-            )
+            glue.start_load(sequence)
         batch = [(sequence, 1) for sequence in sequences]
         self.caches, _ = self.glue_step(glue, batch, self.caches)  # all are offered; their prompts are saved
         self.settle()
@@ -91,15 +89,25 @@ class Bench:
             ScheduledRequest(s.request_id, s.block_ids, s.block_hashes, s.num_prompt_tokens, s.num_computed_tokens)
             for s in sequences
         ]
-        for i in range(self.args.steps):
+        for _ in range(self.args.steps):
             self.caches = self.times(f"idle_{num_running}", self.step, ())
             self.caches, update = self.times(f"idle_{num_running}_glue", self.glue_step, glue, batch, self.caches)
             assert not update.loaded
             self.caches = self.times(f"idle_{num_running}_all_named", self.step, everyone)
             self.times(f"idle_{num_running}_plan", self.scheduler.plan_step, ())
+            for sequence in sequences:  # they generate; one in 16 completes a block in each step
+                sequence.num_computed_tokens += 1
+        glue._decode_save = True
+        for sequence in sequences:
+            glue.start_load(sequence)
+        for i in range(self.args.steps):
             if i % 2:
-                for sequence in sequences:  # they decode; blocks are completed all the time
+                name = f"idle_{num_running}_glue_decode_save_block_completed"
+                for sequence in sequences:
                     sequence.num_computed_tokens += 1
+            else:
+                name = f"idle_{num_running}_glue_decode_save"
+            self.caches, _ = self.times(name, self.glue_step, glue, batch, self.caches)
         for sequence in sequences:
             self.scheduler.finish(sequence.request_id)
 
@@ -109,7 +117,7 @@ class Bench:
             prompt = tuple(self.rng.randrange(1000) for _ in range(2 * BLOCK_SIZE))
             self.num_requests += 1
             request = Request(f"idle{self.num_requests}", prompt, SamplingParams(max_tokens=100_000))
-            sequence = Sequence(request, 0.0, list(prompt), phase=Phase.RUNNING)
+            sequence = Sequence(request, 0.0, [*prompt, *range(10_000)], phase=Phase.RUNNING)
             sequence.block_ids = [2 * i % self.args.cache_blocks, (2 * i + 1) % self.args.cache_blocks]
             sequence.block_hashes = [self.rng.randbytes(16) for _ in range(2)]
             sequence.num_computed_tokens = 2 * BLOCK_SIZE + i % BLOCK_SIZE

@@ -88,6 +88,8 @@ class SavePlanner:
           The jobs, and the number of chunks that found no room. O(1) when there is nothing to save.
         """
         jobs: list[Job] = []
+        if not self._to_look_at:
+            return jobs, 0
         num_refused = 0
         room = self._staging.num_free // self._blocks_per_chunk
         shared = _Save()

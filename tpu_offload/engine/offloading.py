@@ -46,6 +46,9 @@ class Offloading:
     ) -> None:
         self._block_size = layout.block_size
         self._decode_save = config.decode_save
+        # Sequences with blocks that may have to be saved. Of hundreds that generate it holds none, unless
+        # generated tokens are saved as well: then looking for the few that complete a block is a comparison each.
+        self._watched: set[Sequence] = set()
         self._scheduler = OffloadScheduler(config, layout, clock=clock)
         self._worker = OffloadWorker(config, layout, kv_caches, clock=clock)
 
@@ -67,14 +70,18 @@ class Offloading:
             num_computed_tokens=sequence.num_computed_tokens,
         )
         self._scheduler.admit(sequence.request_id, sequence.block_ids, num_loaded_tokens=num_tokens)
+        sequence.next_offer_tokens = 0
+        self._watched.add(sequence)
         return num_tokens
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes the sequence's blocks for others; they may be granted again at once, under pending copies."""
+        self._watched.discard(sequence)
         self._scheduler.preempt(sequence.request_id)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence ended, in whatever phase; its blocks may be granted again at once."""
+        self._watched.discard(sequence)
         self._scheduler.finish(sequence.request_id)
 
     def before_forward(
@@ -88,12 +95,13 @@ class Offloading:
         Returns:
           The plan, for `after_forward`, and the caches to run the step on.
         """
-        # Of hundreds of sequences that generate, few complete a block in a step: the others cost a comparison.
-        changed = [
-            self._offer(sequence, sequence.num_computed_tokens + num_tokens)
-            for sequence, num_tokens in batch
-            if sequence.num_computed_tokens + num_tokens >= sequence.next_offer_tokens
-        ]
+        changed: list[ScheduledRequest] = []
+        if self._watched:
+            changed = [
+                self._offer(sequence, sequence.num_computed_tokens + num_tokens)
+                for sequence, num_tokens in batch
+                if sequence.num_computed_tokens + num_tokens >= sequence.next_offer_tokens
+            ]
         plan = self._scheduler.plan_step(changed)
         return plan, self._worker.begin_step(plan, kv_caches)
 
@@ -113,8 +121,10 @@ class Offloading:
         num_prompt_tokens = sequence.num_prompt_tokens
         next_offer = num_computed_tokens - num_computed_tokens % self._block_size + self._block_size
         # Without decode_save the library takes blocks of the prompt only.
-        wanted = self._decode_save or next_offer <= num_prompt_tokens
-        sequence.next_offer_tokens = next_offer if wanted else _NEVER
+        if not self._decode_save and next_offer > num_prompt_tokens:
+            next_offer = _NEVER
+            self._watched.discard(sequence)
+        sequence.next_offer_tokens = next_offer
         return ScheduledRequest(
             request_id=sequence.request_id,
             block_ids=sequence.block_ids,

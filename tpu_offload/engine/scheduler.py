@@ -215,7 +215,7 @@ class Scheduler:
             self._offload.preempt(sequence)
         self._take_blocks(sequence)
         sequence.phase = Phase.WAITING
-        sequence.num_computed_tokens = sequence.num_loading_tokens = sequence.next_offer_tokens = 0
+        sequence.num_computed_tokens = sequence.num_loading_tokens = 0
         sequence.num_preemptions += 1
         self._num_preemptions += 1
         self._waiting.appendleft(sequence)
