@@ -1,8 +1,8 @@
 """What does the chunk index cost for each chunk, as it grows and as prompts get longer?
 
 At each point of the sweep the index is full. Requests then hit and miss it, one at a time, and each is done
-by the index alone, by the whole scheduler, and by the peer's method, in turn, so that a machine that slows
-down slows all of them. The peer's method is that of the offload managers of vLLM and tpu-inference, written
+by the index alone (`index_*`), by the whole scheduler with staging budget, jobs and reports (`hit`, `miss`), and
+by the peer's method, in turn, so that a machine that slows down slows all of them. The peer's method is that of the offload managers of vLLM and tpu-inference, written
 anew here: one OrderedDict from keys to objects with a reference count, oldest first; a lookup is a dictionary
 access a chunk and pins nothing; a touch moves every chunk; an allocation evicts from the old end what nothing
 refers to and nobody protects. Times are for each chunk, garbage collection as Python has it by default.
@@ -186,13 +186,22 @@ def measure(num_indexed, num_chunks, *, num_requests, seed):
     assert alone.num_evicted == num_requests * num_chunks
     watch.add("hit", "hit_match", "hit_admit", "hit_plan", "hit_report", "hit_finish")
     watch.add("miss", "miss_match", "miss_admit", "miss_plan", "miss_report", "miss_finish")
+    watch.add("index_hit", "index_lookup", "index_pin", "index_touch", "index_release")
+    watch.add("index_miss", "index_allocate", "index_complete")
     watch.add("peer_hit", "peer_lookup", "peer_touch")
+    watch.add("peer_miss", "peer_allocate", "peer_complete")
     watch.add("both", "hit", "miss")
-    watch.add("peer_both", "peer_hit", "peer_allocate")
+    watch.add("peer_both", "peer_hit", "peer_miss")
     microseconds = {name: summarize([1e6 * s / num_chunks for s in watch.seconds[name]]) for name in watch.seconds}
     ratios = {
         name: summarize([a / b for a, b in zip(watch.seconds[name], watch.seconds[other], strict=True)])
-        for name, other in (("hit", "peer_hit"), ("miss", "peer_allocate"), ("both", "peer_both"))
+        for name, other in (
+            ("index_hit", "peer_hit"),
+            ("index_miss", "peer_miss"),
+            ("hit", "peer_hit"),
+            ("miss", "peer_miss"),
+            ("both", "peer_both"),
+        )
     }
     return {"num_indexed": num_indexed, "prompt_chunks": num_chunks, "num_requests": num_requests,
             "us_per_chunk": microseconds, "ratio_to_peer": ratios, "gc_collect_s": collection_s}  # fmt: skip

@@ -76,6 +76,7 @@ class OffloadScheduler:
         self._config = config
         self._enabled = config.enabled
         self._layout = layout
+        self._block_nbytes = layout.block_nbytes
         if num_workers < 1:
             raise ConfigError(f"{num_workers=}; expected at least 1")
         self._max_host_chunks = config.host_chunks(layout)
@@ -432,7 +433,7 @@ class OffloadScheduler:
 
     def _count_moved(self, job: Job) -> None:
         num_blocks, counts = job.transfer.num_blocks, self._counts
-        nbytes = num_blocks * self._layout.block_nbytes
+        nbytes = num_blocks * self._block_nbytes
         if job.direction is Direction.SAVE:
             counts.saved_blocks += num_blocks
             counts.saved_nbytes += nbytes
