@@ -2,10 +2,11 @@
 
 At each point of the sweep the index is full. Requests then hit and miss it, one at a time, and each is done
 by the index alone (`index_*`), by the whole scheduler with staging budget, jobs and reports (`hit`, `miss`), and
-by the peer's method, in turn, so that a machine that slows down slows all of them. The peer's method is that of the offload managers of vLLM and tpu-inference, written
-anew here: one OrderedDict from keys to objects with a reference count, oldest first; a lookup is a dictionary
-access a chunk and pins nothing; a touch moves every chunk; an allocation evicts from the old end what nothing
-refers to and nobody protects. Times are for each chunk, garbage collection as Python has it by default.
+by the peer's method, in turn, so that a machine that slows down slows all of them. The peer's method is that of
+the offload managers of vLLM and tpu-inference, written anew here: one OrderedDict from keys to objects with a
+reference count, oldest first; a lookup is a dictionary access a chunk and pins nothing; a touch moves every
+chunk; an allocation evicts from the old end what nothing refers to and nobody protects. Times are for each
+chunk, garbage collection as Python has it by default.
 
   python benchmarks/bench_index.py --num-indexed 1000 100000 1000000 --prompt-chunks 1 100 10000 --json index.json
 """

@@ -243,6 +243,30 @@ def test_an_evicted_head_is_saved_again_by_the_request_that_still_holds_it() -> 
     assert engine.serve("c", tokens(17)) == 16
 
 
+def test_a_prompt_longer_than_the_host_tier_never_evicts_its_own_head() -> None:
+    engine = FakeEngine(num_cpu_chunks=3, workers=[FakeWorker(num_host_chunks=3)])
+    engine.add("a", tokens(20))
+    engine.step({"a": 20})
+    for _ in range(3):
+        engine.settle()
+        engine.step()
+    assert engine.scheduler.stats().num_evicted_chunks == 0
+    assert engine.add("b", tokens(20)).num_computed == 12
+
+
+def test_what_was_lost_while_there_is_no_room_is_counted_as_well() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    engine.serve("x", tokens(8))
+    engine.add("a", tokens(20, start=100))
+    engine.step({"a": 20})  # saves two, three find no room
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(fail=True))
+    engine.add("y", tokens(8))  # its load takes the staging blocks
+    engine.step()
+    engine.remove("a")
+    assert engine.scheduler.stats().dropped_save_blocks == 5
+
+
 def test_a_chunk_that_this_very_call_offers_is_never_its_victim() -> None:
     engine = FakeEngine(num_cpu_chunks=3, workers=[FakeWorker(num_host_chunks=3)])
     engine.serve("a", tokens(20))

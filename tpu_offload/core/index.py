@@ -276,6 +276,7 @@ class ChunkIndex(Residents):
             before = key
         assert len(table) == num_chunks, "a resident chunk is not saved again"
         if parent is not None:
+            assert parent in table, "a chunk is saved that no lookup can reach"
             self._add_child(parent)
         self._leaves.add(keys[-1])
         if self._num_orphans:

@@ -92,5 +92,5 @@ class TrackedRequest:
         """After a reset: its keys change, and the KV that it holds by now is saved no more."""
         self.namespace = namespace
         self.keys.clear()
-        self.num_offered_chunks = self.num_found_chunks = self.num_saved_chunks = self.num_refused_chunks = 0
+        self.num_found_chunks = self.num_saved_chunks = self.num_refused_chunks = 0
         self.saving = False

@@ -44,6 +44,20 @@ def test_a_head_used_after_its_tail_outlives_what_was_used_in_between(residents)
     assert residents.evicted == [b"a2", b"b0", b"a1", b"a0"]
 
 
+def test_a_head_used_after_its_tail_keeps_its_place_while_the_tail_may_not_go(residents) -> None:
+    policy = LRUPolicy()
+    for chain in ([b"a0", b"a1", b"a2"], [b"b0"]):
+        residents.add(chain)
+        policy.insert(chain)
+    policy.touch([b"a0", b"a1"], 2, residents)
+    residents.blocked = {b"a2", b"b0"}
+    policy.evict(1, residents)
+    assert residents.evicted == []
+    residents.blocked.clear()
+    policy.evict(4, residents)
+    assert residents.evicted == [b"a2", b"b0", b"a1", b"a0"]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_agrees_with_the_definition(seed) -> None:
     rng = random.Random(seed)
@@ -62,6 +76,7 @@ def test_agrees_with_the_definition(seed) -> None:
             policy.touch(prefix, len(prefix), residents)
             reference.use(prefix[:num_resident])
         if rng.random() < 0.5:
+            residents.blocked = {key for key in sorted(residents.parents) if rng.random() < 0.2}
             expected = reference.victims(rng.randint(1, 8))
             residents.evicted.clear()
             policy.evict(len(expected), residents)

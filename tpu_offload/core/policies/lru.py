@@ -45,7 +45,7 @@ class LRUPolicy(EvictionPolicy):
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + tails that may not go)."""
         tails = self._tails
-        kept: list[ChunkKey] = []  # in order, older than all that is still in `tails`
+        kept: dict[ChunkKey, None] = {}  # in order, older than all that is still in `tails`
         while num_chunks and tails:
             key, _ = tails.popitem(last=False)
             num_evicted, rest = residents.evict(key, num_chunks, stop=tails)
@@ -54,7 +54,8 @@ class LRUPolicy(EvictionPolicy):
                 continue
             # With nothing older left, whatever hangs on it was used later: it will go right after that.
             if kept or residents.is_leaf(rest):
-                kept.append(rest)
+                kept.pop(rest, None)  # kept for an earlier use: this one counts
+                kept[rest] = None
         for key in reversed(kept):
             if key in residents:  # one that had something hanging on it may have followed that
                 tails[key] = None
