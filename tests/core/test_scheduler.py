@@ -1,5 +1,6 @@
 """OffloadScheduler, event by event. Many names are those of the behaviours in the design notes."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -632,6 +633,15 @@ def test_naming_a_request_again_with_fewer_tokens_takes_back_the_offer() -> None
     worker.end_step(plan)
     engine.apply(worker, worker.finish())
     assert engine.scheduler.plan_step().empty
+    engine.remove("a")
+    assert engine.scheduler.stats().dropped_save_blocks == 0
+
+
+def test_an_offer_taken_back_is_no_drop() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    request = engine.add("a", tokens(20))
+    engine.step({"a": 20})
+    assert engine.scheduler.plan_step([dataclasses.replace(_scheduled(request, 20), num_computed_tokens=8)]).empty
     engine.remove("a")
     assert engine.scheduler.stats().dropped_save_blocks == 0
 

@@ -148,7 +148,9 @@ class SavePlanner:
         saved = missing[:room]
         own: Container[ChunkKey] = ()
         if len(saved) > self._index.num_free_slots:
-            own = self._own_tails(request, first, end, all_missing=len(missing) == end - first)
+            # Keeps what this request has in the host tier from being evicted for its own save: the chunk
+            # before those that are missing holds on to all before it.
+            own = keys[max(first - 1, 0) : first] if len(missing) == end - first else set(keys[max(first - 1, 0) : end])
         slots = self._index.allocate(keys, saved, protected=own)
         request.num_looked_at_chunks = num_chunks
         num_saved = len(slots)
@@ -182,11 +184,3 @@ class SavePlanner:
             num_valid_tokens=0,
             deadline_s=deadline_s,
         )
-
-    def _own_tails(self, request: TrackedRequest, first: int, end: int, *, all_missing: bool) -> set[ChunkKey]:
-        """Chunks that keep what this request has in the host tier from being evicted for its own save."""
-        keys = request.keys
-        tails = {keys[i - 1] for i in (first, request.num_found_chunks) if i}
-        if not all_missing:
-            tails.update(keys[first:end])
-        return tails
