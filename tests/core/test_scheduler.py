@@ -621,6 +621,18 @@ def test_a_block_table_that_grows_in_place_is_read_as_far_as_it_was_offered() ->
     assert engine.scheduler.plan_step().empty
 
 
+def test_taking_blocks_without_saying_so_is_an_error() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    request = engine.add("a", tokens(20))
+    engine.step({"a": 20})
+    request.block_ids.clear()
+    with pytest.raises(RequestError, match=r"request a has 0 blocks and offered 5 .* call preempt\(\) or finish\(\)"):
+        engine.scheduler.plan_step()
+    engine.scheduler.finish("a")
+    assert engine.scheduler.plan_step().empty
+    engine.scheduler.check_invariants()
+
+
 def test_naming_a_request_again_with_fewer_tokens_takes_back_the_offer() -> None:
     engine = FakeEngine(num_staging_blocks=2)
     request = engine.add("a", tokens(20))

@@ -9,6 +9,7 @@ from tpu_offload.core.requests import ScheduledRequest
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.tracking import TrackedRequest
+from tpu_offload.errors import RequestError
 from tpu_offload.types import ChunkKey, Direction
 
 _MAX_FAILED_SAVES = 2
@@ -86,10 +87,14 @@ class SavePlanner:
 
         Returns:
           The jobs, and the number of chunks that found no room. O(1) when there is nothing to save.
+        Raises:
+          RequestError: a block table has become shorter than what was on offer; nothing was planned.
         """
         jobs: list[Job] = []
         if not self._to_look_at:
             return jobs, 0
+        for request in self._to_look_at.values():
+            self._check_blocks(request)
         num_refused = 0
         room = self._staging.num_free // self._blocks_per_chunk
         shared = _Save()
@@ -130,6 +135,14 @@ class SavePlanner:
     def _look_at(self, request: TrackedRequest) -> None:
         if request.num_offered_chunks > request.num_saved_chunks and request.saving:
             self._to_look_at[request.account] = request
+
+    def _check_blocks(self, request: TrackedRequest) -> None:
+        num_offered = request.num_offered_chunks * self._blocks_per_chunk
+        if len(request.block_ids) < num_offered:
+            raise RequestError(
+                f"request {request.request_id} has {len(request.block_ids)} blocks and offered {num_offered} of them "
+                "for saving; call preempt() or finish() before its blocks are taken"
+            )
 
     def _plan_one(self, request: TrackedRequest, save: _Save, room: int) -> int:
         """Adds to `save` what is missing of a request, at most `room` chunks of it; returns how many."""

@@ -217,6 +217,8 @@ class OffloadScheduler:
             others is harmless, but not free. Blocks past the prompt matter only with `decode_save`.
         Returns:
           The plan for every worker: loads first, saves after the forward pass.
+        Raises:
+          RequestError: a block table has become shorter than what its request offered; nothing was planned.
         """
         now_s = self._clock()
         self._fail_overdue(now_s)
