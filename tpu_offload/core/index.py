@@ -172,7 +172,8 @@ class ChunkIndex(Residents):
             self._protected = protected
             self._policy.evict(num_chunks - len(free), self)
             self._protected = ()
-            num_chunks = min(num_chunks, len(free))
+            if num_chunks > len(free):
+                num_chunks = len(free)
         if not num_chunks:
             return []
         slots = [free.pop() for _ in range(num_chunks)]

@@ -163,7 +163,8 @@ class SavePlanner:
         if len(saved) > self._index.num_free_slots:
             # Keeps what this request has in the host tier from being evicted for its own save: the chunk
             # before those that are missing holds on to all before it.
-            own = keys[max(first - 1, 0) : first] if len(missing) == end - first else set(keys[max(first - 1, 0) : end])
+            before = first - 1 if first else 0
+            own = keys[before:first] if len(missing) == end - first else set(keys[before:end])
         slots = self._index.allocate(keys, saved, protected=own)
         request.num_looked_at_chunks = num_chunks
         num_saved = len(slots)
