@@ -32,6 +32,7 @@ from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request, SamplingParams
 from tpu_offload.engine.sequence import Phase, Sequence
 from tpu_offload.kernels import Rows
+from tpu_offload.types import Direction
 
 BLOCK_SIZE = 16
 
@@ -74,10 +75,10 @@ class Bench:
         self.worker._pool.wait_until_allocated()
         self.scheduler.apply(self.worker.poll())
         self.num_requests = 0
-        self.copier = self.worker._copier
-        self.dispatch = self.copier.save
+        saver, loader = (self.worker._copiers[direction] for direction in (Direction.SAVE, Direction.LOAD))
+        self.dispatch = saver.save
         self.in_program_s = 0.0
-        self.copier.save, self.copier.load = self.clocked(self.copier.save), self.clocked(self.copier.load)
+        saver.save, loader.load = self.clocked(saver.save), self.clocked(loader.load)
 
     # Nothing to do.
 

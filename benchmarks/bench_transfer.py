@@ -1,169 +1,194 @@
-"""How fast do blocks move between the caches and the host pool, next to memcpy and to one `device_put` a block?
+"""How fast do blocks move between the caches and the host pool, next to the hardware's limit and to the peer?
 
-Each round measures every method once, in turn, in one process, and the ratios are taken within a round, so
-that a machine that slows down slows all of them. The peer's method is that of tpu-inference's offload
-connector: save by gathering the blocks, splitting them and one `device_put` to host memory for each; load by
-one `device_put` for each to the device, and a scatter that the step waits for.
+Sweeps each of: blocks in a job, bytes of a block, layers, dtype, devices, copy path and direction. The base
+shape is the middle one of `--block-kib` with the first of the other lists. All block sizes are measured, then
+layers, dtypes and devices are varied one at a time, those with every other job size. The first of `--paths`
+is measured everywhere and the others on the base shape: the whole product would take hours. What is measured,
+and how, is told by `tpu_offload.cli.transfer_rates`: interleaved rounds, ratios within a round, the limit and
+the peer's method in every one of them.
 
-  python benchmarks/bench_transfer.py --num-blocks 1 8 64 --path direct staged --json transfer.json
+  python benchmarks/bench_transfer.py --json transfer.json
+  python benchmarks/bench_transfer.py --paths direct --block-kib 1024 --num-blocks 4 16 64 --seconds 20
+
+On a CPU the devices are virtual ones, as many as the largest of `--devices`. float8 is not measured by the
+peer's method there: the CPU backend copies it element by element, which says nothing of an accelerator.
 """
 
 import argparse
-import functools
+import dataclasses
 import json
-import platform
+import os
 import statistics
 import sys
 import time
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from tpu_offload.config import OffloadConfig
-from tpu_offload.layout import KVLayout
-from tpu_offload.types import Direction, JobState, StepPlan, TransferJob
-from tpu_offload.worker import OffloadWorker
+KIB = 2**10
+HEADS, HEAD_DIM = 8, 128
+TARGET_LIMIT, TARGET_ONE_BLOCK, TARGET_PEER = 0.8, 0.4, 5.0
 
 
-class Ours:
-    """Blocks through the worker, from the plan to the report."""
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One shape of the caches."""
 
-    def __init__(self, path, caches, *, num_host_blocks, num_blocks):
-        layout = KVLayout.from_caches(caches, block_size=caches[0].shape[1])
-        config = OffloadConfig.create(copy_path=path, num_staging_blocks=num_blocks, num_cpu_chunks=num_host_blocks)
-        self.worker = OffloadWorker(config, layout, caches)
-        self.worker._pool.wait_until_allocated()
-        self.num_jobs = 0
+    block_kib: int
+    num_layers: int
+    dtype: str
+    num_devices: int
 
-    def save(self, caches, block_ids):
-        job = self._job(Direction.SAVE, block_ids)
-        plan = StepPlan(self.num_jobs, saves=(job,))
-        caches = self.worker.begin_step(plan, caches)
-        self.worker.end_step(plan, caches)
-        return self._finish(caches)
+    @property
+    def page_shape(self):
+        """The caches' pages, `[tokens, 8, 2, 128]`; None where a page would be under one token."""
+        token_nbytes = HEADS * 2 * HEAD_DIM * (1 if "8" in self.dtype else 2)
+        tokens = self.block_kib * KIB // self.num_layers // token_nbytes
+        return (tokens, HEADS, 2, HEAD_DIM) if tokens else None
 
-    def load(self, caches, block_ids):
-        return self._finish(
-            self.worker.begin_step(StepPlan(self.num_jobs, loads=(self._job(Direction.LOAD, block_ids),)), caches)
-        )
-
-    def _job(self, direction, block_ids):
-        self.num_jobs += 1
-        return TransferJob(self.num_jobs, direction, 0, tuple(block_ids), tuple(range(len(block_ids))))
-
-    def _finish(self, caches):
-        while not (results := self.worker.poll(wait=True).results):
-            self.num_jobs += 1
-            caches = self.worker.begin_step(StepPlan(self.num_jobs), caches)
-        assert results[0].state is JobState.FINISHED, results
-        return jax.block_until_ready(caches)
+    def __str__(self):
+        return f"{self.block_kib} KiB x {self.num_layers} layers, {self.dtype}, {self.num_devices} device(s)"
 
 
-class Peer:
-    """Gather, split, one device_put a block; load with one device_put a block and a blocking scatter."""
-
-    def __init__(self, caches):
-        device = next(iter(caches[0].sharding.device_set))
-        self.on_device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
-        self.on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        self.host = []
-
-    @functools.cached_property
-    def gather(self):
-        return jax.jit(lambda caches, ids: jnp.split(jnp.stack([c[ids] for c in caches], axis=1), len(ids)))
-
-    @functools.cached_property
-    def scatter(self):
-        def scatter(caches, blocks, ids):
-            stacked = jnp.concatenate(blocks)
-            return [c.at[ids].set(stacked[:, i]) for i, c in enumerate(caches)]
-
-        return jax.jit(scatter, donate_argnums=0)
-
-    def save(self, caches, block_ids):
-        self.host = [jax.device_put(block, self.on_host) for block in self.gather(caches, np.array(block_ids))]
-        jax.block_until_ready(self.host)
-        return caches
-
-    def load(self, caches, block_ids):
-        blocks = [jax.device_put(block, self.on_device) for block in self.host]
-        jax.block_until_ready(blocks)
-        return jax.block_until_ready(self.scatter(caches, blocks, np.array(block_ids)))
-
-
-def measure(args, num_blocks, path):
-    """One sweep point: GB/s of every method, and ratios within rounds."""
-    shape = (max(args.cache_blocks, num_blocks), *args.page_shape)
-    keys = jax.random.split(jax.random.key(0), args.num_layers)
-    caches = [jax.random.normal(key, shape, jnp.dtype(args.dtype)) for key in keys]
-    ours = Ours(path, caches, num_host_blocks=args.host_blocks, num_blocks=num_blocks)
-    peer = Peer(caches)
-    nbytes = num_blocks * args.num_layers * caches[0].nbytes // shape[0]
-    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
-    rng = np.random.default_rng(0)
-    rounds = []
-    for i in range(args.repeats + 2):
-        block_ids = rng.permutation(shape[0])[:num_blocks].tolist()
-        seconds = {}
-        for name, method in (("ours", ours), ("peer", peer)):
-            for direction in ("save", "load"):
-                start = time.perf_counter()
-                caches = getattr(method, direction)(caches, block_ids)
-                seconds[f"{name}_{direction}"] = time.perf_counter() - start
-        start = time.perf_counter()
-        np.copyto(target, source)
-        seconds["memcpy"] = time.perf_counter() - start
-        if i >= 2:  # the first rounds compile and touch memory for the first time
-            rounds.append(seconds)
-    ours.worker.close()
-    rates = {name: [nbytes / r[name] / 1e9 for r in rounds] for name in rounds[0]}
-    ratios = {
-        f"ours_{d}_over_{name}": [r[other] / r[f"ours_{d}"] for r in rounds]
-        for d in ("save", "load")
-        for name, other in (("memcpy", "memcpy"), ("peer", f"peer_{d}"))
+def points(args):
+    """The sweep: each shape once, with its paths and job sizes."""
+    base = Point(sorted(args.block_kib)[len(args.block_kib) // 2], args.num_layers[0], args.dtype[0], args.devices[0])
+    axes = {
+        "block_kib": args.block_kib,
+        "num_layers": args.num_layers,
+        "dtype": args.dtype,
+        "num_devices": args.devices,
     }
-    summary = {key: summarize(values) for key, values in (rates | ratios).items()}
-    return {"path": path, "num_blocks": num_blocks, "nbytes": nbytes, "gb_per_s": {k: summary[k] for k in rates},
-            "ratios": {k: summary[k] for k in ratios}}  # fmt: skip
+    todo = {}
+    for axis, values in axes.items():
+        for value in values:
+            point = dataclasses.replace(base, **{axis: value})
+            sizes = args.num_blocks if axis == "block_kib" else args.num_blocks[::2]
+            sizes = [n for n in sizes if n * point.block_kib <= args.max_job_mib * KIB]
+            if point.page_shape and sizes:
+                todo.setdefault(point, (args.paths if point == base else args.paths[:1], sizes))
+    return todo
 
 
-def summarize(values):
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def measure(point, paths, sizes, args, seconds):
+    """All job sizes of one shape; rows for the file and the table."""
+    import jax
+
+    from tpu_offload.cli.bench import figures_as_json
+    from tpu_offload.cli.transfer_methods import Geometry
+    from tpu_offload.cli.transfer_rates import TransferBench
+    from tpu_offload.config import CopyPath
+    from tpu_offload.types import Direction
+
+    started_s = time.monotonic()
+    geometry = Geometry(point.num_layers, point.page_shape, point.dtype, point.num_devices)
+    bench = TransferBench(
+        geometry,
+        sizes=sizes,
+        paths=[CopyPath(path) for path in paths],
+        directions=[Direction(direction) for direction in args.directions],
+        with_peer=not (jax.default_backend() == "cpu" and "float8" in point.dtype),
+        step_s=args.step_ms / 1e3,
+    )
+    rows = []
+    try:
+        for i, size in enumerate(sizes):
+            left_s = seconds - (time.monotonic() - started_s)
+            # Ten times the blocks take about ten times the time; the square root gives all of them some.
+            share = size**0.5 / sum(n**0.5 for n in sizes[i:])
+            for one in bench.measure(size, seconds=left_s * share, max_rounds=args.rounds):
+                rows.append(dataclasses.asdict(point) | figures_as_json(one))
+    finally:
+        bench.close()
+    return rows
+
+
+def show(row):
+    limit, rate = row["of_limit"], row["gb_per_s"]["median"]
+    peer = f"{row['of_peer']['median']:6.2f}" if row["of_peer"] else "     -"
+    delay = f", delay {row['delay_s']['median'] * 1e3:.2f} ms" if row["delay_s"] else ""
+    print(
+        f"  {row['path']:6} {row['direction']} {row['num_blocks']:4} blocks {rate:7.2f} GB/s, of limit "
+        f"{limit['median']:.2f} ({limit['p10']:.2f}-{limit['p90']:.2f}), of peer {peer}{delay}, "
+        f"{row['num_rounds']} rounds",
+        flush=True,
+    )
+
+
+def targets(rows):
+    """One line for each target of the direct path and direction: the worst and the median of the medians."""
+    lines = []
+    for direction in ("save", "load"):
+        mine = [row for row in rows if (row["path"], row["direction"]) == ("direct", direction)]
+        large = [row for row in mine if row["num_blocks"] >= 4 and row["block_kib"] >= KIB]
+        one = [row for row in mine if (row["num_blocks"], row["block_kib"]) == (1, KIB)]
+        for name, chosen, ratio, target in (
+            ("jobs of >= 4 blocks of >= 1 MiB, ratio to the limit", large, "of_limit", TARGET_LIMIT),
+            ("one block of 1 MiB, ratio to the limit", one, "of_limit", TARGET_ONE_BLOCK),
+            ("jobs of >= 4 blocks of >= 1 MiB, ratio to the peer's method", large, "of_peer", TARGET_PEER),
+        ):
+            values = [row[ratio]["median"] for row in chosen if row[ratio]]
+            if not values:
+                continue
+            worst, middle = min(values), statistics.median(values)
+            num_met = sum(value >= target for value in values)
+            lines.append(
+                {
+                    "text": f"direct {direction}s, {name}: min {worst:.2f}, median {middle:.2f} "
+                    f"(target {target:g}: {num_met} of {len(values)} shapes)",
+                    "direction": direction,
+                    "what": name,
+                    "min": worst,
+                    "median": middle,
+                    "target": target,
+                    "num_met": num_met,
+                    "num_shapes": len(values),
+                }
+            )
+    return lines
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--paths", nargs="+", choices=["direct", "staged"], default=["direct", "staged"])
+    add("--directions", nargs="+", choices=["save", "load"], default=["save", "load"])
+    add("--num-blocks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], help="blocks in a job")
+    add("--block-kib", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384], help="of a block, all layers")
+    add("--num-layers", type=int, nargs="+", default=[8, 2, 32, 64], help="the first is the base")
+    add("--dtype", nargs="+", default=["bfloat16", "float8_e4m3fn"], help="the first is the base")
+    add("--devices", type=int, nargs="+", default=[1, 8], help="that split a page; the first is the base")
+    add("--max-job-mib", type=int, default=128, help="leave out larger jobs")
+    add("--rounds", type=int, default=15, help="at most, for each shape and job size")
+    add("--seconds", type=float, default=330, help="for the whole sweep, about")
+    add("--step-ms", type=float, default=0, help="also measure the delay of model steps of this length")
+    add("--json", help="write everything to this file")
+    return parser.parse_args()
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", nargs="+", choices=["direct", "staged"], default=["direct"])
-    parser.add_argument("--num-blocks", type=int, nargs="+", default=[1, 8, 64], help="blocks in a job")
-    parser.add_argument("--num-layers", type=int, default=8)
-    parser.add_argument(
-        "--page-shape", type=int, nargs="+", default=[16, 8, 2, 128], help="one layer's slice of a block"
-    )
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--cache-blocks", type=int, default=128)
-    parser.add_argument("--host-blocks", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", help="write the results to this file")
-    args = parser.parse_args()
-    results = []
-    for path in args.path:
-        for num_blocks in args.num_blocks:
-            result = measure(args, num_blocks, path)
-            results.append(result)
-            figures = {k: f"{v['median']:.2f} ({v['min']:.2f}-{v['max']:.2f})" for k, v in result["gb_per_s"].items()}
-            ratios = {k: f"{v['median']:.2f} ({v['min']:.2f}-{v['max']:.2f})" for k, v in result["ratios"].items()}
-            print(f"{path} {num_blocks} blocks, {result['nbytes'] / 2**20:.1f} MiB: GB/s {figures}; ratios {ratios}")
-    report = {
-        "question": "transfer speed",
-        "device": jax.devices()[0].device_kind,
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__},
-        "settings": vars(args),
-        "results": results,
-    }
+    args = parse()
+    # Read when jax makes its CPU backend, so it has to be there before anything imports jax.
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        flag = f"--xla_force_host_platform_device_count={max(args.devices)}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    from tpu_offload.cli.report import environment
+
+    started_s = time.monotonic()
+    todo, rows = points(args), []
+    for i, (point, (paths, sizes)) in enumerate(todo.items()):
+        left_s = args.seconds - (time.monotonic() - started_s)
+        print(f"[{time.monotonic() - started_s:4.0f} s] {i + 1} of {len(todo)}: {point}", flush=True)
+        found = measure(point, paths, sizes, args, max(0.0, left_s / (len(todo) - i)))
+        for row in found:
+            show(row)
+        rows += found
+    lines = targets(rows)
+    print()
+    for line in lines:
+        print(line["text"])
     if args.json:
+        settings = vars(args) | {"argv": sys.argv[1:]}
+        report = {"question": "transfer speed", **environment(), "date": time.strftime("%Y-%m-%d")}
         with open(args.json, "w") as file:
-            json.dump(report, file, indent=2)
+            json.dump(report | {"settings": settings, "targets": lines, "results": rows}, file, indent=1)
     return 0
 
 

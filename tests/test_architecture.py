@@ -8,7 +8,7 @@ import pytest
 import tpu_offload
 
 PACKAGE = Path(tpu_offload.__file__).parent
-FOUNDATION = {"errors", "types", "config", "layout", "hashing", "metrics"}
+FOUNDATION = {"errors", "types", "config", "layout", "hashing", "metrics", "profile"}
 PARTS = {"core", "kernels", "memory", "tiers"}
 FRONTS = {"adapters", "sim"}
 
@@ -116,6 +116,10 @@ PUBLIC = [
     "ConfigError",
     "CopyPath",
     "FailedLoad",
+    "FusedCopies",
+    "FusedInputs",
+    "FusedOutcome",
+    "FusedStep",
     "InputError",
     "JobResult",
     "JobState",
@@ -150,7 +154,7 @@ PUBLIC = [
         ("core/scheduler.py", "from tpu_offload import OffloadConfig", {""}),
         ("core/scheduler.py", "from tpu_offload import config, worker", {"worker"}),
         ("config.py", "def f():\n    from tpu_offload.core.staging import X", {"core"}),
-        ("worker.py", "from tpu_offload.engine import Engine", {"engine"}),
+        ("worker/worker.py", "from tpu_offload.engine import Engine", {"engine"}),
         ("engine/engine.py", "import tpu_offload.cli.main", {"cli"}),
         ("cli/main.py", "from tpu_offload.engine import Engine", set()),
     ],

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tpu_offload.config import DEFAULT_NUM_CPU_CHUNKS, DEFAULT_STAGING_BUFFER_TOKENS, CopyPath, OffloadConfig
 from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+from tpu_offload.types import Direction
 
 README = Path(__file__).parents[1] / "README.md"
 GB = 2**30
@@ -30,7 +31,9 @@ GOOD = {
     "host_memory_fraction": ("0.25", 0.25),
     "host_segment_gb": ("0.125", 0.125),
     "blocks_per_chunk": ("4", 4),
-    "copy_path": ("staged", CopyPath.STAGED),
+    "save_path": ("staged", CopyPath.STAGED),
+    "load_path": ("fused", CopyPath.FUSED),
+    "profile": ("profiles/v6e.json", Path("profiles/v6e.json")),
     "decode_save": ("1", True),
     "skip_jax_precompile": ("true", True),
     "block_size_buckets": ("1, 2,8", (1, 2, 8)),
@@ -64,7 +67,13 @@ BAD = {
         ("4097", "less than or equal to 4096"),
         ("two", "integer"),
     ],
-    "copy_path": [("diagonal", "'direct' or 'staged'"), ("", "'direct' or 'staged'")],
+    "save_path": [
+        ("diagonal", "'direct', 'staged', 'fused' or 'auto'"),
+        ("", "'direct', 'staged', 'fused' or 'auto'"),
+        ("auto", "needs a profile of this machine; run `tpu-offload bench`"),
+    ],
+    "load_path": [("STAGED", "'direct', 'staged', 'fused' or 'auto'"), ("auto", "set TPU_OFFLOAD_PROFILE")],
+    "profile": [("", "expected the path of a file")],
     "decode_save": [("maybe", "0 or 1")],
     "skip_jax_precompile": [("2", "0 or 1")],
     "block_size_buckets": [
@@ -133,6 +142,7 @@ def test_reads_the_process_environment_by_default(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [
+        ("TPU_OFFLOAD_COPY_PATH", "TPU_OFFLOAD_(SAVE|LOAD)_PATH"),
         ("TPU_OFFLOAD_NUM_CPU_CHUNK", "TPU_OFFLOAD_NUM_CPU_CHUNKS"),
         ("TPU_OFFLOAD_STAGING_GB", "TPU_OFFLOAD_STAGING_BUFFER_GB"),
         ("TPU_OFFLOAD_decode_save", "TPU_OFFLOAD_DECODE_SAVE"),
@@ -255,6 +265,19 @@ def test_a_meaningless_variable_is_accepted_and_warned_about_once(field, caplog)
     assert not caplog.records
 
 
+def test_auto_with_a_profile_is_taken_for_either_direction():
+    config = from_env(save_path="auto", profile="p.json")
+    assert (config.path_for(Direction.SAVE), config.path_for(Direction.LOAD)) == (CopyPath.AUTO, CopyPath.DIRECT)
+    config = from_env(load_path="auto", profile="p.json")
+    assert (config.path_for(Direction.SAVE), config.path_for(Direction.LOAD)) == (CopyPath.DIRECT, CopyPath.AUTO)
+
+
+@pytest.mark.parametrize(("save_path", "is_read"), [("direct", False), ("auto", True)])
+def test_a_profile_that_nobody_reads_is_warned_about(save_path, is_read, caplog):
+    from_env(profile="p.json", save_path=save_path)
+    assert ("read by nobody" in caplog.text) == (not is_read)
+
+
 # --- the README's table -------------------------------------------------------------------------
 
 
@@ -274,7 +297,7 @@ def type_in_words(annotation):
         return "list of int"
     if issubclass(annotation, enum.Enum):
         return " or ".join(f"`{member.value}`" for member in annotation)
-    return annotation.__name__
+    return "file" if annotation is Path else annotation.__name__
 
 
 def default_in_words(field):

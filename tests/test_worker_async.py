@@ -45,7 +45,7 @@ def test_flights_of_different_sizes_end_in_any_order():
 def test_failed_part_waits_for_the_others():
     """Or a late part would land in a slot that has a new owner."""
     engine = Engine()
-    real = engine.worker._copier._save
+    real = engine.saver._save
     calls = []
 
     def second_fails(*args):
@@ -54,7 +54,7 @@ def test_failed_part_waits_for_the_others():
             raise RuntimeError("halted")
         return real(*args)
 
-    engine.worker._copier._save = second_fails
+    engine.saver._save = second_fails
     engine.step(saves=[engine.save([0, 1], [7, 8])])
     token = slow_down(engine)
     assert engine.worker.poll().results == ()

@@ -5,7 +5,7 @@ import time
 import jax
 import pytest
 
-from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, PATHS, Engine, Poisoned, broken
+from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, PATHS, Engine, Poisoned, broken, split_path
 from tpu_offload.errors import TransferError
 from tpu_offload.memory import host_pool
 from tpu_offload.types import Direction, TransferJob
@@ -48,14 +48,14 @@ def test_save_that_raises_fails_its_jobs_and_no_others(caplog):
     engine.step(saves=[good])
     engine.expect_saved(good)
     assert engine.states() == {1: FINISHED}
-    engine.worker._copier._save = broken(jax.errors.JaxRuntimeError("INTERNAL: one\ntwo"))
+    engine.saver._save = broken(jax.errors.JaxRuntimeError("INTERNAL: one\ntwo"))
     load = engine.load([9], [0])
     engine.step(saves=[engine.save([1], [1])], loads=[load])
     engine.expect_loaded(load)
     results = engine.drain()
     assert {i: r.state for i, r in results.items()} == {2: FINISHED, 3: FAILED}
     assert results[3].error == "JaxRuntimeError: INTERNAL: one"
-    del engine.worker._copier._save
+    del engine.saver._save
     after = engine.save([1], [1])  # the segment was not donated, and goes on
     engine.step(saves=[after])
     engine.expect_saved(after)
@@ -71,10 +71,10 @@ def no_rebuild(monkeypatch):
 
 def test_failed_save_that_took_the_segment_loses_it(no_rebuild):
     engine = Engine()
-    engine.worker._copier._save = broken(RuntimeError("the device is gone"), deletes=0)
+    engine.saver._save = broken(RuntimeError("the device is gone"), deletes=0)
     engine.step(saves=[engine.save([0], [0])])
     assert engine.states() == {1: FAILED}
-    del engine.worker._copier._save
+    del engine.saver._save
     engine.step(saves=[engine.save([1], [1]), engine.save([2], [8])], loads=[engine.load([3], [2])])
     results = engine.drain()
     assert {i: r.state for i, r in results.items()} == {2: FAILED, 3: FINISHED, 4: FAILED}
@@ -84,7 +84,7 @@ def test_failed_save_that_took_the_segment_loses_it(no_rebuild):
 
 def test_load_that_raises_leaves_the_caches():
     engine = Engine()
-    engine.worker._copier._load = broken(ValueError("no"))
+    engine.loader._load = broken(ValueError("no"))
     engine.step(loads=[engine.load([3], [2])])
     assert engine.drain()[1].error == "ValueError: no"
     engine.check()
@@ -92,23 +92,33 @@ def test_load_that_raises_leaves_the_caches():
 
 def test_wrong_token_fails_the_job_and_the_segment(no_rebuild):
     engine = Engine()
-    real = engine.worker._copier._save
-    engine.worker._copier._save = lambda *args: (real(*args)[0], jax.numpy.int32(1))
+    real = engine.saver._save
+    engine.saver._save = lambda *args: (real(*args)[0], jax.numpy.int32(1))
     engine.step(saves=[engine.save([0, 1], [0, 1])])
     result = engine.drain()[1]
     assert (result.state, result.error) == (FAILED, "TransferError: the device copied 1 of 2 blocks")
-    del engine.worker._copier._save
+    del engine.saver._save
     engine.step(loads=[engine.load([0], [0])])
     assert "segment 0 was lost" in engine.drain()[2].error
 
 
-@pytest.mark.parametrize(
-    ("name", "direction"), [("gather", "save"), ("land", "save"), ("pick", "load"), ("scatter", "load")]
-)
-def test_staged_program_that_raises(name, direction):
-    engine = Engine("staged")
-    real = engine.worker._copier._program
-    engine.worker._copier._program = lambda build, bucket: (
+# The paths in which the direction at hand is staged.
+STAGED = [
+    (path, direction)
+    for path in PATHS
+    for direction, its_path in zip(("save", "load"), split_path(path), strict=True)
+    if its_path == "staged"
+]
+
+
+@pytest.mark.parametrize(("path", "direction"), STAGED)
+@pytest.mark.parametrize("half", [0, 1])
+def test_staged_program_that_raises(path, direction, half):
+    engine = Engine(path)
+    name = {"save": ("gather", "land"), "load": ("pick", "scatter")}[direction][half]
+    copier = engine.saver if direction == "save" else engine.loader
+    real = copier._program
+    copier._program = lambda build, bucket: (
         broken(RuntimeError("halted")) if build.__name__ == name else real(build, bucket)
     )
     job = getattr(engine, direction)([0, 1, 2], [6, 7, 8])
@@ -119,9 +129,9 @@ def test_staged_program_that_raises(name, direction):
 
 def test_a_lost_segment_is_reported_once_and_allocated_again():
     engine = Engine()
-    engine.worker._copier._save = broken(RuntimeError("the device is gone"), deletes=0)
+    engine.saver._save = broken(RuntimeError("the device is gone"), deletes=0)
     engine.step(saves=[engine.save([0], [9])])
-    del engine.worker._copier._save
+    del engine.saver._save
     report = engine.worker.poll()
     assert [r.state for r in report.results] == [FAILED]
     assert report.lost_slots == ((4, 8),)  # slots of the segment, as the scheduler counts them
@@ -142,24 +152,24 @@ def test_caches_that_a_failed_load_took_are_one_clear_error():
         kv_caches[0].delete()
         raise RuntimeError("halted")
 
-    engine.worker._copier._load = takes_the_caches
+    engine.loader._load = takes_the_caches
     with pytest.raises(TransferError, match=r"took the KV caches with it .*RuntimeError: halted.*new caches"):
         engine.begin(engine.load([3], [2]))
 
 
 def test_save_that_fails_on_the_device_loses_the_segment(no_rebuild):
     engine = Engine()
-    real = engine.worker._copier._save
-    engine.worker._copier._save = lambda *args: (real(*args)[0], Poisoned())
+    real = engine.saver._save
+    engine.saver._save = lambda *args: (real(*args)[0], Poisoned())
     engine.step(saves=[engine.save([0], [0])])
     assert engine.drain()[1].error == "JaxRuntimeError: INTERNAL: core halted"
     engine.step(loads=[engine.load([0], [0])])
     assert "segment 0 was lost" in engine.drain()[2].error
 
 
-@pytest.mark.parametrize("direction", ["save", "load"])
-def test_staged_transfer_that_fails_on_the_device_spoils_nothing(direction):
-    engine = Engine("staged")
+@pytest.mark.parametrize(("path", "direction"), STAGED)
+def test_staged_transfer_that_fails_on_the_device_spoils_nothing(path, direction):
+    engine = Engine(path)
     engine.step(**{f"{direction}s": [getattr(engine, direction)([0, 1], [0, 1])]})
     engine.worker._flights[0].waiting_on = Poisoned()
     assert engine.drain()[1].error == "JaxRuntimeError: INTERNAL: core halted"

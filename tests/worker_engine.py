@@ -1,21 +1,37 @@
 """A stand-in for an engine around a worker, and arrays that are late or broken, for the tests of the worker."""
 
+import functools
+
 import jax
 import numpy as np
 
 from tests.caches import random_array, random_caches
 from tpu_offload.config import OffloadConfig
-from tpu_offload.kernels import reference
+from tpu_offload.kernels import FusedCopies, reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, JobState, StepPlan, TransferJob
 from tpu_offload.worker import OffloadWorker
 
-PATHS = ["direct", "staged"]
+PATHS = [
+    "direct",
+    "staged",
+    "fused",
+    "staged saves, direct loads",
+    "direct saves, staged loads",
+    "fused saves, staged loads",
+    "direct saves, fused loads",
+]
 BLOCKS_PER_CHUNK = 2
 NUM_CHUNKS = 10
 CHUNKS_PER_SEGMENT = 4
 NUM_HOST_BLOCKS = NUM_CHUNKS * BLOCKS_PER_CHUNK
 IDLE = StepPlan(step_id=0)
+
+
+def split_path(path):
+    """The paths of saves and of loads."""
+    save, _, load = path.partition(", ")
+    return save.removesuffix(" saves"), (load or save).removesuffix(" loads")
 
 
 class Clock:
@@ -26,10 +42,23 @@ class Clock:
         return self.now
 
 
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def forward(caches, segment, inputs):
+    """A forward pass that computes nothing worth keeping, and takes the fused copies along."""
+    copies = FusedCopies(segment, inputs)
+    x = jax.numpy.zeros(())
+    out = []
+    for layer, cache in enumerate(caches):
+        x, cache = copies.after_layer(layer, x + 1, cache)
+        out.append(cache)
+    return out, copies.finish()
+
+
 class Engine:
-    """A worker with its caches, and numpy copies of what both should hold."""
+    """A worker with its caches, and numpy copies of what both should hold; `path` is one of PATHS."""
 
     def __init__(self, path="direct", *, dtype="bfloat16", num_devices=1, wait=True, **settings):
+        self.save_path, self.load_path = split_path(path)
         self.rng = np.random.default_rng(5)
         self.caches = random_caches(self.rng, dtype=dtype, num_devices=num_devices)
         self.layout = KVLayout.from_caches(self.caches, block_size=4)
@@ -39,17 +68,22 @@ class Engine:
             "blocks_per_chunk": BLOCKS_PER_CHUNK,
             # Not a whole number of chunks: 4.5 of them.
             "host_segment_gb": 4.5 * BLOCKS_PER_CHUNK * self.layout.block_nbytes / 2**30,
-            "copy_path": path,
+            "save_path": self.save_path,
+            "load_path": self.load_path,
             "skip_jax_precompile": True,
         } | settings
+        if "fused" in path:
+            settings["block_size_buckets"] = (1, 2, 4)  # one or two chunks a step
         self.clock = Clock()
+        config = OffloadConfig.create(**settings)
         self.worker = OffloadWorker(
-            OffloadConfig.create(**settings), self.layout, self.caches, worker_id=3, clock=self.clock, available=2**30
+            config, self.layout, self.caches, worker_id=3, clock=self.clock, available=2**30, fused="fused" in path
         )
         if wait and self.worker._pool:
             self.worker._pool.wait_until_allocated()
         self.step_id = 0
         self.next_job_id = 0
+        self.num_fused = 0
         self.expected = [reference.as_bytes(cache) for cache in self.caches]
         self.host = np.zeros((NUM_HOST_BLOCKS, len(self.caches), *self.expected[0].shape[1:]), np.uint8)
 
@@ -63,6 +97,14 @@ class Engine:
     def load(self, block_ids, host_block_ids):
         return self.job(Direction.LOAD, block_ids, host_block_ids)
 
+    @property
+    def saver(self):
+        return self.worker._copiers[Direction.SAVE]
+
+    @property
+    def loader(self):
+        return self.worker._copiers[Direction.LOAD]
+
     def begin(self, *loads, cancel=()):
         self.step_id += 1
         self.plan = StepPlan(self.step_id, loads=loads, cancelled_job_ids=tuple(cancel))
@@ -72,8 +114,17 @@ class Engine:
         self.worker.end_step(StepPlan(self.step_id, saves=saves), self.caches)
 
     def step(self, *, loads=(), saves=(), cancel=()):
-        self.begin(*loads, cancel=cancel)
-        self.end(*saves)
+        if not self.worker.offers_fused:
+            self.begin(*loads, cancel=cancel)
+            self.end(*saves)
+            return
+        self.step_id += 1
+        plan = StepPlan(self.step_id, loads=tuple(loads), saves=tuple(saves), cancelled_job_ids=tuple(cancel))
+        self.caches = self.worker.begin_step(plan, self.caches, fuse=True)
+        fused = self.worker.fused_step()
+        self.num_fused += fused.inputs is not None
+        self.caches, outcome = forward(self.caches, *fused)
+        self.worker.end_step(plan, self.caches, outcome)
 
     def scribble(self):
         """What a forward pass does: new bytes in all caches, which donates them."""
@@ -121,7 +172,9 @@ class Engine:
         return {job_id: result.state for job_id, result in self.drain().items()}
 
     def check(self):
-        segments = [reference.as_bytes(s) for s in self.worker._pool._segments]
+        segments = [
+            np.concatenate([reference.as_bytes(part) for part in s], axis=1) for s in self.worker._pool._segments
+        ]
         np.testing.assert_array_equal(np.concatenate(segments)[:NUM_HOST_BLOCKS], self.host)
         for cache, wanted in zip(self.caches, self.expected, strict=True):
             np.testing.assert_array_equal(reference.as_bytes(cache), wanted)
@@ -133,7 +186,8 @@ FINISHED, FAILED, CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCE
 def broken(error, *, deletes=None):
     def program(*args):
         if deletes is not None:
-            args[deletes].delete()
+            for part in args[deletes]:
+                part.delete()
         raise error
 
     return program

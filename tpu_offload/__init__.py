@@ -5,6 +5,7 @@ from tpu_offload.core.requests import FailedLoad, ScheduledRequest, Update
 from tpu_offload.core.scheduler import OffloadScheduler
 from tpu_offload.errors import ConfigError, InputError, LayoutError, OffloadError, RequestError, StagingError
 from tpu_offload.hashing import BlockHasher
+from tpu_offload.kernels import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.metrics import OffloadStats, StatsCollector
 from tpu_offload.types import BlockHash, ChunkKey, JobResult, JobState, StepPlan, StepReport, TransferJob
@@ -17,6 +18,10 @@ __all__ = [
     "ConfigError",
     "CopyPath",
     "FailedLoad",
+    "FusedCopies",
+    "FusedInputs",
+    "FusedOutcome",
+    "FusedStep",
     "InputError",
     "JobResult",
     "JobState",

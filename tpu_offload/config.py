@@ -11,6 +11,7 @@ import enum
 import logging
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 import pydantic
@@ -18,6 +19,7 @@ from pydantic import Field
 
 from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout
+from tpu_offload.types import Direction
 
 _logger = logging.getLogger(__name__)
 
@@ -32,10 +34,12 @@ _HOST_SIZES = ("num_cpu_chunks", "host_gb")
 
 
 class CopyPath(enum.Enum):
-    """How blocks move between HBM and the host pool (see `tpu_offload.kernels`)."""
+    """How blocks move between HBM and the host pool, in one direction (see `tpu_offload.kernels`)."""
 
     DIRECT = "direct"
     STAGED = "staged"
+    FUSED = "fused"  # inside the engine's own step; only where the engine offers it
+    AUTO = "auto"  # whichever of the others the profile ranks first; never a way to copy by itself
 
 
 # The description of each field is its line in the README table; a test holds the two together.
@@ -78,7 +82,12 @@ class OffloadConfig(pydantic.BaseModel):
         description="The host pool is allocated in segments this big, in the background.",
     )
     blocks_per_chunk: int = Field(1, ge=1, le=4096, description="Blocks in a chunk, the unit of keys and eviction.")
-    copy_path: CopyPath = Field(CopyPath.DIRECT, description="How blocks move: direct or staged.")
+    save_path: CopyPath = Field(
+        CopyPath.DIRECT,
+        description="How saves move blocks: fused where the engine offers it, auto as the profile says.",
+    )
+    load_path: CopyPath = Field(CopyPath.DIRECT, description="How loads move blocks, likewise.")
+    profile: Path | None = Field(None, description="The file that `tpu-offload bench` wrote on this kind of machine.")
     decode_save: bool = Field(False, description="Also save blocks that hold generated tokens.")
     skip_jax_precompile: bool = Field(False, description="Compile transfer programs on first use, not at start.")
     block_size_buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
@@ -105,12 +114,25 @@ class OffloadConfig(pydantic.BaseModel):
     def _split_list(cls, value: Any) -> Any:
         return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
+    @pydantic.field_validator("profile")
+    @classmethod
+    def _is_a_file(cls, value: Path | None) -> Path | None:
+        if value == Path():  # what an empty string parses to
+            raise ValueError("expected the path of a file")
+        return value
+
     @pydantic.model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         for names in (_STAGING_SIZES, _HOST_SIZES):
             given = [f"{_env_name(n)}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
             if len(given) > 1:
                 raise ConfigError(f"{' and '.join(given)} give one size in two ways; set only one of them")
+        if self.profile is None and CopyPath.AUTO in (self.save_path, self.load_path):
+            field = "save_path" if self.save_path is CopyPath.AUTO else "load_path"
+            raise ConfigError(
+                f"{_env_name(field)}=auto needs a profile of this machine; run `tpu-offload bench` and set "
+                f"{_env_name('profile')} to the file that it writes, or choose direct or staged"
+            )
         buckets = self.block_size_buckets
         if buckets and (buckets[0] != 1 or list(buckets) != sorted(set(buckets))):
             raise ConfigError(
@@ -150,11 +172,20 @@ class OffloadConfig(pydantic.BaseModel):
         return config
 
     def warn_ignored(self) -> None:
-        """Logs one warning for each given setting that this design makes meaningless."""
+        """Logs one warning for each given setting that means nothing, by design or beside the others."""
         for field in ("batched_save", "save_threads", "use_unpinned_host"):
             if getattr(self, field) is not None:
                 why = type(self).model_fields[field].description or ""
                 _logger.warning("%s is set. %s", _env_name(field), why)
+        if self.profile is not None and CopyPath.AUTO not in (self.save_path, self.load_path):
+            _logger.warning(
+                "%s is set and read by nobody: neither %s nor %s is auto",
+                *map(_env_name, ("profile", "save_path", "load_path")),
+            )
+
+    def path_for(self, direction: Direction) -> CopyPath:
+        """The setting for one direction."""
+        return self.save_path if direction is Direction.SAVE else self.load_path
 
     @property
     def enabled(self) -> bool:

@@ -195,6 +195,28 @@ def test_wrong_variable(error_of, monkeypatch, name, value):
     assert name in error_of("replay", *TINY, "--requests", "1")
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "cannot be read"),
+        ("{}", "is no profile"),
+        (
+            '{"format": "tpu_offload.profile", "version": 1, "device_kind": "TPU v9", "entries": '
+            '[{"num_layers": 1, "page_nbytes": 1, "save": ["direct"], "load": ["direct"]}]}',
+            "measured on 'TPU v9' and the KV caches are on 'cpu'",
+        ),
+    ],
+)
+def test_wrong_profile(error_of, monkeypatch, tmp_path, content, expected):
+    path = tmp_path / "p.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("TPU_OFFLOAD_LOAD_PATH", "auto")
+    monkeypatch.setenv("TPU_OFFLOAD_PROFILE", str(path))
+    monkeypatch.setattr(replay_module, "serve", None)  # found before anything is served
+    assert expected in error_of("replay", *TINY, "--requests", "1")
+
+
 def test_help_names_every_flag(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["replay", "--help"])

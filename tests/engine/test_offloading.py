@@ -9,6 +9,7 @@ import pytest
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tpu_offload import OffloadConfig, RequestError
 from tpu_offload.engine import Engine, FinishReason
+from tpu_offload.types import Direction
 
 # One conversation fills most of it, so that each turn pushes the others out.
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
@@ -52,7 +53,12 @@ def plain_outputs():
     "changes",
     [
         {},
-        {"copy_path": "staged"},
+        {"save_path": "staged", "load_path": "staged"},
+        {"save_path": "staged"},
+        {"load_path": "staged"},
+        {"save_path": "fused", "load_path": "fused", "block_size_buckets": (1, 2, 4)},
+        {"save_path": "fused", "load_path": "staged"},
+        {"load_path": "fused", "blocks_per_chunk": 2, "block_size_buckets": (1, 2, 4)},
         {"blocks_per_chunk": 3},
         {"staging_buffer_tokens": 16},  # four blocks: every load is cut, saves are deferred
         {"decode_save": True},
@@ -104,8 +110,8 @@ def test_wrong_bytes_would_be_noticed(plain_outputs):
     serve(engine, first)
     begin_step = engine._offload._worker.begin_step
 
-    def damaging(plan, kv_caches):
-        kv_caches = begin_step(plan, kv_caches)
+    def damaging(plan, kv_caches, **kwargs):
+        kv_caches = begin_step(plan, kv_caches, **kwargs)
         block_ids = jnp.asarray([b for job in plan.loads for b in job.block_ids], int)
         return [cache.at[block_ids].set(1.0) for cache in kv_caches]
 
@@ -216,7 +222,7 @@ def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs):
     engine = Engine(TINY, TIGHT, offload=make_offload())
     first, second, third = rounds()
     outputs = serve(engine, first)
-    copier = engine._offload._worker._copier
+    copier = engine._offload._worker._copiers[Direction.SAVE]
     real = copier._save
 
     def fails_once(segment, *args):

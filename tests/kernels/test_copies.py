@@ -32,11 +32,13 @@ def rows(block_ids, host_block_ids, job_ids=None):
 
 
 class Setup:
-    def __init__(self, path, dtype="bfloat16", num_devices=1, seed=0):
+    def __init__(self, path, dtype="bfloat16", num_devices=1, seed=0, num_parts=2):
         rng = np.random.default_rng(seed)
         self.caches = random_caches(rng, dtype=dtype, num_devices=num_devices)
-        self.spec = TransferSpec.from_caches(self.caches, segment_blocks=SEGMENT_BLOCKS, capacity=CAPACITY)
-        self.store = Store(s0=random_like(rng, self.spec.segment_struct()))
+        self.spec = TransferSpec.from_caches(
+            self.caches, segment_blocks=SEGMENT_BLOCKS, capacity=CAPACITY, num_parts=num_parts
+        )
+        self.store = Store(s0=[random_like(rng, struct) for struct in self.spec.segment_structs()])
         if path == "direct":
             self.copier = DirectCopier(self.spec, self.store)
         else:
@@ -61,9 +63,8 @@ class Setup:
         return token
 
     def segment_bytes(self):
-        segment = self.store.segment(0)
         # A uint8 carrier has the bytes of the float8 it carries.
-        return reference.as_bytes(segment)
+        return np.concatenate([reference.as_bytes(part) for part in self.store.segment(0)], axis=1)
 
     def cache_bytes(self):
         return [reference.as_bytes(cache) for cache in self.caches]
@@ -98,7 +99,7 @@ def test_bits_survive_and_nothing_else_changes(path, dtype, num_devices):
 def test_float8_is_carried_as_bytes_on_cpu_only(dtype):
     setup = Setup("direct", dtype)
     assert setup.spec.carrier == np.uint8
-    assert setup.store.segment(0).dtype == np.uint8
+    assert setup.store.segment(0)[0].dtype == np.uint8
     assert setup.caches[0].dtype == np.dtype(dtype)
     setup.load(rows([0], [1]))
     assert setup.caches[0].dtype == np.dtype(dtype)
@@ -109,12 +110,12 @@ def test_float8_is_carried_as_bytes_on_cpu_only(dtype):
 @pytest.mark.parametrize("path", ["direct", "staged"])
 def test_segment_and_caches_are_updated_in_place(path, num_devices):
     setup = Setup(path, num_devices=num_devices)
-    segment_at = pointers(setup.store.segment(0))
+    segment_at = [pointers(part) for part in setup.store.segment(0)]
     caches_at = [pointers(cache) for cache in setup.caches]
     for n in (1, 2, 1):
         setup.save(rows(range(n), range(n)))
         setup.load(rows(range(n), range(n)))
-    assert pointers(setup.store.segment(0)) == segment_at
+    assert [pointers(part) for part in setup.store.segment(0)] == segment_at
     assert [pointers(cache) for cache in setup.caches] == caches_at
 
 
@@ -145,7 +146,8 @@ def test_direct_path_compiles_one_program_each_way_for_every_size(compiles):
 
 def test_staged_path_compiles_four_programs_a_bucket(compiles):
     setup = Setup("staged")
-    pinned_zeros(setup.spec.segment_struct())
+    for struct in setup.spec.segment_structs():
+        pinned_zeros(struct)
     del compiles[:]
     setup.copier.compile()
     assert len(compiles) == 4 * 3  # buckets 1, 2, 4

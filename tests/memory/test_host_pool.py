@@ -25,7 +25,7 @@ def struct(num_devices=1, blocks=4):
 
 
 def make_pool(num_segments=3, num_chunks=6, **kwargs):
-    return HostPool(struct(**kwargs), num_segments=num_segments, chunks_per_segment=2, num_chunks=num_chunks)
+    return HostPool([struct(**kwargs)], num_segments=num_segments, chunks_per_segment=2, num_chunks=num_chunks)
 
 
 @given(st.integers(1, 10_000), st.integers(1, 3 * GB), st.floats(0.001, 8))
@@ -76,7 +76,7 @@ def test_chunks_become_ready_in_the_background():
     pool.wait_until_allocated()
     assert pool.num_chunks_ready == 5  # the sixth place is more than was asked for
     assert not pool.growing
-    assert pool.segment(2).shape[0] == 4
+    assert pool.segment(2)[0].shape[0] == 4
     pool.close()
     assert pool.num_chunks_ready == 0
 
@@ -156,7 +156,7 @@ def test_a_lost_segment_is_zeros_again_and_told_once():
     assert pool.take_lost() == ()
     while 1 not in pool._rebuilt:
         time.sleep(0.001)
-    assert not np.asarray(pool.segment(1)).any()
+    assert not np.asarray(pool.segment(1)[0]).any()
     pool.mark_lost(1)
     assert pool.take_lost() == ((2, 4),)
     pool.close()

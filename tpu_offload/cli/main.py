@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tpu_offload.cli import replay
+from tpu_offload.cli import bench, replay
 from tpu_offload.cli.terminal import open_missing_streams
 from tpu_offload.errors import InputError, OffloadError
 
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _Parser(prog=_PROG, description="KV cache offloading for TPUs.", allow_abbrev=False)
         commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
         replay.add_command(commands)
+        bench.add_command(commands)
         args = parser.parse_args(argv)
         status: int = args.run(args, sys.argv[1:] if argv is None else list(argv))
         return status

@@ -10,24 +10,27 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from tpu_offload.cli import report as report_lib
-from tpu_offload.cli.copy_rate import measure_copy_rates
+from tpu_offload.cli.devices import check_backend, device_errors
 from tpu_offload.cli.flags import float_flag, int_flag
 from tpu_offload.cli.serving import ServedRun, serve
 from tpu_offload.cli.terminal import ReportConsole, progress, stop_on_interrupt
+from tpu_offload.cli.transfer_methods import Geometry
+from tpu_offload.cli.transfer_rates import measure_copy_rates
 from tpu_offload.cli.workloads import NUM_TOKENS, Workload, chat_workload, prompts_workload, trace_workload
-from tpu_offload.config import OffloadConfig
+from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
-from tpu_offload.errors import InputError
+from tpu_offload.errors import InputError, TransferError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.memory import available_nbytes
 from tpu_offload.metrics import OffloadStats
+from tpu_offload.profile import Profile
 
 _logger = logging.getLogger(__name__)
 
@@ -102,9 +105,9 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.json is not None:
         report_lib.check_writable(args.json)
     offload = OffloadConfig.from_env()
-    _check_backend()
+    check_backend()
     setup = _build_setup(args, offload)
-    with stop_on_interrupt() as stop, _device_errors():
+    with stop_on_interrupt() as stop, device_errors(make_smaller="--num-blocks or the model"):
         report = _serve_twice(setup, stop=stop)
         interrupted = stop()
     report |= {"interrupted": interrupted, "argv": argv, **report_lib.environment()}
@@ -149,6 +152,8 @@ def _build_setup(args: argparse.Namespace, offload: OffloadConfig) -> _Setup:
     layout = _layout(model, engine)
     for size in (offload.staging_blocks, offload.host_chunks):
         size(layout)  # a wrong size is an error now, not after the baseline
+    if offload.enabled and offload.profile and CopyPath.AUTO in (offload.save_path, offload.load_path):
+        Profile.read(offload.profile).check_device(jax.devices()[0].device_kind)  # likewise
     if num_blocks >= num_unique_blocks:
         _logger.warning(
             "HBM of %d blocks holds all %d blocks of the workload, so offloading has nothing to do",
@@ -193,14 +198,6 @@ def _layout(model: ModelConfig, engine: EngineConfig) -> KVLayout:
     return KVLayout(engine.block_size, (group,), model=model.name)
 
 
-def _check_backend() -> None:
-    """Finds the devices, or says in one line why there are none."""
-    try:
-        jax.devices()
-    except RuntimeError as e:  # an unknown name in JAX_PLATFORMS, or a device that another process holds
-        raise InputError(f"jax finds no device: {str(e).partition(chr(10))[0]}") from e
-
-
 def _check_memory(model: ModelConfig, engine: EngineConfig) -> None:
     """Refuses on a CPU what the kernel would otherwise kill the process for."""
     if jax.default_backend() != "cpu":
@@ -230,8 +227,7 @@ def _serve_twice(setup: _Setup, *, stop: Callable[[], bool]) -> dict[str, Any]:
     offload_numbers = report_lib.run_numbers(offload, block_size=block_size)
     extra = report_lib.offload_numbers(stats or OffloadStats())
     if stats and offload.complete:
-        rates = measure_copy_rates(setup.model, setup.engine, setup.offload)
-        extra["transfers"]["copy_rates"] = dataclasses.asdict(rates) if rates else None
+        extra["transfers"]["copy_rates"] = _copy_rates(setup)
     recomputed = baseline_numbers["prompt_tokens"]["recomputed"]
     loaded = offload_numbers["prompt_tokens"]["host"]
     return {
@@ -255,6 +251,16 @@ def _serve_twice(setup: _Setup, *, stop: Callable[[], bool]) -> dict[str, Any]:
         "baseline": baseline_numbers,
         "offload": offload_numbers | extra,
     }
+
+
+def _copy_rates(setup: _Setup) -> dict[str, Any] | None:
+    model = setup.model
+    geometry = Geometry(model.num_layers, model.page_shape(setup.engine.block_size), model.kv_dtype)
+    try:
+        return dataclasses.asdict(measure_copy_rates(setup.offload, geometry))
+    except (InputError, TransferError) as e:
+        _logger.warning("the copies were not measured alone: %s", e)
+        return None
 
 
 def _serve_once(
@@ -299,15 +305,3 @@ def _tell(report: dict[str, Any], setup: _Setup) -> int:
     if report["differences"]:
         return 1
     return 130 if report["interrupted"] else 0
-
-
-@contextlib.contextmanager
-def _device_errors() -> Iterator[None]:
-    """Turns a device that has too little memory into an `InputError`."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        first_line = str(e).partition("\n")[0]
-        raise InputError(f"out of device memory ({first_line}); make --num-blocks or the model smaller") from e

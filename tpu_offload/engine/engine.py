@@ -135,8 +135,8 @@ class Engine:
         return outputs
 
     def warm_up(self) -> None:
-        """Compiles the step program, so that no request waits for it."""
-        self._runner.warm_up()
+        """Compiles the step programs, so that no request waits for it."""
+        self._runner.warm_up(self._offload.fused_shapes() if self._offload else ())
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counts."""
@@ -166,8 +166,8 @@ class Engine:
             output = runner.step(runs) if runs else None
         else:
             plan, runner.kv_caches = offload.before_forward(batch, runner.kv_caches)
-            output = runner.step(runs) if runs else None
-            offload.after_forward(plan, runner.kv_caches)
+            output = runner.step(runs, offload.fused_step()) if runs else None
+            offload.after_forward(plan, runner.kv_caches, output.copied if output else None)
         return np.asarray(output.tokens)[: len(runs)].tolist() if output else []
 
 

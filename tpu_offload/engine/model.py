@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tpu_offload import FusedCopies
 from tpu_offload.engine.attention import map_row_tiles, paged_attention, write_kv
 from tpu_offload.engine.batch import StepInputs
 from tpu_offload.engine.config import ModelConfig
@@ -100,21 +101,25 @@ class Decoder(nnx.Module):
         """f32[rows, vocab_size] from f32[rows, d_model]."""
         return self.head(self.norm(x))
 
-    def forward(self, kv_caches: list[jax.Array], inputs: StepInputs) -> tuple[jax.Array, list[jax.Array]]:
+    def forward(
+        self, kv_caches: list[jax.Array], inputs: StepInputs, copies: FusedCopies
+    ) -> tuple[jax.Array, list[jax.Array]]:
         """Computes the step's tokens and stores their KV.
 
         Args:
           kv_caches: per layer, kv_dtype[num_blocks, *page_shape]; donate them, they are updated.
           inputs: the batch.
+          copies: what the offload library moves under the layers' compute; the caller finishes it.
         Returns:
           f32[samples, vocab_size], the logits after each request's last token of this step, and the
           caches.
         """
         x = self.embed(inputs.tokens)
         caches = []
-        for layer, cache in zip(self.layers, kv_caches, strict=True):
+        for i, (layer, cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             q, kv = map_row_tiles(layer.project, inputs.num_tokens, x, inputs.positions)
             cache = write_kv(cache, kv, inputs)
-            caches.append(cache)
             x = map_row_tiles(layer.finish, inputs.num_tokens, x, paged_attention(q, cache, inputs))
+            x, cache = copies.after_layer(i, x, cache)
+            caches.append(cache)
         return map_row_tiles(self.logits, inputs.num_samples, x[inputs.sample_rows]), caches

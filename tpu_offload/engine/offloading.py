@@ -4,16 +4,18 @@ The scheduler calls `start_load` when it admits a request, and `preempt` or `fin
 request's blocks. The engine calls the other three once a step, whether or not anything is computed:
 
     plan, kv_caches = offloading.before_forward(batch, kv_caches)
-    ... dispatch the forward pass ...
-    offloading.after_forward(plan, kv_caches)
+    ... dispatch the forward pass with offloading.fused_step() ...
+    offloading.after_forward(plan, kv_caches, copied)
     update = offloading.poll(wait=...)
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 import jax
 
 from tpu_offload import (
+    FusedOutcome,
+    FusedStep,
     KVLayout,
     OffloadConfig,
     OffloadScheduler,
@@ -50,7 +52,7 @@ class Offloading:
         # generated tokens are saved as well: then looking for the few that complete a block is a comparison each.
         self._watched: set[Sequence] = set()
         self._scheduler = OffloadScheduler(config, layout, clock=clock)
-        self._worker = OffloadWorker(config, layout, kv_caches, clock=clock)
+        self._worker = OffloadWorker(config, layout, kv_caches, clock=clock, fused=True)
 
     def start_load(self, sequence: Sequence) -> int:
         """Asks for what the host tier has past the blocks found in HBM, and starts loading it.
@@ -85,7 +87,7 @@ class Offloading:
         self._scheduler.finish(sequence.request_id)
 
     def before_forward(
-        self, batch: Iterable[tuple[Sequence, int]], kv_caches: list[jax.Array]
+        self, batch: Collection[tuple[Sequence, int]], kv_caches: list[jax.Array]
     ) -> tuple[StepPlan, list[jax.Array]]:
         """Plans the step and dispatches its loads.
 
@@ -103,11 +105,25 @@ class Offloading:
                 if sequence.num_computed_tokens + num_tokens >= sequence.next_offer_tokens
             ]
         plan = self._scheduler.plan_step(changed)
-        return plan, self._worker.begin_step(plan, kv_caches)
+        return plan, self._worker.begin_step(plan, kv_caches, fuse=bool(batch))
 
-    def after_forward(self, plan: StepPlan, kv_caches: list[jax.Array]) -> None:
-        """Dispatches the step's saves, which read the caches before any later step can write them."""
-        self._worker.end_step(plan, kv_caches)
+    def fused_step(self) -> FusedStep:
+        """The copies that the forward pass takes along; nothing unless a copy path is `fused`."""
+        return self._worker.fused_step()
+
+    def fused_shapes(self) -> list[FusedStep]:
+        """Every shape of `fused_step` that copies anything, to compile for."""
+        return self._worker.fused_shapes()
+
+    def after_forward(self, plan: StepPlan, kv_caches: list[jax.Array], copied: FusedOutcome | None = None) -> None:
+        """Dispatches the step's saves, which read the caches before any later step can write them.
+
+        Args:
+          plan: what `before_forward` returned.
+          kv_caches: as the forward pass left them.
+          copied: what the forward pass returned of the copies it took along.
+        """
+        self._worker.end_step(plan, kv_caches, copied)
 
     def poll(self, *, wait: bool) -> Update:
         """Requests whose loads have ended since the last call.

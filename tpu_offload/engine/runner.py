@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tpu_offload import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.engine.batch import StepInputs, TokenRun, pack
 from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.model import Decoder
@@ -22,21 +23,29 @@ class StepOutput:
     Attributes:
       tokens: i32[samples], the sampled next tokens.
       logits: f32[samples, vocab_size] they were sampled from.
+      copied: what the step returned of its copies; None when there were none.
     """
 
     tokens: jax.Array
     logits: jax.Array
+    copied: FusedOutcome | None
 
 
 # The config stands for the module graph: it hashes in a microsecond where a GraphDef takes a millisecond a
 # step, and two engines with one model share the compiled program.
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 4))
 def _step(
-    model_config: ModelConfig, weights: nnx.State[Any, Any], kv_caches: list[jax.Array], inputs: StepInputs
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    model_config: ModelConfig,
+    weights: nnx.State[Any, Any],
+    kv_caches: list[jax.Array],
+    inputs: StepInputs,
+    segment: Sequence[jax.Array],
+    fused: FusedInputs | None,
+) -> tuple[jax.Array, jax.Array, list[jax.Array], FusedOutcome | None]:
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(model_config)))[0]
-    logits, kv_caches = nnx.merge(graphdef, weights).forward(kv_caches, inputs)
-    return sample(logits, inputs), logits, kv_caches
+    copies = FusedCopies(segment, fused)
+    logits, kv_caches = nnx.merge(graphdef, weights).forward(kv_caches, inputs, copies)
+    return sample(logits, inputs), logits, kv_caches, copies.finish()
 
 
 class ModelRunner:
@@ -54,6 +63,7 @@ class ModelRunner:
     def __init__(self, model_config: ModelConfig, engine_config: EngineConfig) -> None:
         self._model_config, self._engine_config = model_config, engine_config
         self._weights = nnx.state(Decoder(model_config))
+        self._programs: dict[tuple[int, int], Any] = {}  # by how much is saved and loaded
         shape = (engine_config.num_blocks, *model_config.page_shape(engine_config.block_size))
         # Put on a device by name, as arrays that come back from the offload worker are. Arrays that jax has
         # merely placed there by default count as another kind, and would compile the step once more.
@@ -62,7 +72,7 @@ class ModelRunner:
             jax.device_put(jnp.zeros(shape, model_config.kv_dtype), device) for _ in range(model_config.num_layers)
         ]
 
-    def step(self, runs: Sequence[TokenRun]) -> StepOutput:
+    def step(self, runs: Sequence[TokenRun], fused: FusedStep | None = None) -> StepOutput:
         """Dispatches the computation of the runs' tokens and KV, and of one token after each run.
 
         Returns at once, so that what must follow in program order (saves of these blocks) can be
@@ -70,12 +80,32 @@ class ModelRunner:
 
         Args:
           runs: what `batch.pack` accepts.
+          fused: copies to run under the layers' compute; its segment is donated.
         """
-        tokens, logits, self.kv_caches = _step(
-            self._model_config, self._weights, self.kv_caches, pack(runs, self._engine_config)
-        )
-        return StepOutput(tokens, logits)
+        fused = fused or FusedStep()
+        args = self._weights, self.kv_caches, pack(runs, self._engine_config), *fused
+        if fused.inputs is None:
+            tokens, logits, self.kv_caches, copied = _step(self._model_config, *args)
+        else:
+            tokens, logits, self.kv_caches, copied = self._program(fused)(*args)
+        return StepOutput(tokens, logits, copied)
 
-    def warm_up(self) -> None:
-        """Compiles the step program by running it with no tokens; the caches keep their contents."""
+    def warm_up(self, fused_shapes: Sequence[FusedStep] = ()) -> None:
+        """Compiles the step program by running it with no tokens; the caches keep their contents.
+
+        Args:
+          fused_shapes: copies to compile it for as well. Those programs are not run: they would copy.
+        """
         self.step([]).tokens.block_until_ready()
+        for fused in fused_shapes:
+            self._program(fused)
+
+    def _program(self, fused: FusedStep) -> Any:
+        """The step with copies, compiled ahead of time: jax compiles what it calls, and a call would copy."""
+        assert fused.inputs is not None
+        sizes = fused.inputs.num_saves, fused.inputs.num_loads
+        if sizes not in self._programs:
+            inputs = pack([], self._engine_config)
+            lowered = _step.lower(self._model_config, self._weights, self.kv_caches, inputs, *fused)
+            self._programs[sizes] = lowered.compile()
+        return self._programs[sizes]

@@ -1,8 +1,18 @@
 """Jitted copies between the KV caches and the host pool, by the direct and by the staged path."""
 
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
-from tpu_offload.kernels.copier import Copier, Flight, Phase, Rows, SegmentStore
+from tpu_offload.kernels.copier import Copier, Flight, Phase, Rows, SegmentStore, fetch_early
 from tpu_offload.kernels.direct import DirectCopier
+from tpu_offload.kernels.fused import FusedCopies, FusedInputs, FusedOutcome, FusedStep
+from tpu_offload.kernels.fused_plan import (
+    FusedPlanner,
+    Groups,
+    fused_sizes,
+    fused_step_structs,
+    make_fused_step,
+    split_runs,
+)
+from tpu_offload.kernels.paths import choose_paths, make_copiers
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
 
@@ -10,11 +20,24 @@ __all__ = [
     "Copier",
     "DirectCopier",
     "Flight",
+    "FusedCopies",
+    "FusedInputs",
+    "FusedOutcome",
+    "FusedPlanner",
+    "FusedStep",
+    "Groups",
     "Phase",
     "Rows",
     "SegmentStore",
     "StagedCopier",
     "TransferSpec",
+    "choose_paths",
+    "fetch_early",
+    "fused_sizes",
+    "fused_step_structs",
+    "make_copiers",
+    "make_fused_step",
     "split_into_buckets",
+    "split_runs",
     "usable_buckets",
 ]

@@ -13,15 +13,17 @@ from tpu_offload.types import Direction
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 Caches = list[jax.Array]
+Segment = list[jax.Array]
+"""One segment of the host pool, an array a part (see `TransferSpec`)."""
 
 
 class SegmentStore(Protocol):
     """Where segments live between programs; a program donates one and hands back its successor."""
 
-    def segment(self, segment_id: int) -> jax.Array:
+    def segment(self, segment_id: int) -> Segment:
         """The segment; raises TransferError if there is none."""
 
-    def replace(self, segment_id: int, segment: jax.Array) -> None:
+    def replace(self, segment_id: int, segment: Segment) -> None:
         """Puts the successor in the place of a donated segment."""
 
 
@@ -90,7 +92,9 @@ def fetch_early(token: jax.Array, spec: TransferSpec) -> jax.Array:
 
 
 class Copier(abc.ABC):
-    """A copy path. All methods are called by the thread that dispatches the model, and none waits.
+    """A copy path, for one direction or both. All methods are called by the thread that dispatches the model.
+
+    None of them waits.
 
     What a program raises comes out of the method that dispatched it. Nothing was copied then that a
     job waits for, but the segment or the caches may have been donated and be gone.
@@ -98,7 +102,7 @@ class Copier(abc.ABC):
 
     @abc.abstractmethod
     def compile(self) -> None:
-        """Compiles every program that is not compiled yet; otherwise each is at its first use."""
+        """Compiles what it needs and has not compiled yet; otherwise each program is at its first use."""
 
     @abc.abstractmethod
     def split(self, rows: Rows) -> list[Rows]:

@@ -5,6 +5,7 @@ programs of a device run one after another. The staged path makes the other trad
 """
 
 import functools
+from collections.abc import Collection
 from typing import Any, final
 
 import jax
@@ -18,11 +19,20 @@ from tpu_offload.types import Direction
 
 @final
 class DirectCopier(Copier):
-    """Copies with `programs.direct_save` and `programs.direct_load`, one compiled program each."""
+    """Copies with `programs.direct_save` and `programs.direct_load`, one compiled program each.
 
-    def __init__(self, spec: TransferSpec, store: SegmentStore) -> None:
+    Args:
+      spec: what is copied.
+      store: the segments.
+      directions: what `compile` compiles for.
+    """
+
+    def __init__(
+        self, spec: TransferSpec, store: SegmentStore, *, directions: Collection[Direction] = tuple(Direction)
+    ) -> None:
         self._spec = spec
         self._store = store
+        self._directions = directions
 
     @functools.cached_property
     def _save(self) -> Any:
@@ -34,7 +44,8 @@ class DirectCopier(Copier):
 
     def compile(self) -> None:
         """See `Copier`."""
-        _ = self._save, self._load
+        for direction in self._directions:
+            _ = self._save if direction is Direction.SAVE else self._load
 
     def split(self, rows: Rows) -> list[Rows]:
         """See `Copier`; only a plan beyond the staging budget needs more than one piece."""

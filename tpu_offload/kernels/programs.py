@@ -1,19 +1,22 @@
-"""The jitted programs that move blocks between the caches and arrays of the host pool's shape.
+"""The jitted programs that move blocks between the caches and the host pool.
 
-A block is spread over the caches, one page a layer. In a segment of the host pool, and in a staging
-array, its pages lie side by side. Every program is a loop over blocks, and the number of trips is an
-argument, so one compiled program serves jobs of every size:
+A block is spread over the caches, one page a layer. In a segment of the host pool its pages lie side by
+side in a few parts, each of some of the layers; in a staging array, in one. Every program is a loop over
+blocks, and the number of trips is an argument, so one compiled program serves jobs of every size:
 
-  direct_save   caches -> segment             one DMA a block, HBM to host
-  direct_load   segment -> caches             one DMA a block, host to HBM
+  direct_save   caches -> segment             one DMA a block and part, HBM to host
+  direct_load   segment -> caches             one DMA a block and part, host to HBM
   gather        caches -> staging in HBM      the staged path's first half of a save
   land          host staging -> segment       ... and its second half, run by the host's CPU
   pick          segment -> host staging       the staged path's first half of a load, by the host's CPU
   scatter       staging in HBM -> caches      ... and its second half
 
-The direct programs put a block's pages together in HBM, so they need one block of it, and a block goes
-over PCIe in one piece. A DMA a page would need less with large pages, but the TPU compiler takes about
-40 KiB for each, which is 3.6 blocks when a page has 16 KiB, and waits for each before the next.
+The direct programs put the pages of a part together in HBM, so they need one block of it, and a part
+goes over PCIe in one piece. The DMAs of a block's parts are in flight together; two into one array would
+wait for each other (`benchmarks/bench_tpu_compile.py` shows both). A DMA a page would need no HBM with
+large pages, but the TPU compiler takes about 40 KiB for each, which is 3.6 blocks when a page has 16 KiB.
+On the CPU backend, where a copy is the processor's work, pages are copied one by one: putting them
+together first would copy them twice.
 
 What is written is donated and updated in place; what is read is not. In-place matters: a fresh pool
 or cache would need room for two, and on the CPU backend fresh memory costs more than the copy.
@@ -36,10 +39,11 @@ import numpy as np
 from jax import lax
 from jax.experimental.compute_on import compute_on
 
-from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, TransferSpec
+from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, LayerRange, TransferSpec
 
 Space = jax.memory.Space
 Caches = list[jax.Array]
+Parts = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def direct_save(spec: TransferSpec) -> Program:
     """`(segment, kv_caches, block_ids, host_block_ids, num_blocks) -> (segment, token)`.
 
     Args of the program:
-      segment: carrier[segment_blocks, num_layers, *page_shape] in pinned host memory; donated.
+      segment: per part, carrier[segment_blocks, layers, *page_shape] in pinned host memory; donated.
       kv_caches: per layer, dtype[num_blocks, *page_shape].
       block_ids: i32[capacity], blocks to read.
       host_block_ids: i32[capacity], places in the segment to write.
@@ -81,12 +85,13 @@ def direct_save(spec: TransferSpec) -> Program:
     """
 
     def save(segment: Any, kv_caches: Any, block_ids: Any, host_block_ids: Any, num_blocks: Any) -> Any:
-        caches = _as_carrier(kv_caches, spec)
-        return _caches_to_pool(segment, caches, block_ids, host_block_ids, num_blocks, space=Space.Host)
+        caches = as_carrier(kv_caches, spec)
+        rows = block_ids, host_block_ids, num_blocks
+        return _caches_to_pool(segment, caches, *rows, copies=spec.copies, space=Space.Host)
 
     ids = spec.ids_struct(spec.capacity)
-    args = (spec.segment_struct(), spec.cache_structs(), ids, ids, spec.count_struct())
-    return _program(save, args, spec, donate=0, out=spec.pool_sharding(HOST_MEMORY_KIND))
+    args = (spec.segment_structs(), spec.cache_structs(), ids, ids, spec.count_struct())
+    return _program(save, args, spec, donate=0, out=_segment_sharding(spec))
 
 
 def direct_load(spec: TransferSpec) -> Program:
@@ -94,17 +99,17 @@ def direct_load(spec: TransferSpec) -> Program:
 
     Args of the program:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
-      segment: carrier[segment_blocks, num_layers, *page_shape] in pinned host memory.
+      segment: per part, carrier[segment_blocks, layers, *page_shape] in pinned host memory.
       block_ids: i32[capacity], blocks to write.
       host_block_ids: i32[capacity], places in the segment to read.
       num_blocks: i32[], how many of the ids count.
     """
 
     def load(kv_caches: Any, segment: Any, block_ids: Any, host_block_ids: Any, num_blocks: Any) -> Any:
-        return _pool_to_caches(kv_caches, segment, block_ids, host_block_ids, num_blocks, spec)
+        return _pool_to_caches(kv_caches, segment, block_ids, host_block_ids, num_blocks, spec, copies=spec.copies)
 
     ids = spec.ids_struct(spec.capacity)
-    args = (spec.cache_structs(), spec.segment_struct(), ids, ids, spec.count_struct())
+    args = (spec.cache_structs(), spec.segment_structs(), ids, ids, spec.count_struct())
     return _program(load, args, spec, donate=0, out=_caches_sharding(spec))
 
 
@@ -117,10 +122,14 @@ def gather(spec: TransferSpec, bucket: int) -> Program:
 
     def gather_blocks(kv_caches: Any, block_ids: Any) -> Any:
         rows = jnp.arange(bucket, dtype=jnp.int32)
-        caches = _as_carrier(kv_caches, spec)
+        caches = as_carrier(kv_caches, spec)
         # In a mesh with explicit axes every array of a program has a sharding, and this one has to be told.
         staging = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if spec.explicit else None)
-        return _caches_to_pool(staging, caches, block_ids, rows, bucket, space=Space.Device)
+        copies = ((0, spec.num_layers),)
+        (staging,), token = _caches_to_pool(
+            [staging], caches, block_ids, rows, bucket, copies=(copies,), space=Space.Device
+        )
+        return staging, token
 
     args = (spec.cache_structs(), spec.ids_struct(bucket))
     return _program(gather_blocks, args, spec, donate=None, out=struct.sharding)
@@ -138,7 +147,8 @@ def scatter(spec: TransferSpec, bucket: int) -> Program:
     """
 
     def scatter_blocks(kv_caches: Any, staging: Any, block_ids: Any, rows: Any, num_blocks: Any) -> Any:
-        return _pool_to_caches(kv_caches, staging, block_ids, rows, num_blocks, spec)
+        copies = ((0, spec.num_layers),)
+        return _pool_to_caches(kv_caches, [staging], block_ids, rows, num_blocks, spec, copies=(copies,))
 
     ids = spec.ids_struct(bucket)
     staging = spec.pool_struct(bucket, DEVICE_MEMORY_KIND)
@@ -150,17 +160,23 @@ def land(spec: TransferSpec, bucket: int) -> Program:
     """`(segment, staging, host_block_ids) -> (segment, token)`, on the host's CPU.
 
     Args of the program:
-      segment: carrier[segment_blocks, num_layers, *page_shape] in pinned host memory; donated.
+      segment: per part, carrier[segment_blocks, layers, *page_shape] in pinned host memory; donated.
       staging: carrier[bucket, num_layers, *page_shape] in pinned host memory.
       host_block_ids: i32[bucket], places in the segment to write.
     """
 
     def land_rows(segment: Any, staging: Any, host_block_ids: Any) -> Any:
-        return _host_copy(segment, staging, host_block_ids, jnp.arange(bucket, dtype=jnp.int32))
+        def copy(segment: Any, staging: Any, i: Any, host_block_id: Any) -> Any:
+            return [
+                _write(part, _read(staging, i, (first, end)), host_block_id)
+                for part, (first, end) in zip(segment, spec.parts, strict=True)
+            ]
+
+        return _on_host(copy, segment, staging, host_block_ids)
 
     staging = spec.pool_struct(bucket, HOST_MEMORY_KIND)
-    args = (spec.segment_struct(), staging, spec.ids_struct(bucket))
-    return _program(land_rows, args, spec, donate=0, out=staging.sharding)
+    args = (spec.segment_structs(), staging, spec.ids_struct(bucket))
+    return _program(land_rows, args, spec, donate=0, out=_segment_sharding(spec))
 
 
 def pick(spec: TransferSpec, bucket: int) -> Program:
@@ -168,15 +184,20 @@ def pick(spec: TransferSpec, bucket: int) -> Program:
 
     Args of the program:
       staging: carrier[bucket, num_layers, *page_shape] in pinned host memory; donated.
-      segment: carrier[segment_blocks, num_layers, *page_shape] in pinned host memory.
+      segment: per part, carrier[segment_blocks, layers, *page_shape] in pinned host memory.
       host_block_ids: i32[bucket], places in the segment to read.
     """
 
     def pick_rows(staging: Any, segment: Any, host_block_ids: Any) -> Any:
-        return _host_copy(staging, segment, jnp.arange(bucket, dtype=jnp.int32), host_block_ids)
+        def copy(staging: Any, segment: Any, i: Any, host_block_id: Any) -> Any:
+            for part, (first, end) in zip(segment, spec.parts, strict=True):
+                staging = _write(staging, _read(part, host_block_id, (0, end - first)), i, first)
+            return staging
+
+        return _on_host(copy, staging, segment, host_block_ids)
 
     staging = spec.pool_struct(bucket, HOST_MEMORY_KIND)
-    args = (staging, spec.segment_struct(), spec.ids_struct(bucket))
+    args = (staging, spec.segment_structs(), spec.ids_struct(bucket))
     return _program(pick_rows, args, spec, donate=0, out=staging.sharding)
 
 
@@ -192,61 +213,106 @@ def _caches_sharding(spec: TransferSpec) -> list[Any]:
     return [spec.cache_sharding] * spec.num_layers
 
 
-def _as_carrier(kv_caches: Caches, spec: TransferSpec) -> Caches:
+def _segment_sharding(spec: TransferSpec) -> list[Any]:
+    return [struct.sharding for struct in spec.segment_structs()]
+
+
+def as_carrier(kv_caches: Caches, spec: TransferSpec) -> Caches:
     """The caches seen as the carrier type.
 
     Whole arrays, outside the loop: a bitcast of one page of float8_e5m2 is not exact on the CPU backend,
     which widens the page before it. On other platforms there is nothing to do.
     """
-    return [_bitcast(cache, spec.carrier) for cache in kv_caches]
+    return [bitcast(cache, spec.carrier) for cache in kv_caches]
 
 
-def _bitcast(array: Any, dtype: np.dtype[Any]) -> Any:
+def bitcast(array: Any, dtype: np.dtype[Any]) -> Any:
+    """The array's bits as another type of the same size; the array itself when it has that type."""
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 
-def _caches_to_pool(pool: Any, caches: Caches, block_ids: Any, rows: Any, num_blocks: Any, *, space: Any) -> Any:
-    """Writes block `block_ids[i]` to `pool[rows[i]]`, which lies in `space`, for each i < num_blocks."""
-    origin = (np.int32(0),) * (pool.ndim - 1)  # typed: under jax_enable_x64 a plain 0 would not go with i32 ids
+def _read(pool: Any, row: Any, layers: LayerRange) -> Any:
+    """`pool[row, first:end]` with a leading axis of 1."""
+    start = (row, np.int32(layers[0]), *_origin(pool))
+    return lax.dynamic_slice(pool, start, (1, layers[1] - layers[0], *pool.shape[2:]))
+
+
+def _write(pool: Any, pages: Any, row: Any, first_layer: int = 0) -> Any:
+    """`pool` with `pages`, which have a leading axis of 1, at `pool[row, first_layer:]`."""
+    return lax.dynamic_update_slice(pool, pages, (row, np.int32(first_layer), *_origin(pool)))
+
+
+def _origin(pool: Any) -> Any:
+    return (np.int32(0),) * (pool.ndim - 2)  # typed: under jax_enable_x64 a plain 0 would not go with i32 ids
+
+
+def _caches_to_pool(
+    parts: Parts,
+    caches: Caches,
+    block_ids: Any,
+    rows: Any,
+    num_blocks: Any,
+    *,
+    copies: tuple[tuple[LayerRange, ...], ...],
+    space: Any,
+) -> Any:
+    """Writes block `block_ids[i]` to row `rows[i]` of the parts, which lie in `space`, for each i < num_blocks.
+
+    `copies` has, per part, the layers that are copied in one piece.
+    """
 
     def body(i: Any, carry: Any) -> Any:
-        pool, count = carry
-        pages = [lax.dynamic_slice_in_dim(cache, block_ids[i], 1, axis=0)[:, None] for cache in caches]
-        block = jax.device_put(jnp.concatenate(pages, axis=1), space)
-        return lax.dynamic_update_slice(pool, block, (rows[i], *origin)), count + 1
+        parts, count = carry
+        out = []
+        for part, pieces in zip(parts, copies, strict=True):
+            for first, end in pieces:
+                pages = [lax.dynamic_slice_in_dim(c, block_ids[i], 1, axis=0)[:, None] for c in caches[first:end]]
+                together = pages[0] if len(pages) == 1 else jnp.concatenate(pages, axis=1)
+                part = _write(part, jax.device_put(together, space), rows[i], first - pieces[0][0])
+            out.append(part)
+        return out, count + 1
 
-    return lax.fori_loop(0, num_blocks, body, (pool, jnp.int32(0)))
+    return lax.fori_loop(0, num_blocks, body, (list(parts), jnp.int32(0)))
 
 
 def _pool_to_caches(
-    kv_caches: Caches, pool: Any, block_ids: Any, rows: Any, num_blocks: Any, spec: TransferSpec
+    kv_caches: Caches,
+    parts: Parts,
+    block_ids: Any,
+    rows: Any,
+    num_blocks: Any,
+    spec: TransferSpec,
+    *,
+    copies: tuple[tuple[LayerRange, ...], ...],
 ) -> Any:
-    """Writes `pool[rows[i]]` to block `block_ids[i]` of the caches, for each i < num_blocks."""
+    """Writes row `rows[i]` of the parts to block `block_ids[i]` of the caches, for each i < num_blocks."""
 
     def body(i: Any, carry: Any) -> Any:
         caches, count = carry
-        block = jax.device_put(lax.dynamic_slice_in_dim(pool, rows[i], 1, axis=0), Space.Device)
-        out = [
-            lax.dynamic_update_slice_in_dim(cache, block[:, layer], block_ids[i], axis=0)
-            for layer, cache in enumerate(caches)
-        ]
+        out = []
+        for part, pieces in zip(parts, copies, strict=True):
+            for first, end in pieces:
+                layers = first - pieces[0][0], end - pieces[0][0]
+                pages = jax.device_put(_read(part, rows[i], layers), Space.Device)
+                out += [
+                    lax.dynamic_update_slice_in_dim(caches[layer], pages[:, layer - first], block_ids[i], axis=0)
+                    for layer in range(first, end)
+                ]
         return out, count + 1
 
-    caches, count = lax.fori_loop(0, num_blocks, body, (_as_carrier(kv_caches, spec), jnp.int32(0)))
-    return [_bitcast(cache, spec.dtype) for cache in caches], count
+    caches, count = lax.fori_loop(0, num_blocks, body, (as_carrier(kv_caches, spec), jnp.int32(0)))
+    return [bitcast(cache, spec.dtype) for cache in caches], count
 
 
-def _host_copy(target: Any, source: Any, target_rows: Any, source_rows: Any) -> Any:
-    """Writes `source[source_rows[i]]` to `target[target_rows[i]]`, both in host memory, by the host's CPU."""
-    origin = (np.int32(0),) * (target.ndim - 1)
+def _on_host(copy_row: Callable[..., Any], target: Any, source: Any, host_block_ids: Any) -> Any:
+    """Applies `target = copy_row(target, source, i, host_block_ids[i])` for every i, by the host's CPU."""
 
-    def copy(target: Any, source: Any, target_rows: Any, source_rows: Any) -> Any:
-        def body(i: Any, carry: Any) -> Any:
-            target, count = carry
-            row = lax.dynamic_slice_in_dim(source, source_rows[i], 1, axis=0)
-            return lax.dynamic_update_slice(target, row, (target_rows[i], *origin)), count + 1
+    def copy(target: Any, source: Any, host_block_ids: Any) -> Any:
+        def body(_: Any, carry: Any) -> Any:
+            target, i = carry
+            return copy_row(target, source, i, host_block_ids[i]), i + 1
 
-        return lax.fori_loop(0, target_rows.shape[0], body, (target, jnp.int32(0)))
+        return lax.fori_loop(0, host_block_ids.shape[0], body, (target, jnp.int32(0)))
 
     on_host = compute_on(jax.jit(copy), compute_type="device_host", out_memory_spaces=(Space.Host, Space.Device))
-    return on_host(target, source, target_rows, source_rows)
+    return on_host(target, source, host_block_ids)

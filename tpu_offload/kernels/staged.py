@@ -11,7 +11,7 @@ ready differs from host to host, so there the worker resumes it at the next step
 ready; the device then waits for it. (The worker decides; here nothing asks.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, final
 
 import jax
@@ -23,18 +23,22 @@ from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows,
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, TransferSpec
 from tpu_offload.types import Direction
 
-_PROGRAMS = (programs.gather, programs.land, programs.pick, programs.scatter)
+_PROGRAMS = {
+    Direction.SAVE: (programs.gather, programs.land),
+    Direction.LOAD: (programs.pick, programs.scatter),
+}
 
 
 @final
 class StagedCopier(Copier):
-    """Copies through staging arrays, with four compiled programs a bucket.
+    """Copies through staging arrays, with two compiled programs a bucket and direction.
 
     Args:
       spec: what is copied.
       store: the segments.
       allocate: makes an array of zeros in pinned host memory that can be donated.
       buckets: sizes of staging arrays, as in `usable_buckets`.
+      directions: what `compile` compiles for; a direction that another copier serves costs nothing here.
     """
 
     def __init__(
@@ -44,10 +48,12 @@ class StagedCopier(Copier):
         *,
         allocate: Callable[[jax.ShapeDtypeStruct], jax.Array],
         buckets: tuple[int, ...] = (),
+        directions: Collection[Direction] = tuple(Direction),
     ) -> None:
         self._spec = spec
         self._store = store
         self._allocate = allocate
+        self._directions = directions
         self._buckets = usable_buckets(spec.capacity, buckets)
         self._device_sharding = spec.pool_sharding(DEVICE_MEMORY_KIND)
         self._host_sharding = spec.pool_sharding(HOST_MEMORY_KIND)
@@ -59,8 +65,9 @@ class StagedCopier(Copier):
     def compile(self) -> None:
         """See `Copier`."""
         for bucket in self._buckets:
-            for build in _PROGRAMS:
-                self._program(build, bucket)
+            for direction in self._directions:
+                for build in _PROGRAMS[direction]:
+                    self._program(build, bucket)
 
     def split(self, rows: Rows) -> list[Rows]:
         """See `Copier`; pieces are buckets, the largest first."""

@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from tpu_offload.errors import TransferError
 _logger = logging.getLogger(__name__)
 
 _GB = 2**30
+
+Segment = list[jax.Array]
 
 
 def plan_segments(num_chunks: int, *, chunk_nbytes: int, segment_gb: float) -> tuple[int, int]:
@@ -77,33 +80,33 @@ def _unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, An
 
 
 class HostPool:
-    """Segments of pinned host memory, each one array that programs donate and replace.
+    """Segments of pinned host memory, each a list of arrays that programs donate and replace.
 
     Only the dispatch thread may call; the threads that allocate only add.
 
     Args:
-      segment: shape, dtype and sharding of one segment, `[blocks, num_layers, *page_shape]`.
+      segment: shapes, dtypes and shardings of the parts of one segment, each `[blocks, layers, *page_shape]`.
       num_segments: how many to allocate.
       chunks_per_segment: whole chunks in one segment.
       num_chunks: chunks in all; at most `num_segments * chunks_per_segment`.
     """
 
     def __init__(
-        self, segment: jax.ShapeDtypeStruct, *, num_segments: int, chunks_per_segment: int, num_chunks: int
+        self, segment: Sequence[jax.ShapeDtypeStruct], *, num_segments: int, chunks_per_segment: int, num_chunks: int
     ) -> None:
         self._chunks_per_segment = chunks_per_segment
         self._num_chunks = num_chunks
-        self._struct = segment
-        self._segments: list[jax.Array] = []
+        self._structs = tuple(segment)
+        self._segments: list[Segment] = []
         self._lost: set[int] = set()
         self._lost_untold: list[tuple[int, int]] = []
-        self._rebuilt: dict[int, jax.Array] = {}  # written by the thread that rebuilds
+        self._rebuilt: dict[int, Segment] = {}  # written by the thread that rebuilds
         self._stop = threading.Event()
         # The thread holds no reference to the pool, so that a pool that nobody closed ends it when it is
         # collected; a daemon, so that an engine that exits does not first wait for memory it will not use.
         self._thread = threading.Thread(
             target=_allocate,
-            args=(segment, num_segments, self._segments, self._stop),
+            args=(self._structs, num_segments, self._segments, self._stop),
             name="tpu_offload-host-pool",
             daemon=True,
         )
@@ -124,8 +127,8 @@ class HostPool:
         """Blocks until every segment is there or allocation has failed; for benchmarks and tests."""
         self._thread.join()
 
-    def segment(self, segment_id: int) -> jax.Array:
-        """The current array of a segment; it may be donated if its successor goes to `replace`.
+    def segment(self, segment_id: int) -> Segment:
+        """The current arrays of a segment; they may be donated if their successors go to `replace`.
 
         Raises:
           TransferError: it is not allocated, or lost.
@@ -145,12 +148,12 @@ class HostPool:
             )
         return self._segments[segment_id]
 
-    def replace(self, segment_id: int, segment: jax.Array) -> None:
-        """Puts the array that a program made of a donated segment in its place."""
+    def replace(self, segment_id: int, segment: Segment) -> None:
+        """Puts the arrays that a program made of a donated segment in their place."""
         self._segments[segment_id] = segment
 
     def mark_lost(self, segment_id: int) -> None:
-        """Gives a segment up whose array was donated to a program that failed, and allocates it anew.
+        """Gives a segment up whose arrays were donated to a program that failed, and allocates it anew.
 
         Zeros stand where its bytes were; `take_lost` says so once, before anyone may read them.
         """
@@ -161,7 +164,7 @@ class HostPool:
         first = segment_id * self._chunks_per_segment
         self._lost_untold.append((first, min(first + self._chunks_per_segment, self._num_chunks)))
         threading.Thread(
-            target=_rebuild, args=(self._struct, segment_id, self._rebuilt), name="tpu_offload-rebuild", daemon=True
+            target=_rebuild, args=(self._structs, segment_id, self._rebuilt), name="tpu_offload-rebuild", daemon=True
         ).start()
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
@@ -179,14 +182,14 @@ class HostPool:
 
 
 def _allocate(
-    segment: jax.ShapeDtypeStruct, num_segments: int, segments: list[jax.Array], stop: threading.Event
+    structs: Sequence[jax.ShapeDtypeStruct], num_segments: int, segments: list[Segment], stop: threading.Event
 ) -> None:
     """Appends segments until all are there, one cannot be had, or `stop` is set."""
     for i in range(num_segments):
         if stop.is_set():
             return
         try:
-            segments.append(pinned_zeros(segment))
+            segments.append([pinned_zeros(struct) for struct in structs])
         except (MemoryError, RuntimeError) as e:  # jax's errors of the runtime are RuntimeErrors
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             _logger.warning(
@@ -199,14 +202,14 @@ def _allocate(
             return
 
 
-def _rebuild(segment: jax.ShapeDtypeStruct, segment_id: int, rebuilt: dict[int, jax.Array]) -> None:
+def _rebuild(structs: Sequence[jax.ShapeDtypeStruct], segment_id: int, rebuilt: dict[int, Segment]) -> None:
     try:
-        rebuilt[segment_id] = pinned_zeros(segment)
+        rebuilt[segment_id] = [pinned_zeros(struct) for struct in structs]
     except (MemoryError, RuntimeError) as e:
         _logger.error("host pool: segment %d could not be allocated again (%s)", segment_id, e)
 
 
-def _end(thread: threading.Thread, stop: threading.Event, segments: list[jax.Array]) -> None:
+def _end(thread: threading.Thread, stop: threading.Event, segments: list[Segment]) -> None:
     stop.set()
     if thread is not threading.current_thread():
         thread.join()

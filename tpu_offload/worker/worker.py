@@ -5,6 +5,13 @@
     worker.end_step(plan, kv_caches)                 # saves
     report = worker.poll()
 
+With a `fused` path some copies are inside the forward pass instead (see `kernels.fused`):
+
+    kv_caches = worker.begin_step(plan, kv_caches, fuse=True)
+    fused = worker.fused_step()
+    kv_caches, outcome = forward(kv_caches, fused.segment, fused.inputs, ...)
+    worker.end_step(plan, kv_caches, outcome)
+
 Why a block may be overwritten as soon as `end_step` has returned (rule 4 of the design): jax runs what
 one thread dispatches as if in order. On TPU and GPU programs run in the order they were dispatched. On
 every backend a buffer that is donated, as the next step donates the caches, is not written before the
@@ -25,10 +32,25 @@ import numpy as np
 
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import LayoutError, TransferError
-from tpu_offload.kernels import Copier, DirectCopier, Flight, Phase, Rows, StagedCopier, TransferSpec
+from tpu_offload.kernels import (
+    Copier,
+    Flight,
+    FusedOutcome,
+    FusedPlanner,
+    FusedStep,
+    Groups,
+    Phase,
+    Rows,
+    TransferSpec,
+    choose_paths,
+    fetch_early,
+    fused_sizes,
+    make_copiers,
+)
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostPool, available_nbytes, cap_chunks, pinned_zeros, plan_segments
-from tpu_offload.types import Direction, JobResult, JobState, StepPlan, StepReport, TransferJob
+from tpu_offload.types import Direction, StepPlan, StepReport, TransferJob
+from tpu_offload.worker.jobs import WorkerJobs
 
 _logger = logging.getLogger(__name__)
 
@@ -36,20 +58,20 @@ Caches = list[jax.Array]
 
 
 @dataclasses.dataclass(slots=True)
-class _Job:
-    """A job that has not ended.
+class _ForwardPass:
+    """What the forward pass at hand copies, and what has to follow it.
 
     Attributes:
-      started_s: when it was dispatched.
-      num_parts: flights that carry blocks of it, and one more while it is being dispatched.
-      error: the first thing that went wrong.
-      cancelled: the engine has taken its blocks back, and some were not written by then.
+      step_id: the plan that asks for it.
+      fused: per direction, the segment and the blocks; a direction that has none is not there.
+      saving_job_ids: saves that are dispatched after it, or end after it.
+      saves: the blocks of those that it does not copy itself.
     """
 
-    started_s: float
-    num_parts: int = 1
-    error: str = ""
-    cancelled: bool = False
+    step_id: int
+    fused: dict[Direction, tuple[int, Rows]]
+    saving_job_ids: list[int]
+    saves: Groups
 
 
 @final
@@ -66,9 +88,11 @@ class OffloadWorker:
       worker_id: goes into every report.
       clock: seconds, monotonic.
       available: bytes of host memory that are left; None finds out.
+      fused: the engine runs the fused functions in its own step, so that a path may be `fused`.
     Raises:
       LayoutError: the caches are not those that the layout describes.
-      ConfigError: a size in `config` makes no sense for the layout.
+      ConfigError: a size in `config` makes no sense for the layout, a path is `fused` and the engine does
+        not offer it, or a path is `auto` and the profile cannot be used.
     """
 
     def __init__(
@@ -80,16 +104,17 @@ class OffloadWorker:
         worker_id: int = 0,
         clock: Callable[[], float] = time.monotonic,
         available: int | None = None,
+        fused: bool = False,
     ) -> None:
         _check_caches(layout, kv_caches)
-        self._clock = clock
-        self._jobs: dict[int, _Job] = {}
+        self._jobs = WorkerJobs(clock)
         self._flights: list[Flight] = []
-        self._results: list[JobResult] = []
         self._report = StepReport(worker_id=worker_id, results=(), num_host_chunks=0)
         self._num_host_chunks = _num_chunks(config, layout, available) if config.enabled else 0
         self._pool: HostPool | None = None
-        self._copier: Copier | None = None
+        self._copiers: dict[Direction, Copier] = {}
+        self._fused: FusedPlanner | None = None
+        self._pass: _ForwardPass | None = None
         if not self._num_host_chunks:
             return
         chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
@@ -97,6 +122,7 @@ class OffloadWorker:
             self._num_host_chunks, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb
         )
         self._blocks_per_chunk = config.blocks_per_chunk
+        self._num_segments = num_segments
         self._spec = TransferSpec.from_caches(
             kv_caches,
             segment_blocks=chunks_per_segment * config.blocks_per_chunk,
@@ -105,22 +131,31 @@ class OffloadWorker:
         )
         # Hosts that share one model must dispatch in one order, and readiness differs between them.
         self._lockstep = not self._spec.cache_sharding.is_fully_addressable
+        paths = choose_paths(config, self._spec, fused=fused)  # before memory is taken: it may refuse
         self._pool = HostPool(
-            self._spec.segment_struct(),
+            self._spec.segment_structs(),
             num_segments=num_segments,
             chunks_per_segment=chunks_per_segment,
             num_chunks=self._num_host_chunks,
         )
-        self._copier = _make_copier(config, self._spec, self._pool)
+        self._copiers = make_copiers(
+            paths, self._spec, self._pool, allocate=pinned_zeros, buckets=config.block_size_buckets
+        )
+        if CopyPath.FUSED in paths.values():
+            run_blocks = config.blocks_per_chunk
+            sizes = fused_sizes(self._spec.capacity, run_blocks=run_blocks, buckets=config.block_size_buckets)
+            sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in paths.items()}
+            self._fused = FusedPlanner(self._spec, run_blocks=run_blocks, sizes=sizes_of)
         if not config.skip_jax_precompile:
-            self._copier.compile()
+            for copier in self._copiers.values():  # a shared one has nothing left to do the second time
+                copier.compile()
 
     @property
     def num_host_chunks(self) -> int:
         """Chunks that the host pool will have when all of it is allocated; reports say how many it has."""
         return self._num_host_chunks
 
-    def begin_step(self, plan: StepPlan, kv_caches: Caches) -> Caches:
+    def begin_step(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool = False) -> Caches:
         """Dispatches the loads of a plan, before the forward pass.
 
         Also with an empty plan: staged loads that have arrived are written into the caches here.
@@ -128,30 +163,67 @@ class OffloadWorker:
         Args:
           plan: what the scheduler wants.
           kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
+          fuse: a forward pass follows that takes `fused_step()` along. Without it nothing waits for one:
+            what the fused path would have taken goes by the direct path.
         Returns:
           The caches to use from now on.
         Raises:
           TransferError: a load failed after its program had taken the donated caches. The only error that
             leaves this class once it is built: without caches there is nothing to go on with.
         """
-        if plan.empty and not self._flights:
+        if plan.empty and not self._flights and self._pass is None:
             return kv_caches
+        if self._pass is not None:
+            self._abandon_pass(self._pass)
         kv_caches = list(kv_caches)  # the programs are compiled for a list
         for job_id in plan.cancelled_job_ids:
             self._cancel(job_id)
         if self._flights:
             kv_caches = self._resume(kv_caches, plan.step_id)
-        return self._dispatch(plan.loads, Direction.LOAD, plan.step_id, kv_caches)
+        if plan.loads or (fuse and plan.saves):
+            job_ids, groups = self._accept(plan.loads)
+            if fuse and self._fused is not None:
+                groups = self._plan_pass(self._fused, plan, groups)
+            kv_caches = self._dispatch(job_ids, groups, Direction.LOAD, plan.step_id, kv_caches)
+        return kv_caches
 
-    def end_step(self, plan: StepPlan, kv_caches: Caches) -> None:
+    @property
+    def offers_fused(self) -> bool:
+        """Whether any path is `fused`, so that `fused_step` is worth asking for."""
+        return self._fused is not None
+
+    def fused_step(self) -> FusedStep:
+        """What the forward pass has to copy, after `begin_step(..., fuse=True)`; often nothing.
+
+        Whatever comes of the pass, `end_step` or the next `begin_step` has to follow. The segment is
+        donated: a pass that fails takes it along, and its chunks are lost.
+        """
+        if self._fused is None or self._pass is None or not self._pass.fused:
+            return FusedStep()
+        save, load = (
+            (self._store.segment(group[0]), group[1]) if group else None
+            for group in map(self._pass.fused.get, (Direction.SAVE, Direction.LOAD))
+        )
+        return self._fused.step(save, load)
+
+    def fused_shapes(self) -> list[FusedStep]:
+        """Shape structs of every `fused_step` that copies anything, to compile the engine's step for beforehand."""
+        return self._fused.shapes() if self._fused else []
+
+    def end_step(self, plan: StepPlan, kv_caches: Caches, outcome: FusedOutcome | None = None) -> None:
         """Dispatches the saves of a plan, after the forward pass.
 
         Args:
           plan: the plan that `begin_step` had.
           kv_caches: the caches as the forward pass left them; only read.
+          outcome: what the forward pass returned of its copies, if it took `fused_step()` along.
         """
-        if plan.saves:
-            self._dispatch(plan.saves, Direction.SAVE, plan.step_id, list(kv_caches))
+        if self._pass is not None:
+            done, self._pass = self._pass, None
+            self._take_outcome(done, outcome)
+            self._dispatch(done.saving_job_ids, done.saves, Direction.SAVE, plan.step_id, list(kv_caches))
+        elif plan.saves:
+            self._dispatch(*self._accept(plan.saves), Direction.SAVE, plan.step_id, list(kv_caches))
 
     def poll(self, *, wait: bool = False) -> StepReport:
         """Says what ended since the last call.
@@ -162,16 +234,16 @@ class OffloadWorker:
         """
         if self._flights:
             self._collect()
-            while wait and self._flights and not self._results and self._wait_for_one():
+            while wait and self._flights and not self._jobs.has_results and self._wait_for_one():
                 self._collect()
         num_ready = self._pool.num_chunks_ready if self._pool else 0
-        if not self._results and num_ready == self._report.num_host_chunks:
-            return self._report
+        last = self._report
+        if not self._jobs.has_results and num_ready == last.num_host_chunks:
+            return last
         # A segment is lost only where a job fails, so there is never a loss to tell without a result.
-        results, self._results = tuple(self._results), []
-        self._report = dataclasses.replace(self._report, num_host_chunks=num_ready)
         lost = self._pool.take_lost() if self._pool else ()
-        return dataclasses.replace(self._report, results=results, lost_slots=lost)
+        self._report = StepReport(last.worker_id, (), num_ready)
+        return StepReport(last.worker_id, self._jobs.take_results(), num_ready, lost)
 
     def close(self) -> None:
         """Waits for the copies in flight and frees the host pool. Jobs that have not ended never will."""
@@ -184,26 +256,29 @@ class OffloadWorker:
 
     # Dispatch.
 
-    def _dispatch(self, jobs: Sequence[TransferJob], direction: Direction, step_id: int, kv_caches: Caches) -> Caches:
-        """Starts the jobs that are possible, in one flight for each segment where they fit one."""
+    def _accept(self, jobs: Sequence[TransferJob]) -> tuple[list[int], Groups]:
+        """Takes up the jobs that are possible: their ids, and their blocks by segment, for one flight each."""
         accepted = []
         for job in jobs:
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
                 continue
-            self._jobs[job.job_id] = _Job(started_s=self._clock())
+            self._jobs.start(job.job_id)
             error = self._why_impossible(job)
             if error:
-                self._end_part(job.job_id, error)
+                self._jobs.end_part([job.job_id], error)
             else:
                 accepted.append(job)
-        if not accepted:
-            return kv_caches
-        for segment_id, rows in self._rows_by_segment(accepted):
-            for piece in self._parts().split(rows):
+        return [job.job_id for job in accepted], self._rows_by_segment(accepted)
+
+    def _dispatch(
+        self, job_ids: Sequence[int], groups: Groups, direction: Direction, step_id: int, kv_caches: Caches
+    ) -> Caches:
+        """Starts what `_accept` returned."""
+        for segment_id, rows in groups:
+            for piece in self._copiers[direction].split(rows):
                 kv_caches = self._start(direction, segment_id, piece, step_id, kv_caches)
-        for job in accepted:
-            self._end_part(job.job_id)
+        self._jobs.end_part(job_ids)
         return kv_caches
 
     def _why_impossible(self, job: TransferJob) -> str:
@@ -223,10 +298,18 @@ class OffloadWorker:
                 return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
         return ""
 
-    def _rows_by_segment(self, jobs: Sequence[TransferJob]) -> list[tuple[int, Rows]]:
-        job_ids = np.repeat(np.array([j.job_id for j in jobs], np.int64), [j.num_blocks for j in jobs])
-        block_ids = np.array([b for j in jobs for b in j.block_ids], np.int32)
-        host_ids = np.array([b for j in jobs for b in j.host_block_ids], np.int32)
+    def _rows_by_segment(self, jobs: Sequence[TransferJob]) -> Groups:
+        if not jobs:
+            return []
+        if len(jobs) == 1:  # by far the most frequent, and cheaper
+            job_ids = np.full(jobs[0].num_blocks, jobs[0].job_id, np.int64)
+            block_ids, host_ids = (np.array(ids, np.int32) for ids in (jobs[0].block_ids, jobs[0].host_block_ids))
+        else:
+            job_ids = np.repeat(np.array([j.job_id for j in jobs], np.int64), [j.num_blocks for j in jobs])
+            block_ids = np.array([b for j in jobs for b in j.block_ids], np.int32)
+            host_ids = np.array([b for j in jobs for b in j.host_block_ids], np.int32)
+        if self._num_segments == 1 and len(host_ids):
+            return [(0, Rows(job_ids, block_ids, host_ids))]
         segment_ids, places = np.divmod(host_ids, np.int32(self._spec.segment_blocks))
         rows = Rows(job_ids, block_ids, places)
         if len(rows) and segment_ids.min() == segment_ids.max():  # nearly always, and cheaper
@@ -234,21 +317,72 @@ class OffloadWorker:
         return [(int(i), rows.take(segment_ids == i)) for i in np.unique(segment_ids)]
 
     def _start(self, direction: Direction, segment_id: int, piece: Rows, step_id: int, kv_caches: Caches) -> Caches:
-        jobs = piece.jobs()
-        for job_id in jobs:
-            self._jobs[job_id].num_parts += 1
+        job_ids = piece.jobs()
+        self._jobs.add_part(job_ids)
         try:
             if direction is Direction.SAVE:
-                flight = self._parts().save(segment_id, piece, kv_caches)
+                flight = self._copiers[direction].save(segment_id, piece, kv_caches)
             else:
-                flight, kv_caches = self._parts().load(segment_id, piece, kv_caches)
+                flight, kv_caches = self._copiers[direction].load(segment_id, piece, kv_caches)
         except Exception as e:
             _check_alive(kv_caches, e)
-            self._fail(jobs, segment_id, e)
+            self._fail(job_ids, segment_id, e)
         else:
             flight.step_id = step_id
             self._flights.append(flight)
         return kv_caches
+
+    # Copies inside the forward pass.
+
+    def _plan_pass(self, planner: FusedPlanner, plan: StepPlan, loads: Groups) -> Groups:
+        """Decides what the forward pass copies; returns the loads that are left."""
+        job_ids, saves = self._accept(plan.saves)
+        fused_saves, saves = planner.take(Direction.SAVE, saves, usable=self._has_segment)
+        # A donated segment cannot be read beside: what is saved into is not loaded from in one step.
+        donated = [segment_id for segment_id, _ in fused_saves]
+        fused_loads, loads = planner.take(
+            Direction.LOAD, loads, usable=lambda i: i not in donated and self._has_segment(i)
+        )
+        fused = {d: g[0] for d, g in ((Direction.SAVE, fused_saves), (Direction.LOAD, fused_loads)) if g}
+        for _, rows in fused.values():
+            self._jobs.add_part(rows.jobs())
+        if fused or job_ids:
+            self._pass = _ForwardPass(plan.step_id, fused, job_ids, saves)
+        return loads
+
+    def _take_outcome(self, done: _ForwardPass, outcome: FusedOutcome | None) -> None:
+        """Turns what the forward pass copied into flights; without an outcome it has not copied."""
+        for direction, (segment_id, rows) in done.fused.items():
+            if outcome is None:
+                error = TransferError("the forward pass that was to copy it did not return; pass its FusedOutcome on")
+                self._fail(rows.jobs(), segment_id, error)
+                continue
+            saving = direction is Direction.SAVE
+            if saving:
+                self._store.replace(segment_id, outcome.segment)
+            token = fetch_early(outcome.save_token if saving else outcome.load_token, self._spec)
+            self._flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, step_id=done.step_id))
+
+    def _abandon_pass(self, done: _ForwardPass) -> None:
+        """The forward pass never came back: its copies have failed, and what was to follow it is not done."""
+        self._pass = None
+        self._take_outcome(done, None)
+        self._jobs.end_part(
+            done.saving_job_ids,
+            "the forward pass that was to compute its blocks did not return; call end_step after it",
+        )
+
+    def _has_segment(self, segment_id: int) -> bool:
+        try:
+            self._store.segment(segment_id)
+        except TransferError:
+            return False
+        return True
+
+    @property
+    def _store(self) -> HostPool:
+        assert self._pool is not None, "nothing is dispatched when offloading is off"
+        return self._pool
 
     # Second halves of staged copies.
 
@@ -268,23 +402,21 @@ class OffloadWorker:
     def _resume_save(self, flight: Flight) -> None:
         try:
             self._check_arrived(flight)
-            self._parts().resume_save(flight)
+            self._copiers[flight.direction].resume_save(flight)
         except Exception as e:
             self._drop(flight)
             self._fail(flight.rows.jobs(), flight.segment_id, e)
 
     def _resume_load(self, flight: Flight, kv_caches: Caches) -> Caches:
-        live = [job_id for job_id in flight.rows.jobs() if not self._jobs[job_id].cancelled]
-        for job_id in flight.rows.jobs():
-            if job_id not in live:
-                self._end_part(job_id)
+        live = [job_id for job_id in flight.rows.jobs() if not self._jobs.is_cancelled(job_id)]
+        self._jobs.end_part(job_id for job_id in flight.rows.jobs() if job_id not in live)
         if not live:
             self._drop(flight)
             return kv_caches
         try:
             self._check_arrived(flight)
             rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
-            return self._parts().resume_load(flight, rows, kv_caches)
+            return self._copiers[flight.direction].resume_load(flight, rows, kv_caches)
         except Exception as e:
             _check_alive(kv_caches, e)
             self._drop(flight)
@@ -298,11 +430,8 @@ class OffloadWorker:
 
     def _cancel(self, job_id: int) -> None:
         """Marks a load some of whose blocks are not written yet; any other job goes on to its end."""
-        job = self._jobs.get(job_id)
-        if job is not None:
-            job.cancelled = any(
-                flight.direction is Direction.LOAD and job_id in flight.rows.job_ids for flight in self._in_transit()
-            )
+        loads = (flight for flight in self._in_transit() if flight.direction is Direction.LOAD)
+        self._jobs.cancel(job_id, unwritten=any(job_id in flight.rows.job_ids for flight in loads))
 
     # Ends.
 
@@ -313,7 +442,7 @@ class OffloadWorker:
                 continue
             if flight.direction is Direction.SAVE:
                 self._resume_save(flight)
-            elif all(self._jobs[job_id].cancelled for job_id in flight.rows.jobs()):
+            elif all(map(self._jobs.is_cancelled, flight.rows.jobs())):
                 self._resume_load(flight, [])  # writes nothing
         for flight in list(self._flights):
             if flight.phase is Phase.COPYING and _is_ready(flight.waiting_on):
@@ -330,40 +459,22 @@ class OffloadWorker:
             # A program that failed on the device has taken the donated segment with it.
             self._fail(flight.rows.jobs(), flight.segment_id, e, lost=flight.direction is Direction.SAVE)
         else:
-            for job_id in flight.rows.jobs():
-                self._end_part(job_id)
+            self._jobs.end_part(flight.rows.jobs())
 
     def _drop(self, flight: Flight) -> None:
         self._flights.remove(flight)
-        self._parts().release(flight)
+        self._copiers[flight.direction].release(flight)
 
-    def _fail(self, jobs: Sequence[int], segment_id: int, error: Exception, *, lost: bool = False) -> None:
+    def _fail(self, job_ids: Sequence[int], segment_id: int, error: Exception, *, lost: bool = False) -> None:
         """Ends these jobs' parts in a flight with an error, and gives up the segment if it is gone."""
         message = f"{type(error).__name__}: {error}".splitlines()[0]
-        assert self._pool is not None
         try:
-            lost = lost or self._pool.segment(segment_id).is_deleted()
+            lost = lost or any(part.is_deleted() for part in self._store.segment(segment_id))
         except TransferError:  # lost before
             lost = False
         if lost:
-            self._pool.mark_lost(segment_id)
-        for job_id in jobs:
-            self._end_part(job_id, message)
-
-    def _end_part(self, job_id: int, error: str = "") -> None:
-        """Ends one part of a job; with the last of them the job itself, so that no part lands after it."""
-        job = self._jobs[job_id]
-        job.num_parts -= 1
-        job.error = job.error or error
-        if job.num_parts:
-            return
-        del self._jobs[job_id]
-        state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
-        if job.error:
-            _logger.warning("job %d failed: %s", job_id, job.error)
-        self._results.append(
-            JobResult(job_id=job_id, state=state, error=job.error, duration_s=self._clock() - job.started_s)
-        )
+            self._store.mark_lost(segment_id)
+        self._jobs.end_part(job_ids, message)
 
     def _wait_for_one(self) -> bool:
         """Blocks until the oldest flight that `poll` can go on with is ready; False when there is none."""
@@ -375,16 +486,6 @@ class OffloadWorker:
         # What is left needs a begin_step. Wait for it here, or an idle engine would spin.
         _block(self._flights[0].waiting_on)
         return False
-
-    def _parts(self) -> Copier:
-        assert self._copier is not None, "nothing is dispatched when offloading is off"
-        return self._copier
-
-
-def _make_copier(config: OffloadConfig, spec: TransferSpec, pool: HostPool) -> Copier:
-    if config.copy_path is CopyPath.DIRECT:
-        return DirectCopier(spec, pool)
-    return StagedCopier(spec, pool, allocate=pinned_zeros, buckets=config.block_size_buckets)
 
 
 def _check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:

@@ -1,0 +1,283 @@
+"""`tpu-offload bench`: measures the copy paths on this machine and writes down which is best.
+
+The file that it writes is what `TPU_OFFLOAD_PROFILE` points to, and all that a person has to send for
+others to see how the machine does.
+"""
+
+import argparse
+import dataclasses
+import enum
+import math
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from tpu_offload.cli import report as report_lib
+from tpu_offload.cli.devices import check_backend, device_errors
+from tpu_offload.cli.flags import float_flag, int_flag
+from tpu_offload.cli.terminal import ReportConsole
+from tpu_offload.cli.transfer_methods import Geometry
+from tpu_offload.cli.transfer_rates import PATHS, Figures, Spread, TransferBench, num_walked_blocks, rank
+from tpu_offload.config import CopyPath
+from tpu_offload.errors import InputError
+from tpu_offload.memory import available_nbytes
+from tpu_offload.profile import FORMAT, VERSION
+from tpu_offload.types import Direction
+
+DEFAULT_OUTPUT = Path("tpu-offload-profile.json")
+DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float32", "int8")
+_NUM_KV_HEADS, _HEAD_DIM = 8, 128  # of Llama-3-8B
+_MEMORY_SHARE = 0.6  # of the memory that is free, for everything that is measured with
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Defaults:
+    """What depends on the platform: a CPU is there to try the command, and should be done in seconds."""
+
+    num_layers: int
+    block_size: int
+    seconds: float
+    step_ms: float
+
+
+_ON_CPU = _Defaults(num_layers=8, block_size=16, seconds=20, step_ms=0)
+_ON_ACCELERATOR = _Defaults(num_layers=32, block_size=128, seconds=100, step_ms=5)
+
+
+def add_command(commands: Any) -> None:
+    """Adds `bench` to the subcommands of `tpu-offload`."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure the copy paths and recommend one for each direction",
+        description="Measures how fast blocks move between device and host by each copy path, beside what the "
+        "machine can do at all and beside one device_put a block, and how much it delays a model. Prints what to "
+        "set and writes it to a file for TPU_OFFLOAD_PROFILE. The TPU_OFFLOAD_* variables do not apply.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--output",
+        type=Path,
+        default=DEFAULT_OUTPUT,
+        metavar="FILE",
+        help=f"write the profile to FILE ({DEFAULT_OUTPUT})",
+    )
+    add("--seconds", type=float_flag(0), metavar="S", help="stop about then, compiling included (100; on a CPU 20)")
+    add("--quick", action="store_true", help="jobs of 1 and 8 blocks, 5 rounds: a first look, in seconds")
+    names = [path.value for path in PATHS]
+    add("--path", nargs="+", choices=names, default=names, metavar="PATH", help=f"paths to measure ({' '.join(names)})")
+    add(
+        "--num-blocks",
+        type=int_flag(1, 4096),
+        nargs="+",
+        metavar="N",
+        help="blocks in a job, one or more sizes (1 8 64)",
+    )
+    add("--rounds", type=int_flag(1), metavar="N", help="rounds at most for each size (25)")
+    add(
+        "--num-layers", type=int_flag(1, 1024), metavar="N", help="layers (32; on a CPU 8; fewer where memory is small)"
+    )
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument(
+        "--block-size", type=int_flag(1, 65536), metavar="N", help="tokens in a block (128; on a CPU 16)"
+    )
+    shape.add_argument(
+        "--page-shape",
+        type=int_flag(1),
+        nargs="+",
+        metavar="N",
+        help="one layer's slice of a block over all devices: tokens, heads (split over the devices), ... "
+        f"(block size, {_NUM_KV_HEADS}, 2, {_HEAD_DIM})",
+    )
+    add("--dtype", choices=DTYPES, default=DTYPES[0], metavar="NAME", help=f"type of the KV cache ({DTYPES[0]})")
+    add("--devices", type=int_flag(1), metavar="N", help="devices that split a page (all of this host)")
+    add(
+        "--step-ms",
+        type=float_flag(0),
+        metavar="MS",
+        help="length of the model steps that copies may delay; 0 runs none (5; on a CPU 0)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace, argv: list[str]) -> int:
+    started_s = time.monotonic()
+    report_lib.check_writable(args.output)
+    check_backend()
+    defaults = _ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR
+    sizes = tuple(sorted(set(args.num_blocks or ((1, 8) if args.quick else (1, 8, 64)))))
+    paths = tuple(path for path in PATHS if path.value in args.path)
+    geometry = _fit(_geometry(args, defaults), max(sizes), len(paths), may_shrink=args.num_layers is None)
+    seconds = (defaults.seconds if args.seconds is None else args.seconds) + started_s - time.monotonic()
+    step_s = (defaults.step_ms if args.step_ms is None else args.step_ms) / 1e3
+    with device_errors(make_smaller="--num-layers, --block-size or --num-blocks"):
+        figures = _measure(
+            geometry, sizes, paths, seconds=seconds, rounds=args.rounds or (5 if args.quick else 25), step_s=step_s
+        )
+    profile = build_profile(geometry, figures, argv)
+    report_lib.write_json(args.output, profile)
+    _tell(profile, figures, geometry, args.output)
+    return 0
+
+
+def _geometry(args: argparse.Namespace, defaults: _Defaults) -> Geometry:
+    num_devices = args.devices or len(jax.local_devices())
+    num_heads = math.lcm(_NUM_KV_HEADS, num_devices)  # beyond eight devices each holds a copy of a head
+    page_shape = args.page_shape or (args.block_size or defaults.block_size, num_heads, 2, _HEAD_DIM)
+    geometry = Geometry(args.num_layers or defaults.num_layers, tuple(page_shape), args.dtype, num_devices)
+    geometry.sharding()  # finds out what cannot be before anything is measured
+    return geometry
+
+
+def _fit(geometry: Geometry, largest: int, num_paths: int, *, may_shrink: bool) -> Geometry:
+    """The geometry, with fewer layers where memory is small.
+
+    Raises:
+      InputError: it does not fit, and may not be made smaller or is as small as can be.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    host_nbytes = _MEMORY_SHARE * available_nbytes()
+    stats: Mapping[str, int] = jax.local_devices()[0].memory_stats() or {}
+    device_nbytes = _MEMORY_SHARE * (stats.get("bytes_limit", 2**62) - stats.get("bytes_in_use", 0))
+    while True:
+        num_walked = num_walked_blocks(geometry, largest)
+        # Host: a pool for each path, the peer's blocks, the limit's buffer, staging arrays. Device: the caches,
+        # what the peer gathers (it needs as much again while it does), the limit's buffer, staging arrays.
+        host = (num_walked * num_paths + 4 * largest) * geometry.block_nbytes
+        device = (num_walked + 5 * largest) * geometry.block_nbytes // geometry.num_devices
+        if on_cpu:  # where a device is the host, and the limit has two buffers of the caches' size
+            host, device = host + (3 * num_walked + 5 * largest) * geometry.block_nbytes, 0
+        if host <= host_nbytes and device <= device_nbytes:
+            return geometry
+        if not may_shrink or geometry.num_layers == 1:
+            raise InputError(
+                f"jobs of {largest} blocks of {geometry.block_nbytes / 2**20:.1f} MiB take {host / 2**30:.1f} GB of "
+                f"host memory and {device / 2**30:.1f} GB a device, and there are {host_nbytes / 2**30:.1f} and "
+                f"{device_nbytes / 2**30:.1f}; make --num-layers, --block-size or --num-blocks smaller"
+            )
+        geometry = dataclasses.replace(geometry, num_layers=geometry.num_layers // 2)
+
+
+def _measure(
+    geometry: Geometry,
+    sizes: Sequence[int],
+    paths: Sequence[CopyPath],
+    *,
+    seconds: float,
+    rounds: int,
+    step_s: float,
+) -> list[Figures]:
+    give_up_s = time.monotonic() + seconds
+    # The CPU backend copies float8 a thousand times slower in the peer's way, which says nothing of TPUs.
+    with_peer = not (jax.default_backend() == "cpu" and geometry.dtype.startswith("float8"))
+    sys.stderr.write("compiling\n")
+    bench = TransferBench(geometry, sizes=sizes, paths=paths, with_peer=with_peer, step_s=step_s)
+    figures: list[Figures] = []
+    try:
+        for i, size in enumerate(sizes):
+            left_s = give_up_s - time.monotonic()
+            if left_s <= 0 and figures:
+                sys.stderr.write(f"jobs of {size} blocks: left out, the time is over; --seconds gives more\n")
+                continue
+            sys.stderr.write(f"jobs of {size} blocks: measuring, {max(left_s, 0):.0f} s left\n")
+            figures += bench.measure(size, seconds=left_s / (len(sizes) - i), max_rounds=rounds)
+    finally:
+        bench.close()
+    return figures
+
+
+def build_profile(geometry: Geometry, figures: Sequence[Figures], argv: Sequence[str]) -> dict[str, Any]:
+    """What goes into the file: the profile that is read back, and under `bench` all that was measured."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "device_kind": jax.local_devices()[0].device_kind,
+        "entries": [
+            {
+                "num_layers": geometry.num_layers,
+                "page_nbytes": geometry.page_nbytes // geometry.num_devices,
+                **{d.value: [path.value for path in rank(figures, d)] for d in Direction},
+            }
+        ],
+        "bench": {
+            **report_lib.environment(),
+            "date": time.strftime("%Y-%m-%d"),
+            "argv": list(argv),
+            "geometry": dataclasses.asdict(geometry) | {"block_nbytes": geometry.block_nbytes},
+            "figures": [figures_as_json(one) for one in figures],
+        },
+    }
+
+
+def figures_as_json(figures: Figures) -> dict[str, Any]:
+    """The figures with names in the place of enums."""
+    plain = dataclasses.asdict(figures)
+    return {key: value.value if isinstance(value, enum.Enum) else value for key, value in plain.items()}
+
+
+def build_table(figures: Sequence[Figures], title: str) -> Table:
+    """The figures for a terminal; what was not measured has no column."""
+    with_peer = any(one.of_peer for one in figures)
+    with_delay = any(one.delay_s for one in figures)
+    table = Table(title=title)
+    for name in ("", "blocks", "path"):
+        table.add_column(name, justify="right" if name == "blocks" else "left", no_wrap=True)
+    columns = ["GB/s", "limit", "of limit", *(["of peer"] if with_peer else []), "ms", "dispatch ms"]
+    for name in columns + (["delays model ms"] if with_delay else []):
+        # Where it is narrow, a ratio goes over two lines; nothing is ever cut off.
+        table.add_column(name, justify="right", overflow="fold", min_width=12 if name.startswith("of ") else None)
+    last = None
+    for one in sorted(figures, key=lambda f: (f.direction.name == "LOAD", f.num_blocks)):
+        if last not in (None, (one.direction, one.num_blocks)):
+            table.add_section()
+        last = one.direction, one.num_blocks
+        cells = [
+            f"{one.gb_per_s.median:.2f}",
+            f"{one.limit_gb_per_s.median:.2f}",
+            _ratio(one.of_limit),
+            *([_ratio(one.of_peer)] if with_peer else []),
+            f"{one.seconds.median * 1e3:.2f}",
+            f"{one.dispatch_s.median * 1e3:.2f}",
+            *([f"{one.delay_s.median * 1e3:.2f}" if one.delay_s else "-"] if with_delay else []),
+        ]
+        table.add_row(one.direction.value, str(one.num_blocks), one.path.value, *cells)
+    return table
+
+
+def _ratio(spread: Spread | None) -> str:
+    return f"{spread.median:.2f} ({spread.p10:.2f}-{spread.p90:.2f})" if spread else "-"
+
+
+def _tell(profile: Mapping[str, Any], figures: Sequence[Figures], geometry: Geometry, output: Path) -> None:
+    console = ReportConsole()
+    bench = profile["bench"]
+    versions = ", ".join(f"{name} {version}" for name, version in bench["versions"].items())
+    console.print(f"{geometry.num_devices} x {profile['device_kind']}; {versions}", highlight=False)
+    shape = "x".join(map(str, geometry.page_shape))
+    title = (
+        f"blocks of {geometry.block_nbytes / 2**20:.2f} MiB: {geometry.num_layers} layers, pages of "
+        f"{geometry.dtype}[{shape}]"
+    )
+    console.print(build_table(figures, title))
+    console.print("Ratios are of times, within a round: median (10th to 90th percentile). limit: one contiguous copy.")
+    delays = [one for one in figures if one.delay_s and one.step_s]
+    if delays and (step := delays[0].step_s) is not None:
+        console.print(
+            f"delays model: how much later a run of {step.median * 1e3:.1f} ms steps ends because of the job."
+        )
+    console.print("\nRecommended here:")
+    best = {direction: profile["entries"][0][direction.value][0] for direction in Direction}
+    for direction in Direction:
+        console.print(f"  TPU_OFFLOAD_{direction.name}_PATH={best[direction]}", highlight=False)
+    console.print("or, to have it read from the file that was written:")
+    for direction in Direction:
+        console.print(f"  TPU_OFFLOAD_{direction.name}_PATH=auto", highlight=False)
+    console.print(
+        f"  TPU_OFFLOAD_PROFILE={shlex.quote(str(output.absolute()))}", highlight=False, markup=False, soft_wrap=True
+    )

@@ -1,0 +1,245 @@
+"""The fused path: copies that run inside the engine's own jitted step, under the compute of its layers.
+
+The programs of a device run one after another, so a copy that is a program of its own makes the next step
+wait. Inside one program the TPU compiler starts a DMA, goes on with matrix products, and waits for it
+later. What keeps it from doing so is order: two writes into one array are chained, and a write that
+nothing depends on is put off to the end of the program. So here
+
+- a segment of the host pool is in parts, each of some layers (`TransferSpec.parts`); when the last layer
+  of a part has written its KV, the pages to save are put together in HBM;
+- after every layer at most one DMA a part is started, and the residual stream is made to depend, through
+  an optimization barrier, on those that were started one layer before: each has the compute of one layer
+  to hide under, and HBM holds the pages of a few parts, not of all;
+- loads read their part early and are written into the caches after the layer, whose attention never reads
+  the blocks that a load is filling.
+
+`benchmarks/bench_tpu_compile.py` shows how much of it lies under compute in the compiler's schedule.
+
+The step is compiled for fixed numbers of runs, a run being `run_blocks` blocks with adjacent places in
+the segment, which a chunk always has. There is no padding: what does not make up a compiled number of
+runs goes by the direct path, around the step.
+
+    fused = worker.fused_step()                       # outside; often there is nothing to copy
+    step(..., fused.segment, fused.inputs)            # donate `segment`, not `inputs`
+
+    copies = FusedCopies(segment, inputs)             # inside
+    for i, layer in enumerate(layers):
+        x, kv_caches[i] = layer(x, kv_caches[i])      # writes this step's KV
+        x, kv_caches[i] = copies.after_layer(i, x, kv_caches[i])
+    outcome = copies.finish()                         # an output of the step, for `worker.end_step`
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tpu_offload.kernels.copier import Segment
+from tpu_offload.kernels.programs import bitcast
+from tpu_offload.kernels.spec import LayerRange, TransferSpec
+
+Space = jax.memory.Space
+_X = TypeVar("_X")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["save_block_ids", "save_rows", "load_block_ids", "load_rows", "load_segment"],
+    meta_fields=["spec"],
+)
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedInputs:
+    """What a step copies besides computing; a pytree to hand into the jitted step, not donated.
+
+    Attributes:
+      save_block_ids: i32[num_saves, run_blocks], blocks of the caches to read.
+      save_rows: i32[num_saves], the place in the segment where each run begins.
+      load_block_ids: i32[num_loads, run_blocks], blocks of the caches to write.
+      load_rows: i32[num_loads], the place in `load_segment` where each run begins.
+      load_segment: the segment to load from; empty when nothing is loaded.
+      spec: shapes; part of the tree's structure.
+    """
+
+    save_block_ids: Any
+    save_rows: Any
+    load_block_ids: Any
+    load_rows: Any
+    load_segment: Segment
+    spec: TransferSpec
+
+    @property
+    def num_saves(self) -> int:
+        """Runs to save."""
+        return len(self.save_rows)
+
+    @property
+    def num_loads(self) -> int:
+        """Runs to load."""
+        return len(self.load_rows)
+
+
+class FusedStep(NamedTuple):
+    """Everything that one step needs; `segment` is to be donated.
+
+    Attributes:
+      segment: per part, the segment to save into; empty when nothing is saved.
+      inputs: the rest; None when nothing is copied.
+    """
+
+    segment: Sequence[Any] = ()
+    inputs: FusedInputs | None = None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["segment", "save_token", "load_token"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedOutcome:
+    """What a step returns of its copies; a pytree.
+
+    Attributes:
+      segment: the donated segment's successor, in pinned host memory.
+      save_token: i32[], the number of blocks saved; ready when the step is.
+      load_token: i32[], the number of blocks loaded.
+    """
+
+    segment: list[Any]
+    save_token: Any
+    load_token: Any
+
+
+@final
+class FusedCopies:
+    """The copies of one step, while the step is traced. Used once, by one trace.
+
+    Args:
+      segment: `FusedStep.segment`.
+      inputs: `FusedStep.inputs`; with None all calls hand through what they are given.
+    """
+
+    def __init__(self, segment: Sequence[Any], inputs: FusedInputs | None) -> None:
+        self._inputs = inputs
+        self._segment = list(segment)
+        # Per part, the runs that are put together in HBM and not yet on their way.
+        self._staged: list[list[Any]] = [[] for _ in segment]
+        self._in_flight: list[int] = []
+        self._pages: list[jax.Array] = []  # of the layers of the part at hand
+        self._arriving: dict[int, Any] = {}
+
+    def after_layer(self, layer: int, x: _X, kv_cache: jax.Array) -> tuple[_X, jax.Array]:
+        """To be called after every layer, in order, once the layer has written its KV and used it.
+
+        Args:
+          layer: index of the cache.
+          x: the residual stream, any pytree that all later compute depends on.
+          kv_cache: dtype[num_blocks, *page_shape], this layer's.
+        Returns:
+          `x`, unchanged in value, and the cache with the loaded blocks in it.
+        """
+        if self._inputs is not None and self._inputs.num_loads:
+            # Tied to the layer's result: XLA copies the whole cache where it does not know that the layer
+            # has read it before it is written again.
+            x, kv_cache = lax.optimization_barrier((x, kv_cache))
+            kv_cache = self._write_loads(self._inputs, layer, kv_cache)
+        if self._inputs is not None and self._inputs.num_saves:
+            self._stage(self._inputs, layer, kv_cache)
+            x = self._start_some(self._inputs, x)
+        return x, kv_cache
+
+    def finish(self) -> FusedOutcome | None:
+        """To be called after the last layer. Its result must be an output of the step."""
+        if self._inputs is None:
+            return None
+        while any(self._staged):
+            self._start_some(self._inputs, ())
+        return FusedOutcome(self._segment, _count(self._inputs.save_block_ids), _count(self._inputs.load_block_ids))
+
+    # Loads.
+
+    def _write_loads(self, inputs: FusedInputs, layer: int, kv_cache: jax.Array) -> jax.Array:
+        part, (first, _) = _part_of(inputs.spec, layer)
+        if part not in self._arriving:
+            self._arriving[part] = self._read_runs(inputs, part)
+        cache = bitcast(kv_cache, inputs.spec.carrier)
+        for pages, block_ids in zip(self._arriving[part], inputs.load_block_ids, strict=True):
+            cache = _scatter(cache, pages[:, layer - first], block_ids)
+        written: jax.Array = bitcast(cache, inputs.spec.dtype)
+        return written
+
+    def _read_runs(self, inputs: FusedInputs, part: int) -> list[Any]:
+        """Per run, carrier[run_blocks, layers of the part, *page_shape] on its way to HBM."""
+        source = inputs.load_segment[part]
+        shape = (inputs.load_block_ids.shape[1], *source.shape[1:])
+        return [
+            jax.device_put(lax.dynamic_slice(source, (row, *_origin(source)), shape), Space.Device)
+            for row in inputs.load_rows
+        ]
+
+    # Saves.
+
+    def _stage(self, inputs: FusedInputs, layer: int, kv_cache: jax.Array) -> None:
+        """Puts the pages of each run together in HBM when the last layer of the part is there."""
+        part, (_, end) = _part_of(inputs.spec, layer)
+        self._pages.append(bitcast(kv_cache, inputs.spec.carrier))
+        if layer + 1 == end:
+            caches, self._pages = self._pages, []
+            self._staged[part] = [_gather(caches, block_ids, inputs.spec) for block_ids in inputs.save_block_ids]
+
+    def _start_some(self, inputs: FusedInputs, x: _X) -> _X:
+        """Waits for the DMAs of the call before, and starts at most one a part."""
+        if self._in_flight:
+            arrived = [self._segment[part] for part in self._in_flight]
+            x, arrived = lax.optimization_barrier((x, arrived))
+            for part, array in zip(self._in_flight, arrived, strict=True):
+                self._segment[part] = array
+        self._in_flight = [part for part, runs in enumerate(self._staged) if runs]
+        for part in self._in_flight:
+            run_id = inputs.num_saves - len(self._staged[part])
+            pages = jax.device_put(self._staged[part].pop(0), Space.Host)
+            target = self._segment[part]
+            start = (inputs.save_rows[run_id], *_origin(target))
+            self._segment[part] = lax.dynamic_update_slice(target, pages, start)
+        return x
+
+
+def _part_of(spec: TransferSpec, layer: int) -> tuple[int, LayerRange]:
+    for i, (first, end) in enumerate(spec.parts):
+        if first <= layer < end:
+            return i, (first, end)
+    raise ValueError(f"layer {layer}; expected 0 to {spec.num_layers - 1}")
+
+
+def _gather(caches: list[Any], block_ids: Any, spec: TransferSpec) -> Any:
+    """carrier[len(block_ids), len(caches), *page_shape] in HBM; an array of its own, as a DMA wants it."""
+    struct = spec.staging_struct(len(block_ids), len(caches))
+    empty = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if spec.explicit else None)
+
+    def body(_: Any, carry: Any) -> Any:
+        pages, i = carry  # i is i32 under jax_enable_x64 too
+        block = [lax.dynamic_slice_in_dim(cache, block_ids[i], 1, axis=0)[:, None] for cache in caches]
+        return lax.dynamic_update_slice(pages, jnp.concatenate(block, axis=1), (i, *_origin(pages))), i + 1
+
+    return lax.fori_loop(0, len(block_ids), body, (empty, jnp.int32(0)))[0]
+
+
+def _scatter(cache: Any, pages: Any, block_ids: Any) -> Any:
+    """The cache with `pages[i]` in block `block_ids[i]`."""
+
+    def body(i: Any, cache: Any) -> Any:
+        return lax.dynamic_update_slice_in_dim(cache, lax.dynamic_index_in_dim(pages, i), block_ids[i], axis=0)
+
+    return lax.fori_loop(0, len(block_ids), body, cache)
+
+
+def _origin(pool: Any) -> Any:
+    return (np.int32(0),) * (pool.ndim - 1)
+
+
+def _count(block_ids: Any) -> jax.Array:
+    """How many, computed: what is merely handed through is ready before the program has run."""
+    return jnp.sum(block_ids >= 0, dtype=jnp.int32)

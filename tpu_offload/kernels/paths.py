@@ -1,0 +1,89 @@
+"""Which copy path serves which direction. This is the one place where that is decided.
+
+A path is chosen for saves and for loads by itself: staged saves beside direct loads are as good as any
+other pair. Directions with one path share one copier, and with it its programs and buffers.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.errors import ConfigError
+from tpu_offload.kernels.copier import Copier, SegmentStore
+from tpu_offload.kernels.direct import DirectCopier
+from tpu_offload.kernels.spec import TransferSpec
+from tpu_offload.kernels.staged import StagedCopier
+from tpu_offload.profile import Profile
+from tpu_offload.types import Direction
+
+_logger = logging.getLogger(__name__)
+
+Paths = Mapping[Direction, CopyPath]
+
+
+def choose_paths(config: OffloadConfig, spec: TransferSpec, *, fused: bool) -> dict[Direction, CopyPath]:
+    """What the settings, the profile and the engine come to: for each direction a path, never `auto`.
+
+    Args:
+      config: the settings.
+      spec: the caches; an entry of the profile is chosen by them.
+      fused: whether the engine runs the fused functions in its own step.
+    Raises:
+      ConfigError: a path that the engine does not offer, or a profile that cannot be used.
+    """
+    offered = [CopyPath.DIRECT, CopyPath.STAGED, *([CopyPath.FUSED] if fused else [])]
+    wanted = {direction: config.path_for(direction) for direction in Direction}
+    chosen = dict(wanted)
+    if CopyPath.AUTO in wanted.values():
+        assert config.profile is not None, "the config refuses auto without a profile"
+        profile = Profile.read(config.profile)
+        device: Any = next(iter(spec.cache_sharding.device_set))
+        for direction in [d for d in Direction if wanted[d] is CopyPath.AUTO]:
+            chosen[direction] = profile.choose(
+                direction,
+                device_kind=device.device_kind,
+                num_layers=spec.num_layers,
+                page_nbytes=spec.block_nbytes_per_device // spec.num_layers,
+                offered=offered,
+            )
+            _logger.info("%ss go the %s path, as %s says", direction.value, chosen[direction].value, config.profile)
+    for direction, path in chosen.items():
+        if path not in offered:
+            raise ConfigError(
+                f"TPU_OFFLOAD_{direction.name}_PATH={path.value}: this engine does not run the fused copies in its "
+                f"step; set it to {', '.join(p.value for p in offered)} or auto"
+            )
+    return chosen
+
+
+def make_copiers(
+    paths: Paths,
+    spec: TransferSpec,
+    store: SegmentStore,
+    *,
+    allocate: Callable[[jax.ShapeDtypeStruct], jax.Array],
+    buckets: tuple[int, ...] = (),
+) -> dict[Direction, Copier]:
+    """Makes the copier of each direction, for what moves outside the engine's step; those with one path share one.
+
+    Args:
+      paths: what `choose_paths` returned.
+      spec: what is copied.
+      store: the segments.
+      allocate: makes an array of zeros in pinned host memory that can be donated.
+      buckets: sizes of staging arrays, as in `usable_buckets`.
+    """
+
+    def make(path: CopyPath) -> Copier:
+        directions = frozenset(direction for direction in Direction if separate[direction] is path)
+        if path is CopyPath.STAGED:
+            return StagedCopier(spec, store, allocate=allocate, buckets=buckets, directions=directions)
+        return DirectCopier(spec, store, directions=directions)
+
+    # What does not fit into the engine's step, and what is asked for when no step runs, goes directly.
+    separate = {d: CopyPath.DIRECT if path is CopyPath.FUSED else path for d, path in paths.items()}
+    copiers = {path: make(path) for path in dict.fromkeys(separate.values())}
+    return {direction: copiers[path] for direction, path in separate.items()}

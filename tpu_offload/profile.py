@@ -1,0 +1,166 @@
+"""The profile: which copy path is fastest on a machine, as `tpu-offload bench` found and wrote it.
+
+It is a JSON file. `auto` in the settings takes its path from here. Of everything that bench writes into
+the file only this is read back:
+
+    {
+      "format": "tpu_offload.profile", "version": 1,
+      "device_kind": "TPU v6 lite",
+      "entries": [{"num_layers": 32, "page_nbytes": 65536, "save": ["direct", "staged"], "load": ["staged", "direct"]}]
+    }
+
+An entry holds for one geometry of the caches: layers, and bytes of a page on each device. It names the
+paths that were measured, the best first, so that an engine that offers fewer of them takes the next.
+
+What fits only nearly is used as long as it can be right. Another device kind is an error, because its
+ranking says nothing about this device. Another geometry takes the entry that is nearest, for the paths
+differ in speed and never in what they copy; one more than a factor of two away is warned about.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Literal, Self
+
+import pydantic
+from pydantic import Field
+
+from tpu_offload.config import CopyPath
+from tpu_offload.errors import ConfigError
+from tpu_offload.types import Direction
+
+_logger = logging.getLogger(__name__)
+
+FORMAT = "tpu_offload.profile"
+VERSION = 1
+_RUN_BENCH = "write a new one with `tpu-offload bench --output FILE`"
+_FAR = 2.0  # times larger or smaller: from here on another geometry is warned about
+
+_RealPath = Literal["direct", "staged", "fused"]
+
+
+class ProfileEntry(pydantic.BaseModel):
+    """What was measured with one geometry of the caches.
+
+    Attributes:
+      num_layers: layers of the caches.
+      page_nbytes: bytes of one page on one device.
+      save: paths for saves, the best first.
+      load: paths for loads, the best first.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    num_layers: int = Field(ge=1)
+    page_nbytes: int = Field(ge=1)
+    save: tuple[_RealPath, ...] = Field(min_length=1)
+    load: tuple[_RealPath, ...] = Field(min_length=1)
+
+    def ranking(self, direction: Direction) -> list[CopyPath]:
+        """Paths for one direction, the best first."""
+        return [CopyPath(name) for name in (self.save if direction is Direction.SAVE else self.load)]
+
+    def distance(self, *, num_layers: int, page_nbytes: int) -> float:
+        """How many times larger or smaller that geometry is, in bytes of a page or of a block; at least 1."""
+        page = math.log(page_nbytes / self.page_nbytes)
+        block = page + math.log(num_layers / self.num_layers)
+        return math.exp(max(abs(page), abs(block)))
+
+
+class Profile(pydantic.BaseModel):
+    """A profile as far as it is read back; unknown keys are left alone.
+
+    Attributes:
+      format: names the kind of file.
+      version: of the format.
+      device_kind: `device_kind` of the jax devices that were measured.
+      entries: one for each geometry.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    format: Literal["tpu_offload.profile"]
+    version: Literal[1]
+    device_kind: str
+    entries: tuple[ProfileEntry, ...] = Field(min_length=1)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads a file.
+
+        Raises:
+          ConfigError: it cannot be read or is no profile.
+        """
+        name = f"TPU_OFFLOAD_PROFILE={path}"
+        try:
+            return cls.model_validate(json.loads(path.read_bytes()))
+        except OSError as e:
+            raise ConfigError(f"{name} cannot be read: {e.strerror or e}; {_RUN_BENCH}") from e
+        except pydantic.ValidationError as e:
+            detail = e.errors(include_url=False)[0]
+            where = ".".join(map(str, detail["loc"])) or "the file"
+            message = detail["msg"].replace("Input should be", "expected")
+            raise ConfigError(f"{name} is no profile: {where}: {message}; {_RUN_BENCH}") from None
+        except (ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
+            reason = f"{e.msg} in line {e.lineno}" if isinstance(e, json.JSONDecodeError) else type(e).__name__
+            raise ConfigError(f"{name} is no JSON ({reason}); {_RUN_BENCH}") from None
+
+    def check_device(self, device_kind: str) -> None:
+        """Finds out whether the profile says anything about devices of that kind.
+
+        Raises:
+          ConfigError: it is of another kind.
+        """
+        if device_kind != self.device_kind:
+            raise ConfigError(
+                f"TPU_OFFLOAD_PROFILE was measured on {self.device_kind!r} and the KV caches are on {device_kind!r}; "
+                f"{_RUN_BENCH} on this machine, or set TPU_OFFLOAD_SAVE_PATH and TPU_OFFLOAD_LOAD_PATH to direct or "
+                "staged"
+            )
+
+    def choose(
+        self,
+        direction: Direction,
+        *,
+        device_kind: str,
+        num_layers: int,
+        page_nbytes: int,
+        offered: Collection[CopyPath],
+    ) -> CopyPath:
+        """The best of the offered paths for these caches.
+
+        Args:
+          direction: save or load.
+          device_kind: of the devices that hold the caches.
+          num_layers: layers of the caches.
+          page_nbytes: bytes of one page on one device.
+          offered: what can be chosen.
+        Raises:
+          ConfigError: the profile is of another device kind, or ranks nothing that is offered.
+        """
+        self.check_device(device_kind)
+        distances = [entry.distance(num_layers=num_layers, page_nbytes=page_nbytes) for entry in self.entries]
+        distance, nearest = min(zip(distances, self.entries, strict=True), key=lambda pair: pair[0])
+        if distance > _FAR:
+            _logger.warning(
+                "the nearest entry of TPU_OFFLOAD_PROFILE is of %d layers with pages of %d bytes a device, and the KV "
+                "caches have %d with %d; TPU_OFFLOAD_%s_PATH=auto may not find the fastest path: %s with the "
+                "caches' geometry",
+                nearest.num_layers,
+                nearest.page_nbytes,
+                num_layers,
+                page_nbytes,
+                direction.name,
+                _RUN_BENCH,
+            )
+        ranking = nearest.ranking(direction)
+        path = next((path for path in ranking if path in offered), None)
+        if path is None:
+            raise ConfigError(
+                f"TPU_OFFLOAD_PROFILE ranks only {', '.join(p.value for p in ranking)} for {direction.value}s, which "
+                f"this engine does not offer; set TPU_OFFLOAD_{direction.name}_PATH to "
+                f"{' or '.join(p.value for p in offered)}, or {_RUN_BENCH}"
+            )
+        return path

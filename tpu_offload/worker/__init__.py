@@ -1,0 +1,5 @@
+"""The worker: owns the host pool of one process, and copies."""
+
+from tpu_offload.worker.worker import OffloadWorker
+
+__all__ = ["OffloadWorker"]

@@ -1,0 +1,93 @@
+"""Which jobs a worker is at, how many parts each has left, and how those that ended did."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import final
+
+from tpu_offload.types import JobResult, JobState
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """A job that has not ended.
+
+    Attributes:
+      started_s: when it was dispatched.
+      num_parts: flights that carry blocks of it, and one more while it is being dispatched.
+      error: the first thing that went wrong.
+      cancelled: the engine has taken its blocks back, and some were not written by then.
+    """
+
+    started_s: float
+    num_parts: int = 1
+    error: str = ""
+    cancelled: bool = False
+
+
+@final
+class WorkerJobs:
+    """Jobs in parts. A job ends with the last of its parts, so that no part lands after its end.
+
+    Args:
+      clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._jobs: dict[int, _Job] = {}
+        self._results: list[JobResult] = []
+
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._jobs
+
+    @property
+    def has_results(self) -> bool:
+        """Whether any job ended since `take_results`."""
+        return bool(self._results)
+
+    def start(self, job_id: int) -> None:
+        """A job begins, with one part: its own dispatch."""
+        self._jobs[job_id] = _Job(self._clock())
+
+    def add_part(self, job_ids: Iterable[int]) -> None:
+        """One more part for each of these jobs."""
+        for job_id in job_ids:
+            self._jobs[job_id].num_parts += 1
+
+    def end_part(self, job_ids: Iterable[int], error: str = "") -> None:
+        """One part less for each of these jobs, with what went wrong with it, if anything did."""
+        for job_id in job_ids:
+            job = self._jobs[job_id]
+            job.num_parts -= 1
+            job.error = job.error or error
+            if job.num_parts == 0:
+                self._end(job_id, job)
+
+    def cancel(self, job_id: int, *, unwritten: bool) -> None:
+        """The engine has taken a job's blocks back; `unwritten` says whether some were not written by then."""
+        job = self._jobs.get(job_id)
+        if job is not None:
+            job.cancelled = unwritten
+
+    def is_cancelled(self, job_id: int) -> bool:
+        """Whether it will end as cancelled."""
+        return self._jobs[job_id].cancelled
+
+    def take_results(self) -> tuple[JobResult, ...]:
+        """The jobs that ended since the last call."""
+        results, self._results = tuple(self._results), []
+        return results
+
+    def clear(self) -> None:
+        """Forgets every job; none of them will end."""
+        self._jobs.clear()
+
+    def _end(self, job_id: int, job: _Job) -> None:
+        del self._jobs[job_id]
+        state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
+        if job.error:
+            _logger.warning("job %d failed: %s", job_id, job.error)
+        self._results.append(JobResult(job_id, state, job.error, self._clock() - job.started_s))
