@@ -10,6 +10,8 @@ References:
 """
 
 import hashlib
+import itertools
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 
@@ -72,5 +74,7 @@ def chunk_keys(
 
     The hash of a chunk's last block is chained over all its tokens and all before, so it names the chunk.
     """
-    for last in range((first_chunk + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk):
-        yield ChunkKey(block_hashes[last] + namespace)
+    last_blocks = itertools.islice(block_hashes, (first_chunk + 1) * blocks_per_chunk - 1, None, blocks_per_chunk)
+    # Only the functions' own loops: prompts have thousands of chunks, and this is paid for each.
+    keys: Iterable[ChunkKey] = map(operator.add, last_blocks, itertools.repeat(namespace))
+    return keys

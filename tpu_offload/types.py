@@ -39,7 +39,7 @@ class JobState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferJob:
-    """Blocks of one request and one layer group that move together.
+    """Blocks of one layer group that move together: a load for one request, a save for one or more.
 
     Attributes:
       job_id: unique over the life of the scheduler.

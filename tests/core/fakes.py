@@ -101,10 +101,14 @@ class FakeRequest:
     hashes: list[bytes]
     num_computed: int = 0
     loading: bool = False
+    num_named_blocks: int = 0
 
 
 class FakeEngine:
-    """The smallest engine: a block table a request, prefill in chunks, no HBM prefix cache."""
+    """The smallest engine: a block table a request, prefill in chunks, no HBM prefix cache.
+
+    A step names the requests that complete a block in it, and others for which `also_names()` is true.
+    """
 
     def __init__(
         self, *, num_blocks: int = 32, workers: list[FakeWorker] | None = None, seed: int = 0, **settings
@@ -117,6 +121,7 @@ class FakeEngine:
         )
         self.hasher = BlockHasher(LAYOUT.fingerprint(), block_size=BLOCK_SIZE)
         self.rng = random.Random(seed)
+        self.also_names = lambda: False
         self.free_blocks = list(range(num_blocks))
         self.requests: dict[str, FakeRequest] = {}
         for worker in self.workers:
@@ -160,7 +165,9 @@ class FakeEngine:
             for i in range(first, request.num_computed // BLOCK_SIZE):
                 writes.append((request.block_ids[i], request.hashes[i]))
         for request in self.requests.values():
-            if not request.loading:
+            num_blocks = min(request.num_computed // BLOCK_SIZE, len(request.hashes), len(request.block_ids))
+            if not request.loading and (num_blocks != request.num_named_blocks or self.also_names()):
+                request.num_named_blocks = num_blocks
                 scheduled.append(
                     ScheduledRequest(
                         request.request_id, request.block_ids, request.hashes, len(request.tokens), request.num_computed

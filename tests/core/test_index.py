@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tpu_offload.core.index import ChunkIndex, ChunkState, NewChunk
+from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.policies import LRUPolicy
 
 
@@ -13,8 +13,12 @@ def chain(prefix: str, num: int) -> list[bytes]:
     return [f"{prefix}{i}".encode() for i in range(num)]
 
 
-def new(keys: list[bytes], first: int = 0) -> list[NewChunk]:
-    return [NewChunk(keys[i], keys[i - 1] if i else None) for i in range(first, len(keys))]
+def allocate(index: ChunkIndex, keys: list[bytes], first: int = 0, *, protected=()) -> list[int]:
+    return index.allocate(keys, range(first, len(keys)), protected={*protected, *keys[:first]})
+
+
+def complete(index: ChunkIndex, keys: list[bytes], *, success: bool) -> None:
+    index.complete(keys, [~index._slots[key] for key in keys], success=success)
 
 
 def make(num_slots: int) -> ChunkIndex:
@@ -24,30 +28,30 @@ def make(num_slots: int) -> ChunkIndex:
 
 
 def fill(index: ChunkIndex, keys: list[bytes]) -> None:
-    assert len(index.allocate(new(keys))) == len(keys)
-    index.complete(keys, success=True)
+    assert len(allocate(index, keys)) == len(keys)
+    complete(index, keys, success=True)
 
 
 def test_a_chunk_is_found_only_once_its_save_is_complete() -> None:
     index = make(4)
     keys = chain("a", 3)
-    index.allocate(new(keys))
-    assert index.num_ready(keys) == 0
-    index.complete(keys[:1], success=True)
-    assert index.num_ready(keys) == 1
-    index.complete(keys[2:], success=True)
-    assert index.num_ready(keys) == 1, "the prefix ends at the first hole"
-    index.complete(keys[1:2], success=True)
-    assert index.num_ready(keys) == 3
+    allocate(index, keys)
+    assert len(index.find(keys)) == 0
+    complete(index, keys[:1], success=True)
+    assert len(index.find(keys)) == 1
+    complete(index, keys[2:], success=True)
+    assert len(index.find(keys)) == 1, "the prefix ends at the first hole"
+    complete(index, keys[1:2], success=True)
+    assert len(index.find(keys)) == 3
 
 
 def test_a_failed_save_leaves_its_slot() -> None:
     index = make(2)
     keys = chain("a", 2)
-    index.allocate(new(keys))
-    index.complete(keys, success=False)
+    allocate(index, keys)
+    complete(index, keys, success=False)
     assert len(index) == 0
-    assert len(index.allocate(new(chain("b", 2)))) == 2
+    assert len(allocate(index, chain("b", 2))) == 2
     index.check_invariants()
 
 
@@ -55,7 +59,7 @@ def test_evicts_the_tail_of_the_oldest_prefix_and_only_as_much_as_needed() -> No
     index = make(5)
     a, b = chain("a", 3), chain("b", 4)
     fill(index, a)
-    assert len(index.allocate(new(b))) == 4
+    assert len(allocate(index, b)) == 4
     assert index.num_evicted == 2
     assert index.state(a[0]) is ChunkState.READY
     assert index.state(a[1]) is None
@@ -68,18 +72,18 @@ def test_pinned_chunks_stay_and_so_does_what_they_hang_on() -> None:
     a = chain("a", 3)
     fill(index, a)
     index.pin(a[2:])
-    assert index.allocate(new(chain("b", 2))) == []
+    assert allocate(index, chain("b", 2)) == []
     assert (len(index), index.num_evicted) == (3, 0)
     index.unpin(a[2:])
-    assert len(index.allocate(new(chain("b", 2)))) == 2
+    assert len(allocate(index, chain("b", 2))) == 2
 
 
 def test_an_allocation_that_finds_nothing_evicts_nothing() -> None:
     index = make(3)
     a = chain("a", 3)
     fill(index, a)
-    assert index.allocate(new(chain("b", 2)), protected=a) == []
-    assert index.num_ready(a) == 3
+    assert allocate(index, chain("b", 2), protected=a) == []
+    assert len(index.find(a)) == 3
     assert index.num_evicted == 0
 
 
@@ -87,20 +91,20 @@ def test_a_call_never_evicts_the_parent_of_what_it_offers() -> None:
     index = make(1)
     a = chain("a", 2)
     fill(index, a[:1])
-    assert index.allocate(new(a, first=1)) == []
+    assert allocate(index, a, first=1) == []
     assert index.state(a[0]) is ChunkState.READY
 
 
 def test_an_unfinished_save_is_no_victim() -> None:
     index = make(2)
-    index.allocate(new(chain("a", 2)))
-    assert index.allocate(new(chain("b", 1))) == []
+    allocate(index, chain("a", 2))
+    assert allocate(index, chain("b", 1)) == []
 
 
 def test_a_partial_allocation_takes_the_head() -> None:
     index = make(3)
     keys = chain("a", 5)
-    assert len(index.allocate(new(keys))) == 3
+    assert len(allocate(index, keys)) == 3
     assert index.state(keys[2]) is ChunkState.PENDING
     assert index.state(keys[3]) is None
 
@@ -108,11 +112,11 @@ def test_a_partial_allocation_takes_the_head() -> None:
 def test_slots_are_handed_out_from_low_to_high_and_grow() -> None:
     index = make(2)
     keys = chain("a", 6)
-    assert index.allocate(new(keys)) == [0, 1]
+    assert allocate(index, keys) == [0, 1]
     index.grow(4)
     index.grow(3)
     assert index.num_slots == 4
-    assert index.allocate(new(keys, first=2)) == [2, 3]
+    assert allocate(index, keys, first=2) == [2, 3]
     index.check_invariants()
 
 
@@ -121,10 +125,10 @@ def test_dropping_a_head_leaves_a_tail_that_the_head_finds_again() -> None:
     a = chain("a", 2)
     fill(index, a)
     index.drop(a[:1])
-    assert index.num_ready(a) == 0
-    index.allocate(new(a[:1]))
-    index.complete(a[:1], success=True)
-    assert index.num_ready(a) == 2
+    assert len(index.find(a)) == 0
+    allocate(index, a[:1])
+    complete(index, a[:1], success=True)
+    assert len(index.find(a)) == 2
     index.check_invariants()
 
 
@@ -136,12 +140,12 @@ def test_a_dropped_chunk_is_found_no_more_and_goes_with_its_last_pin() -> None:
     index.pin(a[1:])
     assert index.drop([*a, b"unknown"]) == a
     assert index.drop(a) == []
-    assert index.num_ready(a) == 0
+    assert len(index.find(a)) == 0
     assert index.state(a[1]) is ChunkState.CONDEMNED
     index.unpin(a[1:])
-    assert len(index.allocate(new(chain("b", 2)))) == 1, "its slot may still be read"
+    assert allocate(index, chain("b", 2)) == [], "their slots may still be read"
     index.unpin(a[1:])
-    assert index.state(a[1]) is None
+    assert [index.state(key) for key in a] == [None, None]
     index.check_invariants()
 
 
@@ -151,8 +155,6 @@ def test_losing_slots_drops_what_is_in_them() -> None:
     fill(index, a)
     assert index.lose_slots(1, 3) == a[1:3]
     assert [index.state(key) is ChunkState.READY for key in a] == [True, False, False, True]
-    assert index.in_slots(a[3:], 3, 4)
-    assert not index.in_slots(a[3:], 0, 3)
     index.check_invariants()
 
 
@@ -160,11 +162,34 @@ def test_clear_takes_what_is_pinned_from_the_lookups_and_keeps_what_is_unfinishe
     index = make(4)
     a, b = chain("a", 2), chain("b", 1)
     fill(index, a)
-    index.allocate(new(b))
+    allocate(index, b)
     index.pin(a[:1])
     index.clear()
     assert [index.state(key) for key in (*a, *b)] == [ChunkState.CONDEMNED, None, ChunkState.PENDING]
     index.check_invariants()
+
+
+def test_a_pin_keeps_all_chunks_before_it_also_those_that_are_dropped() -> None:
+    index = make(5)
+    a = chain("a", 4)
+    fill(index, a)
+    index.pin(a[:2])
+    index.pin(a[1:3])
+    assert index.drop([a[0], a[3]]) == [a[0], a[3]]
+    assert [index.state(key) for key in (a[0], a[3])] == [ChunkState.CONDEMNED, None]
+    assert len(allocate(index, chain("b", 5))) == 2
+    index.unpin(a[1:3])
+    assert index.state(a[0]) is ChunkState.CONDEMNED, "the other pin covers it"
+    index.unpin(a[:2])
+    assert index.state(a[0]) is None
+    index.check_invariants()
+
+
+def test_only_complete_chunks_can_be_pinned() -> None:
+    index = make(1)
+    allocate(index, chain("a", 1))
+    with pytest.raises(AssertionError, match="only a complete chunk"):
+        index.pin(chain("a", 1))
 
 
 def test_pins_are_counted() -> None:
@@ -174,7 +199,7 @@ def test_pins_are_counted() -> None:
     index.pin(a)
     index.pin(a)
     index.unpin(a)
-    assert index.allocate(new(chain("b", 1))) == []
+    assert allocate(index, chain("b", 1)) == []
     index.unpin(a)
     with pytest.raises(AssertionError, match="more often"):
         index.unpin(a)
@@ -202,10 +227,13 @@ class IndexMachine(RuleBasedStateMachine):
     def save(self, which: int, end: int) -> None:
         prefix = self.prefixes[which][:end]
         resident = self.pending | self.ready | self.condemned
-        new_chunks = [n for n in new(prefix) if n.key not in resident]
+        missing, looked_at = self.index.missing(prefix, 0, end)
+        assert looked_at == next((i for i, key in enumerate(prefix) if key in self.condemned), end)
+        assert missing == [i for i in range(looked_at) if prefix[i] not in resident]
         before = set(self.ready)
-        slots = self.index.allocate(new_chunks, protected=prefix)
-        granted = [n.key for n in new_chunks[: len(slots)]]
+        new = [prefix[i] for i in missing]
+        slots = self.index.allocate(prefix, missing, protected=prefix)
+        granted = new[: len(slots)]
         self.pending.update(granted)
         self.ready = {k for k in before if self.index.state(k) is not None}
         evicted = before - self.ready
@@ -213,14 +241,14 @@ class IndexMachine(RuleBasedStateMachine):
         assert not evicted & set(prefix), "evicted what the call offers"
         assert not evicted & {key for keys in self.pins for key in keys}
         assert len(evicted) == max(0, len(slots) - (self.NUM_SLOTS - len(resident))), "evicted more than it used"
-        if len(slots) < len(new_chunks):
+        if len(slots) < len(new):
             assert len(resident) - len(evicted) + len(slots) == self.NUM_SLOTS, "gave up with a slot free"
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data(), success=st.booleans())
     def complete(self, data, success: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.pending)))
-        self.index.complete([key], success=success)
+        complete(self.index, [key], success=success)
         self.pending.remove(key)
         if success:
             self.ready.add(key)
@@ -229,8 +257,8 @@ class IndexMachine(RuleBasedStateMachine):
     def match(self, which: int) -> None:
         prefix = self.prefixes[which]
         expected = next((i for i, key in enumerate(prefix) if key not in self.ready), len(prefix))
-        assert self.index.num_ready(prefix) == expected
-        self.index.touch(prefix)
+        assert len(self.index.find(prefix)) == expected
+        self.index.touch(prefix, len(prefix))
         if expected:
             self.index.pin(prefix[:expected])
             self.pins.append(prefix[:expected])
@@ -239,21 +267,31 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin(self, data) -> None:
         self.index.unpin(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1))))
-        self.condemned &= {key for keys in self.pins for key in keys}
+        self.condemned &= self.covered()
 
     @rule()
     def clear(self) -> None:
         self.index.clear()
-        self.condemned |= self.ready & {key for keys in self.pins for key in keys}
+        self.condemned |= self.ready & self.covered()
         self.ready.clear()
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def drop(self, data) -> None:
+        key = data.draw(st.sampled_from(sorted(self.ready)))
+        assert self.index.drop([key]) == [key]
+        self.ready.remove(key)
+        self.condemned |= {key} & self.covered()
+
+    def covered(self) -> set[bytes]:
+        return {key for keys in self.pins for key in keys}
 
     @invariant()
     def agrees_with_the_model(self) -> None:
         self.index.check_invariants()
         counts: dict[bytes, int] = {}
         for keys in self.pins:
-            for key in keys:
-                counts[key] = counts.get(key, 0) + 1
+            counts[keys[-1]] = counts.get(keys[-1], 0) + 1
         self.index.check_holds(pins=counts, pending=self.pending)
         assert len(self.index) == len(self.pending | self.ready | self.condemned)
 

@@ -1,5 +1,6 @@
 """OffloadScheduler, event by event. Many names are those of the behaviours in the design notes."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -241,6 +242,30 @@ def test_an_evicted_head_is_saved_again_by_the_request_that_still_holds_it() -> 
     engine.settle()
     engine.remove("a")
     assert engine.serve("c", tokens(17)) == 16
+
+
+def test_a_prompt_longer_than_the_host_tier_never_evicts_its_own_head() -> None:
+    engine = FakeEngine(num_cpu_chunks=3, workers=[FakeWorker(num_host_chunks=3)])
+    engine.add("a", tokens(20))
+    engine.step({"a": 20})
+    for _ in range(3):
+        engine.settle()
+        engine.step()
+    assert engine.scheduler.stats().num_evicted_chunks == 0
+    assert engine.add("b", tokens(20)).num_computed == 12
+
+
+def test_what_was_lost_while_there_is_no_room_is_counted_as_well() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    engine.serve("x", tokens(8))
+    engine.add("a", tokens(20, start=100))
+    engine.step({"a": 20})  # saves two, three find no room
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(fail=True))
+    engine.add("y", tokens(8))  # its load takes the staging blocks
+    engine.step()
+    engine.remove("a")
+    assert engine.scheduler.stats().dropped_save_blocks == 5
 
 
 def test_a_chunk_that_this_very_call_offers_is_never_its_victim() -> None:
@@ -514,6 +539,169 @@ def test_recency_follows_requests_not_the_order_in_which_copies_finish() -> None
     assert engine.add("b", tokens(9, start=100)).num_computed == 0
 
 
+def test_what_found_no_room_is_saved_later_without_the_engine_naming_the_request() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    request = engine.add("a", tokens(20))
+    engine.step({"a": 20})
+    worker = engine.workers[0]
+    saved = []
+    for _ in range(3):
+        engine.apply(worker, worker.finish())
+        plan = engine.scheduler.plan_step()
+        saved += [b for job in plan.saves for b in job.block_ids]
+        worker.end_step(plan)
+    assert saved == request.block_ids[2:]
+    engine.apply(worker, worker.finish())
+    assert engine.scheduler.plan_step().empty
+    assert engine.scheduler.stats().num_resident_chunks == 5
+
+
+def test_a_save_that_failed_is_tried_again_without_the_engine_naming_the_request() -> None:
+    engine = FakeEngine()
+    request = engine.add("a", tokens(12))
+    engine.step({"a": 12})
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(fail=True))
+    plan = engine.scheduler.plan_step()
+    assert [job.block_ids for job in plan.saves] == [tuple(request.block_ids)]
+    assert engine.scheduler.plan_step().empty, "once"
+
+
+class _Unreadable(list):
+    """A block table that belongs to nobody any more."""
+
+    def __getitem__(self, i):
+        raise AssertionError("read after the request gave up its blocks")
+
+
+@pytest.mark.parametrize("end", ["finish", "preempt", "match", "reset"])
+def test_a_request_that_gave_up_its_blocks_is_never_read_again(end) -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    request = engine.add("a", tokens(20))
+    engine.step({"a": 20})  # saves two, wants to save three more
+    request.block_ids = _Unreadable(request.block_ids)
+    engine.scheduler.plan_step([_scheduled(request, 20)])
+    if end == "match":
+        engine.scheduler.match("a", request.hashes, num_tokens=20, num_computed_tokens=0)
+    elif end == "reset":
+        engine.scheduler.reset()
+    else:
+        getattr(engine.scheduler, end)("a")
+    worker = engine.workers[0]
+    for _ in range(3):
+        engine.scheduler.apply(worker.report(worker.finish(fail=True)))
+        assert engine.scheduler.plan_step().empty
+        engine.scheduler.check_invariants()
+
+
+def test_a_step_in_which_nothing_changed_touches_no_request() -> None:
+    engine = FakeEngine(num_blocks=64)
+    requests = [engine.add(f"r{i}", tokens(8, start=100 * i)) for i in range(16)]
+    engine.step({request.request_id: 8 for request in requests})
+    while engine.scheduler.has_jobs:
+        engine.settle()
+        engine.step()
+    for request in engine.scheduler._requests.values():
+        request.block_ids = request.keys = _Unreadable()
+    assert engine.scheduler.plan_step().empty
+
+
+def test_a_block_table_that_grows_in_place_is_read_as_far_as_it_was_offered() -> None:
+    engine = FakeEngine(num_staging_blocks=2, decode_save=True)
+    request = engine.add("a", tokens(12))
+    engine.step({"a": 12})
+    request.block_ids.append(engine.free_blocks.pop())  # granted, not computed
+    request.tokens += tokens(4, start=50)
+    engine.grow_hashes(request)
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish())
+    plan = engine.scheduler.plan_step()
+    assert [job.block_ids for job in plan.saves] == [tuple(request.block_ids[2:3])]
+    engine.apply(worker, worker.finish())
+    assert engine.scheduler.plan_step().empty
+
+
+def test_taking_blocks_without_saying_so_is_an_error() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    request = engine.add("a", tokens(20))
+    engine.step({"a": 20})
+    request.block_ids.clear()
+    with pytest.raises(RequestError, match=r"request a has 0 blocks and offered 5 .* call preempt\(\) or finish\(\)"):
+        engine.scheduler.plan_step()
+    engine.scheduler.finish("a")
+    assert engine.scheduler.plan_step().empty
+    engine.scheduler.check_invariants()
+
+
+def test_naming_a_request_again_with_fewer_tokens_takes_back_the_offer() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    request = engine.add("a", tokens(20))
+    engine.step({"a": 20})
+    request.num_computed = 12
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish())
+    plan = engine.scheduler.plan_step([_scheduled(request, 20)])
+    assert [job.block_ids for job in plan.saves] == [tuple(request.block_ids[2:3])]
+    worker.end_step(plan)
+    engine.apply(worker, worker.finish())
+    assert engine.scheduler.plan_step().empty
+    engine.remove("a")
+    assert engine.scheduler.stats().dropped_save_blocks == 0
+
+
+def test_an_offer_taken_back_is_no_drop() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    request = engine.add("a", tokens(20))
+    engine.step({"a": 20})
+    assert engine.scheduler.plan_step([dataclasses.replace(_scheduled(request, 20), num_computed_tokens=8)]).empty
+    engine.remove("a")
+    assert engine.scheduler.stats().dropped_save_blocks == 0
+
+
+def test_requests_of_one_step_share_a_save_and_after_a_failure_each_has_its_own() -> None:
+    engine = FakeEngine()
+    for name in "abc":
+        engine.add(name, tokens(8, start=ord(name) * 100))
+    plan, _ = engine.step(dict.fromkeys("abc", 8))
+    assert [job.num_blocks for job in plan.saves] == [6]
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(fail=True))
+    plan, _ = engine.step()
+    assert [job.num_blocks for job in plan.saves] == [2, 2, 2]
+    engine.scheduler.check_invariants()
+    a, *others = worker.finish()
+    engine.apply(worker, [JobResult(a.job_id, JobState.FAILED, "again"), *others])
+    assert engine.scheduler.plan_step().empty, "it fails for ever, and takes no other down"
+    assert engine.scheduler.stats().num_resident_chunks == 4
+    engine.scheduler.check_invariants()
+
+
+def test_what_others_wait_for_is_tried_in_the_order_of_waiting() -> None:
+    engine = FakeEngine(num_staging_blocks=2)
+    for name in "abc":
+        engine.add(name, tokens(8, start=ord(name) * 100))
+        engine.step({name: 8})
+    worker = engine.workers[0]
+    for name in "bc":
+        engine.apply(worker, worker.finish())
+        plan, _ = engine.step()
+        assert [job.block_ids for job in plan.saves] == [tuple(engine.requests[name].block_ids)]
+
+
+def test_a_promise_whose_host_memory_was_lost_can_be_taken_in_part() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(16))
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(16))
+    assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0) == 16
+    engine.scheduler.apply(StepReport(0, (), 64, lost_slots=((0, 64),)))
+    engine.scheduler.admit("b", [0, 1], num_loaded_tokens=8)
+    engine.scheduler.check_invariants()
+    engine.scheduler.finish("b")
+    engine.scheduler.check_invariants()
+    assert engine.scheduler.stats().num_resident_chunks == 0
+
+
 def test_blocks_that_are_not_granted_yet_are_not_saved() -> None:
     engine = FakeEngine()
     request = engine.add("a", tokens(16))
@@ -616,14 +804,13 @@ def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> Non
     engine.requests["loading"].loading = False
     assert engine.scheduler.match("late", hashes, num_tokens=9, num_computed_tokens=0) == 0
     engine.scheduler.admit("matched", [30, 31], num_loaded_tokens=8)
-    engine.scheduler.plan_step([])
-    assert engine.scheduler.has_jobs
-    job_id = max(job.transfer.job_id for job in engine.scheduler._jobs)
-    update = engine.scheduler.apply(worker.report([JobResult(job_id, JobState.FINISHED)]))
+    plan, _ = engine.step()
+    assert [job.num_blocks for job in plan.saves] == [2], "a load reads the other three slots"
+    update = engine.scheduler.apply(worker.report(worker.finish()))
     assert update.failed_loads == (FailedLoad("matched", 0),), "zeros were copied, whatever the worker says"
     engine.scheduler.check_invariants()
     plan, _ = engine.step()
-    assert sorted(job.num_blocks for job in plan.saves) == [2, 3], "who still holds the blocks saves them again"
+    assert [job.num_blocks for job in plan.saves] == [3], "who still holds the blocks saves them again"
 
 
 def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:

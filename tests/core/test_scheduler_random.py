@@ -5,12 +5,13 @@ import random
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker
+from tpu_offload import StepPlan
 
 
 class RandomLife:
     """One seed decides everything: arrivals with shared prefixes, step sizes, aborts, faults and delays."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, also_named: float = 0.0) -> None:
         self.rng = rng = random.Random(seed)
         num_slots = rng.choice([4, 12, 40])
         workers = [
@@ -27,6 +28,9 @@ class RandomLife:
             decode_save=rng.random() < 0.5,
             job_timeout_s=20.0,
         )
+        others = random.Random(seed)
+        self.engine.also_names = lambda: others.random() < also_named
+        self.plans: list[StepPlan] = []
         self.undelivered = [[] for _ in workers]
         self.fault_rate = rng.choice([0.0, 0.2])
         self.loss_rate = rng.choice([0.0, 0.0, 0.05])
@@ -51,7 +55,8 @@ class RandomLife:
             if not request.loading and left and rng.random() < 0.8:
                 computed[request.request_id] = rng.randint(1, left)
         engine.clock.now_s += rng.choice([0.1, 0.1, 5.0])
-        _, results = engine.step(computed)
+        plan, results = engine.step(computed)
+        self.plans.append(plan)
         for i, worker in enumerate(engine.workers):
             if rng.random() < self.loss_rate:
                 first = rng.randrange(worker.num_host_chunks)
@@ -119,6 +124,16 @@ def test_random_life(seed) -> None:
     life = RandomLife(seed)
     life.run(120)
     assert life.checked > 50
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_naming_requests_in_which_nothing_changed_changes_nothing(seed) -> None:
+    lives = [RandomLife(seed, also_named=share) for share in (0.0, 0.3, 1.0)]
+    for life in lives:
+        life.run(80)
+    assert lives[0].plans == lives[1].plans == lives[2].plans
+    assert lives[0].engine.scheduler.stats() == lives[1].engine.scheduler.stats() == lives[2].engine.scheduler.stats()
+    assert any(plan.saves for plan in lives[0].plans)
 
 
 def test_the_random_lives_do_load_evict_drop_and_fail() -> None:

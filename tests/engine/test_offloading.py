@@ -190,6 +190,25 @@ def test_decode_save_saves_every_block_that_was_computed(prefix_caching):
     engine.close()
 
 
+@pytest.mark.parametrize("decode_save", [False, True])
+def test_a_step_offers_only_sequences_that_complete_a_block(decode_save):
+    config = dataclasses.replace(SMALL_ENGINE, num_blocks=40, max_num_batched_tokens=6)
+    engine = Engine(TINY, config, offload=make_offload(decode_save=decode_save))
+    offered = []
+    plan_step = engine._offload._scheduler.plan_step
+
+    def spy(changed):
+        offered.append([request.num_computed_tokens for request in changed])
+        return plan_step(changed)
+
+    engine._offload._scheduler.plan_step = spy
+    serve(engine, [make_request("a", random_tokens(1, 15), max_tokens=12)])
+    # The prompt in steps of 6 tokens, then one by one: 6, 12, 15, 16, 17, ... with blocks of 4.
+    prompt, generated = [[6], [12], []], [[16], [], [], [], [20], [], [], [], [24], [], []]
+    assert config.block_size == 4
+    assert offered == prompt + (generated if decode_save else [[]] * len(generated))
+
+
 def test_a_cache_salt_that_is_no_text_is_refused():
     engine = Engine(TINY, SMALL_ENGINE)
     request = dataclasses.replace(make_request("a", [1, 2, 3]), cache_salt="\udc00")

@@ -5,15 +5,23 @@ stays. And a chunk on which another resident chunk hangs stays too: evicting a p
 keeps every resident prefix whole, so no slot ever holds a chunk that no lookup can reach. The one
 exception is a failed copy, whose chunk is lost at once and can leave later chunks of its prefix behind;
 they become reachable again when a request saves the missing chunk, or grow old and go.
+
+The third rule makes pins cheap: a pin on the last chunk of a prefix keeps all of it, so pinning ten
+thousand chunks is one count. Only where chunks are lost under a pin, which is rare, does it have to be
+found out which those are (`_covered`).
+
+Calls that take a prefix cost what a dictionary operation or two cost for each chunk, in loops that run
+inside the interpreter where that is possible. What is known of a chunk is a few machine words, none of
+them seen by the garbage collector: with a million objects, each of its passes would stop the engine.
 """
 
-import dataclasses
 import enum
+import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Sequence
+from typing import final
 
-from tpu_offload.core.policies import EvictionPolicy
+from tpu_offload.core.policies import EvictionPolicy, Residents
 from tpu_offload.types import ChunkKey
 
 
@@ -22,25 +30,11 @@ class ChunkState(enum.Enum):
 
     PENDING = "pending"  # it has a slot and its bytes are on the way
     READY = "ready"  # every worker has its bytes in place
-    CONDEMNED = "condemned"  # its bytes are not to be trusted; it goes with its last pin
+    CONDEMNED = "condemned"  # its bytes are not to be trusted; it goes with the last pin that covers it
 
 
-@dataclasses.dataclass(slots=True)
-class _Chunk:
-    slot: int
-    parent: ChunkKey | None
-    state: ChunkState
-    num_pins: int = 0
-
-
-class NewChunk(NamedTuple):
-    """A chunk that wants a slot, and the chunk right before it in its prefix (None for the first)."""
-
-    key: ChunkKey
-    parent: ChunkKey | None
-
-
-class ChunkIndex:
+@final
+class ChunkIndex(Residents):
     """Chunk keys to slots. Starts without slots; `grow` adds them as the host pool is allocated.
 
     Args:
@@ -49,19 +43,34 @@ class ChunkIndex:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._chunks: dict[ChunkKey, _Chunk] = {}
-        # Resident chunks that hang on a key. Kept apart from the chunks: a child can outlive its parent
-        # (after a failed save), and finds it again when the parent returns.
+        # The slot of each resident chunk: itself when the chunk is READY, its bitwise complement, which is
+        # negative, when it is not.
+        self._slots: dict[ChunkKey, int] = {}
+        self._condemned: set[ChunkKey] = set()
+        # By slot: the key before the chunk in its prefix.
+        self._parents: list[ChunkKey | None] = []
+        # Nearly every chunk has one child, the next of its prefix. Here are those that have none, and how
+        # many those have that have more.
+        self._leaves: set[ChunkKey] = set()
         self._num_children: dict[ChunkKey, int] = {}
+        # How many chunks hang on a key that is not resident (after a failed copy), for when it returns.
+        self._num_orphans: dict[ChunkKey, int] = {}
+        # How many pins end at a chunk. Each covers the chunk and all before it.
+        self._pins: dict[ChunkKey, int] = {}
         # Taken from the right. What a failed copy gives back goes to the left, to be tried last.
         self._free_slots: deque[int] = deque()
-        self._num_slots = 0
+        self._protected: Container[ChunkKey] = ()
         self._num_evicted = 0
 
     @property
     def num_slots(self) -> int:
         """Slots that exist, used or free."""
-        return self._num_slots
+        return len(self._parents)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that an allocation gets without evicting."""
+        return len(self._free_slots)
 
     @property
     def num_evicted(self) -> int:
@@ -69,168 +78,281 @@ class ChunkIndex:
         return self._num_evicted
 
     def __len__(self) -> int:
-        return len(self._chunks)
+        return len(self._slots)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._slots
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
-        if num_slots > self._num_slots:
+        num_new = num_slots - self.num_slots
+        if num_new > 0:
             # Low slots are handed out first, so that a pool that is never full touches little memory.
-            self._free_slots.extendleft(range(self._num_slots, num_slots))
-            self._num_slots = num_slots
+            self._free_slots.extendleft(range(self.num_slots, num_slots))
+            self._parents += [None] * num_new
 
     def state(self, key: ChunkKey) -> ChunkState | None:
         """The chunk's state, None when it is not here."""
-        chunk = self._chunks.get(key)
-        return None if chunk is None else chunk.state
+        slot = self._slots.get(key)
+        if slot is None:
+            return None
+        if slot >= 0:
+            return ChunkState.READY
+        return ChunkState.CONDEMNED if key in self._condemned else ChunkState.PENDING
 
-    def slot(self, key: ChunkKey) -> int:
-        """The slot of a chunk that is here."""
-        return self._chunks[key].slot
+    def find(self, keys: Sequence[ChunkKey], first: int = 0) -> list[int]:
+        """Slots of the READY chunks of a prefix from chunk `first` on, up to the first that is not READY."""
+        slots: list[int] = []
+        try:  # noqa: SIM105 (contextlib.suppress costs a microsecond)
+            slots.extend(map(self._slots.__getitem__, itertools.islice(keys, first, None)))
+        except KeyError:
+            pass  # a list keeps what an iterator gave it before that raised
+        if slots and min(slots) < 0:
+            del slots[next(i for i, slot in enumerate(slots) if slot < 0) :]
+        return slots
 
-    def num_ready(self, keys: Iterable[ChunkKey]) -> int:
-        """How many chunks from the first on are READY, up to the first that is not."""
-        chunks, count = self._chunks, 0
-        for key in keys:
-            chunk = chunks.get(key)
-            if chunk is None or chunk.state is not ChunkState.READY:
-                break
-            count += 1
-        return count
+    def missing(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[list[int], int]:
+        """Which of the chunks `first` to `end - 1` of a prefix want saving: those that are not here.
 
-    def pin(self, keys: Iterable[ChunkKey]) -> None:
-        """Keeps READY chunks from eviction until they are unpinned as often as they were pinned."""
-        for key in keys:
-            chunk = self._chunks[key]
-            assert chunk.state is ChunkState.READY, "only a complete chunk can be pinned"
-            chunk.num_pins += 1
+        Returns:
+          Their numbers in order, and how far it looked: `end`, or the first chunk that is CONDEMNED. The key of
+          that one is taken until its last pin is gone; what follows waits, or hangs on nothing.
+        """
+        if self._condemned:
+            end = next((i for i in range(first, end) if keys[i] in self._condemned), end)
+        slots = self._slots
+        if end - first == 1:  # a request that generates
+            return [] if keys[first] in slots else [first], end
+        return [i for i, key in enumerate(itertools.islice(keys, first, end), first) if key not in slots], end
 
-    def unpin(self, keys: Iterable[ChunkKey]) -> None:
-        """Takes one pin back from each chunk; a condemned one goes with its last."""
-        for key in keys:
-            chunk = self._chunks[key]
-            assert chunk.num_pins > 0, "unpinned more often than pinned"
-            chunk.num_pins -= 1
-            if chunk.num_pins == 0 and chunk.state is ChunkState.CONDEMNED:
-                self._remove(key, suspect=True)
+    def pin(self, keys: Sequence[ChunkKey]) -> None:
+        """Keeps chunks that follow each other in one prefix, and all before them, until unpinned. O(1).
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """A request used this prefix, head first; chunks that are not here are passed over."""
-        self._policy.touch(keys)
+        They are READY, or pinned by the caller already: a pin may be made shorter under condemned chunks.
+        """
+        tail = keys[-1]
+        assert self._slots[tail] >= 0 or tail in self._condemned, "only a complete chunk can be pinned"
+        self._pins[tail] = self._pins.get(tail, 0) + 1
 
-    def allocate(self, new_chunks: Sequence[NewChunk], *, protected: Sequence[ChunkKey] = ()) -> list[int]:
+    def unpin(self, keys: Sequence[ChunkKey]) -> None:
+        """Takes back the pin that these keys, or others with the same last one, were given. O(1).
+
+        Condemned chunks go with the last pin that covers them.
+        """
+        tail = keys[-1]
+        assert tail in self._pins, "unpinned more often than pinned"
+        self._pins[tail] -= 1
+        if not self._pins[tail]:
+            del self._pins[tail]
+        if self._condemned:
+            for key in self._condemned - self._covered():
+                self._condemned.remove(key)
+                self._remove(key)
+
+    def touch(self, keys: Sequence[ChunkKey], num_chunks: int) -> None:
+        """A request used the first `num_chunks` of `keys`, head first; chunks that are not here are passed over."""
+        self._policy.touch(keys, num_chunks, self)
+
+    def allocate(
+        self, keys: Sequence[ChunkKey], numbers: Sequence[int], *, protected: Container[ChunkKey] = ()
+    ) -> list[int]:
         """Gives slots to chunks that are about to be saved, evicting others where it must.
 
         Args:
-          new_chunks: chunks of one prefix that are not here, head first.
-          protected: chunks that may not go for this, besides the pinned ones: the caller's own prefix.
+          keys: a prefix, head first.
+          numbers: which of it are to be saved, ascending: they are not here, and what is between them is.
+          protected: chunks that may not go for this, and so none before them in their prefixes: the last ones
+            of the caller's own. The one before the first to be saved has to be covered by one of them.
         Returns:
-          Slots for the first of `new_chunks`, as many as could be found; those chunks are PENDING now.
+          Slots for the first of them, as many as could be found; those chunks are PENDING now.
           Evicts exactly as many as these slots need, and nothing when there are none.
         """
-        num_victims = len(new_chunks) - len(self._free_slots)
-        if num_victims > 0:
-            for key in self._victims(num_victims, {*protected, *(c.parent for c in new_chunks if c.parent)}):
-                self._remove(key)
-                self._num_evicted += 1
-        granted = new_chunks[: len(self._free_slots)]
-        slots = []
-        for new in granted:
-            assert new.key not in self._chunks, "a resident chunk is not saved again"
-            slot = self._free_slots.pop()
-            self._chunks[new.key] = _Chunk(slot, new.parent, ChunkState.PENDING)
-            if new.parent is not None:
-                self._num_children[new.parent] = self._num_children.get(new.parent, 0) + 1
-            slots.append(slot)
-        self._policy.insert([new.key for new in granted])
+        free, num_chunks = self._free_slots, len(numbers)
+        if num_chunks > len(free):
+            self._protected = protected
+            self._policy.evict(num_chunks - len(free), self)
+            self._protected = ()
+            if num_chunks > len(free):
+                num_chunks = len(free)
+        if not num_chunks:
+            return []
+        slots = [free.pop() for _ in range(num_chunks)]
+        first = numbers[0]
+        if numbers[num_chunks - 1] - first == num_chunks - 1:
+            self._insert(keys[first - 1] if first else None, keys[first : first + num_chunks], slots)
+        else:
+            self._insert_parts(keys, numbers[:num_chunks], slots)
         return slots
 
-    def complete(self, keys: Iterable[ChunkKey], *, success: bool) -> None:
-        """Ends the save of PENDING chunks: they become READY, or go and leave their slots."""
-        for key in keys:
-            chunk = self._chunks[key]
-            assert chunk.state is ChunkState.PENDING, "only a pending chunk completes"
-            if success:
-                chunk.state = ChunkState.READY
-            else:
-                self._remove(key, suspect=True)
+    def complete(self, keys: Sequence[ChunkKey], slots: Sequence[int], *, success: bool) -> None:
+        """Ends the save of PENDING chunks, in the order of their allocation: they become READY, or go."""
+        assert self._slots.get(keys[0]) == ~slots[0], "only a pending chunk completes"
+        if success:
+            self._slots.update(zip(keys, slots, strict=True))
+            return
+        for key in reversed(keys):  # so that few of them lose what they hang on first
+            self._remove(key)
+
+    def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
+        """For the policy, from inside `allocate`; see the base class."""
+        slots, parents, free = self._slots, self._parents, self._free_slots
+        pins, protected, num_children = self._pins, self._protected, self._num_children
+        num_evicted = 0
+        if key not in self._leaves:
+            return 0, key
+        self._leaves.remove(key)
+        rest: ChunkKey | None = key
+        while rest is not None and num_evicted < num_chunks:
+            if rest in pins or rest in protected or (num_evicted and rest in stop):
+                break
+            slot = slots.pop(rest)
+            if slot < 0:
+                slots[rest] = slot
+                break
+            free.append(slot)
+            num_evicted += 1
+            rest = parents[slot]
+            if num_children or self._num_orphans:
+                if rest is not None and rest in num_children:
+                    self._take_child(rest)
+                    self._num_evicted += num_evicted
+                    return num_evicted, rest
+                if rest in self._num_orphans:
+                    self._take_child(rest)
+                    rest = None
+        if rest is not None:
+            self._leaves.add(rest)
+        self._num_evicted += num_evicted
+        return num_evicted, rest
+
+    def is_leaf(self, key: ChunkKey) -> bool:
+        """See the base class."""
+        return key in self._leaves
 
     def lose_slots(self, first: int, end: int) -> list[ChunkKey]:
-        """The bytes in slots `first` to `end - 1` are gone: drops their chunks.
+        """The bytes in slots `first` to `end - 1` are gone: drops their chunks. O(chunks).
 
         Returns:
           The chunks that no lookup finds any more. The caller sees to those that are PENDING.
         """
-        return self.drop([key for key, chunk in self._chunks.items() if first <= chunk.slot < end])
-
-    def in_slots(self, keys: Iterable[ChunkKey], first: int, end: int) -> bool:
-        """Whether any of these resident chunks is in slots `first` to `end - 1`."""
-        return any(first <= self._chunks[key].slot < end for key in keys)
+        return self.drop([key for key, slot in self._slots.items() if first <= slot < end])
 
     def drop(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Takes READY chunks from the lookups for good. Those that are pinned keep their slots until unpinned.
+        """Takes READY chunks from the lookups for good. Those that a pin covers keep their slots until unpinned.
 
         Returns:
           The chunks that were dropped; the others were unknown, PENDING or dropped before.
         """
-        dropped = []
-        for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is None or chunk.state is not ChunkState.READY:
-                continue
-            dropped.append(key)
-            if chunk.num_pins:
-                chunk.state = ChunkState.CONDEMNED
+        dropped = [key for key in keys if self._slots.get(key, -1) >= 0]
+        covered = self._covered() if dropped else ()
+        for key in dropped:
+            if key in covered:
+                self._condemned.add(key)
+                self._slots[key] = ~self._slots[key]
             else:
-                self._remove(key, suspect=True)
+                self._remove(key)
         return dropped
 
     def clear(self) -> None:
         """Drops every READY chunk."""
-        self.drop(list(self._chunks))
+        self.drop(list(self._slots))
 
-    def _victims(self, num_chunks: int, protected: set[ChunkKey]) -> list[ChunkKey]:
-        num_chosen_children: dict[ChunkKey, int] = {}
+    def _covered(self) -> set[ChunkKey]:
+        """The chunks that may not lose their slots because of pins. O(chunks that pins cover)."""
+        covered: set[ChunkKey] = set()
+        for tail in self._pins:
+            key: ChunkKey | None = tail
+            while key is not None and key in self._slots and key not in covered:
+                covered.add(key)
+                key = self._parents[_place(self._slots[key])]
+        return covered
 
-        def choose(key: ChunkKey) -> bool:
-            chunk = self._chunks[key]
-            if chunk.state is not ChunkState.READY or chunk.num_pins or key in protected:
-                return False
-            if self._num_children.get(key, 0) > num_chosen_children.get(key, 0):
-                return False
-            if chunk.parent is not None:
-                num_chosen_children[chunk.parent] = num_chosen_children.get(chunk.parent, 0) + 1
-            return True
+    def _insert(self, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """Makes chunks that follow each other resident, PENDING."""
+        table, parents, before = self._slots, self._parents, parent
+        num_chunks = len(table) + len(keys)
+        for key, slot in zip(keys, slots, strict=True):
+            table[key] = ~slot
+            parents[slot] = before
+            before = key
+        assert len(table) == num_chunks, "a resident chunk is not saved again"
+        if parent is not None:
+            assert parent in table, "a chunk is saved that no lookup can reach"
+            self._add_child(parent)
+        self._leaves.add(keys[-1])
+        if self._num_orphans:
+            for key in keys:
+                for _ in range(self._num_orphans.pop(key, 0)):
+                    self._add_child(key)
+        self._policy.insert(keys)
 
-        return self._policy.victims(num_chunks, choose)
+    def _insert_parts(self, keys: Sequence[ChunkKey], numbers: Sequence[int], slots: Sequence[int]) -> None:
+        """Makes the chunks `numbers` of a prefix with holes resident."""
+        starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1] + 1]
+        for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True):
+            first = numbers[start]
+            parent = keys[first - 1] if first else None
+            self._insert(parent, [keys[i] for i in numbers[start:end]], slots[start:end])
 
-    def _remove(self, key: ChunkKey, *, suspect: bool = False) -> None:
-        chunk = self._chunks.pop(key)
-        self._policy.remove(key)
-        if suspect:
-            self._free_slots.appendleft(chunk.slot)
+    def _add_child(self, parent: ChunkKey) -> None:
+        if parent not in self._slots:
+            self._num_orphans[parent] = self._num_orphans.get(parent, 0) + 1
+        elif parent in self._leaves:
+            self._leaves.remove(parent)
         else:
-            self._free_slots.append(chunk.slot)
-        if chunk.parent is not None:
-            self._num_children[chunk.parent] -= 1
-            if not self._num_children[chunk.parent]:
-                del self._num_children[chunk.parent]
+            self._num_children[parent] = self._num_children.get(parent, 1) + 1
+
+    def _take_child(self, parent: ChunkKey) -> None:
+        counts = self._num_children if parent in self._slots else self._num_orphans
+        num_left = counts.pop(parent, 1) - 1
+        if num_left > (counts is self._num_children):
+            counts[parent] = num_left
+        elif not num_left and parent in self._slots:
+            self._leaves.add(parent)
+
+    def _remove(self, key: ChunkKey) -> None:
+        """Takes out a chunk whose bytes are lost or never came."""
+        num_children = 0 if key in self._leaves else self._num_children.pop(key, 1)
+        if num_children:
+            self._num_orphans[key] = num_children
+        self._leaves.discard(key)
+        slot = _place(self._slots.pop(key))
+        self._free_slots.appendleft(slot)
+        parent = self._parents[slot]
+        if parent is not None:
+            self._take_child(parent)
+        self._policy.remove(key, parent if parent in self._slots else None)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless slots, pins, children and policy agree. O(chunks + slots)."""
-        used = [chunk.slot for chunk in self._chunks.values()]
-        assert sorted([*used, *self._free_slots]) == list(range(self._num_slots)), "a slot has no owner or two"
-        assert len(self._policy) == len(self._chunks)
-        assert all(key in self._policy for key in self._chunks)
-        num_children: dict[ChunkKey, int] = {}
-        for chunk in self._chunks.values():
-            assert chunk.num_pins >= 0
-            assert chunk.state is not ChunkState.PENDING or chunk.num_pins == 0, "an unfinished chunk is pinned"
-            assert chunk.state is not ChunkState.CONDEMNED or chunk.num_pins, "a condemned chunk outlived its pins"
-            if chunk.parent is not None:
-                num_children[chunk.parent] = num_children.get(chunk.parent, 0) + 1
-        assert num_children == self._num_children
+        used = [_place(slot) for slot in self._slots.values()]
+        assert sorted([*used, *self._free_slots]) == list(range(self.num_slots)), "a slot has no owner or two"
+        num_children = dict.fromkeys(self._slots, 0)
+        num_orphans: dict[ChunkKey, int] = {}
+        for slot in used:
+            parent = self._parents[slot]
+            if parent is not None:
+                counts = num_children if parent in self._slots else num_orphans
+                counts[parent] = counts.get(parent, 0) + 1
+        assert num_orphans == self._num_orphans
+        assert self._leaves == {key for key, num in num_children.items() if num == 0}
+        assert self._num_children == {key: num for key, num in num_children.items() if num > 1}
+        assert all(num > 0 for num in self._pins.values())
+        covered = self._covered()
+        assert not covered & self._pending(), "an unfinished chunk is pinned"
+        assert self._condemned <= covered, "a condemned chunk outlived its pins"
+        assert all(self._slots[key] < 0 for key in self._condemned), "a condemned chunk can be found"
+        self._policy.check_invariants(self._leaves, self)
+
+    def _pending(self) -> set[ChunkKey]:
+        return {key for key, slot in self._slots.items() if slot < 0} - self._condemned
 
     def check_holds(self, *, pins: dict[ChunkKey, int], pending: set[ChunkKey]) -> None:
-        """Raises AssertionError unless exactly these chunks are pinned, this often, and these are PENDING."""
-        assert {key: chunk.num_pins for key, chunk in self._chunks.items() if chunk.num_pins} == pins
-        assert {key for key, chunk in self._chunks.items() if chunk.state is ChunkState.PENDING} == pending
+        """Raises AssertionError unless pins end at exactly these chunks, this often, and these are PENDING."""
+        assert self._pins == pins
+        assert self._pending() == pending
+
+
+def _place(slot: int) -> int:
+    """The slot behind a value of `ChunkIndex._slots`."""
+    return slot if slot >= 0 else ~slot

@@ -1,9 +1,21 @@
 """Jobs in flight: each is planned once, sent once, and ended once, when every worker has reported it."""
 
 import dataclasses
-from collections.abc import Hashable, Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
+
+
+def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, num_blocks: int) -> tuple[int, ...]:
+    """Places in the host pool of `num_blocks` blocks that follow each other in the chunks in `slots`.
+
+    The first of them is block `first` of the first chunk.
+    """
+    if blocks_per_chunk == 1:
+        return tuple(slots[:num_blocks])
+    places = (slot * blocks_per_chunk + j for slot in slots for j in range(blocks_per_chunk))
+    return tuple(itertools.islice(places, first, first + num_blocks))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -12,9 +24,10 @@ class Job:
 
     Attributes:
       transfer: what the workers are told.
-      request_id: the engine's request.
+      request_id: the engine's request; for a save that several share, words for a log.
       account: who holds the staging blocks, `transfer.num_blocks` of them.
       keys: chunks that a load has pinned or a save has made PENDING.
+      slots: where they are in the host tier.
       num_valid_tokens: for a load, the request's tokens that were in HBM before it.
       deadline_s: time after which it is taken for failed.
       waiting_for: workers that have not reported it.
@@ -28,8 +41,9 @@ class Job:
 
     transfer: TransferJob
     request_id: str
-    account: Hashable
+    account: str
     keys: tuple[ChunkKey, ...]
+    slots: tuple[int, ...]
     num_valid_tokens: int
     deadline_s: float
     waiting_for: set[int]
@@ -76,8 +90,9 @@ class JobTable:
         block_ids: tuple[int, ...],
         host_block_ids: tuple[int, ...],
         request_id: str,
-        account: Hashable,
+        account: str,
         keys: tuple[ChunkKey, ...],
+        slots: tuple[int, ...],
         num_valid_tokens: int,
         deadline_s: float,
     ) -> Job:
@@ -85,7 +100,7 @@ class JobTable:
         transfer = TransferJob(self._next_id, direction, 0, block_ids, host_block_ids)
         self._next_id += 1
         workers = set(range(self._num_workers))
-        job = Job(transfer, request_id, account, keys, num_valid_tokens, deadline_s, workers)
+        job = Job(transfer, request_id, account, keys, slots, num_valid_tokens, deadline_s, workers)
         self._jobs[transfer.job_id] = job
         return job
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.jobs import Job, JobTable
+from tpu_offload.core.jobs import Job, JobTable, host_blocks
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.tracking import Promise, TrackedRequest
 from tpu_offload.errors import RequestError
@@ -51,18 +51,27 @@ class LoadPlanner:
         if num_computed_tokens % self._block_size:
             return 0
         first_block = num_computed_tokens // self._block_size
+        first_chunk = self._chunk(first_block)
         request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        wanted = self._num_loadable_blocks(request, first_block=first_block, num_tokens=num_tokens)
-        if wanted < 1:
+        slots = self._index.find(request.keys, first_chunk)
+        request.num_found_chunks = min(first_chunk + len(slots), len(request.keys))
+        # One token is left to compute; the block that holds it is loaded if tokens before it come with it.
+        chunk_size = self._blocks_per_chunk * self._block_size
+        end_tokens = min((first_chunk + len(slots)) * chunk_size, num_tokens - 1)
+        wanted = -(-(end_tokens - num_computed_tokens) // self._block_size)
+        if not slots or wanted < 1:
             return 0
         num_blocks = self._staging.reserve(request.account, wanted, Direction.LOAD, partial=True)
         request.num_cut_load_blocks = wanted - num_blocks
         if num_blocks == 0:
             return 0
         end_tokens = min((first_block + num_blocks) * self._block_size, num_tokens - 1)
-        keys = tuple(request.keys[self._chunk(first_block) : self._chunk(first_block + num_blocks - 1) + 1])
+        end_chunk = self._chunk(first_block + num_blocks - 1) + 1
+        keys = tuple(request.keys[first_chunk:end_chunk])
         self._index.pin(keys)
-        request.promise = Promise(first_block, num_blocks, end_tokens - num_computed_tokens, keys)
+        request.promise = Promise(
+            first_block, num_blocks, end_tokens - num_computed_tokens, keys, tuple(slots[: len(keys)])
+        )
         return request.promise.num_tokens
 
     def release(self, request: TrackedRequest) -> None:
@@ -89,17 +98,26 @@ class LoadPlanner:
             raise RequestError(f"request {request.request_id} has {len(block_ids)} blocks; its load needs {end_block}")
         if num_blocks < promise.num_blocks:
             self._staging.release(request.account, promise.num_blocks - num_blocks, Direction.LOAD)
-        num_keys = self._chunk(end_block - 1) - self._chunk(promise.first_block) + 1
-        self._index.unpin(promise.keys[num_keys:])
-        self._index.touch(request.keys[: self._chunk(end_block - 1) + 1])
+        first_chunk, end_chunk = self._chunk(promise.first_block), self._chunk(end_block - 1) + 1
+        keys = promise.keys[: end_chunk - first_chunk]
+        if len(keys) < len(promise.keys):
+            self._index.pin(keys)
+            self._index.unpin(promise.keys)
+        self._index.touch(request.keys, end_chunk)
         request.promise = None
         request.load = self._jobs.add(
             Direction.LOAD,
             block_ids=tuple(block_ids[promise.first_block : end_block]),
-            host_block_ids=tuple(self._host_block_id(request, b) for b in range(promise.first_block, end_block)),
+            host_block_ids=host_blocks(
+                promise.slots,
+                blocks_per_chunk=self._blocks_per_chunk,
+                first=promise.first_block % self._blocks_per_chunk,
+                num_blocks=num_blocks,
+            ),
             request_id=request.request_id,
             account=request.account,
-            keys=promise.keys[:num_keys],
+            keys=keys,
+            slots=promise.slots[: len(keys)],
             num_valid_tokens=promise.first_block * self._block_size,
             deadline_s=deadline_s,
         )
@@ -107,16 +125,5 @@ class LoadPlanner:
             request.load.doom("the host memory of its chunks was lost")
         return request.load
 
-    def _num_loadable_blocks(self, request: TrackedRequest, *, first_block: int, num_tokens: int) -> int:
-        """Blocks from `first_block` on that are READY and hold a token that then needs no computing."""
-        first_chunk = self._chunk(first_block)
-        num_ready = self._index.num_ready(request.keys[first_chunk:])
-        end_tokens = min((first_chunk + num_ready) * self._blocks_per_chunk * self._block_size, num_tokens - 1)
-        return -(-(end_tokens - first_block * self._block_size) // self._block_size) if num_ready else 0
-
     def _chunk(self, block: int) -> int:
         return block // self._blocks_per_chunk
-
-    def _host_block_id(self, request: TrackedRequest, block: int) -> int:
-        slot = self._index.slot(request.keys[self._chunk(block)])
-        return slot * self._blocks_per_chunk + block % self._blocks_per_chunk

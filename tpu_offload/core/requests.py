@@ -8,11 +8,14 @@ from tpu_offload.types import BlockHash
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """A request that holds blocks of the HBM cache in the coming step.
+    """A request that holds blocks of the HBM cache in the coming step, and how far it is after that.
+
+    It stands for all later steps until the engine says something else of the request or takes its blocks.
 
     Attributes:
       request_id: the engine's name for it.
-      block_ids: its blocks, in token order; may run past what is computed.
+      block_ids: its blocks, in token order; may run past what is computed. It is kept and read again in
+        later steps: a list that the engine appends to is fine, a buffer that it fills with something else is not.
       block_hashes: hashes of its full blocks whose tokens are known, in order. A token that is only
         assumed (a placeholder, an unverified draft) must not be in one.
       num_prompt_tokens: length of the prompt.

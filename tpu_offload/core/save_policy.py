@@ -5,7 +5,10 @@ from typing import final
 
 
 class SavePolicy(abc.ABC):
-    """Says how far into a request saving goes. Called by the scheduler for each running request and step."""
+    """Says how far into a request saving goes.
+
+    Called by the scheduler when the engine names a request; the answer stands until it names it again.
+    """
 
     @abc.abstractmethod
     def num_tokens_to_save(self, *, num_prompt_tokens: int, num_computed_tokens: int) -> int:

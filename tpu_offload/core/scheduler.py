@@ -6,7 +6,8 @@ The life of a request, as the engine tells it:
                               pins the chunks and reserves staging blocks for them
     admit(...)                the engine granted blocks: the promise becomes a load job
       (or release(...))       it could not: the promise is given back
-    plan = plan_step(...)     every step: loads to start, blocks to save, loads to cancel
+    plan = plan_step(...)     every step, with the requests that complete a block in it:
+                              loads to start, blocks to save, loads to cancel
     update = apply(report)    every step, one report a worker: which requests are loaded or must recompute
     preempt(...)/finish(...)  the request gives its blocks back, at any time
 
@@ -16,6 +17,10 @@ in program order before anything that a later step writes (see `OffloadWorker.en
 request that is gone is cancelled by the next plan, which every worker sees before it lets that step
 write into the blocks.
 
+What was to be saved and found no room, or was saved and lost, is saved by a later step without the
+engine saying so again. It may be: until `preempt` or `finish` the blocks are the request's own, and
+their KV, computed once, stays. Steps cost nothing for requests about which there is no news.
+
 Staging blocks, pins and slots of a job are released at one place (`_end`), once, when every worker has
 reported the job. Until then the bytes may still be moving, whatever became of the request.
 """
@@ -23,7 +28,7 @@ reported the job. Until then the bytes may still be moving, whatever became of t
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
@@ -42,6 +47,8 @@ from tpu_offload.metrics import OffloadStats, StatsLogger
 from tpu_offload.types import BlockHash, ChunkKey, Direction, JobState, StepPlan, StepReport
 
 _logger = logging.getLogger(__name__)
+
+_NO_UPDATE = Update()
 
 
 class OffloadScheduler:
@@ -67,11 +74,13 @@ class OffloadScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._enabled = config.enabled
         self._layout = layout
+        self._block_nbytes = layout.block_nbytes
         if num_workers < 1:
             raise ConfigError(f"{num_workers=}; expected at least 1")
         self._max_host_chunks = config.host_chunks(layout)
-        self._staging = StagingBufferManager(config.staging_blocks(layout) if config.enabled else 0)
+        self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
         self._index = ChunkIndex(policy or LRUPolicy())
         self._jobs = JobTable(num_workers=num_workers)
         self._loads = LoadPlanner(
@@ -129,10 +138,12 @@ class OffloadScheduler:
             raise RequestError(
                 f"request {request_id}: {num_computed_tokens=} of {num_tokens=}; expected 0 to num_tokens"
             )
-        if not self._config.enabled:
+        if not self._enabled:
             return 0
         request = self._request(request_id)
-        return self._loads.match(request, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+        found = self._loads.match(request, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+        self._saves.withdraw(request)  # it may be given other blocks
+        return found
 
     def release(self, request_id: str) -> None:
         """Gives back what `match` promised; without a promise it does nothing."""
@@ -187,6 +198,7 @@ class OffloadScheduler:
         self._namespace = self._make_namespace()
         for request in self._requests.values():
             self._loads.release(request)
+            self._saves.withdraw(request)
             request.start_over(namespace=self._namespace)
         for job in self._jobs:
             job.doom("the cache was reset")
@@ -194,28 +206,32 @@ class OffloadScheduler:
 
     # Once a step.
 
-    def plan_step(self, scheduled: Iterable[ScheduledRequest]) -> StepPlan:
-        """Plans the copies of the coming step.
+    def plan_step(self, changed: Iterable[ScheduledRequest] = ()) -> StepPlan:
+        """Plans the copies of the coming step. O(requests named + requests that wait for room).
 
         Args:
-          scheduled: the requests that hold computed blocks and run in this step.
+          changed: at least the requests in which the coming step completes a block: one becomes full
+            whose tokens are all computed then and whose hash and block id are known. Also one whose blocks
+            changed, or whose computed tokens became fewer. What is said of a request stands, and its blocks
+            may be read in any step, until it is named again, preempted, finished or matched again. Naming
+            others is harmless, but not free. Blocks past the prompt matter only with `decode_save`.
         Returns:
           The plan for every worker: loads first, saves after the forward pass.
+        Raises:
+          RequestError: a block table has become shorter than what its request offered; nothing was planned.
         """
         now_s = self._clock()
         self._fail_overdue(now_s)
-        saves = self._plan_saves(scheduled, now_s + self._config.job_timeout_s) if self._config.enabled else []
-        for job in (*self._loads_to_send, *saves):
-            job.state = JobState.SENT
-        plan = StepPlan(
-            step_id=self._num_steps,
-            loads=tuple(job.transfer for job in self._loads_to_send),
-            saves=tuple(job.transfer for job in saves),
-            cancelled_job_ids=tuple(self._job_ids_to_cancel),
-        )
+        saves: list[Job] = []
+        if self._enabled:
+            self._offer(changed)
+            saves, num_refused = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
+            self._counts.deferred_save_blocks += num_refused * self._config.blocks_per_chunk
+        if self._loads_to_send or saves or self._job_ids_to_cancel:
+            plan = self._make_plan(saves)
+        else:
+            plan = StepPlan(self._num_steps)
         self._num_steps += 1
-        self._loads_to_send.clear()
-        self._job_ids_to_cancel.clear()
         self._stats_logger.maybe_log(now_s, self.stats)
         return plan
 
@@ -226,10 +242,11 @@ class OffloadScheduler:
         """
         if report.worker_id not in self._num_host_chunks:
             self._counts.num_ignored_results += len(report.results)
-            return Update()
-        # A slot is usable once every worker has it.
-        self._num_host_chunks[report.worker_id] = min(report.num_host_chunks, self._max_host_chunks)
-        self._index.grow(min(self._num_host_chunks.values()))
+            return _NO_UPDATE
+        if report.num_host_chunks > self._num_host_chunks[report.worker_id]:
+            # A slot is usable once every worker has it.
+            self._num_host_chunks[report.worker_id] = report.num_host_chunks
+            self._index.grow(min(self._max_host_chunks, *self._num_host_chunks.values()))
         for first, end in report.lost_slots:
             self._lose_slots(first, end)
         loaded = []
@@ -240,6 +257,8 @@ class OffloadScheduler:
             job = self._jobs.report(report.worker_id, result)
             if job is not None and self._end(job):
                 loaded.append(job.request_id)
+        if not loaded and not self._failed_loads:
+            return _NO_UPDATE
         failed, self._failed_loads = tuple(self._failed_loads), []
         return Update(tuple(loaded), failed)
 
@@ -267,7 +286,7 @@ class OffloadScheduler:
         """Raises AssertionError unless accounts, pins and jobs agree. For tests; O(everything)."""
         self._staging.check_invariants()
         self._index.check_invariants()
-        held: dict[tuple[Hashable, Direction], int] = {}
+        held: dict[tuple[str, Direction], int] = {}
         pins: dict[ChunkKey, int] = {}
         pending: list[ChunkKey] = []
         for job in self._jobs:
@@ -281,8 +300,8 @@ class OffloadScheduler:
             *(job.keys for job in self._jobs if job.direction is Direction.LOAD),
             *(request.promise.keys for request in self._requests.values() if request.promise),
         ):
-            for key in keys:
-                pins[key] = pins.get(key, 0) + 1
+            pins[keys[-1]] = pins.get(keys[-1], 0) + 1
+        self._saves.check_invariants(self._requests.values())
         assert sum(held.values()) == self._staging.num_reserved
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())
         self._index.check_holds(pins=pins, pending=set(pending))
@@ -298,7 +317,7 @@ class OffloadScheduler:
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = TrackedRequest(
-                request_id, account=(request_id, self._num_requests_seen), namespace=self._namespace
+                request_id, account=f"{request_id}#{self._num_requests_seen}", namespace=self._namespace
             )
             self._num_requests_seen += 1
         return request
@@ -307,11 +326,12 @@ class OffloadScheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        self._saves.withdraw(request)
         self._failed_loads = [failed for failed in self._failed_loads if failed.request_id != request_id]
         self._counts.dropped_save_blocks += request.num_refused_chunks * self._config.blocks_per_chunk
         self._counts.dropped_load_blocks += request.num_cut_load_blocks
         self._loads.release(request)
-        self._index.touch(request.keys)
+        self._index.touch(request.keys, max(request.num_saved_chunks, request.num_found_chunks))
         if request.load is not None:
             self._detach(request.load)
 
@@ -325,18 +345,26 @@ class OffloadScheduler:
         else:
             self._job_ids_to_cancel.append(job.transfer.job_id)
 
-    def _plan_saves(self, scheduled: Iterable[ScheduledRequest], deadline_s: float) -> list[Job]:
-        saves = []
-        for request in scheduled:
-            num_chunks = self._saves.num_chunks_to_save(request)
-            if num_chunks:
-                job, num_refused = self._saves.plan(
-                    self._request(request.request_id), request, num_chunks, deadline_s=deadline_s
-                )
-                self._counts.deferred_save_blocks += num_refused * self._config.blocks_per_chunk
-                if job is not None:
-                    saves.append(job)
-        return saves
+    def _offer(self, changed: Iterable[ScheduledRequest]) -> None:
+        for scheduled in changed:
+            num_chunks = self._saves.num_chunks_to_save(scheduled)
+            request = self._requests.get(scheduled.request_id)
+            if request is None and num_chunks:
+                request = self._request(scheduled.request_id)
+            if request is not None:
+                self._saves.offer(request, scheduled, num_chunks)
+
+    def _make_plan(self, saves: list[Job]) -> StepPlan:
+        loads, self._loads_to_send = self._loads_to_send, []
+        cancelled, self._job_ids_to_cancel = self._job_ids_to_cancel, []
+        for job in (*loads, *saves):
+            job.state = JobState.SENT
+        return StepPlan(
+            step_id=self._num_steps,
+            loads=tuple([job.transfer for job in loads]),
+            saves=tuple([job.transfer for job in saves]),
+            cancelled_job_ids=tuple(cancelled),
+        )
 
     def _fail_overdue(self, now_s: float) -> None:
         for job in self._jobs.overdue(now_s):
@@ -364,11 +392,11 @@ class OffloadScheduler:
         """Host memory is gone: forgets what was in it and fails what was about to use it."""
         self._lose(self._index.lose_slots(first, end))
         for job in self._jobs:
-            if self._index.in_slots(job.keys, first, end):
+            if any(first <= slot < end for slot in job.slots):
                 job.doom("the host memory of its chunks was lost")
         for request in self._requests.values():
-            if request.promise and self._index.in_slots(request.promise.keys, first, end):
-                request.promise = dataclasses.replace(request.promise, lost=True)
+            if request.promise and any(first <= slot < end for slot in request.promise.slots):
+                request.promise.lost = True
 
     def _lose(self, keys: list[ChunkKey]) -> None:
         """Requests that counted on these chunks in the host tier save them again."""
@@ -384,7 +412,7 @@ class OffloadScheduler:
             self._counts.num_failed_jobs += 1
             _logger.warning("%s of request %s failed: %s", job.direction.value, job.request_id, job.error)
         if job.direction is Direction.SAVE:
-            self._index.complete(job.keys, success=job.state is JobState.FINISHED)
+            self._index.complete(job.keys, job.slots, success=job.state is JobState.FINISHED)
             if job.state is JobState.FAILED:
                 self._saves.rewind(self._requests.values(), set(job.keys), failed_save=True)
             return False
@@ -407,7 +435,7 @@ class OffloadScheduler:
 
     def _count_moved(self, job: Job) -> None:
         num_blocks, counts = job.transfer.num_blocks, self._counts
-        nbytes = num_blocks * self._layout.block_nbytes
+        nbytes = num_blocks * self._block_nbytes
         if job.direction is Direction.SAVE:
             counts.saved_blocks += num_blocks
             counts.saved_nbytes += nbytes

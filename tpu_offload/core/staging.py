@@ -37,6 +37,7 @@ class StagingBufferManager:
         self._accounts: dict[Hashable, _Account] = {}
         self._num_save_blocks = 0
         self._num_load_blocks = 0
+        self._num_free = num_blocks
         self._peak_num_reserved = 0
 
     @property
@@ -47,12 +48,12 @@ class StagingBufferManager:
     @property
     def num_reserved(self) -> int:
         """Blocks held by saves and loads together."""
-        return self._num_save_blocks + self._num_load_blocks
+        return self._num_blocks - self._num_free
 
     @property
     def num_free(self) -> int:
         """Blocks that a reservation made now could get."""
-        return self._num_blocks - self.num_reserved
+        return self._num_free
 
     @property
     def peak_num_reserved(self) -> int:
@@ -92,12 +93,14 @@ class StagingBufferManager:
                 "staging blocks is pending; release that one first"
             )
         granted = num_blocks
-        if num_blocks > self.num_free:
-            granted = self.num_free if partial else 0
+        if num_blocks > self._num_free:
+            granted = self._num_free if partial else 0
         if granted == 0:
             return 0
         self._add(request_id, granted, direction)
-        self._peak_num_reserved = max(self._peak_num_reserved, self.num_reserved)
+        num_reserved = self._num_blocks - self._num_free
+        if num_reserved > self._peak_num_reserved:
+            self._peak_num_reserved = num_reserved
         return granted
 
     def release(self, request_id: Hashable, num_blocks: int, direction: Direction) -> None:
@@ -118,13 +121,16 @@ class StagingBufferManager:
         self._add(request_id, -num_blocks, direction)
 
     def _add(self, request_id: Hashable, num_blocks: int, direction: Direction) -> None:
-        account = self._accounts.setdefault(request_id, _Account())
+        account = self._accounts.get(request_id)
+        if account is None:
+            account = self._accounts[request_id] = _Account()
         if direction is Direction.SAVE:
             account.num_save_blocks += num_blocks
             self._num_save_blocks += num_blocks
         else:
             account.num_load_blocks += num_blocks
             self._num_load_blocks += num_blocks
+        self._num_free -= num_blocks
         if account.num_save_blocks == 0 and account.num_load_blocks == 0:
             del self._accounts[request_id]
 
@@ -135,4 +141,5 @@ class StagingBufferManager:
         assert sum(a.num_load_blocks for a in accounts) == self._num_load_blocks
         assert all(a.num_save_blocks >= 0 and a.num_load_blocks >= 0 for a in accounts)
         assert all(a.num_save_blocks or a.num_load_blocks for a in accounts), "an empty account was kept"
+        assert self._num_save_blocks + self._num_load_blocks == self.num_reserved
         assert 0 <= self.num_reserved <= self._peak_num_reserved <= self._num_blocks

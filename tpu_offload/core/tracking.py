@@ -1,7 +1,7 @@
 """What the scheduler remembers of a request, from its first match until it gives its blocks back."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from tpu_offload import hashing
 from tpu_offload.core.jobs import Job
@@ -9,7 +9,7 @@ from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Promise:
     """What a match granted. The chunks are pinned and `num_blocks` staging blocks are reserved.
 
@@ -17,7 +17,8 @@ class Promise:
       first_block: index, in the request, of the first block to load.
       num_blocks: blocks to load from there.
       num_tokens: tokens that the engine need not compute.
-      keys: the chunks that hold those blocks.
+      keys: the chunks that hold those blocks; pinned.
+      slots: where they are.
       lost: the host memory of some of them is gone since; the load will fail.
     """
 
@@ -25,6 +26,7 @@ class Promise:
     num_blocks: int
     num_tokens: int
     keys: tuple[ChunkKey, ...]
+    slots: tuple[int, ...]
     lost: bool = False
 
 
@@ -40,8 +42,12 @@ class TrackedRequest:
       keys: keys of its chunks, as far as they were needed.
       promise: what it was promised and has not taken.
       load: its load, planned or in flight.
+      block_ids: its blocks, as the engine last offered them: the engine's own list, which may grow.
+      num_offered_chunks: leading chunks of those that should be in the host tier by now; their keys are known.
+      num_looked_at_chunks: how many were offered when it was last tried to save them.
+      num_found_chunks: leading chunks that its last match found in the host tier, or that it had in HBM then.
       num_saved_chunks: leading chunks that are in the host tier or on the way, as last seen.
-      num_refused_chunks: chunks after those that found no room in the last step; drops if the request
+      num_refused_chunks: chunks after those that found no room when it was last tried; drops if the request
         ends now.
       num_cut_load_blocks: blocks that its last match found but had no staging blocks for; they become
         drops when the request ends, because until then it may be matched again.
@@ -50,11 +56,15 @@ class TrackedRequest:
     """
 
     request_id: str
-    account: Hashable
+    account: str
     namespace: bytes
     keys: list[ChunkKey] = dataclasses.field(default_factory=list)
     promise: Promise | None = None
     load: Job | None = None
+    block_ids: Sequence[int] = ()
+    num_offered_chunks: int = 0
+    num_looked_at_chunks: int = 0
+    num_found_chunks: int = 0
     num_saved_chunks: int = 0
     num_refused_chunks: int = 0
     num_cut_load_blocks: int = 0
@@ -82,5 +92,5 @@ class TrackedRequest:
         """After a reset: its keys change, and the KV that it holds by now is saved no more."""
         self.namespace = namespace
         self.keys.clear()
-        self.num_saved_chunks = self.num_refused_chunks = 0
+        self.num_found_chunks = self.num_saved_chunks = self.num_refused_chunks = 0
         self.saving = False

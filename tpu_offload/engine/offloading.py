@@ -27,6 +27,8 @@ from tpu_offload import (
 )
 from tpu_offload.engine.sequence import Sequence
 
+_NEVER = 2**30 - 1  # more tokens than a request has; integers this small compare fastest
+
 
 class Offloading:
     """Glue between this engine and the library.
@@ -44,6 +46,11 @@ class Offloading:
     def __init__(
         self, config: OffloadConfig, layout: KVLayout, kv_caches: list[jax.Array], *, clock: Callable[[], float]
     ) -> None:
+        self._block_size = layout.block_size
+        self._decode_save = config.decode_save
+        # Sequences with blocks that may have to be saved. Of hundreds that generate it holds none, unless
+        # generated tokens are saved as well: then looking for the few that complete a block is a comparison each.
+        self._watched: set[Sequence] = set()
         self._scheduler = OffloadScheduler(config, layout, clock=clock)
         self._worker = OffloadWorker(config, layout, kv_caches, clock=clock, fused=True)
 
@@ -65,14 +72,18 @@ class Offloading:
             num_computed_tokens=sequence.num_computed_tokens,
         )
         self._scheduler.admit(sequence.request_id, sequence.block_ids, num_loaded_tokens=num_tokens)
+        sequence.next_offer_tokens = 0
+        self._watched.add(sequence)
         return num_tokens
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes the sequence's blocks for others; they may be granted again at once, under pending copies."""
+        self._watched.discard(sequence)
         self._scheduler.preempt(sequence.request_id)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence ended, in whatever phase; its blocks may be granted again at once."""
+        self._watched.discard(sequence)
         self._scheduler.finish(sequence.request_id)
 
     def before_forward(
@@ -86,16 +97,14 @@ class Offloading:
         Returns:
           The plan, for `after_forward`, and the caches to run the step on.
         """
-        plan = self._scheduler.plan_step(
-            ScheduledRequest(
-                request_id=sequence.request_id,
-                block_ids=sequence.block_ids,
-                block_hashes=sequence.block_hashes,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                num_computed_tokens=sequence.num_computed_tokens + num_tokens,
-            )
-            for sequence, num_tokens in batch
-        )
+        changed: list[ScheduledRequest] = []
+        if self._watched:
+            changed = [
+                self._offer(sequence, sequence.num_computed_tokens + num_tokens)
+                for sequence, num_tokens in batch
+                if sequence.num_computed_tokens + num_tokens >= sequence.next_offer_tokens
+            ]
+        plan = self._scheduler.plan_step(changed)
         return plan, self._worker.begin_step(plan, kv_caches, fuse=bool(batch))
 
     def fused_step(self) -> FusedStep:
@@ -123,6 +132,22 @@ class Offloading:
           wait: the engine has nothing else to do before a load ends.
         """
         return self._scheduler.apply(self._worker.poll(wait=wait))
+
+    def _offer(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
+        num_prompt_tokens = sequence.num_prompt_tokens
+        next_offer = num_computed_tokens - num_computed_tokens % self._block_size + self._block_size
+        # Without decode_save the library takes blocks of the prompt only.
+        if not self._decode_save and next_offer > num_prompt_tokens:
+            next_offer = _NEVER
+            self._watched.discard(sequence)
+        sequence.next_offer_tokens = next_offer
+        return ScheduledRequest(
+            request_id=sequence.request_id,
+            block_ids=sequence.block_ids,
+            block_hashes=sequence.block_hashes,
+            num_prompt_tokens=num_prompt_tokens,
+            num_computed_tokens=num_computed_tokens,
+        )
 
     def stats(self) -> OffloadStats:
         """The library's counters."""

@@ -30,6 +30,7 @@ class Sequence:
       block_hashes: hashes of its full blocks, in token order.
       num_computed_tokens: leading tokens whose KV is in the blocks.
       num_loading_tokens: tokens after those that are on their way from the host, while LOADING.
+      next_offer_tokens: computed tokens from which on there is something new to offer for saving.
       prompt_tokens: where the KV of its prompt came from so far.
       num_preemptions: how often its blocks were taken back.
       first_token_s: when its first token was sampled; None before.
@@ -43,6 +44,7 @@ class Sequence:
     block_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
     num_loading_tokens: int = 0
+    next_offer_tokens: int = 0
     prompt_tokens: PromptTokens = dataclasses.field(default_factory=PromptTokens)
     num_preemptions: int = 0
     first_token_s: float | None = None

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.core.policies.residents import FakeResidents
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
 
 POLICIES = [LRUPolicy]
@@ -14,68 +15,74 @@ def policy(request) -> EvictionPolicy:
     return request.param()
 
 
+@pytest.fixture
+def residents() -> FakeResidents:
+    return FakeResidents()
+
+
 def keys(prefix: str, num: int) -> list[bytes]:
     return [f"{prefix}{i}".encode() for i in range(num)]
 
 
-def test_offers_the_tail_of_a_prefix_before_its_head(policy) -> None:
+def test_evicts_the_tail_of_a_prefix_before_its_head(policy, residents) -> None:
     chain = keys("a", 5)
+    residents.add(chain)
     policy.insert(chain[:3])
     policy.insert(chain[3:])
-    policy.touch(chain)
-    assert policy.victims(5, lambda key: True) == chain[::-1]
+    policy.touch(chain, 5, residents)
+    policy.evict(5, residents)
+    assert residents.evicted == chain[::-1]
 
 
-def test_names_victims_without_changing_anything(policy) -> None:
-    policy.insert(keys("a", 4))
-    first = policy.victims(2, lambda key: True)
-    assert policy.victims(2, lambda key: True) == first
-    assert len(policy) == 4
-
-
-def test_a_refused_chunk_is_no_victim_and_is_asked_once(policy) -> None:
-    policy.insert(keys("a", 4))
-    asked = []
-
-    def choose(key: bytes) -> bool:
-        asked.append(key)
-        return key != b"a2"
-
-    assert b"a2" not in policy.victims(4, choose)
-    assert len(asked) == len(set(asked)) == 4
-
-
-def test_asks_no_further_than_it_needs(policy) -> None:
+def test_evicts_no_more_than_it_is_asked_to(policy, residents) -> None:
+    residents.add(keys("a", 10))
     policy.insert(keys("a", 10))
-    asked = []
-    policy.victims(2, lambda key: asked.append(key) or True)
-    assert len(asked) == 2
-    assert policy.victims(0, lambda key: True) == []
+    policy.evict(2, residents)
+    assert len(residents.evicted) == 2
+    policy.check_invariants(residents.leaves(), residents)
 
 
-def test_touch_passes_over_what_is_not_resident(policy) -> None:
+def test_what_may_not_go_stays_and_goes_later(policy, residents) -> None:
+    for name in "ab":
+        residents.add(keys(name, 4))
+        policy.insert(keys(name, 4))
+    residents.blocked = {b"a2", b"b3"}
+    policy.evict(8, residents)
+    assert residents.evicted == [b"a3"]
+    residents.blocked.clear()
+    policy.evict(8, residents)
+    assert not residents.parents
+
+
+def test_touch_passes_over_what_is_not_resident(policy, residents) -> None:
+    residents.add(keys("a", 2))
     policy.insert(keys("a", 2))
-    policy.touch([b"a0", b"a1", b"gone"])
-    assert b"gone" not in policy
-    assert len(policy) == 2
+    policy.touch([b"a0", b"a1", b"gone", b"never used"], 3, residents)
+    policy.touch([b"gone"], 1, residents)
+    policy.check_invariants(residents.leaves(), residents)
+    policy.evict(2, residents)
+    assert residents.evicted == [b"a1", b"a0"]
 
 
-def test_removing_the_unknown_is_an_error(policy) -> None:
-    with pytest.raises(KeyError):
-        policy.remove(b"gone")
-
-
-def test_resident_set_follows_inserts_and_removes(policy) -> None:
+def test_whatever_happens_every_chunk_can_be_evicted(policy, residents) -> None:
     rng = random.Random(0)
-    resident: set[bytes] = set()
-    for i in range(300):
-        if resident and rng.random() < 0.4:
-            key = rng.choice(sorted(resident))
-            policy.remove(key)
-            resident.remove(key)
-        else:
+    for i in range(600):
+        known = sorted(residents.parents)
+        what = rng.random()
+        if what < 0.4 or not known:
             chain = keys(f"{i}-", rng.randint(1, 5))
+            residents.add(chain, parent=rng.choice([*known, None]))
             policy.insert(chain)
-            resident.update(chain)
-        assert len(policy) == len(resident)
-        assert sorted(policy.victims(len(resident), lambda key: True)) == sorted(resident)
+        elif what < 0.6:
+            gone = rng.choice(known)
+            parent = residents.parents.pop(gone)
+            policy.remove(gone, parent if parent in residents else None)
+        elif what < 0.8:
+            policy.touch(known, rng.randint(1, len(known)), residents)
+        else:
+            residents.blocked = {key for key in known if rng.random() < 0.3}
+            policy.evict(rng.randint(1, 6), residents)
+        policy.check_invariants(residents.leaves(), residents)
+    residents.blocked = set()
+    policy.evict(1000, residents)
+    assert not residents.parents

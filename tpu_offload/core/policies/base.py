@@ -1,9 +1,35 @@
 """What an eviction policy is asked, and what it is told."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Container, Sequence
 
 from tpu_offload.types import ChunkKey
+
+
+class Residents(abc.ABC):
+    """The resident chunks as a policy may see and evict them. The chunk index implements it."""
+
+    @abc.abstractmethod
+    def __contains__(self, key: object) -> bool:
+        """Whether the chunk is resident. O(1)."""
+
+    @abc.abstractmethod
+    def is_leaf(self, key: ChunkKey) -> bool:
+        """Whether no resident chunk hangs on this resident one. O(1)."""
+
+    @abc.abstractmethod
+    def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
+        """Evicts a chunk and then, from tail to head, those before it in its prefix.
+
+        It ends at a chunk that may not go now (pinned, unfinished, or another chunk hangs on it).
+
+        Args:
+          key: a resident chunk.
+          num_chunks: at most this many, at least 1.
+          stop: chunks to end at, `key` itself excepted.
+        Returns:
+          How many went, and the resident chunk it ended at; None when the prefix is gone to its head.
+        """
 
 
 class EvictionPolicy(abc.ABC):
@@ -11,41 +37,41 @@ class EvictionPolicy(abc.ABC):
 
     The chunk index owns the chunks and calls the policy, always from the scheduler's thread. The policy
     stores keys only. It is told of whole prefixes, head first, because a chunk is worth nothing
-    without every chunk before it: it has to offer the tail of a prefix before its head.
+    without every chunk before it: nothing but the tail of a prefix can be evicted. So a policy that
+    orders prefixes may look at their tails only and pay nothing for each chunk, and one that orders
+    chunks has all their keys.
     """
 
     @abc.abstractmethod
     def insert(self, keys: Sequence[ChunkKey]) -> None:
-        """Chunks became resident. They follow each other in one prefix, head first; none is known."""
-
-    @abc.abstractmethod
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """A request used this prefix, head first. Keys that are not resident are passed over."""
-
-    @abc.abstractmethod
-    def remove(self, key: ChunkKey) -> None:
-        """A chunk is gone, evicted or not.
-
-        Raises:
-          KeyError: the chunk is not known.
-        """
-
-    @abc.abstractmethod
-    def victims(self, num_chunks: int, choose: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
-        """Names up to `num_chunks` chunks to evict, and changes nothing.
+        """A request saved these chunks and uses them and all before them. They follow each other, head first.
 
         Args:
-          num_chunks: how many slots are wanted.
-          choose: asked once about each candidate, in the order of the policy. True makes it a victim;
-            False means that it may not go now (pinned, unfinished, or other chunks hang on it).
-        Returns:
-          The chosen ones in eviction order; fewer than `num_chunks` when no more may go.
+          keys: at least one; none is known.
         """
 
     @abc.abstractmethod
-    def __len__(self) -> int:
-        """Number of resident chunks."""
+    def touch(self, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
+        """A request used the first `num_chunks` of `keys`, head first. Those that are not resident are passed over."""
 
     @abc.abstractmethod
-    def __contains__(self, key: ChunkKey) -> bool:
-        """Whether the chunk is known to be resident."""
+    def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+        """A chunk is gone for another reason than `evict`: its bytes were lost or never came.
+
+        Args:
+          key: the chunk.
+          parent: the chunk before it in its prefix, if that is resident.
+        """
+
+    @abc.abstractmethod
+    def evict(self, num_chunks: int, residents: Residents) -> None:
+        """Evicts up to `num_chunks` chunks by `residents.evict`; fewer only when no more may go."""
+
+    @abc.abstractmethod
+    def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
+        """Raises AssertionError unless it knows only resident chunks and can reach every one. For tests.
+
+        Args:
+          leaves: the resident chunks that no other hangs on.
+          residents: all of them.
+        """

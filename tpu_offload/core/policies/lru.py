@@ -1,54 +1,67 @@
-"""Least recently used, by request, the tail of a prefix before its head."""
+"""Least recently used, by request, the tail of a prefix before its head.
+
+A request that uses a prefix uses each chunk of it, so a chunk is never less recent than one that hangs
+on it. That is why only the tails of uses are kept in order: a use of ten thousand chunks moves one key.
+Eviction takes the oldest tail and goes on towards the head. Each chunk on the way has the recency of
+the tail that went last, unless it is the tail of a use of its own, which is later in the order.
+"""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
-from tpu_offload.core.policies.base import EvictionPolicy
+from tpu_offload.core.policies.base import EvictionPolicy, Residents
 from tpu_offload.types import ChunkKey
 
 
 @final
 class LRUPolicy(EvictionPolicy):
-    """Evicts the chunk whose last use is longest ago.
-
-    One use of a prefix moves its chunks to the recent end tail first, so that its head is the most
-    recent of all. Going through the order from the old end then meets every tail before its head.
-    """
+    """Evicts the chunk whose last use is longest ago."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[ChunkKey, None] = OrderedDict()  # least recent first
+        # Last chunks of uses, least recent first. Every leaf is among them; the others are leftovers of
+        # uses that a longer one followed, or will be leaves when what hangs on them, used earlier, is gone.
+        self._tails: OrderedDict[ChunkKey, None] = OrderedDict()
 
     def insert(self, keys: Sequence[ChunkKey]) -> None:
-        """See the base class. O(len(keys))."""
-        for key in reversed(keys):
-            self._order[key] = None
-
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """See the base class. O(len(keys))."""
-        order = self._order
-        for key in reversed(keys):
-            if key in order:
-                order.move_to_end(key)
-
-    def remove(self, key: ChunkKey) -> None:
         """See the base class. O(1)."""
-        del self._order[key]
+        self._tails[keys[-1]] = None
 
-    def victims(self, num_chunks: int, choose: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
-        """See the base class. O(num_chunks + candidates refused)."""
-        chosen: list[ChunkKey] = []
-        if num_chunks < 1:
-            return chosen
-        for key in self._order:
-            if choose(key):
-                chosen.append(key)
-                if len(chosen) == num_chunks:
-                    break
-        return chosen
+    def touch(self, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
+        """See the base class. O(1 + chunks at the end that are not resident)."""
+        for i in range(num_chunks - 1, -1, -1):
+            key = keys[i]
+            if key in residents:
+                self._tails[key] = None
+                self._tails.move_to_end(key)
+                return
 
-    def __len__(self) -> int:
-        return len(self._order)
+    def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+        """See the base class. O(1)."""
+        self._tails.pop(key, None)
+        if parent is not None:
+            self._tails.setdefault(parent, None)  # it may be a leaf now; losses are rare, so it counts as recent
 
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._order
+    def evict(self, num_chunks: int, residents: Residents) -> None:
+        """See the base class. O(num_chunks + tails that may not go)."""
+        tails = self._tails
+        kept: dict[ChunkKey, None] = {}  # in order, older than all that is still in `tails`
+        while num_chunks and tails:
+            key, _ = tails.popitem(last=False)
+            num_evicted, rest = residents.evict(key, num_chunks, stop=tails)
+            num_chunks -= num_evicted
+            if rest is None or rest in tails:
+                continue
+            # With nothing older left, whatever hangs on it was used later: it will go right after that.
+            if kept or residents.is_leaf(rest):
+                kept.pop(rest, None)  # kept for an earlier use: this one counts
+                kept[rest] = None
+        for key in reversed(kept):
+            if key in residents:  # one that had something hanging on it may have followed that
+                tails[key] = None
+                tails.move_to_end(key, last=False)
+
+    def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
+        """See the base class."""
+        assert all(key in residents for key in self._tails), "a chunk that is gone is in the order"
+        assert all(key in self._tails for key in leaves), "a leaf is not in the order: it would never be evicted"
