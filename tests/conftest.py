@@ -2,9 +2,27 @@
 
 import os
 
+import pytest
+
 
 def pytest_configure(config):
     # Before the first test module imports jax, which reads both.
     if config.option.markexpr != "tpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+
+@pytest.fixture
+def compiles():
+    """A list with an entry for each program that XLA has compiled since the test began."""
+    import jax
+
+    names = []
+
+    def listen(event, duration_s, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -98,6 +98,24 @@ def test_more_than_the_budget_in_one_plan_still_works():
     engine.check()
 
 
+@pytest.mark.parametrize("path", [path for path in PATHS if "fused" not in path])  # see test_worker_fused.py
+def test_a_long_random_run_compiles_nothing(path, compiles):
+    """Jobs of every size, in any mix, over segments and past the budget, run from what was compiled at the start."""
+    engine = Engine(path, skip_jax_precompile=False)
+    del compiles[:]
+    rng = np.random.default_rng(4)
+    for _ in range(60):
+        blocks, places = rng.permutation(12), rng.permutation(NUM_HOST_BLOCKS)
+        if rng.random() < 0.5:  # whole chunks
+            places = (rng.permutation(NUM_CHUNKS)[:, None] * 2 + np.arange(2)).ravel()
+        a, b, c = sorted(rng.integers(0, 13, 3))
+        loads = [engine.load(blocks[:a].tolist(), places[:a].tolist())]
+        saves = [engine.save(blocks[a:b].tolist(), places[a:b].tolist()), engine.save(blocks[b:c], places[b:c])]
+        engine.step(loads=loads, saves=saves)
+        assert engine.states() == {job.job_id: FINISHED for job in (*loads, *saves)}
+    assert compiles == []
+
+
 def test_empty_job_finishes():
     engine = Engine()
     engine.step(saves=[engine.save([], [])])
@@ -157,30 +175,19 @@ def test_caches_of_another_layout_are_refused():
 
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("path", [path for path in PATHS if "fused" not in path])
-def test_programs_are_compiled_at_start_unless_told_otherwise(path, skip):
+def test_programs_are_compiled_at_start_unless_told_otherwise(path, skip, compiles):
     # A direction takes one program where it is direct, and two for each of three buckets where it is staged.
     num_programs = sum({"direct": 1, "staged": 6}[p] for p in split_path(path))
-    compiles = []
-
-    def listen(event, duration_s, **kwargs):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiles.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        engine = Engine(path, skip_jax_precompile=skip)
-        assert len(compiles) == (0 if skip else num_programs)
-        del compiles[:]
-        for n in (1, 2, 5):
-            engine.step(saves=[engine.save(range(n), range(n))])
-            engine.step(loads=[engine.load(range(n), range(n))])
-            engine.drain()
-        assert len(compiles) == (num_programs if skip else 0)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    engine = Engine(path, skip_jax_precompile=skip)
+    assert len(compiles) == (0 if skip else num_programs)
+    del compiles[:]
+    for n in (1, 2, 5):
+        engine.step(saves=[engine.save(range(n), range(n))])
+        engine.step(loads=[engine.load(range(n), range(n))])
+        engine.drain()
+    assert len(compiles) == (num_programs if skip else 0)
 
 
-@pytest.mark.parametrize("path", PATHS)
 def test_idle_step_costs_less_than_a_microsecond_a_call(path):
     engine = Engine(path)
     engine.worker.poll()  # tells of the host pool

@@ -119,20 +119,6 @@ def test_segment_and_caches_are_updated_in_place(path, num_devices):
     assert [pointers(cache) for cache in setup.caches] == caches_at
 
 
-@pytest.fixture
-def compiles():
-    """Counts programs that XLA compiles."""
-    names = []
-
-    def listen(event, duration_s, **kwargs):
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_direct_path_compiles_one_program_each_way_for_every_size(compiles):
     setup = Setup("direct")
     del compiles[:]
