@@ -54,7 +54,7 @@ def cases(args):
                         dtype=dtype,
                         page_shape=(args.block_size, *PAGES[dtype]),
                         num_layers=num_layers,
-                        num_blocks=256,
+                        num_blocks=250,  # a size that no other array has, so that copies of whole caches are recognised
                         capacity=max(args.blocks),
                     )
                     yield from with_programs(case, args)

@@ -132,7 +132,8 @@ def test_auto_beside_a_path_that_is_named(tmp_path):
 
 
 def test_one_path_is_one_copier(tmp_path):
-    engine = Engine("auto", profile=own_profile(tmp_path, save=["fused", "staged"], load=["staged"]))
+    profile = own_profile(tmp_path, save=["fused", "staged"], load=["staged"])
+    engine = Engine("auto", profile=profile, offers_fused=False)
     assert engine.saver is engine.loader
 
 
@@ -140,7 +141,7 @@ def test_one_path_is_one_copier(tmp_path):
 def test_fused_is_refused_where_the_engine_does_not_offer_it(path):
     name = "SAVE" if path.startswith("fused") else "LOAD"
     with pytest.raises(ConfigError, match=rf"TPU_OFFLOAD_{name}_PATH=fused: .*set it to direct, staged or auto"):
-        Engine(path)
+        Engine(path, offers_fused=False)
 
 
 def test_fused_is_chosen_where_the_engine_offers_it(tmp_path):
@@ -151,7 +152,7 @@ def test_fused_is_chosen_where_the_engine_offers_it(tmp_path):
 
 
 def test_a_profile_that_cannot_be_used_takes_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("tpu_offload.worker.HostPool", None)
+    monkeypatch.setattr("tpu_offload.worker.worker.HostPool", None)
     with pytest.raises(ConfigError, match="measured on"):
         Engine("auto", profile=write(tmp_path, profile()))
 

@@ -57,7 +57,7 @@ def forward(caches, segment, inputs):
 class Engine:
     """A worker with its caches, and numpy copies of what both should hold; `path` is one of PATHS."""
 
-    def __init__(self, path="direct", *, dtype="bfloat16", num_devices=1, wait=True, **settings):
+    def __init__(self, path="direct", *, dtype="bfloat16", num_devices=1, wait=True, offers_fused=True, **settings):
         self.save_path, self.load_path = split_path(path)
         self.rng = np.random.default_rng(5)
         self.caches = random_caches(self.rng, dtype=dtype, num_devices=num_devices)
@@ -77,7 +77,7 @@ class Engine:
         self.clock = Clock()
         config = OffloadConfig.create(**settings)
         self.worker = OffloadWorker(
-            config, self.layout, self.caches, worker_id=3, clock=self.clock, available=2**30, fused="fused" in path
+            config, self.layout, self.caches, worker_id=3, clock=self.clock, available=2**30, fused=offers_fused
         )
         if wait and self.worker._pool:
             self.worker._pool.wait_until_allocated()
