@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import timeit
 
 import jax
 import numpy as np
@@ -188,15 +187,15 @@ def test_programs_are_compiled_at_start_unless_told_otherwise(path, skip, compil
     assert len(compiles) == (num_programs if skip else 0)
 
 
-def test_idle_step_costs_less_than_a_microsecond_a_call(path):
+@pytest.mark.parametrize("path", PATHS)
+def test_an_idle_step_does_nothing(path):
+    """What it costs is measured by benchmarks/bench_dispatch.py."""
     engine = Engine(path)
     engine.worker.poll()  # tells of the host pool
     report = engine.worker.poll()
-    worker, caches = engine.worker, engine.caches
-    for call in (lambda: worker.begin_step(IDLE, caches), lambda: worker.end_step(IDLE, caches), worker.poll):
-        best = min(timeit.repeat(call, number=1000, repeat=20)) / 1000
-        assert best < 3e-6, f"{best * 1e6:.2f} us"  # 0.1 to 0.4; the bound leaves room for a slow machine
-    assert worker.poll() is report, "nothing new, and yet a report was built"
+    assert engine.worker.begin_step(IDLE, engine.caches, fuse=True) is engine.caches
+    engine.worker.end_step(IDLE, engine.caches)
+    assert engine.worker.poll() is report, "nothing new, and yet a report was built"
 
 
 def test_close_waits_and_frees(caplog):

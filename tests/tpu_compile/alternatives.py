@@ -35,7 +35,9 @@ def page_save(spec: TransferSpec, bucket: int) -> Program:
     del bucket
     each = dataclasses.replace(spec, parts=((0, spec.num_layers),))
 
-    def save(segment: Any, caches: Any, block_ids: Any, rows: Any, num_blocks: Any) -> Any:
+    def save(segment: Any, caches: Any, moves: Any) -> Any:
+        block_ids, rows, num_blocks = moves[0], moves[1], moves[2, 0]
+
         def body(i: Any, pool: Any) -> Any:
             for layer, cache in enumerate(caches):
                 page = jax.device_put(lax.dynamic_slice_in_dim(cache, block_ids[i], 1)[:, None], Space.Host)
@@ -44,8 +46,7 @@ def page_save(spec: TransferSpec, bucket: int) -> Program:
 
         return [lax.fori_loop(0, num_blocks, body, segment[0])], num_blocks + 1
 
-    ids = each.ids_struct(each.capacity)
-    args = (each.segment_structs(), each.cache_structs(), ids, ids, each.count_struct())
+    args = (each.segment_structs(), each.cache_structs(), each.moves_struct(each.capacity))
     out = ([struct.sharding for struct in each.segment_structs()], each.replicated)
     return Program("page_save", jax.jit(save, donate_argnums=0, out_shardings=out), args, spec.platform)
 
@@ -55,7 +56,9 @@ def unrolled_save(spec: TransferSpec, bucket: int) -> Program:
     del bucket
     one = dataclasses.replace(spec, parts=((0, spec.num_layers),))
 
-    def save(segment: Any, caches: Any, block_ids: Any, rows: Any, num_fours: Any) -> Any:
+    def save(segment: Any, caches: Any, moves: Any) -> Any:
+        block_ids, rows, num_fours = moves[0], moves[1], moves[2, 0]
+
         def body(i: Any, pool: Any) -> Any:
             for j in range(4):
                 pages = [lax.dynamic_slice_in_dim(c, block_ids[4 * i + j], 1)[:, None] for c in caches]
@@ -65,8 +68,7 @@ def unrolled_save(spec: TransferSpec, bucket: int) -> Program:
 
         return [lax.fori_loop(0, num_fours, body, segment[0])], num_fours + 1
 
-    ids = one.ids_struct(one.capacity)
-    args = (one.segment_structs(), one.cache_structs(), ids, ids, one.count_struct())
+    args = (one.segment_structs(), one.cache_structs(), one.moves_struct(one.capacity))
     out = ([struct.sharding for struct in one.segment_structs()], one.replicated)
     return Program("unrolled_save", jax.jit(save, donate_argnums=0, out_shardings=out), args, spec.platform)
 

@@ -127,10 +127,3 @@ class Copier(abc.ABC):
     @abc.abstractmethod
     def release(self, flight: Flight) -> None:
         """Takes back what an ended flight held."""
-
-
-def pad(ids: Ids, length: int) -> Ids:
-    """A new array of that length that starts with `ids`; the rest is zero and never read."""
-    padded = np.zeros(length, np.int32)
-    padded[: len(ids)] = ids
-    return padded

@@ -9,10 +9,9 @@ from collections.abc import Collection
 from typing import Any, final
 
 import jax
-import numpy as np
 
 from tpu_offload.kernels import programs
-from tpu_offload.kernels.copier import Caches, Copier, Flight, Phase, Rows, SegmentStore, fetch_early, pad
+from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, fetch_early
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.types import Direction
 
@@ -54,13 +53,13 @@ class DirectCopier(Copier):
 
     def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
         """See `Copier`."""
-        segment, token = self._save(self._store.segment(segment_id), kv_caches, *self._ids(rows))
+        segment, token = self._save(self._store.segment(segment_id), kv_caches, self._moves(rows))
         self._store.replace(segment_id, segment)
         return self._flight(Direction.SAVE, segment_id, rows, token)
 
     def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
         """See `Copier`; donates the caches."""
-        kv_caches, token = self._load(kv_caches, self._store.segment(segment_id), *self._ids(rows))
+        kv_caches, token = self._load(kv_caches, self._store.segment(segment_id), self._moves(rows))
         return self._flight(Direction.LOAD, segment_id, rows, token), kv_caches
 
     def resume_save(self, flight: Flight) -> None:
@@ -74,9 +73,8 @@ class DirectCopier(Copier):
     def release(self, flight: Flight) -> None:
         """See `Copier`; a flight of this path holds nothing."""
 
-    def _ids(self, rows: Rows) -> tuple[Any, Any, Any]:
-        capacity = self._spec.capacity
-        return pad(rows.block_ids, capacity), pad(rows.host_block_ids, capacity), np.int32(len(rows))
+    def _moves(self, rows: Rows) -> Ids:
+        return programs.pack_moves(rows.block_ids, rows.host_block_ids, capacity=self._spec.capacity)
 
     def _flight(self, direction: Direction, segment_id: int, rows: Rows, token: jax.Array) -> Flight:
         return Flight(direction, segment_id, rows, Phase.COPYING, fetch_early(token, self._spec))

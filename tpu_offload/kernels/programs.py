@@ -44,6 +44,7 @@ from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, Layer
 Space = jax.memory.Space
 Caches = list[jax.Array]
 Parts = list[jax.Array]
+Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,42 +75,35 @@ class Program:
 
 
 def direct_save(spec: TransferSpec) -> Program:
-    """`(segment, kv_caches, block_ids, host_block_ids, num_blocks) -> (segment, token)`.
+    """`(segment, kv_caches, moves) -> (segment, token)`.
 
     Args of the program:
       segment: per part, carrier[segment_blocks, layers, *page_shape] in pinned host memory; donated.
       kv_caches: per layer, dtype[num_blocks, *page_shape].
-      block_ids: i32[capacity], blocks to read.
-      host_block_ids: i32[capacity], places in the segment to write.
-      num_blocks: i32[], how many of the ids count.
+      moves: i32[3, capacity], as `pack_moves` makes them: blocks to read, places in the segment to write, how many.
     """
 
-    def save(segment: Any, kv_caches: Any, block_ids: Any, host_block_ids: Any, num_blocks: Any) -> Any:
+    def save(segment: Any, kv_caches: Any, moves: Any) -> Any:
         caches = as_carrier(kv_caches, spec)
-        rows = block_ids, host_block_ids, num_blocks
-        return _caches_to_pool(segment, caches, *rows, copies=spec.copies, space=Space.Host)
+        return _caches_to_pool(segment, caches, *_unpack(moves), copies=spec.copies, space=Space.Host)
 
-    ids = spec.ids_struct(spec.capacity)
-    args = (spec.segment_structs(), spec.cache_structs(), ids, ids, spec.count_struct())
+    args = (spec.segment_structs(), spec.cache_structs(), spec.moves_struct(spec.capacity))
     return _program(save, args, spec, donate=0, out=_segment_sharding(spec))
 
 
 def direct_load(spec: TransferSpec) -> Program:
-    """`(kv_caches, segment, block_ids, host_block_ids, num_blocks) -> (kv_caches, token)`.
+    """`(kv_caches, segment, moves) -> (kv_caches, token)`.
 
     Args of the program:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
       segment: per part, carrier[segment_blocks, layers, *page_shape] in pinned host memory.
-      block_ids: i32[capacity], blocks to write.
-      host_block_ids: i32[capacity], places in the segment to read.
-      num_blocks: i32[], how many of the ids count.
+      moves: i32[3, capacity], as `pack_moves` makes them: blocks to write, places in the segment to read, how many.
     """
 
-    def load(kv_caches: Any, segment: Any, block_ids: Any, host_block_ids: Any, num_blocks: Any) -> Any:
-        return _pool_to_caches(kv_caches, segment, block_ids, host_block_ids, num_blocks, spec, copies=spec.copies)
+    def load(kv_caches: Any, segment: Any, moves: Any) -> Any:
+        return _pool_to_caches(kv_caches, segment, *_unpack(moves), spec, copies=spec.copies)
 
-    ids = spec.ids_struct(spec.capacity)
-    args = (spec.cache_structs(), spec.segment_structs(), ids, ids, spec.count_struct())
+    args = (spec.cache_structs(), spec.segment_structs(), spec.moves_struct(spec.capacity))
     return _program(load, args, spec, donate=0, out=_caches_sharding(spec))
 
 
@@ -136,23 +130,21 @@ def gather(spec: TransferSpec, bucket: int) -> Program:
 
 
 def scatter(spec: TransferSpec, bucket: int) -> Program:
-    """`(kv_caches, staging, block_ids, rows, num_blocks) -> (kv_caches, token)`.
+    """`(kv_caches, staging, moves) -> (kv_caches, token)`.
 
     Args of the program:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
       staging: carrier[bucket, num_layers, *page_shape] in HBM.
-      block_ids: i32[bucket], blocks to write.
-      rows: i32[bucket], rows of the staging array to read; a cancelled job's are left out.
-      num_blocks: i32[], how many of the ids count.
+      moves: i32[3, bucket], as `pack_moves` makes them: blocks to write, rows of the staging array to read (a
+        cancelled job's are left out), how many.
     """
 
-    def scatter_blocks(kv_caches: Any, staging: Any, block_ids: Any, rows: Any, num_blocks: Any) -> Any:
+    def scatter_blocks(kv_caches: Any, staging: Any, moves: Any) -> Any:
         copies = ((0, spec.num_layers),)
-        return _pool_to_caches(kv_caches, [staging], block_ids, rows, num_blocks, spec, copies=(copies,))
+        return _pool_to_caches(kv_caches, [staging], *_unpack(moves), spec, copies=(copies,))
 
-    ids = spec.ids_struct(bucket)
     staging = spec.pool_struct(bucket, DEVICE_MEMORY_KIND)
-    args = (spec.cache_structs(), staging, ids, ids, spec.count_struct())
+    args = (spec.cache_structs(), staging, spec.moves_struct(bucket))
     return _program(scatter_blocks, args, spec, donate=0, out=_caches_sharding(spec))
 
 
@@ -207,6 +199,26 @@ def _program(
     """Jits `function`, which returns an array (or the caches) of sharding `out`, and a token."""
     jitted = jax.jit(function, donate_argnums=() if donate is None else (donate,), out_shardings=(out, spec.replicated))
     return Program(name=function.__name__, function=jitted, args=args, platform=spec.platform)
+
+
+def pack_moves(block_ids: Ids, rows: Ids, *, capacity: int) -> Ids:
+    """Block ids, the rows or places that go with them, and how many, in one array: each argument costs a transfer.
+
+    Args:
+      block_ids: i32[n], blocks of the caches.
+      rows: i32[n], places in a segment or rows of a staging array.
+      capacity: the program's; the ids past `n` are zero and never read.
+    Returns:
+      i32[3, capacity].
+    """
+    moves = np.zeros((3, capacity), np.int32)
+    num_blocks = len(rows)
+    moves[0, :num_blocks], moves[1, :num_blocks], moves[2, 0] = block_ids, rows, num_blocks
+    return moves
+
+
+def _unpack(moves: Any) -> tuple[Any, Any, Any]:
+    return moves[0], moves[1], moves[2, 0]
 
 
 def _caches_sharding(spec: TransferSpec) -> list[Any]:

@@ -176,9 +176,9 @@ class TransferSpec:
         """The shape of a list of block ids."""
         return jax.ShapeDtypeStruct((length,), jnp.int32, sharding=self.replicated)
 
-    def count_struct(self) -> jax.ShapeDtypeStruct:
-        """The shape of a number of blocks."""
-        return jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
+    def moves_struct(self, length: int) -> jax.ShapeDtypeStruct:
+        """The shape of what `programs.pack_moves` makes."""
+        return jax.ShapeDtypeStruct((3, length), jnp.int32, sharding=self.replicated)
 
 
 def _cut(num_layers: int, num_parts: int) -> tuple[LayerRange, ...]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
-from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, fetch_early, pad
+from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, fetch_early
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, TransferSpec
 from tpu_offload.types import Direction
 
@@ -104,8 +104,8 @@ class StagedCopier(Copier):
         """See `Copier`."""
         bucket = len(flight.rows)
         live_rows: Ids = np.flatnonzero(np.isin(flight.rows.job_ids, live.job_ids)).astype(np.int32)
-        ids = pad(live.block_ids, bucket), pad(live_rows, bucket), np.int32(len(live))
-        kv_caches, token = self._program(programs.scatter, bucket)(kv_caches, flight.waiting_on, *ids)
+        moves = programs.pack_moves(live.block_ids, live_rows, capacity=bucket)
+        kv_caches, token = self._program(programs.scatter, bucket)(kv_caches, flight.waiting_on, moves)
         flight.rows = live
         self._await_token(flight, token)
         return kv_caches
