@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -204,6 +205,33 @@ def test_interrupt_leaves_nothing_half_written(tmp_path):
         finally:
             process.kill()
     assert "jobs of 1 blocks" in line
+    assert process.returncode == 130, err
+    assert err == "tpu-offload: interrupted\n"
+    assert out == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("num_interrupts", [1, 3])
+def test_interrupt_while_compiling(tmp_path, num_interrupts):
+    """Long compiles are on threads; neither the first Ctrl-C nor an impatient second one waits for them."""
+    size = ["--num-layers", "64", "--page-shape", "4", "8", "2", "8", "--devices", "1", "--num-blocks", "64"]
+    command = [sys.executable, "-m", "tpu_offload.cli.main", "bench", *size, "--fused-blocks", "64"]
+    with subprocess.Popen(
+        [*command, "--seconds", "300", "--output", str(tmp_path / "p.json")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        try:
+            assert process.stderr.readline() == "compiling: direct, staged, fused\n"
+            time.sleep(3)
+            for _ in range(num_interrupts):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.05)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130, err
     assert err == "tpu-offload: interrupted\n"
     assert out == ""

@@ -5,6 +5,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+COMPILE_THREAD = "compile"
+"""Name of these threads; a process that ends while one is alive is best left with `os._exit`."""
+
 
 def compile_in_background(lower: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
     """Traces, lowers and compiles a program on a thread of its own.
@@ -26,5 +29,5 @@ def compile_in_background(lower: Callable[..., Any], *args: Any) -> concurrent.f
         except BaseException as e:
             future.set_exception(e)
 
-    threading.Thread(target=run, name="compile", daemon=True).start()
+    threading.Thread(target=run, name=COMPILE_THREAD, daemon=True).start()
     return future
