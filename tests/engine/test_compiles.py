@@ -55,7 +55,7 @@ def random_life(engine, rng, *, num_requests):
         {"save_path": "direct", "load_path": "staged"},
         {"save_path": "staged", "load_path": "direct"},
         {"save_path": "fused", "load_path": "direct"},
-        {"save_path": "fused", "load_path": "fused", "block_size_buckets": (1, 2)},
+        {"save_path": "fused", "load_path": "fused", "block_size_buckets": (1,)},
         {"save_path": "staged", "load_path": "fused", "blocks_per_chunk": 2, "block_size_buckets": (1, 2, 4)},
     ],
     ids=str,
