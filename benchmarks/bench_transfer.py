@@ -12,6 +12,7 @@ the peer's method in every one of them.
 
 On a CPU the devices are virtual ones, as many as the largest of `--devices`. float8 is not measured by the
 peer's method there: the CPU backend copies it element by element, which says nothing of an accelerator.
+The path `fused` has no rate: it is part of a model step (`--step-ms`), and its figure is the delay of it.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def measure(point, paths, sizes, args, seconds):
     """All job sizes of one shape; rows for the file and the table."""
     import jax
 
-    from tpu_offload.cli.bench import figures_as_json
+    from tpu_offload.cli.bench_report import as_json
     from tpu_offload.cli.transfer_methods import Geometry
     from tpu_offload.cli.transfer_rates import TransferBench
     from tpu_offload.config import CopyPath
@@ -94,16 +95,21 @@ def measure(point, paths, sizes, args, seconds):
             # Ten times the blocks take about ten times the time; the square root gives all of them some.
             share = size**0.5 / sum(n**0.5 for n in sizes[i:])
             for one in bench.measure(size, seconds=left_s * share, max_rounds=args.rounds):
-                rows.append(dataclasses.asdict(point) | figures_as_json(one))
+                rows.append(dataclasses.asdict(point) | as_json(one))
     finally:
         bench.close()
+    for failure in bench.failures:
+        print(f"  {failure.path.value} {failure.direction.value}s failed: {failure.error}", flush=True)
     return rows
 
 
 def show(row):
+    delay = f", delay {row['delay_s']['median'] * 1e3:.2f} ms" if row["delay_s"] else ""
+    if not row["gb_per_s"]:  # part of a step, with no time of its own
+        print(f"  {row['path']:6} {row['direction']} {row['num_blocks']:4} blocks{delay}, {row['num_rounds']} rounds")
+        return
     limit, rate = row["of_limit"], row["gb_per_s"]["median"]
     peer = f"{row['of_peer']['median']:6.2f}" if row["of_peer"] else "     -"
-    delay = f", delay {row['delay_s']['median'] * 1e3:.2f} ms" if row["delay_s"] else ""
     print(
         f"  {row['path']:6} {row['direction']} {row['num_blocks']:4} blocks {rate:7.2f} GB/s, of limit "
         f"{limit['median']:.2f} ({limit['p10']:.2f}-{limit['p90']:.2f}), of peer {peer}{delay}, "
@@ -148,7 +154,7 @@ def targets(rows):
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--paths", nargs="+", choices=["direct", "staged"], default=["direct", "staged"])
+    add("--paths", nargs="+", choices=["direct", "staged", "fused"], default=["direct", "staged"])
     add("--directions", nargs="+", choices=["save", "load"], default=["save", "load"])
     add("--num-blocks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], help="blocks in a job")
     add("--block-kib", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384], help="of a block, all layers")
@@ -160,7 +166,10 @@ def parse():
     add("--seconds", type=float, default=330, help="for the whole sweep, about")
     add("--step-ms", type=float, default=0, help="also measure the delay of model steps of this length")
     add("--json", help="write everything to this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "fused" in args.paths and not args.step_ms:
+        parser.error("fused is measured as part of a model step: give --step-ms as well")
+    return args
 
 
 def main():

@@ -91,7 +91,9 @@ class OffloadConfig(pydantic.BaseModel):
     decode_save: bool = Field(False, description="Also save blocks that hold generated tokens.")
     skip_jax_precompile: bool = Field(False, description="Compile transfer programs on first use, not at start.")
     block_size_buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (), description="Blocks per staged copy, comma-separated, ascending, starting at 1; empty means powers of two."
+        (),
+        description="Blocks per staged copy, or in one fused step; comma-separated, ascending, starting at 1; empty "
+        "means powers of two, and for fused 8 chunks.",
     )
     job_timeout_s: float = Field(
         60.0,

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -15,7 +16,6 @@ from tests.cli.conftest import TINY_BENCH
 from tpu_offload import KVLayout, OffloadConfig, OffloadWorker
 from tpu_offload.cli.main import main
 from tpu_offload.cli.transfer_methods import Geometry
-from tpu_offload.config import CopyPath
 from tpu_offload.profile import Profile
 
 
@@ -29,22 +29,27 @@ def test_table_recommendation_and_profile(small_buffers, tmp_path, capsys, monke
     out, _ = capsys.readouterr()
     written = json.loads(path.read_text())
     (entry,) = written["entries"]
-    assert sorted(entry["save"]) == sorted(entry["load"]) == ["direct", "staged"]
+    assert sorted(entry["save"]) == sorted(entry["load"]) == ["direct", "fused", "staged"]
     assert (entry["num_layers"], entry["page_nbytes"]) == (2, 4 * 8 * 2 * 8 * 2)
-    recommended = dict(re.findall(r"^  (TPU_OFFLOAD_\w+)=(direct|staged)$", out, re.MULTILINE))
+    recommended = dict(re.findall(r"^  (TPU_OFFLOAD_\w+)=(direct|staged|fused)$", out, re.MULTILINE))
     assert recommended == {"TPU_OFFLOAD_SAVE_PATH": entry["save"][0], "TPU_OFFLOAD_LOAD_PATH": entry["load"][0]}
     figures = written["bench"]["figures"]
     combinations = [(f["path"], f["direction"], f["num_blocks"]) for f in figures]
     assert sorted(combinations) == sorted(
-        (path, direction, n) for path in ("direct", "staged") for direction in ("save", "load") for n in (1, 3)
+        (path, direction, n) for path in ("direct", "staged", "fused") for direction in ("save", "load") for n in (1, 3)
     )
     for figure in figures:
         assert figure["nbytes"] == figure["num_blocks"] * 2 * entry["page_nbytes"]
+        assert figure["step_s"]["median"] > 0
+        assert figure["reported_s"]["median"] > 0
+        assert len(figure["delay_s"]["values"]) == 2
+        if figure["path"] == "fused":
+            assert figure["seconds"] is figure["of_limit"] is figure["of_peer"] is None
+            continue
         assert figure["num_rounds"] == len(figure["seconds"]["values"]) == len(figure["of_limit"]["values"]) == 2
         assert 0 < figure["seconds"]["p10"] <= figure["seconds"]["median"] <= figure["seconds"]["p90"]
         assert 0 < figure["dispatch_s"]["median"] <= figure["seconds"]["median"]
         assert figure["of_peer"]["median"] > 0
-        assert figure["delay_s"] is None
     assert written["bench"]["versions"]["jax"]
     assert list(tmp_path.iterdir()) == [path], "something was left beside the file"
     # The lines that it prints for `auto` work as they are, on the caches that were measured.
@@ -57,19 +62,19 @@ def test_table_recommendation_and_profile(small_buffers, tmp_path, capsys, monke
 
 def test_ratios_are_taken_within_a_round(small_buffers, tmp_path):
     path = tmp_path / "p.json"
-    assert bench("--num-blocks", "2", "--path", "direct", "--rounds", "3", "--output", str(path)) == 0
+    assert bench("--num-blocks", "2", "--paths", "direct", "--rounds", "3", "--output", str(path)) == 0
     for figure in json.loads(path.read_text())["bench"]["figures"]:
         ours, limit = figure["gb_per_s"]["values"], figure["limit_gb_per_s"]["values"]
         assert figure["of_limit"]["values"] == pytest.approx([a / b for a, b in zip(ours, limit, strict=True)])
 
 
-def test_what_copies_cost_a_model(small_buffers, tmp_path, capsys):
+def test_without_model_steps(small_buffers, tmp_path, capsys):
     path = tmp_path / "p.json"
-    assert bench("--step-ms", "1", "--num-blocks", "2", "--output", str(path)) == 0
-    assert "delays model: how much later" in capsys.readouterr().out
-    for figure in json.loads(path.read_text())["bench"]["figures"]:
-        assert figure["step_s"]["median"] > 0
-        assert len(figure["delay_s"]["values"]) == 2
+    assert bench("--step-ms", "0", "--num-blocks", "2", "--output", str(path)) == 0
+    assert "delays model" not in capsys.readouterr().out
+    figures = json.loads(path.read_text())["bench"]["figures"]
+    assert {f["path"] for f in figures} == {"direct", "staged"}
+    assert all(f["delay_s"] is f["step_s"] is f["reported_s"] is None for f in figures)
 
 
 def test_several_devices_and_float8(small_buffers, tmp_path, capsys):
@@ -116,7 +121,9 @@ def test_fewer_layers_where_memory_is_small(monkeypatch, tmp_path):
     [
         ("--num-blocks 0", "argument --num-blocks: '0'; expected an integer from 1 to 4096"),
         ("--num-blocks", "expected at least one argument"),
-        ("--path diagonal", "invalid choice: 'diagonal'"),
+        ("--paths fused --step-ms 0", "--paths fused is measured as part of a model step"),
+        ("--fused-blocks 0", "argument --fused-blocks"),
+        ("--paths diagonal", "invalid choice: 'diagonal'"),
         ("--dtype complex64", "invalid choice: 'complex64'"),
         ("--seconds -1", "argument --seconds"),
         ("--step-ms nan", "argument --step-ms"),
@@ -140,11 +147,33 @@ def test_wrong_flag(small_buffers, tmp_path, monkeypatch, capsys, flags, expecte
     assert not list(tmp_path.iterdir())
 
 
-def test_a_copy_that_fails_is_one_line(small_buffers, tmp_path, monkeypatch, capsys):
+def test_a_path_that_fails_is_one_line_of_the_report(small_buffers, tmp_path, monkeypatch, capsys):
+    """Nobody has tried some of them on every machine; the others are measured all the same."""
+    path = tmp_path / "p.json"
+    monkeypatch.setattr("tpu_offload.kernels.StagedCopier.load", lambda *args: 1 / 0)
+    monkeypatch.setattr("tpu_offload.kernels.fused.FusedCopies._stage", lambda *args: 1 / 0)
+    assert bench("--num-blocks", "1", "--output", str(path)) == 0
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if "failed: " in line]
+    assert lines == [
+        "fused saves failed: ZeroDivisionError: division by zero",
+        "staged loads failed: a copy failed: ZeroDivisionError: division by zero",
+    ]
+    assert len(re.findall(r"(?:save|load) .* (?:fused|staged) .* failed ", out)) == 2
+    written = json.loads(path.read_text())
+    assert sorted(written["entries"][0]["save"]) == ["direct", "staged"]
+    assert sorted(written["entries"][0]["load"]) == ["direct", "fused"]
+    assert [f["direction"] for f in written["bench"]["failures"]] == ["save", "load"]
+
+
+def test_no_path_that_works_is_one_line(small_buffers, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tpu_offload.kernels.DirectCopier.save", lambda *args: 1 / 0)
-    assert bench("--num-blocks", "1", "--output", str(tmp_path / "p.json")) == 2
+    assert bench("--num-blocks", "1", "--paths", "direct", "--output", str(tmp_path / "p.json")) == 2
     err = capsys.readouterr().err.splitlines()[-1]
-    assert err == "tpu-offload: error: a copy failed: ZeroDivisionError: division by zero"
+    assert err == (
+        "tpu-offload: error: no copy path that was measured works here for saves: direct: a copy failed: "
+        "ZeroDivisionError: division by zero"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -169,7 +198,7 @@ def test_interrupt_leaves_nothing_half_written(tmp_path):
         env=environment,
     ) as process:
         try:
-            assert process.stderr.readline() == "compiling\n"
+            assert process.stderr.readline() == "compiling: direct, staged, fused\n"
             line = process.stderr.readline()
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=120)
@@ -182,5 +211,28 @@ def test_interrupt_leaves_nothing_half_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_fused_can_be_added_to_the_list():
-    assert set(bench_module.PATHS) <= set(CopyPath) - {CopyPath.AUTO}
+@pytest.mark.parametrize("num_interrupts", [1, 3])
+def test_interrupt_while_compiling(tmp_path, num_interrupts):
+    """Long compiles are on threads; neither the first Ctrl-C nor an impatient second one waits for them."""
+    size = ["--num-layers", "64", "--page-shape", "4", "8", "2", "8", "--devices", "1", "--num-blocks", "64"]
+    command = [sys.executable, "-m", "tpu_offload.cli.main", "bench", *size, "--fused-blocks", "64"]
+    with subprocess.Popen(
+        [*command, "--seconds", "300", "--output", str(tmp_path / "p.json")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"},
+    ) as process:
+        try:
+            assert process.stderr.readline() == "compiling: direct, staged, fused\n"
+            time.sleep(3)
+            for _ in range(num_interrupts):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.05)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    assert err == "tpu-offload: interrupted\n"
+    assert out == ""
+    assert not list(tmp_path.iterdir())

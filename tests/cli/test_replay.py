@@ -80,6 +80,22 @@ def test_chat(tmp_path, capsys):
     assert report["argv"][0] == "replay"
 
 
+@pytest.mark.parametrize("buckets", ["", "1,2"])
+@pytest.mark.parametrize("directions", [("SAVE",), ("LOAD",), ("SAVE", "LOAD")], ids="+".join)
+def test_fused_paths(tmp_path, monkeypatch, directions, buckets):
+    """The embedded engine offers them, and the copies that are measured afterwards have a rate as well."""
+    path = tmp_path / "r.json"
+    for direction in directions:
+        monkeypatch.setenv(f"TPU_OFFLOAD_{direction}_PATH", "fused")
+    monkeypatch.setenv("TPU_OFFLOAD_BLOCK_SIZE_BUCKETS", buckets)
+    assert replay("--requests", "9", "--turns", "3", "--json", str(path)) == 0
+    report = json.loads(path.read_text())
+    assert report["outputs_identical"] is True
+    assert report["num_compared"] == 9
+    assert report["offload"]["prompt_tokens"]["host"] > 0
+    assert report["offload"]["transfers"]["copy_rates"]["save_gb_per_s"] > 0
+
+
 def test_prompts_and_sampling(tmp_path, capsys):
     path, out_path = tmp_path / "p.jsonl", tmp_path / "r.json"
     chat = [{"role": "user", "content": f"{'x' * 30}"}, {"role": "assistant", "content": "y" * 20}]

@@ -7,20 +7,17 @@ import numpy as np
 import pytest
 
 from tpu_offload import OffloadConfig
-from tpu_offload.cli.transfer_methods import BusCopies, Geometry, Memcpy, ModelStep, PeerCopies
-from tpu_offload.cli.transfer_rates import (
-    CopyRates,
-    Figures,
-    Spread,
-    TransferBench,
-    measure_copy_rates,
-    rank,
-)
-from tpu_offload.config import CopyPath
+from tpu_offload.cli.copy_rates import CopyRates, measure_copy_rates
+from tpu_offload.cli.model_step import ModelStep
+from tpu_offload.cli.transfer_figures import PATHS, Figures, Spread, rank
+from tpu_offload.cli.transfer_limits import BusCopies, Memcpy
+from tpu_offload.cli.transfer_methods import Geometry, PeerCopies, WorkerCopies
+from tpu_offload.cli.transfer_rates import TransferBench
 from tpu_offload.errors import TransferError
+from tpu_offload.kernels import reference
 from tpu_offload.types import Direction
 
-DIRECT, STAGED = CopyPath.DIRECT, CopyPath.STAGED
+DIRECT, STAGED, FUSED = PATHS
 SAVE, LOAD = Direction.SAVE, Direction.LOAD
 SMALL = Geometry(2, (4, 8, 2, 8))
 
@@ -32,11 +29,14 @@ def test_spread():
 
 
 def figures(path, seconds, delay_s, direction=SAVE, num_blocks=1):
+    """`seconds` are those that the job takes alone or, with a delay, beside the model."""
     spread = Spread.of([seconds])
-    delay = None if delay_s is None else Spread.of([delay_s])
+    alone = None if path is FUSED else spread
+    delay, reported = (None, None) if delay_s is None else (Spread.of([delay_s]), spread)
     return Figures(
-        path, direction, num_blocks, nbytes=1, num_rounds=1, seconds=spread, gb_per_s=spread, dispatch_s=spread,
-        limit_gb_per_s=spread, peer_gb_per_s=None, of_limit=spread, of_peer=None, delay_s=delay, step_s=delay,
+        path, direction, num_blocks, nbytes=1, num_fused_blocks=0, num_rounds=1, seconds=alone, gb_per_s=alone,
+        dispatch_s=alone, limit_gb_per_s=spread, peer_gb_per_s=None, of_limit=alone, of_peer=None, delay_s=delay,
+        reported_s=reported, step_s=delay,
     )  # fmt: skip
 
 
@@ -64,6 +64,13 @@ def test_rank_weighs_the_job_sizes_alike():
     both = [figures(DIRECT, 1.0, direct, num_blocks=n) for n, direct, _ in sizes]
     both += [figures(STAGED, 1.0, staged, num_blocks=n) for n, _, staged in sizes]
     assert rank(both, SAVE) == [STAGED, DIRECT]
+
+
+def test_rank_of_fused_is_by_what_it_costs_the_model():
+    all_ = [figures(DIRECT, 5e-3, 2e-3), figures(STAGED, 9e-3, 1e-3), figures(FUSED, 6e-3, 1e-4)]
+    assert rank(all_, SAVE) == [FUSED, STAGED, DIRECT]
+    assert rank(all_, SAVE, without=[FUSED]) == [STAGED, DIRECT]
+    assert rank(all_, LOAD) == []
 
 
 def filled(num_blocks=6):
@@ -115,11 +122,46 @@ def test_memcpy_walks():
 def test_a_step_reads_and_writes_the_caches():
     caches = filled()
     step = ModelStep(caches, target_s=1e-3)
-    caches = step.calibrate(caches)
+    caches = step(step(caches))
     old = [cache.unsafe_buffer_pointer() for cache in caches]
     caches = step(caches)
     assert [cache.unsafe_buffer_pointer() for cache in caches] == old
     assert first_values(caches)[0][1:] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_step_takes_the_fused_copies_along(num_devices):
+    """And every block is where it should be: figures of copies that copy nothing would be fine ones."""
+    geometry = dataclasses.replace(SMALL, num_devices=num_devices)
+    rng = np.random.default_rng(0)
+    values = [rng.standard_normal((6, *geometry.page_shape)) for _ in range(geometry.num_layers)]
+    caches = [
+        jax.device_put(value.astype(cache.dtype), cache.sharding)
+        for value, cache in zip(values, geometry.make_caches(6), strict=True)
+    ]
+    expected = [reference.as_bytes(cache) for cache in caches]
+    config = OffloadConfig.create(
+        save_path="fused", load_path="fused", num_staging_blocks=2, num_cpu_chunks=6, block_size_buckets=(1, 2)
+    )
+    copies = WorkerCopies(config, caches)
+    step = ModelStep(caches, target_s=1e-4)
+    step.compile_fused(copies.worker.fused_shapes(), sizes=[2])
+
+    def run(plan):
+        caches_in = copies.worker.begin_step(plan, caches, fuse=True)
+        fused = copies.worker.fused_step()
+        assert fused.inputs.num_saves + fused.inputs.num_loads == 2
+        new_caches, outcome = step.dispatch(caches_in, fused)
+        copies.worker.end_step(plan, new_caches, outcome)
+        assert copies.poll(wait=True)
+        return new_caches
+
+    caches = run(copies.plan(SAVE, [4, 2]))
+    copies._next_place = 0  # load what was saved
+    caches = run(copies.plan(LOAD, [1, 5]))
+    for cache, wanted in zip(caches, expected, strict=True):
+        np.testing.assert_array_equal(reference.as_bytes(cache)[1:], wanted[[4, 2, 3, 4, 2]])
+    copies.worker.close()
 
 
 @pytest.mark.parametrize("direction", [SAVE, LOAD])
@@ -131,6 +173,57 @@ def test_one_direction_alone(small_buffers, direction):
     bench.close()
 
 
+def test_larger_jobs_are_fused_in_part(small_buffers):
+    """As in an engine, which compiles its step for few blocks."""
+    bench = TransferBench(SMALL, sizes=[2, 5], paths=[FUSED], with_peer=False, step_s=1e-4, max_fused_blocks=3)
+    found = bench.measure(2, seconds=60, max_rounds=1) + bench.measure(5, seconds=60, max_rounds=1)
+    assert not bench.failures
+    assert [(f.direction, f.num_blocks, f.num_fused_blocks) for f in found] == [
+        (SAVE, 2, 2), (LOAD, 2, 2), (SAVE, 5, 2), (LOAD, 5, 2),
+    ]  # fmt: skip
+    assert all(f.seconds is None and f.of_limit is None and f.delay_s and f.reported_s.median > 0 for f in found)
+    bench.close()
+
+
+def test_a_failed_path_leaves_the_others_alone(small_buffers, monkeypatch):
+    """Also one that takes the caches with it."""
+    real = TransferBench._time_path
+
+    def time_path(self, path, direction, block_ids):
+        if (path, direction) == (STAGED, LOAD):
+            for cache in self._caches:
+                cache.delete()
+            raise jax.errors.JaxRuntimeError("INTERNAL: halted\nmore")
+        return real(self, path, direction, block_ids)
+
+    monkeypatch.setattr(TransferBench, "_time_path", time_path)
+    bench = TransferBench(SMALL, sizes=[2], paths=PATHS, with_peer=False, step_s=1e-4)
+    found = bench.measure(2, seconds=60, max_rounds=2)
+    (failure,) = bench.failures
+    assert (failure.path, failure.direction, failure.error) == (STAGED, LOAD, "JaxRuntimeError: INTERNAL: halted")
+    left = {(path, direction) for path in PATHS for direction in Direction} - {(STAGED, LOAD)}
+    assert {(f.path, f.direction) for f in found} == left
+    assert all(f.num_rounds == 2 for f in found)
+    bench.close()
+
+
+def test_a_step_that_does_not_compile_is_a_failure(small_buffers, monkeypatch):
+    monkeypatch.setattr("tpu_offload.kernels.fused.FusedCopies._stage", lambda *args: 1 / 0)
+    bench = TransferBench(SMALL, sizes=[1], paths=[DIRECT, FUSED], with_peer=False, step_s=1e-4)
+    (failure,) = bench.failures
+    assert (failure.path, failure.direction, failure.error) == (FUSED, SAVE, "ZeroDivisionError: division by zero")
+    found = bench.measure(1, seconds=60, max_rounds=1)
+    assert {(f.path, f.direction) for f in found} == {(DIRECT, SAVE), (DIRECT, LOAD), (FUSED, LOAD)}
+    bench.close()
+
+
+def test_a_step_that_compiles_for_too_long_is_a_failure(small_buffers):
+    bench = TransferBench(SMALL, sizes=[1], paths=[DIRECT, FUSED], with_peer=False, step_s=1e-4, compile_s=0)
+    assert {f.error for f in bench.failures} <= {"the model step with 1 blocks in it is not compiled in time"}
+    assert {f.path for f in bench.measure(1, seconds=60, max_rounds=1)} >= {DIRECT}
+    bench.close()
+
+
 def test_rounds_end_with_the_time(small_buffers):
     ticks = iter(range(100))
     bench = TransferBench(SMALL, sizes=[1], paths=[DIRECT], with_peer=False)
@@ -139,7 +232,7 @@ def test_rounds_end_with_the_time(small_buffers):
     bench.close()
 
 
-@pytest.mark.parametrize("paths", [{}, {"save_path": "staged"}, {"load_path": "staged"}])
+@pytest.mark.parametrize("paths", [{}, {"save_path": "staged"}, {"load_path": "staged"}, {"save_path": "fused"}])
 def test_rates_of_an_engine(paths):
     """What replay shows: with the engine's own settings, whatever they are."""
     offload = OffloadConfig.create(num_staging_blocks=5, blocks_per_chunk=2, host_gb=1, **paths)

@@ -6,9 +6,7 @@ others to see how the machine does.
 
 import argparse
 import dataclasses
-import enum
 import math
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,23 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.table import Table
 
+from tpu_offload.cli import bench_report
 from tpu_offload.cli import report as report_lib
 from tpu_offload.cli.devices import check_backend, device_errors
 from tpu_offload.cli.flags import float_flag, int_flag
-from tpu_offload.cli.terminal import ReportConsole
+from tpu_offload.cli.transfer_figures import PATHS, Failure, Figures
 from tpu_offload.cli.transfer_methods import Geometry
-from tpu_offload.cli.transfer_rates import PATHS, Figures, Spread, TransferBench, num_walked_blocks, rank
+from tpu_offload.cli.transfer_rates import TransferBench, num_walked_blocks
 from tpu_offload.config import CopyPath
 from tpu_offload.errors import InputError
 from tpu_offload.memory import available_nbytes
-from tpu_offload.profile import FORMAT, VERSION
-from tpu_offload.types import Direction
 
 DEFAULT_OUTPUT = Path("tpu-offload-profile.json")
 DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float32", "int8")
 _NUM_KV_HEADS, _HEAD_DIM = 8, 128  # of Llama-3-8B
+_COMPILE_SHARE = 0.6  # of the time, for model steps with fused copies to compile
 _MEMORY_SHARE = 0.6  # of the memory that is free, for everything that is measured with
 
 
@@ -46,7 +43,7 @@ class _Defaults:
     step_ms: float
 
 
-_ON_CPU = _Defaults(num_layers=8, block_size=16, seconds=20, step_ms=0)
+_ON_CPU = _Defaults(num_layers=8, block_size=16, seconds=30, step_ms=2)
 _ON_ACCELERATOR = _Defaults(num_layers=32, block_size=128, seconds=100, step_ms=5)
 
 
@@ -68,10 +65,10 @@ def add_command(commands: Any) -> None:
         metavar="FILE",
         help=f"write the profile to FILE ({DEFAULT_OUTPUT})",
     )
-    add("--seconds", type=float_flag(0), metavar="S", help="stop about then, compiling included (100; on a CPU 20)")
+    add("--seconds", type=float_flag(0), metavar="S", help="stop about then, compiling included (100; on a CPU 30)")
     add("--quick", action="store_true", help="jobs of 1 and 8 blocks, 5 rounds: a first look, in seconds")
     names = [path.value for path in PATHS]
-    add("--path", nargs="+", choices=names, default=names, metavar="PATH", help=f"paths to measure ({' '.join(names)})")
+    add("--paths", nargs="+", choices=names, metavar="PATH", help=f"copy paths to measure ({' '.join(names)})")
     add(
         "--num-blocks",
         type=int_flag(1, 4096),
@@ -101,7 +98,15 @@ def add_command(commands: Any) -> None:
         "--step-ms",
         type=float_flag(0),
         metavar="MS",
-        help="length of the model steps that copies may delay; 0 runs none (5; on a CPU 0)",
+        help="length of the model steps that copies may delay; 0 runs none, and measures no fused path (5; on a CPU 2)",
+    )
+    add(
+        "--fused-blocks",
+        type=int_flag(1, 4096),
+        default=8,
+        metavar="N",
+        help="blocks that a step copies at most by the fused path, the rest of a job goes directly; more take "
+        "longer to compile (8)",
     )
     parser.set_defaults(run=_run)
 
@@ -112,18 +117,31 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     check_backend()
     defaults = _ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR
     sizes = tuple(sorted(set(args.num_blocks or ((1, 8) if args.quick else (1, 8, 64)))))
-    paths = tuple(path for path in PATHS if path.value in args.path)
+    step_s = (defaults.step_ms if args.step_ms is None else args.step_ms) / 1e3
+    paths = _paths(args.paths, step_s)
     geometry = _fit(_geometry(args, defaults), max(sizes), len(paths), may_shrink=args.num_layers is None)
     seconds = (defaults.seconds if args.seconds is None else args.seconds) + started_s - time.monotonic()
-    step_s = (defaults.step_ms if args.step_ms is None else args.step_ms) / 1e3
     with device_errors(make_smaller="--num-layers, --block-size or --num-blocks"):
-        figures = _measure(
-            geometry, sizes, paths, seconds=seconds, rounds=args.rounds or (5 if args.quick else 25), step_s=step_s
+        figures, failures = _measure(
+            geometry,
+            sizes,
+            paths,
+            seconds=seconds,
+            rounds=args.rounds or (5 if args.quick else 25),
+            step_s=step_s,
+            max_fused=args.fused_blocks,
         )
-    profile = build_profile(geometry, figures, argv)
+    profile = bench_report.build_profile(geometry, figures, failures, argv)
     report_lib.write_json(args.output, profile)
-    _tell(profile, figures, geometry, args.output)
+    bench_report.tell(profile, figures, failures, geometry, args.output)
     return 0
+
+
+def _paths(names: Sequence[str] | None, step_s: float) -> tuple[CopyPath, ...]:
+    if names is not None and CopyPath.FUSED.value in names and not step_s:
+        raise InputError("--paths fused is measured as part of a model step, and --step-ms 0 runs none; leave out one")
+    wanted = [CopyPath(name) for name in names] if names else [p for p in PATHS if step_s or p is not CopyPath.FUSED]
+    return tuple(path for path in PATHS if path in wanted)
 
 
 def _geometry(args: argparse.Namespace, defaults: _Defaults) -> Geometry:
@@ -172,12 +190,21 @@ def _measure(
     seconds: float,
     rounds: int,
     step_s: float,
-) -> list[Figures]:
+    max_fused: int,
+) -> tuple[list[Figures], list[Failure]]:
     give_up_s = time.monotonic() + seconds
     # The CPU backend copies float8 a thousand times slower in the peer's way, which says nothing of TPUs.
     with_peer = not (jax.default_backend() == "cpu" and geometry.dtype.startswith("float8"))
-    sys.stderr.write("compiling\n")
-    bench = TransferBench(geometry, sizes=sizes, paths=paths, with_peer=with_peer, step_s=step_s)
+    sys.stderr.write(f"compiling: {', '.join(path.value for path in paths)}\n")
+    bench = TransferBench(
+        geometry,
+        sizes=sizes,
+        paths=paths,
+        with_peer=with_peer,
+        step_s=step_s,
+        max_fused_blocks=max_fused,
+        compile_s=_COMPILE_SHARE * seconds,
+    )
     figures: list[Figures] = []
     try:
         for i, size in enumerate(sizes):
@@ -189,95 +216,4 @@ def _measure(
             figures += bench.measure(size, seconds=left_s / (len(sizes) - i), max_rounds=rounds)
     finally:
         bench.close()
-    return figures
-
-
-def build_profile(geometry: Geometry, figures: Sequence[Figures], argv: Sequence[str]) -> dict[str, Any]:
-    """What goes into the file: the profile that is read back, and under `bench` all that was measured."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "device_kind": jax.local_devices()[0].device_kind,
-        "entries": [
-            {
-                "num_layers": geometry.num_layers,
-                "page_nbytes": geometry.page_nbytes // geometry.num_devices,
-                **{d.value: [path.value for path in rank(figures, d)] for d in Direction},
-            }
-        ],
-        "bench": {
-            **report_lib.environment(),
-            "date": time.strftime("%Y-%m-%d"),
-            "argv": list(argv),
-            "geometry": dataclasses.asdict(geometry) | {"block_nbytes": geometry.block_nbytes},
-            "figures": [figures_as_json(one) for one in figures],
-        },
-    }
-
-
-def figures_as_json(figures: Figures) -> dict[str, Any]:
-    """The figures with names in the place of enums."""
-    plain = dataclasses.asdict(figures)
-    return {key: value.value if isinstance(value, enum.Enum) else value for key, value in plain.items()}
-
-
-def build_table(figures: Sequence[Figures], title: str) -> Table:
-    """The figures for a terminal; what was not measured has no column."""
-    with_peer = any(one.of_peer for one in figures)
-    with_delay = any(one.delay_s for one in figures)
-    table = Table(title=title)
-    for name in ("", "blocks", "path"):
-        table.add_column(name, justify="right" if name == "blocks" else "left", no_wrap=True)
-    columns = ["GB/s", "limit", "of limit", *(["of peer"] if with_peer else []), "ms", "dispatch ms"]
-    for name in columns + (["delays model ms"] if with_delay else []):
-        # Where it is narrow, a ratio goes over two lines; nothing is ever cut off.
-        table.add_column(name, justify="right", overflow="fold", min_width=12 if name.startswith("of ") else None)
-    last = None
-    for one in sorted(figures, key=lambda f: (f.direction.name == "LOAD", f.num_blocks)):
-        if last not in (None, (one.direction, one.num_blocks)):
-            table.add_section()
-        last = one.direction, one.num_blocks
-        cells = [
-            f"{one.gb_per_s.median:.2f}",
-            f"{one.limit_gb_per_s.median:.2f}",
-            _ratio(one.of_limit),
-            *([_ratio(one.of_peer)] if with_peer else []),
-            f"{one.seconds.median * 1e3:.2f}",
-            f"{one.dispatch_s.median * 1e3:.2f}",
-            *([f"{one.delay_s.median * 1e3:.2f}" if one.delay_s else "-"] if with_delay else []),
-        ]
-        table.add_row(one.direction.value, str(one.num_blocks), one.path.value, *cells)
-    return table
-
-
-def _ratio(spread: Spread | None) -> str:
-    return f"{spread.median:.2f} ({spread.p10:.2f}-{spread.p90:.2f})" if spread else "-"
-
-
-def _tell(profile: Mapping[str, Any], figures: Sequence[Figures], geometry: Geometry, output: Path) -> None:
-    console = ReportConsole()
-    bench = profile["bench"]
-    versions = ", ".join(f"{name} {version}" for name, version in bench["versions"].items())
-    console.print(f"{geometry.num_devices} x {profile['device_kind']}; {versions}", highlight=False)
-    shape = "x".join(map(str, geometry.page_shape))
-    title = (
-        f"blocks of {geometry.block_nbytes / 2**20:.2f} MiB: {geometry.num_layers} layers, pages of "
-        f"{geometry.dtype}[{shape}]"
-    )
-    console.print(build_table(figures, title))
-    console.print("Ratios are of times, within a round: median (10th to 90th percentile). limit: one contiguous copy.")
-    delays = [one for one in figures if one.delay_s and one.step_s]
-    if delays and (step := delays[0].step_s) is not None:
-        console.print(
-            f"delays model: how much later a run of {step.median * 1e3:.1f} ms steps ends because of the job."
-        )
-    console.print("\nRecommended here:")
-    best = {direction: profile["entries"][0][direction.value][0] for direction in Direction}
-    for direction in Direction:
-        console.print(f"  TPU_OFFLOAD_{direction.name}_PATH={best[direction]}", highlight=False)
-    console.print("or, to have it read from the file that was written:")
-    for direction in Direction:
-        console.print(f"  TPU_OFFLOAD_{direction.name}_PATH=auto", highlight=False)
-    console.print(
-        f"  TPU_OFFLOAD_PROFILE={shlex.quote(str(output.absolute()))}", highlight=False, markup=False, soft_wrap=True
-    )
+    return figures, bench.failures

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 
 from tpu_offload.cli import report as report_lib
+from tpu_offload.cli.copy_rates import measure_copy_rates
 from tpu_offload.cli.devices import check_backend, device_errors
 from tpu_offload.cli.flags import float_flag, int_flag
 from tpu_offload.cli.serving import ServedRun, serve
 from tpu_offload.cli.terminal import ReportConsole, progress, stop_on_interrupt
 from tpu_offload.cli.transfer_methods import Geometry
-from tpu_offload.cli.transfer_rates import measure_copy_rates
 from tpu_offload.cli.workloads import NUM_TOKENS, Workload, chat_workload, prompts_workload, trace_workload
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams

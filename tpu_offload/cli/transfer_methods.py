@@ -1,13 +1,10 @@
-"""Ways to move blocks that can be timed side by side, and a model step for them to get in the way of.
+"""Ways to move blocks that can be timed side by side.
 
-`WorkerCopies` is the library itself. `PeerCopies` is the method of tpu-inference's connector. `Memcpy` and
-`BusCopies` are what the machine can do at all: the former on a CPU, where "HBM" is memory of the host,
-the latter on an accelerator.
+`WorkerCopies` is the library itself. `PeerCopies` is the method of tpu-inference's connector. What the
+machine can do at all is in `transfer_limits`.
 """
 
-import concurrent.futures
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Sequence
@@ -16,9 +13,9 @@ from typing import Any, Protocol, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from tpu_offload.cli.compiling import compile_in_background
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import InputError, TransferError
 from tpu_offload.kernels import TransferSpec
@@ -29,7 +26,6 @@ from tpu_offload.worker import OffloadWorker
 Caches = list[jax.Array]
 
 _ALLOCATION_TIMEOUT_S = 60.0
-_BUS_ROW = 1024  # u32 of one row; 4 KiB, the tile of a TPU
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,11 +101,14 @@ class WorkerCopies:
       caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are kept.
     Raises:
       InputError: there is not enough memory for the host pool.
+
+    Without a model step, which is how `dispatch` and `finish` use it, what the fused path would have taken
+    goes by the direct path.
     """
 
     def __init__(self, config: OffloadConfig, caches: Caches) -> None:
         layout = KVLayout.from_caches(caches, block_size=caches[0].shape[1])
-        self.worker = OffloadWorker(config, layout, caches)
+        self.worker = OffloadWorker(config, layout, caches, fused=True)
         give_up_s = time.monotonic() + _ALLOCATION_TIMEOUT_S
         while (num_ready := self.worker.poll().num_host_chunks) < self.worker.num_host_chunks:
             if time.monotonic() > give_up_s:
@@ -192,27 +191,25 @@ class PeerCopies:
         self._saved: list[jax.Array] = []
         self._pending: list[jax.Array] = []
         self._spec = spec
-        self._threads = concurrent.futures.ThreadPoolExecutor(2 * len(sizes), "peer-compile")
-        self._gather = {size: self._threads.submit(self._compile_gather, size) for size in sizes}
-        self._scatter = {size: self._threads.submit(self._compile_scatter, size) for size in sizes}
+        self._gather = {size: compile_in_background(self._lower_gather, size) for size in sizes}
+        self._scatter = {size: compile_in_background(self._lower_scatter, size) for size in sizes}
 
     def wait_until_compiled(self) -> None:
         """Blocks until every program is compiled; raises what compiling one raised."""
         for future in [*self._gather.values(), *self._scatter.values()]:
             future.result()
-        self._threads.shutdown()
 
-    def _compile_gather(self, size: int) -> Any:
+    def _lower_gather(self, size: int) -> Any:
         gather = jax.jit(_gather_and_split, out_shardings=self._on_device)
-        return gather.lower(self._spec.cache_structs(), self._spec.ids_struct(size)).compile()
+        return gather.lower(self._spec.cache_structs(), self._spec.ids_struct(size))
 
-    def _compile_scatter(self, size: int) -> Any:
+    def _lower_scatter(self, size: int) -> Any:
         spec = self._spec
         shape = (1, spec.num_layers, *spec.page_shape)
         block = jax.ShapeDtypeStruct(shape, spec.dtype, sharding=self._on_device)
         structs = spec.cache_structs()
         scatter = jax.jit(_scatter, donate_argnums=0, out_shardings=[struct.sharding for struct in structs])
-        return scatter.lower(structs, [block] * size, spec.ids_struct(size)).compile()
+        return scatter.lower(structs, [block] * size, spec.ids_struct(size))
 
     def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
         """See `Method`; a load takes what the last save of as many blocks left, and waits, as the peer does."""
@@ -241,140 +238,3 @@ def _gather_and_split(caches: Any, ids: Any) -> Any:
 def _scatter(caches: Any, blocks: Any, ids: Any) -> Any:
     stacked = jnp.concatenate(blocks)
     return [cache.at[ids].set(stacked[:, i]) for i, cache in enumerate(caches)]
-
-
-@final
-class Memcpy:
-    """The limit on a CPU: `np.copyto` between two old buffers that are walked, so that they are not hot.
-
-    Args:
-      nbytes: size of each buffer.
-      job_nbytes: bytes to copy for one block.
-    """
-
-    def __init__(self, *, nbytes: int, job_nbytes: int) -> None:
-        self._source, self._target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
-        self._job_nbytes = job_nbytes
-        self._start = 0
-
-    def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
-        """See `Method`; both directions are the same."""
-        nbytes = len(block_ids) * self._job_nbytes
-        if self._start + nbytes > len(self._source):
-            self._start = 0
-        part = slice(self._start, self._start + nbytes)
-        np.copyto(self._target[part], self._source[part])
-        self._start += nbytes
-        return caches
-
-    def finish(self, caches: Caches) -> Caches:
-        """See `Method`; nothing is left to wait for."""
-        return caches
-
-
-@final
-class BusCopies:
-    """The limit on an accelerator: one copy of as many contiguous bytes, from or to donated pinned memory.
-
-    Args:
-      caches: their devices are used.
-      block_nbytes_per_device: bytes of one block on each of them.
-    """
-
-    def __init__(self, caches: Caches, *, block_nbytes_per_device: int) -> None:
-        self._mesh = Mesh(np.array(list(caches[0].sharding.device_set)), ("device",))
-        self._block_nbytes = block_nbytes_per_device
-        self._buffers: dict[int, dict[str, jax.Array]] = {}
-        self._pending: jax.Array | None = None
-
-    def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
-        """See `Method`; the caches are not touched."""
-        num_rows = -(-len(block_ids) * self._block_nbytes // (4 * _BUS_ROW))
-        if num_rows not in self._buffers:
-            self._buffers = {num_rows: {kind: self._make(kind, num_rows) for kind in ("device", "pinned_host")}}
-        buffers = self._buffers[num_rows]
-        source, target = ("device", "pinned_host") if direction is Direction.SAVE else ("pinned_host", "device")
-        buffers[target] = self._pending = self._copy(target)(buffers[target], buffers[source])
-        return caches
-
-    def finish(self, caches: Caches) -> Caches:
-        """See `Method`."""
-        jax.block_until_ready(self._pending)
-        return caches
-
-    def _sharding(self, kind: str) -> Sharding:
-        return NamedSharding(self._mesh, PartitionSpec("device"), memory_kind=kind)
-
-    def _make(self, kind: str, num_rows: int) -> jax.Array:
-        shape = (self._mesh.size * num_rows, _BUS_ROW)
-        make = jax.jit(lambda: jnp.zeros(shape, jnp.uint32), out_shardings=self._sharding("device"))
-        zeros: jax.Array = jax.device_put(make(), self._sharding(kind))
-        return zeros
-
-    @functools.cache  # noqa: B019  (two entries, and the instance lives as long as the command)
-    def _copy(self, kind: str) -> Any:
-        space = jax.memory.Space.Device if kind == "device" else jax.memory.Space.Host
-
-        def copy(target: Any, source: Any) -> Any:
-            return jax.device_put(source, space)
-
-        # Unused as it is, the target has to stay an argument to be the memory that is written.
-        return jax.jit(copy, donate_argnums=0, keep_unused=True, out_shardings=self._sharding(kind))
-
-
-@final
-class ModelStep:
-    """Stands for a forward pass: a chain of matmuls of some milliseconds that reads and writes the caches.
-
-    Args:
-      caches: what a step is compiled for.
-      target_s: how long a step is to take, about.
-    """
-
-    def __init__(self, caches: Caches, *, target_s: float) -> None:
-        spec = TransferSpec.from_caches(caches, segment_blocks=1, capacity=1)
-        shardings = [cache.sharding for cache in caches]
-        self._run = jax.jit(_chain, donate_argnums=3, out_shardings=(spec.replicated, shardings))
-        width = 256 if spec.platform == "cpu" else 2048  # one matmul is well under a millisecond
-        self._weights = jax.device_put(jnp.full((width, width), 1 / width, jnp.bfloat16), spec.replicated)
-        self._x = self._weights
-        self._num_matmuls = 1
-        self._target_s = target_s
-
-    def calibrate(self, caches: Caches) -> Caches:
-        """Finds out how many matmuls take as long as wanted; compiles the step."""
-        caches = self(caches)  # compiles
-        for _ in range(8):
-            start_s = time.perf_counter()
-            caches = self(caches)
-            seconds = time.perf_counter() - start_s
-            if seconds >= self._target_s / 2:
-                self._num_matmuls = max(1, round(self._num_matmuls * self._target_s / seconds))
-                break
-            self._num_matmuls *= 4
-        return caches
-
-    def dispatch(self, caches: Caches) -> Caches:
-        """Starts one step; donates the caches."""
-        self._x, caches = self._run(self._num_matmuls, self._x, self._weights, caches)
-        return caches
-
-    def wait(self) -> None:
-        """Waits for what the last step computed, as an engine does for its tokens."""
-        self._x.block_until_ready()
-
-    def __call__(self, caches: Caches) -> Caches:
-        """Runs one step and waits for it; donates the caches."""
-        caches = self.dispatch(caches)
-        self.wait()
-        return caches
-
-
-def _chain(num_matmuls: Any, x: Any, weights: Any, caches: Any) -> Any:
-    x = lax.fori_loop(0, num_matmuls, lambda _, x: jnp.tanh(x @ weights), x)
-    out = []
-    for cache in caches:
-        page = lax.dynamic_slice_in_dim(cache, 0, 1, axis=0)
-        page = (page.astype(jnp.float32) + x[0, 0].astype(jnp.float32)).astype(cache.dtype)
-        out.append(lax.dynamic_update_slice_in_dim(cache, page, 0, axis=0))
-    return x, out

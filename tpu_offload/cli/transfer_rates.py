@@ -2,114 +2,41 @@
 
 Measured for each copy path, direction and job size, in rounds. A round runs every method once, in random
 order, so that a machine that slows down slows all of them; ratios are taken within a round and given as
-median with the 10th and 90th percentile. With nothing else going on:
+median with the 10th and 90th percentile. `transfer_figures` says what each figure is.
 
-  seconds     from handing the plan to the worker to the poll that reports the job, the caches being ready
-  dispatch_s  the part of it before `begin_step` and `end_step` have returned: the engine's thread is busy
-  of_limit    seconds of the limit / ours: 1 is the speed of the hardware. The limit is one contiguous copy of
-              as many bytes: memcpy between two old buffers on a CPU; elsewhere a copy between device memory
-              and donated pinned memory, so what the bus gives
-  of_peer     seconds of the peer's method / ours: how many times faster we are than gather, split and one
-              `device_put` a block (saves), or one `device_put` a block, a wait, a scatter and a wait (loads)
-
-And with a model at work, where steps are asked for (on accelerators, by default):
-
-  delay_s     how much later the model is done. Steps of some milliseconds run one after another, each waited
-              for as a synchronous engine does; the job is in the plan of the first. They go on until the job
-              is reported, and for at least three. The delay is the time that they took less the time of as
-              many steps with empty plans, run right after. It holds everything that the copy costs the model,
-              whoever does it: device time, HBM and PCIe that both want, dispatch
-
-`rank` makes of that an order of the paths, for each direction. What offloading must not cost is the model's
-time, so the path with the smaller delay is the better one. A path's delay is the geometric mean over the job
-sizes; delays under 50 us, about what can be told from noise, count as 50 us. Paths within 10 % of the
-best delay are as good as it; among them, and where no delay was measured, the one whose transfers take
-less time is better, by the geometric mean again. The remaining ties, within 5 %, go to the path that is named
-first: direct needs next to no HBM.
+A path that does not compile or run here is a `Failure`, and the others are measured all the same. What it
+may have taken along (the caches, its worker) is made anew.
 """
 
 import dataclasses
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import jax
-import numpy as np
 
-from tpu_offload.cli.transfer_methods import BusCopies, Caches, Geometry, Memcpy, Method, ModelStep, PeerCopies
+from tpu_offload.cli.model_step import ModelStep
+from tpu_offload.cli.transfer_figures import PATHS, Failure, Figures, Spread
+from tpu_offload.cli.transfer_limits import BusCopies, Memcpy
+from tpu_offload.cli.transfer_methods import Caches, Geometry, Method, PeerCopies
 from tpu_offload.cli.transfer_methods import WorkerCopies as Worker
 from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.errors import TransferError
 from tpu_offload.types import Direction, StepPlan
-
-PATHS = (CopyPath.DIRECT, CopyPath.STAGED)
-"""Copy paths that can be measured, in the order in which ties are broken."""
 
 _WALK_NBYTES = 256 * 2**20  # on a CPU, buffers of at least this size are walked: several times its caches
 _MIN_STEPS = 3
-_DELAY_FLOOR_S = 50e-6
-_SAME_DELAY, _SAME_SECONDS = 1.10, 1.05
+_DEFAULT_COMPILE_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spread:
-    """Median, 10th and 90th percentile of a figure over the rounds, and the figures themselves."""
+class _Times:
+    """Seconds of one job; those that were not measured are None."""
 
-    median: float
-    p10: float
-    p90: float
-    values: tuple[float, ...]
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """Summarizes at least one value."""
-        p10, median, p90 = np.percentile(values, (10, 50, 90)).tolist()
-        return cls(median, p10, p90, tuple(values))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Figures:
-    """What was measured for one path, direction and job size; the module's docstring defines each figure.
-
-    Attributes:
-      path: the copy path.
-      direction: save or load.
-      num_blocks: blocks in a job.
-      nbytes: bytes of a job over all devices.
-      num_rounds: rounds behind every figure.
-      seconds: of a transfer.
-      gb_per_s: 1e9 bytes a second.
-      dispatch_s: seconds before control is back.
-      limit_gb_per_s: the limit's rate.
-      peer_gb_per_s: the peer's rate; None where it was left out, as in `of_peer`.
-      of_limit: the limit's time over ours.
-      of_peer: the peer's time over ours.
-      delay_s: seconds by which model steps are late; None where no steps were run.
-      step_s: seconds of one such step, with no copy.
-    """
-
-    path: CopyPath
-    direction: Direction
-    num_blocks: int
-    nbytes: int
-    num_rounds: int
-    seconds: Spread
-    gb_per_s: Spread
-    dispatch_s: Spread
-    limit_gb_per_s: Spread
-    peer_gb_per_s: Spread | None
-    of_limit: Spread
-    of_peer: Spread | None
-    delay_s: Spread | None
-    step_s: Spread | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sample:
-    seconds: float
-    dispatch_s: float
+    seconds: float | None = None
+    dispatch_s: float | None = None
     delay_s: float | None = None
+    reported_s: float | None = None
     step_s: float | None = None
 
 
@@ -125,9 +52,15 @@ class TransferBench:
       paths: copy paths to measure, each with a worker and a host pool of its own.
       directions: directions to measure.
       with_peer: also measure the peer's method.
-      step_s: seconds of a model step; 0 runs no steps.
+      step_s: seconds of a model step; 0 runs no steps, and then no path may be `fused`.
+      max_fused_blocks: of a larger job a step takes this many blocks along, and the rest goes directly, as in
+        an engine. Each of them makes the step longer to compile, for 64 by a minute and more on a TPU.
+      compile_s: wait this long for model steps with fused copies; one that is not compiled then is a failure.
     Raises:
-      InputError: there are too few devices, or not enough host memory.
+      InputError: there are too few devices, or not enough host memory for any path.
+
+    Attributes:
+      failures: paths that do not work here; a path may have figures of smaller jobs all the same.
     """
 
     def __init__(
@@ -135,35 +68,37 @@ class TransferBench:
         geometry: Geometry,
         *,
         sizes: Sequence[int],
-        paths: Sequence[CopyPath] = PATHS,
+        paths: Sequence[CopyPath] = PATHS[:2],
         directions: Sequence[Direction] = tuple(Direction),
         with_peer: bool = True,
         step_s: float = 0.0,
+        max_fused_blocks: int = 8,
+        compile_s: float = _DEFAULT_COMPILE_S,
     ) -> None:
+        assert step_s or CopyPath.FUSED not in paths, "fused copies are part of a step"
+        give_up_s = time.monotonic() + compile_s
         self.geometry = geometry
-        self._directions = directions
+        self.failures: list[Failure] = []
+        self._sizes, self._directions = sizes, directions
+        self._fused_sizes = {size: _fused_size(size, sizes, max_fused_blocks) for size in sizes}
         self._num_blocks = num_walked_blocks(geometry, max(sizes))
         self._caches = geometry.make_caches(self._num_blocks)
         self._others: dict[str, Method] = {"limit": self._limit()}
+        # What takes longest to compile is begun first.
+        self._step = ModelStep(self._caches, target_s=step_s) if step_s else None
+        self._workers: dict[CopyPath, Worker] = {}
+        for path in sorted(paths, key=lambda path: path is not CopyPath.FUSED):
+            self._add_worker(path, directions)
+        if self._step and CopyPath.FUSED in self._workers:
+            self._step.compile_fused(
+                self._workers[CopyPath.FUSED].worker.fused_shapes(), sizes=self._fused_sizes.values()
+            )
         if with_peer:
             self._others["peer"] = peer = PeerCopies(self._caches, sizes=sizes)
-        self._workers: dict[CopyPath, Worker] = {}
-        for path in paths:
-            config = OffloadConfig.create(
-                save_path=path,
-                load_path=path,
-                num_staging_blocks=max(sizes),
-                num_cpu_chunks=self._num_blocks,
-                # A job is one bucket, as with the default buckets where sizes are powers of two, without
-                # compiling the others.
-                block_size_buckets=tuple(sorted({1, *sizes})),
-            )
-            self._workers[path] = Worker(config, self._caches)
-        self._step = ModelStep(self._caches, target_s=step_s) if step_s else None
-        if self._step:
-            self._caches = self._step.calibrate(self._caches)
-        if with_peer:
             peer.wait_until_compiled()  # nothing is measured beside it
+        if self._step:
+            self._step.wait_for_plain()
+            self._wait_for_fused(self._step, give_up_s)
         self._rng = random.Random(0)
 
     def _limit(self) -> Method:
@@ -172,18 +107,47 @@ class TransferBench:
             return Memcpy(nbytes=nbytes, job_nbytes=self.geometry.block_nbytes)
         return BusCopies(self._caches, block_nbytes_per_device=self.geometry.block_nbytes // self.geometry.num_devices)
 
+    def _add_worker(self, path: CopyPath, directions: Sequence[Direction]) -> None:
+        config = OffloadConfig.create(
+            save_path=path,
+            load_path=path,
+            num_staging_blocks=max(self._sizes),
+            num_cpu_chunks=self._num_blocks,
+            # A job lies in one segment: what fused takes into a step does.
+            host_segment_gb=max(1.0, self._num_blocks * self.geometry.block_nbytes / 2**30),
+            # A job is one bucket, as with the default buckets where sizes are powers of two, without
+            # compiling the others.
+            block_size_buckets=tuple(
+                sorted({1, *(self._fused_sizes.values() if path is CopyPath.FUSED else self._sizes)})
+            ),
+        )
+        try:
+            self._workers[path] = Worker(config, self._caches)
+        except Exception as e:
+            for direction in directions:
+                self._fail(path, direction, e)
+
+    def _wait_for_fused(self, step: ModelStep, give_up_s: float) -> None:
+        for direction in [direction for path, direction in self._ours() if path is CopyPath.FUSED]:
+            try:
+                for size in set(self._fused_sizes.values()):
+                    step.wait_for_fused(direction, size, seconds=max(0.0, give_up_s - time.monotonic()))
+            except TimeoutError:
+                late = TransferError(f"the model step with {size} blocks in it is not compiled in time")
+                self._fail(CopyPath.FUSED, direction, late)
+            except Exception as e:
+                self._fail(CopyPath.FUSED, direction, e)
+
     def measure(
         self, num_blocks: int, *, seconds: float, max_rounds: int = 25, clock: Callable[[], float] = time.monotonic
     ) -> list[Figures]:
-        """Measures jobs of one size.
+        """Measures jobs of one size. What fails is in `failures` and has no figures.
 
         Args:
           num_blocks: one of the `sizes`.
           seconds: start no round after this long; one round is always run.
           max_rounds: rounds at most.
           clock: seconds, monotonic.
-        Raises:
-          TransferError: a copy failed.
         """
         give_up_s = clock() + seconds
         self._run_round(num_blocks)  # what is left to compile is small
@@ -192,11 +156,7 @@ class TransferBench:
         rounds = [self._run_round(num_blocks)]
         while len(rounds) < max_rounds and clock() < give_up_s:
             rounds.append(self._run_round(num_blocks))
-        return [
-            self._figures(path, direction, num_blocks, rounds)
-            for path in self._workers
-            for direction in self._directions
-        ]
+        return [self._figures(path, direction, num_blocks, rounds) for path, direction in self._ours()]
 
     def close(self) -> None:
         """Frees the host pools and the caches."""
@@ -206,99 +166,180 @@ class TransferBench:
         self._others.clear()
         self._caches.clear()
 
-    def _run_round(self, num_blocks: int) -> dict[_Key, _Sample]:
-        names: list[CopyPath | str] = [*self._workers, *self._others]
-        keys: list[_Key] = [(name, direction) for name in names for direction in self._directions]
+    def _ours(self) -> list[tuple[CopyPath, Direction]]:
+        """What works."""
+        failed = {(failure.path, failure.direction) for failure in self.failures}
+        keys = [(path, direction) for path in PATHS if path in self._workers for direction in self._directions]
+        return [key for key in keys if key not in failed]
+
+    def _fail(self, path: CopyPath, direction: Direction, error: Exception) -> None:
+        """Leaves a path out from now on."""
+        line = " ".join(str(error).partition("\n")[0].split())
+        if not isinstance(error, TransferError):
+            line = f"{type(error).__name__}: {line}"
+        self.failures.append(Failure(path, direction, line))
+
+    def _recover(self, path: CopyPath) -> None:
+        """Makes anew what a copy that failed may have taken along."""
+        if not all(_is_usable(cache) for cache in self._caches):
+            self._caches = []  # before there are new ones
+            self._caches = self.geometry.make_caches(self._num_blocks)
+        if self._step:
+            self._step.reset()
+        works = [key for key in self._ours() if key[0] is path]
+        self._workers.pop(path).worker.close()  # what it still has in flight would end as the next job's
+        if works:
+            self._add_worker(path, [direction for _, direction in works])
+
+    def _run_round(self, num_blocks: int) -> dict[_Key, _Times]:
+        keys: list[_Key] = list(self._ours())
+        keys += [(name, direction) for name in self._others for direction in self._directions]
         self._rng.shuffle(keys)
         if ("peer", Direction.LOAD) in keys:  # loads what was saved
             keys.sort(key=lambda key: key == ("peer", Direction.LOAD))
             if Direction.SAVE not in self._directions:
                 keys.insert(0, ("peer", Direction.SAVE))
-        samples: dict[_Key, _Sample] = {}
+        times: dict[_Key, _Times] = {}
         for name, direction in keys:
             block_ids = self._rng.sample(range(self._num_blocks), num_blocks)
-            if isinstance(name, CopyPath):
-                samples[name, direction] = self._time_worker(self._workers[name], direction, block_ids)
-            else:
-                samples[name, direction] = self._time_other(self._others[name], direction, block_ids)
-        return samples
+            if not isinstance(name, CopyPath):
+                times[name, direction] = self._time_other(self._others[name], direction, block_ids)
+                continue
+            if (name, direction) not in self._ours():  # since this round began
+                continue
+            try:
+                times[name, direction] = self._time_path(name, direction, block_ids)
+            except Exception as e:
+                self._fail(name, direction, e)
+                self._recover(name)
+        return times
 
-    def _time_worker(self, worker: Worker, direction: Direction, block_ids: list[int]) -> _Sample:
-        plan = worker.plan(direction, block_ids)
-        start_s = time.perf_counter()
-        caches = worker.dispatch(plan, self._caches)
-        dispatched_s = time.perf_counter()
-        self._caches = worker.finish(caches)
-        end_s = time.perf_counter()
-        delay_s = step_s = None
+    def _time_path(self, path: CopyPath, direction: Direction, block_ids: list[int]) -> _Times:
+        worker = self._workers[path]
+        times = _Times()
+        if path is not CopyPath.FUSED:
+            plan = worker.plan(direction, block_ids)
+            start_s = time.perf_counter()
+            caches = worker.dispatch(plan, self._caches)
+            dispatched_s = time.perf_counter()
+            self._caches = worker.finish(caches)
+            times = _Times(time.perf_counter() - start_s, dispatched_s - start_s)
         if self._step is not None:
-            delay_s, step_s, self._caches = _time_steps(
-                worker, self._step, worker.plan(direction, block_ids), self._caches
-            )
-        return _Sample(end_s - start_s, dispatched_s - start_s, delay_s, step_s)
+            plan = worker.plan(direction, block_ids)
+            num_fused = self._num_fused(path, len(block_ids))
+            in_steps, self._caches = _time_steps(worker, self._step, plan, self._caches, num_fused=num_fused)
+            times = dataclasses.replace(in_steps, seconds=times.seconds, dispatch_s=times.dispatch_s)
+        return times
 
-    def _time_other(self, method: Method, direction: Direction, block_ids: list[int]) -> _Sample:
+    def _num_fused(self, path: CopyPath, num_blocks: int) -> int:
+        return self._fused_sizes[num_blocks] if path is CopyPath.FUSED else 0
+
+    def _time_other(self, method: Method, direction: Direction, block_ids: list[int]) -> _Times:
         start_s = time.perf_counter()
         caches = method.dispatch(direction, self._caches, block_ids)
         dispatched_s = time.perf_counter()
         self._caches = method.finish(caches)
-        return _Sample(time.perf_counter() - start_s, dispatched_s - start_s)
+        return _Times(time.perf_counter() - start_s, dispatched_s - start_s)
 
     def _figures(
-        self, path: CopyPath, direction: Direction, num_blocks: int, rounds: Sequence[dict[_Key, _Sample]]
+        self, path: CopyPath, direction: Direction, num_blocks: int, rounds: Sequence[dict[_Key, _Times]]
     ) -> Figures:
         nbytes = num_blocks * self.geometry.block_nbytes
         ours = [r[path, direction] for r in rounds]
-        limit = [r["limit", direction].seconds for r in rounds]
-        peer = [r["peer", direction].seconds for r in rounds] if "peer" in self._others else []
-        seconds = [sample.seconds for sample in ours]
-        delays = [sample.delay_s for sample in ours if sample.delay_s is not None]
-        steps = [sample.step_s for sample in ours if sample.step_s is not None]
 
-        def rate(times: Sequence[float]) -> Spread:
-            return Spread.of([nbytes / t / 1e9 for t in times])
+        def spread(name: str) -> Spread | None:
+            values = [getattr(times, name) for times in ours]
+            return None if None in values else Spread.of(values)
 
-        def ratio(times: Sequence[float]) -> Spread:
-            return Spread.of([t / s for t, s in zip(times, seconds, strict=True)])
+        def others(name: str) -> list[float]:
+            return [r[name, direction].seconds or 0.0 for r in rounds] if name in self._others else []
 
+        def rate(times: Sequence[float]) -> Spread | None:
+            return Spread.of([nbytes / t / 1e9 for t in times]) if times else None
+
+        def ratio(times: Sequence[float]) -> Spread | None:
+            return Spread.of([t / s for t, s in zip(times, seconds, strict=True)]) if times and seconds else None
+
+        seconds = [times.seconds for times in ours if times.seconds is not None]
+        limit, peer = others("limit"), others("peer")
+        limit_rate = rate(limit)
+        assert limit_rate is not None, "the limit is always measured"
         return Figures(
             path=path,
             direction=direction,
             num_blocks=num_blocks,
             nbytes=nbytes,
+            num_fused_blocks=self._num_fused(path, num_blocks),
             num_rounds=len(rounds),
-            seconds=Spread.of(seconds),
+            seconds=spread("seconds"),
             gb_per_s=rate(seconds),
-            dispatch_s=Spread.of([sample.dispatch_s for sample in ours]),
-            limit_gb_per_s=rate(limit),
-            peer_gb_per_s=rate(peer) if peer else None,
+            dispatch_s=spread("dispatch_s"),
+            limit_gb_per_s=limit_rate,
+            peer_gb_per_s=rate(peer),
             of_limit=ratio(limit),
-            of_peer=ratio(peer) if peer else None,
-            delay_s=Spread.of(delays) if delays else None,
-            step_s=Spread.of(steps) if steps else None,
+            of_peer=ratio(peer),
+            delay_s=spread("delay_s"),
+            reported_s=spread("reported_s"),
+            step_s=spread("step_s"),
         )
 
 
-def _time_steps(worker: Worker, step: ModelStep, plan: StepPlan, caches: Caches) -> tuple[float, float, Caches]:
-    """Runs model steps with a job in the first, then as many without: (delay, seconds of one step, caches)."""
-    reported, num_steps = False, 0
+def _fused_size(num_blocks: int, sizes: Sequence[int], most: int) -> int:
+    """Blocks of a job that a step takes along: a compiled size, and no more than `most`."""
+    return num_blocks if num_blocks <= most else max([size for size in sizes if size <= most], default=most)
+
+
+def _is_usable(cache: jax.Array) -> bool:
+    """Whether the array is neither donated nor the result of a program that failed."""
+    if cache.is_deleted():
+        return False
+    try:
+        cache.block_until_ready()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _time_steps(
+    worker: Worker, step: ModelStep, plan: StepPlan, caches: Caches, *, num_fused: int
+) -> tuple[_Times, Caches]:
+    """Runs model steps with a job in the first, then as many without.
+
+    Args:
+      worker: with nothing in flight.
+      step: for these caches.
+      plan: has the job.
+      caches: donated.
+      num_fused: blocks that the first step has to copy itself.
+    Raises:
+      TransferError: the job failed, or the first step did not copy what it should.
+    """
+    caches = _run_step(worker, step, worker.idle_plan(), caches)  # none of the timed ones follows a copy
+    reported_s, num_steps = None, 0
     start_s = time.perf_counter()
-    while not reported or num_steps < _MIN_STEPS:
-        caches = _run_step(worker, step, plan, caches)
-        reported = worker.poll() or reported
-        plan = worker.idle_plan()
+    while reported_s is None or num_steps < _MIN_STEPS:
+        caches = _run_step(worker, step, plan, caches, num_fused=num_fused)
+        if worker.poll():
+            reported_s = time.perf_counter() - start_s
+        plan, num_fused = worker.idle_plan(), 0
         num_steps += 1
     middle_s = time.perf_counter()
     for _ in range(num_steps):
         caches = _run_step(worker, step, worker.idle_plan(), caches)
         worker.poll()
     idle_s = time.perf_counter() - middle_s
-    return middle_s - start_s - idle_s, idle_s / num_steps, caches
+    delay_s = middle_s - start_s - idle_s
+    return _Times(delay_s=delay_s, reported_s=reported_s, step_s=idle_s / num_steps), caches
 
 
-def _run_step(worker: Worker, step: ModelStep, plan: StepPlan, caches: Caches) -> Caches:
-    caches = step.dispatch(worker.worker.begin_step(plan, caches))
-    worker.worker.end_step(plan, caches)
+def _run_step(worker: Worker, step: ModelStep, plan: StepPlan, caches: Caches, *, num_fused: int = 0) -> Caches:
+    caches = worker.worker.begin_step(plan, caches, fuse=True)
+    fused = worker.worker.fused_step()
+    num_runs = fused.inputs.num_saves + fused.inputs.num_loads if fused.inputs else 0  # of one block each
+    if num_runs != num_fused:
+        raise TransferError(f"the step takes {num_runs} blocks of the job along; expected {num_fused}")
+    caches, outcome = step.dispatch(caches, fused)
+    worker.worker.end_step(plan, caches, outcome)
     step.wait()
     return caches
 
@@ -308,75 +349,3 @@ def num_walked_blocks(geometry: Geometry, largest: int) -> int:
     if jax.default_backend() == "cpu":
         return max(2 * largest, -(-_WALK_NBYTES // geometry.block_nbytes))
     return 2 * largest
-
-
-def rank(figures: Sequence[Figures], direction: Direction) -> list[CopyPath]:
-    """The measured paths of one direction, the best first, as the module's docstring defines it."""
-    by_path: dict[CopyPath, list[Figures]] = {}
-    for one in figures:
-        if one.direction is direction:
-            by_path.setdefault(one.path, []).append(one)
-    delays = {
-        path: _geometric_mean([max(f.delay_s.median, _DELAY_FLOOR_S) if f.delay_s else _DELAY_FLOOR_S for f in all_])
-        for path, all_ in by_path.items()
-    }
-    seconds = {path: _geometric_mean([f.seconds.median for f in all_]) for path, all_ in by_path.items()}
-    left = sorted(by_path, key=PATHS.index)
-    ranking: list[CopyPath] = []
-    while left:
-        as_good = [path for path in left if delays[path] <= _SAME_DELAY * min(delays[p] for p in left)]
-        fastest = min(seconds[path] for path in as_good)
-        best = next(path for path in as_good if seconds[path] <= _SAME_SECONDS * fastest)
-        ranking.append(best)
-        left.remove(best)
-    return ranking
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CopyRates:
-    """Median rates of jobs of `num_blocks` blocks, in 1e9 bytes a second, the worker's own time included."""
-
-    num_blocks: int
-    save_gb_per_s: float
-    load_gb_per_s: float
-
-
-def measure_copy_rates(
-    offload: OffloadConfig, geometry: Geometry, *, max_blocks: int = 64, num_rounds: int = 7
-) -> CopyRates:
-    """Times saves and loads of one engine's settings, one job at a time, with nothing else going on.
-
-    In a run, a save is queued behind the step that computes its blocks and a load ahead of the next one, so
-    the time from dispatch to report says more about the steps than about the copies.
-
-    Args:
-      offload: the settings; the host pool is made as small as this needs.
-      geometry: of the caches.
-      max_blocks: blocks in a job, where budget and host memory allow it.
-      num_rounds: jobs of each direction.
-    Raises:
-      InputError: there is no room for a host pool.
-      TransferError: a copy failed.
-    """
-    caches = geometry.make_caches(max_blocks)
-    num_chunks = max(1, max_blocks // offload.blocks_per_chunk)
-    small = {"num_cpu_chunks": num_chunks, "host_gb": None, "skip_jax_precompile": False}
-    worker = Worker(offload.model_copy(update=small), caches)
-    seconds: dict[Direction, list[float]] = {direction: [] for direction in Direction}
-    try:
-        block_ids = list(range(min(max_blocks, worker.num_host_blocks, worker.max_job_blocks)))
-        for _ in range(num_rounds):
-            for direction in Direction:
-                plan = worker.plan(direction, block_ids)
-                start_s = time.perf_counter()
-                caches = worker.finish(worker.dispatch(plan, caches))
-                seconds[direction].append(time.perf_counter() - start_s)
-    finally:
-        worker.worker.close()
-    nbytes = len(block_ids) * geometry.block_nbytes
-    save, load = (nbytes / float(np.median(seconds[direction])) / 1e9 for direction in Direction)
-    return CopyRates(len(block_ids), save, load)

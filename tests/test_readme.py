@@ -1,0 +1,55 @@
+"""The README's code for engine authors runs, and does what it says."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from tests.worker_engine import Engine
+from tpu_offload import FusedCopies, OffloadConfig, OffloadWorker, StepPlan
+from tpu_offload.kernels import reference
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_a_step_with_fused_copies():
+    """A save in one step and a load in the next, by the code as it stands there."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "FusedCopies(" in block]
+    setup, step = code.split("\nkv_caches = worker.begin_step")
+    setup = setup.replace("fused=True)", "fused=True, available=2**30)")  # host memory: not all that is free
+    engine = Engine()  # for its caches
+    engine.worker.close()
+    before = [reference.as_bytes(cache) for cache in engine.caches]
+    settings = {"save_path": "fused", "load_path": "fused", "num_staging_blocks": 4, "num_cpu_chunks": 8}
+    names = {
+        "FusedCopies": FusedCopies,
+        "OffloadWorker": OffloadWorker,
+        "config": OffloadConfig.create(**settings, block_size_buckets=(1, 2)),
+        "embed": lambda tokens: tokens * 1.0,
+        "functools": functools,
+        "jax": jax,
+        "kv_caches": engine.caches,
+        "layout": engine.layout,
+        "programs": {},
+        "run_layer": lambda layer, x, kv_cache: (x * layer, kv_cache),
+        "tokens": np.arange(3),
+        "weights": [np.float32(2)] * len(engine.caches),
+    }
+    exec(setup, names)
+    assert len(names["programs"]) == 8
+    names["worker"]._pool.wait_until_allocated()
+    for plan in (
+        StepPlan(1, saves=(engine.save([3, 1], [4, 5]),)),
+        StepPlan(2, loads=(engine.load([0, 2], [4, 5]),)),
+        StepPlan(3),
+    ):
+        names["plan"] = plan
+        exec("kv_caches = worker.begin_step" + step, names)
+        assert names["outcome"] is None or not plan.empty
+        assert len(names["worker"].poll(wait=True).results) == len(plan.saves + plan.loads)
+    for cache, old in zip(names["kv_caches"], before, strict=True):
+        np.testing.assert_array_equal(reference.as_bytes(cache)[:4], old[[3, 1, 1, 3]])
+    names["worker"].close()
