@@ -230,7 +230,9 @@ def test_a_step_that_does_not_compile_is_a_failure(small_buffers, monkeypatch):
 
 def test_a_step_that_compiles_for_too_long_is_a_failure(small_buffers):
     bench = TransferBench(SMALL, sizes=[1], paths=[DIRECT, FUSED], with_peer=False, step_s=1e-4, compile_s=0)
-    assert {f.error for f in bench.failures} <= {"the model step with 1 blocks in it is not compiled in time"}
+    assert {f.error for f in bench.failures} <= {
+        "the model step with 1 blocks in it is not compiled yet; give it more time"
+    }
     assert {f.path for f in bench.measure(1, seconds=60, max_rounds=1)} >= {DIRECT}
     bench.close()
 

@@ -128,7 +128,7 @@ class TransferBench:
                 for size in set(self._fused_sizes.values()):
                     step.wait_for_fused(direction, size, seconds=max(0.0, give_up_s - time.monotonic()))
             except TimeoutError:
-                late = TransferError(f"the model step with {size} blocks in it is not compiled in time")
+                late = TransferError(f"the model step with {size} blocks in it is not compiled yet; give it more time")
                 self._fail(CopyPath.FUSED, direction, late)
             except Exception as e:
                 self._fail(CopyPath.FUSED, direction, e)
