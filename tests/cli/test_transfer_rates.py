@@ -207,6 +207,17 @@ def test_a_failed_path_leaves_the_others_alone(small_buffers, monkeypatch):
     bench.close()
 
 
+@pytest.mark.parametrize("fails", ["_lower_scatter", "finish"])
+def test_the_peer_may_fail(small_buffers, monkeypatch, caplog, fails):
+    """As where the device has no memory for what it gathers."""
+    monkeypatch.setattr(PeerCopies, fails, lambda *args: 1 / 0)
+    bench = TransferBench(SMALL, sizes=[2], paths=[DIRECT])
+    found = bench.measure(2, seconds=60, max_rounds=2)
+    assert [(f.direction, f.num_rounds, f.of_peer) for f in found] == [(SAVE, 2, None), (LOAD, 2, None)]
+    assert caplog.messages == ["one device_put a block fails here and is left out: division by zero"]
+    bench.close()
+
+
 def test_a_step_that_does_not_compile_is_a_failure(small_buffers, monkeypatch):
     monkeypatch.setattr("tpu_offload.kernels.fused.FusedCopies._stage", lambda *args: 1 / 0)
     bench = TransferBench(SMALL, sizes=[1], paths=[DIRECT, FUSED], with_peer=False, step_s=1e-4)
@@ -219,7 +230,9 @@ def test_a_step_that_does_not_compile_is_a_failure(small_buffers, monkeypatch):
 
 def test_a_step_that_compiles_for_too_long_is_a_failure(small_buffers):
     bench = TransferBench(SMALL, sizes=[1], paths=[DIRECT, FUSED], with_peer=False, step_s=1e-4, compile_s=0)
-    assert {f.error for f in bench.failures} <= {"the model step with 1 blocks in it is not compiled in time"}
+    assert {f.error for f in bench.failures} <= {
+        "the model step with 1 blocks in it is not compiled yet; give it more time"
+    }
     assert {f.path for f in bench.measure(1, seconds=60, max_rounds=1)} >= {DIRECT}
     bench.close()
 

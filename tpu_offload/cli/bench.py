@@ -43,7 +43,7 @@ class _Defaults:
     step_ms: float
 
 
-_ON_CPU = _Defaults(num_layers=8, block_size=16, seconds=30, step_ms=2)
+_ON_CPU = _Defaults(num_layers=8, block_size=16, seconds=60, step_ms=2)
 _ON_ACCELERATOR = _Defaults(num_layers=32, block_size=128, seconds=100, step_ms=5)
 
 
@@ -65,7 +65,7 @@ def add_command(commands: Any) -> None:
         metavar="FILE",
         help=f"write the profile to FILE ({DEFAULT_OUTPUT})",
     )
-    add("--seconds", type=float_flag(0), metavar="S", help="stop about then, compiling included (100; on a CPU 30)")
+    add("--seconds", type=float_flag(0), metavar="S", help="stop about then, compiling included (100; on a CPU 60)")
     add("--quick", action="store_true", help="jobs of 1 and 8 blocks, 5 rounds: a first look, in seconds")
     names = [path.value for path in PATHS]
     add("--paths", nargs="+", choices=names, metavar="PATH", help=f"copy paths to measure ({' '.join(names)})")

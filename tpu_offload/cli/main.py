@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import NoReturn
 
 from tpu_offload.cli import bench, replay
 from tpu_offload.cli.compiling import COMPILE_THREAD
-from tpu_offload.cli.terminal import open_missing_streams
+from tpu_offload.cli.terminal import interrupt_once, open_missing_streams
 from tpu_offload.errors import InputError, OffloadError
 
 _PROG = "tpu-offload"
@@ -61,10 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """Runs one command as a process of its own, and ends that without a word more than the command had to say."""
-    status = 130
-    with contextlib.suppress(KeyboardInterrupt):  # once more, while the first was seen to
-        status = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupt_once()
+    status = main()
     if status == 130 or any(thread.name == COMPILE_THREAD and thread.is_alive() for thread in threading.enumerate()):
         # The interpreter would wait for a compile that nobody wants any more, or pull the ground from under it.
         with contextlib.suppress(OSError):

@@ -15,6 +15,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _LINE_INTERVAL_S = 10.0  # between lines where there is no terminal for a bar
 
 
+def interrupt_once() -> None:
+    """Makes the first Ctrl-C a KeyboardInterrupt, and has those after it ignored while the process ends.
+
+    Left alone where the caller has signals ignored, as `nohup` does.
+    """
+    interrupted = False
+
+    def handle(signum: int, frame: types.FrameType | None) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handle)
+
+
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
     """Makes the first Ctrl-C a request to stop after this step, the second one a KeyboardInterrupt."""
@@ -23,9 +40,10 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
     def handle(signum: int, frame: types.FrameType | None) -> None:
         nonlocal asked
         asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, previous)
 
-    previous = signal.signal(signal.SIGINT, handle)
+    previous = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, handle)
     try:
         yield lambda: asked
     finally:

@@ -9,6 +9,7 @@ may have taken along (the caches, its worker) is made anew.
 """
 
 import dataclasses
+import logging
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -16,28 +17,19 @@ from collections.abc import Callable, Sequence
 import jax
 
 from tpu_offload.cli.model_step import ModelStep
+from tpu_offload.cli.step_times import JobTimes, time_steps
 from tpu_offload.cli.transfer_figures import PATHS, Failure, Figures, Spread
 from tpu_offload.cli.transfer_limits import BusCopies, Memcpy
-from tpu_offload.cli.transfer_methods import Caches, Geometry, Method, PeerCopies
+from tpu_offload.cli.transfer_methods import Geometry, Method, PeerCopies
 from tpu_offload.cli.transfer_methods import WorkerCopies as Worker
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import TransferError
-from tpu_offload.types import Direction, StepPlan
+from tpu_offload.types import Direction
+
+_logger = logging.getLogger(__name__)
 
 _WALK_NBYTES = 256 * 2**20  # on a CPU, buffers of at least this size are walked: several times its caches
-_MIN_STEPS = 3
 _DEFAULT_COMPILE_S = 600.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Times:
-    """Seconds of one job; those that were not measured are None."""
-
-    seconds: float | None = None
-    dispatch_s: float | None = None
-    delay_s: float | None = None
-    reported_s: float | None = None
-    step_s: float | None = None
 
 
 _Key = tuple[CopyPath | str, Direction]  # a path, "limit" or "peer"
@@ -95,7 +87,10 @@ class TransferBench:
             )
         if with_peer:
             self._others["peer"] = peer = PeerCopies(self._caches, sizes=sizes)
-            peer.wait_until_compiled()  # nothing is measured beside it
+            try:
+                peer.wait_until_compiled()  # nothing is measured beside it
+            except Exception as e:
+                self._leave_out_peer(e)
         if self._step:
             self._step.wait_for_plain()
             self._wait_for_fused(self._step, give_up_s)
@@ -133,7 +128,7 @@ class TransferBench:
                 for size in set(self._fused_sizes.values()):
                     step.wait_for_fused(direction, size, seconds=max(0.0, give_up_s - time.monotonic()))
             except TimeoutError:
-                late = TransferError(f"the model step with {size} blocks in it is not compiled in time")
+                late = TransferError(f"the model step with {size} blocks in it is not compiled yet; give it more time")
                 self._fail(CopyPath.FUSED, direction, late)
             except Exception as e:
                 self._fail(CopyPath.FUSED, direction, e)
@@ -179,19 +174,27 @@ class TransferBench:
             line = f"{type(error).__name__}: {line}"
         self.failures.append(Failure(path, direction, line))
 
-    def _recover(self, path: CopyPath) -> None:
-        """Makes anew what a copy that failed may have taken along."""
+    def _leave_out_peer(self, error: Exception) -> None:
+        """Does without a method that is there only to compare with."""
+        del self._others["peer"]
+        _logger.warning("one device_put a block fails here and is left out: %s", str(error).partition("\n")[0])
+
+    def _renew_worker(self, path: CopyPath) -> None:
+        """Replaces the worker of a copy that failed: what it still has in flight would end as the next job's."""
+        works = [direction for other, direction in self._ours() if other is path]
+        self._workers.pop(path).worker.close()
+        if works:
+            self._add_worker(path, works)
+
+    def _renew_caches(self) -> None:
+        """Replaces what a copy that failed may have taken along."""
         if not all(_is_usable(cache) for cache in self._caches):
             self._caches = []  # before there are new ones
             self._caches = self.geometry.make_caches(self._num_blocks)
         if self._step:
             self._step.reset()
-        works = [key for key in self._ours() if key[0] is path]
-        self._workers.pop(path).worker.close()  # what it still has in flight would end as the next job's
-        if works:
-            self._add_worker(path, [direction for _, direction in works])
 
-    def _run_round(self, num_blocks: int) -> dict[_Key, _Times]:
+    def _run_round(self, num_blocks: int) -> dict[_Key, JobTimes]:
         keys: list[_Key] = list(self._ours())
         keys += [(name, direction) for name in self._others for direction in self._directions]
         self._rng.shuffle(keys)
@@ -199,50 +202,54 @@ class TransferBench:
             keys.sort(key=lambda key: key == ("peer", Direction.LOAD))
             if Direction.SAVE not in self._directions:
                 keys.insert(0, ("peer", Direction.SAVE))
-        times: dict[_Key, _Times] = {}
+        times: dict[_Key, JobTimes] = {}
         for name, direction in keys:
             block_ids = self._rng.sample(range(self._num_blocks), num_blocks)
-            if not isinstance(name, CopyPath):
-                times[name, direction] = self._time_other(self._others[name], direction, block_ids)
-                continue
-            if (name, direction) not in self._ours():  # since this round began
-                continue
             try:
-                times[name, direction] = self._time_path(name, direction, block_ids)
+                if (name, direction) in self._ours():  # or it failed in this round
+                    times[name, direction] = self._time_path(CopyPath(name), direction, block_ids)
+                elif name in self._others:
+                    times[name, direction] = self._time_other(self._others[name], direction, block_ids)
             except Exception as e:
-                self._fail(name, direction, e)
-                self._recover(name)
+                if name == "limit":  # there is nothing to measure by
+                    raise
+                if isinstance(name, CopyPath):
+                    self._fail(name, direction, e)
+                    self._renew_worker(name)
+                else:
+                    self._leave_out_peer(e)
+                self._renew_caches()
         return times
 
-    def _time_path(self, path: CopyPath, direction: Direction, block_ids: list[int]) -> _Times:
+    def _time_path(self, path: CopyPath, direction: Direction, block_ids: list[int]) -> JobTimes:
         worker = self._workers[path]
-        times = _Times()
+        times = JobTimes()
         if path is not CopyPath.FUSED:
             plan = worker.plan(direction, block_ids)
             start_s = time.perf_counter()
             caches = worker.dispatch(plan, self._caches)
             dispatched_s = time.perf_counter()
             self._caches = worker.finish(caches)
-            times = _Times(time.perf_counter() - start_s, dispatched_s - start_s)
+            times = JobTimes(time.perf_counter() - start_s, dispatched_s - start_s)
         if self._step is not None:
             plan = worker.plan(direction, block_ids)
             num_fused = self._num_fused(path, len(block_ids))
-            in_steps, self._caches = _time_steps(worker, self._step, plan, self._caches, num_fused=num_fused)
+            in_steps, self._caches = time_steps(worker, self._step, plan, self._caches, num_fused=num_fused)
             times = dataclasses.replace(in_steps, seconds=times.seconds, dispatch_s=times.dispatch_s)
         return times
 
     def _num_fused(self, path: CopyPath, num_blocks: int) -> int:
         return self._fused_sizes[num_blocks] if path is CopyPath.FUSED else 0
 
-    def _time_other(self, method: Method, direction: Direction, block_ids: list[int]) -> _Times:
+    def _time_other(self, method: Method, direction: Direction, block_ids: list[int]) -> JobTimes:
         start_s = time.perf_counter()
         caches = method.dispatch(direction, self._caches, block_ids)
         dispatched_s = time.perf_counter()
         self._caches = method.finish(caches)
-        return _Times(time.perf_counter() - start_s, dispatched_s - start_s)
+        return JobTimes(time.perf_counter() - start_s, dispatched_s - start_s)
 
     def _figures(
-        self, path: CopyPath, direction: Direction, num_blocks: int, rounds: Sequence[dict[_Key, _Times]]
+        self, path: CopyPath, direction: Direction, num_blocks: int, rounds: Sequence[dict[_Key, JobTimes]]
     ) -> Figures:
         nbytes = num_blocks * self.geometry.block_nbytes
         ours = [r[path, direction] for r in rounds]
@@ -298,50 +305,6 @@ def _is_usable(cache: jax.Array) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _time_steps(
-    worker: Worker, step: ModelStep, plan: StepPlan, caches: Caches, *, num_fused: int
-) -> tuple[_Times, Caches]:
-    """Runs model steps with a job in the first, then as many without.
-
-    Args:
-      worker: with nothing in flight.
-      step: for these caches.
-      plan: has the job.
-      caches: donated.
-      num_fused: blocks that the first step has to copy itself.
-    Raises:
-      TransferError: the job failed, or the first step did not copy what it should.
-    """
-    caches = _run_step(worker, step, worker.idle_plan(), caches)  # none of the timed ones follows a copy
-    reported_s, num_steps = None, 0
-    start_s = time.perf_counter()
-    while reported_s is None or num_steps < _MIN_STEPS:
-        caches = _run_step(worker, step, plan, caches, num_fused=num_fused)
-        if worker.poll():
-            reported_s = time.perf_counter() - start_s
-        plan, num_fused = worker.idle_plan(), 0
-        num_steps += 1
-    middle_s = time.perf_counter()
-    for _ in range(num_steps):
-        caches = _run_step(worker, step, worker.idle_plan(), caches)
-        worker.poll()
-    idle_s = time.perf_counter() - middle_s
-    delay_s = middle_s - start_s - idle_s
-    return _Times(delay_s=delay_s, reported_s=reported_s, step_s=idle_s / num_steps), caches
-
-
-def _run_step(worker: Worker, step: ModelStep, plan: StepPlan, caches: Caches, *, num_fused: int = 0) -> Caches:
-    caches = worker.worker.begin_step(plan, caches, fuse=True)
-    fused = worker.worker.fused_step()
-    num_runs = fused.inputs.num_saves + fused.inputs.num_loads if fused.inputs else 0  # of one block each
-    if num_runs != num_fused:
-        raise TransferError(f"the step takes {num_runs} blocks of the job along; expected {num_fused}")
-    caches, outcome = step.dispatch(caches, fused)
-    worker.worker.end_step(plan, caches, outcome)
-    step.wait()
-    return caches
 
 
 def num_walked_blocks(geometry: Geometry, largest: int) -> int:
