@@ -71,8 +71,9 @@ def with_programs(case, args):
             for name in ("direct_save", "direct_load", *STAGED, *ALTERNATIVES):
                 yield dataclasses.replace(case, bucket=bucket, programs=(name,))
         return
-    yield dataclasses.replace(case, programs=("direct_save", "direct_load"))
-    for bucket in args.blocks:
+    if "direct" in args.paths:
+        yield dataclasses.replace(case, programs=("direct_save", "direct_load"))
+    for bucket in args.blocks if "staged" in args.paths else ():
         yield dataclasses.replace(case, bucket=bucket, programs=STAGED)
 
 
@@ -130,6 +131,7 @@ def main():
     parser.add_argument("--tp", nargs="+", type=int, choices=[1, 4, 8], default=[1, 4, 8])
     parser.add_argument("--dtypes", nargs="+", choices=list(PAGES), default=list(PAGES))
     parser.add_argument("--layers", nargs="+", type=int, default=[8, 32, 80])
+    parser.add_argument("--paths", nargs="+", choices=["direct", "staged"], default=["direct", "staged"])
     parser.add_argument("--blocks", nargs="+", type=int, default=[1, 64], help="blocks a job, of the staged path")
     parser.add_argument("--block-size", type=int, default=64, help="tokens in a block")
     parser.add_argument("--fused", action="store_true", help="compile a model's step with copies in it")
