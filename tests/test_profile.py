@@ -144,6 +144,13 @@ def test_fused_is_refused_where_the_engine_does_not_offer_it(path):
         Engine(path, offers_fused=False)
 
 
+def test_fused_is_refused_where_caches_span_hosts(monkeypatch):
+    """Hosts that share a model must run one step, and what each can take along may differ."""
+    monkeypatch.setattr(jax.sharding.SingleDeviceSharding, "is_fully_addressable", False)
+    with pytest.raises(ConfigError, match=r"SAVE_PATH=fused: the KV caches span hosts; set it to direct, staged"):
+        Engine("fused")
+
+
 def test_fused_is_chosen_where_the_engine_offers_it(tmp_path):
     spec = TransferSpec.from_caches(random_caches(Engine().rng), segment_blocks=4, capacity=2)
     path = own_profile(tmp_path, save=["fused", "direct"])

@@ -34,7 +34,11 @@ def choose_paths(config: OffloadConfig, spec: TransferSpec, *, fused: bool) -> d
     Raises:
       ConfigError: a path that the engine does not offer, or a profile that cannot be used.
     """
-    offered = [CopyPath.DIRECT, CopyPath.STAGED, *([CopyPath.FUSED] if fused else [])]
+    # Hosts that share a model must run the same step. Which copies it takes along can differ between them: one
+    # may have lost a segment of its pool.
+    spans_hosts = not spec.cache_sharding.is_fully_addressable
+    offered = [CopyPath.DIRECT, CopyPath.STAGED, *([CopyPath.FUSED] if fused and not spans_hosts else [])]
+    why_not = "the KV caches span hosts" if fused else "this engine does not run the fused copies in its step"
     wanted = {direction: config.path_for(direction) for direction in Direction}
     chosen = dict(wanted)
     if CopyPath.AUTO in wanted.values():
@@ -53,8 +57,8 @@ def choose_paths(config: OffloadConfig, spec: TransferSpec, *, fused: bool) -> d
     for direction, path in chosen.items():
         if path not in offered:
             raise ConfigError(
-                f"TPU_OFFLOAD_{direction.name}_PATH={path.value}: this engine does not run the fused copies in its "
-                f"step; set it to {', '.join(p.value for p in offered)} or auto"
+                f"TPU_OFFLOAD_{direction.name}_PATH={path.value}: {why_not}; set it to "
+                f"{', '.join(p.value for p in offered)} or auto"
             )
     return chosen
 
