@@ -1,8 +1,8 @@
 """Profiles: what is read back, what `auto` makes of it, and every way in which a file cannot be used."""
 
 import json
+import types
 
-import jax
 import pytest
 
 from tests.caches import random_caches
@@ -144,11 +144,12 @@ def test_fused_is_refused_where_the_engine_does_not_offer_it(path):
         Engine(path, offers_fused=False)
 
 
-def test_fused_is_refused_where_caches_span_hosts(monkeypatch):
+def test_fused_is_refused_where_caches_span_hosts():
     """Hosts that share a model must run one step, and what each can take along may differ."""
-    monkeypatch.setattr(jax.sharding.SingleDeviceSharding, "is_fully_addressable", False)
+    spec = types.SimpleNamespace(cache_sharding=types.SimpleNamespace(is_fully_addressable=False))
+    config = OffloadConfig.create(save_path="fused")
     with pytest.raises(ConfigError, match=r"SAVE_PATH=fused: the KV caches span hosts; set it to direct, staged"):
-        Engine("fused")
+        choose_paths(config, spec, fused=True)
 
 
 def test_fused_is_chosen_where_the_engine_offers_it(tmp_path):
