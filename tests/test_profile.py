@@ -3,6 +3,7 @@
 import json
 import types
 
+import jax
 import pytest
 
 from tests.caches import random_caches
