@@ -71,20 +71,36 @@ def test_random_plans(path):
     engine.check()
 
 
-def test_jobs_of_a_plan_share_a_dispatch(monkeypatch):
+def test_loads_of_a_plan_share_a_dispatch(monkeypatch):
     engine = Engine()
     dispatched = []
-    copier = engine.saver
-    real = copier.save
+    copier = engine.loader
+    real = copier.load
 
     def record(segment_id, rows, caches):
         dispatched.append((segment_id, rows.jobs()))
         return real(segment_id, rows, caches)
 
-    monkeypatch.setattr(copier, "save", record)
-    engine.step(saves=[engine.save([0], [0]), engine.save([1, 2], [1, 8]), engine.save([3], [9])])
+    monkeypatch.setattr(copier, "load", record)
+    engine.step(loads=[engine.load([0], [0]), engine.load([1, 2], [1, 8]), engine.load([3], [9])])
     assert dispatched == [(0, [1, 2]), (1, [2, 3])]
     assert engine.states() == {1: FINISHED, 2: FINISHED, 3: FINISHED}
+
+
+def test_saves_of_a_plan_fail_apart():
+    """A plan has more than one save only where one has failed before."""
+    engine = Engine()
+    real = engine.saver._save
+
+    def one_bad_block(segment, caches, moves):
+        if 7 in moves[0, : moves[2, 0]]:
+            raise RuntimeError("bad block")
+        return real(segment, caches, moves)
+
+    engine.saver._save = one_bad_block
+    bad, good = engine.save([7], [0]), engine.save([1], [1])
+    engine.step(saves=[bad, good])
+    assert engine.states() == {bad.job_id: FAILED, good.job_id: FINISHED}
 
 
 def test_more_than_the_budget_in_one_plan_still_works():

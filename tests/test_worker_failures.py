@@ -154,7 +154,9 @@ def test_caches_that_a_failed_load_took_are_one_clear_error():
 
     engine.loader._load = takes_the_caches
     with pytest.raises(TransferError, match=r"took the KV caches with it .*RuntimeError: halted.*new caches"):
-        engine.begin(engine.load([3], [2]))
+        engine.begin(engine.load([3], [2]), engine.load([4, 5], [0, 9]))
+    # All of them end, so that nothing is held for them for ever.
+    assert [result.state for result in engine.worker.poll().results] == [FAILED, FAILED]
 
 
 def test_save_that_fails_on_the_device_loses_the_segment(no_rebuild):

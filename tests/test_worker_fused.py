@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from tests.caches import pointers
-from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, Engine, forward
+from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, Engine, forward, slow_down
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import ConfigError
+from tpu_offload.memory import host_pool
 from tpu_offload.types import StepPlan
 from tpu_offload.worker import OffloadWorker
 
@@ -108,6 +109,54 @@ def test_a_pass_that_fails_takes_the_segment_along():
     report = engine.worker.poll()
     assert [result.state for result in report.results] == [FAILED]
     assert report.lost_slots == ((0, 4),)
+
+
+def test_a_segment_that_is_lost_before_the_pass_costs_its_jobs_only():
+    """An earlier save fails on the device, and a `poll` finds out between planning the pass and running it."""
+    engine = Engine("fused")
+    load, save = engine.load([8, 9], [0, 1]), engine.save([0, 1, 2], [8, 9, 11])
+    plan, fused = begin(engine, loads=[load], saves=[save])
+    assert fused.inputs.num_saves == fused.inputs.num_loads == 1
+    for part in engine.worker._pool.segment(0):
+        part.delete()
+    engine.worker._pool.mark_lost(0)
+    fused = engine.worker.fused_step()
+    assert fused.inputs is None
+    engine.worker.end_step(plan, engine.caches)
+    assert engine.states() == {load.job_id: FAILED, save.job_id: FAILED}  # the save's rest went its way
+
+
+def test_nothing_is_fused_into_a_segment_that_is_lost(monkeypatch):
+    monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
+    engine = Engine("fused")
+    engine.worker._pool.mark_lost(0)
+    save = engine.save([0, 1], [4, 5])
+    plan, fused = begin(engine, saves=[save])
+    assert fused.inputs is None
+    engine.worker.end_step(plan, engine.caches)
+    assert engine.states() == {save.job_id: FAILED}
+
+
+def test_nothing_is_fused_into_a_segment_with_a_save_that_may_yet_fail():
+    """Its failure on the device would become that of the forward pass, and the engine dies of no cache."""
+    engine = Engine("fused")
+    first = engine.save([3], [0])  # half a chunk goes directly
+    engine.step(saves=[first])
+    token = slow_down(engine)
+    save, load, other = engine.save([0, 1], [4, 5]), engine.load([8, 9], [6, 7]), engine.load([10, 11], [8, 9])
+    plan, fused = begin(engine, saves=[save], loads=[load, other])
+    assert ids(fused) == [[], [], [[10, 11]]]
+    end(engine, plan, fused)
+    token.ready = True
+    assert set(engine.states().values()) == {FINISHED}
+
+
+def test_impossible_saves_are_reported_once():
+    engine = Engine("fused")
+    save = engine.save([99, 98], [4, 5])
+    engine.step(saves=[save])
+    report = engine.worker.poll()
+    assert [(result.job_id, result.state) for result in report.results] == [(save.job_id, FAILED)]
 
 
 def test_the_segment_stays_in_place_and_in_pinned_memory():

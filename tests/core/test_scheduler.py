@@ -837,3 +837,32 @@ def test_a_report_of_more_slots_than_configured_adds_none() -> None:
     engine = FakeEngine(num_cpu_chunks=8)
     engine.apply(FakeWorker(0, num_host_chunks=40), [])
     assert engine.scheduler.stats().num_host_chunks == 8
+
+
+def test_a_load_may_hang_on_a_chunk_that_is_on_its_way_back():
+    """Chunk 0 was lost and is being saved again when a request that has it in HBM loads those that hang on it."""
+    engine = FakeEngine(num_staging_blocks=16)
+    engine.serve("a", tokens(13))
+    (worker,) = engine.workers
+    worker.lose(0, 1, blocks_per_chunk=1)
+    engine.apply(worker, [])
+    again = engine.add("b", tokens(13))
+    engine.step({"b": 13})
+    matched = engine.scheduler.match("c", again.hashes, num_tokens=13, num_computed_tokens=4)
+    assert matched == 8
+    engine.scheduler.check_invariants()
+    engine.scheduler.release("c")
+    engine.settle()
+    engine.scheduler.check_invariants()
+
+
+def test_a_request_that_waits_during_a_reset_is_saved_when_it_runs():
+    engine = FakeEngine()
+    hashes = []
+    engine.hasher.extend(hashes, tokens(8))
+    engine.scheduler.match("a", hashes, num_tokens=8, num_computed_tokens=0)
+    engine.scheduler.release("a")
+    engine.scheduler.reset()
+    engine.add("a", tokens(8))
+    plan, _ = engine.step({"a": 8})
+    assert plan.saves

@@ -126,9 +126,11 @@ class ChunkIndex(Residents):
         return [i for i, key in enumerate(itertools.islice(keys, first, end), first) if key not in slots], end
 
     def pin(self, keys: Sequence[ChunkKey]) -> None:
-        """Keeps chunks that follow each other in one prefix, and all before them, until unpinned. O(1).
+        """Keeps chunks that follow each other in one prefix, and what is here before them, until unpinned. O(1).
 
-        They are READY, or pinned by the caller already: a pin may be made shorter under condemned chunks.
+        Those before may be PENDING: after a failed copy a chunk can be on its way back under others that stayed.
+        The chunks themselves are READY, or pinned by the caller already: a pin may be made shorter under
+        condemned chunks.
         """
         tail = keys[-1]
         assert self._slots[tail] >= 0 or tail in self._condemned, "only a complete chunk can be pinned"
@@ -144,10 +146,7 @@ class ChunkIndex(Residents):
         self._pins[tail] -= 1
         if not self._pins[tail]:
             del self._pins[tail]
-        if self._condemned:
-            for key in self._condemned - self._covered():
-                self._condemned.remove(key)
-                self._remove(key)
+        self._sweep()
 
     def touch(self, keys: Sequence[ChunkKey], num_chunks: int) -> None:
         """A request used the first `num_chunks` of `keys`, head first; chunks that are not here are passed over."""
@@ -192,6 +191,7 @@ class ChunkIndex(Residents):
             return
         for key in reversed(keys):  # so that few of them lose what they hang on first
             self._remove(key)
+        self._sweep()
 
     def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
         """For the policy, from inside `allocate`; see the base class."""
@@ -267,6 +267,13 @@ class ChunkIndex(Residents):
                 key = self._parents[_place(self._slots[key])]
         return covered
 
+    def _sweep(self) -> None:
+        """Takes out the condemned chunks that no pin covers any more."""
+        if self._condemned:
+            for key in self._condemned - self._covered():
+                self._condemned.remove(key)
+                self._remove(key)
+
     def _insert(self, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """Makes chunks that follow each other resident, PENDING."""
         table, parents, before = self._slots, self._parents, parent
@@ -339,7 +346,6 @@ class ChunkIndex(Residents):
         assert self._num_children == {key: num for key, num in num_children.items() if num > 1}
         assert all(num > 0 for num in self._pins.values())
         covered = self._covered()
-        assert not covered & self._pending(), "an unfinished chunk is pinned"
         assert self._condemned <= covered, "a condemned chunk outlived its pins"
         assert all(self._slots[key] < 0 for key in self._condemned), "a condemned chunk can be found"
         self._policy.check_invariants(self._leaves, self)

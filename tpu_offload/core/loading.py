@@ -47,6 +47,8 @@ class LoadPlanner:
             )
         request.check_same(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         self.release(request)
+        if num_computed_tokens == 0:
+            request.saving = True  # a reset has found it waiting, with nothing in HBM that it could have spoilt
         request.num_cut_load_blocks = 0
         if num_computed_tokens % self._block_size:
             return 0

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
-from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobTable
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
@@ -301,6 +301,7 @@ class OffloadScheduler:
             *(request.promise.keys for request in self._requests.values() if request.promise),
         ):
             pins[keys[-1]] = pins.get(keys[-1], 0) + 1
+            assert not any(self._index.state(key) is ChunkState.PENDING for key in keys), "a load of what is not there"
         self._saves.check_invariants(self._requests.values())
         assert sum(held.values()) == self._staging.num_reserved
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())

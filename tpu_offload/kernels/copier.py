@@ -73,6 +73,7 @@ class Flight:
         then has the value `len(rows)`.
       host_staging: an array of the staged path to use again when the flight has ended.
       step_id: the plan that dispatched it.
+      fused: the engine's own step copies it.
     """
 
     direction: Direction
@@ -82,6 +83,7 @@ class Flight:
     waiting_on: jax.Array
     host_staging: jax.Array | None = None
     step_id: int = 0
+    fused: bool = False
 
 
 def fetch_early(token: jax.Array, spec: TransferSpec) -> jax.Array:

@@ -62,13 +62,11 @@ class _ForwardPass:
     """What the forward pass at hand copies, and what has to follow it.
 
     Attributes:
-      step_id: the plan that asks for it.
       fused: per direction, the segment and the blocks; a direction that has none is not there.
       saving_job_ids: saves that are dispatched after it, or end after it.
       saves: the blocks of those that it does not copy itself.
     """
 
-    step_id: int
     fused: dict[Direction, tuple[int, Rows]]
     saving_job_ids: list[int]
     saves: Groups
@@ -200,10 +198,14 @@ class OffloadWorker:
         """
         if self._fused is None or self._pass is None or not self._pass.fused:
             return FusedStep()
-        save, load = (
-            (self._store.segment(group[0]), group[1]) if group else None
-            for group in map(self._pass.fused.get, (Direction.SAVE, Direction.LOAD))
-        )
+        try:
+            save, load = (
+                (self._store.segment(group[0]), group[1]) if group else None
+                for group in map(self._pass.fused.get, (Direction.SAVE, Direction.LOAD))
+            )
+        except TransferError as e:  # lost since `begin_step`: a `poll` in between has found out
+            self._fail_fused(self._pass, e)
+            return FusedStep()
         return self._fused.step(save, load)
 
     def fused_shapes(self) -> list[FusedStep]:
@@ -223,7 +225,7 @@ class OffloadWorker:
             self._take_outcome(done, outcome)
             self._dispatch(done.saving_job_ids, done.saves, Direction.SAVE, plan.step_id, list(kv_caches))
         elif plan.saves:
-            self._dispatch(*self._accept(plan.saves), Direction.SAVE, plan.step_id, list(kv_caches))
+            self._dispatch(*self._accept_saves(plan.saves), Direction.SAVE, plan.step_id, list(kv_caches))
 
     def poll(self, *, wait: bool = False) -> StepReport:
         """Says what ended since the last call.
@@ -271,14 +273,23 @@ class OffloadWorker:
                 accepted.append(job)
         return [job.job_id for job in accepted], self._rows_by_segment(accepted)
 
+    def _accept_saves(self, jobs: Sequence[TransferJob]) -> tuple[list[int], Groups]:
+        """Like `_accept`, but no two jobs share a flight: a plan has several only to keep their failures apart."""
+        accepted = [self._accept([job]) for job in jobs]
+        return [i for job_ids, _ in accepted for i in job_ids], [group for _, groups in accepted for group in groups]
+
     def _dispatch(
         self, job_ids: Sequence[int], groups: Groups, direction: Direction, step_id: int, kv_caches: Caches
     ) -> Caches:
         """Starts what `_accept` returned."""
-        for segment_id, rows in groups:
-            for piece in self._copiers[direction].split(rows):
-                kv_caches = self._start(direction, segment_id, piece, step_id, kv_caches)
-        self._jobs.end_part(job_ids)
+        error = "the KV caches were lost while it was dispatched"
+        try:
+            for segment_id, rows in groups:
+                for piece in self._copiers[direction].split(rows):
+                    kv_caches = self._start(direction, segment_id, piece, step_id, kv_caches)
+            error = ""
+        finally:
+            self._jobs.end_part(job_ids, error)
         return kv_caches
 
     def _why_impossible(self, job: TransferJob) -> str:
@@ -325,8 +336,8 @@ class OffloadWorker:
             else:
                 flight, kv_caches = self._copiers[direction].load(segment_id, piece, kv_caches)
         except Exception as e:
-            _check_alive(kv_caches, e)
             self._fail(job_ids, segment_id, e)
+            _check_alive(kv_caches, e)
         else:
             flight.step_id = step_id
             self._flights.append(flight)
@@ -336,32 +347,38 @@ class OffloadWorker:
 
     def _plan_pass(self, planner: FusedPlanner, plan: StepPlan, loads: Groups) -> Groups:
         """Decides what the forward pass copies; returns the loads that are left."""
-        job_ids, saves = self._accept(plan.saves)
-        fused_saves, saves = planner.take(Direction.SAVE, saves, usable=self._has_segment)
+        job_ids, saves = self._accept_saves(plan.saves)
+        fused_saves, saves = planner.take(Direction.SAVE, saves, usable=self._can_fuse)
         # A donated segment cannot be read beside: what is saved into is not loaded from in one step.
         donated = [segment_id for segment_id, _ in fused_saves]
         fused_loads, loads = planner.take(
-            Direction.LOAD, loads, usable=lambda i: i not in donated and self._has_segment(i)
+            Direction.LOAD, loads, usable=lambda i: i not in donated and self._can_fuse(i)
         )
         fused = {d: g[0] for d, g in ((Direction.SAVE, fused_saves), (Direction.LOAD, fused_loads)) if g}
         for _, rows in fused.values():
             self._jobs.add_part(rows.jobs())
-        if fused or job_ids:
-            self._pass = _ForwardPass(plan.step_id, fused, job_ids, saves)
+        if fused or plan.saves:  # also if none of them is possible: they have been reported
+            self._pass = _ForwardPass(fused, job_ids, saves)
         return loads
 
     def _take_outcome(self, done: _ForwardPass, outcome: FusedOutcome | None) -> None:
         """Turns what the forward pass copied into flights; without an outcome it has not copied."""
+        if outcome is None:
+            error = "the forward pass that was to copy it did not return; pass its FusedOutcome on"
+            self._fail_fused(done, TransferError(error))
+            return
         for direction, (segment_id, rows) in done.fused.items():
-            if outcome is None:
-                error = TransferError("the forward pass that was to copy it did not return; pass its FusedOutcome on")
-                self._fail(rows.jobs(), segment_id, error)
-                continue
             saving = direction is Direction.SAVE
             if saving:
                 self._store.replace(segment_id, outcome.segment)
             token = fetch_early(outcome.save_token if saving else outcome.load_token, self._spec)
-            self._flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, step_id=done.step_id))
+            self._flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, fused=True))
+
+    def _fail_fused(self, done: _ForwardPass, error: Exception) -> None:
+        """The forward pass has not copied and will not; what follows it is not touched."""
+        fused, done.fused = done.fused, {}
+        for segment_id, rows in fused.values():
+            self._fail(rows.jobs(), segment_id, error)
 
     def _abandon_pass(self, done: _ForwardPass) -> None:
         """The forward pass never came back: its copies have failed, and what was to follow it is not done."""
@@ -372,12 +389,19 @@ class OffloadWorker:
             "the forward pass that was to compute its blocks did not return; call end_step after it",
         )
 
-    def _has_segment(self, segment_id: int) -> bool:
+    def _can_fuse(self, segment_id: int) -> bool:
+        """Whether a forward pass may be given the segment.
+
+        Not while a save into it is on its way that may yet fail: its failure would become the pass's.
+        """
         try:
             self._store.segment(segment_id)
         except TransferError:
             return False
-        return True
+        return not any(
+            flight.segment_id == segment_id and flight.direction is Direction.SAVE and not flight.fused
+            for flight in self._flights
+        )
 
     @property
     def _store(self) -> HostPool:
@@ -418,9 +442,9 @@ class OffloadWorker:
             rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
             return self._copiers[flight.direction].resume_load(flight, rows, kv_caches)
         except Exception as e:
-            _check_alive(kv_caches, e)
             self._drop(flight)
             self._fail(live, flight.segment_id, e)
+            _check_alive(kv_caches, e)
             return kv_caches
 
     def _check_arrived(self, flight: Flight) -> None:
