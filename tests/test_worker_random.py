@@ -1,0 +1,299 @@
+"""Random lives of a worker on real arrays: no wrong byte, no job lost or ended twice, whatever fails in what order."""
+
+import collections
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.caches import random_array
+from tests.worker_engine import (
+    BLOCKS_PER_CHUNK,
+    CANCELLED,
+    FAILED,
+    FINISHED,
+    NUM_CHUNKS,
+    PATHS,
+    Engine,
+    Poisoned,
+    broken,
+    forward,
+)
+from tpu_offload.kernels import reference
+from tpu_offload.kernels.programs import Program, bitcast
+from tpu_offload.memory import host_pool
+from tpu_offload.types import Direction, StepPlan, StepReport, TransferJob
+from tpu_offload.worker import worker as worker_module
+
+NUM_BLOCKS = 12
+# What a job may fail of here; anything else is the worker's own doing.
+REASONS = ("halted", "was lost to a save that failed", "did not return")
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_block(caches, pages, block_id):
+    """Pages are of the carrier type: the CPU backend does not keep every bit of a page of float8_e5m2."""
+
+    def write(cache, page):
+        return jax.lax.dynamic_update_slice_in_dim(bitcast(cache, page.dtype), page, block_id, axis=0)
+
+    return [bitcast(write(c, p), c.dtype) for c, p in zip(caches, pages, strict=True)]
+
+
+@dataclasses.dataclass
+class Copy:
+    """A job that has not ended.
+
+    Attributes:
+      wanted: u8[blocks, layers, ...], the bytes that it brings when it finishes.
+      taken_back: it was cancelled, and its blocks may be somebody else's.
+      lost: the segment was lost in the meantime, so that it brings nothing, however it ends.
+    """
+
+    job: TransferJob
+    wanted: Any = None
+    taken_back: bool = False
+    lost: bool = False
+
+
+class Life:
+    """One seed decides everything: jobs, cancels, what the passes write, what is late and, unless it is 0, faults.
+
+    `engine.expected` and `engine.host` say what the caches and the host pool hold, but for the blocks and
+    places that are unknown: a copy into them is under way, or has failed.
+    """
+
+    def __init__(self, path: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng = random.Random(seed)
+        self.fault_rate = 0.15 if seed else 0.0
+        self.late = (0.5, 0.0, 0.8)[seed % 3]
+        self.engine = Engine(path, dtype=("bfloat16", "float8_e5m2")[seed % 2])
+        self.worker = self.engine.worker
+        self.live: dict[int, Copy] = {}
+        self.unknown_blocks: set[int] = set()
+        self.unknown_places: set[int] = set()
+        self.ended = collections.Counter()
+        # What the clock would decide is drawn instead.
+        self.rebuild = host_pool._rebuild
+        monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
+        monkeypatch.setattr(worker_module, "_is_ready", self.is_ready)
+
+    def is_ready(self, array: Any) -> bool:
+        worker_module._block(array)
+        return self.rng.random() >= self.late
+
+    # What is drawn.
+
+    def in_use(self, direction: Direction, ids: str) -> set[int]:
+        copies = (copy for copy in self.live.values() if copy.job.direction is direction)
+        return {i for copy in copies if not (copy.taken_back and ids == "block_ids") for i in getattr(copy.job, ids)}
+
+    def free_blocks(self) -> list[int]:
+        """Those that no load is filling; saves have read theirs when their step is over."""
+        return sorted(set(range(NUM_BLOCKS)) - self.in_use(Direction.LOAD, "block_ids"))
+
+    def draw_job(self, direction: Direction, taken_places: set[int]) -> TransferJob | None:
+        """A job of some chunks, the first and the last of which may be cut, or None if there is no room."""
+        rng = self.rng
+        chunks = [range(i * BLOCKS_PER_CHUNK, (i + 1) * BLOCKS_PER_CHUNK) for i in range(NUM_CHUNKS)]
+        usable = [chunk for chunk in chunks if taken_places.isdisjoint(chunk)]
+        places = [i for chunk in rng.sample(usable, min(len(usable), rng.randint(1, 3))) for i in chunk]
+        places = places[rng.random() < 0.3 : len(places) - (rng.random() < 0.3)]
+        free = self.free_blocks()
+        if not places or len(free) < len(places):
+            return None
+        job = self.engine.job(direction, rng.sample(free, len(places)), places)
+        self.live[job.job_id] = Copy(job)
+        return job
+
+    def draw_loads(self) -> tuple[TransferJob, ...]:
+        loads = []
+        for _ in range(self.rng.randint(0, 2)):
+            if job := self.draw_job(Direction.LOAD, self.unknown_places):
+                self.live[job.job_id].wanted = self.engine.host[list(job.host_block_ids)]
+                self.unknown_blocks.update(job.block_ids)
+                loads.append(job)
+        return tuple(loads)
+
+    def draw_saves(self) -> tuple[TransferJob, ...]:
+        saves = []
+        for _ in range(self.rng.randint(0, 2)):
+            taken = self.in_use(Direction.LOAD, "host_block_ids") | self.in_use(Direction.SAVE, "host_block_ids")
+            if job := self.draw_job(Direction.SAVE, taken):
+                self.unknown_places.update(job.host_block_ids)
+                saves.append(job)
+        return tuple(saves)
+
+    def draw_cancels(self) -> tuple[int, ...]:
+        cancelled = [
+            copy
+            for copy in self.live.values()
+            if copy.job.direction is Direction.LOAD and not copy.taken_back and self.rng.random() < 0.3
+        ]
+        for copy in cancelled:
+            copy.taken_back = True
+        return tuple(copy.job.job_id for copy in cancelled)
+
+    def break_programs(self, patch: pytest.MonkeyPatch) -> None:
+        """Has programs raise; those that were given a segment to write may take it along."""
+        engine, rng = self.engine, self.rng
+        for copier, path, direct, halves in (
+            (engine.saver, engine.save_path, "_save", ("gather", "land")),
+            (engine.loader, engine.load_path, "_load", ("pick", "scatter")),
+        ):
+            name = rng.choice(halves) if path == "staged" else direct
+            takes_it = name in ("_save", "land") and rng.random() < 0.5
+            program = broken(RuntimeError("halted"), deletes=0 if takes_it else None)
+            if rng.random() < 0.3:
+                continue
+            if path == "staged":
+                patch.setattr(copier, "_program", self.program_but(copier._program, name, program))
+            else:
+                patch.setattr(copier, name, program)
+
+    @staticmethod
+    def program_but(real, name, program):
+        return lambda build, bucket: program if build.__name__ == name else real(build, bucket)
+
+    # What happens.
+
+    def step(self, *, quiet: bool = False) -> None:
+        rng, fault_rate = self.rng, 0.0 if quiet else self.fault_rate
+        self.engine.step_id += 1
+        plan = StepPlan(self.engine.step_id)
+        if not quiet:
+            cancelled = self.draw_cancels()  # first: their blocks may go to others in the same plan
+            plan = StepPlan(plan.step_id, self.draw_loads(), self.draw_saves(), cancelled)
+        with pytest.MonkeyPatch.context() as patch:
+            if rng.random() < fault_rate:
+                self.break_programs(patch)
+            self.run_pass(plan, fault_rate)
+            if self.worker._flights and rng.random() < fault_rate / 3:
+                rng.choice(self.worker._flights).waiting_on = Poisoned()
+            self.take(self.worker.poll(wait=quiet or rng.random() < 0.2))
+        pool = self.worker._pool
+        for segment_id in sorted(pool._lost - pool._rebuilt.keys()):
+            if rng.random() < 0.5:
+                self.rebuild(pool._structs, segment_id, pool._rebuilt)
+
+    def run_pass(self, plan: StepPlan, fault_rate: float) -> None:
+        engine, worker, rng = self.engine, self.worker, self.rng
+        fuse = rng.random() < 0.85
+        engine.caches = worker.begin_step(plan, engine.caches, fuse=fuse)
+        fused = worker.fused_step()
+        self.compute()
+        for job in plan.saves:
+            self.live[job.job_id].wanted = np.stack([c[list(job.block_ids)] for c in engine.expected], axis=1)
+        if fuse and worker.offers_fused and rng.random() < fault_rate:  # it fails
+            for part in fused.segment if rng.random() < 0.5 else ():
+                part.delete()
+            if rng.random() < 0.5:
+                worker.end_step(plan, engine.caches)
+            return
+        engine.num_fused += fused.inputs is not None
+        engine.caches, outcome = forward(engine.caches, *fused)
+        worker.end_step(plan, engine.caches, outcome)
+
+    def compute(self) -> None:
+        """Writes some blocks that are no load's, and all of those that are unknown."""
+        engine = self.engine
+        for block_id in self.free_blocks():
+            if block_id in self.unknown_blocks or self.rng.random() < 0.3:
+                carrier = self.worker._spec.carrier
+                pages = [random_array(engine.rng, (1, *cache.shape[1:]), carrier) for cache in engine.caches]
+                engine.caches = write_block(engine.caches, pages, block_id)
+                for layer, page in enumerate(pages):
+                    engine.expected[layer][block_id] = reference.as_bytes(page)[0]
+                self.unknown_blocks.discard(block_id)
+
+    def take(self, report: StepReport) -> None:
+        for first, end in report.lost_slots:
+            places = range(first * BLOCKS_PER_CHUNK, end * BLOCKS_PER_CHUNK)
+            self.unknown_places.update(places)
+            for copy in self.live.values():
+                copy.lost |= not set(places).isdisjoint(copy.job.host_block_ids)
+        for result in report.results:
+            assert result.job_id in self.live, "a job has ended twice"
+            copy = self.live.pop(result.job_id)
+            self.ended[result.state] += 1
+            assert copy.taken_back or result.state is not CANCELLED
+            assert result.state is not FAILED or (self.fault_rate and any(r in result.error for r in REASONS)), result
+            if result.state is FINISHED and not copy.lost and not copy.taken_back:
+                self.bring(copy)
+
+    def bring(self, copy: Copy) -> None:
+        block_ids, places = list(copy.job.block_ids), list(copy.job.host_block_ids)
+        if copy.job.direction is Direction.SAVE:
+            self.engine.host[places] = copy.wanted
+            self.unknown_places.difference_update(places)
+        else:
+            for layer, cache in enumerate(self.engine.expected):
+                cache[block_ids] = copy.wanted[:, layer]
+            self.unknown_blocks.difference_update(block_ids)
+
+    # What is asserted.
+
+    def check(self) -> None:
+        blocks = sorted(set(range(NUM_BLOCKS)) - self.unknown_blocks)
+        for cache, wanted in zip(self.engine.caches, self.engine.expected, strict=True):
+            np.testing.assert_array_equal(reference.as_bytes(cache)[blocks], wanted[blocks])
+        num_places = self.worker._spec.segment_blocks
+        for i, segment in enumerate(self.worker._pool._segments):
+            places = set(range(i * num_places, (i + 1) * num_places)) & set(range(len(self.engine.host)))
+            known = sorted(places - self.unknown_places)
+            if known and (i in self.worker._pool._lost or any(part.is_deleted() for part in segment)):
+                assert self.live, "a segment is gone, and no result is left to come that would tell"
+            elif known:
+                found = np.concatenate([reference.as_bytes(part) for part in segment], axis=1)
+                np.testing.assert_array_equal(found[[p - i * num_places for p in known]], self.engine.host[known])
+
+    def end(self) -> None:
+        for _ in range(100):
+            if not self.live:
+                break
+            self.step(quiet=True)
+        assert not self.live, "jobs that never end"
+        assert not self.worker._flights
+        assert not self.worker._jobs._jobs
+        assert self.worker._pass is None
+        self.check()
+        self.worker.close()
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+            if self.rng.random() < 0.3:
+                self.check()
+        self.end()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once():
+    """Lives have workers of one layout, and share what these compile."""
+    real, compiled = Program.compile, {}
+
+    def compile_once(program):
+        key = program.name, repr(program.args)
+        if key not in compiled:
+            compiled[key] = real(program)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "compile", compile_once)
+        yield
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("path", PATHS)
+def test_random_life(path, seed, monkeypatch):
+    life = Life(path, seed, monkeypatch)
+    life.run(60)
+    ended = life.ended
+    assert ended[FINISHED] > 20, ended
+    assert (ended[FAILED] > 5) == (seed > 0), ended  # seed 0 has no faults
+    assert (ended[CANCELLED] > 5) == (life.engine.load_path == "staged"), ended  # others write at once
+    assert (life.engine.num_fused > 5) == life.worker.offers_fused
