@@ -10,19 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from tests import worker_engine
 from tests.caches import random_array
-from tests.worker_engine import (
-    BLOCKS_PER_CHUNK,
-    CANCELLED,
-    FAILED,
-    FINISHED,
-    NUM_CHUNKS,
-    PATHS,
-    Engine,
-    Poisoned,
-    broken,
-    forward,
-)
+from tests.worker_engine import BLOCKS_PER_CHUNK, CANCELLED, FAILED, FINISHED, NUM_CHUNKS, PATHS, Engine
 from tpu_offload.kernels import reference
 from tpu_offload.kernels.programs import Program, bitcast
 from tpu_offload.memory import host_pool
@@ -134,7 +124,7 @@ class Life:
         for copier, names in (engine.saver, saving), (engine.loader, loading):
             name = rng.choice([*names, None])
             takes = name in ("_save", "land") and rng.random() < 0.5
-            program = broken(RuntimeError("halted"), deletes=0 if takes else None)
+            program = worker_engine.broken(RuntimeError("halted"), deletes=0 if takes else None)
             if name in ("_save", "_load"):
                 patch.setattr(copier, name, program)
             elif name:
@@ -154,7 +144,7 @@ class Life:
                 self.break_programs(patch)
             self.run_pass(plan, fault_rate)
             if self.worker._flights and rng.random() < fault_rate / 3:
-                rng.choice(self.worker._flights).waiting_on = Poisoned()
+                rng.choice(self.worker._flights).waiting_on = worker_engine.Poisoned()
             self.take(self.worker.poll(wait=quiet or rng.random() < 0.2))
         pool = self.worker._pool
         for segment_id in sorted(pool._lost - pool._rebuilt.keys()):
@@ -176,7 +166,7 @@ class Life:
                 worker.end_step(plan, engine.caches)
             return
         engine.num_fused += fused.inputs is not None
-        engine.caches, outcome = forward(engine.caches, *fused)
+        engine.caches, outcome = worker_engine.forward(engine.caches, *fused)
         worker.end_step(plan, engine.caches, outcome)
 
     def compute(self) -> None:
@@ -204,17 +194,14 @@ class Life:
             assert copy.taken_back or result.state is not CANCELLED
             assert result.state is not FAILED or (self.fault_rate and any(r in result.error for r in REASONS)), result
             if result.state is FINISHED and not copy.lost and not copy.taken_back:
-                self.bring(copy)
-
-    def bring(self, copy: Copy) -> None:
-        block_ids, places = list(copy.job.block_ids), list(copy.job.host_block_ids)
-        if copy.job.direction is Direction.SAVE:
-            self.engine.host[places] = copy.wanted
-            self.unknown_places.difference_update(places)
-        else:
-            for layer, cache in enumerate(self.engine.expected):
-                cache[block_ids] = copy.wanted[:, layer]
-            self.unknown_blocks.difference_update(block_ids)
+                block_ids, places = list(copy.job.block_ids), list(copy.job.host_block_ids)
+                if copy.job.direction is Direction.SAVE:
+                    self.engine.host[places] = copy.wanted
+                    self.unknown_places.difference_update(places)
+                else:
+                    for layer, cache in enumerate(self.engine.expected):
+                        cache[block_ids] = copy.wanted[:, layer]
+                    self.unknown_blocks.difference_update(block_ids)
 
     # What is asserted.
 
