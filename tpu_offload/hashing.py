@@ -20,6 +20,7 @@ import numpy as np
 from tpu_offload.types import BlockHash, ChunkKey
 
 _DIGEST_NBYTES = 16
+_NAMESPACE_NBYTES = 8
 
 
 class BlockHasher:
@@ -64,7 +65,7 @@ def key_namespace(fingerprint: bytes, *, blocks_per_chunk: int, group_id: int = 
     of different epochs never meet.
     """
     text = fingerprint + struct.pack("<IHI", blocks_per_chunk, group_id, epoch)
-    return hashlib.blake2b(text, digest_size=8).digest()
+    return hashlib.blake2b(text, digest_size=_NAMESPACE_NBYTES).digest()
 
 
 def chunk_keys(
@@ -78,3 +79,8 @@ def chunk_keys(
     # Only the functions' own loops: prompts have thousands of chunks, and this is paid for each.
     keys: Iterable[ChunkKey] = map(operator.add, last_blocks, itertools.repeat(namespace))
     return keys
+
+
+def last_block_hash(key: ChunkKey) -> BlockHash:
+    """The hash of a chunk's last block, as the engine handed it in."""
+    return BlockHash(key[:-_NAMESPACE_NBYTES])

@@ -39,10 +39,12 @@ class ChunkIndex(Residents):
 
     Args:
       policy: decides which chunk goes. The index owns it from here on.
+      record: keeps what `take_changes` returns.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, *, record: bool = False) -> None:
         self._policy = policy
+        self._changes: list[tuple[ChunkKey, bool]] | None = [] if record else None
         # The slot of each resident chunk: itself when the chunk is READY, its bitwise complement, which is
         # negative, when it is not.
         self._slots: dict[ChunkKey, int] = {}
@@ -188,6 +190,7 @@ class ChunkIndex(Residents):
         assert self._slots.get(keys[0]) == ~slots[0], "only a pending chunk completes"
         if success:
             self._slots.update(zip(keys, slots, strict=True))
+            self._record(keys, found=True)
             return
         for key in reversed(keys):  # so that few of them lose what they hang on first
             self._remove(key)
@@ -197,7 +200,7 @@ class ChunkIndex(Residents):
         """For the policy, from inside `allocate`; see the base class."""
         slots, parents, free = self._slots, self._parents, self._free_slots
         pins, protected, num_children = self._pins, self._protected, self._num_children
-        num_evicted = 0
+        num_evicted, changes = 0, self._changes
         if key not in self._leaves:
             return 0, key
         self._leaves.remove(key)
@@ -211,6 +214,8 @@ class ChunkIndex(Residents):
                 break
             free.append(slot)
             num_evicted += 1
+            if changes is not None:
+                changes.append((rest, False))
             rest = parents[slot]
             if num_children or self._num_orphans:
                 if rest is not None and rest in num_children:
@@ -245,6 +250,7 @@ class ChunkIndex(Residents):
         """
         dropped = [key for key in keys if self._slots.get(key, -1) >= 0]
         covered = self._covered() if dropped else ()
+        self._record(dropped, found=False)
         for key in dropped:
             if key in covered:
                 self._condemned.add(key)
@@ -256,6 +262,15 @@ class ChunkIndex(Residents):
     def clear(self) -> None:
         """Drops every READY chunk."""
         self.drop(list(self._slots))
+
+    def take_changes(self) -> list[tuple[ChunkKey, bool]]:
+        """Chunks that lookups began to find (True) or ceased to find since the last call, in order."""
+        changes, self._changes = self._changes or [], [] if self._changes is not None else None
+        return changes
+
+    def _record(self, keys: Iterable[ChunkKey], *, found: bool) -> None:
+        if self._changes is not None:
+            self._changes += [(key, found) for key in keys]
 
     def _covered(self) -> set[ChunkKey]:
         """The chunks that may not lose their slots because of pins. O(chunks that pins cover)."""

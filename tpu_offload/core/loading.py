@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobTable, host_blocks
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.tracking import Promise, TrackedRequest
@@ -75,6 +75,11 @@ class LoadPlanner:
             first_block, num_blocks, end_tokens - num_computed_tokens, keys, tuple(slots[: len(keys)])
         )
         return request.promise.num_tokens
+
+    def ends_at_a_save(self, request: TrackedRequest) -> bool:
+        """See `OffloadScheduler.is_saving_next`."""
+        end = request.num_found_chunks
+        return end < len(request.keys) and self._index.state(request.keys[end]) is ChunkState.PENDING
 
     def release(self, request: TrackedRequest) -> None:
         """Gives a promise back, if there is one."""

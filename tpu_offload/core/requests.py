@@ -1,9 +1,10 @@
 """What the engine says about its requests, and what it is told back."""
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 
-from tpu_offload.types import BlockHash
+from tpu_offload.types import BlockHash, Direction
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,13 +45,50 @@ class FailedLoad:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class FinishedTransfer:
+    """A job that every worker has finished.
+
+    Attributes:
+      direction: save or load.
+      num_blocks: blocks that it moved.
+      duration_s: the slowest worker's seconds from dispatch until it was seen finished.
+    """
+
+    direction: Direction
+    num_blocks: int
+    duration_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Update:
     """What a report changed for the engine.
 
     Attributes:
       loaded: requests whose load is complete on every worker; they can be scheduled.
       failed_loads: requests that must be computed where they hoped to load.
+      transfers: the jobs that this report finished.
     """
 
     loaded: tuple[str, ...] = ()
     failed_loads: tuple[FailedLoad, ...] = ()
+    transfers: tuple[FinishedTransfer, ...] = ()
+
+
+class TierEventKind(enum.Enum):
+    """What became of chunks in the host tier."""
+
+    STORED = "stored"  # a lookup finds them from now on
+    REMOVED = "removed"  # no lookup finds them any more
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TierEvent:
+    """A change of the host tier, for routers that send a request where its prefix is.
+
+    Attributes:
+      kind: what happened.
+      block_hashes: the hash of the last block of each chunk, which names the chunk and all before it.
+    """
+
+    kind: TierEventKind
+    block_hashes: tuple[BlockHash, ...]

@@ -26,7 +26,9 @@ reported the job. Until then the bytes may still be moving, whatever became of t
 """
 
 import dataclasses
+import itertools
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -36,7 +38,14 @@ from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobTable
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
-from tpu_offload.core.requests import FailedLoad, ScheduledRequest, Update
+from tpu_offload.core.requests import (
+    FailedLoad,
+    FinishedTransfer,
+    ScheduledRequest,
+    TierEvent,
+    TierEventKind,
+    Update,
+)
 from tpu_offload.core.save_policy import SaveAll, SavePrompt
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.staging import StagingBufferManager
@@ -60,6 +69,7 @@ class OffloadScheduler:
       num_workers: workers that report each step; a job ends when all have reported it.
       policy: eviction policy of the host tier, LRU by default.
       clock: monotonic seconds.
+      record_events: keeps what `take_events` returns; somebody has to call it then.
     Raises:
       ConfigError: the staging buffer or the host tier is smaller than one chunk, or there is no worker.
     """
@@ -72,6 +82,7 @@ class OffloadScheduler:
         num_workers: int = 1,
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        record_events: bool = False,
     ) -> None:
         self._config = config
         self._enabled = config.enabled
@@ -81,7 +92,7 @@ class OffloadScheduler:
             raise ConfigError(f"{num_workers=}; expected at least 1")
         self._max_host_chunks = config.host_chunks(layout)
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
-        self._index = ChunkIndex(policy or LRUPolicy())
+        self._index = ChunkIndex(policy or LRUPolicy(), record=record_events)
         self._jobs = JobTable(num_workers=num_workers)
         self._loads = LoadPlanner(
             self._index,
@@ -107,11 +118,21 @@ class OffloadScheduler:
         self._loads_to_send: list[Job] = []
         self._job_ids_to_cancel: list[int] = []
         self._failed_loads: list[FailedLoad] = []
+        self._transfers: list[FinishedTransfer] = []
         self._counts = OffloadStats()
         self._clock = clock
         self._stats_logger = StatsLogger(config.metrics_log_interval)
 
     # Engine events.
+
+    def is_saving_next(self, request_id: str) -> bool:
+        """Whether what the last match of a request would find next is being saved at this moment.
+
+        An engine may let such a request wait for a step or two instead of computing what will be there by then,
+        and match it again. For how long is up to the engine: a save can take a while, and can fail.
+        """
+        request = self._requests.get(request_id)
+        return request is not None and self._loads.ends_at_a_save(request)
 
     def match(
         self, request_id: str, block_hashes: Sequence[BlockHash], *, num_tokens: int, num_computed_tokens: int
@@ -189,7 +210,7 @@ class OffloadScheduler:
     def reset(self) -> None:
         """Forgets every chunk, because what they hold is no longer what the model would compute.
 
-        Promises are taken back; loads in flight count as failed; saves in flight are not published. Blocks
+        Promises are taken back; loads in flight fail with the next plan; saves in flight are not published. Blocks
         that requests hold at this moment are not saved any more, unless the request is preempted and
         computed again.
         """
@@ -200,8 +221,11 @@ class OffloadScheduler:
             self._loads.release(request)
             self._saves.withdraw(request)
             request.start_over(namespace=self._namespace)
-        for job in self._jobs:
+        for job in list(self._jobs):
             job.doom("the cache was reset")
+            if job.direction is Direction.LOAD and not job.detached:
+                self._tell_failed(job)
+                self._detach(job)
         self._index.clear()
 
     # Once a step.
@@ -257,10 +281,11 @@ class OffloadScheduler:
             job = self._jobs.report(report.worker_id, result)
             if job is not None and self._end(job):
                 loaded.append(job.request_id)
-        if not loaded and not self._failed_loads:
+        if not loaded and not self._failed_loads and not self._transfers:
             return _NO_UPDATE
         failed, self._failed_loads = tuple(self._failed_loads), []
-        return Update(tuple(loaded), failed)
+        transfers, self._transfers = tuple(self._transfers), []
+        return Update(tuple(loaded), failed, transfers)
 
     # State.
 
@@ -268,6 +293,14 @@ class OffloadScheduler:
     def has_jobs(self) -> bool:
         """Whether any job is planned or in flight, so that plans and reports should go on."""
         return len(self._jobs) > 0
+
+    def take_events(self) -> list[TierEvent]:
+        """What changed in the host tier since the last call, in order; nothing without `record_events`."""
+        events = []
+        for found, changes in itertools.groupby(self._index.take_changes(), key=operator.itemgetter(1)):
+            kind = TierEventKind.STORED if found else TierEventKind.REMOVED
+            events.append(TierEvent(kind, tuple(hashing.last_block_hash(key) for key, _ in changes)))
+        return events
 
     def stats(self) -> OffloadStats:
         """A snapshot of the counters; may be taken from another thread."""
@@ -436,6 +469,7 @@ class OffloadScheduler:
 
     def _count_moved(self, job: Job) -> None:
         num_blocks, counts = job.transfer.num_blocks, self._counts
+        self._transfers.append(FinishedTransfer(job.direction, num_blocks, job.duration_s))
         nbytes = num_blocks * self._block_nbytes
         if job.direction is Direction.SAVE:
             counts.saved_blocks += num_blocks

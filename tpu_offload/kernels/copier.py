@@ -102,6 +102,11 @@ class Copier(abc.ABC):
     job waits for, but the segment or the caches may have been donated and be gone.
     """
 
+    @property
+    @abc.abstractmethod
+    def hbm_blocks(self) -> int:
+        """Blocks' worth of HBM that it takes at most, whatever is in flight within the staging budget."""
+
     @abc.abstractmethod
     def compile(self) -> None:
         """Compiles what it needs and has not compiled yet; otherwise each program is at its first use."""

@@ -41,6 +41,11 @@ class DirectCopier(Copier):
     def _load(self) -> Any:
         return programs.direct_load(self._spec).compile()
 
+    @property
+    def hbm_blocks(self) -> int:
+        """See `Copier`; temporaries of the one program that runs."""
+        return 2
+
     def compile(self) -> None:
         """See `Copier`."""
         for direction in self._directions:

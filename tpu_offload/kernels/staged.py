@@ -62,6 +62,11 @@ class StagedCopier(Copier):
         self._free: dict[int, list[jax.Array]] = {bucket: [] for bucket in self._buckets}
         self._free_blocks = 0
 
+    @property
+    def hbm_blocks(self) -> int:
+        """See `Copier`; the staging arrays, and the temporaries of the one program that runs."""
+        return self._spec.capacity + 1
+
     def compile(self) -> None:
         """See `Copier`."""
         for bucket in self._buckets:

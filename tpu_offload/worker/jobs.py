@@ -17,12 +17,14 @@ class _Job:
     Attributes:
       started_s: when it was dispatched.
       num_parts: flights that carry blocks of it, and one more while it is being dispatched.
+      num_unwritten: for a load, those of them that no program has been dispatched for that writes the caches.
       error: the first thing that went wrong.
       cancelled: the engine has taken its blocks back, and some were not written by then.
     """
 
     started_s: float
     num_parts: int = 1
+    num_unwritten: int = 1
     error: str = ""
     cancelled: bool = False
 
@@ -39,6 +41,7 @@ class WorkerJobs:
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
         self._results: list[JobResult] = []
+        self._written: list[int] = []
 
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._jobs
@@ -56,6 +59,15 @@ class WorkerJobs:
         """One more part for each of these jobs."""
         for job_id in job_ids:
             self._jobs[job_id].num_parts += 1
+            self._jobs[job_id].num_unwritten += 1
+
+    def write_part(self, job_ids: Iterable[int]) -> None:
+        """What writes one part of each of these loads into the caches has been dispatched."""
+        for job_id in job_ids:
+            job = self._jobs[job_id]
+            job.num_unwritten -= 1
+            if job.num_unwritten == 0 and not job.error and not job.cancelled:
+                self._written.append(job_id)
 
     def end_part(self, job_ids: Iterable[int], error: str = "") -> None:
         """One part less for each of these jobs, with what went wrong with it, if anything did."""
@@ -80,6 +92,11 @@ class WorkerJobs:
         """The jobs that ended since the last call."""
         results, self._results = tuple(self._results), []
         return results
+
+    def take_written(self) -> tuple[int, ...]:
+        """The loads that were wholly written since the last call."""
+        written, self._written = tuple(self._written), []
+        return written
 
     def clear(self) -> None:
         """Forgets every job; none of them will end."""

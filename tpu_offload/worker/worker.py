@@ -174,8 +174,7 @@ class OffloadWorker:
         if self._pass is not None:
             self._abandon_pass(self._pass)
         kv_caches = list(kv_caches)  # the programs are compiled for a list
-        for job_id in plan.cancelled_job_ids:
-            self._cancel(job_id)
+        self.cancel(plan.cancelled_job_ids)
         if self._flights:
             kv_caches = self._resume(kv_caches, plan.step_id)
         if plan.loads or (fuse and plan.saves):
@@ -247,6 +246,34 @@ class OffloadWorker:
         self._report = StepReport(last.worker_id, (), num_ready)
         return StepReport(last.worker_id, self._jobs.take_results(), num_ready, lost)
 
+    def cancel(self, job_ids: Sequence[int]) -> None:
+        """Gives up loads whose blocks are about to be used for something else; unknown jobs are fine.
+
+        `begin_step` does it for those that its plan names. This is for engines that dispatch loads behind the
+        forward pass, and have to say this much before it.
+        """
+        for job_id in job_ids:
+            self._cancel(job_id)
+
+    def take_written_loads(self) -> tuple[int, ...]:
+        """Loads whose last write into the caches was dispatched since the last call.
+
+        What is dispatched from now on sees their blocks, so that an engine which takes the word of this process
+        only need not wait for their results. Those follow, and until then the host tier keeps the bytes.
+        """
+        return self._jobs.take_written()
+
+    @property
+    def hbm_nbytes(self) -> int:
+        """Most bytes of HBM that copies take on each device, beside the caches.
+
+        Direct copies take two blocks, whatever their number; staged ones the staging buffer and a block. The tests
+        hold the TPU compiler to this.
+        """
+        if not self._copiers:
+            return 0
+        return sum(copier.hbm_blocks for copier in set(self._copiers.values())) * self._spec.block_nbytes_per_device
+
     def close(self) -> None:
         """Waits for the copies in flight and frees the host pool. Jobs that have not ended never will."""
         for flight in self._flights:
@@ -288,6 +315,8 @@ class OffloadWorker:
                 for piece in self._copiers[direction].split(rows):
                     kv_caches = self._start(direction, segment_id, piece, step_id, kv_caches)
             error = ""
+            if direction is Direction.LOAD:
+                self._jobs.write_part(job_ids)
         finally:
             self._jobs.end_part(job_ids, error)
         return kv_caches
@@ -341,6 +370,8 @@ class OffloadWorker:
         else:
             flight.step_id = step_id
             self._flights.append(flight)
+            if direction is Direction.LOAD and flight.phase is Phase.COPYING:
+                self._jobs.write_part(job_ids)
         return kv_caches
 
     # Copies inside the forward pass.
@@ -371,6 +402,8 @@ class OffloadWorker:
             saving = direction is Direction.SAVE
             if saving:
                 self._store.replace(segment_id, outcome.segment)
+            else:
+                self._jobs.write_part(rows.jobs())
             token = fetch_early(outcome.save_token if saving else outcome.load_token, self._spec)
             self._flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, fused=True))
 
@@ -440,7 +473,9 @@ class OffloadWorker:
         try:
             self._check_arrived(flight)
             rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
-            return self._copiers[flight.direction].resume_load(flight, rows, kv_caches)
+            kv_caches = self._copiers[flight.direction].resume_load(flight, rows, kv_caches)
+            self._jobs.write_part(live)
+            return kv_caches
         except Exception as e:
             self._drop(flight)
             self._fail(live, flight.segment_id, e)
