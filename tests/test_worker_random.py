@@ -22,7 +22,7 @@ from tpu_offload.worker import worker as worker_module
 NUM_BLOCKS = 12
 CHUNKS = np.arange(NUM_CHUNKS * BLOCKS_PER_CHUNK).reshape(NUM_CHUNKS, -1).tolist()
 # What a job may fail of here; anything else is the worker's own doing.
-REASONS = ("halted", "was lost to a save that failed", "did not return")
+REASONS = ("halted", "was lost to a save that failed", "nothing saved since", "did not return")
 
 
 @functools.partial(jax.jit, donate_argnums=0)

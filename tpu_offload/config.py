@@ -95,6 +95,19 @@ class OffloadConfig(pydantic.BaseModel):
         description="Blocks per staged copy, or in one fused step; comma-separated, ascending, starting at 1; empty "
         "means powers of two, and for fused 8 chunks.",
     )
+    sync_load: bool = Field(
+        False,
+        description="vLLM only: a request's load and its first step go together, where otherwise the request waits "
+        "for its load while others run. Not with async scheduling.",
+    )
+    save_wait_s: float = Field(
+        0.5,
+        ge=0,
+        le=1e9,
+        allow_inf_nan=False,
+        description="vLLM only: a request whose prefix is just being saved waits up to this long for it, where "
+        "otherwise it computes it again; 0 means it never waits.",
+    )
     job_timeout_s: float = Field(
         60.0,
         gt=0,
@@ -152,11 +165,17 @@ class OffloadConfig(pydantic.BaseModel):
             raise ConfigError(_one_line(e, name=str)) from None
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> "OffloadConfig":
+    def from_env(
+        cls, environ: Mapping[str, str] | None = None, *, overrides: Mapping[str, Any] | None = None
+    ) -> "OffloadConfig":
         """Reads `TPU_OFFLOAD_*` from `environ`, by default the process's environment.
 
+        Args:
+          environ: names and values.
+          overrides: settings by field name, `host_gb` for `TPU_OFFLOAD_HOST_GB`; they win. A size that is given
+            here in one unit replaces what `environ` says of it in another.
         Raises:
-          ConfigError: an unknown variable (with the nearest known name), or a value that does not
+          ConfigError: an unknown variable or setting (with the nearest known name), or a value that does not
             parse, is out of range or contradicts another.
         """
         environ = os.environ if environ is None else environ
@@ -166,10 +185,19 @@ class OffloadConfig(pydantic.BaseModel):
             if name not in known:
                 near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"{name} is no setting of tpu_offload; did you mean {near}?")
+        overrides = dict(overrides or {})
+        settings: dict[str, Any] = {n.removeprefix(ENV_PREFIX).lower(): v.strip() for n, v in given.items()}
+        for names in (_STAGING_SIZES, _HOST_SIZES):
+            if any(overrides.get(name) is not None for name in names):
+                settings = {name: value for name, value in settings.items() if name not in names}
+
+        def name_of(field: str) -> str:
+            return field if field in overrides else _env_name(field)
+
         try:
-            config = cls.model_validate({n.removeprefix(ENV_PREFIX).lower(): v.strip() for n, v in given.items()})
+            config = cls.model_validate(settings | overrides)
         except pydantic.ValidationError as e:
-            raise ConfigError(_one_line(e, name=_env_name)) from None
+            raise ConfigError(_one_line(e, name=name_of)) from None
         config.warn_ignored()
         return config
 

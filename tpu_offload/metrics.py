@@ -68,11 +68,19 @@ class OffloadStats:
     num_timed_out_jobs: int = 0
     num_ignored_results: int = 0
 
+    def since(self, earlier: "OffloadStats") -> "OffloadStats":
+        """What was counted after an earlier snapshot; what is not a count, as it is now."""
+        return OffloadStats(**{
+            name: value if name in GAUGES else value - getattr(earlier, name)
+            for name, value in dataclasses.asdict(self).items()
+        })
 
-_GAUGES = frozenset({
+
+GAUGES = frozenset({
     "staging_budget_blocks", "staging_reserved_blocks", "staging_peak_blocks", "num_host_chunks",
     "num_resident_chunks", "num_jobs_in_flight",
 })  # fmt: skip
+"""Fields of `OffloadStats` that say how things are; all others count up."""
 
 
 class StatsCollector(Collector):
@@ -90,7 +98,7 @@ class StatsCollector(Collector):
         stats = self._get_stats()
         for field in dataclasses.fields(stats):
             name, text = f"tpu_offload_{field.name}", f"OffloadStats.{field.name}"
-            family = GaugeMetricFamily if field.name in _GAUGES else CounterMetricFamily
+            family = GaugeMetricFamily if field.name in GAUGES else CounterMetricFamily
             yield family(name, text, value=getattr(stats, field.name))
 
 

@@ -48,6 +48,7 @@ class TransferJob:
       block_ids: blocks of the HBM cache.
       host_block_ids: as many places in the host pool; block `j` of the chunk in slot `s` is at
         `s * blocks_per_chunk + j`.
+      request_id: the engine's request that a load is for; empty for a save.
     """
 
     job_id: int
@@ -55,6 +56,7 @@ class TransferJob:
     group_id: int
     block_ids: tuple[int, ...]
     host_block_ids: tuple[int, ...]
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         if len(self.block_ids) != len(self.host_block_ids):

@@ -97,7 +97,8 @@ class JobTable:
         deadline_s: float,
     ) -> Job:
         """Plans a job under a new id."""
-        transfer = TransferJob(self._next_id, direction, 0, block_ids, host_block_ids)
+        loaded_for = request_id if direction is Direction.LOAD else ""
+        transfer = TransferJob(self._next_id, direction, 0, block_ids, host_block_ids, loaded_for)
         self._next_id += 1
         workers = set(range(self._num_workers))
         job = Job(transfer, request_id, account, keys, slots, num_valid_tokens, deadline_s, workers)

@@ -121,6 +121,9 @@ class OffloadWorker:
         )
         self._blocks_per_chunk = config.blocks_per_chunk
         self._num_segments = num_segments
+        # By place in the pool: whether what was there is lost, and nothing saved since. A plan that was made before
+        # the loss was known asks for it, and would be given the zeros of the new memory.
+        self._lost_places = np.zeros(num_segments * chunks_per_segment * config.blocks_per_chunk, np.bool_)
         self._spec = TransferSpec.from_caches(
             kv_caches,
             segment_blocks=chunks_per_segment * config.blocks_per_chunk,
@@ -264,6 +267,11 @@ class OffloadWorker:
         return self._jobs.take_written()
 
     @property
+    def has_flights(self) -> bool:
+        """Whether copies are on their way, so that a later `poll` has more to say."""
+        return bool(self._flights)
+
+    @property
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that copies take on each device, beside the caches.
 
@@ -336,7 +344,17 @@ class OffloadWorker:
         ):
             if min(ids) < 0 or max(ids) >= limit:
                 return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
+        if job.direction is Direction.LOAD:
+            lost = [i for i in job.host_block_ids if self._lost_places[i]]
+            if lost:
+                segment_id = lost[0] // self._spec.segment_blocks
+                return f"host pool segment {segment_id} was lost, and nothing saved since to host block {lost[0]}"
         return ""
+
+    def _places(self, segment_id: int) -> Any:
+        """Which places of a segment are lost; a view."""
+        first = segment_id * self._spec.segment_blocks
+        return self._lost_places[first : first + self._spec.segment_blocks]
 
     def _rows_by_segment(self, jobs: Sequence[TransferJob]) -> Groups:
         if not jobs:
@@ -362,6 +380,7 @@ class OffloadWorker:
         try:
             if direction is Direction.SAVE:
                 flight = self._copiers[direction].save(segment_id, piece, kv_caches)
+                self._places(segment_id)[piece.host_block_ids] = False
             else:
                 flight, kv_caches = self._copiers[direction].load(segment_id, piece, kv_caches)
         except Exception as e:
@@ -402,6 +421,7 @@ class OffloadWorker:
             saving = direction is Direction.SAVE
             if saving:
                 self._store.replace(segment_id, outcome.segment)
+                self._places(segment_id)[rows.host_block_ids] = False
             else:
                 self._jobs.write_part(rows.jobs())
             token = fetch_early(outcome.save_token if saving else outcome.load_token, self._spec)
@@ -533,6 +553,7 @@ class OffloadWorker:
             lost = False
         if lost:
             self._store.mark_lost(segment_id)
+            self._places(segment_id)[:] = True
         self._jobs.end_part(job_ids, message)
 
     def _wait_for_one(self) -> bool:

@@ -1,0 +1,41 @@
+"""What the scheduler side and the worker side send each other through vLLM: plans down, reports up."""
+
+import dataclasses
+from typing import final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from tpu_offload import KVLayout, StepPlan, StepReport
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class PlanMessage(KVConnectorMetadata):
+    """One step's plan.
+
+    Attributes:
+      plan: what the library's worker does.
+      idle: nothing is computed in this step, so that there is time to wait a little for a copy.
+    """
+
+    plan: StepPlan
+    idle: bool
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ReportMessage(KVConnectorWorkerMetadata):
+    """What one worker has to say after a step; aggregated, what several have.
+
+    Attributes:
+      reports: of one worker or more, in no order.
+      layout: what the caches are made of, in the first message of each worker.
+    """
+
+    reports: tuple[StepReport, ...]
+    layout: KVLayout | None = None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMessage":
+        """Puts two messages of one step together."""
+        assert isinstance(other, ReportMessage), f"a report of {type(other)}"
+        return ReportMessage(self.reports + other.reports, self.layout or other.layout)

@@ -1,0 +1,254 @@
+"""The scheduler's half of the connector: vLLM's requests in the words of `OffloadScheduler`.
+
+vLLM schedules in one pass: it asks what waiting requests would find (`match`), grants blocks to those it
+takes (`admit`), and ends the pass with `plan`. What it asked for and did not take is given back there.
+
+When it asks, the request's hashes are vLLM's own: they cover LoRA, cache salt and images, and only tokens that
+are known, so that neither a placeholder of async scheduling nor a draft is ever in one. What a step will have
+computed is the other half of what may be saved; it is counted as if every draft were accepted, and of the two
+the smaller counts.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, final
+
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from tpu_offload import (
+    KVLayout,
+    OffloadConfig,
+    OffloadScheduler,
+    OffloadStats,
+    ScheduledRequest,
+    StepPlan,
+)
+from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
+from tpu_offload.adapters.vllm.stats import OffloadConnectorStats
+from tpu_offload.core.requests import FinishedTransfer, TierEventKind
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+_logger = init_logger(__name__)
+_NEVER = 1 << 62  # more tokens than a request has
+
+
+@dataclasses.dataclass(slots=True)
+class _Watched:
+    """A request that holds blocks.
+
+    Attributes:
+      request: vLLM's.
+      next_offer_tokens: when it has computed this many tokens, there is something new to save.
+    """
+
+    request: "Request"
+    next_offer_tokens: int = 0
+
+
+@final
+class SchedulerSide:
+    """All calls come from the thread of vLLM's scheduler.
+
+    Args:
+      config: the settings.
+      block_size: tokens in a block.
+      num_workers: processes that hold a part of the caches.
+      record_events: whether somebody takes the events.
+      clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        *,
+        block_size: int,
+        num_workers: int,
+        record_events: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_workers = num_workers
+        self._config = config
+        self._block_size = block_size
+        self._record_events = record_events
+        self._clock = clock
+        # What a block is made of only the workers know; they say so with the first step. Before that the host tier
+        # has no memory, so there is nothing to find and nowhere to save.
+        self._offload: OffloadScheduler | None = None
+        self._num_early_steps = 0
+        self._watched: dict[str, _Watched] = {}
+        self._promised: set[str] = set()  # matched in this pass and not admitted
+        self._matched: set[str] = set()  # matched in this pass
+        self._waiting_since_s: dict[str, float] = {}  # requests that wait for a save
+        self._told = OffloadStats()
+        self._transfers: list[FinishedTransfer] = []
+
+    def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens past `num_computed_tokens` in the host tier, and whether they arrive between steps.
+
+        None in place of a number: ask again in the next step, for the next chunk is being saved.
+        """
+        request_id = request.request_id
+        self._watched.pop(request_id, None)  # it holds no blocks now
+        self._matched.add(request_id)
+        if self._offload is None or request.skip_reading_prefix_cache:
+            return 0, False
+        num_tokens = self._offload.match(
+            request_id,
+            request.block_hashes,
+            num_tokens=request.num_tokens,
+            num_computed_tokens=num_computed_tokens,
+        )
+        if self._config.save_wait_s and self._offload.is_saving_next(request_id):
+            now_s = self._clock()
+            if now_s - self._waiting_since_s.setdefault(request_id, now_s) < self._config.save_wait_s:
+                self._offload.release(request_id)
+                return None, False
+        if num_tokens:
+            self._promised.add(request_id)
+        return num_tokens, num_tokens > 0 and not self._config.sync_load
+
+    def admit(self, request: "Request", block_ids: Sequence[int], num_loaded_tokens: int) -> None:
+        """vLLM granted blocks, with which the request waits for a load if it has one."""
+        request_id = request.request_id
+        self._watched[request_id] = _Watched(request)
+        self._promised.discard(request_id)
+        self._waiting_since_s.pop(request_id, None)
+        if self._offload is not None:
+            self._offload.admit(request_id, block_ids, num_loaded_tokens=num_loaded_tokens)
+
+    def plan(self, output: "SchedulerOutput") -> PlanMessage:
+        """Ends a pass: what the workers do in the step that it scheduled."""
+        idle = output.total_num_scheduled_tokens == 0
+        preempted, matched, self._matched = output.preempted_req_ids or (), self._matched, set()
+        for request_id in preempted:
+            if request_id not in matched:  # else it was given up when it was matched, and may hold blocks again
+                self._watched.pop(request_id, None)
+                if self._offload is not None:
+                    self._offload.preempt(request_id)
+        if self._offload is None:
+            self._num_early_steps += 1
+            return PlanMessage(StepPlan(self._num_early_steps), idle)
+        for request_id in self._promised:
+            self._offload.release(request_id)
+        self._promised.clear()
+        return PlanMessage(self._offload.plan_step(self._changed(output)), idle)
+
+    def apply(self, message: "KVConnectorWorkerMetadata | None") -> None:
+        """Takes what the workers reported after a step.
+
+        What becomes of loads vLLM hears from the workers themselves. Here only the books are kept.
+        """
+        if message is None:
+            return
+        assert isinstance(message, ReportMessage), f"a report of {type(message)}"
+        if self._offload is None:
+            if message.layout is None:
+                return
+            self._offload = self._start(message.layout)
+        for report in message.reports:
+            update = self._offload.apply(report)
+            self._transfers += update.transfers
+            for failed in update.failed_loads:
+                # Nothing of it is saved until it says anew how far it has computed. With synchronous loads it has
+                # said so already, and rests on blocks that never came.
+                self._offload.preempt(failed.request_id)
+                if failed.request_id in self._watched:
+                    self._watched[failed.request_id].next_offer_tokens = 0
+
+    def finish(self, request_id: str) -> None:
+        """The request ended, in whatever state."""
+        self._watched.pop(request_id, None)
+        self._promised.discard(request_id)
+        self._waiting_since_s.pop(request_id, None)
+        if self._offload is not None:
+            self._offload.finish(request_id)
+
+    def reset(self) -> None:
+        """Nothing that was saved may be found any more."""
+        self._promised.clear()
+        if self._offload is not None:
+            self._offload.reset()
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether copies are in flight."""
+        return self._offload is not None and self._offload.has_jobs
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What changed in the host tier, for routers. A chunk goes by the hash of its last block, as in vLLM's own."""
+        if not self._record_events or self._offload is None:
+            return
+        for event in self._offload.take_events():
+            hashes = [maybe_convert_block_hash(block_hash) for block_hash in event.block_hashes]
+            if event.kind is TierEventKind.REMOVED:
+                yield BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU)
+            else:
+                yield BlockStored(
+                    block_hashes=hashes,
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=self._block_size * self._config.blocks_per_chunk,
+                    lora_id=None,
+                    medium=MEDIUM_CPU,
+                    lora_name=None,
+                )
+
+    def take_stats(self) -> OffloadConnectorStats | None:
+        """What was counted since the last call; None when nothing was."""
+        if self._offload is None:
+            return None
+        stats = self._offload.stats()
+        if stats == self._told:
+            return None
+        told, self._told = self._told, stats
+        transfers, self._transfers = self._transfers, []
+        return OffloadConnectorStats.of(stats.since(told), transfers)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the books disagree. For tests."""
+        if self._offload is not None:
+            self._offload.check_invariants()
+
+    def _start(self, layout: KVLayout) -> OffloadScheduler:
+        return OffloadScheduler(
+            self._config,
+            layout,
+            num_workers=self.num_workers,
+            clock=self._clock,
+            record_events=self._record_events,
+        )
+
+    def _changed(self, output: "SchedulerOutput") -> list[ScheduledRequest]:
+        """The requests that complete a block in this step."""
+        changed = []
+        watched, tables = self._watched, output.kv_connector_block_state
+        for request_id, num_scheduled_tokens in output.num_scheduled_tokens.items():
+            entry = watched.get(request_id)
+            if entry is None:
+                continue
+            num_computed_tokens = entry.request.num_computed_tokens + num_scheduled_tokens
+            if num_computed_tokens >= entry.next_offer_tokens:
+                assert tables is not None, "a step without block tables"
+                changed.append(self._offer(entry, tables.resolve_block_ids(request_id)[0], num_computed_tokens))
+        return changed
+
+    def _offer(self, entry: _Watched, block_ids: Sequence[int], num_computed_tokens: int) -> ScheduledRequest:
+        request, size = entry.request, self._block_size
+        num_offered = min(num_computed_tokens // size, len(request.block_hashes))
+        entry.next_offer_tokens = (num_offered + 1) * size
+        if not self._config.decode_save and entry.next_offer_tokens > request.num_prompt_tokens:
+            entry.next_offer_tokens = _NEVER
+        return ScheduledRequest(
+            request_id=request.request_id,
+            block_ids=block_ids,
+            block_hashes=request.block_hashes,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=num_computed_tokens,
+        )

@@ -1,0 +1,198 @@
+"""The worker's half of the connector: an `OffloadWorker` beside tpu-inference's model runner.
+
+The order of calls in a step, by vLLM's mixin for model runners:
+
+    bind            before the forward pass: loads that the plan takes back must not write any more
+    start_loads     before it if the pass needs a load, else behind it, where it holds up nothing
+    start_saves     behind it
+    take_...        what vLLM is told
+
+A load that was started behind the pass is ordered before all later passes by the device, so its request is
+reported as soon as the last write is dispatched: it can be in the next pass. `OffloadWorker` reports the job
+to the scheduler's books when the copy is really over.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any, final
+
+from vllm.logger import init_logger
+
+from tpu_offload import ConfigError, JobResult, JobState, KVLayout, OffloadWorker, StepPlan, StepReport, TransferJob
+from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
+from tpu_offload.adapters.vllm.settings import check_hbm, read_config
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_logger = init_logger(__name__)
+_IDLE_WAIT_S = 0.002
+_IDLE_POLL_S = 0.0001
+
+
+@final
+class WorkerSide:
+    """All calls come from the thread that runs the model.
+
+    Args:
+      kv_cache_config: vLLM's description of the caches.
+    """
+
+    def __init__(self, kv_cache_config: "KVCacheConfig") -> None:
+        self._kv_cache_config = kv_cache_config
+        self._runner: Any = None
+        self._worker: OffloadWorker | None = None
+        self._layout: KVLayout | None = None
+        self._plan = StepPlan(0)
+        self._idle = False
+        self._sync = False
+        # Loads that vLLM has not been told about.
+        self._loading: dict[int, TransferJob] = {}
+        self._received: set[str] = set()
+        self._invalid_block_ids: set[int] = set()
+        self._reports: list[StepReport] = []
+        self._last_report: StepReport | None = None
+        self._is_spoilt = False
+
+    def register(self, runner: Any) -> None:
+        """Makes the worker for a runner's caches. A second engine in one process comes here again."""
+        self.close()
+        vllm_config = runner.vllm_config
+        config = read_config(vllm_config, self._kv_cache_config)
+        caches = runner.kv_caches
+        if any(isinstance(cache, tuple) for cache in caches):
+            raise ConfigError(
+                "tpu_offload: some layers keep a state in place of a KV cache; expected attention only: run this "
+                "model without the connector"
+            )
+        layout = KVLayout.from_caches(
+            caches, block_size=vllm_config.cache_config.block_size, model=vllm_config.model_config.model
+        )
+        worker = OffloadWorker(config, layout, caches, worker_id=runner.rank)
+        from tpu_inference import utils
+
+        check_hbm(
+            utils.hbm_usage_bytes(runner.devices),
+            needed=worker.hbm_nbytes,
+            block_nbytes=layout.block_nbytes_per_device,
+            config=config,
+            utilization=vllm_config.cache_config.gpu_memory_utilization,
+        )
+        self._runner, self._worker, self._sync = runner, worker, config.sync_load
+        self._layout = layout
+        self._last_report = None
+        _logger.info(
+            "tpu_offload: blocks of %d tokens and %d bytes a device, %d chunks in the host tier, saves %s, loads %s",
+            layout.block_size,
+            layout.block_nbytes_per_device,
+            worker.num_host_chunks,
+            config.save_path.value,
+            config.load_path.value,
+        )
+
+    @property
+    def worker(self) -> OffloadWorker:
+        """The library's worker; there from `register` on."""
+        assert self._worker is not None, "no model runner has been registered"
+        return self._worker
+
+    def bind(self, message: PlanMessage) -> None:
+        """Before the forward pass."""
+        self._plan, self._idle = message.plan, message.idle
+        self._is_spoilt = False
+        cancelled = message.plan.cancelled_job_ids
+        if cancelled:
+            self.worker.cancel(cancelled)
+            for job_id in cancelled:
+                job = self._loading.pop(job_id, None)
+                if job is not None:
+                    self._fail(job)
+
+    def start_loads(self) -> None:
+        """Dispatches the loads; those that the coming pass needs are written when it returns, or have failed."""
+        plan, runner = self._plan, self._runner
+        self._loading.update((job.job_id, job) for job in plan.loads)
+        runner.kv_caches = self.worker.begin_step(plan, runner.kv_caches)
+        if self._sync:
+            while any(job.job_id in self._loading for job in plan.loads):
+                self._collect(wait=True)
+                # Staged loads go on here; as if of the next step, which on several hosts makes each go on at once.
+                runner.kv_caches = self.worker.begin_step(StepPlan(plan.step_id + 1), runner.kv_caches)
+                self._take_written()
+
+    def start_saves(self) -> None:
+        """Dispatches the saves, unless the pass ran on blocks that a failed load has left as they were."""
+        if not self._is_spoilt:
+            self.worker.end_step(self._plan, self._runner.kv_caches)
+        elif self._plan.saves:
+            error = "the step computed on blocks whose load failed"
+            results = tuple(JobResult(job.job_id, JobState.FAILED, error) for job in self._plan.saves)
+            last = self.worker.poll()
+            self._reports += [last, StepReport(last.worker_id, results, last.num_host_chunks)]
+        self._plan = StepPlan(self._plan.step_id)
+
+    def take_received(self) -> set[str]:
+        """Requests whose load has ended, well or not, since the last call."""
+        self._collect()
+        deadline_s = time.monotonic() + _IDLE_WAIT_S
+        while self._idle and self._worker_is_busy() and time.monotonic() < deadline_s:
+            time.sleep(_IDLE_POLL_S)
+            self._collect()
+        received, self._received = self._received, set()
+        return received
+
+    def take_invalid_block_ids(self) -> set[int]:
+        """Blocks that a load should have filled and did not."""
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+    def take_report(self) -> ReportMessage | None:
+        """For the scheduler's books; None when there is nothing new."""
+        reports, self._reports = self._reports, []
+        layout, self._layout = self._layout, None
+        if not reports and layout is None:
+            return None
+        return ReportMessage(tuple(reports), layout)
+
+    def close(self) -> None:
+        """Waits for copies in flight and frees the host tier."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+        self._loading.clear()
+        self._received.clear()
+        self._invalid_block_ids.clear()
+        self._reports.clear()
+
+    def _worker_is_busy(self) -> bool:
+        return self.worker.has_flights and not (self._received or self._reports)
+
+    def _collect(self, *, wait: bool = False) -> None:
+        report = self.worker.poll(wait=wait)
+        if report is not self._last_report:
+            self._reports.append(report)
+            # What `poll` returns from now on while there is no news.
+            self._last_report = self.worker.poll() if report.results or report.lost_slots else report
+        for result in report.results:
+            job = self._loading.pop(result.job_id, None)
+            if job is None:
+                continue
+            if result.state is JobState.FINISHED:
+                self._receive(job)
+            else:
+                self._fail(job)
+        self._take_written()
+
+    def _take_written(self) -> None:
+        for job_id in self.worker.take_written_loads():
+            job = self._loading.pop(job_id, None)
+            if job is not None:
+                self._receive(job)
+
+    def _receive(self, job: TransferJob) -> None:
+        if not self._sync:  # else vLLM does not wait for it
+            self._received.add(job.request_id)
+
+    def _fail(self, job: TransferJob) -> None:
+        self._invalid_block_ids.update(job.block_ids)
+        self._is_spoilt |= self._sync
+        self._receive(job)
