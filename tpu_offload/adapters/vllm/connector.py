@@ -17,6 +17,7 @@ A plan goes down as the step's metadata, a report comes up as the worker's. vLLM
 finished or preempted request at once: a save has been dispatched by then, and device order protects it.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, final
 
@@ -59,6 +60,7 @@ class TPUOffloadConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_where_vllm_does()
         config = read_config(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -204,3 +206,12 @@ class TPUOffloadConnector(KVConnectorBase_V1):
     ) -> "KVConnectorPromMetrics | None":
         """See the base class."""
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _log_where_vllm_does() -> None:
+    """Gives the library's log lines vLLM's handlers, unless somebody has given them others."""
+    ours, theirs = logging.getLogger("tpu_offload"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.propagate = not ours.handlers
+        ours.setLevel(theirs.level)
