@@ -50,7 +50,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._reports: list[StepReport] = []
-        self._last_report: StepReport | None = None
+        self._num_told_chunks = -1
         self._is_spoilt = False
 
     def register(self, runner: Any) -> None:
@@ -79,7 +79,7 @@ class WorkerSide:
         )
         self._runner, self._worker, self._sync = runner, worker, config.sync_load
         self._layout = layout
-        self._last_report = None
+        self._num_told_chunks = -1
         _logger.info(
             "tpu_offload: blocks of %d tokens and %d bytes a device, %d chunks in the host tier, saves %s, loads %s",
             layout.block_size,
@@ -126,8 +126,8 @@ class WorkerSide:
         elif self._plan.saves:
             error = "the step computed on blocks whose load failed"
             results = tuple(JobResult(job.job_id, JobState.FAILED, error) for job in self._plan.saves)
-            last = self.worker.poll()
-            self._reports += [last, StepReport(last.worker_id, results, last.num_host_chunks)]
+            self._collect()
+            self._reports.append(StepReport(self._runner.rank, results, self._num_told_chunks))
         self._plan = StepPlan(self._plan.step_id)
 
     def take_received(self) -> set[str]:
@@ -168,10 +168,9 @@ class WorkerSide:
 
     def _collect(self, *, wait: bool = False) -> None:
         report = self.worker.poll(wait=wait)
-        if report is not self._last_report:
+        if report.results or report.lost_slots or report.num_host_chunks != self._num_told_chunks:
+            self._num_told_chunks = report.num_host_chunks
             self._reports.append(report)
-            # What `poll` returns from now on while there is no news.
-            self._last_report = self.worker.poll() if report.results or report.lost_slots else report
         for result in report.results:
             job = self._loading.pop(result.job_id, None)
             if job is None:

@@ -1,0 +1,450 @@
+"""The real vLLM scheduler over the real connector, in both roles, and a model whose KV is a hash of the tokens.
+
+What is real: vLLM's scheduler, KV cache manager, connector mixin and output aggregator; the connector; the
+library's scheduler and workers, copying between jax arrays. The model is made up: the KV of a position is a
+hash of all tokens up to it, so that a test can tell whose KV a block holds, and the next token a function of the
+same. Before each pass the model looks at every byte that attention would read.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tpu_inference import utils as tpu_utils
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.forward_context import set_forward_context
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from tpu_offload.adapters.vllm.messages import ReportMessage
+
+BLOCK_SIZE = 8
+NUM_LAYERS = 2
+PAGE_SHAPE = (BLOCK_SIZE, 2, 8)
+VOCABULARY = 97
+EOS = 2
+GB = 2**30
+_ROW = 32  # rows that one write program takes
+
+
+@functools.cache
+def model_dir() -> str:
+    path = Path(tempfile.mkdtemp(prefix="tpu_offload-tiny-"))
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128,
+        "vocab_size": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "torch_dtype": "float32",
+        "bos_token_id": 1, "eos_token_id": EOS, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@functools.cache
+def model_config() -> ModelConfig:
+    return ModelConfig(model=model_dir(), skip_tokenizer_init=True, dtype="float32", seed=0)
+
+
+def make_config(
+    *,
+    num_blocks: int,
+    async_scheduling: bool = False,
+    prefix_caching: bool = True,
+    num_spec_tokens: int = 0,
+    max_num_batched_tokens: int = 48,
+    max_num_seqs: int = 6,
+    policy: str = "recompute",
+    events: bool = False,
+    **settings,
+) -> VllmConfig:
+    cache = CacheConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=0.9, enable_prefix_caching=prefix_caching)
+    config = VllmConfig(
+        model_config=model_config(),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=512,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=async_scheduling,
+        ),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        speculative_config=SpeculativeConfig(
+            method="ngram", num_speculative_tokens=num_spec_tokens, prompt_lookup_max=3, prompt_lookup_min=1
+        )
+        if num_spec_tokens
+        else None,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="TPUOffloadConnector",
+            kv_role="kv_both",
+            kv_connector_module_path="tpu_offload.adapters.vllm",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=settings,
+        ),
+    )
+    config.cache_config.kv_cache_layout = "LBNHC"  # what the engine resolves before it makes connectors
+    config.cache_config.num_gpu_blocks = num_blocks
+    return config
+
+
+def kv_cache_config(num_blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([f"layer{i}" for i in range(NUM_LAYERS)], spec)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+# The model.
+
+
+class Prefix:
+    """A sequence whose every prefix has a digest."""
+
+    def __init__(self, tokens) -> None:
+        self.tokens: list[int] = []
+        self.digests: list[bytes] = []
+        self._chain = b""
+        self.extend(tokens)
+
+    def extend(self, tokens) -> None:
+        for token in tokens:
+            self._chain = hashlib.blake2b(self._chain + token.to_bytes(4, "little"), digest_size=16).digest()
+            self.tokens.append(token)
+            self.digests.append(self._chain)
+
+    def next_token(self) -> int:
+        return next_token(self.digests[-1])
+
+
+def next_token(digest: bytes) -> int:
+    return 3 + int.from_bytes(digest[:4], "little") % VOCABULARY
+
+
+def kv_of(digest: bytes, rank: int, layer: int) -> np.ndarray:
+    raw = hashlib.blake2b(digest + bytes([rank, layer]), digest_size=16).digest()
+    return np.frombuffer(raw, np.int8).reshape(PAGE_SHAPE[1:])
+
+
+@functools.lru_cache(maxsize=None)
+def continued(prompt: tuple[int, ...], num_tokens: int) -> Prefix:
+    """What the model makes of a prompt, `num_tokens` long in all."""
+    prefix = Prefix(prompt)
+    while len(prefix.tokens) < num_tokens:
+        prefix.extend([prefix.next_token()])
+    return prefix
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(caches, block_ids, offsets, values):
+    return [cache.at[block_ids, offsets].set(value, mode="drop") for cache, value in zip(caches, values, strict=True)]
+
+
+class Runner:
+    """What the connector needs of tpu-inference's model runner, and the pass itself."""
+
+    def __init__(self, config: VllmConfig, *, rank: int, num_blocks: int) -> None:
+        self.vllm_config = config
+        self.rank = rank
+        self.devices = [jax.devices()[0]]
+        sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
+        self.num_blocks = num_blocks
+        self.kv_caches = [
+            jax.device_put(np.full((num_blocks, *PAGE_SHAPE), -7, np.int8), sharding) for _ in range(NUM_LAYERS)
+        ]
+        self.tables: dict[str, list[int]] = {}
+        self.num_checked = 0
+
+    def update_tables(self, output) -> None:
+        for new in output.scheduled_new_reqs:
+            self.tables[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self.tables[request_id] = list(block_ids[0])
+            elif block_ids is not None:
+                self.tables[request_id] += block_ids[0]
+
+    def check(self, request_id: str, prefix: Prefix, num_tokens: int) -> bool:
+        """Whether the KV of the first tokens is theirs; what attention reads."""
+        table, ok = self.tables[request_id], True
+        for layer, cache in enumerate(self.kv_caches):
+            pages = np.array(cache)
+            for position in range(num_tokens):
+                found = pages[table[position // BLOCK_SIZE], position % BLOCK_SIZE]
+                ok &= bool((found == kv_of(prefix.digests[position], self.rank, layer)).all())
+                self.num_checked += 1
+        return ok
+
+    def write(self, rows) -> None:
+        """Writes the KV of (block id, offset, digest)s."""
+        for start in range(0, len(rows), _ROW):
+            part = rows[start : start + _ROW]
+            block_ids, offsets = np.full(_ROW, self.num_blocks, np.int32), np.zeros(_ROW, np.int32)
+            values = [np.zeros((_ROW, *PAGE_SHAPE[1:]), np.int8) for _ in range(NUM_LAYERS)]
+            for i, (block_id, offset, digest) in enumerate(part):
+                block_ids[i], offsets[i] = block_id, offset
+                for layer in range(NUM_LAYERS):
+                    values[layer][i] = kv_of(digest, self.rank, layer)
+            self.kv_caches = _write(self.kv_caches, block_ids, offsets, [jnp.asarray(v) for v in values])
+
+
+class Stack:
+    """One engine: the scheduler, and as many workers as asked for.
+
+    Args:
+      num_workers: each has all of the caches, with bytes of its own in them.
+      guess: for speculative decoding, how often a draft is right.
+    """
+
+    def __init__(self, *, num_blocks: int = 24, num_workers: int = 1, guess=lambda: True, **kwargs) -> None:
+        init_none_hash(sha256)
+        self.config = make_config(num_blocks=num_blocks, **kwargs)
+        self.kv_config = kv_cache_config(num_blocks)
+        self.num_blocks = num_blocks
+        self.is_async = kwargs.get("async_scheduling", False)
+        self.guess = guess
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tpu_offload.adapters.vllm.connector.count_workers", lambda: num_workers)
+            self.scheduler = (AsyncScheduler if self.is_async else Scheduler)(
+                vllm_config=self.config,
+                kv_cache_config=self.kv_config,
+                log_stats=True,
+                structured_output_manager=StructuredOutputManager(self.config),
+                block_size=BLOCK_SIZE,
+            )
+        self.connectors = [
+            KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_config)
+            for _ in range(num_workers)
+        ]
+        self.runners = [Runner(self.config, rank=i, num_blocks=num_blocks) for i in range(num_workers)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tpu_utils, "hbm_usage_bytes", lambda devices: [(0, 4 * GB) for _ in devices])
+            for connector, runner in zip(self.connectors, self.runners, strict=True):
+                connector.register_runner(runner)
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_workers)
+        for worker in self.workers:
+            worker._pool and worker._pool.wait_until_allocated()
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.errors: set[str] = set()
+        self.in_flight = []
+        self.num_steps = 0
+        self.num_spoilt = 0
+        self.events = []
+        self.meddle = lambda outputs: outputs
+
+    @property
+    def side(self):
+        return self.scheduler.connector.scheduler_side
+
+    @property
+    def offload(self):
+        return self.side._offload
+
+    @property
+    def workers(self):
+        return [connector.worker_side.worker for connector in self.connectors]
+
+    def add(self, request_id: str, prompt, *, max_tokens: int = 3, salt: str | None = None, **extra) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **extra)
+        params.update_from_generation_config({}, EOS)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=params,
+            pooling_params=None,
+            mm_features=None,
+            cache_salt=salt,
+            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+        )
+        self.requests[request_id] = request
+        self.outputs[request_id] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def sequence(self, request_id: str) -> Prefix:
+        """Every token that the request may come to have."""
+        prompt = tuple(self.requests[request_id].prompt_token_ids)
+        return continued(prompt, len(prompt) + 64)
+
+    def step(self) -> None:
+        """One step; with async scheduling one is scheduled and the one before ends."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.in_flight.append((output, self._execute(output)))
+        if self.in_flight and (len(self.in_flight) > self.is_async or not self.scheduler.has_requests()):
+            output, result = self.in_flight.pop(0)
+            for core_outputs in self.scheduler.update_from_output(output, result).values():
+                for item in core_outputs.outputs:
+                    self.outputs[item.request_id] += item.new_token_ids
+                    if str(item.finish_reason) == "error":
+                        self.errors.add(item.request_id)
+            self._propose(output)
+        self.num_steps += 1
+
+    def drain(self, *, max_steps: int = 400) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests() and not self.in_flight:
+                return
+            self.step()
+        raise AssertionError(f"still at it after {max_steps} steps: {self.scheduler.requests}")
+
+    def serve(self, request_id: str, prompt, **kwargs) -> Request:
+        request = self.add(request_id, prompt, **kwargs)
+        self.drain()
+        return request
+
+    def check(self) -> None:
+        self.side.check_invariants()
+        for request_id, tokens in self.outputs.items():
+            request = self.requests[request_id]
+            num_prompt = request.num_prompt_tokens
+            assert tokens == self.sequence(request_id).tokens[num_prompt : num_prompt + len(tokens)], request_id
+            if request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+                assert len(tokens) == request.max_tokens
+
+    def check_end(self) -> None:
+        """Nothing is left of anything."""
+        self.check()
+        assert not self.scheduler.requests
+        assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.num_blocks - 1
+        assert not self.side._watched
+        assert not self.side._promised
+        assert not self.side._waiting_since_s
+        if self.offload is not None:
+            stats = self.offload.stats()
+            assert stats.num_jobs_in_flight == 0
+            assert stats.staging_reserved_blocks == 0
+            assert not self.offload._requests
+        for connector in self.connectors:
+            assert not connector.worker_side._loading
+
+    def close(self) -> None:
+        for connector in self.connectors:
+            connector.shutdown()
+
+    # A step of the workers.
+
+    def _execute(self, output) -> ModelRunnerOutput:
+        results = []
+        for connector, runner in zip(self.connectors, self.runners, strict=True):
+            with _agent(connector), set_forward_context(None, self.config):
+                with KVConnectorModelRunnerMixin._get_kv_connector_output(output) as kv_output:
+                    runner.update_tables(output)
+                    # With synchronous loads, those that failed are known when the pass begins.
+                    spoilt = set(connector.worker_side._invalid_block_ids)
+                    sampled = self._forward(runner, output, spoilt)
+            ids = list(output.num_scheduled_tokens)
+            results.append(
+                ModelRunnerOutput(
+                    req_ids=ids,
+                    req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+                    sampled_token_ids=[sampled[request_id] for request_id in ids],
+                    logprobs=None,
+                    prompt_logprobs_dict={},
+                    pooler_output=None,
+                    kv_connector_output=kv_output,
+                )
+            )
+        return self.aggregator.aggregate(self.meddle(results))
+
+    def _forward(self, runner: Runner, output, spoilt: set[int]) -> dict[str, list[int]]:
+        num_computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        num_computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        sampled, rows, reads = {}, [], []
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            table, sequence, start = runner.tables[request_id], self.sequence(request_id), num_computed[request_id]
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            drafts = [max(draft, 0) for draft in drafts]  # -1 pads; no right token is 0
+            end = start + num_scheduled
+            if spoilt & set(table):
+                self.num_spoilt += 1
+            else:
+                reads.append((request_id, sequence, start))
+            inputs = Prefix(sequence.tokens[: end - len(drafts)] + list(drafts))
+            for position in range(start, end):
+                block_id = table[position // BLOCK_SIZE]
+                digest = b"spoilt" if spoilt & set(table) else inputs.digests[position]
+                rows.append((block_id, position % BLOCK_SIZE, digest))
+            if self.requests[request_id].is_prefill_chunk:
+                sampled[request_id] = []
+            else:
+                tokens = [next_token(inputs.digests[end - len(drafts) - 1])]
+                for i, draft in enumerate(drafts):
+                    if draft != tokens[-1]:
+                        break
+                    tokens.append(next_token(inputs.digests[end - len(drafts) + i]))
+                sampled[request_id] = tokens
+        runner.write(rows)
+        # As in a layer of a real model: every request's KV is written before any attention reads, so that one may
+        # share blocks with another of the same pass.
+        for request_id, sequence, start in reads:
+            assert runner.check(request_id, sequence, start), f"{request_id} reads KV that is not its own"
+        return sampled
+
+    def _propose(self, output) -> None:
+        speculative = self.config.speculative_config
+        if speculative is None or self.is_async:
+            return
+        drafts = {}
+        for request_id in output.num_scheduled_tokens:
+            request = self.scheduler.requests.get(request_id)
+            if request is not None and not request.is_finished():
+                known, tokens = request.num_tokens, self.sequence(request_id).tokens
+                drafts[request_id] = [
+                    token if self.guess() else (token + 1) % VOCABULARY
+                    for token in tokens[known : known + speculative.num_speculative_tokens]
+                ]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+
+@contextlib.contextmanager
+def _agent(connector):
+    """vLLM keeps one worker connector a process; here several take turns."""
+    before, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, connector
+    try:
+        yield
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = before
+
+
+def reports_of(result: ModelRunnerOutput) -> ReportMessage | None:
+    return result.kv_connector_output.kv_connector_worker_meta
+
+
+def prompt(num_tokens: int, *, seed: int = 0) -> list[int]:
+    return [3 + (seed * 31 + i * 7) % VOCABULARY for i in range(num_tokens)]

@@ -1,0 +1,621 @@
+"""The connector under vLLM's real scheduler, one behaviour at a time."""
+
+import itertools
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, prompt
+from tpu_offload.adapters.vllm import TPUOffloadConnector
+from tpu_offload.adapters.vllm.messages import ReportMessage
+from tpu_offload.types import Direction
+
+pytestmark = pytest.mark.vllm
+
+SMALL = {"num_staging_blocks": 16, "num_cpu_chunks": 64}
+
+
+def make(**kwargs) -> Stack:
+    stack = Stack(**{"num_blocks": 12, **SMALL, **kwargs})
+    stack.serve("warm", prompt(BLOCK_SIZE, seed=99))  # the workers have said hello
+    return stack
+
+
+def saved(stack: Stack, name: str, num_tokens: int = 40, **kwargs) -> list[int]:
+    """A prompt whose blocks are in the host tier and not in HBM."""
+    tokens = prompt(num_tokens, seed=hash(name) % 7 + 1 if "seed" not in kwargs else kwargs.pop("seed"))
+    stack.serve(name, tokens, **kwargs)
+    stack.scheduler.reset_prefix_cache()
+    return tokens
+
+
+def broken(*_args):
+    raise RuntimeError("injected")
+
+
+def break_loads(stack: Stack, worker: int = 0) -> None:
+    stack.workers[worker]._copiers[Direction.LOAD].load = broken
+
+
+def status(stack: Stack, request_id: str) -> RequestStatus:
+    return stack.requests[request_id].status
+
+
+# Matching and loading.
+
+
+@pytest.mark.parametrize("num_tokens", [40, 41, 47])
+@pytest.mark.parametrize("sync_load", [False, True])
+def test_a_hit_of_every_block_leaves_the_last_token(num_tokens, sync_load):
+    stack = make(sync_load=sync_load)
+    tokens = saved(stack, "a", num_tokens)
+    request = stack.add("b", tokens)
+    stack.drain()
+    assert stack.offload.stats().matched_tokens == min(40, num_tokens - 1)
+    assert request.prefill_stats is None or request.num_cached_tokens >= 39
+    stack.check_end()
+
+
+def test_a_request_waits_for_its_load_while_others_run():
+    stack = make()
+    tokens = saved(stack, "a")
+    stack.add("other", prompt(8, seed=50), max_tokens=10)
+    stack.step()
+    request = stack.add("b", tokens)
+    for worker in stack.workers:  # no load is ever written
+        worker.take_written_loads = lambda: ()
+        worker.poll = lambda wait=False, poll=worker.poll: poll(wait=False) if not stack.hold else worker._report
+    stack.hold = True
+    before = len(stack.outputs["other"])
+    for _ in range(4):
+        stack.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert len(stack.outputs["other"]) == before + 4
+    stack.hold = False
+    stack.drain()
+    stack.check_end()
+
+
+def test_a_loaded_request_runs_in_the_step_after_the_one_that_found_it():
+    stack = make()
+    tokens = saved(stack, "a")
+    request = stack.add("b", tokens)
+    stack.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    stack.step()
+    assert request.status is RequestStatus.RUNNING
+    stack.drain()
+    stack.check_end()
+
+
+def test_a_synchronous_load_is_computed_on_in_the_same_step():
+    stack = make(sync_load=True)
+    tokens = saved(stack, "a")
+    request = stack.add("b", tokens)
+    stack.step()
+    assert request.status is RequestStatus.RUNNING
+    assert stack.outputs["b"] == [stack.sequence("b").tokens[40]]
+    stack.drain()
+    stack.check_end()
+
+
+@pytest.mark.parametrize("load_path", ["direct", "staged"])
+def test_a_synchronous_load_that_fails_spoils_nothing(load_path):
+    stack = make(sync_load=True, load_path=load_path)
+    tokens = saved(stack, "a")
+    num_saved = stack.offload.stats().saved_blocks
+    break_loads(stack)
+    stack.add("b", [*tokens, *prompt(8, seed=77)])  # completes a block in the very step
+    stack.step()
+    assert stack.num_spoilt == 1
+    assert stack.outputs["b"] == []
+    del stack.workers[0]._copiers[Direction.LOAD].load
+    stack.drain()
+    assert stack.offload.stats().saved_blocks >= num_saved + 6  # from what was computed afterwards, and not before
+    stack.serve("c", [*tokens, *prompt(8, seed=77)])
+    stack.check_end()
+
+
+def test_without_prefix_caching_every_hit_comes_from_the_host_tier():
+    stack = make(prefix_caching=False)
+    tokens = prompt(40)
+    stack.serve("a", tokens)
+    stack.serve("b", tokens)
+    assert stack.offload.stats().matched_tokens == 39
+    stack.check_end()
+
+
+def test_what_hbm_has_is_not_loaded():
+    stack = make()
+    tokens = prompt(40)
+    stack.serve("a", tokens)
+    stack.serve("b", [*tokens, *prompt(8, seed=3)])
+    assert stack.offload.stats().matched_tokens == 0
+    stack.check_end()
+
+
+def test_a_request_that_may_not_read_the_cache_does_not():
+    stack = make()
+    tokens = saved(stack, "a")
+    request = stack.add("b", tokens)
+    request.skip_reading_prefix_cache = True
+    stack.drain()
+    assert stack.offload.stats().matched_tokens == 0
+    stack.check_end()
+
+
+@pytest.mark.parametrize("kind", ["salt", "lora"])
+def test_tenants_share_nothing(kind):
+    stack = make()
+    tokens = saved(stack, "a", **({"salt": "one"} if kind == "salt" else {}))
+
+    def again(name, which):
+        request = stack.add(name, tokens, **({"salt": which} if kind == "salt" else {}))
+        if kind == "lora" and which:
+            # Its hashes were made when it was: again, with the adapter.
+            request.lora_request = LoRARequest(which, 1, "somewhere")
+            request._block_hashes = []
+            request.block_hashes.clear() if isinstance(request.block_hashes, list) else None
+            request.update_block_hashes() if hasattr(request, "update_block_hashes") else None
+        stack.drain()
+        stack.scheduler.reset_prefix_cache()
+        return stack.offload.stats().matched_tokens
+
+    assert again("b", "other") == 0
+    assert again("c", "one" if kind == "salt" else None) == 39
+    stack.check_end()
+
+
+# Saves that are on their way.
+
+
+def hold_saves(stack: Stack) -> list:
+    """Saves end only when the list is emptied."""
+    held = [True]
+    for worker in stack.workers:
+
+        def land(flight, real=worker._land):
+            if not (held and flight.direction is Direction.SAVE):
+                real(flight)
+
+        worker._land = land
+    return held
+
+
+def test_a_request_waits_for_the_save_of_its_prefix():
+    stack = make(prefix_caching=False)
+    held = hold_saves(stack)
+    tokens = prompt(40)
+    request = stack.add("a", tokens, max_tokens=2)
+    while not request.is_finished():
+        stack.step()
+    again = stack.add("b", tokens)
+    stack.step()
+    stack.step()
+    assert again.status is RequestStatus.WAITING
+    assert stack.offload.stats().staging_reserved_blocks == 5  # the saves' own; it holds nothing
+    held.clear()
+    stack.drain()
+    assert stack.offload.stats().matched_tokens == 39
+    stack.check_end()
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.5])
+def test_it_does_not_wait_for_ever(wait_s):
+    stack = make(prefix_caching=False, save_wait_s=wait_s)
+    now = [0.0]
+    stack.side._clock = lambda: now[0]
+    held = hold_saves(stack)
+    tokens = prompt(40)
+    request = stack.add("a", tokens, max_tokens=2)
+    while not request.is_finished():
+        stack.step()
+    again = stack.add("b", tokens)
+    stack.step()
+    assert (again.status is RequestStatus.WAITING) == (wait_s > 0)
+    now[0] += 1
+    stack.step()
+    assert again.status is RequestStatus.RUNNING
+    held.clear()
+    stack.drain()
+    stack.check_end()
+
+
+def test_an_idle_engine_sees_to_the_reports_first():
+    stack = make()
+    stack.serve("a", prompt(40))
+    assert not stack.side.has_jobs
+    assert stack.offload.stats().saved_blocks == 6
+
+
+def test_a_finished_request_costs_no_step_of_its_own():
+    steps = {}
+    for name, settings in {"ours": {}, "off": {"num_cpu_chunks": 0}}.items():
+        stack = Stack(num_blocks=12, **{**SMALL, **settings})
+        stack.serve("a", prompt(40), max_tokens=8)
+        steps[name] = stack.num_steps
+    assert steps["ours"] <= steps["off"] + 1  # the save of a prompt is over long before eight tokens are
+
+
+# Promises.
+
+
+def test_a_promise_that_is_not_taken_is_given_back_in_the_same_pass():
+    stack = make(num_blocks=8)
+    tokens = saved(stack, "a")
+    stack.add("hog", prompt(24, seed=9), max_tokens=12)
+    stack.step()
+    request = stack.add("b", tokens)  # five blocks, three are free
+    stack.step()
+    assert request.status is RequestStatus.WAITING
+    assert stack.side._promised == set()
+    assert all(tracked.promise is None for tracked in stack.offload._requests.values())
+    stack.abort("b")  # never scheduled after a match
+    stack.drain()
+    stack.check_end()
+
+
+def test_a_load_that_the_staging_buffer_cannot_hold_is_cut_and_counted():
+    stack = make(num_staging_blocks=3)
+    tokens = saved(stack, "a")
+    stack.serve("b", tokens)
+    stats = stack.offload.stats()
+    assert (stats.matched_tokens, stats.dropped_load_blocks) == (24, 2)
+    assert stats.staging_peak_blocks == 3
+    stack.check_end()
+
+
+# What is saved.
+
+
+def test_only_blocks_of_the_prompt_are_saved():
+    stack = make()
+    before = stack.offload.stats().saved_blocks
+    stack.serve("a", prompt(12), max_tokens=20)
+    assert stack.offload.stats().saved_blocks == before + 1
+    stack.check_end()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("max_tokens", [12, 13])
+def test_with_decode_save_generated_blocks_are_saved_but_not_the_last_token(async_scheduling, max_tokens):
+    stack = make(decode_save=True, async_scheduling=async_scheduling)
+    before = stack.offload.stats().saved_blocks
+    stack.serve("a", prompt(12), max_tokens=max_tokens)  # 24 or 25 tokens; the KV of the last is never computed
+    # With async scheduling the token before is only a placeholder when the last step is planned.
+    num_known = 12 + max_tokens - 1 - async_scheduling
+    assert stack.offload.stats().saved_blocks == before + num_known // BLOCK_SIZE
+    stack.scheduler.reset_prefix_cache()
+    stack.serve("b", stack.sequence("a").tokens[:40])
+    stack.check_end()
+
+
+def test_rejected_drafts_are_never_saved():
+    guesses = itertools.cycle([True, False, False])
+    stack = make(decode_save=True, num_spec_tokens=3, guess=lambda: next(guesses))
+    stack.serve("a", prompt(12), max_tokens=30)
+    stack.scheduler.reset_prefix_cache()
+    stack.serve("b", stack.sequence("a").tokens[:44])  # every byte that it loads is looked at
+    assert stack.offload.stats().matched_tokens >= 32
+    stack.check_end()
+
+
+def test_chunked_prefill_leaves_no_hole():
+    stack = make(max_num_batched_tokens=12, num_staging_blocks=1)
+    tokens = saved(stack, "a", 60)
+    stack.serve("filler", prompt(9, seed=60), max_tokens=12)
+    assert stack.offload.stats().deferred_save_blocks or stack.offload.stats().dropped_save_blocks
+    stack.scheduler.reset_prefix_cache()
+    stack.serve("b", tokens)
+    stack.check_end()
+
+
+def test_a_preempted_request_loads_what_it_had():
+    stack = make(num_blocks=10, prefix_caching=False)
+    first = stack.add("a", prompt(24), max_tokens=14)
+    second = stack.add("b", prompt(24, seed=5), max_tokens=14)
+    stack.drain()
+    assert first.num_preemptions + second.num_preemptions > 0
+    assert stack.offload.stats().loaded_blocks > 0
+    stack.check_end()
+
+
+# Aborts.
+
+
+@pytest.mark.parametrize("load_path", ["direct", "staged"])
+@pytest.mark.parametrize("num_steps", range(5))
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_abort_in_every_state(num_steps, async_scheduling, load_path):
+    stack = make(async_scheduling=async_scheduling, load_path=load_path, decode_save=True)
+    tokens = saved(stack, "a")
+    stack.add("other", prompt(12, seed=4), max_tokens=10)
+    stack.step()
+    stack.add("b", [*tokens, *prompt(12, seed=8)], max_tokens=12)
+    for _ in range(num_steps):
+        stack.step()
+    stack.abort("b")
+    stack.add("c", prompt(30, seed=6))  # takes its blocks
+    stack.drain()
+    stack.check_end()
+
+
+def test_blocks_of_an_aborted_load_are_not_written_any_more():
+    stack = make(load_path="staged")
+    tokens = saved(stack, "a")
+    request = stack.add("b", tokens)
+    stack.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert {flight.direction for flight in stack.workers[0]._flights} == {Direction.LOAD}
+    stack.abort("b")
+    stack.add("c", prompt(70, seed=6), max_tokens=9)  # needs every block
+    stack.drain()
+    stack.check_end()
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("load_path", ["direct", "staged"])
+def test_a_failed_load_is_computed(load_path):
+    stack = make(load_path=load_path)
+    tokens = saved(stack, "a")
+    break_loads(stack)
+    stack.serve("b", tokens)
+    assert not stack.errors
+    stats = stack.offload.stats()
+    assert (stats.num_failed_jobs, stats.loaded_blocks) == (1, 0)
+    stack.check_end()
+
+
+def test_with_the_policy_fail_the_request_ends_and_others_go_on():
+    stack = make(policy="fail")
+    tokens = saved(stack, "a")
+    break_loads(stack)
+    stack.add("other", prompt(12, seed=4), max_tokens=6)
+    stack.add("b", tokens)
+    stack.drain()
+    assert status(stack, "b") is RequestStatus.FINISHED_ERROR
+    assert len(stack.outputs["other"]) == 6
+    stack.check_end()
+
+
+def test_a_chunk_that_failed_is_not_tried_for_ever():
+    stack = make()
+    tokens = saved(stack, "a")
+    break_loads(stack)
+    stack.serve("b", tokens)
+    del stack.workers[0]._copiers[Direction.LOAD].load
+    stack.scheduler.reset_prefix_cache()
+    stack.serve("c", tokens)  # what `b` computed was saved anew
+    assert stack.offload.stats().loaded_blocks == 5
+    stack.check_end()
+
+
+def test_a_load_that_times_out_is_computed():
+    stack = make(job_timeout_s=1.0, load_path="staged")
+    tokens = saved(stack, "a")
+    now = [stack.offload._clock()]
+    stack.offload._clock = lambda: now[0]
+    stack.workers[0]._resume_load = lambda flight, caches: caches  # it never arrives
+    stack.add("other", prompt(8, seed=4), max_tokens=12)
+    request = stack.add("b", tokens)
+    stack.step()
+    stack.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    now[0] += 2
+    stack.step()
+    stack.step()
+    assert request.status is RequestStatus.RUNNING
+    del stack.workers[0]._resume_load
+    stack.drain()
+    stats = stack.offload.stats()
+    assert (stats.num_timed_out_jobs, stats.loaded_blocks) == (1, 0)
+    stack.check_end()
+
+
+def test_a_reset_while_a_load_is_on_its_way():
+    stack = make(load_path="staged")
+    tokens = saved(stack, "a")
+    request = stack.add("b", tokens)
+    stack.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert stack.scheduler.reset_connector_cache()
+    stack.drain()
+    stats = stack.offload.stats()
+    assert stats.loaded_blocks == 0
+    stack.scheduler.reset_prefix_cache()
+    matched = stats.matched_tokens
+    stack.serve("c", tokens)
+    assert stack.offload.stats().matched_tokens in (matched, matched + 39)  # nothing that was saved before the reset
+    stack.check_end()
+
+
+# Several workers.
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_three_workers_that_report_in_any_order(order):
+    stack = make(num_workers=3)
+    held = {i: [] for i in range(3)}
+    turn = itertools.count()
+
+    def meddle(results):
+        """Lets one worker speak a step, in this order; what the others had to say comes later."""
+        speaker = order[next(turn) % 3]
+        for i, result in enumerate(results):
+            message = result.kv_connector_output.kv_connector_worker_meta
+            held[i] += message.reports if message else ()
+            said, held[i] = (held[i], []) if i == speaker else ([], held[i])
+            result.kv_connector_output.kv_connector_worker_meta = ReportMessage(tuple(said)) if said else None
+        return results
+
+    stack.meddle = meddle
+    num_visible = stack.offload.stats().num_resident_chunks
+    stack.add("a", prompt(40), max_tokens=1)
+    stack.step()
+    stack.step()
+    assert len(stack.offload._index.find(list(stack.offload._index._slots))) <= num_visible
+    stack.drain()
+    stack.scheduler.reset_prefix_cache()
+    stack.serve("b", prompt(40))
+    assert stack.offload.stats().matched_tokens == 39
+    stack.check_end()
+
+
+def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
+    stack = make(num_workers=2, job_timeout_s=5.0)
+    now = [stack.offload._clock()]
+    stack.offload._clock = lambda: now[0]
+
+    def mute(results):
+        results[1].kv_connector_output.kv_connector_worker_meta = None
+        return results
+
+    stack.meddle = mute
+    request = stack.add("a", prompt(40), max_tokens=2)
+    while not request.is_finished():
+        stack.step()
+    stack.step()
+    assert stack.offload.has_jobs
+    stack.scheduler.reset_prefix_cache()
+    stack.side._config = stack.side._config.model_copy(update={"save_wait_s": 0.0})
+    again = stack.add("b", prompt(40))
+    while not again.is_finished():
+        stack.step()
+    assert stack.offload.stats().matched_tokens == 0
+    now[0] += 10
+    stack.step()
+    assert stack.offload.stats().num_timed_out_jobs > 0
+    stack.check()
+
+
+def test_reports_that_come_twice_change_nothing():
+    stack = make(num_workers=2)
+
+    def twice(results):
+        for result in results:
+            message = result.kv_connector_output.kv_connector_worker_meta
+            if message:
+                result.kv_connector_output.kv_connector_worker_meta = ReportMessage(message.reports * 2)
+        return results
+
+    stack.meddle = twice
+    tokens = saved(stack, "a")
+    stack.serve("b", tokens)
+    stats = stack.offload.stats()
+    assert stats.num_ignored_results > 0
+    assert stats.matched_tokens == 39
+    stack.check_end()
+
+
+def test_a_load_that_fails_on_one_worker_of_two_is_computed():
+    stack = make(num_workers=2)
+    tokens = saved(stack, "a")
+    break_loads(stack, worker=1)
+    stack.serve("b", tokens)
+    assert stack.offload.stats().loaded_blocks == 0
+    stack.check_end()
+
+
+# Statistics and events.
+
+
+def test_the_tier_of_a_hit_is_host_memory():
+    connector = Stack(num_blocks=8, **SMALL).scheduler.connector
+    assert connector.get_external_cache_hit_sources(None, 7) == {CacheHitSource.HOST: 7}
+
+
+def collect_stats(stack: Stack, run) -> list:
+    found, take = [], stack.side.take_stats
+
+    def taken():
+        stats = take()
+        if stats is not None:
+            found.append(stats.to_dict())
+        return stats
+
+    stack.side.take_stats = taken
+    run()
+    return found
+
+
+def test_statistics_add_up_and_reach_prometheus():
+    stack = make()
+    collect_stats(stack, lambda: None)
+
+    def run():
+        tokens = saved(stack, "a")
+        stack.serve("b", tokens)
+
+    before = stack.offload.stats()
+    payloads = collect_stats(stack, run)
+    after = stack.offload.stats()
+    registry = CollectorRegistry()
+    kinds = {
+        kind: lambda kind=kind, **kwargs: kind(registry=registry, **kwargs) for kind in (Gauge, Counter, Histogram)
+    }
+    metrics = TPUOffloadConnector.build_prom_metrics(stack.config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+    total = TPUOffloadConnector.build_kv_connector_stats()
+    for payload in payloads:
+        metrics.observe(payload, 0)
+        total = total.aggregate(TPUOffloadConnector.build_kv_connector_stats(dict(payload)))
+    labels = {"model_name": "m", "engine": "0"}
+    for name in ("loaded_tokens", "saved_nbytes", "loaded_nbytes", "matched_tokens"):
+        grown = getattr(after, name) - getattr(before, name)
+        assert grown > 0, name
+        assert registry.get_sample_value(f"vllm:tpu_offload_{name}_total", labels) == grown
+        assert total.data[name] == grown
+    assert registry.get_sample_value("vllm:tpu_offload_staging_peak_blocks", labels) == after.staging_peak_blocks
+    assert registry.get_sample_value("vllm:tpu_offload_load_seconds_count", labels) == 1
+    line = total.reduce()
+    assert line["Loaded tokens"] == 40
+    assert not total.is_empty()
+
+
+def test_no_statistics_while_nothing_happens():
+    stack = make()
+    stack.side.take_stats()
+    assert stack.side.take_stats() is None
+
+
+def test_events_tell_what_the_host_tier_holds():
+    stack = Stack(num_blocks=12, events=True, num_staging_blocks=16, num_cpu_chunks=6)
+    published = []
+    stack.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
+    for i in range(5):
+        stack.serve(f"r{i}", prompt(24, seed=i))
+    held = set()
+    for event in published:
+        if getattr(event, "medium", None) != "CPU":
+            continue
+        if isinstance(event, BlockStored):
+            assert event.block_size == BLOCK_SIZE
+            assert not held & set(event.block_hashes)
+            held |= set(event.block_hashes)
+        else:
+            assert isinstance(event, BlockRemoved)
+            assert held >= set(event.block_hashes)
+            held -= set(event.block_hashes)
+    assert len(held) == stack.offload.stats().num_resident_chunks == 6
+    stored = [h for e in published if isinstance(e, BlockStored) and e.medium == "GPU" for h in e.block_hashes]
+    assert held <= set(stored)
+    stack.scheduler.reset_connector_cache()
+    stack.serve("last", prompt(8, seed=70))
+    removed = [h for e in published if isinstance(e, BlockRemoved) and e.medium == "CPU" for h in e.block_hashes]
+    assert held <= set(removed)
+
+
+def test_roles_are_kept_apart():
+    stack = Stack(num_blocks=8, **SMALL)
+    with pytest.raises(AssertionError, match="reached the scheduler role"):
+        stack.scheduler.connector.start_load_kv(None)
+    worker = stack.connectors[0]
+    assert worker.role is KVConnectorRole.WORKER
+    with pytest.raises(AssertionError, match="reached the worker role"):
+        worker.reset_cache()

@@ -1,0 +1,136 @@
+"""Random lives of requests under vLLM's real scheduler: no wrong byte is read, no token differs, nothing is left."""
+
+import functools
+import random
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
+
+from tests.adapters.scheduler_stack import BLOCK_SIZE, VOCABULARY, Stack
+from tpu_offload import CopyPath
+from tpu_offload.kernels.programs import Program
+from tpu_offload.types import Direction
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once():
+    """Stacks have workers of a few layouts, and share what these compile."""
+    real, compiled = Program.compile, {}
+
+    def compile_once(program):
+        key = program.name, repr(program.args)
+        if key not in compiled:
+            compiled[key] = real(program)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "compile", compile_once)
+        yield
+
+
+class Faults:
+    """Makes copies of a worker raise before they do anything, now and then."""
+
+    def __init__(self, stack: Stack, rng: random.Random, rate: float) -> None:
+        self.rng, self.rate, self.num_raised = rng, rate, 0
+        if rate:
+            for worker in stack.workers:
+                for direction, copier in worker._copiers.items():
+                    name = "save" if direction is Direction.SAVE else "load"
+                    setattr(copier, name, functools.partial(self.maybe, getattr(copier, name)))
+
+    def maybe(self, real, *args):
+        if self.rng.random() < self.rate:
+            self.num_raised += 1
+            raise RuntimeError("injected")
+        return real(*args)
+
+
+class Life:
+    """One seed decides everything."""
+
+    def __init__(self, seed: int, mode: str) -> None:
+        self.rng = rng = random.Random(seed)
+        self.mode = mode
+        is_async = mode == "async"
+        paths = rng.choice(["direct", "direct", "staged"])
+        self.fault_rate = rng.choice([0.0, 0.0, 0.1])
+        self.stack = Stack(
+            num_blocks=rng.choice([12, 16, 24]),
+            num_workers=rng.choice([1, 1, 2]),
+            async_scheduling=is_async,
+            prefix_caching=rng.random() < 0.5,
+            num_spec_tokens=3 if mode == "speculative" else 0,
+            guess=lambda: rng.random() < 0.6,
+            max_num_batched_tokens=rng.choice([16, 48, 200]),
+            max_num_seqs=rng.choice([2, 6]),
+            policy="fail" if rng.random() < 0.15 else "recompute",
+            num_staging_blocks=rng.choice([2, 6, 40]),
+            num_cpu_chunks=rng.choice([4, 16, 80]),
+            blocks_per_chunk=rng.choice([1, 1, 2]),
+            decode_save=rng.random() < 0.5,
+            save_path=paths,
+            load_path=rng.choice([paths, "direct"]),
+            sync_load=mode == "sync",
+            save_wait_s=rng.choice([0.0, 0.5]),
+        )
+        self.faults = Faults(self.stack, rng, self.fault_rate)
+        self.num_added = 0
+
+    def arrive(self) -> None:
+        rng, prompt = self.rng, []
+        for depth in range(rng.randint(1, 4)):  # a walk in a small tree of shared prefixes
+            branch = rng.randint(0, 1)
+            prompt += [3 + (depth * 2 + branch + i) % VOCABULARY for i in range(rng.randint(1, 2) * BLOCK_SIZE)]
+        prompt += [3 + rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3))]
+        limit = (self.stack.num_blocks - 3) * BLOCK_SIZE
+        self.num_added += 1
+        salt = rng.choice([None, None, None, "tenant"])
+        self.stack.add(f"r{self.num_added}", prompt[: limit - 16], max_tokens=rng.randint(1, 14), salt=salt)
+
+    def run(self, num_steps: int) -> None:
+        stack, rng = self.stack, self.rng
+        for _ in range(num_steps):
+            if rng.random() < 0.4:
+                self.arrive()
+            live = [i for i, r in stack.scheduler.requests.items() if not r.is_finished()]
+            if live and rng.random() < 0.08:
+                stack.abort(rng.choice(live))
+            if rng.random() < 0.02:
+                self.reset()
+            stack.step()
+            stack.side.check_invariants()
+        stack.drain()
+        if self.fault_rate and any(request.status is RequestStatus.FINISHED_ERROR for request in stack.requests.values()):
+            assert stack.config.kv_transfer_config.kv_load_failure_policy == "fail"
+        stack.check_end()
+        assert all(runner.num_checked for runner in stack.runners)
+        stack.close()
+
+    def reset(self) -> None:
+        waiting = any(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.stack.scheduler.requests.values())
+        if waiting:  # vLLM cannot reset its own cache then; ours alone can be
+            self.stack.scheduler.reset_connector_cache()
+        else:
+            running = self.rng.random() < 0.5 and not self.stack.in_flight
+            self.stack.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+
+
+_loads = {"plain": 0, "sync": 0, "async": 0, "speculative": 0}
+
+
+@pytest.mark.parametrize("mode", list(_loads))
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 10**6))
+def test_random_life(mode, seed):
+    life = Life(seed, mode)
+    life.run(40)
+    _loads[mode] += life.stack.offload.stats().loaded_blocks
+
+
+def test_the_lives_loaded():
+    assert all(num_blocks > 100 for num_blocks in _loads.values()), _loads
