@@ -186,6 +186,9 @@ class OffloadConfig(pydantic.BaseModel):
                 near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"{name} is no setting of tpu_offload; did you mean {near}?")
         overrides = dict(overrides or {})
+        for name in sorted(set(overrides) - set(cls.model_fields)):
+            near = difflib.get_close_matches(name.lower(), cls.model_fields, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{name} is no setting of tpu_offload; did you mean {near}?")
         settings: dict[str, Any] = {n.removeprefix(ENV_PREFIX).lower(): v.strip() for n, v in given.items()}
         for names in (_STAGING_SIZES, _HOST_SIZES):
             if any(overrides.get(name) is not None for name in names):

@@ -113,6 +113,7 @@ def make_config(
             kv_connector_extra_config=settings,
         ),
     )
+    config.scheduler_config.async_scheduling = async_scheduling  # vLLM turns it off on CPUs
     config.cache_config.kv_cache_layout = "LBNHC"  # what the engine resolves before it makes connectors
     config.cache_config.num_gpu_blocks = num_blocks
     return config

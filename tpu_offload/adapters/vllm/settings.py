@@ -144,13 +144,18 @@ def check_hbm(
     lower = max(0.0, utilization - (needed - free) / limit)
     staged = "staged" in (config.save_path.value, config.load_path.value)
     smaller = (
-        f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {max(0, free - block_nbytes) / _GB:.4g}, or the copy paths to "
+        f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {_rounded_down(max(0, free - block_nbytes) / _GB)}, or the copy paths to "
         "direct, which needs two blocks"
         if staged
         else ""
     )
     raise ConfigError(
         f"tpu_offload: copies need {needed / _GB:.4g} GB of HBM on each device and {free / _GB:.4g} GB are free beside "
-        f"weights and KV cache; set --gpu-memory-utilization to at most {int(lower * 1000) / 1000:g} (it is "
+        f"weights and KV cache; set --gpu-memory-utilization to at most {_rounded_down(lower)} (it is "
         f"{utilization:g}){smaller}"
     )
+
+
+def _rounded_down(value: float) -> str:
+    """Three digits behind the point that are not more than the value."""
+    return f"{int(value * 1000) / 1000:g}"

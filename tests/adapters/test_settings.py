@@ -1,0 +1,195 @@
+"""What is refused at start, and what the message says."""
+
+import dataclasses
+import importlib.metadata
+import logging
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, kv_cache_config, make_config
+from tpu_offload import ConfigError, OffloadConfig
+from tpu_offload.adapters.vllm.plugin import CONNECTOR_NAME, register
+from tpu_offload.adapters.vllm.settings import check_hbm, count_workers, read_config
+
+pytestmark = pytest.mark.vllm
+
+
+def config(**changes):
+    vllm_config = make_config(num_blocks=8, async_scheduling=changes.pop("async_scheduling", False))
+    for name, value in changes.pop("transfer", {}).items():
+        setattr(vllm_config.kv_transfer_config, name, value)
+    for name, value in changes.pop("parallel", {}).items():
+        setattr(vllm_config.parallel_config, name, value)
+    for name, value in changes.items():
+        setattr(vllm_config, name, value)
+    return vllm_config
+
+
+def test_the_environment_is_read_and_the_extra_config_wins(monkeypatch):
+    monkeypatch.setenv("TPU_OFFLOAD_NUM_CPU_CHUNKS", "11")
+    monkeypatch.setenv("TPU_OFFLOAD_NUM_STAGING_BLOCKS", "7")
+    monkeypatch.setenv("TPU_OFFLOAD_DECODE_SAVE", "1")
+    extra = {"host_gb": 2.5, "num_staging_blocks": 9}
+    found = read_config(config(transfer={"kv_connector_extra_config": extra}), kv_cache_config(8))
+    assert (found.host_gb, found.num_cpu_chunks, found.num_staging_blocks, found.decode_save) == (2.5, None, 9, True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"host_gigabytes": 3}, "host_gigabytes is no setting of tpu_offload; did you mean host_gb"),
+        ({"host_gb": 1, "num_cpu_chunks": 3}, "give one size in two ways"),
+        ({"host_gb": -1}, "host_gb=-1"),
+        ({"load_path": "teleport"}, "load_path='teleport'"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(extra, said):
+    with pytest.raises(ConfigError) as e:
+        read_config(config(transfer={"kv_connector_extra_config": extra}), kv_cache_config(8))
+    assert said in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+class Sharding:
+    total_dp_size = 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"transfer": {"kv_role": "kv_producer"}}, 'set it to "kv_both"'),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "set --pipeline-parallel-size 1"),
+        ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size=2"),
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size=2"),
+        ({"sharding_config": Sharding()}, "data parallel attention over 4 devices"),
+        ({"additional_config": {"enable_continue_decode": True}}, "enable_continue_decode"),
+        (
+            {"async_scheduling": True, "transfer": {"kv_connector_extra_config": {"sync_load": True}}},
+            "--no-async-scheduling",
+        ),
+    ],
+)
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_a_setup_that_is_not_supported_is_refused_by_both_roles(changes, said, role):
+    changes = {k: dict(v) if isinstance(v, dict) else v for k, v in changes.items()}
+    with pytest.raises(ConfigError) as e:
+        KVConnectorFactory.create_connector(config(**changes), role, kv_cache_config(8))
+    assert said in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def sliding(block_size=BLOCK_SIZE):
+    return SlidingWindowSpec(
+        block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
+    )
+
+
+def test_hybrid_models_are_refused_with_what_would_help():
+    full = kv_cache_config(8).kv_cache_groups[0]
+    groups = [full, KVCacheGroupSpec(["other"], sliding())]
+    with pytest.raises(ConfigError, match="2 KV cache groups.*SlidingWindowSpec.*hybrid models are not supported"):
+        read_config(config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def test_windows_without_full_attention_are_refused():
+    groups = [KVCacheGroupSpec(["layer"], sliding())]
+    with pytest.raises(ConfigError, match="SlidingWindowSpec, expected full attention"):
+        read_config(config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def test_blocks_of_another_size_are_refused():
+    group = kv_cache_config(8).kv_cache_groups[0]
+    spec = dataclasses.replace(group.kv_cache_spec, block_size=16)
+    groups = [KVCacheGroupSpec(group.layer_names, spec)]
+    with pytest.raises(ConfigError, match="set --block-size to 16"):
+        read_config(config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def test_hosts_are_counted_under_ray_only(monkeypatch):
+    from tpu_inference import envs
+
+    assert count_workers() == 1
+    monkeypatch.setattr(envs, "TPU_MULTIHOST_BACKEND", "carrier-pigeon", raising=False)
+    with pytest.raises(ConfigError, match="expected ray"):
+        count_workers()
+
+
+# HBM.
+
+
+def hbm(used_gb, limit_gb=32):
+    return int(used_gb * GB), limit_gb * GB
+
+
+def check(usage, needed_gb, **settings):
+    check_hbm(
+        usage,
+        needed=int(needed_gb * GB),
+        block_nbytes=4 << 20,
+        config=OffloadConfig.create(**settings),
+        utilization=0.9,
+    )
+
+
+def test_enough_hbm_is_enough():
+    check([hbm(28), hbm(29)], 3.0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_fullest_device_counts_and_the_message_names_values_that_work(order):
+    with pytest.raises(ConfigError) as e:
+        check([hbm(28), hbm(31)][::order], 3.0, load_path="staged")
+    text = str(e.value)
+    assert "copies need 3 GB of HBM on each device and 1 GB are free" in text
+    assert "--gpu-memory-utilization to at most 0.837 (it is 0.9)" in text  # 2 of 32 GB less
+    assert "TPU_OFFLOAD_STAGING_BUFFER_GB to at most 0.996" in text
+    assert "\n" not in text
+    check([hbm(28), hbm(31 - 0.063 * 32)], 3.0, load_path="staged")  # with 0.837
+    check([hbm(28), hbm(31)], 0.996 + 4 / 1024, load_path="staged")  # with that staging buffer and a block
+
+
+def test_direct_copies_have_no_staging_buffer_to_make_smaller():
+    with pytest.raises(ConfigError) as e:
+        check([hbm(32)], 0.01)
+    assert "STAGING" not in str(e.value)
+
+
+# Logging and the plugin.
+
+
+def test_a_policy_that_fails_requests_is_warned_about(caplog, monkeypatch):
+    from tpu_offload.adapters.vllm import settings
+
+    monkeypatch.setattr(settings._logger, "warning_once", settings._logger.warning)
+    caplog.set_level(logging.WARNING)
+    read_config(config(transfer={"kv_load_failure_policy": "fail"}), kv_cache_config(8))
+    assert '"kv_load_failure_policy": "recompute"' in caplog.text
+
+
+def test_the_plugin_registers_the_connector_once():
+    (entry,) = [
+        e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "tpu_offload"
+    ]
+    assert entry.load() is register
+    register()
+    register()
+    assert CONNECTOR_NAME != "TPUOffloadConnector"
+    transfer = make_config(num_blocks=8).kv_transfer_config
+    transfer.kv_connector, transfer.kv_connector_module_path = CONNECTOR_NAME, None
+    assert KVConnectorFactory.get_connector_class(transfer).__name__ == "TPUOffloadConnector"
+
+
+def test_tpu_inference_takes_no_other_name_than_its_own():
+    """Why the module path is the way on TPU, today; when this fails, docs/vllm.md can say so."""
+    import inspect
+
+    from tpu_inference.platforms.tpu_platform import TpuPlatform
+
+    source = inspect.getsource(TpuPlatform.check_and_update_config)
+    assert '"TPUOffloadConnector"' in source
+    assert "Unsupported kv_connector" in source
+    assert CONNECTOR_NAME not in source
