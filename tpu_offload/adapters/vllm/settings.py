@@ -136,9 +136,9 @@ def check_hbm(
     free = limit - used
     if needed <= free:
         _logger.info(
-            "tpu_offload: copies take up to %.3f GB of HBM a device; %.3f GB are free beside weights and KV cache",
-            needed / _GB,
-            free / _GB,
+            "tpu_offload: copies take up to %.1f MiB of HBM a device; %.1f MiB are free beside weights and KV cache",
+            needed / 2**20,
+            free / 2**20,
         )
         return
     lower = max(0.0, utilization - (needed - free) / limit)
