@@ -37,6 +37,8 @@ GOOD = {
     "decode_save": ("1", True),
     "skip_jax_precompile": ("true", True),
     "block_size_buckets": ("1, 2,8", (1, 2, 8)),
+    "sync_load": ("1", True),
+    "save_wait_s": ("0", 0.0),
     "job_timeout_s": ("2.5", 2.5),
     "metrics_log_interval": ("0", 0.0),
     "batched_save": ("0", False),
@@ -83,6 +85,8 @@ BAD = {
         ("1,x", "integer"),
         ("0,1", "greater than or equal to 1"),
     ],
+    "sync_load": [("never", "0 or 1")],
+    "save_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
     "job_timeout_s": [("0", "greater than 0"), ("-3", "greater than 0"), ("nan", "finite number"), ("soon", "number")],
     "metrics_log_interval": [("-1", "greater than or equal to 0"), ("nan", "finite number")],
     "batched_save": [("perhaps", "0 or 1")],
@@ -342,3 +346,40 @@ def test_a_very_long_value_is_not_repeated_in_full():
     with pytest.raises(ConfigError) as e:
         OffloadConfig.from_env({"TPU_OFFLOAD_STAGING_BUFFER_TOKENS": "9" * 400})
     assert len(str(e.value)) < 200
+
+
+# Overrides, which engines with a configuration of their own hand in.
+
+
+def test_overrides_win():
+    environ = {"TPU_OFFLOAD_HOST_GB": "3", "TPU_OFFLOAD_DECODE_SAVE": "1", "TPU_OFFLOAD_BLOCKS_PER_CHUNK": "2"}
+    config = OffloadConfig.from_env(environ, overrides={"decode_save": False, "host_gb": 1.5})
+    assert (config.decode_save, config.host_gb, config.blocks_per_chunk) == (False, 1.5, 2)
+
+
+def test_a_size_in_another_unit_replaces_the_one_of_the_environment():
+    environ = {"TPU_OFFLOAD_HOST_GB": "3", "TPU_OFFLOAD_NUM_STAGING_BLOCKS": "7"}
+    config = OffloadConfig.from_env(environ, overrides={"num_cpu_chunks": 5})
+    assert (config.host_gb, config.num_cpu_chunks, config.num_staging_blocks) == (None, 5, 7)
+    with pytest.raises(ConfigError, match="give one size in two ways"):
+        OffloadConfig.from_env(environ, overrides={"num_cpu_chunks": 5, "host_gb": 1})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"decode_safe": 1}, "decode_safe is no setting of tpu_offload; did you mean decode_save?"),
+        ({"HOST_GB": 1}, "HOST_GB is no setting of tpu_offload; did you mean host_gb?"),
+        ({"host_gb": "lots"}, "host_gb='lots': "),
+        ({"blocks_per_chunk": 0}, "blocks_per_chunk=0: "),
+    ],
+)
+def test_a_wrong_override_goes_by_its_own_name(overrides, said):
+    with pytest.raises(ConfigError) as e:
+        OffloadConfig.from_env({}, overrides=overrides)
+    assert str(e.value).startswith(said)
+
+
+def test_beside_overrides_the_environment_goes_by_its_names():
+    with pytest.raises(ConfigError, match="^TPU_OFFLOAD_HOST_GB='lots'"):
+        OffloadConfig.from_env({"TPU_OFFLOAD_HOST_GB": "lots"}, overrides={"decode_save": True})

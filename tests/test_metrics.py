@@ -57,3 +57,11 @@ def test_an_interval_of_zero_never_logs(caplog):
     caplog.set_level(logging.INFO, logger="tpu_offload.metrics")
     StatsLogger(0.0).maybe_log(100.0, lambda: OffloadStats(saved_nbytes=1))
     assert caplog.messages == []
+
+
+def test_the_difference_of_two_snapshots():
+    earlier = OffloadStats(saved_blocks=3, save_s=1.5, staging_peak_blocks=9, num_jobs_in_flight=4)
+    later = OffloadStats(saved_blocks=10, save_s=2.0, staging_peak_blocks=11, num_jobs_in_flight=1)
+    assert later.since(earlier) == OffloadStats(
+        saved_blocks=7, save_s=0.5, staging_peak_blocks=11, num_jobs_in_flight=1
+    )

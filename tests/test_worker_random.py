@@ -69,6 +69,7 @@ class Life:
         self.late = (0.5, 0.0, 0.8)[seed % 3]
         self.engine = Engine(path, dtype=("bfloat16", "float8_e5m2")[seed % 2])
         self.worker = self.engine.worker
+        self.written: set[int] = set()
         self.live: dict[int, Copy] = {}
         self.unknown_blocks: set[int] = set()
         self.unknown_places: set[int] = set()
@@ -145,6 +146,7 @@ class Life:
             self.run_pass(plan, fault_rate)
             if self.worker._flights and rng.random() < fault_rate / 3:
                 rng.choice(self.worker._flights).waiting_on = worker_engine.Poisoned()
+            self.check_written(self.worker.take_written_loads())
             self.take(self.worker.poll(wait=quiet or rng.random() < 0.2))
         pool = self.worker._pool
         for segment_id in sorted(pool._lost - pool._rebuilt.keys()):
@@ -199,11 +201,24 @@ class Life:
                     self.engine.host[places] = copy.wanted
                     self.unknown_places.difference_update(places)
                 else:
+                    assert result.job_id in self.written
                     for layer, cache in enumerate(self.engine.expected):
                         cache[block_ids] = copy.wanted[:, layer]
                     self.unknown_blocks.difference_update(block_ids)
 
     # What is asserted.
+
+    def check_written(self, job_ids: tuple[int, ...]) -> None:
+        """What is dispatched from now on sees the blocks of these loads, which nothing else may have touched."""
+        for job_id in job_ids:
+            copy = self.live[job_id]
+            assert not copy.taken_back
+            assert job_id not in self.written
+            self.written.add(job_id)
+            if not copy.lost:
+                for layer, cache in enumerate(self.engine.caches):
+                    found = reference.as_bytes(cache)[list(copy.job.block_ids)]
+                    np.testing.assert_array_equal(found, copy.wanted[:, layer])
 
     def check(self) -> None:
         blocks = sorted(set(range(NUM_BLOCKS)) - self.unknown_blocks)

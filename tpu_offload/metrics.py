@@ -70,10 +70,12 @@ class OffloadStats:
 
     def since(self, earlier: "OffloadStats") -> "OffloadStats":
         """What was counted after an earlier snapshot; what is not a count, as it is now."""
-        return OffloadStats(**{
-            name: value if name in GAUGES else value - getattr(earlier, name)
-            for name, value in dataclasses.asdict(self).items()
-        })
+        return OffloadStats(
+            **{
+                name: value if name in GAUGES else value - getattr(earlier, name)
+                for name, value in dataclasses.asdict(self).items()
+            }
+        )
 
 
 GAUGES = frozenset({

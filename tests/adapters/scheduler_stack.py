@@ -156,7 +156,7 @@ def kv_of(digest: bytes, rank: int, layer: int) -> np.ndarray:
     return np.frombuffer(raw, np.int8).reshape(PAGE_SHAPE[1:])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def continued(prompt: tuple[int, ...], num_tokens: int) -> Prefix:
     """What the model makes of a prompt, `num_tokens` long in all."""
     prefix = Prefix(prompt)
@@ -362,12 +362,15 @@ class Stack:
     def _execute(self, output) -> ModelRunnerOutput:
         results = []
         for connector, runner in zip(self.connectors, self.runners, strict=True):
-            with _agent(connector), set_forward_context(None, self.config):
-                with KVConnectorModelRunnerMixin._get_kv_connector_output(output) as kv_output:
-                    runner.update_tables(output)
-                    # With synchronous loads, those that failed are known when the pass begins.
-                    spoilt = set(connector.worker_side._invalid_block_ids)
-                    sampled = self._forward(runner, output, spoilt)
+            with (
+                _agent(connector),
+                set_forward_context(None, self.config),
+                KVConnectorModelRunnerMixin._get_kv_connector_output(output) as kv_output,
+            ):
+                runner.update_tables(output)
+                # With synchronous loads, those that failed are known when the pass begins.
+                spoilt = set(connector.worker_side._invalid_block_ids)
+                sampled = self._forward(runner, output, spoilt)
             ids = list(output.num_scheduled_tokens)
             results.append(
                 ModelRunnerOutput(

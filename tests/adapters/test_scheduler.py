@@ -67,9 +67,9 @@ def test_a_request_waits_for_its_load_while_others_run():
     stack.add("other", prompt(8, seed=50), max_tokens=10)
     stack.step()
     request = stack.add("b", tokens)
-    for worker in stack.workers:  # no load is ever written
-        worker.take_written_loads = lambda: ()
-        worker.poll = lambda wait=False, poll=worker.poll: poll(wait=False) if not stack.hold else worker._report
+    (worker,) = stack.workers  # no load is ever written
+    worker.take_written_loads = lambda: ()
+    worker.poll = lambda wait=False, poll=worker.poll: poll(wait=False) if not stack.hold else worker._report
     stack.hold = True
     before = len(stack.outputs["other"])
     for _ in range(4):

@@ -4,12 +4,11 @@ import functools
 import random
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, VOCABULARY, Stack
-from tpu_offload import CopyPath
 from tpu_offload.kernels.programs import Program
 from tpu_offload.types import Direction
 
@@ -105,7 +104,9 @@ class Life:
             stack.step()
             stack.side.check_invariants()
         stack.drain()
-        if self.fault_rate and any(request.status is RequestStatus.FINISHED_ERROR for request in stack.requests.values()):
+        if self.fault_rate and any(
+            request.status is RequestStatus.FINISHED_ERROR for request in stack.requests.values()
+        ):
             assert stack.config.kv_transfer_config.kv_load_failure_policy == "fail"
         stack.check_end()
         assert all(runner.num_checked for runner in stack.runners)

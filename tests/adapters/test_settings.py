@@ -83,15 +83,13 @@ def test_a_setup_that_is_not_supported_is_refused_by_both_roles(changes, said, r
 
 
 def sliding(block_size=BLOCK_SIZE):
-    return SlidingWindowSpec(
-        block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32
-    )
+    return SlidingWindowSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32)
 
 
 def test_hybrid_models_are_refused_with_what_would_help():
     full = kv_cache_config(8).kv_cache_groups[0]
     groups = [full, KVCacheGroupSpec(["other"], sliding())]
-    with pytest.raises(ConfigError, match="2 KV cache groups.*SlidingWindowSpec.*hybrid models are not supported"):
+    with pytest.raises(ConfigError, match=r"2 KV cache groups.*SlidingWindowSpec.*hybrid models are not supported"):
         read_config(config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
 
 
@@ -171,9 +169,7 @@ def test_a_policy_that_fails_requests_is_warned_about(caplog, monkeypatch):
 
 
 def test_the_plugin_registers_the_connector_once():
-    (entry,) = [
-        e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "tpu_offload"
-    ]
+    (entry,) = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "tpu_offload"]
     assert entry.load() is register
     register()
     register()

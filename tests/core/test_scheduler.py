@@ -16,7 +16,10 @@ from tpu_offload import (
     StepReport,
     Update,
 )
+from tpu_offload.core.requests import TierEventKind
 from tpu_offload.errors import ConfigError
+from tpu_offload.hashing import last_block_hash
+from tpu_offload.types import Direction
 
 
 def test_a_prompt_served_twice_is_loaded_the_second_time() -> None:
@@ -729,15 +732,115 @@ def test_a_load_that_one_worker_fails_and_another_never_reports_times_out() -> N
     engine.scheduler.check_invariants()
 
 
-def test_a_load_in_flight_at_a_reset_times_out_too() -> None:
-    engine = FakeEngine(job_timeout_s=5.0)
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_load_in_flight_at_a_reset_is_cancelled_by_the_next_plan(sent) -> None:
+    engine = FakeEngine(workers=[FakeWorker(staged=True)])
     engine.serve("a", tokens(12))
     engine.add("b", tokens(12))
-    engine.step()
+    if sent:
+        engine.step()
     engine.scheduler.reset()
-    engine.clock.now_s += 6
-    engine.step()
-    assert engine.apply(engine.workers[0], []).failed_loads == (FailedLoad("b", 0),)
+    plan, (results,) = engine.step()
+    assert len(plan.cancelled_job_ids) == sent
+    assert plan.loads == ()
+    assert engine.apply(engine.workers[0], results).failed_loads == (FailedLoad("b", 0),)
+    assert not engine.scheduler.has_jobs
+    engine.scheduler.check_invariants()
+
+
+def test_whether_what_comes_next_is_being_saved() -> None:
+    engine = FakeEngine()
+    engine.add("a", tokens(12))
+    engine.step({"a": 12})
+    worker = engine.workers[0]
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(12))
+    assert not engine.scheduler.is_saving_next("b"), "never matched"
+    assert engine.scheduler.match("b", hashes, num_tokens=12, num_computed_tokens=0) == 0
+    assert engine.scheduler.is_saving_next("b")
+    assert engine.scheduler.match("c", hashes, num_tokens=12, num_computed_tokens=12) == 0
+    assert not engine.scheduler.is_saving_next("c"), "nothing comes next"
+    engine.apply(worker, worker.finish())
+    assert engine.scheduler.match("b", hashes, num_tokens=12, num_computed_tokens=0) == 11
+    assert not engine.scheduler.is_saving_next("b")
+
+
+def test_an_update_names_the_transfers_that_ended() -> None:
+    workers = [FakeWorker(0), FakeWorker(1)]
+    engine = FakeEngine(workers=workers)
+    engine.add("a", tokens(12))
+    engine.step({"a": 12})
+    assert engine.apply(workers[0], workers[0].finish()).transfers == ()
+    (transfer,) = engine.apply(workers[1], workers[1].finish()).transfers
+    assert (transfer.direction, transfer.num_blocks, transfer.duration_s) == (Direction.SAVE, 3, 0.5)
+    assert engine.apply(workers[1], []) == Update()
+
+
+# Events.
+
+
+class Router:
+    """Knows the host tier from its events only."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.scheduler = engine.scheduler
+        self.hashes: set[bytes] = set()
+
+    def look(self) -> None:
+        for event in self.scheduler.take_events():
+            hashes = set(event.block_hashes)
+            assert len(hashes) == len(event.block_hashes) > 0
+            if event.kind is TierEventKind.STORED:
+                assert not hashes & self.hashes
+                self.hashes |= hashes
+            else:
+                assert hashes <= self.hashes
+                self.hashes -= hashes
+
+    def check(self) -> None:
+        self.look()
+        index = self.scheduler._index
+        assert self.hashes == {last_block_hash(key) for key, slot in index._slots.items() if slot >= 0}
+
+
+def recording_engine(**settings) -> FakeEngine:
+    engine = FakeEngine(**settings)
+    engine.scheduler._index._changes = []
+    return engine
+
+
+def test_events_follow_saves_evictions_losses_and_resets() -> None:
+    engine = recording_engine(num_cpu_chunks=5)
+    router = Router(engine)
+    engine.serve("a", tokens(12))
+    router.check()
+    assert len(router.hashes) == 3
+    engine.serve("b", tokens(16, start=50))
+    router.check()
+    assert len(router.hashes) == 5
+    engine.workers[0].lose(0, 2, blocks_per_chunk=1)
+    engine.apply(engine.workers[0], [])
+    router.check()
+    assert len(router.hashes) < 5
+    engine.scheduler.reset()
+    router.check()
+    assert router.hashes == set()
+
+
+def test_a_save_that_failed_is_no_event() -> None:
+    engine = recording_engine()
+    engine.add("a", tokens(12))
+    engine.step({"a": 12})
+    engine.apply(engine.workers[0], engine.workers[0].finish(fail=True))
+    assert engine.scheduler.take_events() == []
+
+
+def test_nothing_is_recorded_unless_asked_for() -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(12))
+    assert engine.scheduler.take_events() == []
+    scheduler = OffloadScheduler(OffloadConfig.create(num_staging_blocks=8), LAYOUT, record_events=True)
+    assert scheduler._index._changes == []
 
 
 def test_the_failure_of_an_old_load_is_not_told_to_the_request_that_came_back() -> None:

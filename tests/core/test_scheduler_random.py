@@ -5,6 +5,7 @@ import random
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker
+from tests.core.test_scheduler import Router
 from tpu_offload import StepPlan
 
 
@@ -37,6 +38,8 @@ class RandomLife:
         self.num_requests = 0
         self.num_loaded_tokens = 0
         self.checked = 0
+        self.engine.scheduler._index._changes = []
+        self.router = Router(self.engine)
 
     def arrive(self) -> None:
         prompt = []
@@ -72,6 +75,7 @@ class RandomLife:
 
     def check(self) -> None:
         self.engine.scheduler.check_invariants()
+        self.router.check()
         stats = self.engine.scheduler.stats()
         assert stats.staging_peak_blocks <= stats.staging_budget_blocks
         for request in self.engine.requests.values():

@@ -40,9 +40,7 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     return config
 
 
-def _unsupported(
-    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: OffloadConfig
-) -> str | None:
+def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: OffloadConfig) -> str | None:
     """Why this setup is refused, in one line with what to change; None when it is fine."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     assert transfer is not None
@@ -151,8 +149,8 @@ def check_hbm(
     )
     raise ConfigError(
         f"tpu_offload: copies need {needed / _GB:.4g} GB of HBM on each device and {free / _GB:.4g} GB are free beside "
-        f"weights and KV cache; set --gpu-memory-utilization to at most {_rounded_down(lower)} (it is "
-        f"{utilization:g}){smaller}"
+        f"weights and KV cache; set --gpu-memory-utilization to at most {_rounded_down(lower)} "
+        f"(it is {utilization:g}){smaller}"
     )
 
 

@@ -60,7 +60,7 @@ class OffloadConnectorStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds a later interval."""
