@@ -381,5 +381,5 @@ def test_a_wrong_override_goes_by_its_own_name(overrides, said):
 
 
 def test_beside_overrides_the_environment_goes_by_its_names():
-    with pytest.raises(ConfigError, match="^TPU_OFFLOAD_HOST_GB='lots'"):
+    with pytest.raises(ConfigError, match=r"^TPU_OFFLOAD_HOST_GB='lots'"):
         OffloadConfig.from_env({"TPU_OFFLOAD_HOST_GB": "lots"}, overrides={"decode_save": True})

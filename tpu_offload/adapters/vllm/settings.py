@@ -141,9 +141,9 @@ def check_hbm(
         return
     lower = max(0.0, utilization - (needed - free) / limit)
     staged = "staged" in (config.save_path.value, config.load_path.value)
+    fitting = _rounded_down(max(0, free - block_nbytes) / _GB)
     smaller = (
-        f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {_rounded_down(max(0, free - block_nbytes) / _GB)}, or the copy paths to "
-        "direct, which needs two blocks"
+        f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {fitting}, or the copy paths to direct, which needs two blocks"
         if staged
         else ""
     )
