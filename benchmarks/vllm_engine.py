@@ -139,7 +139,7 @@ class Engine:
             async_scheduling=args.async_scheduling, kv_transfer_config=transfer_config(args.variant),
         )  # fmt: skip
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        self.timer = StepTimer(scheduler, time.perf_counter)
+        self.timer = StepTimer(scheduler)
         self.peer_staging = PeerStaging(scheduler) if args.variant == "peer" else None
         from tpu_offload.cli.report import environment
 
