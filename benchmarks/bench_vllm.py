@@ -3,8 +3,8 @@
 The same conversations through vLLM and tpu-inference without a connector (`none`), with tpu-inference's (`peer`),
 and with ours in several ways (`--ours`). Each has a process of its own, started once and warmed up until a round
 compiles nothing; then each measures a round in turn. All have to generate the same tokens. `vllm_engine.py` tells
-what is in a round. Then the same with vLLM's scheduler alone (`vllm_scheduler.py`). The limit is in the same run: `none`, which
-computes everything and schedules for nobody else.
+what is in a round. Then the same with vLLM's scheduler alone (`vllm_scheduler.py`). The limit is in the same run:
+`none`, which computes everything and schedules for nobody else.
 
   .venv-vllm/bin/python benchmarks/bench_vllm.py --repeats 7 --json vllm.json
   .venv-vllm/bin/python benchmarks/bench_vllm.py --part scheduler --ours async
@@ -72,7 +72,7 @@ def run(script, variants, args):
     children = []
     try:
         found = {}
-        for variant in variants:  # two at a time would do, but starting says nothing and is not measured
+        for variant in variants:
             children.append(Child(script, variant, args))
         for child in children:
             found[child.variant] = child.answer()
@@ -235,7 +235,8 @@ def show(title, rows, figures):
 def cell(one):
     if one is None:
         return "-"
-    low, middle, high = (f"{one[k]:.{0 if one['median'] >= 1000 else 1}f}".removesuffix(".0") for k in ("min", "median", "max"))
+    digits = 0 if one["median"] >= 1000 else 1
+    low, middle, high = (f"{one[k]:.{digits}f}".removesuffix(".0") for k in ("min", "median", "max"))
     return middle if low == high else f"{middle} ({low}-{high})"
 
 

@@ -141,9 +141,9 @@ class Engine:
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.timer = StepTimer(scheduler)
         self.peer_staging = PeerStaging(scheduler) if args.variant == "peer" else None
-        from tpu_offload.cli.report import environment
-
         import importlib.metadata
+
+        from tpu_offload.cli.report import environment
 
         found = environment()
         found["versions"] |= {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}
