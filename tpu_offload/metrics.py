@@ -6,6 +6,7 @@ want one, so the engine's steps pay nothing for them.
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable, Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -70,12 +71,12 @@ class OffloadStats:
 
     def since(self, earlier: "OffloadStats") -> "OffloadStats":
         """What was counted after an earlier snapshot; what is not a count, as it is now."""
-        return OffloadStats(
-            **{
-                name: value if name in GAUGES else value - getattr(earlier, name)
-                for name, value in dataclasses.asdict(self).items()
-            }
-        )
+        pairs = zip(_NAMES, _values(self), _values(earlier), strict=True)
+        return OffloadStats(**{name: now if name in GAUGES else now - before for name, now, before in pairs})
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Values by name; `dataclasses.asdict`, which copies deeply, takes over twice as long."""
+        return dict(zip(_NAMES, _values(self), strict=True))
 
 
 GAUGES = frozenset({
@@ -83,6 +84,9 @@ GAUGES = frozenset({
     "num_resident_chunks", "num_jobs_in_flight",
 })  # fmt: skip
 """Fields of `OffloadStats` that say how things are; all others count up."""
+
+_NAMES = tuple(field.name for field in dataclasses.fields(OffloadStats))
+_values = operator.attrgetter(*_NAMES)
 
 
 class StatsCollector(Collector):

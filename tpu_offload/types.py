@@ -6,7 +6,7 @@ and holds only ids and numbers. No array and no object of either side ever cross
 
 import dataclasses
 import enum
-from typing import NewType
+from typing import Any, NewType
 
 BlockHash = NewType("BlockHash", bytes)
 """Hash of one block's tokens chained on the hash of the block before it (see `hashing`)."""
@@ -93,6 +93,10 @@ class StepPlan:
     def empty(self) -> bool:
         """Whether there is nothing to do."""
         return not (self.loads or self.saves or self.cancelled_job_ids)
+
+    def __reduce__(self) -> tuple[type["StepPlan"], tuple[Any, ...]]:
+        """A plan is pickled every step, and what dataclasses do for slots takes longer."""
+        return StepPlan, (self.step_id, self.loads, self.saves, self.cancelled_job_ids)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _logger = init_logger(__name__)
-_NEVER = 1 << 62  # more tokens than a request has
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,10 +82,13 @@ class SchedulerSide:
         self._offload: OffloadScheduler | None = None
         self._num_early_steps = 0
         self._watched: dict[str, _Watched] = {}
+        # Those of them that may have something new to save; for the many that only generate a step costs nothing.
+        self._offering: dict[str, _Watched] = {}
         self._promised: set[str] = set()  # matched in this pass and not admitted
         self._matched: set[str] = set()  # matched in this pass
         self._waiting_since_s: dict[str, float] = {}  # requests that wait for a save
         self._told = OffloadStats()
+        self._has_news = False  # something may have been counted since then
         self._transfers: list[FinishedTransfer] = []
 
     def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -95,10 +97,11 @@ class SchedulerSide:
         None in place of a number: ask again in the next step, for the next chunk is being saved.
         """
         request_id = request.request_id
-        self._watched.pop(request_id, None)  # it holds no blocks now
+        self._forget(request_id)  # it holds no blocks now
         self._matched.add(request_id)
         if self._offload is None or request.skip_reading_prefix_cache:
             return 0, False
+        self._has_news = True
         num_tokens = self._offload.match(
             request_id,
             request.block_hashes,
@@ -117,7 +120,7 @@ class SchedulerSide:
     def admit(self, request: "Request", block_ids: Sequence[int], num_loaded_tokens: int) -> None:
         """vLLM granted blocks, with which the request waits for a load if it has one."""
         request_id = request.request_id
-        self._watched[request_id] = _Watched(request)
+        self._watched[request_id] = self._offering[request_id] = _Watched(request)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
         if self._offload is not None:
@@ -129,7 +132,7 @@ class SchedulerSide:
         preempted, matched, self._matched = output.preempted_req_ids or (), self._matched, set()
         for request_id in preempted:
             if request_id not in matched:  # else it was given up when it was matched, and may hold blocks again
-                self._watched.pop(request_id, None)
+                self._forget(request_id)
                 if self._offload is not None:
                     self._offload.preempt(request_id)
         if self._offload is None:
@@ -138,7 +141,9 @@ class SchedulerSide:
         for request_id in self._promised:
             self._offload.release(request_id)
         self._promised.clear()
-        return PlanMessage(self._offload.plan_step(self._changed(output)), idle)
+        plan = self._offload.plan_step(self._changed(output))
+        self._has_news |= not plan.empty or self._offload.has_jobs
+        return PlanMessage(plan, idle)
 
     def apply(self, message: "KVConnectorWorkerMetadata | None") -> None:
         """Takes what the workers reported after a step.
@@ -152,6 +157,7 @@ class SchedulerSide:
             if message.layout is None:
                 return
             self._offload = self._start(message.layout)
+        self._has_news = True
         for report in message.reports:
             update = self._offload.apply(report)
             self._transfers += update.transfers
@@ -159,20 +165,24 @@ class SchedulerSide:
                 # Nothing of it is saved until it says anew how far it has computed. With synchronous loads it has
                 # said so already, and rests on blocks that never came.
                 self._offload.preempt(failed.request_id)
-                if failed.request_id in self._watched:
-                    self._watched[failed.request_id].next_offer_tokens = 0
+                entry = self._watched.get(failed.request_id)
+                if entry is not None:
+                    entry.next_offer_tokens = 0
+                    self._offering[failed.request_id] = entry
 
     def finish(self, request_id: str) -> None:
         """The request ended, in whatever state."""
-        self._watched.pop(request_id, None)
+        self._forget(request_id)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
+        self._has_news = True
         if self._offload is not None:
             self._offload.finish(request_id)
 
     def reset(self) -> None:
         """Nothing that was saved may be found any more."""
         self._promised.clear()
+        self._has_news = True
         if self._offload is not None:
             self._offload.reset()
 
@@ -202,8 +212,9 @@ class SchedulerSide:
 
     def take_stats(self) -> OffloadConnectorStats | None:
         """What was counted since the last call; None when nothing was."""
-        if self._offload is None:
+        if self._offload is None or not self._has_news:
             return None
+        self._has_news = False
         stats = self._offload.stats()
         if stats == self._told:
             return None
@@ -215,6 +226,10 @@ class SchedulerSide:
         """Raises AssertionError if the books disagree. For tests."""
         if self._offload is not None:
             self._offload.check_invariants()
+
+    def _forget(self, request_id: str) -> None:
+        self._watched.pop(request_id, None)
+        self._offering.pop(request_id, None)
 
     def _start(self, layout: KVLayout) -> OffloadScheduler:
         return OffloadScheduler(
@@ -228,10 +243,10 @@ class SchedulerSide:
     def _changed(self, output: "SchedulerOutput") -> list[ScheduledRequest]:
         """The requests that complete a block in this step."""
         changed = []
-        watched, tables = self._watched, output.kv_connector_block_state
-        for request_id, num_scheduled_tokens in output.num_scheduled_tokens.items():
-            entry = watched.get(request_id)
-            if entry is None:
+        num_scheduled, tables = output.num_scheduled_tokens, output.kv_connector_block_state
+        for request_id, entry in list(self._offering.items()):
+            num_scheduled_tokens = num_scheduled.get(request_id)
+            if num_scheduled_tokens is None:
                 continue
             num_computed_tokens = entry.request.num_computed_tokens + num_scheduled_tokens
             if num_computed_tokens >= entry.next_offer_tokens:
@@ -244,7 +259,7 @@ class SchedulerSide:
         num_offered = min(num_computed_tokens // size, len(request.block_hashes))
         entry.next_offer_tokens = (num_offered + 1) * size
         if not self._config.decode_save and entry.next_offer_tokens > request.num_prompt_tokens:
-            entry.next_offer_tokens = _NEVER
+            del self._offering[request.request_id]
         return ScheduledRequest(
             request_id=request.request_id,
             block_ids=block_ids,

@@ -51,7 +51,7 @@ class OffloadConnectorStats(KVConnectorStats):
     @classmethod
     def of(cls, stats: OffloadStats, transfers: Iterable[FinishedTransfer]) -> "OffloadConnectorStats":
         """Of what was counted, and the transfers that ended, in an interval."""
-        data: dict[str, Any] = dataclasses.asdict(stats)
+        data: dict[str, Any] = stats.as_dict()
         for name in _SECONDS.values():
             data[name] = []
         for transfer in transfers:

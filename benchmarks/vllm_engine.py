@@ -1,0 +1,310 @@
+"""A child of bench_vllm.py: one whole vLLM engine with one connector, measured round by round.
+
+A round has three parts, on conversations that the seed makes:
+
+    serve   all turns of all conversations, a few at a time; between two turns of one the others push it out
+    idle    one more turn of each conversation, one request at a time, in an engine with nothing else to do
+    busy    one more turn of each, one at a time, while a few other requests decode
+"""
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+
+from vllm_common import StepTimer, model_dir, serve_parent, transfer_config
+
+IDLE_SLEEP_S = 0.001
+"""What vLLM's engine process sleeps after a step that computed nothing; the engine in this process has no such loop."""
+
+
+class Compiles:
+    """Programs compiled since the last reset."""
+
+    def __init__(self):
+        import jax
+
+        self.reset()
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def reset(self):
+        self.num, self.seconds = 0, 0.0
+
+    def _heard(self, name, seconds, **_):
+        if name.endswith("backend_compile_duration"):
+            self.num += 1
+            self.seconds += seconds
+
+
+class Server:
+    """Adds requests to the engine, steps it, and keeps when each token came."""
+
+    def __init__(self, llm, timer):
+        self.engine = llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.timer = timer
+        self.added_s, self.token_s, self.tokens, self.done, self.prompt_tokens = {}, {}, {}, {}, {}
+        self.num_steps = self.num_empty_steps = 0
+        self.loaded = {}
+        self._executed = False
+        self._watch_steps()
+        self._watch_loads()
+
+    def _watch_steps(self):
+        step = self.core.step_fn
+
+        def watched():
+            outputs, self._executed = step()
+            return outputs, self._executed
+
+        self.core.step_fn = watched
+
+    def _watch_loads(self):
+        connector = self.scheduler.connector
+        if connector is None:
+            return
+        admit = connector.update_state_after_alloc
+
+        def watched(request, blocks, num_external_tokens):
+            if num_external_tokens:
+                self.loaded[request.request_id] = self.loaded.get(request.request_id, 0) + num_external_tokens
+            return admit(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = watched
+
+    def add(self, request_id, tokens, max_tokens):
+        from vllm import SamplingParams, TokensPrompt
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        self.prompt_tokens[request_id] = len(tokens)
+        self.added_s[request_id] = time.perf_counter()
+        self.token_s[request_id], self.tokens[request_id] = [], []
+        self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=tokens), params)
+
+    def step(self):
+        """One step; the requests that ended in it."""
+        outputs = self.engine.step()
+        now_s = time.perf_counter()
+        self.num_steps += 1
+        self.num_empty_steps += not self._executed
+        ended = []
+        for output in outputs:
+            request_id, tokens = output.request_id, list(output.outputs[0].token_ids)
+            self.token_s[request_id] += [now_s] * (len(tokens) - len(self.tokens[request_id]))
+            self.tokens[request_id] = tokens
+            if output.finished:
+                self.done[request_id] = output.num_cached_tokens or 0
+                ended.append(request_id)
+        if not self._executed and self.scheduler.has_requests():
+            time.sleep(IDLE_SLEEP_S)
+        return ended
+
+    def drain(self):
+        """Steps until there is nothing left to do, then lets threads finish what no step waits for."""
+        while self.scheduler.has_requests() or self.engine.has_unfinished_requests() or self.core.batch_queue:
+            self.step()
+        time.sleep(0.02)
+
+    def ttft_s(self, request_id):
+        return self.token_s[request_id][0] - self.added_s[request_id]
+
+    def loaded_of(self, request_id):
+        """vLLM appends to the ids that it is given."""
+        return sum(n for name, n in self.loaded.items() if name == request_id or name.startswith(request_id + "-"))
+
+
+class Engine:
+    """What the parent asks for."""
+
+    def __init__(self, args):
+        self.args = args
+
+    def start(self):
+        import cpu_shim
+
+        cpu_shim.install()
+        from vllm import LLM
+
+        args = self.args
+        self.compiles = Compiles()
+        started_s = time.perf_counter()
+        self.llm = LLM(
+            model=model_dir(args), load_format="dummy", skip_tokenizer_init=True, max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens,
+            block_size=args.block_size, num_gpu_blocks_override=args.hbm_blocks, gpu_memory_utilization=0.5,
+            enforce_eager=False, dtype=args.dtype, enable_prefix_caching=True, disable_log_stats=False,
+            async_scheduling=args.async_scheduling, kv_transfer_config=transfer_config(args.variant),
+        )  # fmt: skip
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.timer = StepTimer(scheduler)
+        self.peer_staging = PeerStaging(scheduler) if args.variant == "peer" else None
+        import importlib.metadata
+
+        from tpu_offload.cli.report import environment
+
+        found = environment()
+        found["versions"] |= {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}
+        started = {"startup_s": time.perf_counter() - started_s, "startup_compile_s": self.compiles.seconds}
+        self.server = Server(self.llm, self.timer)
+        gc.collect()
+        gc.freeze()
+        return found | started
+
+    def measure(self, *, seed):
+        """One round; figures, and every token that came out."""
+        args, server = self.args, self.server
+        self.compiles.reset()
+        server.tokens.clear(), server.done.clear(), server.loaded.clear()
+        rng = random.Random(seed)
+
+        def text(num_tokens):
+            return [rng.randrange(3, 1000) for _ in range(num_tokens)]
+
+        chats = [text(args.prompt_tokens) for _ in range(args.conversations)]
+        before = self._counters()
+        parts = {}
+        parts["serve"] = self._serve(seed, chats, text)
+        parts["idle"] = self._probe(seed, chats, text, "idle")
+        parts["busy"] = self._probe(seed, chats, text, "busy")
+        return {
+            "parts": parts,
+            "tokens": {name: server.tokens[name] for name in server.done},
+            "counters": self._since(before),
+            "compiles": self.compiles.num,
+            "compile_s": self.compiles.seconds,
+        }
+
+    def _serve(self, seed, chats, text):
+        args, server = self.args, self.server
+        turns = [(turn, i) for turn in range(args.turns) for i in range(len(chats))]
+        questions = {key: text(args.turn_tokens) for key in turns}
+        begin, names, running, k = self._begin(), [], {}, 0
+        while k < len(turns) or running:
+            while k < len(turns) and len(running) < args.max_num_seqs and turns[k][1] not in running.values():
+                turn, i = turns[k]
+                if turn:
+                    chats[i] += questions[turn, i]
+                name = f"{seed}-serve-{turn}-{i}"
+                server.add(name, list(chats[i]), args.max_tokens)
+                names.append(name)
+                running[name] = i
+                k += 1
+            for name in server.step():
+                chats[running.pop(name)] += server.tokens[name]
+        return self._end(begin, names, later=lambda name: not name.startswith(f"{seed}-serve-0-"))
+
+    def _probe(self, seed, chats, text, part):
+        args, server = self.args, self.server
+        server.drain()
+        others, gaps, names, num_others = [], [], [], 0
+        begin = self._begin()
+
+        def step():
+            nonlocal num_others
+            while part == "busy" and len(others) < args.background:
+                name = f"{seed}-other-{num_others}"
+                rng = random.Random(name)
+                server.add(name, [rng.randrange(3, 1000) for _ in range(16)], args.background_tokens)
+                others.append(name)
+                num_others += 1
+            ended = server.step()
+            for name in ended:
+                if name in others:
+                    others.remove(name)
+            return ended
+
+        for i, chat in enumerate(chats):
+            chat += text(args.turn_tokens)
+            name = f"{seed}-{part}-{i}"
+            if part == "busy":
+                for _ in range(4):
+                    step()
+            else:
+                server.drain()
+            server.add(name, list(chat), args.probe_tokens)
+            names.append(name)
+            while name not in step():
+                pass
+            if part == "busy":
+                came_s = server.token_s[name][0]
+                gaps += [
+                    max((b - a for a, b in zip(t, t[1:], strict=False) if b > server.added_s[name] and a < came_s),
+                        default=0.0)
+                    for t in (server.token_s[other] for other in list(others))
+                ]  # fmt: skip
+            chat += server.tokens[name]
+        figures = self._end(begin, names, later=lambda name: True)
+        server.drain()
+        return figures | {"gap_s": [gap for gap in gaps if gap]}
+
+    def _begin(self):
+        self.timer.reset()
+        return time.perf_counter(), self.server.num_steps, self.server.num_empty_steps
+
+    def _end(self, begin, names, *, later):
+        started_s, num_steps, num_empty_steps = begin
+        server = self.server
+        wall_s = max(server.token_s[name][-1] for name in names) - started_s
+        loaded = sum(server.loaded_of(name) for name in names)
+        prompts = sum(server.prompt_tokens[name] for name in names)
+        return {
+            "wall_s": wall_s,
+            "num_tokens": sum(len(server.tokens[name]) for name in names),
+            "num_steps": server.num_steps - num_steps,
+            "num_empty_steps": server.num_empty_steps - num_empty_steps,
+            "scheduler_s": self.timer.steps(),
+            "ttft_s": [server.ttft_s(name) for name in names if later(name)],
+            "loaded_tokens": loaded,
+            "hbm_tokens": sum(server.done[name] for name in names) - loaded,
+            "prompt_tokens": prompts,
+            "computed_tokens": prompts - sum(server.done[name] for name in names),
+        }
+
+    def _counters(self):
+        connector = self.server.scheduler.connector
+        if self.args.variant == "peer":
+            return self.peer_staging.counters()
+        if connector is None:
+            return {}
+        offload = connector.scheduler_side._offload  # there is no other way to all of it from outside
+        if offload is None:
+            return {}
+        stats = offload.stats()
+        names = ("dropped_save_blocks", "dropped_load_blocks", "deferred_save_blocks", "num_failed_jobs")
+        names += ("num_evicted_chunks", "saved_blocks", "loaded_blocks", "staging_peak_blocks")
+        return {name: getattr(stats, name) for name in names}
+
+    def _since(self, before):
+        after = self._counters()
+        return {k: v if k == "staging_peak_blocks" else v - before.get(k, 0) for k, v in after.items()}
+
+
+class PeerStaging:
+    """The peer has no figures of its staging buffer, so its `allocate` is watched; what it drops it does not count."""
+
+    def __init__(self, scheduler):
+        self.peak = self.saved = self.loaded = 0
+        manager = scheduler.connector.connector_scheduler.staging_buffer_manager
+        self._manager, allocate = manager, manager.allocate
+
+        def watched(*args, **kwargs):
+            got = allocate(*args, **kwargs)
+            self.peak = max(self.peak, manager.get_num_used_staging_blocks())
+            return got
+
+        manager.allocate = watched
+
+    def counters(self):
+        manager = self._manager
+        return {
+            "staging_peak_blocks": self.peak,
+            "saved_blocks": manager.get_num_total_allocate_blocks_for_save(),
+            "loaded_blocks": manager.get_num_total_allocate_blocks_for_load(),
+        }
+
+
+if __name__ == "__main__":
+    serve_parent(Engine(argparse.Namespace(**json.loads(sys.argv[1]))))
