@@ -95,10 +95,10 @@ class OffloadConfig(pydantic.BaseModel):
         description="Blocks per staged copy, or in one fused step; comma-separated, ascending, starting at 1; empty "
         "means powers of two, and for fused 8 chunks.",
     )
-    sync_load: bool = Field(
-        False,
-        description="vLLM only: a request's load and its first step go together, where otherwise the request waits "
-        "for its load while others run. Not with async scheduling.",
+    sync_load: bool | None = Field(
+        None,
+        description="vLLM only: 1 has a request's load and its first step go together; 0 has the request wait for its "
+        "load while others run; unset is 1 for direct loads without async scheduling, else 0.",
     )
     save_wait_s: float = Field(
         0.5,

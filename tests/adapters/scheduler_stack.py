@@ -261,6 +261,7 @@ class Stack:
         self.in_flight = []
         self.num_steps = 0
         self.num_spoilt = 0
+        self._spoilt_before: set[str] = set()
         self.events = []
         self.meddle = lambda outputs: outputs
 
@@ -390,19 +391,23 @@ class Stack:
         cached = output.scheduled_cached_reqs
         num_computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled, rows, reads = {}, [], []
+        now_spoilt: set[str] = set()
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             table, sequence, start = runner.tables[request_id], self.sequence(request_id), num_computed[request_id]
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             drafts = [max(draft, 0) for draft in drafts]  # -1 pads; no right token is 0
             end = start + num_scheduled
-            if spoilt & set(table):
+            # A step that was scheduled before the failure was known computes on it too.
+            is_spoilt = bool(spoilt & set(table)) or (self.is_async and request_id in self._spoilt_before)
+            if is_spoilt:
                 self.num_spoilt += 1
+                now_spoilt.add(request_id)
             else:
                 reads.append((request_id, sequence, start))
             inputs = Prefix(sequence.tokens[: end - len(drafts)] + list(drafts))
             for position in range(start, end):
                 block_id = table[position // BLOCK_SIZE]
-                digest = b"spoilt" if spoilt & set(table) else inputs.digests[position]
+                digest = b"spoilt" if is_spoilt else inputs.digests[position]
                 rows.append((block_id, position % BLOCK_SIZE, digest))
             if self.requests[request_id].is_prefill_chunk:
                 sampled[request_id] = []
@@ -418,6 +423,7 @@ class Stack:
         # share blocks with another of the same pass.
         for request_id, sequence, start in reads:
             assert runner.check(request_id, sequence, start), f"{request_id} reads KV that is not its own"
+        self._spoilt_before = now_spoilt
         return sampled
 
     def _propose(self, output) -> None:

@@ -17,7 +17,7 @@ from tpu_offload.types import Direction
 
 pytestmark = pytest.mark.vllm
 
-SMALL = {"num_staging_blocks": 16, "num_cpu_chunks": 64}
+SMALL = {"num_staging_blocks": 16, "num_cpu_chunks": 64, "sync_load": False}
 
 
 def make(**kwargs) -> Stack:
@@ -28,7 +28,7 @@ def make(**kwargs) -> Stack:
 
 def saved(stack: Stack, name: str, num_tokens: int = 40, **kwargs) -> list[int]:
     """A prompt whose blocks are in the host tier and not in HBM."""
-    tokens = prompt(num_tokens, seed=hash(name) % 7 + 1 if "seed" not in kwargs else kwargs.pop("seed"))
+    tokens = prompt(num_tokens, seed=20)
     stack.serve(name, tokens, **kwargs)
     stack.scheduler.reset_prefix_cache()
     return tokens
@@ -104,6 +104,18 @@ def test_a_synchronous_load_is_computed_on_in_the_same_step():
     stack.check_end()
 
 
+def test_a_direct_load_is_synchronous_unless_told_otherwise():
+    stack = make(sync_load=None)
+    tokens = saved(stack, "a")
+    request = stack.add("b", tokens)
+    (worker,) = stack.workers
+    worker.poll = lambda wait=False, poll=worker.poll: poll() if not wait else pytest.fail("it waits for the copy")
+    stack.step()
+    assert request.status is RequestStatus.RUNNING
+    stack.drain()
+    stack.check_end()
+
+
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
 def test_a_synchronous_load_that_fails_spoils_nothing(load_path):
     stack = make(sync_load=True, load_path=load_path)
@@ -118,6 +130,22 @@ def test_a_synchronous_load_that_fails_spoils_nothing(load_path):
     stack.drain()
     assert stack.offload.stats().saved_blocks >= num_saved + 6  # from what was computed afterwards, and not before
     stack.serve("c", [*tokens, *prompt(8, seed=77)])
+    stack.check_end()
+
+
+def test_with_async_scheduling_the_step_that_was_under_way_saves_nothing_either():
+    stack = make(sync_load=True, async_scheduling=True, policy="fail", decode_save=True)
+    tokens = saved(stack, "a")
+    break_loads(stack)
+    saved_before = stack.offload.stats().saved_blocks
+    stack.add("b", [*tokens, *prompt(7, seed=77)])  # the step after completes a block
+    stack.drain()
+    assert status(stack, "b") is RequestStatus.FINISHED_ERROR
+    assert stack.outputs["b"] == []
+    assert stack.offload.stats().saved_blocks == saved_before
+    del stack.workers[0]._copiers[Direction.LOAD].load
+    stack.scheduler.reset_prefix_cache()
+    stack.serve("c", stack.sequence("b").tokens[:56])
     stack.check_end()
 
 

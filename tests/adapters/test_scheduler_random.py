@@ -55,7 +55,7 @@ class Life:
     def __init__(self, seed: int, mode: str) -> None:
         self.rng = rng = random.Random(seed)
         self.mode = mode
-        is_async = mode == "async"
+        is_async = mode in ("async", "sync and async")
         paths = rng.choice(["direct", "direct", "staged"])
         self.fault_rate = rng.choice([0.0, 0.0, 0.1])
         self.stack = Stack(
@@ -67,14 +67,14 @@ class Life:
             guess=lambda: rng.random() < 0.6,
             max_num_batched_tokens=rng.choice([16, 48, 200]),
             max_num_seqs=rng.choice([2, 6]),
-            policy="fail" if rng.random() < 0.15 else "recompute",
+            policy="fail" if mode == "sync and async" or rng.random() < 0.15 else "recompute",
             num_staging_blocks=rng.choice([2, 6, 40]),
             num_cpu_chunks=rng.choice([4, 16, 80]),
             blocks_per_chunk=rng.choice([1, 1, 2]),
             decode_save=rng.random() < 0.5,
             save_path=paths,
             load_path=rng.choice([paths, "direct"]),
-            sync_load=mode == "sync",
+            sync_load=mode in ("sync", "sync and async"),
             save_wait_s=rng.choice([0.0, 0.5]),
         )
         self.faults = Faults(self.stack, rng, self.fault_rate)
@@ -113,15 +113,17 @@ class Life:
         stack.close()
 
     def reset(self) -> None:
-        waiting = any(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.stack.scheduler.requests.values())
-        if waiting:  # vLLM cannot reset its own cache then; ours alone can be
+        settled = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        if any(request.status not in settled for request in self.stack.scheduler.requests.values()):
+            # Loads hold blocks: vLLM cannot reset its own cache then.
             self.stack.scheduler.reset_connector_cache()
         else:
             running = self.rng.random() < 0.5 and not self.stack.in_flight
             self.stack.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
 
 
-_loads = {"plain": 0, "sync": 0, "async": 0, "speculative": 0}
+# "sync" is of loads, "async" of scheduling.
+_loads = {"plain": 0, "sync": 0, "async": 0, "sync and async": 0, "speculative": 0}
 
 
 @pytest.mark.parametrize("mode", list(_loads))

@@ -54,6 +54,24 @@ def test_a_wrong_setting_is_one_line(extra, said):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize(
+    ("extra", "async_scheduling", "policy", "sync"),
+    [
+        ({}, False, "recompute", True),
+        ({}, True, "recompute", False),
+        ({}, True, "fail", False),
+        ({"load_path": "staged"}, False, "recompute", False),
+        ({"sync_load": False}, False, "recompute", False),
+        ({"sync_load": True, "load_path": "staged"}, False, "recompute", True),
+        ({"sync_load": True}, True, "fail", True),
+    ],
+)
+def test_whether_loads_are_synchronous(extra, async_scheduling, policy, sync):
+    transfer = {"kv_connector_extra_config": extra, "kv_load_failure_policy": policy}
+    found = read_config(config(async_scheduling=async_scheduling, transfer=transfer), kv_cache_config(8))
+    assert found.sync_load is sync
+
+
 class Sharding:
     total_dp_size = 4
 
@@ -69,7 +87,7 @@ class Sharding:
         ({"additional_config": {"enable_continue_decode": True}}, "enable_continue_decode"),
         (
             {"async_scheduling": True, "transfer": {"kv_connector_extra_config": {"sync_load": True}}},
-            "--no-async-scheduling",
+            "leave TPU_OFFLOAD_SYNC_LOAD out, or set --no-async-scheduling",
         ),
     ],
 )

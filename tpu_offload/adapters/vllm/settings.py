@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tpu_offload import ConfigError, OffloadConfig
+from tpu_offload import ConfigError, CopyPath, OffloadConfig
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,7 +20,7 @@ _GB = 2**30
 
 
 def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> OffloadConfig:
-    """The library's settings: `TPU_OFFLOAD_*`, and over them `kv_connector_extra_config`.
+    """The library's settings: `TPU_OFFLOAD_*`, and over them `kv_connector_extra_config`; `sync_load` is decided.
 
     Raises:
       ConfigError: a setting makes no sense, or vLLM is set up in a way that is not supported.
@@ -31,6 +31,8 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     problem = _unsupported(vllm_config, kv_cache_config, config)
     if problem:
         raise ConfigError(f"tpu_offload: {problem}")
+    if config.sync_load is None:
+        config = config.model_copy(update={"sync_load": _prefers_sync_loads(vllm_config, config)})
     if transfer.kv_load_failure_policy != "recompute":
         _logger.warning_once(
             'kv_load_failure_policy is "%s": a request whose load fails ends with an error. With '
@@ -38,6 +40,16 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
             transfer.kv_load_failure_policy,
         )
     return config
+
+
+def _prefers_sync_loads(vllm_config: "VllmConfig", config: OffloadConfig) -> bool:
+    """Whether a request gains from running in the very step that loads its blocks.
+
+    The device runs a direct load between two steps in any case, so that to let the request wait spares nobody
+    anything. A staged one runs beside the steps. With async scheduling a step is on its way before the failure of a
+    load of the step before is known, and vLLM cannot take it back: there the request had better wait.
+    """
+    return config.load_path is CopyPath.DIRECT and not vllm_config.scheduler_config.async_scheduling
 
 
 def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: OffloadConfig) -> str | None:
@@ -84,10 +96,12 @@ def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", co
             "additional_config has enable_continue_decode, whose loop hands out the KV caches only after the "
             "connector has run; remove it"
         )
-    if config.sync_load and vllm_config.scheduler_config.async_scheduling:
+    is_async, policy = vllm_config.scheduler_config.async_scheduling, transfer.kv_load_failure_policy
+    if config.sync_load and is_async and policy != "fail":
         return (
-            "TPU_OFFLOAD_SYNC_LOAD=1 with async scheduling: a step would be under way before the failure of its load "
-            "is known; set TPU_OFFLOAD_SYNC_LOAD=0 or --no-async-scheduling"
+            f'TPU_OFFLOAD_SYNC_LOAD=1 with async scheduling and kv_load_failure_policy "{policy}": a step would be '
+            "under way before the failure of its load is known, and vLLM cannot compute it again; leave "
+            'TPU_OFFLOAD_SYNC_LOAD out, or set --no-async-scheduling or kv_load_failure_policy "fail"'
         )
     return None
 

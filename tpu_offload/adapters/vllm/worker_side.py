@@ -51,7 +51,9 @@ class WorkerSide:
         self._invalid_block_ids: set[int] = set()
         self._reports: list[StepReport] = []
         self._num_told_chunks = -1
-        self._is_spoilt = False
+        # The last plan whose steps may have computed on blocks that a failed load left as they were.
+        self._last_spoilt_step_id = -1
+        self._num_steps_ahead = 0
 
     def register(self, runner: Any) -> None:
         """Makes the worker for a runner's caches. A second engine in one process comes here again."""
@@ -77,7 +79,10 @@ class WorkerSide:
             config=config,
             utilization=vllm_config.cache_config.gpu_memory_utilization,
         )
-        self._runner, self._worker, self._sync = runner, worker, config.sync_load
+        self._runner, self._worker, self._sync = runner, worker, bool(config.sync_load)
+        # With async scheduling the next plan is made before the scheduler hears of a failure.
+        self._num_steps_ahead = int(vllm_config.scheduler_config.async_scheduling)
+        self._last_spoilt_step_id = -1
         self._layout = layout
         self._num_told_chunks = -1
         _logger.info(
@@ -98,7 +103,6 @@ class WorkerSide:
     def bind(self, message: PlanMessage) -> None:
         """Before the forward pass."""
         self._plan, self._idle = message.plan, message.idle
-        self._is_spoilt = False
         cancelled = message.plan.cancelled_job_ids
         if cancelled:
             self.worker.cancel(cancelled)
@@ -113,6 +117,7 @@ class WorkerSide:
         self._loading.update((job.job_id, job) for job in plan.loads)
         runner.kv_caches = self.worker.begin_step(plan, runner.kv_caches)
         if self._sync:
+            self._collect()  # direct loads are written, or have failed: nothing waits for the copies themselves
             while any(job.job_id in self._loading for job in plan.loads):
                 self._collect(wait=True)
                 # Staged loads go on here; as if of the next step, which on several hosts makes each go on at once.
@@ -121,7 +126,7 @@ class WorkerSide:
 
     def start_saves(self) -> None:
         """Dispatches the saves, unless the pass ran on blocks that a failed load has left as they were."""
-        if not self._is_spoilt:
+        if self._plan.step_id > self._last_spoilt_step_id:
             self.worker.end_step(self._plan, self._runner.kv_caches)
         elif self._plan.saves:
             error = "the step computed on blocks whose load failed"
@@ -193,5 +198,6 @@ class WorkerSide:
 
     def _fail(self, job: TransferJob) -> None:
         self._invalid_block_ids.update(job.block_ids)
-        self._is_spoilt |= self._sync
+        if self._sync:
+            self._last_spoilt_step_id = self._plan.step_id + self._num_steps_ahead
         self._receive(job)
