@@ -141,7 +141,8 @@ def check_hbm(
             free / _GB,
         )
         return
-    lower = max(0.0, utilization - (needed - free) / limit)
+    # A block more: what is left over when the KV cache is cut into whole blocks is less at another size.
+    lower = max(0.0, utilization - (needed - free + block_nbytes) / limit)
     staged = "staged" in (config.save_path.value, config.load_path.value)
     smaller = (
         f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {max(0, free - block_nbytes) / _GB:.4g}, or the copy paths to "
