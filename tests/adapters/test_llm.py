@@ -165,7 +165,8 @@ SETUPS = {
     "synchronous loads": ({}, {"TPU_OFFLOAD_SYNC_LOAD": "1"}, {"skip_jax_precompile": False}, ()),
     "staged": ({}, {"TPU_OFFLOAD_SAVE_PATH": "staged", "TPU_OFFLOAD_LOAD_PATH": "staged"}, {}, ()),
     "staged, synchronous loads": ({}, {"TPU_OFFLOAD_SYNC_LOAD": "1"}, STAGED, ()),
-    "async scheduling": (ASYNC, {}, {}, ()),
+    # Enough blocks that nobody is preempted: tpu-inference 0.32 then answers wrongly also without a connector.
+    "async scheduling": (ASYNC | {"num_gpu_blocks_override": 44}, {}, {}, ()),
     "no prefix caching": ({"enable_prefix_caching": False}, {}, {}, ()),
     "two blocks a chunk": ({}, {}, {"blocks_per_chunk": 2}, ()),
     "chunked prefill": ({"max_num_batched_tokens": 32}, {}, {}, ()),
@@ -402,7 +403,7 @@ def test_metrics_events_and_name(process):
     stats = outcome["end"]["stats"]
 
     for name, value in stats.items():
-        assert metrics[f"vllm:tpu_offload_{name}"] == pytest.approx(value)
+        assert metrics[f"vllm:tpu_offload_{name}"] == int(value)  # so vLLM's snapshot has it
     assert stats["saved_nbytes"] > 0 < stats["loaded_nbytes"]
     assert metrics["vllm:tpu_offload_save_seconds"] > 0
     assert metrics["vllm:tpu_offload_load_seconds"] > 0
