@@ -26,7 +26,6 @@ class Process:
         self._home = home
         self._child: subprocess.Popen[str] | None = None
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.num_started = 0
 
     def live(self, life: dict) -> dict:
         limit_s = _LIFE_LIMIT_S
@@ -80,7 +79,6 @@ class Process:
             stderr=self._log,
             text=True,
         )
-        self.num_started += 1
 
 
 @pytest.fixture(scope="module")
