@@ -33,7 +33,7 @@ class Child:
 
     def __init__(self, script, variant, args):
         self.variant = variant
-        self._log = tempfile.NamedTemporaryFile("w+", prefix=f"bench-vllm-{variant}-", suffix=".log")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as this object)
         environ = environment_of(variant, args)
         if script == "vllm_scheduler.py":
             environ |= {"VLLM_TARGET_DEVICE": "cpu", "TPU_OFFLOAD_NUM_CPU_CHUNKS": str(args.scheduler_host_blocks)}

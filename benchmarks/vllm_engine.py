@@ -9,6 +9,7 @@ A round has three parts, on conversations that the seed makes:
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import sys
@@ -231,7 +232,7 @@ class Engine:
             if part == "busy":
                 came_s = server.token_s[name][0]
                 gaps += [
-                    max((b - a for a, b in zip(t, t[1:], strict=False) if b > server.added_s[name] and a < came_s),
+                    max((b - a for a, b in itertools.pairwise(t) if b > server.added_s[name] and a < came_s),
                         default=0.0)
                     for t in (server.token_s[other] for other in list(others))
                 ]  # fmt: skip

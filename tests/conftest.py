@@ -1,8 +1,17 @@
 """The whole suite runs on the CPU backend with eight virtual devices, but for `-m tpu`."""
 
+import importlib.util
 import os
 
 import pytest
+
+HAS_VLLM = all(importlib.util.find_spec(name) for name in ("vllm", "tpu_inference"))
+
+
+def pytest_report_header():
+    if HAS_VLLM:
+        return "vLLM connector: its tests run here"
+    return "vLLM connector: its tests are NOT run in this environment; scripts/test-vllm runs them"
 
 
 def pytest_configure(config):

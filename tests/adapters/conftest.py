@@ -1,9 +1,8 @@
 """Nothing here is collected where vLLM is not installed; `scripts/test-vllm` runs it."""
 
-import importlib.util
 import os
 
-HAS_VLLM = all(importlib.util.find_spec(name) is not None for name in ("vllm", "tpu_inference"))
+from tests.conftest import HAS_VLLM
 
 collect_ignore_glob = [] if HAS_VLLM else ["*.py"]
 

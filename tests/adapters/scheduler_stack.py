@@ -175,6 +175,7 @@ class Runner:
 
     def __init__(self, config: VllmConfig, *, rank: int, num_blocks: int) -> None:
         self.vllm_config = config
+        self.kv_cache_config = kv_cache_config(num_blocks)
         self.rank = rank
         self.devices = [jax.devices()[0]]
         sharding = jax.sharding.SingleDeviceSharding(self.devices[0])

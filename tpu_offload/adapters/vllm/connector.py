@@ -21,6 +21,11 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, final
 
+from vllm.distributed.kv_transfer import (
+    ensure_kv_transfer_shutdown,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -73,7 +78,7 @@ class TPUOffloadConnector(KVConnectorBase_V1):
                 record_events=events is not None and events.enable_kv_cache_events,
             )
         else:
-            self._worker = WorkerSide(kv_cache_config)
+            self._worker = WorkerSide()
 
     @property
     def scheduler_side(self) -> SchedulerSide:
@@ -184,6 +189,8 @@ class TPUOffloadConnector(KVConnectorBase_V1):
         """See the base class; waits for copies in flight and frees the host tier."""
         if self._worker is not None:
             self._worker.close()
+        else:
+            _shut_worker_down(self._vllm_config)
 
     # Statistics.
 
@@ -206,6 +213,20 @@ class TPUOffloadConnector(KVConnectorBase_V1):
     ) -> "KVConnectorPromMetrics | None":
         """See the base class."""
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _shut_worker_down(vllm_config: "VllmConfig") -> None:
+    """Ends the worker role of an engine that ends, if it is in this process.
+
+    tpu-inference 0.32 never does. The worker role would keep the engine's caches, weights and host tier, and the next
+    engine of the process would be given it, whether or not it wants a connector.
+    """
+    if not has_kv_transfer_group():
+        return
+    connector = get_kv_transfer_group()
+    # A next engine may be there before this one has ended; then the worker role is that engine's by now.
+    if isinstance(connector, TPUOffloadConnector) and connector.worker_side.serves(vllm_config):
+        ensure_kv_transfer_shutdown()
 
 
 def _log_where_vllm_does() -> None:

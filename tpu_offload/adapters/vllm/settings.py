@@ -153,7 +153,8 @@ def check_hbm(
             free / 2**20,
         )
         return
-    lower = max(0.0, utilization - (needed - free) / limit)
+    # A block more: what is left over when the KV cache is cut into whole blocks is less at another size.
+    lower = max(0.0, utilization - (needed - free + block_nbytes) / limit)
     staged = "staged" in (config.save_path.value, config.load_path.value)
     fitting = _rounded_down(max(0, free - block_nbytes) / _GB)
     smaller = (

@@ -22,7 +22,7 @@ from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.settings import check_hbm, read_config
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.config import VllmConfig
 
 _logger = init_logger(__name__)
 _IDLE_WAIT_S = 0.002
@@ -31,14 +31,9 @@ _IDLE_POLL_S = 0.0001
 
 @final
 class WorkerSide:
-    """All calls come from the thread that runs the model.
+    """All calls come from the thread that runs the model."""
 
-    Args:
-      kv_cache_config: vLLM's description of the caches.
-    """
-
-    def __init__(self, kv_cache_config: "KVCacheConfig") -> None:
-        self._kv_cache_config = kv_cache_config
+    def __init__(self) -> None:
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
         self._layout: KVLayout | None = None
@@ -56,10 +51,13 @@ class WorkerSide:
         self._num_steps_ahead = 0
 
     def register(self, runner: Any) -> None:
-        """Makes the worker for a runner's caches. A second engine in one process comes here again."""
+        """Makes the worker for a runner's caches.
+
+        A second engine in one process comes here again if it is made before the first has ended.
+        """
         self.close()
         vllm_config = runner.vllm_config
-        config = read_config(vllm_config, self._kv_cache_config)
+        config = read_config(vllm_config, runner.kv_cache_config)
         caches = runner.kv_caches
         if any(isinstance(cache, tuple) for cache in caches):
             raise ConfigError(
@@ -99,6 +97,10 @@ class WorkerSide:
         """The library's worker; there from `register` on."""
         assert self._worker is not None, "no model runner has been registered"
         return self._worker
+
+    def serves(self, vllm_config: "VllmConfig") -> bool:
+        """Whether the registered runner is of this engine; with no runner, whether it is nobody's."""
+        return self._runner is None or self._runner.vllm_config.instance_id == vllm_config.instance_id
 
     def bind(self, message: PlanMessage) -> None:
         """Before the forward pass."""
@@ -161,6 +163,7 @@ class WorkerSide:
     def close(self) -> None:
         """Waits for copies in flight and frees the host tier."""
         worker, self._worker = self._worker, None
+        self._runner = None  # with it go the engine's caches and weights
         if worker is not None:
             worker.close()
         self._loading.clear()

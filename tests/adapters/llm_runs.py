@@ -1,0 +1,442 @@
+"""Lives of a real `vllm.LLM` with a tiny random model, on the CPU, one after another in one process.
+
+    python -m tests.adapters.llm_runs <lives.jsonl
+
+Each line of the input is a life, each line of the output what became of it; everything else goes to stderr. Importing
+vLLM takes most of a minute and a life some seconds, so a test sends its lives to a process that is there already.
+
+A life:
+
+    engine      arguments of `LLM` over `ENGINE`
+    connector   null, or arguments of `KVTransferConfig` over those of our connector
+    env         TPU_OFFLOAD_* of this life
+    hbm_nbytes  null, or the HBM of a device: what live arrays take of it counts as used
+    steps       [{"do": name of a method of Life, **its arguments}]
+
+Its outcome: `error`, the message with which the engine refused to start; or `steps`, what each step returned, `end`,
+what was left when all copies had ended, and `freed`, whether the runner's caches and the host pool went with the
+engine.
+"""
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 1024,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "tie_word_embeddings": False, "use_sliding_window": False, "max_window_layers": 2,
+}  # fmt: skip
+ENGINE = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 4,
+    "max_num_batched_tokens": 64, "block_size": 16, "num_gpu_blocks_override": 24, "gpu_memory_utilization": 0.5,
+    "enforce_eager": True, "dtype": "bfloat16", "enable_prefix_caching": True, "async_scheduling": False,
+    "disable_log_stats": False,
+}  # fmt: skip
+CONNECTOR = {
+    "kv_connector": "TPUOffloadConnector", "kv_role": "kv_both",
+    "kv_connector_module_path": "tpu_offload.adapters.vllm", "kv_load_failure_policy": "recompute",
+}  # fmt: skip
+_STEP_LIMIT = 3000
+_DRAIN_LIMIT_S = 30.0
+
+
+class Life:
+    """One engine. Its public methods are the steps."""
+
+    def __init__(self, llm: Any, model: str) -> None:
+        self._model = model
+        self._take(llm)
+
+    def _take(self, llm: Any) -> None:
+        self._llm = llm
+        self._core = llm.llm_engine.engine_core.engine_core
+        self._scheduler = self._core.scheduler
+        self._conversations: dict[int, list[int]] = {}
+        self._num_ids = 0
+        self._batches: list[Any] = []
+        self._preempted = _count_calls(self._scheduler, "_preempt_request")
+        self.runner = self._core.model_executor.driver_worker.worker.model_runner
+        _give_weights(self.runner)
+
+    @property
+    def connector(self) -> Any:
+        return self._scheduler.connector
+
+    @property
+    def worker(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().worker_side.worker
+
+    # Steps.
+
+    def generate(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:
+        """All prompts at once; as many run together as the engine takes."""
+        from vllm import TokensPrompt
+
+        outputs = self._llm.generate(
+            [TokensPrompt(prompt_token_ids=p) for p in prompts], _sampling(sampling), use_tqdm=False
+        )
+        return {
+            "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+            "cached": [o.num_cached_tokens or 0 for o in outputs],
+            "finish": [o.outputs[0].finish_reason for o in outputs],
+        }
+
+    def sample(self, prompts: list[list[int]], seed: int, **sampling: Any) -> dict[str, Any]:
+        """One prompt after the other, each with the random numbers of an engine that has just started.
+
+        On TPU a request has no seed of its own, and each step takes the next number of the engine's.
+        """
+        import jax
+
+        outcomes = []
+        for prompt in prompts:
+            self.runner.rng_params_for_sampling = jax.device_put(
+                jax.random.key(seed), self.runner.rng_params_for_sampling.sharding
+            )
+            outcomes.append(self.generate([prompt], **sampling))
+        return {name: [value for outcome in outcomes for value in outcome[name]] for name in outcomes[0]}
+
+    def chat(self, said: dict[str, list[int]], **sampling: Any) -> dict[str, Any]:
+        """Adds tokens to conversations and has all of them answered, in the order given."""
+        numbers = [int(number) for number in said]
+        prompts = [self._conversations.get(int(number), []) + tokens for number, tokens in said.items()]
+        outcome = self.generate(prompts, **sampling)
+        for number, prompt, answer in zip(numbers, prompts, outcome["tokens"], strict=True):
+            self._conversations[number] = prompt + answer
+        return outcome
+
+    def drive(
+        self, prompts: list[list[int]], abort: dict[str, str], reset_when: str = "", **sampling: Any
+    ) -> dict[str, Any]:
+        """Steps the engine and does things between the steps.
+
+        Args:
+          prompts: one request each.
+          abort: by place, the vLLM status at whose sight a request is aborted.
+          reset_when: the vLLM status of any request at whose first sight everything cached is forgotten.
+          sampling: as ever.
+        """
+        from vllm import TokensPrompt
+
+        engine, ids = self._llm.llm_engine, []
+        for prompt in prompts:
+            self._num_ids += 1
+            ids.append(f"driven-{self._num_ids}")
+            internal = engine.add_request(ids[-1], TokensPrompt(prompt_token_ids=prompt), _sampling(sampling))
+            ids[-1] = (ids[-1], internal)
+        tokens, seen, due = [[] for _ in ids], [[] for _ in ids], {int(i): status for i, status in abort.items()}
+        aborted = []
+        for _ in range(_STEP_LIMIT):
+            for i, (external, internal) in enumerate(ids):
+                request = self._scheduler.requests.get(internal)
+                if request is None:
+                    continue
+                if request.status.name not in seen[i]:
+                    seen[i].append(request.status.name)
+                if request.status.name == reset_when:
+                    reset_when = ""
+                    self.reset()
+                if due.get(i) == request.status.name:
+                    del due[i]
+                    aborted.append(i)
+                    engine.abort_request([external])
+            if not engine.has_unfinished_requests():
+                break
+            for output in engine.step():
+                place = next(i for i, (external, _) in enumerate(ids) if external == output.request_id)
+                tokens[place] = list(output.outputs[0].token_ids)
+        return {"tokens": tokens, "aborted": aborted, "seen": seen, "hung": engine.has_unfinished_requests()}
+
+    def drain(self) -> dict[str, Any]:
+        """Steps on until nothing is left to do, as vLLM's own loop does; then the state."""
+        deadline_s = time.monotonic() + _DRAIN_LIMIT_S
+        while self._scheduler.has_requests() and time.monotonic() < deadline_s:
+            self._llm.llm_engine.step()
+        return self.state()
+
+    def state(self) -> dict[str, Any]:
+        """Of the engine and, with a connector, of the books."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        state = {
+            "num_free_blocks": pool.get_num_free_blocks(),
+            "num_blocks": pool.num_gpu_blocks,
+            "num_requests": len(self._scheduler.requests),
+            "num_preemptions": len(self._preempted),
+        }
+        if self.connector is None:
+            return state
+        side = self.connector.scheduler_side
+        side.check_invariants()
+        stats = side._offload.stats()
+        return state | {
+            "stats": {name: getattr(stats, name) for name in stats.__slots__},
+            "num_watched": len(side._watched) + len(side._promised) + len(side._waiting_since_s),
+            "has_jobs": side.has_jobs,
+            "has_flights": self.worker.has_flights,
+            "num_host_chunks": self.worker.num_host_chunks,
+        }
+
+    def spoil_host_memory(self) -> None:
+        """Every block of the host pool gets the bytes of the one before it."""
+        import jax
+        import numpy as np
+
+        pool = self.worker._pool
+        pool.wait_until_allocated()
+        for i, segment in enumerate(pool._segments):
+            pool.replace(i, [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment])
+
+    def break_loads(self, times: int, method: str = "load") -> None:
+        """The next loads fail, in this method of the copier."""
+        from tpu_offload.types import Direction
+
+        copier, left = self.worker._copiers[Direction.LOAD], [times]
+        load = getattr(copier, method)
+
+        def fail(*args: Any) -> Any:
+            if left[0]:
+                left[0] -= 1
+                raise RuntimeError("made to fail")
+            return load(*args)
+
+        setattr(copier, method, fail)
+
+    def reset(self) -> bool:
+        """Forgets all that is cached, in HBM and in the host tier."""
+        return self._llm.reset_prefix_cache(reset_connector=True)
+
+    def reset_hbm(self) -> bool:
+        """Forgets what is cached in HBM only."""
+        return self._llm.reset_prefix_cache()
+
+    def replace(self, life: dict[str, Any]) -> None:
+        """Makes another engine, and only then gives this one up."""
+        llm = _engine(life, self._model)
+        self._take(llm)
+        gc.collect()
+
+    def registered(self) -> list[str]:
+        """Connectors that vLLM knows by name."""
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        return sorted(KVConnectorFactory._registry)
+
+    def record_events(self) -> None:
+        """From here on."""
+        self._scheduler.kv_event_publisher = _Publisher(self._batches)
+
+    def events(self) -> list[tuple[str, str, list[str]]]:
+        """Kind, medium and hashes of what was published."""
+        return [
+            (type(event).__name__, event.medium, [str(block_hash) for block_hash in event.block_hashes])
+            for batch in self._batches
+            for event in batch.events
+            if hasattr(event, "block_hashes")
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """The connector's series on vLLM's Prometheus endpoint."""
+        return {
+            metric.name: getattr(metric, "value", None) or getattr(metric, "count", 0)
+            for metric in self._llm.get_metrics()
+            if metric.name.startswith("vllm:tpu_offload_")
+        }
+
+    def log_stats(self) -> list[str]:
+        """What vLLM's own log line says."""
+        with _captured("vllm") as lines:
+            self._llm.llm_engine.do_log_stats()
+        return lines
+
+
+def _count_calls(owner: Any, name: str) -> list[None]:
+    """A list with an entry for each call. It must not refer to `Life`, or the engine would never be collected."""
+    calls: list[None] = []
+    method = getattr(owner, name)
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return method(*args, **kwargs)
+
+    setattr(owner, name, count)
+    return calls
+
+
+class _Publisher:
+    """Stands where vLLM's would send events over the network."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def publish(self, batch: Any) -> None:
+        self._batches.append(batch)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _sampling(settings: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False} | settings)
+
+
+@contextlib.contextmanager
+def _captured(name: str) -> Any:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+@contextlib.contextmanager
+def _environment(settings: dict[str, str]) -> Any:
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings:
+            del os.environ[name]
+
+
+def _hbm_nbytes() -> int:
+    import jax
+
+    return sum(
+        array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind in (None, "device", "unpinned_host")
+    )
+
+
+@contextlib.contextmanager
+def _hbm(nbytes: int | None) -> Any:
+    """Devices with this much HBM, of which the arrays made from here on take their part."""
+    from tpu_inference import utils
+
+    if nbytes is None:
+        yield
+        return
+    usage, before = utils.hbm_usage_bytes, _hbm_nbytes()
+    utils.hbm_usage_bytes = lambda devices: [(_hbm_nbytes() - before, nbytes) for _ in devices]
+    try:
+        yield
+    finally:
+        utils.hbm_usage_bytes = usage
+
+
+def _engine(life: dict[str, Any], model: str) -> Any:
+    from vllm import LLM
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    settings = ENGINE | life.get("engine", {})
+    if settings.get("num_gpu_blocks_override") == 0:  # as many as fit
+        del settings["num_gpu_blocks_override"]
+    if "kv_events_config" in settings:
+        settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
+    if life.get("connector") is not None:
+        settings["kv_transfer_config"] = KVTransferConfig(**CONNECTOR | life["connector"])
+    return LLM(model=model, **settings)
+
+
+def _give_weights(runner: Any) -> None:
+    """Random weights with which the next token depends on all tokens before it.
+
+    vLLM's dummy weights are so small that it depends on the last token alone: no test would see a wrong KV cache.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def of(place: int, path: tuple[Any, ...], weight: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        if weight.ndim == 1:
+            value = jnp.full(weight.shape, 2.0 if "q_norm" in name or "k_norm" in name else 1.0, weight.dtype)
+        else:
+            scale = 0.5 if "embed" in name else 1 / 16  # a small residual leaves room for what attention adds
+            value = scale * jax.random.normal(jax.random.key(place), weight.shape, weight.dtype)
+        return jax.device_put(value, weight.sharding)
+
+    weights, tree = jax.tree_util.tree_flatten_with_path(runner.state)
+    leaves = [of(place, path, weight) for place, (path, weight) in enumerate(weights)]
+    runner.state = jax.tree_util.tree_unflatten(tree, leaves)
+    runner.state_leaves = tuple(leaves)
+
+
+def _one_line(error: BaseException) -> str:
+    """The innermost cause, which is what a user finds at the end of the trace."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def live(life: dict[str, Any], model: str) -> dict[str, Any]:
+    """One life from start to end."""
+    gc.collect()
+    with _environment(life.get("env", {})), _hbm(life.get("hbm_nbytes")), _captured("vllm") as log:
+        try:
+            llm = _engine(life, model)
+        except Exception as e:
+            error = _one_line(e)
+            _clean_up()
+            return {"error": error, "log": log}
+        alive = Life(llm, model)
+        outcome: dict[str, Any] = {"error": None}
+        outcome["steps"] = [
+            getattr(alive, step["do"])(**{k: v for k, v in step.items() if k != "do"}) for step in life["steps"]
+        ]
+        outcome["end"] = alive.drain()
+        left = [weakref.ref(alive.runner), weakref.ref(alive.runner.kv_caches[0])]
+        if alive.connector is not None:
+            left.append(weakref.ref(alive.worker._pool))
+        del alive, llm
+        gc.collect()
+        return outcome | {"freed": [ref() is None for ref in left], "log": log}
+
+
+def _clean_up() -> None:
+    """After an engine that did not start, whose process would end in real life."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    gc.unfreeze()
+    cleanup_dist_env_and_memory()
+
+
+def main() -> None:
+    """Reads lives, writes outcomes."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints
+    import cpu_shim
+
+    cpu_shim.install()
+    with tempfile.TemporaryDirectory() as model:
+        (Path(model) / "config.json").write_text(json.dumps(MODEL))
+        for line in sys.stdin:
+            try:
+                outcome = live(json.loads(line), model)
+            except Exception as e:
+                logging.getLogger("vllm").exception("a life went wrong")
+                outcome = {"error": f"in a step: {_one_line(e)}"}
+                _clean_up()
+            answers.write(json.dumps(outcome) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,425 @@
+"""The connector in a whole vLLM with a tiny model, by `llm_runs` in a process of its own."""
+
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[2]
+_START_LIMIT_S = 300  # imports, and vLLM's first look at the model
+_LIFE_LIMIT_S = 120
+
+
+class Process:
+    """A process that lives lives. Started when it is needed, and anew after it has hung or died."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._child: subprocess.Popen[str] | None = None
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+
+    def live(self, life: dict) -> dict:
+        limit_s = _LIFE_LIMIT_S
+        if self._child is None:
+            self._start()
+            limit_s += _START_LIMIT_S
+        self._log.seek(0)
+        self._log.truncate()
+        self._child.stdin.write(json.dumps(life) + "\n")
+        self._child.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._child.stdout, selectors.EVENT_READ)
+            line = self._child.stdout.readline() if selector.select(limit_s) else ""
+        if not line:
+            self.close()
+            self._log.seek(0)
+            pytest.fail(f"the process hung or died; the end of its log:\n{self._log.read()[-8000:]}")
+        outcome = json.loads(line)
+        if (outcome["error"] or "").startswith("in a step: "):
+            self._log.seek(0)
+            pytest.fail(f"{outcome['error']}\n{self._log.read()[-8000:]}")
+        return outcome
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            self._child.stdin.close()
+            self._child.stdout.close()
+            self._child = None
+
+    def _start(self) -> None:
+        scripts = ROOT / "scripts" / "vllm_cpu"
+        settings = {
+            "HOME": str(self._home),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, scripts / "stubs", scripts))),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TPU_SKIP_MDS_QUERY": "1",
+        }
+        ours = ("TPU_OFFLOAD_", "VLLM_TARGET_DEVICE")  # the latter is for vLLM in this process
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        self._child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.adapters.llm_runs"],
+            cwd=ROOT,
+            env=environ | settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def process(request):
+    # Kept from run to run: it holds what vLLM found out about the model, and compiled programs.
+    child = Process(request.config.cache.mkdir("vllm-home"))
+    yield child
+    child.close()
+
+
+@pytest.fixture(scope="module")
+def plain(process):
+    """What an engine without a connector makes of the same steps; asked for once."""
+    known = {}
+
+    def get(steps, engine):
+        key = json.dumps([steps, engine])
+        if key not in known:
+            known[key] = process.live({"engine": engine, "steps": steps})
+            assert known[key]["error"] is None
+        return known[key]
+
+    return get
+
+
+def ours(*, policy="recompute", role="kv_both", **settings):
+    """Our connector; most tests do not wait for programs that they do not need."""
+    extra = {"num_cpu_chunks": 256, "skip_jax_precompile": True} | settings
+    return {"kv_load_failure_policy": policy, "kv_role": role, "kv_connector_extra_config": extra}
+
+
+def tokens(name, count):
+    """Tokens that depend on the name only."""
+    seed, out = zlib.crc32(name.encode()), []
+    for _ in range(count):
+        seed = (seed * 1103515245 + 12345) % 2**31
+        out.append(3 + (seed >> 8) % 1000)
+    return out
+
+
+def conversations(**sampling):
+    """Eight conversations of two kinds in three turns, each turn in another order: twice what HBM holds."""
+    turns = [
+        {i: tokens(f"kind {i % 2}", 32) + tokens(f"user {i}", 28 + 7 * i % 35) for i in range(8)},
+        {i: tokens(f"second {i}", 20 + i) for i in (3, 0, 5, 1, 7, 2, 6, 4)},
+        {i: tokens(f"third {i}", 3) for i in range(8)},
+    ]
+    return [{"do": "chat", "said": {str(i): said for i, said in turn.items()}, **sampling} for turn in turns]
+
+
+PROMPTS = [tokens("kind", 32) + tokens(f"prompt {i}", 50 + i) for i in range(6)]
+GENERATE = {"do": "generate", "prompts": PROMPTS}
+FORGET_HBM = [{"do": "drain"}, {"do": "reset_hbm"}]
+"""From here on only the host tier can have anything."""
+
+STAGED = {"save_path": "staged", "load_path": "staged"}
+ASYNC = {"async_scheduling": True}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def assert_nothing_is_left(outcome, *, failed=False):
+    end, stats = outcome["end"], outcome["end"]["stats"]
+    assert end["num_free_blocks"] == end["num_blocks"] - 1  # one is never used
+    assert end["num_requests"] == end["num_watched"] == 0
+    assert not end["has_jobs"]
+    assert not end["has_flights"]
+    assert stats["staging_reserved_blocks"] == stats["num_jobs_in_flight"] == 0
+    assert stats["num_ignored_results"] == stats["num_timed_out_jobs"] == 0
+    assert (stats["num_failed_jobs"] > 0) == failed
+
+
+def answers(outcome):
+    return [step["tokens"] for step in outcome["steps"] if isinstance(step, dict) and "tokens" in step]
+
+
+def num_cached(outcome):
+    return sum(sum(step["cached"]) for step in outcome["steps"])
+
+
+SETUPS = {
+    "direct": ({}, {}, {}, ()),
+    "synchronous loads": ({}, {"TPU_OFFLOAD_SYNC_LOAD": "1"}, {"skip_jax_precompile": False}, ()),
+    "staged": ({}, {"TPU_OFFLOAD_SAVE_PATH": "staged", "TPU_OFFLOAD_LOAD_PATH": "staged"}, {}, ()),
+    "staged, synchronous loads": ({}, {"TPU_OFFLOAD_SYNC_LOAD": "1"}, STAGED, ()),
+    # Enough blocks that nobody is preempted: tpu-inference 0.32 then answers wrongly also without a connector.
+    "async scheduling": (ASYNC | {"num_gpu_blocks_override": 44}, {}, {}, ()),
+    "no prefix caching": ({"enable_prefix_caching": False}, {}, {}, ()),
+    "two blocks a chunk": ({}, {}, {"blocks_per_chunk": 2}, ()),
+    "chunked prefill": ({"max_num_batched_tokens": 32}, {}, {}, ()),
+    "speculation": ({"speculative_config": NGRAM}, {}, {}, ()),
+    "two devices": ({"tensor_parallel_size": 2}, {}, {}, ()),
+    "two devices, staged": ({"tensor_parallel_size": 2}, {}, STAGED, ()),
+    "no waiting for saves": ({}, {"TPU_OFFLOAD_SAVE_WAIT_S": "0"}, {}, ()),
+    "little host memory": ({}, {}, {"num_cpu_chunks": 30}, ("num_evicted_chunks",)),
+    "little staging": ({}, {}, {"num_staging_blocks": 3}, ("dropped_load_blocks", "deferred_save_blocks")),
+    "little of both, staged": (
+        {},
+        {},
+        {"num_cpu_chunks": 30, "num_staging_blocks": 3, **STAGED},
+        ("num_evicted_chunks", "deferred_save_blocks"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("engine", "env", "settings", "counted"), SETUPS.values(), ids=SETUPS)
+def test_answers_are_those_without_a_connector(process, plain, engine, env, settings, counted):
+    steps = conversations()
+    expected = plain(steps, engine)
+    outcome = process.live({"engine": engine, "env": env, "connector": ours(**settings), "steps": steps})
+    assert outcome["error"] is None
+    assert answers(outcome) == answers(expected)
+    assert_nothing_is_left(outcome)
+    assert num_cached(outcome) > num_cached(expected)
+    stats = outcome["end"]["stats"]
+    assert stats["saved_blocks"] > 0
+    assert stats["loaded_tokens"] > 0
+    for name in counted:
+        assert stats[name] > 0
+    # The engine's memory goes with it, as it does without a connector, and the host tier's.
+    assert outcome["freed"][:2] == expected["freed"]
+    assert outcome["freed"][-1]
+
+
+def test_preemption(process, plain):
+    """Requests that grow past what HBM holds are preempted, and find what they had in the host tier."""
+    steps = conversations(max_tokens=40)[:1]
+    expected = plain(steps, {})
+    outcome = process.live({"connector": ours(decode_save=True), "steps": steps})
+    assert expected["end"]["num_preemptions"] > 1
+    assert outcome["end"]["num_preemptions"] > 1
+    assert answers(outcome) == answers(expected)
+    assert_nothing_is_left(outcome)
+    assert outcome["end"]["stats"]["loaded_tokens"] > 0
+
+
+def test_sampled_answers(process, plain):
+    """One request at a time: on TPU requests have no seeds of their own."""
+    engine = {"max_num_batched_tokens": 128}
+    sample = {"do": "sample", "prompts": PROMPTS, "seed": 7, "temperature": 1.0}
+    steps = [sample, *FORGET_HBM, sample]
+    outcome = process.live({"engine": engine, "connector": ours(), "steps": steps})
+    first, second = answers(outcome)
+    assert [first] == answers(plain([sample], engine))
+    assert second == first
+    assert first != answers(plain([GENERATE], {}))[0]
+    assert min(outcome["steps"][-1]["cached"]) >= 64
+    assert_nothing_is_left(outcome)
+
+
+def test_generated_tokens_are_saved_when_wanted(process, plain):
+    engine = {"enable_prefix_caching": False}
+    steps = conversations(max_tokens=24)[:2]
+    expected = plain(steps, engine)
+    for decode_save in (False, True):
+        outcome = process.live({"engine": engine, "connector": ours(decode_save=decode_save), "steps": steps})
+        assert answers(outcome) == answers(expected)
+        assert_nothing_is_left(outcome)
+        first, second = steps
+        before = [len(first["said"][i]) for i in second["said"]]
+        past = [cached > length for cached, length in zip(outcome["steps"][1]["cached"], before, strict=True)]
+        assert any(past) == all(past) == decode_save
+
+
+def test_the_bytes_come_from_the_host_tier(process, plain):
+    spoil = {"do": "spoil_host_memory"}
+    outcome = process.live({"connector": ours(), "steps": [GENERATE, *FORGET_HBM, spoil, GENERATE]})
+    first, second = answers(outcome)
+    assert [first] == answers(plain([GENERATE], {}))
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "method"),
+    [
+        ({}, {}, "load"),
+        (ASYNC, {}, "load"),
+        ({}, {"sync_load": True}, "load"),
+        ({}, STAGED, "resume_load"),
+        ({}, STAGED | {"sync_load": True}, "resume_load"),
+    ],
+    ids=["direct", "async scheduling", "synchronous", "staged", "staged, synchronous"],
+)
+def test_what_could_not_be_loaded_is_computed(process, plain, engine, settings, method):
+    steps = [GENERATE, *FORGET_HBM, {"do": "break_loads", "times": 2, "method": method}, GENERATE]
+    outcome = process.live({"engine": engine, "connector": ours(**settings), "steps": [*steps, *FORGET_HBM, GENERATE]})
+    assert answers(outcome) == answers(plain([GENERATE], engine)) * 3
+    assert_nothing_is_left(outcome, failed=True)
+    assert outcome["end"]["stats"]["loaded_tokens"] > 0  # the last time
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_failed_load_ends_its_request_if_vllm_is_told_so(process, plain, sync):
+    steps = [GENERATE, *FORGET_HBM, {"do": "break_loads", "times": 1}, GENERATE, GENERATE]
+    outcome = process.live({"connector": ours(policy="fail", sync_load=sync), "steps": steps})
+    ((expected,), (first, broken, again)) = answers(plain([GENERATE], {})), answers(outcome)
+    assert first == again == expected
+    finish = outcome["steps"][-2]["finish"]
+    assert 0 < finish.count("error") < len(finish)
+    for end, found, answer in zip(finish, broken, expected, strict=True):
+        assert found == ([] if end == "error" else answer)
+    assert_nothing_is_left(outcome, failed=True)
+    assert any("kv_load_failure_policy" in line for line in outcome["log"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [({}, {}), ({}, STAGED), (ASYNC, {}), ({}, {"sync_load": True})],
+    ids=["direct", "staged", "async scheduling", "synchronous"],
+)
+def test_aborted_requests(process, plain, engine, settings):
+    """One that waits for its load, one that runs, one that waits for its turn."""
+    abort = {"0": "WAITING_FOR_REMOTE_KVS", "1": "RUNNING", "5": "WAITING"}
+    if settings.get("sync_load"):
+        del abort["0"]
+    drive = {"do": "drive", "prompts": PROMPTS, "abort": abort}
+    steps = [GENERATE, *FORGET_HBM, drive, *FORGET_HBM, GENERATE]
+    outcome = process.live({"engine": engine, "connector": ours(**settings), "steps": steps})
+    driven = outcome["steps"][3]
+    assert sorted(driven["aborted"]) == sorted(map(int, abort))
+    assert not driven["hung"]
+    ((expected,), (first, found, last)) = answers(plain([GENERATE], engine)), answers(outcome)
+    assert first == last == expected
+    for i, answer in enumerate(expected):
+        assert found[i] == (answer[: len(found[i])] if str(i) in abort else answer)
+    assert_nothing_is_left(outcome)
+
+
+def test_reset(process, plain):
+    """Nothing is found afterwards, and what is on its way then is computed again."""
+    drive = {"do": "drive", "prompts": PROMPTS, "abort": {}, "reset_when": "WAITING_FOR_REMOTE_KVS"}
+    steps = [GENERATE, {"do": "drain"}, {"do": "reset"}, GENERATE, *FORGET_HBM, drive, *FORGET_HBM, GENERATE]
+    outcome = process.live({"connector": ours(), "steps": steps})
+    assert answers(outcome) == answers(plain([GENERATE], {})) * 4
+    assert outcome["steps"][2] is True
+    assert outcome["steps"][3]["cached"] == outcome["steps"][0]["cached"]
+    assert_nothing_is_left(outcome)
+
+
+def test_a_next_engine_in_the_process_starts_empty(process, plain):
+    cached = plain([GENERATE], {})["steps"][0]["cached"]
+    for num_chunks in (64, 20):
+        outcome = process.live({"connector": ours(num_cpu_chunks=num_chunks), "steps": [GENERATE]})
+        assert answers(outcome) == answers(plain([GENERATE], {}))
+        assert outcome["steps"][0]["cached"] == cached
+        assert outcome["end"]["num_host_chunks"] == num_chunks
+        assert all(outcome["freed"])
+    assert process.live({"steps": [GENERATE]})["steps"] == plain([GENERATE], {})["steps"]
+
+
+def test_a_next_engine_that_is_made_before_the_first_ends(process, plain):
+    engine = {"block_size": 32, "num_gpu_blocks_override": 16}
+    replace = {"do": "replace", "life": {"engine": engine, "connector": ours(num_cpu_chunks=20)}}
+    outcome = process.live(
+        {"connector": ours(), "steps": [GENERATE, *FORGET_HBM, replace, GENERATE, *FORGET_HBM, GENERATE]}
+    )
+    assert answers(outcome) == answers(plain([GENERATE], {})) + answers(plain([GENERATE], engine)) * 2
+    assert outcome["steps"][4]["cached"] == plain([GENERATE], engine)["steps"][0]["cached"]
+    assert min(outcome["steps"][-1]["cached"]) >= 64
+    assert outcome["end"]["num_host_chunks"] == 20
+    assert_nothing_is_left(outcome)
+    assert all(outcome["freed"])
+
+
+def test_settings_of_the_connector_win_over_the_environment(process):
+    env = {"TPU_OFFLOAD_HOST_GB": "0.001", "TPU_OFFLOAD_BLOCKS_PER_CHUNK": "2"}
+    outcome = process.live({"env": env, "connector": ours(num_cpu_chunks=16), "steps": [GENERATE]})
+    assert outcome["end"]["num_host_chunks"] == 16
+    assert outcome["end"]["stats"]["num_resident_chunks"] == outcome["end"]["stats"]["saved_blocks"] / 2
+
+
+@pytest.mark.parametrize(
+    ("life", "message"),
+    [
+        ({"connector": ours(host_gbs=1)}, "host_gbs is no setting of tpu_offload; did you mean"),
+        ({"connector": ours(), "env": {"TPU_OFFLOAD_HOST_GBS": "1"}}, "TPU_OFFLOAD_HOST_GBS is no setting"),
+        ({"connector": ours(host_gb=1)}, "give one size in two ways; set only one of them"),
+        ({"connector": ours(load_path="fused")}, "TPU_OFFLOAD_LOAD_PATH=fused: this engine does not"),
+        ({"connector": ours(role="kv_producer")}, 'kv_role is "kv_producer"; set it to "kv_both"'),
+        ({"connector": ours(sync_load=True), "engine": ASYNC}, "TPU_OFFLOAD_SYNC_LOAD=1 with async scheduling"),
+    ],
+    ids=["unknown", "unknown variable", "two sizes", "fused", "role", "synchronous and async"],
+)
+def test_what_is_refused_at_start(process, life, message):
+    error = process.live(life | {"steps": []})["error"]
+    assert error.startswith("ConfigError: ")
+    assert message in error
+    assert "\n" not in error
+
+
+def test_too_little_hbm(process, plain):
+    """The engine does not start, says what to set, and with that it starts."""
+    staging = STAGED | {"staging_buffer_gb": 4 / 1024}
+    life = {"connector": ours(**staging), "hbm_nbytes": 16 << 20, "steps": [GENERATE]}
+    by_memory = {"num_gpu_blocks_override": 0, "gpu_memory_utilization": 0.9}
+    error = process.live(life | {"engine": by_memory})["error"]
+    assert error.startswith("ConfigError: tpu_offload: copies need 0.0039")
+    lower = float(re.search(r"set --gpu-memory-utilization to at most ([\d.]+) ", error)[1])
+    smaller = float(re.search(r"TPU_OFFLOAD_STAGING_BUFFER_GB to at most ([\d.]+),", error)[1])
+    for changed in (
+        {"engine": by_memory | {"gpu_memory_utilization": lower}},
+        {"engine": by_memory, "connector": ours(**staging | {"staging_buffer_gb": smaller})},
+    ):
+        outcome = process.live(life | changed)
+        assert outcome["error"] is None
+        assert answers(outcome) == answers(plain([GENERATE], {}))
+
+
+def test_metrics_events_and_name(process):
+    engine = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+    steps = [GENERATE, *FORGET_HBM, GENERATE, {"do": "drain"}]
+    looks = [{"do": name} for name in ("metrics", "log_stats", "events", "registered")]
+    outcome = process.live(
+        {
+            "engine": engine,
+            "connector": ours(num_cpu_chunks=16),
+            "steps": [{"do": "record_events"}, *steps, *looks],
+        }
+    )
+    metrics, log, events, registered = outcome["steps"][-4:]
+    stats = outcome["end"]["stats"]
+
+    for name, value in stats.items():
+        assert metrics[f"vllm:tpu_offload_{name}"] == int(value)  # so vLLM's snapshot has it
+    assert stats["saved_nbytes"] > 0 < stats["loaded_nbytes"]
+    assert metrics["vllm:tpu_offload_save_seconds"] > 0
+    assert metrics["vllm:tpu_offload_load_seconds"] > 0
+    (line,) = [line for line in log if "KV Transfer metrics" in line]
+    assert f"Loaded tokens={stats['loaded_tokens']}" in line
+
+    there = set()
+    for kind, medium, hashes in events:
+        if medium == "CPU":
+            if kind == "BlockStored":
+                assert there.isdisjoint(hashes)
+                there.update(hashes)
+            else:
+                assert kind == "BlockRemoved"
+                assert there.issuperset(hashes)
+                there.difference_update(hashes)
+    assert len(there) == stats["num_resident_chunks"] == 16
+    assert stats["num_evicted_chunks"] > 0
+
+    assert "TPUHostOffloadConnector" in registered
