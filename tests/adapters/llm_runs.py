@@ -295,15 +295,17 @@ def _sampling(settings: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _captured(name: str) -> Any:
+def _captured(*names: str) -> Any:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger(name).addHandler(handler)
+    for name in names:
+        logging.getLogger(name).addHandler(handler)
     try:
         yield lines
     finally:
-        logging.getLogger(name).removeHandler(handler)
+        for name in names:
+            logging.getLogger(name).removeHandler(handler)
 
 
 @contextlib.contextmanager
@@ -387,7 +389,7 @@ def _one_line(error: BaseException) -> str:
 def live(life: dict[str, Any], model: str) -> dict[str, Any]:
     """One life from start to end."""
     gc.collect()
-    with _environment(life.get("env", {})), _hbm(life.get("hbm_nbytes")), _captured("vllm") as log:
+    with _environment(life.get("env", {})), _hbm(life.get("hbm_nbytes")), _captured("vllm", "tpu_offload") as log:
         try:
             llm = _engine(life, model)
         except Exception as e:

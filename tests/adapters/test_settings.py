@@ -177,13 +177,15 @@ def test_direct_copies_have_no_staging_buffer_to_make_smaller():
 # Logging and the plugin.
 
 
-def test_a_policy_that_fails_requests_is_warned_about(caplog, monkeypatch):
-    from tpu_offload.adapters.vllm import settings
-
-    monkeypatch.setattr(settings._logger, "warning_once", settings._logger.warning)
-    caplog.set_level(logging.WARNING)
-    read_config(config(transfer={"kv_load_failure_policy": "fail"}), kv_cache_config(8))
-    assert '"kv_load_failure_policy": "recompute"' in caplog.text
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_policy_that_fails_requests_is_warned_about_once(caplog, role, policy):
+    caplog.set_level(logging.WARNING, logger="tpu_offload")
+    logging.getLogger("tpu_offload").propagate = True
+    vllm_config = config(transfer={"kv_load_failure_policy": policy})
+    KVConnectorFactory.create_connector(vllm_config, role, kv_cache_config(8))
+    warned = '"kv_load_failure_policy": "recompute"' in caplog.text
+    assert warned == (policy == "fail" and role is KVConnectorRole.SCHEDULER)
 
 
 def test_the_plugin_registers_the_connector_once():

@@ -36,7 +36,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tpu_offload.adapters.vllm.messages import PlanMessage
 from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
-from tpu_offload.adapters.vllm.settings import count_workers, read_config
+from tpu_offload.adapters.vllm.settings import count_workers, read_config, warn_of_failing_requests
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
 from tpu_offload.adapters.vllm.worker_side import WorkerSide
 
@@ -70,6 +70,7 @@ class TPUOffloadConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
+            warn_of_failing_requests(self._kv_transfer_config.kv_load_failure_policy)
             events = vllm_config.kv_events_config
             self._scheduler = SchedulerSide(
                 config,

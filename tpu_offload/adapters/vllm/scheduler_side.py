@@ -10,12 +10,12 @@ the smaller counts.
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from tpu_offload import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_logger = init_logger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)

@@ -3,10 +3,10 @@
 Everything that could go wrong silently is refused at start, by both sides, with what to change.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tpu_offload import ConfigError, CopyPath, OffloadConfig
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_logger = init_logger(__name__)
+_logger = logging.getLogger(__name__)
 _GB = 2**30
 
 
@@ -33,13 +33,17 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         raise ConfigError(f"tpu_offload: {problem}")
     if config.sync_load is None:
         config = config.model_copy(update={"sync_load": _prefers_sync_loads(vllm_config, config)})
-    if transfer.kv_load_failure_policy != "recompute":
-        _logger.warning_once(
+    return config
+
+
+def warn_of_failing_requests(policy: str) -> None:
+    """Says what vLLM's default does to a request whose load fails."""
+    if policy != "recompute":
+        _logger.warning(
             'kv_load_failure_policy is "%s": a request whose load fails ends with an error. With '
             '"kv_load_failure_policy": "recompute" in --kv-transfer-config it is computed instead.',
-            transfer.kv_load_failure_policy,
+            policy,
         )
-    return config
 
 
 def _prefers_sync_loads(vllm_config: "VllmConfig", config: OffloadConfig) -> bool:

@@ -12,10 +12,9 @@ reported as soon as the last write is dispatched: it can be in the next pass. `O
 to the scheduler's books when the copy is really over.
 """
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any, final
-
-from vllm.logger import init_logger
 
 from tpu_offload import ConfigError, JobResult, JobState, KVLayout, OffloadWorker, StepPlan, StepReport, TransferJob
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
@@ -24,7 +23,7 @@ from tpu_offload.adapters.vllm.settings import check_hbm, read_config
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_logger = init_logger(__name__)
+_logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.002
 _IDLE_POLL_S = 0.0001
 
