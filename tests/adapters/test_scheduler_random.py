@@ -127,7 +127,7 @@ _loads = {"plain": 0, "sync": 0, "async": 0, "sync and async": 0, "speculative":
 
 
 @pytest.mark.parametrize("mode", list(_loads))
-@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6))
 def test_random_life(mode, seed):
     life = Life(seed, mode)
