@@ -245,7 +245,7 @@ def parse():
     add = parser.add_argument
     add("--part", nargs="+", choices=["engine", "scheduler"], default=["engine", "scheduler"])
     add("--variants", nargs="+", choices=["none", "peer", "ours"], default=["none", "peer", "ours"])
-    add("--ours", nargs="+", choices=list(OURS), default=None, help="default: all that the scheduling mode allows")
+    add("--ours", nargs="+", choices=list(OURS), default=None, help="default: all")
     add("--repeats", type=int, default=7, help="rounds of each variant")
     add("--max-warm-ups", type=int, default=4, help="rounds before, until one compiles nothing")
     add("--async-scheduling", action="store_true")
@@ -284,10 +284,7 @@ def parse():
         args.repeats, args.max_warm_ups, args.conversations, args.turns = 1, 1, 4, 2
         args.prompt_tokens, args.hbm_blocks, args.background_tokens = 120, 40, 40
         args.running, args.decode_steps, args.arrivals, args.arrival_tokens = 16, 20, 8, 200
-    if args.ours is None:
-        args.ours = [name for name in OURS if not (args.async_scheduling and name == "sync")]
-    if args.async_scheduling and "sync" in args.ours:
-        parser.error("--ours sync is not for --async-scheduling")
+    args.ours = args.ours or list(OURS)
     longest = args.prompt_tokens + (args.turns + 2) * (args.turn_tokens + args.max_tokens)
     args.max_model_len = -(-max(longest, args.background_tokens + 64) // args.block_size) * args.block_size
     args.scheduler_host_blocks = 4 * args.arrivals * (args.arrival_tokens // args.block_size + 16)

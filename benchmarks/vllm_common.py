@@ -9,7 +9,7 @@ from pathlib import Path
 
 SHIM = Path(__file__).parents[1] / "scripts" / "vllm_cpu"
 OURS = {
-    "async": {},
+    "async": {"TPU_OFFLOAD_SYNC_LOAD": "0"},
     "sync": {"TPU_OFFLOAD_SYNC_LOAD": "1"},
     "staged": {"TPU_OFFLOAD_SAVE_PATH": "staged", "TPU_OFFLOAD_LOAD_PATH": "staged"},
 }
@@ -67,7 +67,8 @@ def transfer_config(variant):
         kv_connector="TPUOffloadConnector",
         kv_role="kv_both",
         kv_connector_module_path=module,
-        kv_load_failure_policy="recompute",
+        # With async scheduling, synchronous loads are for those who take an error for a load that fails.
+        kv_load_failure_policy="fail" if variant == "ours-sync" else "recompute",
     )
 
 
