@@ -59,7 +59,7 @@ def test_a_wrong_setting_is_one_line(extra, said):
     [
         ({}, False, "recompute", True),
         ({}, True, "recompute", False),
-        ({}, True, "fail", False),
+        ({}, True, "fail", True),
         ({"load_path": "staged"}, False, "recompute", False),
         ({"sync_load": False}, False, "recompute", False),
         ({"sync_load": True, "load_path": "staged"}, False, "recompute", True),

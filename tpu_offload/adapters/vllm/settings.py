@@ -51,9 +51,15 @@ def _prefers_sync_loads(vllm_config: "VllmConfig", config: OffloadConfig) -> boo
 
     The device runs a direct load between two steps in any case, so that to let the request wait spares nobody
     anything. A staged one runs beside the steps. With async scheduling a step is on its way before the failure of a
-    load of the step before is known, and vLLM cannot take it back: there the request had better wait.
+    load of the step before is known; vLLM can end the request then, but not compute it again.
     """
-    return config.load_path is CopyPath.DIRECT and not vllm_config.scheduler_config.async_scheduling
+    can_fail = not vllm_config.scheduler_config.async_scheduling or _policy(vllm_config) == "fail"
+    return config.load_path is CopyPath.DIRECT and can_fail
+
+
+def _policy(vllm_config: "VllmConfig") -> str:
+    assert vllm_config.kv_transfer_config is not None
+    return vllm_config.kv_transfer_config.kv_load_failure_policy
 
 
 def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: OffloadConfig) -> str | None:
@@ -100,7 +106,7 @@ def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", co
             "additional_config has enable_continue_decode, whose loop hands out the KV caches only after the "
             "connector has run; remove it"
         )
-    is_async, policy = vllm_config.scheduler_config.async_scheduling, transfer.kv_load_failure_policy
+    is_async, policy = vllm_config.scheduler_config.async_scheduling, _policy(vllm_config)
     if config.sync_load and is_async and policy != "fail":
         return (
             f'TPU_OFFLOAD_SYNC_LOAD=1 with async scheduling and kv_load_failure_policy "{policy}": a step would be '
