@@ -45,6 +45,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from tpu_offload.adapters.vllm import worker_side
 from tpu_offload.adapters.vllm.messages import ReportMessage
 
 BLOCK_SIZE = 8
@@ -173,10 +174,11 @@ def _write(caches, block_ids, offsets, values):
 class Runner:
     """What the connector needs of tpu-inference's model runner, and the pass itself."""
 
-    def __init__(self, config: VllmConfig, *, rank: int, num_blocks: int) -> None:
+    def __init__(self, config: VllmConfig, *, process_index: int, num_blocks: int) -> None:
         self.vllm_config = config
         self.kv_cache_config = kv_cache_config(num_blocks)
-        self.rank = rank
+        self.rank = 0  # on every host
+        self.process_index = process_index
         self.devices = [jax.devices()[0]]
         sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
         self.num_blocks = num_blocks
@@ -203,7 +205,7 @@ class Runner:
             pages = np.array(cache)
             for position in range(num_tokens):
                 found = pages[table[position // BLOCK_SIZE], position % BLOCK_SIZE]
-                ok &= bool((found == kv_of(prefix.digests[position], self.rank, layer)).all())
+                ok &= bool((found == kv_of(prefix.digests[position], self.process_index, layer)).all())
                 self.num_checked += 1
         return ok
 
@@ -216,7 +218,7 @@ class Runner:
             for i, (block_id, offset, digest) in enumerate(part):
                 block_ids[i], offsets[i] = block_id, offset
                 for layer in range(NUM_LAYERS):
-                    values[layer][i] = kv_of(digest, self.rank, layer)
+                    values[layer][i] = kv_of(digest, self.process_index, layer)
             self.kv_caches = _write(self.kv_caches, block_ids, offsets, [jnp.asarray(v) for v in values])
 
 
@@ -248,10 +250,11 @@ class Stack:
             KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_config)
             for _ in range(num_workers)
         ]
-        self.runners = [Runner(self.config, rank=i, num_blocks=num_blocks) for i in range(num_workers)]
+        self.runners = [Runner(self.config, process_index=i, num_blocks=num_blocks) for i in range(num_workers)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tpu_utils, "hbm_usage_bytes", lambda devices: [(0, 4 * GB) for _ in devices])
             for connector, runner in zip(self.connectors, self.runners, strict=True):
+                patch.setattr(worker_side, "_process_index", lambda runner=runner: runner.process_index)
                 connector.register_runner(runner)
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_workers)
         for worker in self.workers:

@@ -15,6 +15,7 @@ to the scheduler's books when the copy is really over.
 import time
 from typing import TYPE_CHECKING, Any, final
 
+import jax
 from vllm.logger import init_logger
 
 from tpu_offload import ConfigError, JobResult, JobState, KVLayout, OffloadWorker, StepPlan, StepReport, TransferJob
@@ -36,6 +37,7 @@ class WorkerSide:
     def __init__(self) -> None:
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
+        self._worker_id = 0
         self._layout: KVLayout | None = None
         self._plan = StepPlan(0)
         self._idle = False
@@ -67,7 +69,8 @@ class WorkerSide:
         layout = KVLayout.from_caches(
             caches, block_size=vllm_config.cache_config.block_size, model=vllm_config.model_config.model
         )
-        worker = OffloadWorker(config, layout, caches, worker_id=runner.rank)
+        self._worker_id = _process_index()
+        worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id)
         from tpu_inference import utils
 
         check_hbm(
@@ -134,7 +137,7 @@ class WorkerSide:
             error = "the step computed on blocks whose load failed"
             results = tuple(JobResult(job.job_id, JobState.FAILED, error) for job in self._plan.saves)
             self._collect()
-            self._reports.append(StepReport(self._runner.rank, results, self._num_told_chunks))
+            self._reports.append(StepReport(self._worker_id, results, self._num_told_chunks))
         self._plan = StepPlan(self._plan.step_id)
 
     def take_received(self) -> set[str]:
@@ -204,3 +207,8 @@ class WorkerSide:
         if self._sync:
             self._last_spoilt_step_id = self._plan.step_id + self._num_steps_ahead
         self._receive(job)
+
+
+def _process_index() -> int:
+    """Which worker this is. Not the runner's rank: under Ray tpu-inference gives rank 0 to every host."""
+    return jax.process_index()
