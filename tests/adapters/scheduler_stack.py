@@ -281,10 +281,24 @@ class Stack:
     def workers(self):
         return [connector.worker_side.worker for connector in self.connectors]
 
-    def add(self, request_id: str, prompt, *, max_tokens: int = 3, salt: str | None = None, **extra) -> Request:
+    def add(self, request_id: str, prompt, **kwargs) -> Request:
+        request = self._make_request(request_id, prompt, **kwargs)
+        self.requests[request_id] = request
+        self.outputs[request_id] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def more(self, request_id: str, prompt, **kwargs) -> None:
+        """The next part of the prompt of a resumable request."""
+        self.scheduler.add_request(self._make_request(request_id, prompt, resumable=True, **kwargs))
+
+    @staticmethod
+    def _make_request(
+        request_id: str, prompt, *, max_tokens: int = 3, salt: str | None = None, resumable: bool = False, **extra
+    ) -> Request:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **extra)
         params.update_from_generation_config({}, EOS)
-        request = Request(
+        return Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=params,
@@ -292,11 +306,8 @@ class Stack:
             mm_features=None,
             cache_salt=salt,
             block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+            resumable=resumable,
         )
-        self.requests[request_id] = request
-        self.outputs[request_id] = []
-        self.scheduler.add_request(request)
-        return request
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)

@@ -134,3 +134,37 @@ def test_a_reset_withdraws_what_a_request_offered_that_may_not_read_the_cache():
     stack.scheduler.reset_prefix_cache()
     stack.serve("d", [*prompt(40, seed=5), 7])
     stack.check_end()
+
+
+def test_an_idle_engine_does_not_wait_for_ever_for_a_report():
+    stack = make(job_timeout_s=0.1)
+    with results_held_back(stack.workers[0]):
+        stack.serve("a", prompt(40))
+        assert stack.offload.stats().num_timed_out_jobs == 1
+        assert not stack.scheduler.has_requests()
+    stack.serve("b", prompt(8, seed=3))  # the report comes after all
+    stack.check_end()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("num_tokens", range(16, 26))
+def test_a_session_whose_last_token_is_taken_back(async_scheduling, num_tokens):
+    stack = make(async_scheduling=async_scheduling, decode_save=True)
+    session = stack.add("s", prompt(num_tokens, seed=5), max_tokens=8, resumable=True)
+    for turn in range(2):
+        for _ in range(30):
+            stack.step()
+        assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        stack.outputs["s"] = []  # part of the prompt from now on
+        stack.more("s", prompt(9, seed=30 + turn), max_tokens=8)
+    for _ in range(30):
+        stack.step()
+    said = list(session.all_token_ids)
+    stack.abort("s")
+    stack.drain()
+    stack.outputs["s"] = []
+    for _ in range(2):  # what the session has saved, and what is beyond it
+        stack.scheduler.reset_prefix_cache()
+        stack.serve("again", [*said, 7])
+    assert stack.offload.stats().matched_tokens >= num_tokens + 16
+    stack.check_end()
