@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 
 from tpu_offload import ConfigError, JobResult, JobState, KVLayout, OffloadWorker, StepPlan, StepReport, TransferJob
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
-from tpu_offload.adapters.vllm.settings import check_hbm, read_config
+from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +60,7 @@ class WorkerSide:
         self.close()
         vllm_config = runner.vllm_config
         config = read_config(vllm_config, runner.kv_cache_config)
+        check_workers(count_workers(), num_processes=jax.process_count())
         caches = runner.kv_caches
         if any(isinstance(cache, tuple) for cache in caches):
             raise ConfigError(
