@@ -45,6 +45,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from tpu_offload.adapters.vllm import worker_side
 from tpu_offload.adapters.vllm.messages import ReportMessage
 
 BLOCK_SIZE = 8
@@ -173,10 +174,11 @@ def _write(caches, block_ids, offsets, values):
 class Runner:
     """What the connector needs of tpu-inference's model runner, and the pass itself."""
 
-    def __init__(self, config: VllmConfig, *, rank: int, num_blocks: int) -> None:
+    def __init__(self, config: VllmConfig, *, process_index: int, num_blocks: int) -> None:
         self.vllm_config = config
         self.kv_cache_config = kv_cache_config(num_blocks)
-        self.rank = rank
+        self.rank = 0  # on every host
+        self.process_index = process_index
         self.devices = [jax.devices()[0]]
         sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
         self.num_blocks = num_blocks
@@ -203,7 +205,7 @@ class Runner:
             pages = np.array(cache)
             for position in range(num_tokens):
                 found = pages[table[position // BLOCK_SIZE], position % BLOCK_SIZE]
-                ok &= bool((found == kv_of(prefix.digests[position], self.rank, layer)).all())
+                ok &= bool((found == kv_of(prefix.digests[position], self.process_index, layer)).all())
                 self.num_checked += 1
         return ok
 
@@ -216,7 +218,7 @@ class Runner:
             for i, (block_id, offset, digest) in enumerate(part):
                 block_ids[i], offsets[i] = block_id, offset
                 for layer in range(NUM_LAYERS):
-                    values[layer][i] = kv_of(digest, self.rank, layer)
+                    values[layer][i] = kv_of(digest, self.process_index, layer)
             self.kv_caches = _write(self.kv_caches, block_ids, offsets, [jnp.asarray(v) for v in values])
 
 
@@ -248,10 +250,11 @@ class Stack:
             KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_config)
             for _ in range(num_workers)
         ]
-        self.runners = [Runner(self.config, rank=i, num_blocks=num_blocks) for i in range(num_workers)]
+        self.runners = [Runner(self.config, process_index=i, num_blocks=num_blocks) for i in range(num_workers)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tpu_utils, "hbm_usage_bytes", lambda devices: [(0, 4 * GB) for _ in devices])
             for connector, runner in zip(self.connectors, self.runners, strict=True):
+                patch.setattr(worker_side, "_process_index", lambda runner=runner: runner.process_index)
                 connector.register_runner(runner)
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_workers)
         for worker in self.workers:
@@ -278,10 +281,24 @@ class Stack:
     def workers(self):
         return [connector.worker_side.worker for connector in self.connectors]
 
-    def add(self, request_id: str, prompt, *, max_tokens: int = 3, salt: str | None = None, **extra) -> Request:
+    def add(self, request_id: str, prompt, **kwargs) -> Request:
+        request = self._make_request(request_id, prompt, **kwargs)
+        self.requests[request_id] = request
+        self.outputs[request_id] = []
+        self.scheduler.add_request(request)
+        return request
+
+    def more(self, request_id: str, prompt, **kwargs) -> None:
+        """The next part of the prompt of a resumable request."""
+        self.scheduler.add_request(self._make_request(request_id, prompt, resumable=True, **kwargs))
+
+    @staticmethod
+    def _make_request(
+        request_id: str, prompt, *, max_tokens: int = 3, salt: str | None = None, resumable: bool = False, **extra
+    ) -> Request:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **extra)
         params.update_from_generation_config({}, EOS)
-        request = Request(
+        return Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
             sampling_params=params,
@@ -289,11 +306,8 @@ class Stack:
             mm_features=None,
             cache_salt=salt,
             block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+            resumable=resumable,
         )
-        self.requests[request_id] = request
-        self.outputs[request_id] = []
-        self.scheduler.add_request(request)
-        return request
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
@@ -354,6 +368,7 @@ class Stack:
             assert not self.offload._requests
         for connector in self.connectors:
             assert not connector.worker_side._loading
+            assert not connector.worker_side._told
 
     def close(self) -> None:
         for connector in self.connectors:

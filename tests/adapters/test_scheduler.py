@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax.numpy as jnp
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -410,6 +411,21 @@ def test_with_the_policy_fail_the_request_ends_and_others_go_on():
     stack.drain()
     assert status(stack, "b") is RequestStatus.FINISHED_ERROR
     assert len(stack.outputs["other"]) == 6
+    stack.check_end()
+
+
+@pytest.mark.parametrize(("policy", "async_scheduling"), [("recompute", False), ("fail", False), ("fail", True)])
+def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, async_scheduling, caplog):
+    stack = make(policy=policy, async_scheduling=async_scheduling)
+    tokens = saved(stack, "a")
+    (worker,) = stack.workers
+    load = worker._copiers[Direction.LOAD]._load
+    worker._copiers[Direction.LOAD]._load = lambda *args: (load(*args)[0], jnp.int32(0))  # it says it copied nothing
+    stack.add("b", tokens, max_tokens=8)
+    stack.drain()
+    assert "failed after it was used" in caplog.text or "failed after it was used" in str(caplog.records)
+    assert (status(stack, "b") is RequestStatus.FINISHED_ERROR) == (policy == "fail")
+    assert stack.offload.stats().loaded_blocks == 0
     stack.check_end()
 
 

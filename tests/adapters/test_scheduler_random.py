@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, VOCABULARY, Stack
+from tpu_offload import StepReport
 from tpu_offload.kernels.programs import Program
 from tpu_offload.types import Direction
 
@@ -49,6 +50,18 @@ class Faults:
         return real(*args)
 
 
+def delay(worker, rng: random.Random, rate: float) -> None:
+    """Has the worker see the end of its copies late, now and then."""
+    real = worker.poll
+
+    def poll(*, wait: bool = False):
+        if not wait and rng.random() < rate:
+            return StepReport(worker._report.worker_id, (), worker._report.num_host_chunks)
+        return real(wait=wait)
+
+    worker.poll = poll
+
+
 class Life:
     """One seed decides everything."""
 
@@ -78,6 +91,9 @@ class Life:
             save_wait_s=rng.choice([0.0, 0.5]),
         )
         self.faults = Faults(self.stack, rng, self.fault_rate)
+        rate = rng.choice([0.0, 0.7])
+        for worker in self.stack.workers:
+            delay(worker, rng, rate)
         self.num_added = 0
 
     def arrive(self) -> None:

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingW
 from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, kv_cache_config, make_config
 from tpu_offload import ConfigError, OffloadConfig
 from tpu_offload.adapters.vllm.plugin import CONNECTOR_NAME, register
-from tpu_offload.adapters.vllm.settings import check_hbm, count_workers, read_config
+from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config
 
 pytestmark = pytest.mark.vllm
 
@@ -149,6 +149,12 @@ def check(usage, needed_gb, **settings):
         config=OffloadConfig.create(**settings),
         utilization=0.9,
     )
+
+
+def test_the_scheduler_waits_for_as_many_workers_as_there_are():
+    check_workers(4, num_processes=4)
+    with pytest.raises(ConfigError, match="reports of 4 processes .* runs in 2; use a Ray cluster of just"):
+        check_workers(4, num_processes=2)
 
 
 def test_enough_hbm_is_enough():

@@ -291,8 +291,11 @@ class OffloadScheduler:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether any job is planned or in flight, so that plans and reports should go on."""
-        return len(self._jobs) > 0
+        """Whether any job is planned or in flight, so that plans and reports should go on.
+
+        Those that have timed out do not count: what a worker has lost it never reports, and nobody waits for it.
+        """
+        return any(not job.overdue for job in self._jobs)
 
     def take_events(self) -> list[TierEvent]:
         """What changed in the host tier since the last call, in order; nothing without `record_events`."""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -105,6 +105,11 @@ class TPUOffloadConnector(KVConnectorBase_V1):
 
     # The scheduler role.
 
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """See the base class."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler_side.bind(kv_cache_manager)
+
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """See the base class."""
         return self.scheduler_side.match(request, num_computed_tokens)
@@ -120,6 +125,8 @@ class TPUOffloadConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """See the base class."""
         self.scheduler_side.apply(connector_output.kv_connector_worker_meta)
+        if connector_output.invalid_block_ids:
+            self.scheduler_side.spoil(connector_output.invalid_block_ids)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See the base class; the blocks may always be freed at once."""

@@ -32,6 +32,7 @@ from tpu_offload.core.requests import FinishedTransfer, TierEventKind
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -91,13 +92,20 @@ class SchedulerSide:
         self._has_news = False  # something may have been counted since then
         self._transfers: list[FinishedTransfer] = []
 
+    def bind(self, kv_cache_manager: "KVCacheManager") -> None:
+        """vLLM's cache manager, before the first step."""
+        self._kv_cache_manager = kv_cache_manager
+
     def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens past `num_computed_tokens` in the host tier, and whether they arrive between steps.
 
         None in place of a number: ask again in the next step, for the next chunk is being saved.
         """
         request_id = request.request_id
-        self._forget(request_id)  # it holds no blocks now
+        if self._forget(request_id) and self._offload is not None:
+            # It held blocks and holds none now, though no pass has said so yet: vLLM has reset its cache, or a load
+            # brought nothing. That load may be in flight still, on another worker or in the books only.
+            self._offload.preempt(request_id)
         self._matched.add(request_id)
         if self._offload is None or request.skip_reading_prefix_cache:
             return 0, False
@@ -162,13 +170,34 @@ class SchedulerSide:
             update = self._offload.apply(report)
             self._transfers += update.transfers
             for failed in update.failed_loads:
-                # Nothing of it is saved until it says anew how far it has computed. With synchronous loads it has
-                # said so already, and rests on blocks that never came.
-                self._offload.preempt(failed.request_id)
-                entry = self._watched.get(failed.request_id)
-                if entry is not None:
-                    entry.next_offer_tokens = 0
-                    self._offering[failed.request_id] = entry
+                self._offer_anew(failed.request_id)
+
+    def spoil(self, block_ids: set[int]) -> None:
+        """Some worker failed to load these blocks.
+
+        With synchronous loads a step has computed on them by now, and requests that share them may have, too. vLLM
+        has one request compute each again, and goes on to find them in its prefix cache before that has happened.
+        So they are taken out of it, and each request computes them for itself.
+        """
+        for request_id, entry in list(self._watched.items()):
+            (table,) = self._kv_cache_manager.get_block_ids(request_id)
+            first = next((i for i, block_id in enumerate(table) if block_id in block_ids), None)
+            if first is not None:
+                self._kv_cache_manager.evict_blocks(set(table[first:]))
+                entry.request.num_computed_tokens = min(entry.request.num_computed_tokens, first * self._block_size)
+                self._offer_anew(request_id)
+
+    def _offer_anew(self, request_id: str) -> None:
+        """Nothing of a request is saved until it says anew how far it has computed.
+
+        It has said so already if its load was synchronous, and rests on blocks that never came.
+        """
+        if self._offload is not None:
+            self._offload.preempt(request_id)
+        entry = self._watched.get(request_id)
+        if entry is not None:
+            entry.next_offer_tokens = 0
+            self._offering[request_id] = entry
 
     def finish(self, request_id: str) -> None:
         """The request ended, in whatever state."""
@@ -227,9 +256,10 @@ class SchedulerSide:
         if self._offload is not None:
             self._offload.check_invariants()
 
-    def _forget(self, request_id: str) -> None:
-        self._watched.pop(request_id, None)
+    def _forget(self, request_id: str) -> bool:
+        """Whether the request was watched."""
         self._offering.pop(request_id, None)
+        return self._watched.pop(request_id, None) is not None
 
     def _start(self, layout: KVLayout) -> OffloadScheduler:
         return OffloadScheduler(

@@ -138,6 +138,20 @@ def count_workers() -> int:
     return sum(1 for node in ray.nodes() if node.get("Alive", True) and key in node.get("Resources", {}))
 
 
+def check_workers(num_workers: int, *, num_processes: int) -> None:
+    """Checks that the scheduler waits for as many workers as there are: else nothing would ever be saved.
+
+    Raises:
+      ConfigError: it does not.
+    """
+    if num_workers != num_processes:
+        raise ConfigError(
+            f"tpu_offload: the scheduler expects reports of {num_workers} processes (nodes with TPUs in the Ray "
+            f"cluster, or 1 without TPU_MULTIHOST_BACKEND=ray) and the model runs in {num_processes}; use a Ray "
+            "cluster of just the hosts of this engine"
+        )
+
+
 def check_hbm(
     usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: int, config: OffloadConfig, utilization: float
 ) -> None:

@@ -16,9 +16,11 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, final
 
+import jax
+
 from tpu_offload import ConfigError, JobResult, JobState, KVLayout, OffloadWorker, StepPlan, StepReport, TransferJob
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
-from tpu_offload.adapters.vllm.settings import check_hbm, read_config
+from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,12 +37,14 @@ class WorkerSide:
     def __init__(self) -> None:
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
+        self._worker_id = 0
         self._layout: KVLayout | None = None
         self._plan = StepPlan(0)
         self._idle = False
         self._sync = False
-        # Loads that vLLM has not been told about.
+        # Loads that vLLM has not been told about, and those that it has and whose result is not there yet.
         self._loading: dict[int, TransferJob] = {}
+        self._told: dict[int, TransferJob] = {}
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._reports: list[StepReport] = []
@@ -48,6 +52,7 @@ class WorkerSide:
         # The last plan whose steps may have computed on blocks that a failed load left as they were.
         self._last_spoilt_step_id = -1
         self._num_steps_ahead = 0
+        self._ends_failed_requests = False
 
     def register(self, runner: Any) -> None:
         """Makes the worker for a runner's caches.
@@ -57,6 +62,7 @@ class WorkerSide:
         self.close()
         vllm_config = runner.vllm_config
         config = read_config(vllm_config, runner.kv_cache_config)
+        check_workers(count_workers(), num_processes=jax.process_count())
         caches = runner.kv_caches
         if any(isinstance(cache, tuple) for cache in caches):
             raise ConfigError(
@@ -66,7 +72,8 @@ class WorkerSide:
         layout = KVLayout.from_caches(
             caches, block_size=vllm_config.cache_config.block_size, model=vllm_config.model_config.model
         )
-        worker = OffloadWorker(config, layout, caches, worker_id=runner.rank)
+        self._worker_id = _process_index()
+        worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id)
         from tpu_inference import utils
 
         check_hbm(
@@ -79,6 +86,7 @@ class WorkerSide:
         self._runner, self._worker, self._sync = runner, worker, bool(config.sync_load)
         # With async scheduling the next plan is made before the scheduler hears of a failure.
         self._num_steps_ahead = int(vllm_config.scheduler_config.async_scheduling)
+        self._ends_failed_requests = vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
         self._last_spoilt_step_id = -1
         self._layout = layout
         self._num_told_chunks = -1
@@ -133,7 +141,7 @@ class WorkerSide:
             error = "the step computed on blocks whose load failed"
             results = tuple(JobResult(job.job_id, JobState.FAILED, error) for job in self._plan.saves)
             self._collect()
-            self._reports.append(StepReport(self._runner.rank, results, self._num_told_chunks))
+            self._reports.append(StepReport(self._worker_id, results, self._num_told_chunks))
         self._plan = StepPlan(self._plan.step_id)
 
     def take_received(self) -> set[str]:
@@ -166,6 +174,7 @@ class WorkerSide:
         if worker is not None:
             worker.close()
         self._loading.clear()
+        self._told.clear()
         self._received.clear()
         self._invalid_block_ids.clear()
         self._reports.clear()
@@ -179,12 +188,12 @@ class WorkerSide:
             self._num_told_chunks = report.num_host_chunks
             self._reports.append(report)
         for result in report.results:
-            job = self._loading.pop(result.job_id, None)
-            if job is None:
-                continue
-            if result.state is JobState.FINISHED:
+            job, told = self._loading.pop(result.job_id, None), self._told.pop(result.job_id, None)
+            if told is not None and result.state is JobState.FAILED:
+                self._fail_late(told, result.error)
+            elif job is not None and result.state is JobState.FINISHED:
                 self._receive(job)
-            else:
+            elif job is not None:
                 self._fail(job)
         self._take_written()
 
@@ -192,7 +201,19 @@ class WorkerSide:
         for job_id in self.worker.take_written_loads():
             job = self._loading.pop(job_id, None)
             if job is not None:
+                self._told[job_id] = job
                 self._receive(job)
+
+    def _fail_late(self, job: TransferJob, error: str) -> None:
+        """A load went wrong on the device, after steps that rest on it were dispatched.
+
+        An error of the device takes the caches along, and the engine with them. What is left is a copy that says it
+        did less than it was asked to, which nobody has seen. Tokens that are out stay out; the rest is made good,
+        unless vLLM could not take back the step that is on its way.
+        """
+        _logger.error("tpu_offload: the load of request %s failed after it was used: %s", job.request_id, error)
+        if not self._num_steps_ahead or self._ends_failed_requests:
+            self._invalid_block_ids.update(job.block_ids)
 
     def _receive(self, job: TransferJob) -> None:
         if not self._sync:  # else vLLM does not wait for it
@@ -203,3 +224,8 @@ class WorkerSide:
         if self._sync:
             self._last_spoilt_step_id = self._plan.step_id + self._num_steps_ahead
         self._receive(job)
+
+
+def _process_index() -> int:
+    """Which worker this is. Not the runner's rank: under Ray tpu-inference gives rank 0 to every host."""
+    return jax.process_index()

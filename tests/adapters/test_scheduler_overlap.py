@@ -1,0 +1,168 @@
+"""What happens between the moment vLLM is told that a load ended and the moment the books hear of it."""
+
+import contextlib
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, prompt
+from tpu_offload.types import Direction
+
+pytestmark = pytest.mark.vllm
+
+SMALL = {"num_staging_blocks": 16, "num_cpu_chunks": 64, "sync_load": False}
+
+
+def make(**kwargs) -> Stack:
+    stack = Stack(**{"num_blocks": 24, **SMALL, **kwargs})
+    stack.serve("warm", prompt(BLOCK_SIZE, seed=99))  # the workers have said hello
+    return stack
+
+
+def saved(stack: Stack, name: str, num_tokens: int = 40) -> list[int]:
+    tokens = prompt(num_tokens, seed=20)
+    stack.serve(name, tokens)
+    stack.scheduler.reset_prefix_cache()
+    return tokens
+
+
+def broken(*_args):
+    raise RuntimeError("injected")
+
+
+@contextlib.contextmanager
+def results_held_back(worker):
+    """Copies of this worker are dispatched, and none is seen finished."""
+    worker.poll = lambda wait=False: worker._report
+    yield
+    del worker.poll
+
+
+@pytest.mark.parametrize("sync_load", [False, True])
+def test_reset_of_running_requests_whose_load_is_not_acknowledged(sync_load):
+    stack = make(sync_load=sync_load)
+    tokens = saved(stack, "a")
+    request = stack.add("b", tokens, max_tokens=8)
+    with results_held_back(stack.workers[0]):
+        stack.step()
+        stack.step()
+        assert request.status is RequestStatus.RUNNING
+        assert stack.offload.has_jobs
+        stack.scheduler.reset_prefix_cache(reset_running_requests=True)
+        stack.step()
+    stack.drain()
+    stack.check_end()
+
+
+@pytest.mark.parametrize("num_tokens", [40, 60])
+def test_a_load_fails_on_one_worker_before_the_other_has_acknowledged_it(num_tokens):
+    stack = make(num_workers=2)
+    tokens = saved(stack, "a")
+    stack.workers[1]._copiers[Direction.LOAD].load = broken
+    stack.add("b", tokens, max_tokens=8)
+    with results_held_back(stack.workers[0]):
+        for _ in range(4):
+            stack.step()
+    stack.drain()
+    stack.check_end()
+
+
+def test_who_shares_blocks_whose_synchronous_load_failed_saves_nothing_of_that_step():
+    stack = make(sync_load=True, max_num_batched_tokens=40)
+    tokens = saved(stack, "a", 32)
+    other = [*tokens, *prompt(16, seed=78)]
+    stack.workers[0]._copiers[Direction.LOAD].load = broken
+    stack.add("b", [*tokens, *prompt(9, seed=77)])
+    stack.add("c", other)
+    stack.step()
+    assert stack.num_spoilt == 2
+    del stack.workers[0]._copiers[Direction.LOAD].load
+    for _ in range(2):
+        stack.step()
+    stack.abort("c")
+    stack.drain()
+    stack.scheduler.reset_prefix_cache()
+    stack.serve("d", [*other, *prompt(3)])
+    stack.check_end()
+
+
+def test_blocks_whose_synchronous_load_failed_are_not_found_before_they_are_computed():
+    stack = make(sync_load=True, max_num_batched_tokens=48)
+    tokens = saved(stack, "a", 64)
+    stack.workers[0]._copiers[Direction.LOAD].load = broken
+    stack.add("b", [*tokens, *prompt(9, seed=77)])
+    stack.step()
+    assert stack.num_spoilt == 1
+    del stack.workers[0]._copiers[Direction.LOAD].load
+    stack.abort("b")
+    stack.serve("c", [*tokens, *prompt(3)])
+    stack.check_end()
+
+
+def test_who_shares_blocks_whose_synchronous_load_failed_does_not_wait_for_another_to_compute_them():
+    stack = make(sync_load=True, max_num_batched_tokens=40)
+    tokens = saved(stack, "a", 32)
+    stack.workers[0]._copiers[Direction.LOAD].load = broken
+    stack.add("b", [*tokens, *prompt(4, seed=77)])
+    stack.add("c", [*tokens, *prompt(4, seed=78)])
+    stack.step()
+    assert stack.num_spoilt == 2
+    del stack.workers[0]._copiers[Direction.LOAD].load
+    stack.abort("b")
+    stack.drain()
+    stack.check_end()
+
+
+def test_a_reset_withdraws_what_a_request_offered_that_may_not_read_the_cache():
+    stack = make(num_staging_blocks=2, num_blocks=10)
+    stack.add("b", prompt(40, seed=5), max_tokens=8).skip_reading_prefix_cache = True
+    with results_held_back(stack.workers[0]):
+        for _ in range(2):
+            stack.step()
+        assert stack.offload._requests["b"].num_refused_chunks
+        stack.scheduler.reset_prefix_cache(reset_running_requests=True)
+        stack.add("c", prompt(47, seed=6), max_tokens=8)
+        waiting = stack.scheduler.waiting
+        waiting.add_request(waiting.pop_request())  # b is matched after c, and finds no blocks
+        stack.step()
+        assert stack.requests["b"].status is RequestStatus.PREEMPTED
+        request = stack.offload._requests.get("b")
+        assert request is None or not request.num_offered_chunks  # its blocks are another's now
+    stack.drain()
+    stack.scheduler.reset_prefix_cache()
+    stack.serve("d", [*prompt(40, seed=5), 7])
+    stack.check_end()
+
+
+def test_an_idle_engine_does_not_wait_for_ever_for_a_report():
+    stack = make(job_timeout_s=0.1)
+    with results_held_back(stack.workers[0]):
+        stack.serve("a", prompt(40))
+        assert stack.offload.stats().num_timed_out_jobs == 1
+        assert not stack.scheduler.has_requests()
+    stack.serve("b", prompt(8, seed=3))  # the report comes after all
+    stack.check_end()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("num_tokens", range(16, 26))
+def test_a_session_whose_last_token_is_taken_back(async_scheduling, num_tokens):
+    stack = make(async_scheduling=async_scheduling, decode_save=True)
+    session = stack.add("s", prompt(num_tokens, seed=5), max_tokens=8, resumable=True)
+    for turn in range(2):
+        for _ in range(30):
+            stack.step()
+        assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        stack.outputs["s"] = []  # part of the prompt from now on
+        stack.more("s", prompt(9, seed=30 + turn), max_tokens=8)
+    for _ in range(30):
+        stack.step()
+    said = list(session.all_token_ids)
+    stack.abort("s")
+    stack.drain()
+    stack.outputs["s"] = []
+    for _ in range(2):  # what the session has saved, and what is beyond it
+        stack.scheduler.reset_prefix_cache()
+        stack.serve("again", [*said, 7])
+    assert stack.offload.stats().matched_tokens >= num_tokens + 16
+    stack.check_end()
