@@ -153,7 +153,7 @@ def check(usage, needed_gb, **settings):
 
 def test_the_scheduler_waits_for_as_many_workers_as_there_are():
     check_workers(4, num_processes=4)
-    with pytest.raises(ConfigError, match="reports of 4 processes .* runs in 2; use a Ray cluster of just"):
+    with pytest.raises(ConfigError, match=r"reports of 4 processes .* runs in 2; use a Ray cluster of just"):
         check_workers(4, num_processes=2)
 
 

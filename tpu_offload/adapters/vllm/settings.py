@@ -59,7 +59,7 @@ def _prefers_sync_loads(vllm_config: "VllmConfig", config: OffloadConfig) -> boo
 
 def _policy(vllm_config: "VllmConfig") -> str:
     assert vllm_config.kv_transfer_config is not None
-    return vllm_config.kv_transfer_config.kv_load_failure_policy
+    return str(vllm_config.kv_transfer_config.kv_load_failure_policy)
 
 
 def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: OffloadConfig) -> str | None:
