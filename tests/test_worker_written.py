@@ -66,12 +66,15 @@ def test_a_load_that_fails_is_never_written():
     assert engine.worker.take_written_loads() == ()
 
 
-def test_a_load_can_be_given_up_before_the_pass():
+def test_a_load_that_is_taken_back_may_be_told_after_the_pass_that_uses_its_blocks():
+    """An engine that dispatches its loads behind the pass does so; until then nothing of it is written."""
     engine = saved_engine("staged")
     load = engine.load([8], [4])
     engine.begin(load)
-    engine.worker.cancel([load.job_id, 77])
+    engine.worker._flights[0].waiting_on.block_until_ready()
+    engine.worker.poll()
     engine.scribble()  # the pass uses its block
+    engine.begin(cancel=[load.job_id])
     engine.end()
     assert engine.states() == {load.job_id: CANCELLED}
     assert engine.worker.take_written_loads() == ()
@@ -115,7 +118,6 @@ def test_no_host_tier_takes_no_hbm():
     worker = Engine(num_cpu_chunks=0).worker
     assert worker.hbm_nbytes == 0
     assert not worker.has_flights
-    worker.cancel([1])
     assert worker.take_written_loads() == ()
 
 

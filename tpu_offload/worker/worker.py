@@ -177,7 +177,8 @@ class OffloadWorker:
         if self._pass is not None:
             self._abandon_pass(self._pass)
         kv_caches = list(kv_caches)  # the programs are compiled for a list
-        self.cancel(plan.cancelled_job_ids)
+        for job_id in plan.cancelled_job_ids:
+            self._cancel(job_id)
         if self._flights:
             kv_caches = self._resume(kv_caches, plan.step_id)
         if plan.loads or (fuse and plan.saves):
@@ -248,15 +249,6 @@ class OffloadWorker:
         lost = self._pool.take_lost() if self._pool else ()
         self._report = StepReport(last.worker_id, (), num_ready)
         return StepReport(last.worker_id, self._jobs.take_results(), num_ready, lost)
-
-    def cancel(self, job_ids: Sequence[int]) -> None:
-        """Gives up loads whose blocks are about to be used for something else; unknown jobs are fine.
-
-        `begin_step` does it for those that its plan names. This is for engines that dispatch loads behind the
-        forward pass, and have to say this much before it.
-        """
-        for job_id in job_ids:
-            self._cancel(job_id)
 
     def take_written_loads(self) -> tuple[int, ...]:
         """Loads whose last write into the caches was dispatched since the last call.

@@ -7,7 +7,7 @@ vLLM's calls and the library's:
 
     scheduler role                  OffloadScheduler      worker role               OffloadWorker
     get_num_new_matched_tokens      match                 register_runner           (made)
-    update_state_after_alloc        admit                 bind_connector_metadata   cancel
+    update_state_after_alloc        admit                 bind_connector_metadata   (takes the plan)
     build_connector_meta            plan_step             start_load_kv             begin_step
     update_connector_output         apply                 wait_for_save             end_step
     request_finished                finish                get_finished              poll

@@ -2,7 +2,7 @@
 
 The order of calls in a step, by vLLM's mixin for model runners:
 
-    bind            before the forward pass: loads that the plan takes back must not write any more
+    bind            before the forward pass
     start_loads     before it if the pass needs a load, else behind it, where it holds up nothing
     start_saves     behind it
     take_...        what vLLM is told
@@ -110,15 +110,15 @@ class WorkerSide:
         return self._runner is None or self._runner.vllm_config.instance_id == vllm_config.instance_id
 
     def bind(self, message: PlanMessage) -> None:
-        """Before the forward pass."""
+        """Before the forward pass, which may use the blocks of loads that the plan takes back.
+
+        They are not written any more: what is still to be written is dispatched by `start_loads` only, which drops it.
+        """
         self._plan, self._idle = message.plan, message.idle
-        cancelled = message.plan.cancelled_job_ids
-        if cancelled:
-            self.worker.cancel(cancelled)
-            for job_id in cancelled:
-                job = self._loading.pop(job_id, None)
-                if job is not None:
-                    self._fail(job)
+        for job_id in message.plan.cancelled_job_ids:
+            job = self._loading.pop(job_id, None)
+            if job is not None:
+                self._fail(job)
 
     def start_loads(self) -> None:
         """Dispatches the loads; those that the coming pass needs are written when it returns, or have failed."""
