@@ -35,3 +35,21 @@ def compiles():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield names
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def compiled_once():
+    """What a module's workers compile is compiled once for each layout."""
+    from tpu_offload.kernels.programs import Program
+
+    real, compiled = Program.compile, {}
+
+    def compile_once(program):
+        key = program.name, repr(program.args)
+        if key not in compiled:
+            compiled[key] = real(program)
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "compile", compile_once)
+        yield

@@ -14,7 +14,7 @@ from tests import worker_engine
 from tests.caches import random_array
 from tests.worker_engine import BLOCKS_PER_CHUNK, CANCELLED, FAILED, FINISHED, NUM_CHUNKS, PATHS, Engine
 from tpu_offload.kernels import reference
-from tpu_offload.kernels.programs import Program, bitcast
+from tpu_offload.kernels.programs import bitcast
 from tpu_offload.memory import host_pool
 from tpu_offload.types import Direction, StepPlan, StepReport, TransferJob
 from tpu_offload.worker import worker as worker_module
@@ -22,6 +22,8 @@ from tpu_offload.worker import worker as worker_module
 NUM_BLOCKS = 12
 CHUNKS = np.arange(NUM_CHUNKS * BLOCKS_PER_CHUNK).reshape(NUM_CHUNKS, -1).tolist()
 # What a job may fail of here; anything else is the worker's own doing.
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 REASONS = ("halted", "was lost to a save that failed", "nothing saved since", "did not return")
 
 
@@ -252,22 +254,6 @@ class Life:
             if self.rng.random() < 0.3:
                 self.check()
         self.end()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once():
-    """Lives have workers of one layout, and share what these compile."""
-    real, compiled = Program.compile, {}
-
-    def compile_once(program):
-        key = program.name, repr(program.args)
-        if key not in compiled:
-            compiled[key] = real(program)
-        return compiled[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "compile", compile_once)
-        yield
 
 
 @pytest.mark.parametrize("seed", range(3))

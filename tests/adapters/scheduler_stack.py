@@ -8,14 +8,10 @@ same. Before each pass the model looks at every byte that attention would read.
 
 import contextlib
 import functools
-import hashlib
 import json
 import tempfile
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 from tpu_inference import utils as tpu_utils
@@ -45,16 +41,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, VOCABULARY, Prefix, Runner, continued, next_token
 from tpu_offload.adapters.vllm import worker_side
 from tpu_offload.adapters.vllm.messages import ReportMessage
+from tpu_offload.types import Direction
 
-BLOCK_SIZE = 8
-NUM_LAYERS = 2
-PAGE_SHAPE = (BLOCK_SIZE, 2, 8)
-VOCABULARY = 97
 EOS = 2
 GB = 2**30
-_ROW = 32  # rows that one write program takes
 
 
 @functools.cache
@@ -126,102 +119,6 @@ def kv_cache_config(num_blocks: int) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-# The model.
-
-
-class Prefix:
-    """A sequence whose every prefix has a digest."""
-
-    def __init__(self, tokens) -> None:
-        self.tokens: list[int] = []
-        self.digests: list[bytes] = []
-        self._chain = b""
-        self.extend(tokens)
-
-    def extend(self, tokens) -> None:
-        for token in tokens:
-            self._chain = hashlib.blake2b(self._chain + token.to_bytes(4, "little"), digest_size=16).digest()
-            self.tokens.append(token)
-            self.digests.append(self._chain)
-
-    def next_token(self) -> int:
-        return next_token(self.digests[-1])
-
-
-def next_token(digest: bytes) -> int:
-    return 3 + int.from_bytes(digest[:4], "little") % VOCABULARY
-
-
-def kv_of(digest: bytes, rank: int, layer: int) -> np.ndarray:
-    raw = hashlib.blake2b(digest + bytes([rank, layer]), digest_size=16).digest()
-    return np.frombuffer(raw, np.int8).reshape(PAGE_SHAPE[1:])
-
-
-@functools.cache
-def continued(prompt: tuple[int, ...], num_tokens: int) -> Prefix:
-    """What the model makes of a prompt, `num_tokens` long in all."""
-    prefix = Prefix(prompt)
-    while len(prefix.tokens) < num_tokens:
-        prefix.extend([prefix.next_token()])
-    return prefix
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(caches, block_ids, offsets, values):
-    return [cache.at[block_ids, offsets].set(value, mode="drop") for cache, value in zip(caches, values, strict=True)]
-
-
-class Runner:
-    """What the connector needs of tpu-inference's model runner, and the pass itself."""
-
-    def __init__(self, config: VllmConfig, *, process_index: int, num_blocks: int) -> None:
-        self.vllm_config = config
-        self.kv_cache_config = kv_cache_config(num_blocks)
-        self.rank = 0  # on every host
-        self.process_index = process_index
-        self.devices = [jax.devices()[0]]
-        sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
-        self.num_blocks = num_blocks
-        self.kv_caches = [
-            jax.device_put(np.full((num_blocks, *PAGE_SHAPE), -7, np.int8), sharding) for _ in range(NUM_LAYERS)
-        ]
-        self.tables: dict[str, list[int]] = {}
-        self.num_checked = 0
-
-    def update_tables(self, output) -> None:
-        for new in output.scheduled_new_reqs:
-            self.tables[new.req_id] = list(new.block_ids[0])
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in cached.resumed_req_ids:
-                self.tables[request_id] = list(block_ids[0])
-            elif block_ids is not None:
-                self.tables[request_id] += block_ids[0]
-
-    def check(self, request_id: str, prefix: Prefix, num_tokens: int) -> bool:
-        """Whether the KV of the first tokens is theirs; what attention reads."""
-        table, ok = self.tables[request_id], True
-        for layer, cache in enumerate(self.kv_caches):
-            pages = np.array(cache)
-            for position in range(num_tokens):
-                found = pages[table[position // BLOCK_SIZE], position % BLOCK_SIZE]
-                ok &= bool((found == kv_of(prefix.digests[position], self.process_index, layer)).all())
-                self.num_checked += 1
-        return ok
-
-    def write(self, rows) -> None:
-        """Writes the KV of (block id, offset, digest)s."""
-        for start in range(0, len(rows), _ROW):
-            part = rows[start : start + _ROW]
-            block_ids, offsets = np.full(_ROW, self.num_blocks, np.int32), np.zeros(_ROW, np.int32)
-            values = [np.zeros((_ROW, *PAGE_SHAPE[1:]), np.int8) for _ in range(NUM_LAYERS)]
-            for i, (block_id, offset, digest) in enumerate(part):
-                block_ids[i], offsets[i] = block_id, offset
-                for layer in range(NUM_LAYERS):
-                    values[layer][i] = kv_of(digest, self.process_index, layer)
-            self.kv_caches = _write(self.kv_caches, block_ids, offsets, [jnp.asarray(v) for v in values])
-
-
 class Stack:
     """One engine: the scheduler, and as many workers as asked for.
 
@@ -250,7 +147,7 @@ class Stack:
             KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_config)
             for _ in range(num_workers)
         ]
-        self.runners = [Runner(self.config, process_index=i, num_blocks=num_blocks) for i in range(num_workers)]
+        self.runners = [Runner(self.config, self.kv_config, process_index=i) for i in range(num_workers)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tpu_utils, "hbm_usage_bytes", lambda devices: [(0, 4 * GB) for _ in devices])
             for connector, runner in zip(self.connectors, self.runners, strict=True):
@@ -474,3 +371,30 @@ def reports_of(result: ModelRunnerOutput) -> ReportMessage | None:
 
 def prompt(num_tokens: int, *, seed: int = 0) -> list[int]:
     return [3 + (seed * 31 + i * 7) % VOCABULARY for i in range(num_tokens)]
+
+
+# What many tests begin with.
+
+SMALL = {"num_staging_blocks": 16, "num_cpu_chunks": 64, "sync_load": False}
+
+
+def make_stack(**kwargs) -> Stack:
+    stack = Stack(**{"num_blocks": 12, **SMALL, **kwargs})
+    stack.serve("warm", prompt(BLOCK_SIZE, seed=99))  # the workers have said hello
+    return stack
+
+
+def save_prompt(stack: Stack, name: str, num_tokens: int = 40, **kwargs) -> list[int]:
+    """A prompt whose blocks are in the host tier and not in HBM."""
+    tokens = prompt(num_tokens, seed=20)
+    stack.serve(name, tokens, **kwargs)
+    stack.scheduler.reset_prefix_cache()
+    return tokens
+
+
+def broken(*_args):
+    raise RuntimeError("injected")
+
+
+def break_loads(stack: Stack, worker: int = 0) -> None:
+    stack.workers[worker]._copiers[Direction.LOAD].load = broken

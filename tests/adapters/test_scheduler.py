@@ -4,44 +4,23 @@ import itertools
 
 import jax.numpy as jnp
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, prompt
+from tests.adapters.scheduler_stack import (
+    BLOCK_SIZE,
+    SMALL,
+    Stack,
+    break_loads,
+    make_stack,
+    prompt,
+    save_prompt,
+)
 from tpu_offload import StepReport
-from tpu_offload.adapters.vllm import TPUOffloadConnector
 from tpu_offload.adapters.vllm.messages import ReportMessage
 from tpu_offload.types import Direction
 
 pytestmark = pytest.mark.vllm
-
-SMALL = {"num_staging_blocks": 16, "num_cpu_chunks": 64, "sync_load": False}
-
-
-def make(**kwargs) -> Stack:
-    stack = Stack(**{"num_blocks": 12, **SMALL, **kwargs})
-    stack.serve("warm", prompt(BLOCK_SIZE, seed=99))  # the workers have said hello
-    return stack
-
-
-def saved(stack: Stack, name: str, num_tokens: int = 40, **kwargs) -> list[int]:
-    """A prompt whose blocks are in the host tier and not in HBM."""
-    tokens = prompt(num_tokens, seed=20)
-    stack.serve(name, tokens, **kwargs)
-    stack.scheduler.reset_prefix_cache()
-    return tokens
-
-
-def broken(*_args):
-    raise RuntimeError("injected")
-
-
-def break_loads(stack: Stack, worker: int = 0) -> None:
-    stack.workers[worker]._copiers[Direction.LOAD].load = broken
 
 
 def status(stack: Stack, request_id: str) -> RequestStatus:
@@ -54,8 +33,8 @@ def status(stack: Stack, request_id: str) -> RequestStatus:
 @pytest.mark.parametrize("num_tokens", [40, 41, 47])
 @pytest.mark.parametrize("sync_load", [False, True])
 def test_a_hit_of_every_block_leaves_the_last_token(num_tokens, sync_load):
-    stack = make(sync_load=sync_load)
-    tokens = saved(stack, "a", num_tokens)
+    stack = make_stack(sync_load=sync_load)
+    tokens = save_prompt(stack, "a", num_tokens)
     request = stack.add("b", tokens)
     stack.drain()
     assert stack.offload.stats().matched_tokens == min(40, num_tokens - 1)
@@ -64,8 +43,8 @@ def test_a_hit_of_every_block_leaves_the_last_token(num_tokens, sync_load):
 
 
 def test_a_request_waits_for_its_load_while_others_run():
-    stack = make()
-    tokens = saved(stack, "a")
+    stack = make_stack()
+    tokens = save_prompt(stack, "a")
     stack.add("other", prompt(8, seed=50), max_tokens=10)
     stack.step()
     request = stack.add("b", tokens)
@@ -84,8 +63,8 @@ def test_a_request_waits_for_its_load_while_others_run():
 
 
 def test_a_loaded_request_runs_in_the_step_after_the_one_that_found_it():
-    stack = make()
-    tokens = saved(stack, "a")
+    stack = make_stack()
+    tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
     stack.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -96,8 +75,8 @@ def test_a_loaded_request_runs_in_the_step_after_the_one_that_found_it():
 
 
 def test_a_synchronous_load_is_computed_on_in_the_same_step():
-    stack = make(sync_load=True)
-    tokens = saved(stack, "a")
+    stack = make_stack(sync_load=True)
+    tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
     stack.step()
     assert request.status is RequestStatus.RUNNING
@@ -107,8 +86,8 @@ def test_a_synchronous_load_is_computed_on_in_the_same_step():
 
 
 def test_a_direct_load_is_synchronous_unless_told_otherwise():
-    stack = make(sync_load=None)
-    tokens = saved(stack, "a")
+    stack = make_stack(sync_load=None)
+    tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
     (worker,) = stack.workers
     worker.poll = lambda wait=False, poll=worker.poll: poll() if not wait else pytest.fail("it waits for the copy")
@@ -120,8 +99,8 @@ def test_a_direct_load_is_synchronous_unless_told_otherwise():
 
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
 def test_a_synchronous_load_that_fails_spoils_nothing(load_path):
-    stack = make(sync_load=True, load_path=load_path)
-    tokens = saved(stack, "a")
+    stack = make_stack(sync_load=True, load_path=load_path)
+    tokens = save_prompt(stack, "a")
     num_saved = stack.offload.stats().saved_blocks
     break_loads(stack)
     stack.add("b", [*tokens, *prompt(8, seed=77)])  # completes a block in the very step
@@ -136,23 +115,25 @@ def test_a_synchronous_load_that_fails_spoils_nothing(load_path):
 
 
 def test_with_async_scheduling_the_step_that_was_under_way_saves_nothing_either():
-    stack = make(sync_load=True, async_scheduling=True, policy="fail", decode_save=True)
-    tokens = saved(stack, "a")
+    stack = make_stack(sync_load=True, async_scheduling=True, policy="fail", max_num_batched_tokens=16)
+    tokens = save_prompt(stack, "a")
     break_loads(stack)
     saved_before = stack.offload.stats().saved_blocks
-    stack.add("b", [*tokens, *prompt(7, seed=77)])  # the step after completes a block
+    longer = [*tokens, *prompt(36, seed=77)]
+    stack.add("b", longer)  # the step after the one that fails completes blocks of the prompt
     stack.drain()
     assert status(stack, "b") is RequestStatus.FINISHED_ERROR
     assert stack.outputs["b"] == []
+    assert stack.num_spoilt == 2
     assert stack.offload.stats().saved_blocks == saved_before
     del stack.workers[0]._copiers[Direction.LOAD].load
     stack.scheduler.reset_prefix_cache()
-    stack.serve("c", stack.sequence("b").tokens[:56])
+    stack.serve("c", longer)
     stack.check_end()
 
 
 def test_without_prefix_caching_every_hit_comes_from_the_host_tier():
-    stack = make(prefix_caching=False)
+    stack = make_stack(prefix_caching=False)
     tokens = prompt(40)
     stack.serve("a", tokens)
     stack.serve("b", tokens)
@@ -161,7 +142,7 @@ def test_without_prefix_caching_every_hit_comes_from_the_host_tier():
 
 
 def test_what_hbm_has_is_not_loaded():
-    stack = make()
+    stack = make_stack()
     tokens = prompt(40)
     stack.serve("a", tokens)
     stack.serve("b", [*tokens, *prompt(8, seed=3)])
@@ -170,8 +151,8 @@ def test_what_hbm_has_is_not_loaded():
 
 
 def test_a_request_that_may_not_read_the_cache_does_not():
-    stack = make()
-    tokens = saved(stack, "a")
+    stack = make_stack()
+    tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
     request.skip_reading_prefix_cache = True
     stack.drain()
@@ -181,8 +162,8 @@ def test_a_request_that_may_not_read_the_cache_does_not():
 
 @pytest.mark.parametrize("kind", ["salt", "lora"])
 def test_tenants_share_nothing(kind):
-    stack = make()
-    tokens = saved(stack, "a", **({"salt": "one"} if kind == "salt" else {}))
+    stack = make_stack()
+    tokens = save_prompt(stack, "a", **({"salt": "one"} if kind == "salt" else {}))
 
     def again(name, which):
         request = stack.add(name, tokens, **({"salt": which} if kind == "salt" else {}))
@@ -218,7 +199,7 @@ def hold_saves(stack: Stack) -> list:
 
 
 def test_a_request_waits_for_the_save_of_its_prefix():
-    stack = make(prefix_caching=False)
+    stack = make_stack(prefix_caching=False)
     held = hold_saves(stack)
     tokens = prompt(40)
     request = stack.add("a", tokens, max_tokens=2)
@@ -237,7 +218,7 @@ def test_a_request_waits_for_the_save_of_its_prefix():
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
 def test_it_does_not_wait_for_ever(wait_s):
-    stack = make(prefix_caching=False, save_wait_s=wait_s)
+    stack = make_stack(prefix_caching=False, save_wait_s=wait_s)
     now = [0.0]
     stack.side._clock = lambda: now[0]
     held = hold_saves(stack)
@@ -257,7 +238,7 @@ def test_it_does_not_wait_for_ever(wait_s):
 
 
 def test_an_idle_engine_sees_to_the_reports_first():
-    stack = make()
+    stack = make_stack()
     stack.serve("a", prompt(40))
     assert not stack.side.has_jobs
     assert stack.offload.stats().saved_blocks == 6
@@ -276,8 +257,8 @@ def test_a_finished_request_costs_no_step_of_its_own():
 
 
 def test_a_promise_that_is_not_taken_is_given_back_in_the_same_pass():
-    stack = make(num_blocks=8)
-    tokens = saved(stack, "a")
+    stack = make_stack(num_blocks=8)
+    tokens = save_prompt(stack, "a")
     stack.add("hog", prompt(24, seed=9), max_tokens=12)
     stack.step()
     request = stack.add("b", tokens)  # five blocks, three are free
@@ -291,8 +272,8 @@ def test_a_promise_that_is_not_taken_is_given_back_in_the_same_pass():
 
 
 def test_a_load_that_the_staging_buffer_cannot_hold_is_cut_and_counted():
-    stack = make(num_staging_blocks=3)
-    tokens = saved(stack, "a")
+    stack = make_stack(num_staging_blocks=3)
+    tokens = save_prompt(stack, "a")
     stack.serve("b", tokens)
     stats = stack.offload.stats()
     assert (stats.matched_tokens, stats.dropped_load_blocks) == (24, 2)
@@ -304,7 +285,7 @@ def test_a_load_that_the_staging_buffer_cannot_hold_is_cut_and_counted():
 
 
 def test_only_blocks_of_the_prompt_are_saved():
-    stack = make()
+    stack = make_stack()
     before = stack.offload.stats().saved_blocks
     stack.serve("a", prompt(12), max_tokens=20)
     assert stack.offload.stats().saved_blocks == before + 1
@@ -314,7 +295,7 @@ def test_only_blocks_of_the_prompt_are_saved():
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("max_tokens", [12, 13])
 def test_with_decode_save_generated_blocks_are_saved_but_not_the_last_token(async_scheduling, max_tokens):
-    stack = make(decode_save=True, async_scheduling=async_scheduling)
+    stack = make_stack(decode_save=True, async_scheduling=async_scheduling)
     before = stack.offload.stats().saved_blocks
     stack.serve("a", prompt(12), max_tokens=max_tokens)  # 24 or 25 tokens; the KV of the last is never computed
     # With async scheduling the token before is only a placeholder when the last step is planned.
@@ -327,7 +308,7 @@ def test_with_decode_save_generated_blocks_are_saved_but_not_the_last_token(asyn
 
 def test_rejected_drafts_are_never_saved():
     guesses = itertools.cycle([True, False, False])
-    stack = make(decode_save=True, num_spec_tokens=3, guess=lambda: next(guesses))
+    stack = make_stack(decode_save=True, num_spec_tokens=3, guess=lambda: next(guesses))
     stack.serve("a", prompt(12), max_tokens=30)
     stack.scheduler.reset_prefix_cache()
     stack.serve("b", stack.sequence("a").tokens[:44])  # every byte that it loads is looked at
@@ -336,8 +317,8 @@ def test_rejected_drafts_are_never_saved():
 
 
 def test_chunked_prefill_leaves_no_hole():
-    stack = make(max_num_batched_tokens=12, num_staging_blocks=1)
-    tokens = saved(stack, "a", 60)
+    stack = make_stack(max_num_batched_tokens=12, num_staging_blocks=1)
+    tokens = save_prompt(stack, "a", 60)
     stack.serve("filler", prompt(9, seed=60), max_tokens=12)
     assert stack.offload.stats().deferred_save_blocks or stack.offload.stats().dropped_save_blocks
     stack.scheduler.reset_prefix_cache()
@@ -346,7 +327,7 @@ def test_chunked_prefill_leaves_no_hole():
 
 
 def test_a_preempted_request_loads_what_it_had():
-    stack = make(num_blocks=10, prefix_caching=False)
+    stack = make_stack(num_blocks=10, prefix_caching=False)
     first = stack.add("a", prompt(24), max_tokens=14)
     second = stack.add("b", prompt(24, seed=5), max_tokens=14)
     stack.drain()
@@ -362,8 +343,8 @@ def test_a_preempted_request_loads_what_it_had():
 @pytest.mark.parametrize("num_steps", range(5))
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_abort_in_every_state(num_steps, async_scheduling, load_path):
-    stack = make(async_scheduling=async_scheduling, load_path=load_path, decode_save=True)
-    tokens = saved(stack, "a")
+    stack = make_stack(async_scheduling=async_scheduling, load_path=load_path, decode_save=True)
+    tokens = save_prompt(stack, "a")
     stack.add("other", prompt(12, seed=4), max_tokens=10)
     stack.step()
     stack.add("b", [*tokens, *prompt(12, seed=8)], max_tokens=12)
@@ -376,8 +357,8 @@ def test_abort_in_every_state(num_steps, async_scheduling, load_path):
 
 
 def test_blocks_of_an_aborted_load_are_not_written_any_more():
-    stack = make(load_path="staged")
-    tokens = saved(stack, "a")
+    stack = make_stack(load_path="staged")
+    tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
     stack.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -393,8 +374,8 @@ def test_blocks_of_an_aborted_load_are_not_written_any_more():
 
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
 def test_a_failed_load_is_computed(load_path):
-    stack = make(load_path=load_path)
-    tokens = saved(stack, "a")
+    stack = make_stack(load_path=load_path)
+    tokens = save_prompt(stack, "a")
     break_loads(stack)
     stack.serve("b", tokens)
     assert not stack.errors
@@ -404,8 +385,8 @@ def test_a_failed_load_is_computed(load_path):
 
 
 def test_with_the_policy_fail_the_request_ends_and_others_go_on():
-    stack = make(policy="fail")
-    tokens = saved(stack, "a")
+    stack = make_stack(policy="fail")
+    tokens = save_prompt(stack, "a")
     break_loads(stack)
     stack.add("other", prompt(12, seed=4), max_tokens=6)
     stack.add("b", tokens)
@@ -417,8 +398,8 @@ def test_with_the_policy_fail_the_request_ends_and_others_go_on():
 
 @pytest.mark.parametrize(("policy", "async_scheduling"), [("recompute", False), ("fail", False), ("fail", True)])
 def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, async_scheduling):
-    stack = make(policy=policy, async_scheduling=async_scheduling)
-    tokens = saved(stack, "a")
+    stack = make_stack(policy=policy, async_scheduling=async_scheduling)
+    tokens = save_prompt(stack, "a")
     (worker,) = stack.workers
     load = worker._copiers[Direction.LOAD]._load
     worker._copiers[Direction.LOAD]._load = lambda *args: (load(*args)[0], jnp.int32(0))  # it says it copied nothing
@@ -435,8 +416,8 @@ def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, as
 
 
 def test_a_chunk_that_failed_is_not_tried_for_ever():
-    stack = make()
-    tokens = saved(stack, "a")
+    stack = make_stack()
+    tokens = save_prompt(stack, "a")
     break_loads(stack)
     stack.serve("b", tokens)
     del stack.workers[0]._copiers[Direction.LOAD].load
@@ -447,8 +428,8 @@ def test_a_chunk_that_failed_is_not_tried_for_ever():
 
 
 def test_a_load_that_times_out_is_computed():
-    stack = make(job_timeout_s=1.0, load_path="staged")
-    tokens = saved(stack, "a")
+    stack = make_stack(job_timeout_s=1.0, load_path="staged")
+    tokens = save_prompt(stack, "a")
     now = [stack.offload._clock()]
     stack.offload._clock = lambda: now[0]
     stack.workers[0]._resume_load = lambda flight, caches: caches  # it never arrives
@@ -469,8 +450,8 @@ def test_a_load_that_times_out_is_computed():
 
 
 def test_a_reset_while_a_load_is_on_its_way():
-    stack = make(load_path="staged")
-    tokens = saved(stack, "a")
+    stack = make_stack(load_path="staged")
+    tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
     stack.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -490,7 +471,7 @@ def test_a_reset_while_a_load_is_on_its_way():
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_three_workers_that_report_in_any_order(order):
-    stack = make(num_workers=3)
+    stack = make_stack(num_workers=3)
     held = {i: [] for i in range(3)}
     turn = itertools.count()
 
@@ -518,7 +499,7 @@ def test_three_workers_that_report_in_any_order(order):
 
 
 def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
-    stack = make(num_workers=2, job_timeout_s=5.0)
+    stack = make_stack(num_workers=2, job_timeout_s=5.0)
     now = [stack.offload._clock()]
     stack.offload._clock = lambda: now[0]
 
@@ -545,7 +526,7 @@ def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
 
 
 def test_reports_that_come_twice_change_nothing():
-    stack = make(num_workers=2)
+    stack = make_stack(num_workers=2)
 
     def twice(results):
         for result in results:
@@ -555,7 +536,7 @@ def test_reports_that_come_twice_change_nothing():
         return results
 
     stack.meddle = twice
-    tokens = saved(stack, "a")
+    tokens = save_prompt(stack, "a")
     stack.serve("b", tokens)
     stats = stack.offload.stats()
     assert stats.num_ignored_results > 0
@@ -564,107 +545,9 @@ def test_reports_that_come_twice_change_nothing():
 
 
 def test_a_load_that_fails_on_one_worker_of_two_is_computed():
-    stack = make(num_workers=2)
-    tokens = saved(stack, "a")
+    stack = make_stack(num_workers=2)
+    tokens = save_prompt(stack, "a")
     break_loads(stack, worker=1)
     stack.serve("b", tokens)
     assert stack.offload.stats().loaded_blocks == 0
     stack.check_end()
-
-
-# Statistics and events.
-
-
-def test_the_tier_of_a_hit_is_host_memory():
-    connector = Stack(num_blocks=8, **SMALL).scheduler.connector
-    assert connector.get_external_cache_hit_sources(None, 7) == {CacheHitSource.HOST: 7}
-
-
-def collect_stats(stack: Stack, run) -> list:
-    found, take = [], stack.side.take_stats
-
-    def taken():
-        stats = take()
-        if stats is not None:
-            found.append(stats.to_dict())
-        return stats
-
-    stack.side.take_stats = taken
-    run()
-    return found
-
-
-def test_statistics_add_up_and_reach_prometheus():
-    stack = make()
-    collect_stats(stack, lambda: None)
-
-    def run():
-        tokens = saved(stack, "a")
-        stack.serve("b", tokens)
-
-    before = stack.offload.stats()
-    payloads = collect_stats(stack, run)
-    after = stack.offload.stats()
-    registry = CollectorRegistry()
-    kinds = {
-        kind: lambda kind=kind, **kwargs: kind(registry=registry, **kwargs) for kind in (Gauge, Counter, Histogram)
-    }
-    metrics = TPUOffloadConnector.build_prom_metrics(stack.config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
-    total = TPUOffloadConnector.build_kv_connector_stats()
-    for payload in payloads:
-        metrics.observe(payload, 0)
-        total = total.aggregate(TPUOffloadConnector.build_kv_connector_stats(dict(payload)))
-    labels = {"model_name": "m", "engine": "0"}
-    for name in ("loaded_tokens", "saved_nbytes", "loaded_nbytes", "matched_tokens"):
-        grown = getattr(after, name) - getattr(before, name)
-        assert grown > 0, name
-        assert registry.get_sample_value(f"vllm:tpu_offload_{name}_total", labels) == grown
-        assert total.data[name] == grown
-    assert registry.get_sample_value("vllm:tpu_offload_staging_peak_blocks", labels) == after.staging_peak_blocks
-    assert registry.get_sample_value("vllm:tpu_offload_load_seconds_count", labels) == 1
-    line = total.reduce()
-    assert line["Loaded tokens"] == 40
-    assert not total.is_empty()
-
-
-def test_no_statistics_while_nothing_happens():
-    stack = make()
-    stack.side.take_stats()
-    assert stack.side.take_stats() is None
-
-
-def test_events_tell_what_the_host_tier_holds():
-    stack = Stack(num_blocks=12, events=True, num_staging_blocks=16, num_cpu_chunks=6)
-    published = []
-    stack.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
-    for i in range(5):
-        stack.serve(f"r{i}", prompt(24, seed=i))
-    held = set()
-    for event in published:
-        if getattr(event, "medium", None) != "CPU":
-            continue
-        if isinstance(event, BlockStored):
-            assert event.block_size == BLOCK_SIZE
-            assert not held & set(event.block_hashes)
-            held |= set(event.block_hashes)
-        else:
-            assert isinstance(event, BlockRemoved)
-            assert held >= set(event.block_hashes)
-            held -= set(event.block_hashes)
-    assert len(held) == stack.offload.stats().num_resident_chunks == 6
-    stored = [h for e in published if isinstance(e, BlockStored) and e.medium == "GPU" for h in e.block_hashes]
-    assert held <= set(stored)
-    stack.scheduler.reset_connector_cache()
-    stack.serve("last", prompt(8, seed=70))
-    removed = [h for e in published if isinstance(e, BlockRemoved) and e.medium == "CPU" for h in e.block_hashes]
-    assert held <= set(removed)
-
-
-def test_roles_are_kept_apart():
-    stack = Stack(num_blocks=8, **SMALL)
-    with pytest.raises(AssertionError, match="reached the scheduler role"):
-        stack.scheduler.connector.start_load_kv(None)
-    worker = stack.connectors[0]
-    assert worker.role is KVConnectorRole.WORKER
-    with pytest.raises(AssertionError, match="reached the worker role"):
-        worker.reset_cache()

@@ -5,29 +5,10 @@ import contextlib
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, prompt
+from tests.adapters.scheduler_stack import broken, make_stack, prompt, save_prompt
 from tpu_offload.types import Direction
 
 pytestmark = pytest.mark.vllm
-
-SMALL = {"num_staging_blocks": 16, "num_cpu_chunks": 64, "sync_load": False}
-
-
-def make(**kwargs) -> Stack:
-    stack = Stack(**{"num_blocks": 24, **SMALL, **kwargs})
-    stack.serve("warm", prompt(BLOCK_SIZE, seed=99))  # the workers have said hello
-    return stack
-
-
-def saved(stack: Stack, name: str, num_tokens: int = 40) -> list[int]:
-    tokens = prompt(num_tokens, seed=20)
-    stack.serve(name, tokens)
-    stack.scheduler.reset_prefix_cache()
-    return tokens
-
-
-def broken(*_args):
-    raise RuntimeError("injected")
 
 
 @contextlib.contextmanager
@@ -40,8 +21,8 @@ def results_held_back(worker):
 
 @pytest.mark.parametrize("sync_load", [False, True])
 def test_reset_of_running_requests_whose_load_is_not_acknowledged(sync_load):
-    stack = make(sync_load=sync_load)
-    tokens = saved(stack, "a")
+    stack = make_stack(num_blocks=24, sync_load=sync_load)
+    tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens, max_tokens=8)
     with results_held_back(stack.workers[0]):
         stack.step()
@@ -56,8 +37,8 @@ def test_reset_of_running_requests_whose_load_is_not_acknowledged(sync_load):
 
 @pytest.mark.parametrize("num_tokens", [40, 60])
 def test_a_load_fails_on_one_worker_before_the_other_has_acknowledged_it(num_tokens):
-    stack = make(num_workers=2)
-    tokens = saved(stack, "a")
+    stack = make_stack(num_blocks=24, num_workers=2)
+    tokens = save_prompt(stack, "a")
     stack.workers[1]._copiers[Direction.LOAD].load = broken
     stack.add("b", tokens, max_tokens=8)
     with results_held_back(stack.workers[0]):
@@ -68,8 +49,8 @@ def test_a_load_fails_on_one_worker_before_the_other_has_acknowledged_it(num_tok
 
 
 def test_who_shares_blocks_whose_synchronous_load_failed_saves_nothing_of_that_step():
-    stack = make(sync_load=True, max_num_batched_tokens=40)
-    tokens = saved(stack, "a", 32)
+    stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=40)
+    tokens = save_prompt(stack, "a", 32)
     other = [*tokens, *prompt(16, seed=78)]
     stack.workers[0]._copiers[Direction.LOAD].load = broken
     stack.add("b", [*tokens, *prompt(9, seed=77)])
@@ -87,8 +68,8 @@ def test_who_shares_blocks_whose_synchronous_load_failed_saves_nothing_of_that_s
 
 
 def test_blocks_whose_synchronous_load_failed_are_not_found_before_they_are_computed():
-    stack = make(sync_load=True, max_num_batched_tokens=48)
-    tokens = saved(stack, "a", 64)
+    stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=48)
+    tokens = save_prompt(stack, "a", 64)
     stack.workers[0]._copiers[Direction.LOAD].load = broken
     stack.add("b", [*tokens, *prompt(9, seed=77)])
     stack.step()
@@ -100,8 +81,8 @@ def test_blocks_whose_synchronous_load_failed_are_not_found_before_they_are_comp
 
 
 def test_who_shares_blocks_whose_synchronous_load_failed_does_not_wait_for_another_to_compute_them():
-    stack = make(sync_load=True, max_num_batched_tokens=40)
-    tokens = saved(stack, "a", 32)
+    stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=40)
+    tokens = save_prompt(stack, "a", 32)
     stack.workers[0]._copiers[Direction.LOAD].load = broken
     stack.add("b", [*tokens, *prompt(4, seed=77)])
     stack.add("c", [*tokens, *prompt(4, seed=78)])
@@ -114,7 +95,7 @@ def test_who_shares_blocks_whose_synchronous_load_failed_does_not_wait_for_anoth
 
 
 def test_a_reset_withdraws_what_a_request_offered_that_may_not_read_the_cache():
-    stack = make(num_staging_blocks=2, num_blocks=10)
+    stack = make_stack(num_staging_blocks=2, num_blocks=10)
     stack.add("b", prompt(40, seed=5), max_tokens=8).skip_reading_prefix_cache = True
     with results_held_back(stack.workers[0]):
         for _ in range(2):
@@ -135,7 +116,7 @@ def test_a_reset_withdraws_what_a_request_offered_that_may_not_read_the_cache():
 
 
 def test_an_idle_engine_does_not_wait_for_ever_for_a_report():
-    stack = make(job_timeout_s=0.1)
+    stack = make_stack(num_blocks=24, job_timeout_s=0.1)
     with results_held_back(stack.workers[0]):
         stack.serve("a", prompt(40))
         assert stack.offload.stats().num_timed_out_jobs == 1
@@ -147,7 +128,7 @@ def test_an_idle_engine_does_not_wait_for_ever_for_a_report():
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("num_tokens", range(16, 26))
 def test_a_session_whose_last_token_is_taken_back(async_scheduling, num_tokens):
-    stack = make(async_scheduling=async_scheduling, decode_save=True)
+    stack = make_stack(num_blocks=24, async_scheduling=async_scheduling, decode_save=True)
     session = stack.add("s", prompt(num_tokens, seed=5), max_tokens=8, resumable=True)
     for turn in range(2):
         for _ in range(30):

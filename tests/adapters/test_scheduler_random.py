@@ -10,26 +10,9 @@ from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, VOCABULARY, Stack
 from tpu_offload import StepReport
-from tpu_offload.kernels.programs import Program
 from tpu_offload.types import Direction
 
-pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once():
-    """Stacks have workers of a few layouts, and share what these compile."""
-    real, compiled = Program.compile, {}
-
-    def compile_once(program):
-        key = program.name, repr(program.args)
-        if key not in compiled:
-            compiled[key] = real(program)
-        return compiled[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "compile", compile_once)
-        yield
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
 
 
 class Faults:

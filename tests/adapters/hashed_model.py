@@ -1,0 +1,109 @@
+"""A model whose KV is a hash of the tokens: one can tell whose KV a block holds, and what comes next."""
+
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+BLOCK_SIZE = 8
+NUM_LAYERS = 2
+PAGE_SHAPE = (BLOCK_SIZE, 2, 8)
+VOCABULARY = 97
+_ROWS = 32  # that one write program takes
+
+
+class Prefix:
+    """A sequence whose every prefix has a digest."""
+
+    def __init__(self, tokens) -> None:
+        self.tokens: list[int] = []
+        self.digests: list[bytes] = []
+        self._chain = b""
+        self.extend(tokens)
+
+    def extend(self, tokens) -> None:
+        for token in tokens:
+            self._chain = hashlib.blake2b(self._chain + token.to_bytes(4, "little"), digest_size=16).digest()
+            self.tokens.append(token)
+            self.digests.append(self._chain)
+
+    def next_token(self) -> int:
+        return next_token(self.digests[-1])
+
+
+def next_token(digest: bytes) -> int:
+    return 3 + int.from_bytes(digest[:4], "little") % VOCABULARY
+
+
+def kv_of(digest: bytes, rank: int, layer: int) -> np.ndarray:
+    raw = hashlib.blake2b(digest + bytes([rank, layer]), digest_size=16).digest()
+    return np.frombuffer(raw, np.int8).reshape(PAGE_SHAPE[1:])
+
+
+@functools.cache
+def continued(prompt: tuple[int, ...], num_tokens: int) -> Prefix:
+    """What the model makes of a prompt, `num_tokens` long in all."""
+    prefix = Prefix(prompt)
+    while len(prefix.tokens) < num_tokens:
+        prefix.extend([prefix.next_token()])
+    return prefix
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(caches, block_ids, offsets, values):
+    return [cache.at[block_ids, offsets].set(value, mode="drop") for cache, value in zip(caches, values, strict=True)]
+
+
+class Runner:
+    """What the connector needs of tpu-inference's model runner, and the pass itself."""
+
+    def __init__(self, config: VllmConfig, kv_config: KVCacheConfig, *, process_index: int) -> None:
+        self.vllm_config = config
+        self.kv_cache_config = kv_config
+        self.num_blocks = num_blocks = kv_config.num_blocks
+        self.rank = 0  # on every host
+        self.process_index = process_index
+        self.devices = [jax.devices()[0]]
+        sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
+        self.kv_caches = [
+            jax.device_put(np.full((num_blocks, *PAGE_SHAPE), -7, np.int8), sharding) for _ in range(NUM_LAYERS)
+        ]
+        self.tables: dict[str, list[int]] = {}
+        self.num_checked = 0
+
+    def update_tables(self, output) -> None:
+        for new in output.scheduled_new_reqs:
+            self.tables[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self.tables[request_id] = list(block_ids[0])
+            elif block_ids is not None:
+                self.tables[request_id] += block_ids[0]
+
+    def check(self, request_id: str, prefix: Prefix, num_tokens: int) -> bool:
+        """Whether the KV of the first tokens is theirs; what attention reads."""
+        table, ok = self.tables[request_id], True
+        for layer, cache in enumerate(self.kv_caches):
+            pages = np.array(cache)
+            for position in range(num_tokens):
+                found = pages[table[position // BLOCK_SIZE], position % BLOCK_SIZE]
+                ok &= bool((found == kv_of(prefix.digests[position], self.process_index, layer)).all())
+                self.num_checked += 1
+        return ok
+
+    def write(self, rows) -> None:
+        """Writes the KV of (block id, offset, digest)s."""
+        for start in range(0, len(rows), _ROWS):
+            part = rows[start : start + _ROWS]
+            block_ids, offsets = np.full(_ROWS, self.num_blocks, np.int32), np.zeros(_ROWS, np.int32)
+            values = [np.zeros((_ROWS, *PAGE_SHAPE[1:]), np.int8) for _ in range(NUM_LAYERS)]
+            for i, (block_id, offset, digest) in enumerate(part):
+                block_ids[i], offsets[i] = block_id, offset
+                for layer in range(NUM_LAYERS):
+                    values[layer][i] = kv_of(digest, self.process_index, layer)
+            self.kv_caches = _write(self.kv_caches, block_ids, offsets, [jnp.asarray(v) for v in values])
