@@ -38,6 +38,7 @@ def environment_of(variant, args):
     }
     paths = [str(SHIM / "stubs"), str(SHIM), str(SHIM.parents[1]), environ.get("PYTHONPATH", "")]
     environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    environ.pop("VLLM_TARGET_DEVICE", None)  # it would take tpu-inference's platform away
     return environ | OURS.get(variant.partition("-")[2], {})
 
 
