@@ -22,7 +22,7 @@ def run(path, *arguments):
         str(path),
         *arguments,
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(path.read_text())
 
