@@ -203,7 +203,7 @@ class FakeEngine:
         """Finishes everything in flight, on all workers, until nothing is."""
         loaded, failed = [], []
         num_steps = 0
-        while self.scheduler.has_jobs:
+        while self.scheduler.stats().num_jobs_in_flight:  # timed-out ones included
             num_steps += 1
             assert num_steps < 1000, "a job never ends"
             _, results = self.step()
