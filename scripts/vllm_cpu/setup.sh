@@ -39,6 +39,10 @@ if [ "$(cat "$dir/.stamp" 2>/dev/null || true)" != "$stamp $here" ]; then
   for u in $("$dir/bin/python" -m pip config get global.extra-index-url 2>/dev/null || true); do
     idx+=(--extra-index-url "$u")
   done
+  # The certificates that pip is set up with, or the system's: uv brings its own, which know no proxy of the house.
+  cert=$("$dir/bin/python" -m pip config get global.cert 2>/dev/null || true)
+  export SSL_CERT_FILE=${SSL_CERT_FILE:-${PIP_CERT:-$cert}} UV_SYSTEM_CERTS=1
+  [ -n "$SSL_CERT_FILE" ] || unset SSL_CERT_FILE
   uv() { "$dir/bin/uv" pip install --quiet --python "$dir/bin/python" "$@"; }
   uv --no-deps torch==2.10.0 torchvision==0.25.0 # what tpu-inference pins; its nvidia-* needs are stubbed below
   uv "${idx[@]}" --no-deps -r "$here/requirements.lock"
