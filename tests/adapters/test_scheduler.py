@@ -216,6 +216,24 @@ def test_a_request_waits_for_the_save_of_its_prefix():
     stack.check_end()
 
 
+def test_a_request_that_waits_for_a_save_holds_nothing():
+    stack = make_stack(prefix_caching=False, num_blocks=24)
+    tokens = prompt(40)
+    stack.serve("head", tokens[:16])
+    held = hold_saves(stack)
+    first = stack.add("a", tokens, max_tokens=2)
+    while not first.is_finished():
+        stack.step()
+    again = stack.add("b", tokens)
+    stack.step()
+    assert again.status is RequestStatus.WAITING
+    assert stack.offload._requests["b"].num_found_chunks == 2
+    assert stack.offload._requests["b"].promise is None
+    held.clear()
+    stack.drain()
+    stack.check_end()
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
 def test_it_does_not_wait_for_ever(wait_s):
     stack = make_stack(prefix_caching=False, save_wait_s=wait_s)
@@ -456,7 +474,10 @@ def test_a_reset_while_a_load_is_on_its_way():
     stack.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert stack.scheduler.reset_connector_cache()
+    side, told = stack.connectors[0].worker_side, set()
+    side.take_invalid_block_ids = lambda take=side.take_invalid_block_ids: told.update(found := take()) or found
     stack.drain()
+    assert len(told) == 5  # vLLM computes what those blocks should have held
     stats = stack.offload.stats()
     assert stats.loaded_blocks == 0
     stack.scheduler.reset_prefix_cache()
