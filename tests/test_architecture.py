@@ -116,6 +116,7 @@ PUBLIC = [
     "ConfigError",
     "CopyPath",
     "FailedLoad",
+    "FinishedTransfer",
     "FusedCopies",
     "FusedInputs",
     "FusedOutcome",
@@ -138,6 +139,8 @@ PUBLIC = [
     "StatsCollector",
     "StepPlan",
     "StepReport",
+    "TierEvent",
+    "TierEventKind",
     "TransferJob",
     "Update",
 ]

@@ -1,7 +1,14 @@
 """Moves the KV cache of language-model inference between TPU HBM, host memory and storage."""
 
 from tpu_offload.config import CopyPath, OffloadConfig
-from tpu_offload.core.requests import FailedLoad, ScheduledRequest, Update
+from tpu_offload.core.requests import (
+    FailedLoad,
+    FinishedTransfer,
+    ScheduledRequest,
+    TierEvent,
+    TierEventKind,
+    Update,
+)
 from tpu_offload.core.scheduler import OffloadScheduler
 from tpu_offload.errors import ConfigError, InputError, LayoutError, OffloadError, RequestError, StagingError
 from tpu_offload.hashing import BlockHasher
@@ -18,6 +25,7 @@ __all__ = [
     "ConfigError",
     "CopyPath",
     "FailedLoad",
+    "FinishedTransfer",
     "FusedCopies",
     "FusedInputs",
     "FusedOutcome",
@@ -40,6 +48,8 @@ __all__ = [
     "StatsCollector",
     "StepPlan",
     "StepReport",
+    "TierEvent",
+    "TierEventKind",
     "TransferJob",
     "Update",
 ]

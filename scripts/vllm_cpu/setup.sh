@@ -17,7 +17,7 @@ is_312() {
   "$1" -I -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null </dev/null
 }
 
-stamp=$(cat "$here"/setup.sh "$here"/requirements.lock "$here"/make_cuda_stubs.py | sha256sum | cut -c1-64)
+stamp=$(cat "$here"/setup.sh "$here"/requirements.lock "$here"/make_cuda_stubs.py "$here"/../../setup.cfg | sha256sum | cut -c1-64)
 if [ "$(cat "$dir/.stamp" 2>/dev/null || true)" != "$stamp $here" ]; then
   for tool in gcc readelf nm; do
     command -v "$tool" >/dev/null || die "$tool not found; install it (Debian or Ubuntu: apt install gcc binutils)"

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, kv_cache_config, make_config
-from tpu_offload import ConfigError, OffloadConfig
+from tpu_offload import ConfigError
 from tpu_offload.adapters.vllm.plugin import CONNECTOR_NAME, register
 from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config
 
@@ -141,12 +141,11 @@ def hbm(used_gb, limit_gb=32):
     return int(used_gb * GB), limit_gb * GB
 
 
-def check(usage, needed_gb, **settings):
+def check(usage, needed_gb):
     check_hbm(
         usage,
         needed=int(needed_gb * GB),
         block_nbytes=4 << 20,
-        config=OffloadConfig.create(**settings),
         utilization=0.9,
     )
 
@@ -164,19 +163,19 @@ def test_enough_hbm_is_enough():
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_fullest_device_counts_and_the_message_names_values_that_work(order):
     with pytest.raises(ConfigError) as e:
-        check([hbm(28), hbm(31)][::order], 3.0, load_path="staged")
+        check([hbm(28), hbm(31)][::order], 3.0)
     text = str(e.value)
     assert "copies need 3 GB of HBM on each device and 1 GB are free" in text
     assert "--gpu-memory-utilization to at most 0.837 (it is 0.9)" in text  # 2 of 32 GB less
-    assert "TPU_OFFLOAD_STAGING_BUFFER_GB to at most 0.996" in text
+    assert "TPU_OFFLOAD_STAGING_BUFFER_GB to at most 0.988" in text
     assert "\n" not in text
-    check([hbm(28), hbm(31 - 0.063 * 32)], 3.0, load_path="staged")  # with 0.837
-    check([hbm(28), hbm(31)], 0.996 + 4 / 1024, load_path="staged")  # with that staging buffer and a block
+    check([hbm(28), hbm(31 - 0.063 * 32)], 3.0)  # with 0.837
+    check([hbm(28), hbm(31)], 0.988 + 12 / 1024)  # with that staging buffer, its block, and direct copies the other way
 
 
 def test_direct_copies_have_no_staging_buffer_to_make_smaller():
     with pytest.raises(ConfigError) as e:
-        check([hbm(32)], 0.01)
+        check([hbm(32)], 8 / 1024)
     assert "STAGING" not in str(e.value)
 
 

@@ -10,7 +10,6 @@ the smaller counts.
 """
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, final
@@ -19,24 +18,23 @@ from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KV
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from tpu_offload import (
+    FinishedTransfer,
     KVLayout,
     OffloadConfig,
     OffloadScheduler,
     OffloadStats,
     ScheduledRequest,
     StepPlan,
+    TierEventKind,
 )
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats
-from tpu_offload.core.requests import FinishedTransfer, TierEventKind
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)

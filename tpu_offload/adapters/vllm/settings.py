@@ -152,9 +152,7 @@ def check_workers(num_workers: int, *, num_processes: int) -> None:
         )
 
 
-def check_hbm(
-    usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: int, config: OffloadConfig, utilization: float
-) -> None:
+def check_hbm(usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: int, utilization: float) -> None:
     """Checks that what copies need is there on every device.
 
     tpu-inference gives the KV cache all of `--gpu-memory-utilization` and keeps nothing for connectors but its own.
@@ -163,7 +161,6 @@ def check_hbm(
       usage: bytes used and bytes in all, of each device of this process, with weights and caches in place.
       needed: bytes that copies take on each device.
       block_nbytes: bytes of one block on each device.
-      config: the settings, for the message.
       utilization: `--gpu-memory-utilization`.
     Raises:
       ConfigError: too little is free on some device.
@@ -179,8 +176,8 @@ def check_hbm(
         return
     # A block more: what is left over when the KV cache is cut into whole blocks is less at another size.
     lower = max(0.0, utilization - (needed - free + block_nbytes) / limit)
-    staged = "staged" in (config.save_path.value, config.load_path.value)
-    fitting = _rounded_down(max(0, free - block_nbytes) / _GB)
+    staged = needed > 2 * block_nbytes  # what direct copies take, which is beside a staging buffer and its block
+    fitting = _rounded_down(max(0, free - 3 * block_nbytes) / _GB)
     smaller = (
         f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {fitting}, or the copy paths to direct, which needs two blocks"
         if staged

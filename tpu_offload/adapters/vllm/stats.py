@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from tpu_offload import OffloadStats
-from tpu_offload.core.requests import FinishedTransfer
+from tpu_offload import FinishedTransfer, OffloadStats
 from tpu_offload.metrics import GAUGES
 from tpu_offload.types import Direction
 

@@ -80,7 +80,6 @@ class WorkerSide:
             utils.hbm_usage_bytes(runner.devices),
             needed=worker.hbm_nbytes,
             block_nbytes=layout.block_nbytes_per_device,
-            config=config,
             utilization=vllm_config.cache_config.gpu_memory_utilization,
         )
         self._runner, self._worker, self._sync = runner, worker, bool(config.sync_load)
