@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpu_offload.config import DEFAULT_NUM_CPU_CHUNKS, DEFAULT_STAGING_BUFFER_TOKENS, CopyPath, OffloadConfig
+from tpu_offload.config import DEFAULT_NUM_CPU_CHUNKS, DEFAULT_STAGING_BUFFER_TOKENS, CopyPath, OffloadConfig, SwapMode
 from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.types import Direction
@@ -39,6 +39,9 @@ GOOD = {
     "block_size_buckets": ("1, 2,8", (1, 2, 8)),
     "sync_load": ("1", True),
     "save_wait_s": ("0", 0.0),
+    "swap_gb": (" auto", "auto"),
+    "swap_safety": ("0.5", 0.5),
+    "swap_mode": ("recompute", SwapMode.RECOMPUTE),
     "job_timeout_s": ("2.5", 2.5),
     "metrics_log_interval": ("0", 0.0),
     "batched_save": ("0", False),
@@ -87,6 +90,9 @@ BAD = {
     ],
     "sync_load": [("never", "0 or 1")],
     "save_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
+    "swap_gb": [(text, "expected auto, or GB from 0 to 1048576") for text in ("-1", "nan", "inf", "AUTO", "", "1GB")],
+    "swap_safety": [("0", "greater than 0"), ("1.5", "less than or equal to 1")],
+    "swap_mode": [("copy", "'auto', 'swap' or 'recompute'")],
     "job_timeout_s": [("0", "greater than 0"), ("-3", "greater than 0"), ("nan", "finite number"), ("soon", "number")],
     "metrics_log_interval": [("-1", "greater than or equal to 0"), ("nan", "finite number")],
     "batched_save": [("perhaps", "0 or 1")],
@@ -295,6 +301,8 @@ def readme_rows():
 
 
 def type_in_words(annotation):
+    if annotation == float | typing.Literal["auto"]:
+        return "float or `auto`"
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
     if typing.get_origin(annotation) is tuple:

@@ -79,8 +79,7 @@ def test_caches_that_cannot_be_described(caches, message):
     ("change", "message"),
     [
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"groups": ()}, "got 0 layer groups"),
-        ({"groups": (GROUP, GROUP)}, "got 2 layer groups"),
+        ({"groups": ()}, "got no layer groups"),
         ({"groups": (dataclasses.replace(GROUP, layer_ids=()),)}, "no layers"),
         ({"num_shards": 0}, "num_shards"),
         ({"num_local_devices": 0}, "num_local_devices"),
@@ -99,10 +98,47 @@ def test_a_layout_that_cannot_be(change, message):
         {"groups": (dataclasses.replace(GROUP, layer_ids=(0, 1)),)},
         {"groups": (dataclasses.replace(GROUP, page_shape=(16, 2, 4, 64)),)},  # as many bytes, in another order
         {"groups": (dataclasses.replace(GROUP, dtype="float16"),)},
+        {"groups": (dataclasses.replace(GROUP, window=64),)},
     ],
 )
 def test_fingerprint_tells_layouts_apart(change):
     assert dataclasses.replace(BASE, **change).fingerprint() != BASE.fingerprint()
+
+
+def test_layers_of_one_window_are_a_group():
+    layout = KVLayout.from_caches([cache(), cache((5, 16, 4, 2, 64)), cache()], block_size=16, windows=[0, 32, 0])
+    full, window = layout.groups
+    assert (full.kind, full.layer_ids, full.window) == (LayerGroupKind.FULL_ATTENTION, (0, 2), 0)
+    assert (window.kind, window.layer_ids, window.window) == (LayerGroupKind.SLIDING_WINDOW, (1,), 32)
+    assert layout.windows == (0, 32, 0)
+    assert layout.group_nbytes_per_host(full) == 2 * layout.group_nbytes_per_host(window) == 2 * full.page_nbytes
+
+
+def test_the_host_tier_refuses_windows_in_one_line():
+    hybrid = KVLayout.from_caches([cache()] * 2, block_size=16, windows=[0, 32])
+    only_window = KVLayout.from_caches([cache()] * 2, block_size=16, windows=[32, 32])
+    BASE.check_tier()
+    for layout in (hybrid, only_window):
+        with pytest.raises(LayoutError, match=r"sliding_window; the host tier .* set TPU_OFFLOAD_HOST_GB=0"):
+            layout.check_tier()
+
+
+@pytest.mark.parametrize(
+    ("caches", "windows", "message"),
+    [
+        (lambda: [cache()] * 2, [0], r"windows=\[0\] for 2 KV caches; expected one a layer"),
+        (lambda: [cache()] * 2, [0, -1], r"windows=\[0, -1\] for 2 KV caches"),
+        (lambda: [cache(), cache((5, 16, 4, 2, 64))], [32, 32], "expected one shape"),
+        (
+            lambda: [cache(), cache(where=sharding(None, None, "model", num_devices=2))],
+            [0, 32],
+            "split over devices differently",
+        ),
+    ],
+)
+def test_windows_that_cannot_be(caches, windows, message):
+    with pytest.raises(LayoutError, match=message):
+        KVLayout.from_caches(caches(), block_size=16, windows=windows)
 
 
 def test_fingerprint_leaves_the_sharding_out():
@@ -111,4 +147,4 @@ def test_fingerprint_leaves_the_sharding_out():
 
 def test_fingerprint_golden():
     """A lock, not a derivation: chunks stored under one value cannot be read under another."""
-    assert BASE.fingerprint().hex() == "449a782b9ec81f8b35408e8a61a697f2"
+    assert BASE.fingerprint().hex() == "7eab60554e569b0345d0ed08802b28a2"

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -40,6 +40,14 @@ class CopyPath(enum.Enum):
     STAGED = "staged"
     FUSED = "fused"  # inside the engine's own step; only where the engine offers it
     AUTO = "auto"  # whichever of the others the profile ranks first; never a way to copy by itself
+
+
+class SwapMode(enum.Enum):
+    """What becomes of the KV of a preempted request."""
+
+    AUTO = "auto"  # whichever of the others is faster by the measured rates
+    SWAP = "swap"  # swapped out, if it fits
+    RECOMPUTE = "recompute"  # thrown away and computed again
 
 
 # The description of each field is its line in the README table; a test holds the two together.
@@ -109,6 +117,22 @@ class OffloadConfig(pydantic.BaseModel):
         description="vLLM only: a request whose prefix is just being saved waits up to this long for it, where "
         "otherwise it computes it again; 0 means it never waits.",
     )
+    swap_gb: float | Literal["auto"] = Field(
+        0.0,
+        description="Pool in host memory for preempted requests, in GB; auto is the size of the KV cache; 0 turns "
+        "request swap off. For engines that swap: vLLM recomputes what it preempts.",
+    )
+    swap_safety: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="The swap pool takes at most this share of the memory that RAM, cgroup and host tier leave.",
+    )
+    swap_mode: SwapMode = Field(
+        SwapMode.AUTO,
+        description="auto swaps a preempted request where that is faster than recompute, by the measured rates; swap "
+        "and recompute force one.",
+    )
     job_timeout_s: float = Field(
         60.0,
         gt=0,
@@ -129,6 +153,19 @@ class OffloadConfig(pydantic.BaseModel):
     @classmethod
     def _split_list(cls, value: Any) -> Any:
         return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @pydantic.field_validator("swap_gb", mode="plain")
+    @classmethod
+    def _is_auto_or_gb(cls, value: Any) -> float | Literal["auto"]:
+        if value == "auto":
+            return "auto"
+        try:
+            size = float(value)
+        except (TypeError, ValueError):
+            size = -1.0
+        if isinstance(value, bool) or not 0 <= size <= 2**20:
+            raise ValueError(f"expected auto, or GB from 0 to {2**20}")
+        return size
 
     @pydantic.field_validator("profile")
     @classmethod
@@ -226,6 +263,11 @@ class OffloadConfig(pydantic.BaseModel):
         """False when a size of zero turned offloading off."""
         return all(getattr(self, name) != 0 for name in _STAGING_SIZES + _HOST_SIZES)
 
+    @property
+    def swap_enabled(self) -> bool:
+        """Whether preempted requests may be swapped out."""
+        return self.swap_gb != 0
+
     def staging_blocks(self, layout: KVLayout) -> int:
         """The staging budget in blocks.
 
@@ -294,7 +336,7 @@ def _one_line(error: pydantic.ValidationError, *, name: Callable[[str], str]) ->
     if detail["type"] == "extra_forbidden":
         known = difflib.get_close_matches(field, OffloadConfig.model_fields, n=1, cutoff=0.0)[0]
         return f"{name(field)} is no setting of tpu_offload; did you mean {name(known)}?"
-    expected = detail["msg"].replace("Input should be", "expected")
+    expected = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if "boolean" in expected:
         expected = "expected 0 or 1"
     return f"{name(field)}={_short(detail['input'])}: {expected[0].lower() + expected[1:]}"

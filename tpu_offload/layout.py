@@ -16,7 +16,8 @@ from tpu_offload.errors import LayoutError
 class LayerGroupKind(enum.Enum):
     """How the layers of a group use their blocks. Hybrid models have several groups."""
 
-    FULL_ATTENTION = "full_attention"
+    FULL_ATTENTION = "full_attention"  # a block for every `block_size` tokens
+    SLIDING_WINDOW = "sliding_window"  # blocks for the last tokens only, in a ring
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,12 +30,14 @@ class LayerGroup:
       page_shape: global shape of one layer's slice of a block, for tpu-inference
         `(block_size, 2 * kv_heads / packing, packing, head_dim)`.
       dtype: numpy name of the element type, `bfloat16` for instance.
+      window: tokens that a token attends to, itself included; 0 with full attention.
     """
 
     kind: LayerGroupKind
     layer_ids: tuple[int, ...]
     page_shape: tuple[int, ...]
     dtype: str
+    window: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -58,7 +61,8 @@ class KVLayout:
 
     Attributes:
       block_size: tokens in a block.
-      groups: the layer groups; one today.
+      groups: the layer groups, those with full attention first. The host tier works with one group of full
+        attention; request swap with any number.
       num_shards: devices that one page is split over (1 when replicated or on one device).
       num_local_devices: devices of this process, each holding its shard.
       model: name or revision of the weights; part of the fingerprint, so that two models never
@@ -74,8 +78,8 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise LayoutError(f"block_size must be at least 1, got {self.block_size}")
-        if len(self.groups) != 1:
-            raise LayoutError(f"got {len(self.groups)} layer groups, expected 1: hybrid models are not supported yet")
+        if not self.groups:
+            raise LayoutError("got no layer groups; expected at least one")
         if self.num_shards < 1 or self.num_local_devices < 1:
             raise LayoutError(f"{self.num_shards=} and {self.num_local_devices=} must be at least 1")
         for group in self.groups:
@@ -83,46 +87,54 @@ class KVLayout:
                 raise LayoutError("a layer group has no layers; expected at least one KV cache array")
 
     @classmethod
-    def from_caches(cls, kv_caches: Sequence[Any], *, block_size: int, model: str = "") -> "KVLayout":
-        """Describes full-attention caches, one array a layer.
+    def from_caches(
+        cls, kv_caches: Sequence[Any], *, block_size: int, model: str = "", windows: Sequence[int] = ()
+    ) -> "KVLayout":
+        """Describes caches, one array a layer.
 
         Args:
           kv_caches: per layer, an array or shape struct `[num_blocks, *page_shape]` with a sharding.
           block_size: tokens in a block.
           model: name or revision of the weights.
+          windows: per layer, the tokens that a token attends to, 0 for all; empty when every layer has full
+            attention. Layers of one window are a group.
         Raises:
-          LayoutError: no caches, layers of unlike shape or dtype, or blocks split over devices.
+          LayoutError: no caches, layers of one group that are unlike in shape or dtype, or blocks split over devices.
         """
         if not kv_caches:
             raise LayoutError("got no KV cache arrays; expected one a layer")
-        first = kv_caches[0]
-        if len(first.shape) < 2:
-            raise LayoutError(f"KV cache of shape {tuple(first.shape)}; expected [num_blocks, *page_shape]")
-        for i, cache in enumerate(kv_caches):
-            if cache.shape != first.shape or cache.dtype != first.dtype or cache.sharding != first.sharding:
-                raise LayoutError(
-                    f"KV cache {i} is {cache.dtype}{list(cache.shape)}, cache 0 is {first.dtype}{list(first.shape)}; "
-                    "expected one shape, dtype and sharding in a layer group (hybrid models are not supported yet)"
-                )
-        shard_shape = first.sharding.shard_shape(first.shape)
-        if shard_shape[0] != first.shape[0]:
+        if windows and (len(windows) != len(kv_caches) or min(windows) < 0):
             raise LayoutError(
-                f"the block axis of the KV cache is split over devices ({first.shape[0]} blocks, {shard_shape[0]} a "
-                "device); expected it whole on every device, as data-parallel caches are not supported"
+                f"windows={list(windows)} for {len(kv_caches)} KV caches; expected one a layer, in tokens, or 0"
             )
-        group = LayerGroup(
-            kind=LayerGroupKind.FULL_ATTENTION,
-            layer_ids=tuple(range(len(kv_caches))),
-            page_shape=tuple(first.shape[1:]),
-            dtype=np.dtype(first.dtype).name,
-        )
-        return cls(
-            block_size=block_size,
-            groups=(group,),
-            num_shards=math.prod(first.shape) // math.prod(shard_shape),
-            num_local_devices=len(first.sharding.addressable_devices),
-            model=model,
-        )
+        windows = windows or [0] * len(kv_caches)
+        layers_of = {window: tuple(i for i, w in enumerate(windows) if w == window) for window in sorted(set(windows))}
+        described = [_describe_group(kv_caches, layer_ids, window) for window, layer_ids in layers_of.items()]
+        sharded = {(num_shards, num_devices) for _, num_shards, num_devices in described}
+        if len(sharded) != 1:
+            raise LayoutError(f"layer groups are split over devices differently: {sorted(sharded)}; expected alike")
+        _, num_shards, num_devices = described[0]
+        groups = tuple(group for group, _, _ in described)
+        return cls(block_size, groups, num_shards=num_shards, num_local_devices=num_devices, model=model)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Per layer, its window; what `from_caches` takes."""
+        windows = {layer_id: group.window for group in self.groups for layer_id in group.layer_ids}
+        return tuple(window for _, window in sorted(windows.items()))
+
+    def check_tier(self) -> None:
+        """Raises LayoutError unless the host tier can hold blocks of this layout."""
+        if len(self.groups) > 1 or self.groups[0].kind is not LayerGroupKind.FULL_ATTENTION:
+            kinds = ", ".join(group.kind.value for group in self.groups)
+            raise LayoutError(
+                f"the KV caches have the layer groups {kinds}; the host tier supports one, with full attention: "
+                "set TPU_OFFLOAD_HOST_GB=0 (request swap works without it)"
+            )
+
+    def group_nbytes_per_host(self, group: LayerGroup) -> int:
+        """Bytes of host memory that one block of a group takes in this process."""
+        return group.block_nbytes // self.num_shards * self.num_local_devices
 
     @property
     def block_nbytes(self) -> int:
@@ -145,6 +157,35 @@ class KVLayout:
         The sharding is left out on purpose: the host tier belongs to one process, and what one chunk
         key means does not depend on how its bytes are spread over devices.
         """
-        groups = [(g.kind.value, g.layer_ids, g.page_shape, g.dtype) for g in self.groups]
-        text = repr(("tpu_offload-layout-1", self.model, self.block_size, groups))
+        groups = [(g.kind.value, g.layer_ids, g.page_shape, g.dtype, g.window) for g in self.groups]
+        text = repr(("tpu_offload-layout-2", self.model, self.block_size, groups))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window: int) -> tuple[LayerGroup, int, int]:
+    """A group, the devices that a page of it is split over, and those of this process."""
+    first = kv_caches[layer_ids[0]]
+    if len(first.shape) < 2:
+        raise LayoutError(f"KV cache of shape {tuple(first.shape)}; expected [num_blocks, *page_shape]")
+    for i in layer_ids:
+        cache = kv_caches[i]
+        if cache.shape != first.shape or cache.dtype != first.dtype or cache.sharding != first.sharding:
+            raise LayoutError(
+                f"KV cache {i} is {cache.dtype}{list(cache.shape)}, cache {layer_ids[0]} is "
+                f"{first.dtype}{list(first.shape)}; expected one shape, dtype and sharding in a layer group"
+            )
+    shard_shape = first.sharding.shard_shape(first.shape)
+    if shard_shape[0] != first.shape[0]:
+        raise LayoutError(
+            f"the block axis of the KV cache is split over devices ({first.shape[0]} blocks, {shard_shape[0]} a "
+            "device); expected it whole on every device, as data-parallel caches are not supported"
+        )
+    group = LayerGroup(
+        kind=LayerGroupKind.SLIDING_WINDOW if window else LayerGroupKind.FULL_ATTENTION,
+        layer_ids=layer_ids,
+        page_shape=tuple(first.shape[1:]),
+        dtype=np.dtype(first.dtype).name,
+        window=window,
+    )
+    num_shards = math.prod(first.shape) // math.prod(shard_shape)
+    return group, num_shards, len(first.sharding.addressable_devices)

@@ -45,6 +45,27 @@ class OffloadStats:
       num_failed_jobs: jobs that failed, timed-out ones included.
       num_timed_out_jobs: jobs that some worker did not report in time.
       num_ignored_results: reported results that fitted no job.
+      swap_pool_blocks: blocks of the swap pool that are usable by now, of all layer groups.
+      swap_held_blocks: those that hold something now.
+      swap_peak_blocks: the most that ever did.
+      num_swapped_requests: requests that are swapped out now.
+      num_swapped_out: preempted requests that were swapped out.
+      num_swapped_in: swapped-out requests that came back.
+      num_lost_swaps: swapped-out requests that had to be recomputed, for a failed copy, lost memory or a reset.
+      num_recomputed: preempted requests that were not swapped out but recomputed.
+      num_recomputed_no_room: of these, those that found no room in the swap pool.
+      num_recomputed_faster: of these, those that recompute was taken to be faster for.
+      num_thrashed_swaps: requests swapped out again within 32 steps of their return.
+      swapped_out_blocks: blocks that were copied out.
+      swapped_in_blocks: blocks that were copied back.
+      swapped_out_nbytes: bytes of those copied out.
+      swapped_in_nbytes: bytes of those copied back.
+      swap_skipped_blocks: blocks that needed no copy: in the host tier or the swap pool already, or back in HBM.
+      swap_out_s: sum over swap-outs of the slowest worker's time from dispatch to seen finished.
+      swap_in_s: the same for swap-ins.
+      swap_out_nbytes_per_s: measured rate of the copies out; 0 until the first is measured.
+      swap_in_nbytes_per_s: the same of the copies back.
+      prefill_tokens_per_s: measured rate of recompute, as the engine reported it.
     """
 
     staging_budget_blocks: int = 0
@@ -68,6 +89,27 @@ class OffloadStats:
     num_failed_jobs: int = 0
     num_timed_out_jobs: int = 0
     num_ignored_results: int = 0
+    swap_pool_blocks: int = 0
+    swap_held_blocks: int = 0
+    swap_peak_blocks: int = 0
+    num_swapped_requests: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_lost_swaps: int = 0
+    num_recomputed: int = 0
+    num_recomputed_no_room: int = 0
+    num_recomputed_faster: int = 0
+    num_thrashed_swaps: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    swapped_out_nbytes: int = 0
+    swapped_in_nbytes: int = 0
+    swap_skipped_blocks: int = 0
+    swap_out_s: float = 0.0
+    swap_in_s: float = 0.0
+    swap_out_nbytes_per_s: float = 0.0
+    swap_in_nbytes_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
 
     def since(self, earlier: "OffloadStats") -> "OffloadStats":
         """What was counted after an earlier snapshot; what is not a count, as it is now."""
@@ -81,7 +123,8 @@ class OffloadStats:
 
 GAUGES = frozenset({
     "staging_budget_blocks", "staging_reserved_blocks", "staging_peak_blocks", "num_host_chunks",
-    "num_resident_chunks", "num_jobs_in_flight",
+    "num_resident_chunks", "num_jobs_in_flight", "swap_pool_blocks", "swap_held_blocks", "swap_peak_blocks",
+    "num_swapped_requests", "swap_out_nbytes_per_s", "swap_in_nbytes_per_s", "prefill_tokens_per_s",
 })  # fmt: skip
 """Fields of `OffloadStats` that say how things are; all others count up."""
 
@@ -127,13 +170,25 @@ class StatsLogger:
         self._next_s = now_s + self._interval_s
         stats = get_stats()
         moved = stats.saved_nbytes + stats.loaded_nbytes + stats.num_failed_jobs
+        moved += stats.num_swapped_out + stats.num_recomputed
         if moved == self._last_moved:
             return
         self._last_moved = moved
         _logger.info(
             "saved %d MiB, loaded %d MiB (%d tokens), host tier %d/%d chunks (%d evicted), staging peak %d/%d blocks, "
-            "dropped %d save and %d load blocks, %d jobs failed",
+            "dropped %d save and %d load blocks, %d jobs failed%s",
             stats.saved_nbytes >> 20, stats.loaded_nbytes >> 20, stats.loaded_tokens, stats.num_resident_chunks,
             stats.num_host_chunks, stats.num_evicted_chunks, stats.staging_peak_blocks, stats.staging_budget_blocks,
-            stats.dropped_save_blocks, stats.dropped_load_blocks, stats.num_failed_jobs,
+            stats.dropped_save_blocks, stats.dropped_load_blocks, stats.num_failed_jobs, _swap_text(stats),
         )  # fmt: skip
+
+
+def _swap_text(stats: OffloadStats) -> str:
+    """What the log line says of request swap; empty for who does not use it."""
+    if not stats.swap_pool_blocks:
+        return ""
+    return (
+        f", swapped out {stats.num_swapped_out} requests ({stats.num_swapped_requests} are out, "
+        f"{stats.num_thrashed_swaps} thrashed), recomputed {stats.num_recomputed + stats.num_lost_swaps}, swap pool "
+        f"{stats.swap_held_blocks}/{stats.swap_pool_blocks} blocks"
+    )

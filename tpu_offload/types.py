@@ -71,6 +71,58 @@ class TransferJob:
         return len(self.block_ids)
 
 
+class HostStore(enum.Enum):
+    """Which host memory a part of a swap is in."""
+
+    SWAP_POOL = "swap_pool"  # blocks of requests that were swapped out
+    HOST_TIER = "host_tier"  # chunks that were saved; only read by swaps
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SwapPart:
+    """Blocks of one layer group that a swap moves between HBM and one host store.
+
+    Attributes:
+      group_id: index of the layer group in `KVLayout.groups`.
+      store: the host memory.
+      block_ids: blocks of the group's caches.
+      host_block_ids: as many places in the store.
+    """
+
+    group_id: int
+    store: HostStore
+    block_ids: tuple[int, ...]
+    host_block_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.block_ids) != len(self.host_block_ids):
+            raise ValueError(
+                f"{len(self.block_ids)} blocks for {len(self.host_block_ids)} host blocks; expected as many of each"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SwapJob:
+    """One request's blocks on their way out of HBM, or back.
+
+    Attributes:
+      job_id: unique over the life of the scheduler, also among transfer jobs.
+      direction: SAVE swaps out, LOAD swaps in.
+      request_id: whose blocks.
+      parts: what moves; only a swap-in reads the host tier.
+    """
+
+    job_id: int
+    direction: Direction
+    request_id: str
+    parts: tuple[SwapPart, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that move, of all layer groups."""
+        return sum(len(part.block_ids) for part in self.parts)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the workers do around one forward pass.
@@ -82,21 +134,26 @@ class StepPlan:
       cancelled_job_ids: loads whose blocks the engine has taken back. A worker must not write into
         their blocks from this plan on; it reports the job as cancelled, or as finished when it had
         dispatched the last write before.
+      swap_outs: dispatched before anything else, because their blocks are others' from this step on.
+      swap_ins: dispatched before the forward pass, after `swap_outs`.
     """
 
     step_id: int
     loads: tuple[TransferJob, ...] = ()
     saves: tuple[TransferJob, ...] = ()
     cancelled_job_ids: tuple[int, ...] = ()
+    swap_outs: tuple[SwapJob, ...] = ()
+    swap_ins: tuple[SwapJob, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.loads or self.saves or self.cancelled_job_ids)
+        return not (self.loads or self.saves or self.cancelled_job_ids or self.swap_outs or self.swap_ins)
 
     def __reduce__(self) -> tuple[type["StepPlan"], tuple[Any, ...]]:
         """A plan is pickled every step, and what dataclasses do for slots takes longer."""
-        return StepPlan, (self.step_id, self.loads, self.saves, self.cancelled_job_ids)
+        fields = self.step_id, self.loads, self.saves, self.cancelled_job_ids, self.swap_outs, self.swap_ins
+        return StepPlan, fields
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,12 +165,14 @@ class JobResult:
       state: FINISHED, FAILED or CANCELLED.
       error: what went wrong, in one line; empty unless FAILED.
       duration_s: seconds from dispatch to the poll that saw the end.
+      copy_s: seconds that the copy itself took, where the worker has measured it (some swaps), else 0.
     """
 
     job_id: int
     state: JobState
     error: str = ""
     duration_s: float = 0.0
+    copy_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,9 +184,14 @@ class StepReport:
       results: jobs that ended.
       num_host_chunks: slots of the host pool that are allocated and usable by now; it only grows.
       lost_slots: ranges (first, end) of slots whose bytes are gone since the last report.
+      num_swap_blocks: per layer group, blocks of the swap pool that are usable by now; they only grow. Empty
+        without request swap.
+      lost_swap_blocks: ranges (group_id, first, end) of those whose bytes are gone since the last report.
     """
 
     worker_id: int
     results: tuple[JobResult, ...]
     num_host_chunks: int
     lost_slots: tuple[tuple[int, int], ...] = ()
+    num_swap_blocks: tuple[int, ...] = ()
+    lost_swap_blocks: tuple[tuple[int, int, int], ...] = ()

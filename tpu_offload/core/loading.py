@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tpu_offload.core.index import ChunkIndex, ChunkState
-from tpu_offload.core.jobs import Job, JobTable, host_blocks
+from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.tracking import Promise, TrackedRequest
 from tpu_offload.errors import RequestError
@@ -21,7 +21,7 @@ class LoadPlanner:
         self,
         index: ChunkIndex,
         staging: StagingBufferManager,
-        jobs: JobTable,
+        jobs: JobTable[Job],
         *,
         block_size: int,
         blocks_per_chunk: int,
@@ -112,7 +112,8 @@ class LoadPlanner:
             self._index.unpin(promise.keys)
         self._index.touch(request.keys, end_chunk)
         request.promise = None
-        request.load = self._jobs.add(
+        request.load = transfer_job(
+            self._jobs,
             Direction.LOAD,
             block_ids=tuple(block_ids[promise.first_block : end_block]),
             host_block_ids=host_blocks(

@@ -67,11 +67,16 @@ class Update:
       loaded: requests whose load is complete on every worker; they can be scheduled.
       failed_loads: requests that must be computed where they hoped to load.
       transfers: the jobs that this report finished.
+      swapped_in: swapped-out requests whose KV is back in HBM on every worker; they can be scheduled.
+      lost_swaps: swapped-out requests whose KV will not come back; they must be recomputed, and their blocks, if
+        they were on their way back, can be freed.
     """
 
     loaded: tuple[str, ...] = ()
     failed_loads: tuple[FailedLoad, ...] = ()
     transfers: tuple[FinishedTransfer, ...] = ()
+    swapped_in: tuple[str, ...] = ()
+    lost_swaps: tuple[str, ...] = ()
 
 
 class TierEventKind(enum.Enum):

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Container, Iterable
 
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.jobs import Job, JobTable, host_blocks
+from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
 from tpu_offload.core.requests import ScheduledRequest
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.staging import StagingBufferManager
@@ -42,7 +42,7 @@ class SavePlanner:
         self,
         index: ChunkIndex,
         staging: StagingBufferManager,
-        jobs: JobTable,
+        jobs: JobTable[Job],
         policy: SavePolicy,
         *,
         block_size: int,
@@ -187,7 +187,8 @@ class SavePlanner:
     def _make_job(self, save: _Save, *, deadline_s: float) -> Job:
         num_blocks, others = len(save.block_ids), len(save.request_ids) - 1
         self._staging.reserve(_ACCOUNT, num_blocks, Direction.SAVE)
-        return self._jobs.add(
+        return transfer_job(
+            self._jobs,
             Direction.SAVE,
             block_ids=tuple(save.block_ids),
             host_block_ids=host_blocks(save.slots, blocks_per_chunk=self._blocks_per_chunk, num_blocks=num_blocks),

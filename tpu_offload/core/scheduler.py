@@ -10,6 +10,7 @@ The life of a request, as the engine tells it:
                               loads to start, blocks to save, loads to cancel
     update = apply(report)    every step, one report a worker: which requests are loaded or must recompute
     preempt(...)/finish(...)  the request gives its blocks back, at any time
+    swap                      takes a preempted request's KV out and back (see `core.swap`)
 
 The engine may free and grant a request's blocks again as soon as `preempt` or `finish` returns, also
 under pending copies. A save planned in step k reads its blocks right after the forward pass of step k,
@@ -49,11 +50,12 @@ from tpu_offload.core.requests import (
 from tpu_offload.core.save_policy import SaveAll, SavePrompt
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import ConfigError, RequestError
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats, StatsLogger
-from tpu_offload.types import BlockHash, ChunkKey, Direction, JobState, StepPlan, StepReport
+from tpu_offload.types import BlockHash, ChunkKey, Direction, JobState, StepPlan, StepReport, SwapJob
 
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class OffloadScheduler:
       record_events: keeps what `take_events` returns; somebody has to call it then.
     Raises:
       ConfigError: the staging buffer or the host tier is smaller than one chunk, or there is no worker.
+      LayoutError: the host tier is on and cannot hold such blocks.
     """
 
     def __init__(
@@ -90,10 +93,13 @@ class OffloadScheduler:
         self._block_nbytes = layout.block_nbytes
         if num_workers < 1:
             raise ConfigError(f"{num_workers=}; expected at least 1")
+        if self._enabled:
+            layout.check_tier()
         self._max_host_chunks = config.host_chunks(layout)
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
         self._index = ChunkIndex(policy or LRUPolicy(), record=record_events)
-        self._jobs = JobTable(num_workers=num_workers)
+        job_ids = itertools.count()
+        self._jobs: JobTable[Job] = JobTable(num_workers=num_workers, ids=job_ids)
         self._loads = LoadPlanner(
             self._index,
             self._staging,
@@ -109,6 +115,15 @@ class OffloadScheduler:
             block_size=layout.block_size,
             blocks_per_chunk=config.blocks_per_chunk,
         )
+        self._swap = RequestSwap(
+            config,
+            layout,
+            index=self._index,
+            jobs=JobTable(num_workers=num_workers, ids=job_ids),
+            namespace=lambda: self._namespace,
+            clock=clock,
+        )
+        self._num_swap_blocks = dict.fromkeys(range(num_workers), (0,) * len(layout.groups))
         self._num_host_chunks = dict.fromkeys(range(num_workers), 0)
         self._requests: dict[str, TrackedRequest] = {}
         self._num_requests_seen = 0
@@ -124,6 +139,11 @@ class OffloadScheduler:
         self._stats_logger = StatsLogger(config.metrics_log_interval)
 
     # Engine events.
+
+    @property
+    def swap(self) -> RequestSwap:
+        """Takes preempted requests' KV out of HBM and back."""
+        return self._swap
 
     def is_saving_next(self, request_id: str) -> bool:
         """Whether what the last match of a request would find next is being saved at this moment.
@@ -226,6 +246,7 @@ class OffloadScheduler:
             if job.direction is Direction.LOAD and not job.detached:
                 self._tell_failed(job)
                 self._detach(job)
+        self._swap.reset()
         self._index.clear()
 
     # Once a step.
@@ -251,8 +272,9 @@ class OffloadScheduler:
             self._offer(changed)
             saves, num_refused = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
             self._counts.deferred_save_blocks += num_refused * self._config.blocks_per_chunk
-        if self._loads_to_send or saves or self._job_ids_to_cancel:
-            plan = self._make_plan(saves)
+        swaps = self._swap.take_jobs(now_s)
+        if self._loads_to_send or saves or self._job_ids_to_cancel or any(swaps):
+            plan = self._make_plan(saves, swaps)
         else:
             plan = StepPlan(self._num_steps)
         self._num_steps += 1
@@ -271,21 +293,29 @@ class OffloadScheduler:
             # A slot is usable once every worker has it.
             self._num_host_chunks[report.worker_id] = report.num_host_chunks
             self._index.grow(min(self._max_host_chunks, *self._num_host_chunks.values()))
+        if report.num_swap_blocks:
+            self._grow_swap_pool(report)
         for first, end in report.lost_slots:
             self._lose_slots(first, end)
+        for group_id, first, end in report.lost_swap_blocks:
+            self._swap.lose_blocks(group_id, first, end)
         loaded = []
         for result in report.results:
+            if self._swap.expects(report.worker_id, result):
+                self._swap.report(report.worker_id, result)
+                continue
             if not self._jobs.expects(report.worker_id, result):
                 self._counts.num_ignored_results += 1
                 continue
             job = self._jobs.report(report.worker_id, result)
             if job is not None and self._end(job):
                 loaded.append(job.request_id)
-        if not loaded and not self._failed_loads and not self._transfers:
+        swapped_in, lost_swaps = self._swap.take_news()
+        if not loaded and not self._failed_loads and not self._transfers and not swapped_in and not lost_swaps:
             return _NO_UPDATE
         failed, self._failed_loads = tuple(self._failed_loads), []
         transfers, self._transfers = tuple(self._transfers), []
-        return Update(tuple(loaded), failed, transfers)
+        return Update(tuple(loaded), failed, transfers, swapped_in, lost_swaps)
 
     # State.
 
@@ -295,7 +325,7 @@ class OffloadScheduler:
 
         Those that have timed out do not count: what a worker has lost it never reports, and nobody waits for it.
         """
-        return any(not job.overdue for job in self._jobs)
+        return any(not job.overdue for job in self._jobs) or self._swap.has_jobs
 
     def take_events(self) -> list[TierEvent]:
         """What changed in the host tier since the last call, in order; nothing without `record_events`."""
@@ -307,7 +337,7 @@ class OffloadScheduler:
 
     def stats(self) -> OffloadStats:
         """A snapshot of the counters; may be taken from another thread."""
-        return dataclasses.replace(
+        stats = dataclasses.replace(
             self._counts,
             staging_budget_blocks=self._staging.num_blocks,
             staging_reserved_blocks=self._staging.num_reserved,
@@ -317,13 +347,15 @@ class OffloadScheduler:
             num_evicted_chunks=self._index.num_evicted,
             num_jobs_in_flight=len(self._jobs),
         )
+        return self._swap.add_stats(stats)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless accounts, pins and jobs agree. For tests; O(everything)."""
         self._staging.check_invariants()
         self._index.check_invariants()
         held: dict[tuple[str, Direction], int] = {}
-        pins: dict[ChunkKey, int] = {}
+        self._swap.check_invariants()
+        pins: dict[ChunkKey, int] = dict(self._swap.pins())
         pending: list[ChunkKey] = []
         for job in self._jobs:
             held[job.account, job.direction] = held.get((job.account, job.direction), 0) + job.transfer.num_blocks
@@ -380,7 +412,7 @@ class OffloadScheduler:
             self._jobs.end(job)
             self._give_back(job)
         else:
-            self._job_ids_to_cancel.append(job.transfer.job_id)
+            self._job_ids_to_cancel.append(job.job_id)
 
     def _offer(self, changed: Iterable[ScheduledRequest]) -> None:
         for scheduled in changed:
@@ -391,7 +423,7 @@ class OffloadScheduler:
             if request is not None:
                 self._saves.offer(request, scheduled, num_chunks)
 
-    def _make_plan(self, saves: list[Job]) -> StepPlan:
+    def _make_plan(self, saves: list[Job], swaps: tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]) -> StepPlan:
         loads, self._loads_to_send = self._loads_to_send, []
         cancelled, self._job_ids_to_cancel = self._job_ids_to_cancel, []
         for job in (*loads, *saves):
@@ -401,6 +433,8 @@ class OffloadScheduler:
             loads=tuple([job.transfer for job in loads]),
             saves=tuple([job.transfer for job in saves]),
             cancelled_job_ids=tuple(cancelled),
+            swap_outs=swaps[0],
+            swap_ins=swaps[1],
         )
 
     def _fail_overdue(self, now_s: float) -> None:
@@ -425,8 +459,15 @@ class OffloadScheduler:
         self._requests[job.request_id].load = None
         self._failed_loads.append(FailedLoad(job.request_id, job.num_valid_tokens))
 
+    def _grow_swap_pool(self, report: StepReport) -> None:
+        """A block of the swap pool is usable once every worker has it."""
+        if len(report.num_swap_blocks) == len(self._layout.groups):
+            self._num_swap_blocks[report.worker_id] = report.num_swap_blocks
+            self._swap.grow([min(counts) for counts in zip(*self._num_swap_blocks.values(), strict=True)])
+
     def _lose_slots(self, first: int, end: int) -> None:
         """Host memory is gone: forgets what was in it and fails what was about to use it."""
+        self._swap.lose_slots(first, end)
         self._lose(self._index.lose_slots(first, end))
         for job in self._jobs:
             if any(first <= slot < end for slot in job.slots):

@@ -5,7 +5,7 @@ is touched, so the limits of the process's cgroup and of every cgroup above it c
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -57,6 +57,38 @@ def cap_chunks(wanted: int, *, chunk_nbytes: int, fraction: float, available: in
         "" if fitting else "; nothing is offloaded",
     )  # fmt: skip
     return fitting
+
+
+def size_swap_pool(
+    wanted_nbytes: int | None, *, groups: Sequence[tuple[int, int]], fraction: float, available: int
+) -> tuple[int, ...]:
+    """Cuts the swap pool into blocks: every layer group gets the same share of the blocks that it has in HBM.
+
+    Args:
+      wanted_nbytes: bytes of host memory in this process; None for as many as the KV cache has.
+      groups: per layer group, its blocks in HBM and the bytes of host memory that one takes.
+      fraction: share of `available` that may be taken; what is wanted beyond that is cut, with a warning.
+      available: bytes that RAM, cgroup and host tier leave.
+    Returns:
+      Blocks per layer group; all 0, with a warning, if they come to less than one in any.
+    """
+    hbm_nbytes = sum(num_blocks * nbytes for num_blocks, nbytes in groups)
+    wanted = hbm_nbytes if wanted_nbytes is None else wanted_nbytes
+    nbytes = min(wanted, int(available * fraction))
+    if nbytes < wanted:
+        _logger.warning(
+            "the swap pool is cut from %.2f to %.2f GB: TPU_OFFLOAD_SWAP_SAFETY=%g of the %.2f GB that RAM, cgroup and "
+            "host tier leave",
+            wanted / _GB, nbytes / _GB, fraction, available / _GB,
+        )  # fmt: skip
+    num_blocks = tuple(nbytes * num_blocks // hbm_nbytes for num_blocks, _ in groups)
+    if min(num_blocks) == 0:
+        _logger.warning(
+            "the swap pool of %.6f GB holds less than a block of each layer group: preempted requests are recomputed",
+            nbytes / _GB,
+        )
+        return (0,) * len(groups)
+    return num_blocks
 
 
 def _cgroup_rooms(root: Path, process_cgroups: Path) -> Iterator[int]:

@@ -20,6 +20,7 @@ class _Job:
       num_unwritten: for a load, those of them that no program has been dispatched for that writes the caches.
       error: the first thing that went wrong.
       cancelled: the engine has taken its blocks back, and some were not written by then.
+      copy_s: seconds that the copy alone took, if that was measured.
     """
 
     started_s: float
@@ -27,6 +28,7 @@ class _Job:
     num_unwritten: int = 1
     error: str = ""
     cancelled: bool = False
+    copy_s: float = 0.0
 
 
 @final
@@ -84,6 +86,10 @@ class WorkerJobs:
         if job is not None:
             job.cancelled = unwritten
 
+    def set_copy_s(self, job_id: int, seconds: float) -> None:
+        """What the copy of a job that has not ended took."""
+        self._jobs[job_id].copy_s = seconds
+
     def is_cancelled(self, job_id: int) -> bool:
         """Whether it will end as cancelled."""
         return self._jobs[job_id].cancelled
@@ -107,4 +113,4 @@ class WorkerJobs:
         state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
         if job.error:
             _logger.warning("job %d failed: %s", job_id, job.error)
-        self._results.append(JobResult(job_id, state, job.error, self._clock() - job.started_s))
+        self._results.append(JobResult(job_id, state, job.error, self._clock() - job.started_s, job.copy_s))

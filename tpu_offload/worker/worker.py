@@ -34,6 +34,7 @@ from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import LayoutError, TransferError
 from tpu_offload.kernels import (
     Copier,
+    DirectCopier,
     Flight,
     FusedOutcome,
     FusedPlanner,
@@ -50,7 +51,9 @@ from tpu_offload.kernels import (
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostPool, available_nbytes, cap_chunks, pinned_zeros, plan_segments
 from tpu_offload.types import Direction, StepPlan, StepReport, TransferJob
+from tpu_offload.worker.arrays import block, check_alive, is_ready
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.swapping import SwapCopies, SwapSource
 
 _logger = logging.getLogger(__name__)
 
@@ -88,7 +91,7 @@ class OffloadWorker:
       available: bytes of host memory that are left; None finds out.
       fused: the engine runs the fused functions in its own step, so that a path may be `fused`.
     Raises:
-      LayoutError: the caches are not those that the layout describes.
+      LayoutError: the caches are not those that the layout describes, or the host tier cannot hold their blocks.
       ConfigError: a size in `config` makes no sense for the layout, a path is `fused` and the engine does
         not offer it, or a path is `auto` and the profile cannot be used.
     """
@@ -108,13 +111,32 @@ class OffloadWorker:
         self._jobs = WorkerJobs(clock)
         self._flights: list[Flight] = []
         self._report = StepReport(worker_id=worker_id, results=(), num_host_chunks=0)
-        self._num_host_chunks = _num_chunks(config, layout, available) if config.enabled else 0
+        if config.enabled:
+            layout.check_tier()
+        if config.enabled or config.swap_enabled:
+            available = available_nbytes() if available is None else available
+        self._num_host_chunks = _num_chunks(config, layout, available or 0) if config.enabled else 0
         self._pool: HostPool | None = None
         self._copiers: dict[Direction, Copier] = {}
         self._fused: FusedPlanner | None = None
         self._pass: _ForwardPass | None = None
-        if not self._num_host_chunks:
-            return
+        self._swap: SwapCopies | None = None
+        if self._num_host_chunks:
+            self._make_tier(config, layout, kv_caches, fused=fused)
+        if config.swap_enabled:
+            taken = self._num_host_chunks * layout.block_nbytes_per_host * config.blocks_per_chunk
+            self._swap = SwapCopies(
+                config,
+                layout,
+                kv_caches,
+                jobs=self._jobs,
+                available=max(0, (available or 0) - taken),
+                tier=self._tier_source() if self._num_host_chunks else None,
+                clock=clock,
+            )
+
+    def _make_tier(self, config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], *, fused: bool) -> None:
+        """Sets up the host tier's part of this process and the copies to and from it."""
         chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
         num_segments, chunks_per_segment = plan_segments(
             self._num_host_chunks, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb
@@ -151,6 +173,13 @@ class OffloadWorker:
             for copier in self._copiers.values():  # a shared one has nothing left to do the second time
                 copier.compile()
 
+    def _tier_source(self) -> SwapSource:
+        """Where swaps read what the host tier has; directly, as all that they copy."""
+        copier = self._copiers[Direction.LOAD]
+        if not isinstance(copier, DirectCopier):
+            copier = DirectCopier(self._spec, self._store, directions=(Direction.LOAD,))
+        return SwapSource(tuple(range(self._spec.num_layers)), self._spec, self._store, copier, self._lost_places)
+
     @property
     def num_host_chunks(self) -> int:
         """Chunks that the host pool will have when all of it is allocated; reports say how many it has."""
@@ -177,6 +206,8 @@ class OffloadWorker:
         if self._pass is not None:
             self._abandon_pass(self._pass)
         kv_caches = list(kv_caches)  # the programs are compiled for a list
+        if self._swap is not None and plan.swap_outs:
+            self._swap.swap_out(plan.swap_outs, kv_caches)
         for job_id in plan.cancelled_job_ids:
             self._cancel(job_id)
         if self._flights:
@@ -186,6 +217,8 @@ class OffloadWorker:
             if fuse and self._fused is not None:
                 groups = self._plan_pass(self._fused, plan, groups)
             kv_caches = self._dispatch(job_ids, groups, Direction.LOAD, plan.step_id, kv_caches)
+        if plan.swap_ins and self._swap is not None:
+            kv_caches = self._swap.swap_in(plan.swap_ins, kv_caches)
         return kv_caches
 
     @property
@@ -237,18 +270,20 @@ class OffloadWorker:
           wait: for an engine that has nothing to compute: block until a job has ended, or until a staged
             load has arrived and needs the next `begin_step`. Returns at once when nothing is in flight.
         """
-        if self._flights:
+        if self.has_flights:
             self._collect()
-            while wait and self._flights and not self._jobs.has_results and self._wait_for_one():
+            while wait and self.has_flights and not self._jobs.has_results and self._wait_for_one():
                 self._collect()
         num_ready = self._pool.num_chunks_ready if self._pool else 0
+        num_swap = self._swap.num_blocks_ready if self._swap else ()
         last = self._report
-        if not self._jobs.has_results and num_ready == last.num_host_chunks:
+        if not self._jobs.has_results and num_ready == last.num_host_chunks and num_swap == last.num_swap_blocks:
             return last
         # A segment is lost only where a job fails, so there is never a loss to tell without a result.
         lost = self._pool.take_lost() if self._pool else ()
-        self._report = StepReport(last.worker_id, (), num_ready)
-        return StepReport(last.worker_id, self._jobs.take_results(), num_ready, lost)
+        lost_swap = self._swap.take_lost() if self._swap else ()
+        self._report = StepReport(last.worker_id, (), num_ready, num_swap_blocks=num_swap)
+        return StepReport(last.worker_id, self._jobs.take_results(), num_ready, lost, num_swap, lost_swap)
 
     def take_written_loads(self) -> tuple[int, ...]:
         """Loads whose last write into the caches was dispatched since the last call.
@@ -258,28 +293,39 @@ class OffloadWorker:
         """
         return self._jobs.take_written()
 
+    def wait_until_allocated(self) -> None:
+        """Blocks until all host memory is there or its allocation has failed; for warm-up, benchmarks and tests."""
+        if self._pool is not None:
+            self._pool.wait_until_allocated()
+        if self._swap is not None:
+            self._swap.wait_until_allocated()
+
     @property
     def has_flights(self) -> bool:
         """Whether copies are on their way, so that a later `poll` has more to say."""
-        return bool(self._flights)
+        return bool(self._flights) or (self._swap is not None and self._swap.has_flights)
 
     @property
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that copies take on each device, beside the caches.
 
-        Direct copies take two blocks, whatever their number; staged ones the staging buffer and a block. The tests
-        hold the TPU compiler to this.
+        Direct copies and swaps take two blocks each, whatever their number; staged ones the staging buffer and a
+        block. The tests hold the TPU compiler to this.
         """
-        if not self._copiers:
-            return 0
-        return sum(copier.hbm_blocks for copier in set(self._copiers.values())) * self._spec.block_nbytes_per_device
+        nbytes = self._swap.hbm_nbytes if self._swap else 0
+        if self._copiers:
+            num_blocks = sum(copier.hbm_blocks for copier in set(self._copiers.values()))
+            nbytes += num_blocks * self._spec.block_nbytes_per_device
+        return nbytes
 
     def close(self) -> None:
         """Waits for the copies in flight and frees the host pool. Jobs that have not ended never will."""
         for flight in self._flights:
-            _block(flight.waiting_on)
+            block(flight.waiting_on)
         self._flights.clear()
         self._jobs.clear()
+        if self._swap is not None:
+            self._swap.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -377,7 +423,7 @@ class OffloadWorker:
                 flight, kv_caches = self._copiers[direction].load(segment_id, piece, kv_caches)
         except Exception as e:
             self._fail(job_ids, segment_id, e)
-            _check_alive(kv_caches, e)
+            check_alive(kv_caches, e)
         else:
             flight.step_id = step_id
             self._flights.append(flight)
@@ -458,7 +504,7 @@ class OffloadWorker:
     def _resume(self, kv_caches: Caches, step_id: int) -> Caches:
         """Goes on with what has arrived; `step_id` is the plan at hand."""
         for flight in self._in_transit():
-            due = flight.step_id < step_id if self._lockstep else _is_ready(flight.waiting_on)
+            due = flight.step_id < step_id if self._lockstep else is_ready(flight.waiting_on)
             if due and flight.direction is Direction.SAVE:
                 self._resume_save(flight)
             elif due:
@@ -491,7 +537,7 @@ class OffloadWorker:
         except Exception as e:
             self._drop(flight)
             self._fail(live, flight.segment_id, e)
-            _check_alive(kv_caches, e)
+            check_alive(kv_caches, e)
             return kv_caches
 
     def _check_arrived(self, flight: Flight) -> None:
@@ -508,15 +554,17 @@ class OffloadWorker:
 
     def _collect(self) -> None:
         """Goes on with saves that have arrived, and ends the flights that are over."""
+        if self._swap is not None:
+            self._swap.collect()
         for flight in self._in_transit():
-            if self._lockstep or not _is_ready(flight.waiting_on):
+            if self._lockstep or not is_ready(flight.waiting_on):
                 continue
             if flight.direction is Direction.SAVE:
                 self._resume_save(flight)
             elif all(map(self._jobs.is_cancelled, flight.rows.jobs())):
                 self._resume_load(flight, [])  # writes nothing
         for flight in list(self._flights):
-            if flight.phase is Phase.COPYING and _is_ready(flight.waiting_on):
+            if flight.phase is Phase.COPYING and is_ready(flight.waiting_on):
                 self._land(flight)
 
     def _land(self, flight: Flight) -> None:
@@ -553,48 +601,31 @@ class OffloadWorker:
         for flight in self._flights:
             if flight.phase is Phase.TRANSIT and (self._lockstep or flight.direction is Direction.LOAD):
                 continue
-            _block(flight.waiting_on)
+            block(flight.waiting_on)
+            return True
+        if self._swap is not None and self._swap.has_flights:
+            self._swap.wait_for_one()
             return True
         # What is left needs a begin_step. Wait for it here, or an idle engine would spin.
-        _block(self._flights[0].waiting_on)
+        block(self._flights[0].waiting_on)
         return False
 
 
 def _check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
-    found = KVLayout.from_caches(kv_caches, block_size=layout.block_size, model=layout.model)
+    found = KVLayout.from_caches(
+        kv_caches,
+        block_size=layout.block_size,
+        model=layout.model,
+        windows=layout.windows if any(layout.windows) else (),
+    )
     if found != layout:
         raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")
 
 
-def _num_chunks(config: OffloadConfig, layout: KVLayout, available: int | None) -> int:
+def _num_chunks(config: OffloadConfig, layout: KVLayout, available: int) -> int:
     return cap_chunks(
         config.host_chunks(layout),
         chunk_nbytes=layout.block_nbytes_per_host * config.blocks_per_chunk,
         fraction=config.host_memory_fraction,
-        available=available_nbytes() if available is None else available,
+        available=available,
     )
-
-
-def _check_alive(kv_caches: Caches, error: Exception) -> None:
-    """Raises TransferError if a program that failed had taken the donated caches: no step can run on them."""
-    if any(cache.is_deleted() for cache in kv_caches):
-        raise TransferError(
-            f"a load failed and took the KV caches with it ({type(error).__name__}: {error}); the engine has to make "
-            "new caches and compute every running request again"
-        ) from error
-
-
-def _is_ready(array: Any) -> bool:
-    """Whether the array is computed, or never will be; asking for its value tells which."""
-    try:
-        return bool(array.is_ready())
-    except RuntimeError:
-        return True
-
-
-def _block(array: jax.Array) -> None:
-    """Waits for an array; what went wrong with it is found by whoever takes its value."""
-    try:
-        array.block_until_ready()
-    except RuntimeError:
-        return

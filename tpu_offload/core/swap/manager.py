@@ -1,0 +1,611 @@
+"""Request swap: what of a preempted request is where, from its swap-out until it is back or gone.
+
+    victims = choose_victims(...)              when too few blocks are free for all to go on
+    swapped = swap.swap_out(victim, ...)       False: recompute it, with the tokens it has generated as prompt
+    plan = scheduler.plan_step(...)            carries the copies; the victim's blocks are others' from this step on
+    swap.can_return(victim)                    True once the copies out are reported
+    swap.swap_in(victim, block_ids, ...)       into blocks that the engine has granted
+    update = scheduler.apply(report)           update.swapped_in: goes on; update.lost_swaps: recompute
+
+A copy out is dispatched before the forward pass of its step and reads the blocks in program order before
+anything that this step or a later one writes, so they may be granted to others in the same step. A copy
+back is dispatched before the forward pass as well; what the blocks' later owners write comes after it in
+program order, so they may be taken away again at any time. Therefore no swap is ever cancelled, and none
+takes staging blocks: copies in program order need two blocks of HBM, whatever their number.
+
+Of each block there is one copy. What the host tier has is pinned there instead, until the request is back,
+and full blocks that another swapped-out request shares are in the pool once.
+"""
+
+import dataclasses
+import enum
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import final
+
+from tpu_offload import hashing
+from tpu_offload.config import OffloadConfig
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.jobs import JobTable, TrackedJob, host_blocks
+from tpu_offload.core.swap.costs import SwapCosts
+from tpu_offload.core.swap.pool import HostBlocks, SwapPool
+from tpu_offload.errors import RequestError
+from tpu_offload.layout import KVLayout, LayerGroupKind
+from tpu_offload.metrics import OffloadStats
+from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobResult, JobState, SwapJob, SwapPart
+
+_logger = logging.getLogger(__name__)
+
+_THRASH_STEPS = 32
+
+
+class _Where(enum.Enum):
+    OUT = "out"  # copies out may still be in flight, see `_Swapped.writers`
+    RETURNING = "returning"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Swapped:
+    """A request that is swapped out.
+
+    Attributes:
+      request_id: the engine's name for it.
+      tier_keys: chunks of the host tier that hold its first blocks; pinned.
+      tier_blocks: places of those blocks in the host tier.
+      pool_blocks: places of its other blocks in the swap pool, per layer group in the order of its block table; held.
+      writers: jobs in flight that its blocks in the pool come from.
+      where: out, or on its way back.
+      job: the copy back, while RETURNING.
+    """
+
+    request_id: str
+    tier_keys: tuple[ChunkKey, ...]
+    tier_slots: tuple[int, ...]
+    tier_blocks: tuple[int, ...]
+    pool_blocks: HostBlocks
+    writers: set[int]
+    where: _Where = _Where.OUT
+    job: "_SwapJob | None" = None
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks that it needs to come back, per layer group."""
+        first, *others = map(len, self.pool_blocks)
+        return (len(self.tier_blocks) + first, *others)
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class _SwapJob(TrackedJob):
+    """Copies in flight, and what they hold until they have ended.
+
+    Attributes:
+      swap: what the workers are told.
+      pool_blocks: places in the swap pool that they read or write; held.
+      tier_keys: chunks of the host tier that they read; pinned.
+      tier_slots: where those are.
+      nbytes: bytes that move, over all devices.
+    """
+
+    swap: SwapJob
+    pool_blocks: HostBlocks
+    tier_keys: tuple[ChunkKey, ...]
+    tier_slots: tuple[int, ...]
+    nbytes: int
+
+
+@final
+class RequestSwap:
+    """The swapped-out requests of one engine. All calls come from the thread of the engine's scheduler.
+
+    Made by the `OffloadScheduler`, which sends its copies with the plan and hands it their results.
+
+    Args:
+      config: the settings; with `swap_gb` 0 every request is recomputed.
+      layout: what a block is made of.
+      index: the host tier's.
+      jobs: an empty table, with job ids that no other table has.
+      namespace: returns what ends the chunk keys of today.
+      clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        layout: KVLayout,
+        *,
+        index: ChunkIndex,
+        jobs: "JobTable[_SwapJob]",
+        namespace: Callable[[], bytes],
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._index = index
+        self._jobs = jobs
+        self._namespace = namespace
+        self._clock = clock
+        self._pool = SwapPool(num_groups=len(layout.groups))
+        self._costs = SwapCosts(config.swap_mode)
+        self._swapped: dict[str, _Swapped] = {}
+        self._outs_to_send: list[_SwapJob] = []
+        self._ins_to_send: list[_SwapJob] = []
+        self._swapped_in: list[str] = []
+        self._lost: list[str] = []
+        self._returned_at: dict[str, int] = {}  # step of the last return, of the last steps
+        self._num_steps = 0
+        self._counts = OffloadStats()
+
+    # Engine events.
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Tells how fast prompts are computed, for the choice between swap and recompute.
+
+        Args:
+          num_tokens: tokens of prompts that one step computed; steps that compute little else count best.
+          seconds: what the step took.
+        """
+        self._costs.observe_prefill(num_tokens, seconds)
+
+    def swap_out(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        block_hashes: Sequence[BlockHash] = (),
+        *,
+        num_computed_tokens: int,
+    ) -> bool:
+        """Takes a running request's KV out of HBM, all of it or nothing.
+
+        The engine calls `OffloadScheduler.preempt` after it, whatever the answer, and may grant the blocks to others in
+        the very step that is planned next. A token in flight need not be waited for: its KV is not computed.
+
+        Args:
+          request_id: a request that is not swapped out.
+          block_ids: per layer group, its blocks. Of full attention in token order, at least those that hold computed
+            tokens; of a sliding window those that hold anything, in any order that the engine wants back.
+          block_hashes: hashes of its full blocks of the first group, as far as they are known.
+          num_computed_tokens: leading tokens whose KV the steps dispatched so far compute.
+        Returns:
+          True if it is swapped out. False if it has to be recomputed: swapping is off, there is no room, nothing
+          is computed, or recompute is faster.
+        Raises:
+          RequestError: it is swapped out already, or the blocks are too few; nothing was changed.
+        """
+        if request_id in self._swapped:
+            raise RequestError(f"request {request_id} is swapped out already; it has no blocks in HBM")
+        kept = self._kept_blocks(request_id, block_ids, num_computed_tokens)
+        if not self._config.swap_enabled or num_computed_tokens == 0:
+            self._counts.num_recomputed += 1
+            return False
+        num_full = min(num_computed_tokens // self._layout.block_size, len(block_hashes))
+        tier_keys, tier_slots = self._find_in_tier(block_hashes[:num_full])
+        num_tier = len(tier_keys) * self._config.blocks_per_chunk
+        known = {i: self._pool.find(block_hashes[i]) for i in range(num_tier, num_full)}
+        shared = {i: block for i, block in known.items() if block is not None}
+        copied = [i for i in range(num_tier, len(kept[0])) if i not in shared]
+        counts = [len(copied), *map(len, kept[1:])]
+        if not self._is_worth_it(counts, len(shared), num_computed_tokens - num_tier * self._layout.block_size):
+            self._counts.num_recomputed += 1
+            self._counts.num_recomputed_faster += 1
+            return False
+        new = self._pool.allocate(counts)
+        if new is None:
+            self._counts.num_recomputed += 1
+            self._counts.num_recomputed_no_room += 1
+            return False
+        self._pool.hold((tuple(shared.values()), *[()] * (len(kept) - 1)))
+        if tier_keys:
+            self._index.pin(tier_keys)
+        place = shared | dict(zip(copied, new[0], strict=True))
+        swapped = _Swapped(
+            request_id,
+            tier_keys,
+            tier_slots,
+            host_blocks(tier_slots, blocks_per_chunk=self._config.blocks_per_chunk, num_blocks=num_tier),
+            pool_blocks=(tuple(place[i] for i in range(num_tier, len(kept[0]))), *new[1:]),
+            writers={job.job_id for job in self._writers() if not set(shared.values()).isdisjoint(job.pool_blocks[0])},
+        )
+        for i in copied:
+            if i < num_full:
+                self._pool.name(place[i], block_hashes[i])
+        self._swapped[request_id] = swapped
+        sources = [[kept[0][i] for i in copied], *kept[1:]]
+        self._plan_copy(swapped, Direction.SAVE, sources, new)
+        self._counts.num_swapped_out += 1
+        self._counts.swap_skipped_blocks += num_tier + len(shared)
+        self._counts.num_thrashed_swaps += request_id in self._returned_at
+        return True
+
+    def is_out(self, request_id: str) -> bool:
+        """Whether it is swapped out, or on its way out or back."""
+        return request_id in self._swapped
+
+    def can_return(self, request_id: str) -> bool:
+        """Whether `swap_in` may be called: it is swapped out, and every worker has reported its copies."""
+        swapped = self._swapped.get(request_id)
+        return swapped is not None and swapped.where is _Where.OUT and not swapped.writers
+
+    def num_blocks(self, request_id: str) -> tuple[int, ...]:
+        """Per layer group, the blocks that a swapped-out request had and needs again.
+
+        Raises:
+          RequestError: it is not swapped out.
+        """
+        return self._get(request_id).num_blocks
+
+    def swap_in(self, request_id: str, block_ids: Sequence[Sequence[int]], *, present: Collection[int] = ()) -> bool:
+        """Starts to bring a request back, into blocks that the engine has granted.
+
+        Args:
+          request_id: a request that `can_return`.
+          block_ids: per layer group, its new blocks, in the order of those it had; further ones are left alone.
+          present: numbers of blocks of the first group that hold their KV already, found in HBM by their hashes.
+        Returns:
+          True if it must wait until an update names it; False if nothing is to be copied, and it is back now.
+        Raises:
+          RequestError: it cannot return, or the blocks are too few; nothing was changed.
+        """
+        if not self.can_return(request_id):
+            raise RequestError(f"request {request_id} cannot be swapped in now; ask can_return first")
+        swapped = self._swapped[request_id]
+        if len(block_ids) != len(swapped.num_blocks) or any(
+            len(given) < needed for given, needed in zip(block_ids, swapped.num_blocks, strict=True)
+        ):
+            raise RequestError(
+                f"request {request_id} is swapped in into {[len(group) for group in block_ids]} blocks; expected at "
+                f"least {list(swapped.num_blocks)}, one number a layer group"
+            )
+        num_tier = len(swapped.tier_blocks)
+        numbers = [i for i in range(swapped.num_blocks[0]) if i not in present]
+        from_tier = [i for i in numbers if i < num_tier]
+        from_pool = [i for i in numbers if i >= num_tier]
+        targets = [[block_ids[0][i] for i in from_pool]]
+        targets += [list(given[:n]) for given, n in zip(block_ids[1:], swapped.num_blocks[1:], strict=True)]
+        places = (tuple(swapped.pool_blocks[0][i - num_tier] for i in from_pool), *swapped.pool_blocks[1:])
+        self._pool.hold(places)
+        if from_tier:
+            self._index.pin(swapped.tier_keys)
+        tier = SwapPart(
+            0,
+            HostStore.HOST_TIER,
+            tuple(block_ids[0][i] for i in from_tier),
+            tuple(swapped.tier_blocks[i] for i in from_tier),
+        )
+        swapped.job = self._plan_copy(swapped, Direction.LOAD, targets, places, tier=tier)
+        self._counts.swap_skipped_blocks += swapped.num_blocks[0] - len(numbers)
+        if swapped.job is None:
+            self._end_return(swapped)
+            return False
+        swapped.where = _Where.RETURNING
+        return True
+
+    def withdraw(self, request_id: str) -> None:
+        """Takes the blocks of a request on its way back away again: it is swapped out as before.
+
+        Raises:
+          RequestError: it is not on its way back.
+        """
+        swapped = self._get(request_id)
+        if swapped.job is None:
+            raise RequestError(f"request {request_id} is not on its way back; only then it can be withdrawn")
+        self._detach(swapped)
+
+    def discard(self, request_ids: Iterable[str]) -> None:
+        """Forgets requests, in whatever state: they ended. Those that are not swapped out are passed over."""
+        for request_id in request_ids:
+            swapped = self._swapped.pop(request_id, None)
+            if swapped is not None:
+                self._detach(swapped)
+                self._release(swapped)
+            self._returned_at.pop(request_id, None)
+            for news in (self._lost, self._swapped_in):
+                if request_id in news:
+                    news.remove(request_id)
+
+    # For the scheduler.
+
+    def take_jobs(self, now_s: float) -> tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]:
+        """The copies out and back that go with the coming step's plan."""
+        self._num_steps += 1
+        if not self._jobs and not self._returned_at:  # nearly always
+            return (), ()
+        self._fail_overdue(now_s)
+        self._forget_old_returns()
+        outs, self._outs_to_send = self._outs_to_send, []
+        ins, self._ins_to_send = self._ins_to_send, []
+        for job in (*outs, *ins):
+            job.state = JobState.SENT
+        return tuple(job.swap for job in outs), tuple(job.swap for job in ins)
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether copies are planned or in flight; those that have timed out do not count."""
+        return any(not job.overdue for job in self._jobs)
+
+    def expects(self, worker_id: int, result: JobResult) -> bool:
+        """Whether a result is of a copy that this worker has not reported yet."""
+        return self._jobs.expects(worker_id, result)
+
+    def report(self, worker_id: int, result: JobResult) -> None:
+        """Takes a result that the job table expects."""
+        job = self._jobs.report(worker_id, result)
+        if job is not None:
+            self._end(job)
+
+    def take_news(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Requests that are back, and those that must be recomputed, since the last call."""
+        if not self._swapped_in and not self._lost:
+            return (), ()
+        swapped_in, self._swapped_in = tuple(self._swapped_in), []
+        lost, self._lost = tuple(self._lost), []
+        return swapped_in, lost
+
+    def grow(self, num_blocks: Sequence[int]) -> None:
+        """Every worker has so many blocks of the pool by now, per layer group."""
+        self._pool.grow(num_blocks)
+
+    def lose_blocks(self, group_id: int, first: int, end: int) -> None:
+        """Memory of the pool is gone: what was in it is lost, and copies to and from there fail."""
+        gone = set(range(first, end))
+        if group_id == 0:
+            self._pool.forget(gone)
+        for job in self._jobs:
+            if not gone.isdisjoint(job.pool_blocks[group_id]):
+                job.doom("the memory of its blocks in the swap pool was lost")
+        for swapped in list(self._swapped.values()):
+            if not gone.isdisjoint(swapped.pool_blocks[group_id]):
+                self._lose(swapped)
+
+    def lose_slots(self, first: int, end: int) -> None:
+        """The same of the host tier."""
+        for job in self._jobs:
+            if any(first <= slot < end for slot in job.tier_slots):
+                job.doom("the host memory of its chunks was lost")
+        for swapped in list(self._swapped.values()):
+            if any(first <= slot < end for slot in swapped.tier_slots):
+                self._lose(swapped)
+
+    def reset(self) -> None:
+        """What is swapped out is no longer what the model would compute: all of it must be recomputed."""
+        for job in self._jobs:
+            job.doom("the cache was reset")
+            self._pool.forget(job.pool_blocks[0])
+        for swapped in list(self._swapped.values()):
+            self._lose(swapped)
+
+    def add_stats(self, stats: OffloadStats) -> OffloadStats:
+        """A snapshot with what is counted here."""
+        counts, costs = self._counts, self._costs
+        return dataclasses.replace(
+            stats,
+            **{name: getattr(counts, name) for name in _COUNTED},
+            swap_pool_blocks=sum(self._pool.num_blocks),
+            swap_held_blocks=self._pool.num_held,
+            swap_peak_blocks=self._pool.peak_num_held,
+            num_swapped_requests=len(self._swapped),
+            num_jobs_in_flight=stats.num_jobs_in_flight + len(self._jobs),
+            num_failed_jobs=stats.num_failed_jobs + counts.num_failed_jobs,
+            num_timed_out_jobs=stats.num_timed_out_jobs + counts.num_timed_out_jobs,
+            swap_out_nbytes_per_s=costs.nbytes_per_s(Direction.SAVE),
+            swap_in_nbytes_per_s=costs.nbytes_per_s(Direction.LOAD),
+            prefill_tokens_per_s=costs.prefill_tokens_per_s,
+        )
+
+    def pins(self) -> Counter[ChunkKey]:
+        """The chunks at which pins of swapped-out requests and of copies end. For `check_invariants`."""
+        return Counter(held.tier_keys[-1] for held in (*self._swapped.values(), *self._jobs) if held.tier_keys)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless requests, copies and pool agree. For tests."""
+        holders: list[dict[int, int]] = [{} for _ in self._layout.groups]
+        for held in (*self._swapped.values(), *self._jobs):
+            for g, group in enumerate(held.pool_blocks):
+                for block in group:
+                    holders[g][block] = holders[g].get(block, 0) + 1
+        self._pool.check_holders(holders)
+        for swapped in self._swapped.values():
+            assert all(job_id in self._jobs for job_id in swapped.writers), "it waits for a copy that is over"
+            assert (swapped.where is _Where.RETURNING) == (swapped.job is not None)
+            assert swapped.job is None or not swapped.job.state.ended
+        assert all(job.job_id in self._jobs for job in (*self._outs_to_send, *self._ins_to_send))
+        assert not set(self._lost) & set(self._swapped)
+
+    # Inside.
+
+    def _get(self, request_id: str) -> _Swapped:
+        swapped = self._swapped.get(request_id)
+        if swapped is None:
+            raise RequestError(f"request {request_id} is not swapped out")
+        return swapped
+
+    def _kept_blocks(
+        self, request_id: str, block_ids: Sequence[Sequence[int]], num_computed_tokens: int
+    ) -> list[list[int]]:
+        """Per layer group, the blocks that hold computed tokens."""
+        groups = self._layout.groups
+        if len(block_ids) != len(groups):
+            raise RequestError(f"request {request_id} has {len(block_ids)} block tables; expected {len(groups)}")
+        needed = -(-num_computed_tokens // self._layout.block_size)
+        kept = []
+        for group, given in zip(groups, block_ids, strict=True):
+            full = group.kind is LayerGroupKind.FULL_ATTENTION
+            if full and len(given) < needed:
+                raise RequestError(
+                    f"request {request_id} has {len(given)} blocks for {num_computed_tokens} computed tokens; expected "
+                    f"{needed}"
+                )
+            kept.append(list(given[:needed] if full else given))
+        return kept
+
+    def _find_in_tier(self, block_hashes: Sequence[BlockHash]) -> tuple[tuple[ChunkKey, ...], tuple[int, ...]]:
+        """Keys and slots of the leading chunks of these full blocks that the host tier has."""
+        if not len(self._index):
+            return (), ()
+        keys = list(
+            hashing.chunk_keys(
+                block_hashes, blocks_per_chunk=self._config.blocks_per_chunk, namespace=self._namespace()
+            )
+        )
+        slots = self._index.find(keys)
+        return tuple(keys[: len(slots)]), tuple(slots)
+
+    def _is_worth_it(self, num_copied: Sequence[int], num_shared: int, num_tokens: int) -> bool:
+        sizes = [group.block_nbytes for group in self._layout.groups]
+        nbytes_out = sum(n * size for n, size in zip(num_copied, sizes, strict=True))
+        return self._costs.prefers_swap(
+            nbytes_out=nbytes_out, nbytes_in=nbytes_out + num_shared * sizes[0], num_recompute_tokens=num_tokens
+        )
+
+    def _writers(self) -> list[_SwapJob]:
+        return [job for job in self._jobs if job.swap.direction is Direction.SAVE]
+
+    def _plan_copy(
+        self,
+        swapped: _Swapped,
+        direction: Direction,
+        block_ids: Sequence[Sequence[int]],
+        places: HostBlocks,
+        *,
+        tier: SwapPart | None = None,
+    ) -> _SwapJob | None:
+        """Plans the copy between these blocks and places, of which the job becomes a holder; None without any."""
+        parts = [
+            SwapPart(g, HostStore.SWAP_POOL, tuple(blocks), tuple(held))
+            for g, (blocks, held) in enumerate(zip(block_ids, places, strict=True))
+            if blocks
+        ]
+        if tier is not None and tier.block_ids:
+            parts.insert(0, tier)
+        if not parts:
+            return None
+        if direction is Direction.SAVE:
+            self._pool.hold(places)
+        job_id = self._jobs.next_id()
+        reads_tier = parts[0].store is HostStore.HOST_TIER
+        job = self._jobs.add(
+            _SwapJob(
+                job_id=job_id,
+                deadline_s=self._clock() + self._config.job_timeout_s,
+                waiting_for=self._jobs.workers(),
+                swap=SwapJob(job_id, direction, swapped.request_id, tuple(parts)),
+                pool_blocks=places,
+                tier_keys=swapped.tier_keys if reads_tier else (),
+                tier_slots=swapped.tier_slots if reads_tier else (),
+                nbytes=sum(len(p.block_ids) * self._layout.groups[p.group_id].block_nbytes for p in parts),
+            )
+        )
+        if direction is Direction.SAVE:
+            swapped.writers.add(job_id)
+            self._outs_to_send.append(job)
+        else:
+            self._ins_to_send.append(job)
+        return job
+
+    def _detach(self, swapped: _Swapped) -> None:
+        """Nobody waits for its copy back any more. If it has not been sent it never is."""
+        job, swapped.job = swapped.job, None
+        swapped.where = _Where.OUT
+        if job is None:
+            return
+        job.detached = True
+        if job.state is JobState.PLANNED:
+            self._ins_to_send.remove(job)
+            self._release(self._jobs.end(job))
+
+    def _release(self, held: _Swapped | _SwapJob) -> None:
+        """Lets go of what a request that is no longer swapped out, or a copy that is over, held."""
+        self._pool.release(held.pool_blocks)
+        if held.tier_keys:
+            self._index.unpin(held.tier_keys)
+
+    def _lose(self, swapped: _Swapped) -> None:
+        """Its KV is gone, or of no use: the engine recomputes it."""
+        del self._swapped[swapped.request_id]
+        self._detach(swapped)
+        self._release(swapped)
+        self._lost.append(swapped.request_id)
+        self._counts.num_lost_swaps += 1
+
+    def _end_return(self, swapped: _Swapped) -> None:
+        del self._swapped[swapped.request_id]
+        self._release(swapped)
+        self._returned_at.pop(swapped.request_id, None)
+        self._returned_at[swapped.request_id] = self._num_steps
+        self._counts.num_swapped_in += 1
+
+    def _end(self, job: _SwapJob) -> None:
+        """A copy has been reported by every worker."""
+        failed = job.state is JobState.FAILED
+        if failed and not job.overdue:
+            self._counts.num_failed_jobs += 1
+            _logger.warning("swap of request %s failed: %s; it is recomputed", job.swap.request_id, job.error)
+        if job.swap.direction is Direction.SAVE:
+            self._end_out(job, failed=failed)
+        else:
+            self._end_in(job, failed=failed)
+        self._release(job)
+        if not failed:
+            self._costs.observe_copy(job.swap.direction, job.nbytes, job.copy_s)
+            self._count_moved(job)
+
+    def _end_out(self, job: _SwapJob, *, failed: bool) -> None:
+        if failed:
+            self._pool.forget(job.pool_blocks[0])
+        for swapped in list(self._swapped.values()):
+            if job.job_id in swapped.writers:
+                swapped.writers.remove(job.job_id)
+                if failed:
+                    self._lose(swapped)
+
+    def _end_in(self, job: _SwapJob, *, failed: bool) -> None:
+        swapped = self._swapped.get(job.swap.request_id)
+        if swapped is None or swapped.job is not job:  # withdrawn, discarded or lost meanwhile
+            return
+        swapped.job, swapped.where = None, _Where.OUT
+        if failed:
+            self._lose(swapped)
+        else:
+            self._end_return(swapped)
+            self._swapped_in.append(swapped.request_id)
+
+    def _fail_overdue(self, now_s: float) -> None:
+        for job in self._jobs.overdue(now_s):
+            direction = "out" if job.swap.direction is Direction.SAVE else "in"
+            _logger.warning(
+                "swap %s of request %s timed out after %g s; it is recomputed",
+                direction, job.swap.request_id, self._config.job_timeout_s,
+            )  # fmt: skip
+            self._counts.num_timed_out_jobs += 1
+            self._counts.num_failed_jobs += 1
+            job.overdue = True
+            job.doom("timed out")
+            self._pool.forget(job.pool_blocks[0])
+            for swapped in list(self._swapped.values()):
+                if job.job_id in swapped.writers or swapped.job is job:
+                    self._lose(swapped)
+
+    def _count_moved(self, job: _SwapJob) -> None:
+        counts = self._counts
+        if job.swap.direction is Direction.SAVE:
+            counts.swapped_out_blocks += job.swap.num_blocks
+            counts.swapped_out_nbytes += job.nbytes
+            counts.swap_out_s += job.duration_s
+        else:
+            counts.swapped_in_blocks += job.swap.num_blocks
+            counts.swapped_in_nbytes += job.nbytes
+            counts.swap_in_s += job.duration_s
+
+    def _forget_old_returns(self) -> None:
+        while self._returned_at:
+            request_id = next(iter(self._returned_at))
+            if self._num_steps - self._returned_at[request_id] <= _THRASH_STEPS:
+                break
+            del self._returned_at[request_id]
+
+
+_COUNTED = (
+    "num_swapped_out", "num_swapped_in", "num_lost_swaps", "num_recomputed", "num_recomputed_no_room",
+    "num_recomputed_faster", "num_thrashed_swaps", "swapped_out_blocks", "swapped_in_blocks", "swapped_out_nbytes",
+    "swapped_in_nbytes", "swap_skipped_blocks", "swap_out_s", "swap_in_s",
+)  # fmt: skip

@@ -1,0 +1,115 @@
+"""Who holds which blocks of the swap pool.
+
+A block has as many holders as there are swapped-out requests that it belongs to and copies in flight that
+read or write it. It is free again when the last of them lets go, so the memory under a copy that may still
+land is never given to anybody else.
+
+Blocks full of tokens are known by their hash while they are held: samples of one prompt that shared them in
+HBM share them here, and each is copied once.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from tpu_offload.types import BlockHash
+
+HostBlocks = tuple[tuple[int, ...], ...]
+"""Places in the swap pool, per layer group."""
+
+
+@final
+class SwapPool:
+    """Bookkeeping of the swap pool, per layer group. It never sees an array.
+
+    Args:
+      num_groups: layer groups.
+    """
+
+    def __init__(self, *, num_groups: int) -> None:
+        self._free: list[list[int]] = [[] for _ in range(num_groups)]  # taken from the end
+        self._num_blocks = [0] * num_groups
+        self._num_holders: list[dict[int, int]] = [{} for _ in range(num_groups)]
+        self._block_of: dict[BlockHash, int] = {}  # of group 0
+        self._hash_of: dict[int, BlockHash] = {}
+        self._peak_num_held = 0
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks that exist, per group."""
+        return tuple(self._num_blocks)
+
+    @property
+    def num_free(self) -> tuple[int, ...]:
+        """Blocks that nobody holds, per group."""
+        return tuple(map(len, self._free))
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds, of all groups."""
+        return sum(map(len, self._num_holders))
+
+    @property
+    def peak_num_held(self) -> int:
+        """The most that were ever held."""
+        return self._peak_num_held
+
+    def grow(self, num_blocks: Sequence[int]) -> None:
+        """Raises the number of blocks of each group to `num_blocks`; a smaller number changes nothing."""
+        for g, wanted in enumerate(num_blocks):
+            if wanted > self._num_blocks[g]:
+                # Low places are handed out first, so that a pool that is never full touches little memory.
+                self._free[g][:0] = range(wanted - 1, self._num_blocks[g] - 1, -1)
+                self._num_blocks[g] = wanted
+
+    def allocate(self, num_blocks: Sequence[int]) -> HostBlocks | None:
+        """Takes so many free blocks of each group, with one holder each; None, and nothing, if any is short."""
+        if any(wanted > len(free) for wanted, free in zip(num_blocks, self._free, strict=True)):
+            return None
+        blocks = tuple(tuple(free.pop() for _ in range(n)) for n, free in zip(num_blocks, self._free, strict=True))
+        for holders, group in zip(self._num_holders, blocks, strict=True):
+            holders.update(dict.fromkeys(group, 1))
+        self._peak_num_held = max(self._peak_num_held, self.num_held)
+        return blocks
+
+    def hold(self, blocks: HostBlocks) -> None:
+        """One more holder for each of these held blocks."""
+        for holders, group in zip(self._num_holders, blocks, strict=True):
+            for block in group:
+                holders[block] += 1
+
+    def release(self, blocks: HostBlocks) -> None:
+        """One holder less for each."""
+        for g, group in enumerate(blocks):
+            holders = self._num_holders[g]
+            for block in group:
+                holders[block] -= 1
+                if not holders[block]:
+                    del holders[block]
+                    self._free[g].append(block)
+                    if g == 0:
+                        self.forget((block,))
+
+    def name(self, block: int, block_hash: BlockHash) -> None:
+        """Makes a held block of group 0 findable, unless one of these contents is already."""
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        """The held block of group 0 with these contents, if there is one."""
+        return self._block_of.get(block_hash)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Makes blocks of group 0 unfindable: they are free, or what they hold is lost."""
+        for block in blocks:
+            block_hash = self._hash_of.pop(block, None)
+            if block_hash is not None:
+                del self._block_of[block_hash]
+
+    def check_holders(self, expected: Sequence[dict[int, int]]) -> None:
+        """Raises AssertionError unless these, per group, are the blocks held and their holders. For tests."""
+        assert list(expected) == self._num_holders
+        for g, free in enumerate(self._free):
+            assert sorted([*free, *self._num_holders[g]]) == list(range(self._num_blocks[g])), "a block got lost"
+        assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
+        assert self._hash_of.keys() <= self._num_holders[0].keys()

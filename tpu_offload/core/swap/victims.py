@@ -1,0 +1,53 @@
+"""Which running requests give their blocks back when there are too few for all to go on."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request that holds blocks of the HBM cache.
+
+    Attributes:
+      request_id: the engine's name for it.
+      block_ids: per layer group, its blocks; several requests may hold one.
+      num_new_blocks: per layer group, the blocks that it needs to go on.
+    """
+
+    request_id: str
+    block_ids: Sequence[Sequence[int]]
+    num_new_blocks: Sequence[int]
+
+
+def choose_victims(candidates: Sequence[Candidate], *, num_free: Sequence[int]) -> tuple[str, ...]:
+    """Finds, by simulation, the fewest newest requests without which the others can go on.
+
+    Taking a request frees the blocks that nobody else holds, and it needs none itself. The oldest one is never
+    a victim, so that it always gets on, and with it in turn every other.
+
+    Args:
+      candidates: the requests that hold blocks, oldest first.
+      num_free: per layer group, blocks that can be had now: those that nobody holds, cached ones included.
+    Returns:
+      The victims' ids, newest first; empty when all can go on. All but the oldest if even that is too few.
+
+    References:
+      transformers, continuous batching with `cpu_offload_space` (newest first, the fewest by simulation).
+    """
+    num_groups = len(num_free)
+    missing = [sum(c.num_new_blocks[g] for c in candidates) - num_free[g] for g in range(num_groups)]
+    if max(missing, default=0) <= 0:
+        return ()
+    holders = [Counter(block_id for c in candidates for block_id in c.block_ids[g]) for g in range(num_groups)]
+    victims = []
+    for victim in reversed(candidates[1:]):
+        victims.append(victim.request_id)
+        for g in range(num_groups):
+            missing[g] -= victim.num_new_blocks[g]
+            for block_id in victim.block_ids[g]:
+                holders[g][block_id] -= 1
+                missing[g] -= not holders[g][block_id]
+        if max(missing) <= 0:
+            break
+    return tuple(victims)
