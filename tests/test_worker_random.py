@@ -79,10 +79,10 @@ class Life:
         # What the clock would decide is drawn instead.
         self.rebuild = host_pool._rebuild
         monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
-        monkeypatch.setattr(worker_module, "_is_ready", self.is_ready)
+        monkeypatch.setattr(worker_module, "is_ready", self.is_ready)
 
     def is_ready(self, array: Any) -> bool:
-        worker_module._block(array)
+        worker_module.block(array)
         return self.rng.random() >= self.late
 
     # What is drawn.
