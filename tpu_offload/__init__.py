@@ -1,6 +1,6 @@
 """Moves the KV cache of language-model inference between TPU HBM, host memory and storage."""
 
-from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.config import CopyPath, OffloadConfig, SwapMode
 from tpu_offload.core.requests import (
     FailedLoad,
     FinishedTransfer,
@@ -10,17 +10,30 @@ from tpu_offload.core.requests import (
     Update,
 )
 from tpu_offload.core.scheduler import OffloadScheduler
+from tpu_offload.core.swap import Candidate, RequestSwap, choose_victims
 from tpu_offload.errors import ConfigError, InputError, LayoutError, OffloadError, RequestError, StagingError
 from tpu_offload.hashing import BlockHasher
 from tpu_offload.kernels import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.metrics import OffloadStats, StatsCollector
-from tpu_offload.types import BlockHash, ChunkKey, JobResult, JobState, StepPlan, StepReport, TransferJob
+from tpu_offload.types import (
+    BlockHash,
+    ChunkKey,
+    HostStore,
+    JobResult,
+    JobState,
+    StepPlan,
+    StepReport,
+    SwapJob,
+    SwapPart,
+    TransferJob,
+)
 from tpu_offload.worker import OffloadWorker
 
 __all__ = [
     "BlockHash",
     "BlockHasher",
+    "Candidate",
     "ChunkKey",
     "ConfigError",
     "CopyPath",
@@ -30,6 +43,7 @@ __all__ = [
     "FusedInputs",
     "FusedOutcome",
     "FusedStep",
+    "HostStore",
     "InputError",
     "JobResult",
     "JobState",
@@ -43,13 +57,18 @@ __all__ = [
     "OffloadStats",
     "OffloadWorker",
     "RequestError",
+    "RequestSwap",
     "ScheduledRequest",
     "StagingError",
     "StatsCollector",
+    "SwapJob",
+    "SwapMode",
+    "SwapPart",
     "StepPlan",
     "StepReport",
     "TierEvent",
     "TierEventKind",
     "TransferJob",
     "Update",
+    "choose_victims",
 ]

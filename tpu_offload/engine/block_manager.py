@@ -47,6 +47,10 @@ class BlockManager:
             block_ids.append(block_id)
         return block_ids
 
+    def get(self, block_hash: BlockHash) -> int | None:
+        """The cached block with these contents, None if there is none. Takes no reference."""
+        return self._block_of.get(block_hash)
+
     def can_allocate(self, num_blocks: int, *, cached: Sequence[int] = ()) -> bool:
         """Whether `num_blocks` would be free once `cached` are taken too."""
         num_taken = sum(self._ref_counts[block_id] == 0 for block_id in cached)
@@ -101,5 +105,5 @@ class BlockManager:
     def check_invariants(self) -> None:
         """Raises AssertionError unless free list, counts and prefix cache agree. For tests."""
         assert set(self._free) == {i for i, count in enumerate(self._ref_counts) if count == 0}
-        assert min(self._ref_counts) >= 0
+        assert min(self._ref_counts, default=0) >= 0
         assert {h: b for b, h in self._hash_of.items()} == self._block_of

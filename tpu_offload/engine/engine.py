@@ -8,12 +8,14 @@ import numpy as np
 
 from tpu_offload import BlockHasher, KVLayout, OffloadConfig, OffloadStats, RequestError
 from tpu_offload.engine.batch import TokenRun
-from tpu_offload.engine.config import EngineConfig, ModelConfig
+from tpu_offload.engine.config import EngineConfig, ModelConfig, num_blocks_of, window_ring_blocks
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import FinishReason, Request, RequestOutput
-from tpu_offload.engine.runner import ModelRunner
-from tpu_offload.engine.scheduler import Scheduler
-from tpu_offload.engine.sequence import Sequence
+from tpu_offload.engine.runner import ModelRunner, StepOutput
+from tpu_offload.engine.scheduler import Batch, Scheduler
+from tpu_offload.engine.sequence import Run, Sequence, sample_id
+
+_MOSTLY = 0.75  # share of a step's tokens that are of prompts, for its time to tell what prompts cost
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,14 +25,16 @@ class EngineStats:
     Attributes:
       num_steps: calls of `Engine.step`.
       num_preemptions: how often a running request gave its blocks back.
-      num_waiting: requests that hold no blocks now.
-      num_active: requests that hold blocks now.
+      num_waiting: samples of requests that hold no blocks now.
+      num_active: samples of requests that hold blocks now.
+      num_swapped: of those that hold none, those whose KV is swapped out.
     """
 
     num_steps: int
     num_preemptions: int
     num_waiting: int
     num_active: int
+    num_swapped: int
 
 
 class Engine:
@@ -43,6 +47,7 @@ class Engine:
       clock: monotonic seconds.
     Raises:
       ConfigError: the offload settings do not fit the layout.
+      LayoutError: the model has layers with windows and the host tier is on.
     """
 
     def __init__(
@@ -56,21 +61,35 @@ class Engine:
         self._vocab_size = model_config.vocab_size
         self._clock = clock
         self._runner = ModelRunner(model_config, engine_config)
+        windowed = model_config.window_layers
+        windows = [model_config.sliding_window if i in windowed else 0 for i in range(model_config.num_layers)]
         layout = KVLayout.from_caches(
-            self._runner.kv_caches, block_size=engine_config.block_size, model=model_config.name
+            self._runner.kv_caches,
+            block_size=engine_config.block_size,
+            model=model_config.name,
+            windows=windows if any(windows) else (),
         )
         self._offload: Offloading | None = None
-        if offload is not None and offload.enabled:
+        if offload is not None and (offload.enabled or offload.swap_enabled):
             self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock)
         hasher = BlockHasher(layout.fingerprint(), block_size=engine_config.block_size)
-        self._scheduler = Scheduler(engine_config, hasher, offload=self._offload)
+        self._scheduler = Scheduler(
+            engine_config,
+            hasher,
+            offload=self._offload,
+            num_window_blocks=sum(num_blocks_of(model_config, engine_config)[1:]),
+            ring_blocks=window_ring_blocks(model_config, engine_config),
+        )
+        self._samples: dict[str, list[Sequence]] = {}  # unfinished ones, by request
+        self._in_flight: _InFlight | None = None
+        self._async_scheduling = engine_config.async_scheduling
         self._rejected: list[RequestOutput] = []
         self._num_steps = 0
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._rejected or self._scheduler.num_waiting or self._scheduler.num_active)
+        return bool(self._rejected or self._samples)
 
     def add_request(self, request: Request) -> None:
         """Queues a request. One that can never be served ends with an error in the next step.
@@ -79,8 +98,10 @@ class Engine:
           RequestError: a request of this id is unfinished, a token is not in the vocabulary, or the
             cache_salt is no valid text.
         """
-        if self._scheduler.has(request.request_id):
-            raise RequestError(f"request {request.request_id} is still unfinished; choose another request_id")
+        taken = [request.request_id] if request.request_id in self._samples else []
+        taken += filter(self._scheduler.has, (sample_id(request.request_id, i) for i in range(request.sampling.n)))
+        if taken:
+            raise RequestError(f"request {taken[0]} is still unfinished; choose another request_id")
         strange = [token for token in request.prompt_tokens if not 0 <= token < self._vocab_size]
         if strange:
             raise RequestError(
@@ -90,58 +111,70 @@ class Engine:
             request.cache_salt.encode()
         except UnicodeEncodeError as e:
             raise RequestError(f"request {request.request_id} has a cache_salt that is no valid text: {e}") from e
-        sequence = Sequence(request, self._clock(), tokens=list(request.prompt_tokens))
+        now_s = self._clock()
+        samples = [Sequence(request, now_s, list(request.prompt_tokens), i) for i in range(request.sampling.n)]
         error = self._scheduler.why_unservable(request)
         if error:
-            self._rejected.append(sequence.final_output(FinishReason.ERROR, now_s=self._clock(), error=error))
+            self._rejected += [s.final_output(FinishReason.ERROR, now_s=now_s, error=error) for s in samples]
         else:
-            self._scheduler.add(sequence)
+            self._samples[request.request_id] = samples
+            self._scheduler.add(*samples)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request at once, whatever it is doing.
+    def abort(self, *request_ids: str) -> list[RequestOutput]:
+        """Ends requests at once, whatever they are doing.
 
         Returns:
-          Its last output; None if there is no such request, or no more.
+          The last output of each of their unfinished samples; nothing for a request that is not here, or no more.
         """
-        if not self._scheduler.has(request_id):
-            return None
-        return self._scheduler.finish(request_id).final_output(FinishReason.ABORTED, now_s=self._clock())
+        samples = [sample for request_id in dict.fromkeys(request_ids) for sample in self._samples.pop(request_id, [])]
+        now_s = self._clock()
+        ended = self._scheduler.finish(*(sample.sequence_id for sample in samples))
+        return [sample.final_output(FinishReason.ABORTED, now_s=now_s) for sample in ended]
 
     def step(self) -> list[RequestOutput]:
-        """Computes one batch.
+        """Dispatches one batch, and reads what was sampled: by it, or with `async_scheduling` by the one before.
 
         Returns:
-          One output for each request that got a token or ended.
+          One output for each sample that got a token or ended.
         """
         self._num_steps += 1
         outputs, self._rejected = self._rejected, []
         batch = self._scheduler.schedule()
-        sampled = self._run(batch)
-        now_s = self._clock()
-        for sequence in self._scheduler.complete(batch, sampled, now_s=now_s):
-            reason = sequence.finish_reason()
-            if reason is None:
-                outputs.append(sequence.output())
-            else:
-                self._scheduler.finish(sequence.request_id)
-                outputs.append(sequence.final_output(reason, now_s=now_s))
+        launched = self._launch(batch)
+        if self._async_scheduling:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is not None:
+            outputs += self._complete(launched)
         if self._offload:
-            # With nothing to compute, the only news can come from a load.
-            update = self._offload.poll(wait=not batch and self._scheduler.num_loading > 0)
-            for request_id in update.loaded:
-                self._scheduler.end_load(request_id)
+            # With nothing to compute, the only news can come from a copy.
+            idle = not batch and self._in_flight is None
+            update = self._offload.poll(wait=idle and self._scheduler.awaits_copies)
+            for name in update.loaded:
+                self._scheduler.end_load(name)
             for failed in update.failed_loads:
                 self._scheduler.end_load(failed.request_id, num_valid_tokens=failed.num_valid_tokens)
+            for name in update.swapped_in:
+                self._scheduler.end_return(name)
+            for name in update.lost_swaps:
+                self._scheduler.lose_swap(name)
         return outputs
 
     def warm_up(self) -> None:
-        """Compiles the step programs, so that no request waits for it."""
+        """Compiles the step programs and waits for host memory, so that no request has to."""
         self._runner.warm_up(self._offload.fused_shapes() if self._offload else ())
+        if self._offload:
+            self._offload.wait_until_allocated()
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counts."""
         scheduler = self._scheduler
-        return EngineStats(self._num_steps, scheduler.num_preemptions, scheduler.num_waiting, scheduler.num_active)
+        return EngineStats(
+            self._num_steps,
+            scheduler.num_preemptions,
+            scheduler.num_waiting,
+            scheduler.num_active,
+            scheduler.num_swapped,
+        )
 
     def offload_stats(self) -> OffloadStats | None:
         """A snapshot of the offload library's counts; None without it."""
@@ -158,20 +191,67 @@ class Engine:
         if self._offload:
             self._offload.close()
 
-    def _run(self, batch: list[tuple[Sequence, int]]) -> list[int]:
-        """Dispatches loads, forward pass and saves in this order, then waits for the sampled tokens."""
+    def _launch(self, batch: Batch) -> "_InFlight | None":
+        """Dispatches swaps, loads, forward pass and saves in this order; None if there is nothing to compute."""
         runner, offload = self._runner, self._offload
-        runs = [_token_run(sequence, num_tokens) for sequence, num_tokens in batch]
+        start_s = self._clock()
+        runs = [self._token_run(run) for run in batch]
         if offload is None:
             output = runner.step(runs) if runs else None
         else:
             plan, runner.kv_caches = offload.before_forward(batch, runner.kv_caches)
             output = runner.step(runs, offload.fused_step()) if runs else None
             offload.after_forward(plan, runner.kv_caches, output.copied if output else None)
-        return np.asarray(output.tokens)[: len(runs)].tolist() if output else []
+        return _InFlight(batch, output, start_s) if output else None
+
+    def _complete(self, step: "_InFlight") -> list[RequestOutput]:
+        """Waits for the tokens of a step, and hands them out."""
+        num_runs = len(step.batch)
+        tokens = np.asarray(step.output.tokens)[:num_runs].tolist()
+        logprobs = np.asarray(step.output.logprobs)[:num_runs].tolist()
+        now_s = self._clock()
+        if self._offload and not self._async_scheduling:
+            self._observe_prefill(step.batch, now_s - step.start_s)
+        outputs = []
+        for sample in self._scheduler.complete(step.batch, zip(tokens, logprobs, strict=True), now_s=now_s):
+            reason = sample.finish_reason()
+            if reason is None:
+                outputs.append(sample.output())
+            else:
+                self._scheduler.finish(sample.sequence_id)
+                outputs.append(sample.final_output(reason, now_s=now_s))
+                samples = self._samples[sample.request_id]
+                samples.remove(sample)
+                if not samples:
+                    del self._samples[sample.request_id]
+        return outputs
+
+    def _observe_prefill(self, batch: Batch, seconds: float) -> None:
+        """Tells what recompute costs, from steps that compute mostly prompts."""
+        assert self._offload is not None
+        num_tokens = sum(run.num_tokens for run in batch)
+        num_prompt = sum(run.num_tokens for run in batch if run.num_tokens > 1)
+        if num_prompt >= _MOSTLY * num_tokens:
+            self._offload.observe_prefill(num_prompt, seconds)
+
+    def _token_run(self, run: Run) -> TokenRun:
+        sequence = run.sequence
+        tokens = sequence.tokens[run.start : run.end]
+        source = -1
+        if len(tokens) < run.num_tokens:  # the last one is in flight, and taken from there on the device
+            assert self._in_flight is not None, "a token is in flight but no step"
+            rows = (row for row, other in enumerate(self._in_flight.batch) if other.sequence is sequence)
+            source = next(rows)
+            tokens = [*tokens, 0]
+        return TokenRun(
+            tokens, run.start, sequence.block_ids, sequence.sampling, sequence.window_block_ids, last_token_row=source
+        )
 
 
-def _token_run(sequence: Sequence, num_tokens: int) -> TokenRun:
-    start = sequence.num_computed_tokens
-    tokens = sequence.tokens[start : start + num_tokens]
-    return TokenRun(tokens, start, sequence.block_ids, sequence.request.sampling)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that is dispatched, and what it will come to."""
+
+    batch: Batch
+    output: StepOutput
+    start_s: float

@@ -1,7 +1,8 @@
 """How an engine uses tpu_offload: everything the library asks of it, in one place.
 
-The scheduler calls `start_load` when it admits a request, and `preempt` or `finish` when it takes the
-request's blocks. The engine calls the other three once a step, whether or not anything is computed:
+The scheduler calls `start_load` when it admits a sequence, `preempt` or `finish` when it takes the sequence's
+blocks, and `can_return` and `swap_in` when it wants to bring one back that `preempt` has swapped out. The engine
+calls the other three once a step, whether or not anything is computed:
 
     plan, kv_caches = offloading.before_forward(batch, kv_caches)
     ... dispatch the forward pass with offloading.fused_step() ...
@@ -25,7 +26,7 @@ from tpu_offload import (
     StepPlan,
     Update,
 )
-from tpu_offload.engine.sequence import Sequence
+from tpu_offload.engine.sequence import Phase, Run, Sequence
 
 _NEVER = 2**30 - 1  # more tokens than a request has; integers this small compare fastest
 
@@ -47,6 +48,7 @@ class Offloading:
         self, config: OffloadConfig, layout: KVLayout, kv_caches: list[jax.Array], *, clock: Callable[[], float]
     ) -> None:
         self._block_size = layout.block_size
+        self._num_groups = len(layout.groups)
         self._decode_save = config.decode_save
         # Sequences with blocks that may have to be saved. Of hundreds that generate it holds none, unless
         # generated tokens are saved as well: then looking for the few that complete a block is a comparison each.
@@ -66,33 +68,70 @@ class Offloading:
           Tokens that will be loaded. If not 0, the request may not run before `poll` names it.
         """
         num_tokens = self._scheduler.match(
-            sequence.request_id,
+            sequence.sequence_id,
             sequence.block_hashes,
             num_tokens=len(sequence.tokens),
             num_computed_tokens=sequence.num_computed_tokens,
         )
-        self._scheduler.admit(sequence.request_id, sequence.block_ids, num_loaded_tokens=num_tokens)
+        self._scheduler.admit(sequence.sequence_id, sequence.block_ids, num_loaded_tokens=num_tokens)
         sequence.next_offer_tokens = 0
         self._watched.add(sequence)
         return num_tokens
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes the sequence's blocks for others; they may be granted again at once, under pending copies."""
-        self._watched.discard(sequence)
-        self._scheduler.preempt(sequence.request_id)
+    def preempt(self, sequence: Sequence) -> bool:
+        """Takes the sequence's blocks for others; they may be granted again at once, under pending copies.
 
-    def finish(self, sequence: Sequence) -> None:
-        """The sequence ended, in whatever phase; its blocks may be granted again at once."""
+        Returns:
+          Whether it is swapped out. If not it is recomputed.
+        """
         self._watched.discard(sequence)
-        self._scheduler.finish(sequence.request_id)
+        name = sequence.sequence_id
+        if sequence.phase is Phase.RETURNING:
+            self._scheduler.swap.withdraw(name)
+            return True
+        swapped = sequence.phase is Phase.RUNNING and self._scheduler.swap.swap_out(
+            name,
+            [sequence.block_ids, sequence.window_block_ids][: self._num_groups],
+            sequence.block_hashes,
+            num_computed_tokens=sequence.num_computed_tokens,
+        )
+        self._scheduler.preempt(name)
+        return swapped
 
-    def before_forward(
-        self, batch: Collection[tuple[Sequence, int]], kv_caches: list[jax.Array]
-    ) -> tuple[StepPlan, list[jax.Array]]:
+    def can_return(self, sequence: Sequence) -> bool:
+        """Whether a swapped-out sequence can be brought back now; if not, its copies out are on their way."""
+        return self._scheduler.swap.can_return(sequence.sequence_id)
+
+    def swap_in(self, sequence: Sequence, *, present: Collection[int]) -> bool:
+        """Starts to bring a swapped-out sequence back into the blocks it has been granted.
+
+        Args:
+          sequence: it `can_return`.
+          present: numbers of its blocks that hold their KV already.
+        Returns:
+          Whether it may not run before `poll` names it.
+        """
+        sequence.next_offer_tokens = 0
+        self._watched.add(sequence)
+        block_ids = [sequence.block_ids, sequence.window_block_ids][: self._num_groups]
+        return self._scheduler.swap.swap_in(sequence.sequence_id, block_ids, present=present)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """What recompute costs: a step that computed little else computed so many tokens of prompts."""
+        self._scheduler.swap.observe_prefill(num_tokens, seconds)
+
+    def finish(self, sequences: Collection[Sequence]) -> None:
+        """The sequences ended, in whatever phases; their blocks may be granted again at once."""
+        for sequence in sequences:
+            self._watched.discard(sequence)
+            self._scheduler.finish(sequence.sequence_id)
+        self._scheduler.swap.discard(sequence.sequence_id for sequence in sequences)
+
+    def before_forward(self, batch: Collection[Run], kv_caches: list[jax.Array]) -> tuple[StepPlan, list[jax.Array]]:
         """Plans the step and dispatches its loads.
 
         Args:
-          batch: what the step computes: sequences, and how many tokens of each.
+          batch: what the step computes.
           kv_caches: donated.
         Returns:
           The plan, for `after_forward`, and the caches to run the step on.
@@ -100,9 +139,9 @@ class Offloading:
         changed: list[ScheduledRequest] = []
         if self._watched:
             changed = [
-                self._offer(sequence, sequence.num_computed_tokens + num_tokens)
-                for sequence, num_tokens in batch
-                if sequence.num_computed_tokens + num_tokens >= sequence.next_offer_tokens
+                self._offer(run.sequence, run.end)
+                for run in batch
+                if run.end >= run.sequence.next_offer_tokens
             ]
         plan = self._scheduler.plan_step(changed)
         return plan, self._worker.begin_step(plan, kv_caches, fuse=bool(batch))
@@ -126,15 +165,16 @@ class Offloading:
         self._worker.end_step(plan, kv_caches, copied)
 
     def poll(self, *, wait: bool) -> Update:
-        """Requests whose loads have ended since the last call.
+        """Sequences whose loads and swaps have ended since the last call.
 
         Args:
-          wait: the engine has nothing else to do before a load ends.
+          wait: the engine has nothing else to do before a copy ends.
         """
         return self._scheduler.apply(self._worker.poll(wait=wait))
 
     def _offer(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
         num_prompt_tokens = sequence.num_prompt_tokens
+        num_computed_tokens = min(num_computed_tokens, len(sequence.tokens))  # without a token that is in flight
         next_offer = num_computed_tokens - num_computed_tokens % self._block_size + self._block_size
         # Without decode_save the library takes blocks of the prompt only.
         if not self._decode_save and next_offer > num_prompt_tokens:
@@ -142,12 +182,17 @@ class Offloading:
             self._watched.discard(sequence)
         sequence.next_offer_tokens = next_offer
         return ScheduledRequest(
-            request_id=sequence.request_id,
+            request_id=sequence.sequence_id,
             block_ids=sequence.block_ids,
             block_hashes=sequence.block_hashes,
             num_prompt_tokens=num_prompt_tokens,
             num_computed_tokens=num_computed_tokens,
         )
+
+    def wait_until_allocated(self) -> None:
+        """Blocks until all host memory is there, and tells the scheduler."""
+        self._worker.wait_until_allocated()
+        self.poll(wait=False)
 
     def stats(self) -> OffloadStats:
         """The library's counters."""

@@ -14,6 +14,8 @@ class SamplingParams:
       top_k: sample from the k most likely tokens; 0 for all.
       seed: of the request's random draws, 0 to 2**32 - 1.
       stop_token_ids: generation ends with any of these.
+      n: how often to continue the prompt. The samples share its blocks; sample i draws as a request of its own
+        with seed + i would.
     """
 
     max_tokens: int
@@ -21,6 +23,7 @@ class SamplingParams:
     top_k: int = 0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -31,6 +34,8 @@ class SamplingParams:
             raise ValueError(f"top_k={self.top_k}; expected 0 (all tokens) or a positive number")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}; expected 0 to {2**32 - 1}")
+        if self.n < 1:
+            raise ValueError(f"n={self.n}; expected at least 1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class RequestStats:
       finish_s: when it ended.
       prompt_tokens: where the KV of its prompt came from.
       num_preemptions: how often its blocks were taken back.
+      num_swaps: how often of these its KV was swapped out and not recomputed.
     """
 
     arrival_s: float
@@ -91,6 +97,12 @@ class RequestStats:
     finish_s: float
     prompt_tokens: PromptTokens
     num_preemptions: int
+    num_swaps: int = 0
+
+    @property
+    def completion_s(self) -> float:
+        """Seconds from arrival to the end."""
+        return self.finish_s - self.arrival_s
 
     @property
     def ttft_s(self) -> float | None:
@@ -100,7 +112,7 @@ class RequestStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """News of one request from one step.
+    """News of one sample of one request from one step.
 
     Attributes:
       request_id: which.
@@ -108,6 +120,8 @@ class RequestOutput:
       finish_reason: None while it goes on.
       error: why it could not be served, in one line; empty unless `finish_reason` is ERROR.
       stats: present when it ended.
+      index: which sample, 0 to n - 1.
+      logprobs: as many as `tokens`: the natural logarithm of each one's probability, before temperature and top_k.
     """
 
     request_id: str
@@ -115,8 +129,10 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     error: str = ""
     stats: RequestStats | None = None
+    index: int = 0
+    logprobs: tuple[float, ...] = ()
 
     @property
     def finished(self) -> bool:
-        """Whether this is the request's last output."""
+        """Whether this is the sample's last output."""
         return self.finish_reason is not None

@@ -1,23 +1,33 @@
-"""Decides what each step computes: continuous batching, chunked prefill, preemption by recompute.
+"""Decides what each step computes: continuous batching, chunked prefill, preemption by swap or recompute.
 
 First come, first served. A request is admitted when there are blocks for all its tokens so far, so a
-prompt never runs out of blocks half way; while it generates, it takes one more block at a time. If none
-is free, the request admitted last gives its blocks back and starts over later, with the tokens it has
-generated as part of its prompt. The oldest request is never a victim, so it always gets on, and with it
-in turn every other.
+prompt never runs out of blocks half way; while it generates, it takes one more block at a time. When there
+are too few for all, the fewest newest requests give theirs back (`choose_victims`). Their KV is swapped
+out, or they start over later, with the tokens they have generated as part of their prompt.
+
+Whoever was preempted waits in its old place in the queue, before all that came later, whether its KV is in
+host memory or not. That bounds how long anyone waits: a preempted request for those that hold blocks now
+and those older than itself, a new one for those that came before it; nobody is overtaken. The oldest
+request is never a victim, so it always gets on, and with it in turn every other.
+
+A sequence counts as computed what the steps dispatched so far compute. A step that is on its way when its
+sequence is preempted has read and written its blocks in program order before they are copied out or
+granted to others, and the token that it samples is taken when it arrives, wherever the sequence is then.
 """
 
-from collections import deque
+import bisect
+import operator
 from collections.abc import Iterable
 
-from tpu_offload import BlockHasher
-from tpu_offload.engine.block_manager import BlockManager
+from tpu_offload import BlockHasher, Candidate, choose_victims
 from tpu_offload.engine.config import EngineConfig
+from tpu_offload.engine.kv_blocks import KVBlocks
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request
-from tpu_offload.engine.sequence import Phase, Sequence
+from tpu_offload.engine.sequence import Phase, Run, Sequence
 
-type Batch = list[tuple[Sequence, int]]  # sequences of a step, and how many tokens of each it computes
+
+type Batch = list[Run]
 
 
 class Scheduler:
@@ -26,23 +36,41 @@ class Scheduler:
     Args:
       config: sizes.
       hasher: names full blocks by their contents.
-      offload: where evicted KV may still be; None without offloading.
+      offload: where evicted and preempted KV may still be; None without offloading.
+      num_window_blocks: blocks for layers with a sliding window; 0 if there are none.
+      ring_blocks: most of those that a sequence needs.
     """
 
-    def __init__(self, config: EngineConfig, hasher: BlockHasher, *, offload: Offloading | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        hasher: BlockHasher,
+        *,
+        offload: Offloading | None,
+        num_window_blocks: int = 0,
+        ring_blocks: int = 0,
+    ) -> None:
         self._config = config
         self._hasher = hasher
         self._offload = offload
-        self._blocks = BlockManager(config.num_blocks)
-        self._waiting: deque[Sequence] = deque()
-        self._active: list[Sequence] = []  # LOADING or RUNNING, in order of admission
-        self._sequences: dict[str, Sequence] = {}  # all of both
+        self._blocks = KVBlocks(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            num_window_blocks=num_window_blocks,
+            ring_blocks=ring_blocks,
+            prefix_caching=config.enable_prefix_caching,
+        )
+        # Both from the oldest to the newest.
+        self._waiting: list[Sequence] = []  # WAITING or SWAPPED
+        self._active: list[Sequence] = []  # hold blocks
+        self._sequences: dict[str, Sequence] = {}  # all of both, and FORKED ones
+        self._num_arrived = 0
         self._num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no blocks."""
-        return len(self._waiting)
+        return len(self._sequences) - len(self._active)
 
     @property
     def num_active(self) -> int:
@@ -50,9 +78,16 @@ class Scheduler:
         return len(self._active)
 
     @property
-    def num_loading(self) -> int:
-        """Sequences that wait for KV from the host."""
-        return sum(sequence.phase is Phase.LOADING for sequence in self._active)
+    def num_swapped(self) -> int:
+        """Sequences whose KV is in host memory."""
+        return sum(sequence.phase is Phase.SWAPPED for sequence in self._waiting)
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Whether the end of a copy is what the next sequence in line, or one with blocks, waits for."""
+        if any(sequence.phase is not Phase.RUNNING for sequence in self._active):
+            return True
+        return bool(self._waiting) and self._waiting[0].phase is Phase.SWAPPED
 
     @property
     def num_preemptions(self) -> int:
@@ -68,168 +103,271 @@ class Scheduler:
             return "the prompt is empty; expected at least one token"
         if total > config.max_model_len:
             return f"{asked} exceed max_model_len={config.max_model_len}"
-        num_blocks = self._num_blocks(total - 1)  # the KV of the last token is never needed
-        if num_blocks > config.num_blocks:
-            return f"{asked} need {num_blocks} blocks of {config.block_size} tokens, HBM has {config.num_blocks}"
+        # The KV of the last token is never needed.
+        for needed, there in zip(self._blocks.num_blocks(total - 1), self._blocks.total, strict=True):
+            if needed > there:
+                return f"{asked} need {needed} blocks of {config.block_size} tokens, HBM has {there}"
         return ""
 
-    def has(self, request_id: str) -> bool:
-        """Whether this request is here and unfinished."""
-        return request_id in self._sequences
+    def has(self, sequence_id: str) -> bool:
+        """Whether this sequence is here and unfinished."""
+        return sequence_id in self._sequences
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence that `why_unservable` has nothing against."""
-        self._sequences[sequence.request_id] = sequence
+    def add(self, sequence: Sequence, *forks: Sequence) -> None:
+        """Queues the samples of a new request that `why_unservable` has nothing against.
+
+        Args:
+          sequence: the one that computes the prompt.
+          *forks: others, which wait for that and share its blocks.
+        """
+        self._num_arrived += 1
+        for sample in (sequence, *forks):
+            sample.arrival = self._num_arrived
+            self._sequences[sample.sequence_id] = sample
+        for fork in forks:
+            fork.phase, fork.leader = Phase.FORKED, sequence
+        sequence.forks = list(forks)
         self._waiting.append(sequence)
 
-    def finish(self, request_id: str) -> Sequence:
-        """Takes a sequence out, whatever its phase, and frees its blocks.
+    def finish(self, *sequence_ids: str) -> list[Sequence]:
+        """Takes sequences out, whatever their phases, and frees their blocks and what is swapped out of them.
 
         Raises:
-          KeyError: it is not here.
+          KeyError: one is not here.
         """
-        sequence = self._sequences.pop(request_id)
-        if sequence.phase is Phase.WAITING:
-            self._waiting.remove(sequence)
-        else:
-            if self._offload:
-                self._offload.finish(sequence)
-            self._take_blocks(sequence)
-        sequence.phase = Phase.FINISHED
-        return sequence
+        sequences = [self._sequences.pop(sequence_id) for sequence_id in sequence_ids]
+        for sequence in sequences:
+            if sequence.phase.holds_blocks:
+                self._take_blocks(sequence)
+            elif sequence.phase is Phase.FORKED and sequence.leader:
+                sequence.leader.forks.remove(sequence)
+            else:
+                self._waiting.remove(sequence)
+            sequence.phase = Phase.FINISHED
+        if self._offload:
+            self._offload.finish(sequences)
+        for sequence in sequences:
+            self._release_forks(sequence)
+        return sequences
 
     def schedule(self) -> Batch:
-        """Chooses the next step: running sequences first, then new ones while tokens and blocks last."""
+        """Chooses the next step: running sequences first, then others while tokens and blocks last."""
+        has_preempted = self._make_room()
         batch: Batch = []
         budget = self._config.max_num_batched_tokens
-        num_preemptions = self._num_preemptions
-        for sequence in list(self._active):
-            num_tokens = min(len(sequence.tokens) - sequence.num_computed_tokens, budget)
-            # Victims are taken from the end of the list, so none of them is in the batch already.
-            if sequence.phase is Phase.RUNNING and num_tokens > 0 and self._grow(sequence):
+        for sequence in self._active:
+            num_tokens = min(sequence.num_next_tokens, budget)
+            if sequence.phase is Phase.RUNNING and num_tokens > 0:
+                granted = self._blocks.grant(sequence, sequence.num_computed_tokens + sequence.num_next_tokens)
+                assert granted, "_make_room has made too little room"
                 self._hash(sequence)
-                batch.append((sequence, num_tokens))
+                batch.append(self._start(sequence, num_tokens))
                 budget -= num_tokens
         # What was preempted just now would be first in line for the very blocks it gave back.
-        while self._waiting and budget > 0 and num_preemptions == self._num_preemptions:
+        while self._waiting and budget > 0 and not has_preempted:
             sequence = self._waiting[0]
-            if len(self._active) == self._config.max_num_seqs or not self._admit(sequence):
+            if len(self._active) == self._config.max_num_seqs or not self._enter(sequence):
                 break
             if sequence.phase is Phase.RUNNING:
-                num_tokens = min(len(sequence.tokens) - sequence.num_computed_tokens, budget)
-                batch.append((sequence, num_tokens))
+                num_tokens = min(sequence.num_next_tokens, budget)
+                batch.append(self._start(sequence, num_tokens))
                 budget -= num_tokens
         return batch
 
-    def complete(self, batch: Batch, sampled: Iterable[int], *, now_s: float) -> list[Sequence]:
-        """The step has run: its KV is in the blocks.
+    def complete(self, batch: Batch, sampled: Iterable[tuple[int, float]], *, now_s: float) -> list[Sequence]:
+        """A step has run: its KV is in the blocks.
 
         Args:
           batch: what `schedule` returned.
-          sampled: the token after each of its runs.
+          sampled: the token after each of its runs, and its log-probability.
           now_s: the time.
         Returns:
-          The sequences that got a new token. A run that ends inside the known tokens gets none.
+          The sequences that got a new token. A run that ends inside the known tokens gets none, and neither does
+          one whose sequence ended while the step was on its way.
         """
         grown = []
-        for (sequence, num_tokens), token in zip(batch, sampled, strict=True):
-            self._advance(sequence, num_tokens, source="computed")
-            if sequence.num_computed_tokens == len(sequence.tokens):
+        for run, (token, logprob) in zip(batch, sampled, strict=True):
+            sequence = run.sequence
+            if sequence.phase is Phase.FINISHED:
+                continue
+            if sequence.phase is Phase.RUNNING:
+                self._hash(sequence)  # of tokens that were in flight when the step was chosen
+                block_size = self._config.block_size
+                self._blocks.register(sequence, run.start // block_size, run.end // block_size)
+            if run.samples:
                 if sequence.first_token_s is None:
                     sequence.first_token_s = now_s
+                sequence.num_in_flight = 0
                 sequence.tokens.append(int(token))
+                sequence.logprobs.append(float(logprob))
+                self._release_forks(sequence)
                 grown.append(sequence)
         return grown
 
-    def end_load(self, request_id: str, *, num_valid_tokens: int | None = None) -> None:
+    def end_load(self, sequence_id: str, *, num_valid_tokens: int | None = None) -> None:
         """A load is over and its sequence can run.
 
         Args:
-          request_id: whose.
+          sequence_id: whose.
           num_valid_tokens: None if all of it came; else how many leading tokens have their KV, and the
             rest is computed.
         """
-        sequence = self._sequences[request_id]
-        assert sequence.phase is Phase.LOADING, f"load of {request_id} ended while {sequence.phase.value}"
+        sequence = self._sequences[sequence_id]
+        assert sequence.phase is Phase.LOADING, f"load of {sequence_id} ended while {sequence.phase.value}"
         if num_valid_tokens is None:
-            self._advance(sequence, sequence.num_loading_tokens, source="host")
+            first_block = sequence.num_computed_tokens // self._config.block_size
+            sequence.advance(sequence.num_loading_tokens, source="host")
+            self._blocks.register(sequence, first_block, sequence.num_computed_tokens // self._config.block_size)
         else:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_valid_tokens)
         sequence.num_loading_tokens = 0
         sequence.phase = Phase.RUNNING
 
+    def end_return(self, sequence_id: str) -> None:
+        """A swapped-out sequence has its KV back and can run."""
+        sequence = self._sequences[sequence_id]
+        assert sequence.phase is Phase.RETURNING, f"{sequence_id} came back while {sequence.phase.value}"
+        self._go_on(sequence)
+
+    def lose_swap(self, sequence_id: str) -> None:
+        """The KV of a swapped-out sequence will not come back: it is recomputed."""
+        sequence = self._sequences[sequence_id]
+        if sequence.phase is Phase.RETURNING:
+            self._take_blocks(sequence)
+            bisect.insort(self._waiting, sequence, key=_order)
+        sequence.num_swaps -= 1
+        self._start_over(sequence)
+
     def check_invariants(self) -> None:
         """Raises AssertionError unless sequences and blocks agree. For tests."""
-        self._blocks.check_invariants()
+        self._blocks.check_invariants(self._active)
         assert len(self._active) <= self._config.max_num_seqs
-        assert len(self._sequences) == len(self._active) + len(self._waiting)
-        assert all(s.phase in (Phase.LOADING, Phase.RUNNING) for s in self._active)
-        assert all(s.phase is Phase.WAITING and not s.block_ids for s in self._waiting)
-        held = {block_id for sequence in self._active for block_id in sequence.block_ids}
-        assert self._blocks.num_free == self._config.num_blocks - len(held)
+        forked = [sequence for sequence in self._sequences.values() if sequence.phase is Phase.FORKED]
+        assert len(self._sequences) == len(self._active) + len(self._waiting) + len(forked)
+        assert all(sequence.phase.holds_blocks for sequence in self._active)
+        assert all(sequence.phase in (Phase.WAITING, Phase.SWAPPED) for sequence in self._waiting)
+        assert not any(sequence.block_ids or sequence.window_block_ids for sequence in (*self._waiting, *forked))
+        for sequences in (self._active, self._waiting):
+            assert sequences == sorted(sequences, key=_order)
+        for fork in forked:
+            assert fork.leader is not None
+            assert fork in fork.leader.forks
+            assert fork.leader.sequence_id in self._sequences, "it waits for a prompt that nobody computes"
 
     # Inside.
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._config.block_size)
-
-    def _admit(self, sequence: Sequence) -> bool:
-        """Grants blocks for all known tokens: shared ones that HBM still has, new ones for the rest."""
-        config = self._config
-        self._hash(sequence)
-        cached: list[int] = []
-        if config.enable_prefix_caching:
-            # The last token is always computed: its logits are what the next one is sampled from.
-            cached = self._blocks.lookup(sequence.block_hashes[: (len(sequence.tokens) - 1) // config.block_size])
-        num_new = self._num_blocks(len(sequence.tokens)) - len(cached)
-        # One spare block for each sequence that is here already: admitted without, this one would be
-        # preempted as soon as they grow.
-        if not self._blocks.can_allocate(num_new + len(self._active), cached=cached):
-            return False
-        self._blocks.share(cached)
-        sequence.block_ids = cached + self._blocks.allocate(num_new)
-        sequence.advance(len(cached) * config.block_size, source="hbm")
-        sequence.num_loading_tokens = self._offload.start_load(sequence) if self._offload else 0
-        sequence.phase = Phase.LOADING if sequence.num_loading_tokens else Phase.RUNNING
-        self._waiting.popleft()
-        self._active.append(sequence)
-        return True
 
     def _hash(self, sequence: Sequence) -> None:
         """Names the blocks that the known tokens fill, whether or not their KV is there yet."""
         self._hasher.extend(sequence.block_hashes, sequence.tokens, cache_salt=sequence.request.cache_salt)
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Gets a running sequence the block for its newest token. False if it had to give up its own."""
-        num_new = self._num_blocks(len(sequence.tokens)) - len(sequence.block_ids)
-        while not self._blocks.can_allocate(num_new):
-            victim = self._active[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        sequence.block_ids += self._blocks.allocate(num_new)
+    def _start(self, sequence: Sequence, num_tokens: int) -> Run:
+        start = sequence.num_computed_tokens
+        sequence.advance(num_tokens, source="computed")
+        samples = sequence.num_computed_tokens == sequence.num_tokens
+        sequence.num_in_flight += samples
+        return Run(sequence, start, num_tokens, samples)
+
+    def _enter(self, sequence: Sequence) -> bool:
+        """Gives the sequence that is first in line its blocks, if there are enough."""
+        entered = self._bring_back(sequence) if sequence.phase is Phase.SWAPPED else self._admit(sequence)
+        if entered:
+            self._waiting.pop(0)
+            bisect.insort(self._active, sequence, key=_order)
+        return entered
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Grants blocks for all known tokens: shared ones that HBM still has, new ones for the rest."""
+        self._hash(sequence)
+        # At least one token is left to compute, whose step samples the next.
+        num_reusable = (len(sequence.tokens) - 1) // self._config.block_size
+        cached = self._blocks.find_prefix(sequence.block_hashes[:num_reusable])
+        if sequence.leader is not None:
+            cached = max(cached, self._blocks.fork(sequence.leader, num_reusable), key=len)
+        # One spare block for each sequence that is here already: admitted without, this one would be
+        # preempted as soon as they grow.
+        shared = dict(enumerate(cached))
+        if not self._blocks.grant(sequence, len(sequence.tokens), shared=shared, spare=len(self._active)):
+            return False
+        sequence.advance(len(cached) * self._config.block_size, source="hbm")
+        sequence.num_loading_tokens = self._offload.start_load(sequence) if self._offload else 0
+        sequence.phase = Phase.LOADING if sequence.num_loading_tokens else Phase.RUNNING
+        return True
+
+    def _bring_back(self, sequence: Sequence) -> bool:
+        """Grants a swapped-out sequence as many blocks as it had; full ones that are in HBM again are shared."""
+        assert self._offload is not None, "only offloading swaps"
+        if not self._offload.can_return(sequence):
+            return False
+        self._hash(sequence)
+        found = {i: self._blocks.find(block_hash) for i, block_hash in enumerate(self._full_hashes(sequence))}
+        present = {i: block_id for i, block_id in found.items() if block_id is not None}
+        if not self._blocks.grant(sequence, sequence.num_tokens, shared=present, spare=len(self._active)):
+            return False
+        if self._offload.swap_in(sequence, present=present):
+            sequence.phase = Phase.RETURNING
+        else:
+            self._go_on(sequence)
+        return True
+
+    def _go_on(self, sequence: Sequence) -> None:
+        """Its KV is back: others that came up with the same prefix meanwhile share it, or it theirs."""
+        self._blocks.deduplicate(sequence, len(self._full_hashes(sequence)))
+        sequence.phase = Phase.RUNNING
+
+    def _full_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Hashes of the blocks that are full of computed tokens."""
+        return list(sequence.block_hashes[: sequence.num_computed_tokens // self._config.block_size])
+
+    def _make_room(self) -> bool:
+        """Preempts as many sequences as it takes for the others to go on; whether there were any."""
+        missing = [
+            self._blocks.missing(s, s.num_computed_tokens + s.num_next_tokens) if s.phase is Phase.RUNNING else (0, 0)
+            for s in self._active
+        ]
+        num_free = self._blocks.num_free
+        if all(sum(needed) <= free for needed, free in zip(zip(*missing, strict=True), num_free, strict=False)):
+            return False
+        candidates = [
+            Candidate(s.sequence_id, (s.block_ids, s.window_block_ids), needed)
+            for s, needed in zip(self._active, missing, strict=True)
+        ]
+        for sequence_id in choose_victims(candidates, num_free=num_free):
+            self._preempt(self._sequences[sequence_id])
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        if self._offload:
-            self._offload.preempt(sequence)
+        swapped = self._offload.preempt(sequence) if self._offload else False
         self._take_blocks(sequence)
-        sequence.phase = Phase.WAITING
-        sequence.num_computed_tokens = sequence.num_loading_tokens = 0
+        bisect.insort(self._waiting, sequence, key=_order)
         sequence.num_preemptions += 1
         self._num_preemptions += 1
-        self._waiting.appendleft(sequence)
+        if swapped:
+            sequence.num_swaps += 1
+            sequence.phase = Phase.SWAPPED
+        else:
+            self._start_over(sequence)
+
+    def _start_over(self, sequence: Sequence) -> None:
+        """Nothing of it is computed any more."""
+        sequence.phase = Phase.WAITING
+        sequence.num_computed_tokens = sequence.num_loading_tokens = 0
 
     def _take_blocks(self, sequence: Sequence) -> None:
         self._active.remove(sequence)
-        self._blocks.free(sequence.block_ids)
-        sequence.block_ids = []
+        self._blocks.take(sequence)
 
-    def _advance(self, sequence: Sequence, num_tokens: int, *, source: str) -> None:
-        """The KV of the next tokens is in place: blocks that it fills go into the prefix cache."""
-        first_block = sequence.num_computed_tokens // self._config.block_size
-        sequence.advance(num_tokens, source=source)
-        if not self._config.enable_prefix_caching:
-            return
-        for i in range(first_block, sequence.num_computed_tokens // self._config.block_size):
-            self._blocks.register(sequence.block_ids[i], sequence.block_hashes[i])
+    def _release_forks(self, sequence: Sequence) -> None:
+        """The prompt is computed, or will not be by this sequence: the others can go on."""
+        forks, sequence.forks = sequence.forks, []
+        waits = sequence.phase is Phase.FINISHED and not sequence.output_tokens
+        # Without a prompt to share, the next one computes it.
+        heads, rest = (forks[:1], forks[1:]) if waits else (forks, [])
+        for fork in heads:
+            fork.phase, fork.forks = Phase.WAITING, rest
+            fork.leader = None if waits else sequence
+            bisect.insort(self._waiting, fork, key=_order)
+            for other in rest:
+                other.leader = fork
+
+
+_order = operator.attrgetter("order")

@@ -1,53 +1,79 @@
-"""A request as the scheduler sees it: its tokens, its blocks and how far it is."""
+"""A sample of a request as the scheduler sees it: its tokens, its blocks and how far it is."""
 
 import dataclasses
 import enum
+from typing import NamedTuple
 
 from tpu_offload import BlockHash
-from tpu_offload.engine.request import FinishReason, PromptTokens, Request, RequestOutput, RequestStats
+from tpu_offload.engine.request import FinishReason, PromptTokens, Request, RequestOutput, RequestStats, SamplingParams
 
 
 class Phase(enum.Enum):
-    """Where a sequence is. LOADING and RUNNING ones hold blocks, the others do not."""
+    """Where a sequence is. LOADING, RUNNING and RETURNING ones hold blocks, the others do not."""
 
-    WAITING = "waiting"  # new, or preempted
-    LOADING = "loading"  # waits for KV from the host while others run
+    FORKED = "forked"  # waits for another sample of its request to compute the prompt
+    WAITING = "waiting"  # new, or preempted: nothing of it is computed
+    SWAPPED = "swapped"  # preempted, with its KV in host memory
+    LOADING = "loading"  # waits for KV of its prompt from the host tier while others run
+    RETURNING = "returning"  # waits for its own KV to be swapped in
     RUNNING = "running"
     FINISHED = "finished"
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether it has a block table."""
+        return self in (Phase.LOADING, Phase.RETURNING, Phase.RUNNING)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
-    """One unfinished request.
+    """One unfinished sample of a request.
 
     Attributes:
       request: what was asked for.
       arrival_s: when.
       tokens: prompt and generated tokens. The KV of the last one is computed by the step that samples
         the next.
+      index: which of the request's samples.
+      arrival: place in the order of all requests.
       phase: where it is.
-      block_ids: its blocks, in token order.
+      block_ids: its blocks of the layers with full attention, in token order.
+      window_block_ids: its blocks of the layers with a sliding window, a ring.
       block_hashes: hashes of its full blocks, in token order.
-      num_computed_tokens: leading tokens whose KV is in the blocks.
-      num_loading_tokens: tokens after those that are on their way from the host, while LOADING.
+      num_computed_tokens: leading tokens whose KV is computed by the steps dispatched so far, and in the blocks or
+        swapped out.
+      num_in_flight: 1 if a step is on its way that samples its next token.
+      num_loading_tokens: tokens after those that are on their way from the host tier, while LOADING.
       next_offer_tokens: computed tokens from which on there is something new to offer for saving.
       prompt_tokens: where the KV of its prompt came from so far.
+      logprobs: of its generated tokens.
       num_preemptions: how often its blocks were taken back.
+      num_swaps: how often of these its KV was swapped out.
       first_token_s: when its first token was sampled; None before.
+      leader: the sample that computes its prompt.
+      forks: samples that wait for it to do so.
     """
 
     request: Request
     arrival_s: float
     tokens: list[int]
+    index: int = 0
+    arrival: int = 0
     phase: Phase = Phase.WAITING
     block_ids: list[int] = dataclasses.field(default_factory=list)
+    window_block_ids: list[int] = dataclasses.field(default_factory=list)
     block_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
+    num_in_flight: int = 0
     num_loading_tokens: int = 0
     next_offer_tokens: int = 0
     prompt_tokens: PromptTokens = dataclasses.field(default_factory=PromptTokens)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
     num_preemptions: int = 0
+    num_swaps: int = 0
     first_token_s: float | None = None
+    leader: "Sequence | None" = None
+    forks: list["Sequence"] = dataclasses.field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -55,14 +81,42 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def sequence_id(self) -> str:
+        """Tells the samples of a request apart; the first has the request's id."""
+        return sample_id(self.request_id, self.index)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Rises from older to newer sequences."""
+        return self.arrival, self.index
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        sampling = self.request.sampling
+        return sampling if self.index == 0 else dataclasses.replace(sampling, seed=(sampling.seed + self.index) % 2**32)
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.request.prompt_tokens)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that are known or in flight."""
+        return len(self.tokens) + self.num_in_flight
+
+    @property
     def output_tokens(self) -> tuple[int, ...]:
         """Tokens generated so far."""
         return tuple(self.tokens[self.num_prompt_tokens :])
+
+    @property
+    def num_next_tokens(self) -> int:
+        """Tokens that the next step can compute; 0 if it will end with a token that is in flight."""
+        if self.num_in_flight and self.num_tokens - self.num_prompt_tokens >= self.request.sampling.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed_tokens
 
     def advance(self, num_tokens: int, *, source: str) -> None:
         """Counts the next `num_tokens` as computed, and where their KV came from.
@@ -87,7 +141,7 @@ class Sequence:
 
     def output(self) -> RequestOutput:
         """What to tell while it goes on."""
-        return RequestOutput(self.request_id, self.output_tokens)
+        return RequestOutput(self.request_id, self.output_tokens, index=self.index, logprobs=tuple(self.logprobs))
 
     def final_output(self, reason: FinishReason, *, now_s: float, error: str = "") -> RequestOutput:
         """What to tell at its end."""
@@ -97,5 +151,32 @@ class Sequence:
             now_s,
             prompt_tokens=self.prompt_tokens,
             num_preemptions=self.num_preemptions,
+            num_swaps=self.num_swaps,
         )
-        return RequestOutput(self.request_id, self.output_tokens, reason, error, stats)
+        return dataclasses.replace(self.output(), finish_reason=reason, error=error, stats=stats)
+
+
+class Run(NamedTuple):
+    """What a step computes of one sequence.
+
+    Attributes:
+      sequence: whose.
+      start: position of the first token.
+      num_tokens: how many.
+      samples: whether the step samples a token after them, because they are the last ones.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        """Tokens whose KV is computed after it."""
+        return self.start + self.num_tokens
+
+
+def sample_id(request_id: str, index: int) -> str:
+    """Names one sample of a request."""
+    return request_id if index == 0 else f"{request_id}#{index}"

@@ -1,0 +1,139 @@
+"""Block tables of all layer groups: what a sequence needs, has and gives back.
+
+Layers with full attention need a block for every `block_size` tokens. Layers with a sliding window need a
+ring of them: the block of token `t` is entry `t // block_size % ring_blocks`, and what is older than the
+window is overwritten. Blocks of the first kind can be shared and found again by their hash, those of a ring
+never: what is in them changes.
+"""
+
+from collections.abc import Sequence as List
+from typing import final
+
+from tpu_offload import BlockHash
+from tpu_offload.engine.block_manager import BlockManager
+from tpu_offload.engine.sequence import Sequence
+
+
+@final
+class KVBlocks:
+    """Grants blocks of HBM to sequences.
+
+    Args:
+      num_blocks: blocks for layers with full attention.
+      block_size: tokens in a block.
+      num_window_blocks: blocks for layers with a window; 0 if there are none.
+      ring_blocks: most of those that a sequence needs.
+      prefix_caching: whether full blocks are found by their hashes. Off with windows, whatever is said here: a prefix
+        is of no use without the rings that go with it.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_window_blocks: int = 0,
+        ring_blocks: int = 0,
+        prefix_caching: bool = True,
+    ) -> None:
+        self._block_size = block_size
+        self._ring_blocks = ring_blocks
+        self._prefix_caching = prefix_caching and not ring_blocks
+        self._full = BlockManager(num_blocks)
+        self._window = BlockManager(num_window_blocks)
+
+    def num_blocks(self, num_tokens: int) -> tuple[int, int]:
+        """Blocks that the KV of so many tokens takes, per layer group."""
+        full = -(-num_tokens // self._block_size)
+        return full, min(full, self._ring_blocks)
+
+    def missing(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
+        """Of those, the blocks that a sequence has not got."""
+        full, window = self.num_blocks(num_tokens)
+        return max(0, full - len(sequence.block_ids)), max(0, window - len(sequence.window_block_ids))
+
+    @property
+    def num_free(self) -> tuple[int, int]:
+        """Blocks that can be had, per layer group; cached ones that nobody holds are among them."""
+        return self._full.num_free, self._window.num_free
+
+    @property
+    def total(self) -> tuple[int, int]:
+        """All blocks, per layer group."""
+        return self._full.num_blocks, self._window.num_blocks
+
+    def find_prefix(self, hashes: List[BlockHash]) -> list[int]:
+        """The cached blocks of the longest known prefix."""
+        return self._full.lookup(hashes) if self._prefix_caching else []
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        """The cached block with these contents, if there is one."""
+        return self._full.get(block_hash) if self._prefix_caching else None
+
+    def fork(self, leader: Sequence, num_blocks: int) -> list[int]:
+        """The first full blocks of a prompt that another sample of it has computed and still holds."""
+        if self._ring_blocks:  # of no use without the ring as it was at the end of the prompt
+            return []
+        return leader.block_ids[: min(num_blocks, leader.num_prompt_tokens // self._block_size)]
+
+    def grant(
+        self, sequence: Sequence, num_tokens: int, *, shared: dict[int, int] | None = None, spare: int = 0
+    ) -> bool:
+        """Gives a sequence what it is missing for so many tokens, or nothing.
+
+        Args:
+          sequence: who gets them.
+          num_tokens: whose KV it must be able to hold.
+          shared: for one that has none: blocks that others hold or that are cached, by their number in its table.
+          spare: blocks of each group that must stay free, of the groups that it is missing any of.
+        """
+        shared = shared or {}
+        full, window = self.missing(sequence, num_tokens)
+        full -= len(shared)
+        if not self._full.can_allocate(full + spare, cached=list(shared.values())):
+            return False
+        if window and not self._window.can_allocate(window + spare):
+            return False
+        self._full.share(list(shared.values()))
+        new = iter(self._full.allocate(full))
+        start = len(sequence.block_ids)
+        sequence.block_ids += [
+            shared[i] if i in shared else next(new) for i in range(start, start + full + len(shared))
+        ]
+        sequence.window_block_ids += self._window.allocate(window)
+        return True
+
+    def register(self, sequence: Sequence, first: int, end: int) -> None:
+        """The KV of these full blocks of the table is in place: they can be found by their hashes."""
+        if self._prefix_caching:
+            for i in range(first, end):
+                self._full.register(sequence.block_ids[i], sequence.block_hashes[i])
+
+    def deduplicate(self, sequence: Sequence, end: int) -> None:
+        """Like `register` for the first blocks of a sequence that was away: equal ones that came up meanwhile are shared."""
+        if not self._prefix_caching:
+            return
+        for i in range(end):
+            live = self._full.get(sequence.block_hashes[i])
+            if live is not None and live != sequence.block_ids[i]:
+                self._full.share([live])
+                self._full.free([sequence.block_ids[i]])
+                sequence.block_ids[i] = live
+        self.register(sequence, 0, end)
+
+    def take(self, sequence: Sequence) -> None:
+        """Takes a sequence's blocks; what is cached in them can be found until they are granted again."""
+        self._full.free(sequence.block_ids)
+        self._window.free(sequence.window_block_ids)
+        sequence.block_ids, sequence.window_block_ids = [], []
+
+    def check_invariants(self, active: List[Sequence]) -> None:
+        """Raises AssertionError unless exactly the blocks of these sequences are held. For tests."""
+        for manager, tables in (
+            (self._full, [sequence.block_ids for sequence in active]),
+            (self._window, [sequence.window_block_ids for sequence in active]),
+        ):
+            manager.check_invariants()
+            assert manager.num_free == manager.num_blocks - len({block for table in tables for block in table})
+        rings = [block for sequence in active for block in sequence.window_block_ids]
+        assert len(rings) == len(set(rings)), "two sequences write into one ring"
