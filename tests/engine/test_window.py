@@ -3,12 +3,13 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.engine.dense import dense_logits
 from tests.engine.helpers import SMALL_ENGINE, TINY, random_tokens
-from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams
+from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams, attention
 from tpu_offload.engine.batch import TokenRun, pack
 from tpu_offload.engine.config import num_blocks_of, window_ring_blocks
 from tpu_offload.engine.runner import ModelRunner
@@ -194,6 +195,39 @@ def test_long_generation_goes_round_the_ring_many_times():
     expected = dense_logits(model, tokens)[5:-1]
     assert len(set(tokens)) > 10
     np.testing.assert_allclose(np.stack(logits), expected, atol=1e-4 * np.abs(expected).max())
+
+
+def attend(position, num_queries, *, score):
+    """f32[num_queries] of one head, where every score is `score` and a key's value is its position."""
+    run = TokenRun(TOKENS[:num_queries], position, [0] * 20, GREEDY, [4, 1, 3, 0, 2])
+    inputs = jax.tree.map(jnp.asarray, pack([run], ENGINE, WINDOWED))
+    positions = np.arange(max(0, position - 19), position + num_queries)
+    blocks = np.array(run.window_block_ids)[positions // 16 % 5]
+    cache = np.full((5, 16, 2, 1, 1), np.nan, np.float32)
+    cache[blocks, positions % 16, 0] = 1.0
+    cache[blocks, positions % 16, 1] = positions[:, None, None]
+    q = jnp.full((len(inputs.tokens), 1, 1, 1), score)
+    return np.asarray(attention.paged_attention(q, jnp.asarray(cache), inputs, window=20))[:num_queries, 0, 0, 0]
+
+
+@pytest.mark.parametrize("score", [-1e30, -1e3, 0.0, 1e3, 1e30])
+def test_scores_of_any_size_are_averaged_over_the_window(score):
+    """Position 143 sees the last keys of the first tile; tokens from 147 on see none of them."""
+    expected = [np.arange(max(0, p - 19), p + 1).mean() for p in range(160)]
+    np.testing.assert_allclose(attend(143, 17, score=score), expected[143:], rtol=1e-6)
+    np.testing.assert_allclose(attend(0, 30, score=score), expected[:30], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("position", "num_tiles"), [(0, 1), (127, 1), (128, 2), (146, 2), (147, 1), (275, 1), (274, 2)]
+)
+def test_only_tiles_that_hold_keys_of_the_window_are_visited(monkeypatch, position, num_tiles):
+    visited = []
+    accumulate = attention._accumulate
+    monkeypatch.setattr(attention, "_accumulate", lambda *args: visited.append(1) or accumulate(*args))
+    with jax.disable_jit():
+        attend(position, 1, score=0.0)
+    assert len(visited) == num_tiles
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 5])
