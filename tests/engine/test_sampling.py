@@ -4,9 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from tests.engine.helpers import TINY
 from tpu_offload.engine import EngineConfig, SamplingParams
 from tpu_offload.engine.batch import TokenRun, pack
-from tpu_offload.engine.sampling import sample
+from tpu_offload.engine.sampling import logprobs, sample
 
 compiled_sample = jax.jit(sample)
 CONFIG = EngineConfig(max_num_seqs=4, num_blocks=8, max_model_len=64, max_num_batched_tokens=32)
@@ -16,7 +17,7 @@ def draw(logits, params: list[SamplingParams], *, positions=None):
     """Samples one token for each row of `logits`, f32[rows, vocab_size]."""
     positions = positions or [0] * len(params)
     runs = [TokenRun([0], position, [0, 1, 2, 3], p) for p, position in zip(params, positions, strict=True)]
-    inputs = pack(runs, CONFIG)
+    inputs = pack(runs, CONFIG, TINY)
     padded = np.zeros((len(inputs.seeds), logits.shape[-1]), np.float32)
     padded[: len(logits)] = logits
     return np.asarray(compiled_sample(padded, inputs))[: len(params)].tolist()
@@ -60,6 +61,21 @@ def test_top_k_leaves_only_the_k_largest():
 
 def test_low_temperature_approaches_greedy():
     assert {draw(LOGITS, [random_params(s, temperature=1e-3)])[0] for s in range(10)} == {int(LOGITS.argmax())}
+
+
+def test_logprobs_ignore_temperature_and_neighbours():
+    logits = np.random.default_rng(1).normal(size=(40, 50)).astype(np.float32) * 5
+    expected = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    tokens = np.arange(40, dtype=np.int32)
+    config = dataclasses.replace(CONFIG, max_num_seqs=40, max_num_batched_tokens=40)
+    inputs = pack([TokenRun([0], 0, [0], random_params(s, temperature=s, top_k=3)) for s in range(40)], config, TINY)
+    logits, tokens = np.resize(logits, (len(inputs.seeds), 50)), np.resize(tokens, len(inputs.seeds))
+    got = np.asarray(jax.jit(logprobs)(logits, tokens, inputs))[:40]
+    np.testing.assert_allclose(got, expected[np.arange(40), tokens[:40]], rtol=1e-5)
+    alone = pack([TokenRun([0], 0, [0], SamplingParams(1))], CONFIG, TINY)
+    for row in (0, 7, 39):
+        first = np.asarray(jax.jit(logprobs)(logits[row].repeat(32).reshape(50, 32).T, tokens[row].repeat(32), alone))
+        assert first[0] == got[row]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,14 @@ equal tokens need equal shapes. Hence two rules:
   and a step runs as many tiles as it needs (`map_row_tiles` for the dense layers, the outer loop
   here for queries). A row's place in its tile does not change its bits; rows past the end are
   computed and ignored.
-* the keys of a sequence are visited in tiles that start at position 0, with the running softmax of
-  flash attention. Where a tile is cut depends on absolute positions only, and a tile that is masked
-  for a row is an exact no-op for it: exp(-inf) adds 0 and the running maximum stays.
+* the keys of a sequence are visited in tiles, in ascending order, with the running softmax of flash
+  attention. Where a tile is cut depends on absolute positions only, and a tile that is masked for a
+  row is an exact no-op for it: exp(-inf) adds 0 and the running maximum stays. So it does not
+  matter which masked tiles a loop visits, before a row's first key or after its last.
+
+Layers with a sliding window keep a request's blocks in a ring (`config.window_ring_blocks`), and
+their loop starts at the tile with the first key that any of its queries sees. Places of the ring
+that lie outside what the queries see hold older tokens, newer ones, or none.
 
 The loops have dynamic trip counts: cost follows the real context, and one program serves every step.
 
@@ -25,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from tpu_offload.engine.batch import Q_TILE, ROW_TILE, StepInputs, kv_tile_blocks
@@ -56,7 +62,7 @@ def map_row_tiles(fn: Callable[..., Any], num_rows: jax.Array, *arrays: jax.Arra
     return lax.fori_loop(0, (num_rows + ROW_TILE - 1) // ROW_TILE, one_tile, out)
 
 
-def write_kv(cache: jax.Array, kv: jax.Array, inputs: StepInputs) -> jax.Array:
+def write_kv(cache: jax.Array, kv: jax.Array, inputs: StepInputs, *, window: int = 0) -> jax.Array:
     """Stores the step's keys and values in their blocks.
 
     One small update a token, in place, and only for real tokens: a scatter of bfloat16 would convert
@@ -66,17 +72,19 @@ def write_kv(cache: jax.Array, kv: jax.Array, inputs: StepInputs) -> jax.Array:
       cache: `[num_blocks, *page_shape]`, updated in place when the caller donates it.
       kv: `[rows, *page_shape[1:]]` of the same dtype.
       inputs: says which block and offset each row belongs to.
+      window: as in `paged_attention`.
     """
+    write_blocks = inputs.window_write_blocks if window else inputs.write_blocks
 
     def one_token(t: jax.Array, cache: jax.Array) -> jax.Array:
         row = lax.dynamic_index_in_dim(kv, t, keepdims=True)[None]
-        return lax.dynamic_update_slice(cache, row, (inputs.write_blocks[t], inputs.write_offsets[t], 0, 0, 0))
+        return lax.dynamic_update_slice(cache, row, (write_blocks[t], inputs.write_offsets[t], 0, 0, 0))
 
     written: jax.Array = lax.fori_loop(0, inputs.num_tokens, one_token, cache)
     return written
 
 
-def paged_attention(q: jax.Array, cache: jax.Array, inputs: StepInputs) -> jax.Array:
+def paged_attention(q: jax.Array, cache: jax.Array, inputs: StepInputs, *, window: int = 0) -> jax.Array:
     """Causal attention of the step's tokens over their sequences' blocks.
 
     Reads back what `write_kv` stored, for this step's tokens too: a key that was rounded to the
@@ -86,16 +94,19 @@ def paged_attention(q: jax.Array, cache: jax.Array, inputs: StepInputs) -> jax.A
       q: f32[rows, kv_heads, group, head_dim], rotated and scaled.
       cache: `[num_blocks, *page_shape]`, holding the KV of this step.
       inputs: the tiles and block tables.
+      window: the last tokens that a token attends to, itself included; 0 for all of them.
     Returns:
       f32[rows, kv_heads, group, head_dim]; rows that hold no token are garbage.
     """
     _, kv_heads, group, head_dim = q.shape
+    block_tables = inputs.window_tables if window else inputs.block_tables
 
     def one_q_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         tile = lax.dynamic_slice_in_dim(q, inputs.tile_starts[i], Q_TILE)
         queries = [tile[:, h].reshape(Q_TILE * group, head_dim) for h in range(kv_heads)]
-        block_table = inputs.block_tables[inputs.tile_rows[i]]
-        attended = _attend_tile(queries, cache, block_table, inputs.tile_positions[i], inputs.tile_lens[i])
+        block_table = block_tables[inputs.tile_rows[i]]
+        position, num_queries = inputs.tile_positions[i], inputs.tile_lens[i]
+        attended = _attend_tile(queries, cache, block_table, position, num_queries, window=window)
         tile = jnp.stack([a.reshape(Q_TILE, group, head_dim) for a in attended], axis=1)
         # Rows past the end of this tile belong to the next one, which overwrites them.
         return lax.dynamic_update_slice_in_dim(out, tile, inputs.tile_starts[i], 0)
@@ -105,7 +116,13 @@ def paged_attention(q: jax.Array, cache: jax.Array, inputs: StepInputs) -> jax.A
 
 
 def _attend_tile(
-    queries: list[jax.Array], cache: jax.Array, block_table: jax.Array, position: jax.Array, num_queries: jax.Array
+    queries: list[jax.Array],
+    cache: jax.Array,
+    block_table: jax.Array,
+    position: jax.Array,
+    num_queries: jax.Array,
+    *,
+    window: int,
 ) -> list[jax.Array]:
     """Attention of one tile of queries, a list over KV heads of f32[Q_TILE * group, head_dim]."""
     rows, head_dim = queries[0].shape
@@ -114,24 +131,33 @@ def _attend_tile(
     num_keys = num_tile_blocks * block_size
     context_len = position + num_queries
     row_positions = position + jnp.arange(rows) // (rows // Q_TILE)
+    first_key = jnp.maximum(position - window + 1, 0) if window else 0
 
     def one_kv_tile(j: jax.Array, carry: list[_Running]) -> list[_Running]:
-        block_ids = lax.dynamic_slice_in_dim(block_table, j * num_tile_blocks, num_tile_blocks)
+        if window:
+            block_ids = block_table[(j * num_tile_blocks + jnp.arange(num_tile_blocks)) % len(block_table)]
+        else:
+            block_ids = lax.dynamic_slice_in_dim(block_table, j * num_tile_blocks, num_tile_blocks)
         pages = jnp.concatenate([lax.dynamic_index_in_dim(cache, block_ids[n]) for n in range(num_tile_blocks)])
         kv = pages.reshape(num_keys, len(queries), 2, head_dim).astype(jnp.float32)
         key_positions = j * num_keys + jnp.arange(num_keys)
         visible = key_positions[None, :] <= row_positions[:, None]
+        held = key_positions < context_len
+        if window:
+            visible &= key_positions[None, :] > row_positions[:, None] - window
+            held &= key_positions >= first_key
         # Blocks hold whatever their last owner left, NaNs maybe, and 0 * NaN would get past the mask.
-        kv = jnp.where((key_positions < context_len)[:, None, None, None], kv, 0.0)
+        kv = jnp.where(held[:, None, None, None], kv, 0.0)
         return [
             _accumulate(q, kv[:, h, 0], kv[:, h, 1], visible, c)
             for h, (q, c) in enumerate(zip(queries, carry, strict=True))
         ]
 
-    # Key 0 is never masked, so the peak is finite after the first tile and -inf - -inf cannot happen.
-    start = (jnp.full((rows, 1), -jnp.inf), jnp.zeros((rows, 1)), jnp.zeros((rows, head_dim)))
+    # A window may mask the first tile for some rows. Were the peak -inf before and after it, -inf - -inf would
+    # make a NaN; the lowest finite number stays, and counts as -inf does once a score is seen.
+    start = (jnp.full((rows, 1), np.finfo(np.float32).min), jnp.zeros((rows, 1)), jnp.zeros((rows, head_dim)))
     num_kv_tiles = (context_len + num_keys - 1) // num_keys
-    ends = lax.fori_loop(0, num_kv_tiles, one_kv_tile, [start] * len(queries))
+    ends = lax.fori_loop(first_key // num_keys, num_kv_tiles, one_kv_tile, [start] * len(queries))
     return [acc / total for _, total, acc in ends]
 
 

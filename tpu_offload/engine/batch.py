@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_offload.engine.config import EngineConfig
+from tpu_offload.engine.config import EngineConfig, ModelConfig, window_ring_blocks
 from tpu_offload.engine.request import SamplingParams
 
 ROW_TILE = 32  # rows of a dense matmul; at 64 a decode step takes a third longer and a prefill no less
@@ -34,7 +34,7 @@ def kv_tile_blocks(block_size: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """A ragged batch. Shapes depend on `EngineConfig` only; entries past the counts are 0.
+    """A ragged batch. Shapes depend on the configs only; entries past the counts are 0.
 
     Made of numpy arrays; the step program sees them as jax arrays.
 
@@ -50,6 +50,8 @@ class StepInputs:
       tile_lens: i32[tiles], tokens in the tile.
       tile_rows: i32[tiles], the request's row in `block_tables`.
       block_tables: i32[max_num_seqs, max_blocks], blocks of each request.
+      window_write_blocks: i32[rows], as `write_blocks`, of the windowed layers; i32[0] without them.
+      window_tables: i32[max_num_seqs, ring_blocks], ring of each request; i32[max_num_seqs, 0] without them.
       num_samples: i32 scalar, requests in the batch.
       sample_rows: i32[samples], row of each request's last token.
       sample_positions: i32[samples], position of the token to be sampled.
@@ -69,6 +71,8 @@ class StepInputs:
     tile_lens: jax.Array
     tile_rows: jax.Array
     block_tables: jax.Array
+    window_write_blocks: jax.Array
+    window_tables: jax.Array
     num_samples: jax.Array
     sample_rows: jax.Array
     sample_positions: jax.Array
@@ -86,27 +90,34 @@ class TokenRun:
       position: position of the first one; KV of all before it is in the blocks.
       block_ids: the request's blocks, enough for `position + len(tokens)` tokens.
       sampling: how the token after the run is chosen.
+      window_block_ids: the request's blocks of the windowed layers, by place in their ring (see
+        `window_ring_blocks`); enough for the run, empty for a model without such layers.
     """
 
     tokens: Sequence[int]
     position: int
     block_ids: Sequence[int]
     sampling: SamplingParams
+    window_block_ids: Sequence[int] = ()
 
 
-def pack(runs: Sequence[TokenRun], config: EngineConfig) -> StepInputs:
+def pack(runs: Sequence[TokenRun], config: EngineConfig, model_config: ModelConfig) -> StepInputs:
     """Lays the runs out end to end.
 
     Args:
       runs: at most `max_num_seqs`, together at most `max_num_batched_tokens` tokens; none is empty.
       config: gives the shapes.
+      model_config: tells whether there are windowed layers.
     """
     rows = round_up(config.max_num_batched_tokens + Q_TILE, ROW_TILE)  # a query tile may reach past the last token
     num_tiles = config.max_num_batched_tokens // Q_TILE + config.max_num_seqs
     samples = round_up(config.max_num_seqs, ROW_TILE)
     width = round_up(-(-config.max_model_len // config.block_size), kv_tile_blocks(config.block_size))
+    ring_blocks = window_ring_blocks(model_config, config)
     tables: Any = np.zeros((config.max_num_seqs, width), np.int32)
+    rings: Any = np.zeros((config.max_num_seqs, ring_blocks), np.int32)
     a: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in _PER_ROW}
+    a["window_write_blocks"] = np.zeros(rows if ring_blocks else 0, np.int32)
     a |= {name: np.zeros(num_tiles, np.int32) for name in _PER_TILE}
     a |= {name: np.zeros(samples, dtype) for name, dtype in _PER_SAMPLE.items()}
 
@@ -118,6 +129,11 @@ def pack(runs: Sequence[TokenRun], config: EngineConfig) -> StepInputs:
         a["tokens"][at], a["positions"][at] = run.tokens, positions
         a["write_blocks"][at] = tables[i, positions // config.block_size]
         a["write_offsets"][at] = positions % config.block_size
+        if ring_blocks:
+            places = positions // config.block_size % ring_blocks
+            assert places.max() < len(run.window_block_ids), (run.position, n, run.window_block_ids)
+            rings[i, : len(run.window_block_ids)] = run.window_block_ids
+            a["window_write_blocks"][at] = rings[i, places]
 
         offsets = np.arange(0, n, Q_TILE)
         at = slice(tile, tile + len(offsets))
@@ -134,7 +150,7 @@ def pack(runs: Sequence[TokenRun], config: EngineConfig) -> StepInputs:
         "num_tiles": np.int32(tile),
         "num_samples": np.int32(len(runs)),
     }
-    return StepInputs(block_tables=tables, **counts, **a)
+    return StepInputs(block_tables=tables, window_tables=rings, **counts, **a)
 
 
 def round_up(n: int, multiple: int) -> int:

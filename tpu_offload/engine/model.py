@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
         """Computes the step's tokens and stores their KV.
 
         Args:
-          kv_caches: per layer, kv_dtype[num_blocks, *page_shape]; donate them, they are updated.
+          kv_caches: per layer, kv_dtype[num_blocks of its group, *page_shape]; donate them, they are updated.
           inputs: the batch.
           copies: what the offload library moves under the layers' compute; the caller finishes it.
         Returns:
@@ -118,8 +118,10 @@ class Decoder(nnx.Module):
         caches = []
         for i, (layer, cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             q, kv = map_row_tiles(layer.project, inputs.num_tokens, x, inputs.positions)
-            cache = write_kv(cache, kv, inputs)
-            x = map_row_tiles(layer.finish, inputs.num_tokens, x, paged_attention(q, cache, inputs))
+            window = self.config.window_of(i)
+            cache = write_kv(cache, kv, inputs, window=window)
+            attended = paged_attention(q, cache, inputs, window=window)
+            x = map_row_tiles(layer.finish, inputs.num_tokens, x, attended)
             x, cache = copies.after_layer(i, x, cache)
             caches.append(cache)
         return map_row_tiles(self.logits, inputs.num_samples, x[inputs.sample_rows]), caches

@@ -11,9 +11,9 @@ from flax import nnx
 
 from tpu_offload import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.engine.batch import StepInputs, TokenRun, pack
-from tpu_offload.engine.config import EngineConfig, ModelConfig
+from tpu_offload.engine.config import EngineConfig, ModelConfig, num_blocks_of
 from tpu_offload.engine.model import Decoder
-from tpu_offload.engine.sampling import sample
+from tpu_offload.engine.sampling import logprobs, sample
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,11 +22,13 @@ class StepOutput:
 
     Attributes:
       tokens: i32[samples], the sampled next tokens.
+      logprobs: f32[samples], their log-probabilities under softmax(logits), without temperature.
       logits: f32[samples, vocab_size] they were sampled from.
       copied: what the step returned of its copies; None when there were none.
     """
 
     tokens: jax.Array
+    logprobs: jax.Array
     logits: jax.Array
     copied: FusedOutcome | None
 
@@ -41,11 +43,12 @@ def _step(
     inputs: StepInputs,
     segment: Sequence[jax.Array],
     fused: FusedInputs | None,
-) -> tuple[jax.Array, jax.Array, list[jax.Array], FusedOutcome | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], FusedOutcome | None]:
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(model_config)))[0]
     copies = FusedCopies(segment, fused)
     logits, kv_caches = nnx.merge(graphdef, weights).forward(kv_caches, inputs, copies)
-    return sample(logits, inputs), logits, kv_caches, copies.finish()
+    tokens = sample(logits, inputs)
+    return tokens, logprobs(logits, tokens, inputs), logits, kv_caches, copies.finish()
 
 
 class ModelRunner:
@@ -56,20 +59,29 @@ class ModelRunner:
       engine_config: number and size of the blocks, and the bounds of a batch.
 
     Attributes:
-      kv_caches: per layer, kv_dtype[num_blocks, *page_shape]. Whoever else donates them (the offload
-        worker does) must put the new ones back before the next step.
+      kv_caches: per layer, kv_dtype[num_blocks of its group, *page_shape], see `num_blocks_of`. Whoever
+        else donates them (the offload worker does) must put the new ones back before the next step.
+
+    Raises:
+      ConfigError: the blocks for windowed layers are too few for one request.
     """
 
     def __init__(self, model_config: ModelConfig, engine_config: EngineConfig) -> None:
         self._model_config, self._engine_config = model_config, engine_config
         self._weights = nnx.state(Decoder(model_config))
         self._programs: dict[tuple[int, int], Any] = {}  # by how much is saved and loaded
-        shape = (engine_config.num_blocks, *model_config.page_shape(engine_config.block_size))
+        num_blocks = {
+            layer: n
+            for group, n in zip(model_config.layer_groups, num_blocks_of(model_config, engine_config), strict=True)
+            for layer in group
+        }
+        page_shape = model_config.page_shape(engine_config.block_size)
         # Put on a device by name, as arrays that come back from the offload worker are. Arrays that jax has
         # merely placed there by default count as another kind, and would compile the step once more.
         device = jax.devices()[0]
         self.kv_caches = [
-            jax.device_put(jnp.zeros(shape, model_config.kv_dtype), device) for _ in range(model_config.num_layers)
+            jax.device_put(jnp.zeros((num_blocks[layer], *page_shape), model_config.kv_dtype), device)
+            for layer in range(model_config.num_layers)
         ]
 
     def step(self, runs: Sequence[TokenRun], fused: FusedStep | None = None) -> StepOutput:
@@ -83,12 +95,12 @@ class ModelRunner:
           fused: copies to run under the layers' compute; its segment is donated.
         """
         fused = fused or FusedStep()
-        args = self._weights, self.kv_caches, pack(runs, self._engine_config), *fused
+        args = self._weights, self.kv_caches, self._pack(runs), *fused
         if fused.inputs is None:
-            tokens, logits, self.kv_caches, copied = _step(self._model_config, *args)
+            tokens, chances, logits, self.kv_caches, copied = _step(self._model_config, *args)
         else:
-            tokens, logits, self.kv_caches, copied = self._program(fused)(*args)
-        return StepOutput(tokens, logits, copied)
+            tokens, chances, logits, self.kv_caches, copied = self._program(fused)(*args)
+        return StepOutput(tokens, chances, logits, copied)
 
     def warm_up(self, fused_shapes: Sequence[FusedStep] = ()) -> None:
         """Compiles the step program by running it with no tokens; the caches keep their contents.
@@ -100,12 +112,14 @@ class ModelRunner:
         for fused in fused_shapes:
             self._program(fused)
 
+    def _pack(self, runs: Sequence[TokenRun]) -> StepInputs:
+        return pack(runs, self._engine_config, self._model_config)
+
     def _program(self, fused: FusedStep) -> Any:
         """The step with copies, compiled ahead of time: jax compiles what it calls, and a call would copy."""
         assert fused.inputs is not None
         sizes = fused.inputs.num_saves, fused.inputs.num_loads
         if sizes not in self._programs:
-            inputs = pack([], self._engine_config)
-            lowered = _step.lower(self._model_config, self._weights, self.kv_caches, inputs, *fused)
+            lowered = _step.lower(self._model_config, self._weights, self.kv_caches, self._pack([]), *fused)
             self._programs[sizes] = lowered.compile()
         return self._programs[sizes]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from tpu_offload.engine.attention import map_row_tiles
 from tpu_offload.engine.batch import StepInputs
 
 
@@ -33,6 +34,26 @@ def sample(logits: jax.Array, inputs: StepInputs) -> jax.Array:
     # Sorting the vocabulary costs more than the rest of a small step; all-greedy batches skip it.
     tokens: jax.Array = jax.lax.cond(jnp.any(inputs.temperatures > 0), draw, lambda: greedy)
     return tokens
+
+
+def logprobs(logits: jax.Array, tokens: jax.Array, inputs: StepInputs) -> jax.Array:
+    """Log-probabilities of tokens under softmax(logits), without temperature or top-k.
+
+    Args:
+      logits: f32[samples, vocab_size].
+      tokens: i32[samples].
+      inputs: the batch; only `num_samples` is used.
+    Returns:
+      f32[samples]; rows past the samples are garbage.
+    """
+
+    def one_tile(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+    # In tiles, as the dense layers: the sum over the vocabulary has one shape for every engine.
+    result: jax.Array = map_row_tiles(one_tile, inputs.num_samples, logits, tokens)
+    return result
 
 
 def _keep_top_k(logits: jax.Array, top_ks: jax.Array) -> jax.Array:
