@@ -112,6 +112,7 @@ def test_public_interface():
 PUBLIC = [
     "BlockHash",
     "BlockHasher",
+    "Candidate",
     "ChunkKey",
     "ConfigError",
     "CopyPath",
@@ -121,6 +122,7 @@ PUBLIC = [
     "FusedInputs",
     "FusedOutcome",
     "FusedStep",
+    "HostStore",
     "InputError",
     "JobResult",
     "JobState",
@@ -134,15 +136,20 @@ PUBLIC = [
     "OffloadStats",
     "OffloadWorker",
     "RequestError",
+    "RequestSwap",
     "ScheduledRequest",
     "StagingError",
     "StatsCollector",
     "StepPlan",
     "StepReport",
+    "SwapJob",
+    "SwapMode",
+    "SwapPart",
     "TierEvent",
     "TierEventKind",
     "TransferJob",
     "Update",
+    "choose_victims",
 ]
 
 

@@ -41,6 +41,7 @@ class StepInputs:
     Attributes:
       num_tokens: i32 scalar, tokens to compute.
       tokens: i32[rows], token ids; a request's tokens are consecutive.
+      last_rows: i32[rows], where in the tokens that the last step sampled the token is, instead; -1: nowhere.
       positions: i32[rows], position of each token in its request.
       write_blocks: i32[rows], block that takes the token's KV.
       write_offsets: i32[rows], place in that block.
@@ -62,6 +63,7 @@ class StepInputs:
 
     num_tokens: jax.Array
     tokens: jax.Array
+    last_rows: jax.Array
     positions: jax.Array
     write_blocks: jax.Array
     write_offsets: jax.Array
@@ -92,6 +94,8 @@ class TokenRun:
       sampling: how the token after the run is chosen.
       window_block_ids: the request's blocks of the windowed layers, by place in their ring (see
         `window_ring_blocks`); enough for the run, empty for a model without such layers.
+      last_row: if the last of `tokens` is what the last step sampled, and may be on its way: the row of that
+        step's output; the id in `tokens` means nothing then. Else -1.
     """
 
     tokens: Sequence[int]
@@ -99,6 +103,7 @@ class TokenRun:
     block_ids: Sequence[int]
     sampling: SamplingParams
     window_block_ids: Sequence[int] = ()
+    last_row: int = -1
 
 
 def pack(runs: Sequence[TokenRun], config: EngineConfig, model_config: ModelConfig) -> StepInputs:
@@ -117,6 +122,7 @@ def pack(runs: Sequence[TokenRun], config: EngineConfig, model_config: ModelConf
     tables: Any = np.zeros((config.max_num_seqs, width), np.int32)
     rings: Any = np.zeros((config.max_num_seqs, ring_blocks), np.int32)
     a: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in _PER_ROW}
+    a["last_rows"] = np.full(rows, -1, np.int32)
     a["window_write_blocks"] = np.zeros(rows if ring_blocks else 0, np.int32)
     a |= {name: np.zeros(num_tiles, np.int32) for name in _PER_TILE}
     a |= {name: np.zeros(samples, dtype) for name, dtype in _PER_SAMPLE.items()}
@@ -127,6 +133,7 @@ def pack(runs: Sequence[TokenRun], config: EngineConfig, model_config: ModelConf
         tables[i, : len(run.block_ids)] = run.block_ids
         at, positions = slice(row, row + n), np.arange(run.position, run.position + n)
         a["tokens"][at], a["positions"][at] = run.tokens, positions
+        a["last_rows"][row + n - 1] = run.last_row
         a["write_blocks"][at] = tables[i, positions // config.block_size]
         a["write_offsets"][at] = positions % config.block_size
         if ring_blocks:

@@ -124,7 +124,10 @@ class EngineConfig:
       max_num_seqs: requests that hold blocks at one time.
       max_model_len: longest prompt plus output, in tokens.
       max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
-      enable_prefix_caching: whether blocks in HBM are found again by their contents.
+      enable_prefix_caching: whether blocks in HBM are found again by their contents. Models with windowed layers do
+        without, whatever is said here.
+      async_scheduling: whether a step is dispatched before the tokens of the one before are read, so that the
+        device does not wait for the host.
     """
 
     block_size: int = 16
@@ -134,6 +137,7 @@ class EngineConfig:
     max_model_len: int = 4096
     max_num_batched_tokens: int = 256
     enable_prefix_caching: bool = True
+    async_scheduling: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_num_batched_tokens"):

@@ -61,8 +61,7 @@ class Engine:
         self._vocab_size = model_config.vocab_size
         self._clock = clock
         self._runner = ModelRunner(model_config, engine_config)
-        windowed = model_config.window_layers
-        windows = [model_config.sliding_window if i in windowed else 0 for i in range(model_config.num_layers)]
+        windows = [model_config.window_of(i) for i in range(model_config.num_layers)]
         layout = KVLayout.from_caches(
             self._runner.kv_caches,
             block_size=engine_config.block_size,
@@ -244,7 +243,7 @@ class Engine:
             source = next(rows)
             tokens = [*tokens, 0]
         return TokenRun(
-            tokens, run.start, sequence.block_ids, sequence.sampling, sequence.window_block_ids, last_token_row=source
+            tokens, run.start, sequence.block_ids, sequence.sampling, sequence.window_block_ids, last_row=source
         )
 
 

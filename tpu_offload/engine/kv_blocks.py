@@ -110,7 +110,10 @@ class KVBlocks:
                 self._full.register(sequence.block_ids[i], sequence.block_hashes[i])
 
     def deduplicate(self, sequence: Sequence, end: int) -> None:
-        """Like `register` for the first blocks of a sequence that was away: equal ones that came up meanwhile are shared."""
+        """Like `register`, for the first blocks of a sequence that was away.
+
+        Of those that have come up again meanwhile the live one is shared, and the other free.
+        """
         if not self._prefix_caching:
             return
         for i in range(end):

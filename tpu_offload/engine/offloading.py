@@ -138,11 +138,7 @@ class Offloading:
         """
         changed: list[ScheduledRequest] = []
         if self._watched:
-            changed = [
-                self._offer(run.sequence, run.end)
-                for run in batch
-                if run.end >= run.sequence.next_offer_tokens
-            ]
+            changed = [self._offer(run.sequence, run.end) for run in batch if run.end >= run.sequence.next_offer_tokens]
         plan = self._scheduler.plan_step(changed)
         return plan, self._worker.begin_step(plan, kv_caches, fuse=bool(batch))
 

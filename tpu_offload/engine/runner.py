@@ -35,17 +35,20 @@ class StepOutput:
 
 # The config stands for the module graph: it hashes in a microsecond where a GraphDef takes a millisecond a
 # step, and two engines with one model share the compiled program.
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 4))
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 5))
 def _step(
     model_config: ModelConfig,
     weights: nnx.State[Any, Any],
     kv_caches: list[jax.Array],
     inputs: StepInputs,
+    last_tokens: jax.Array,
     segment: Sequence[jax.Array],
     fused: FusedInputs | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], FusedOutcome | None]:
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(model_config)))[0]
     copies = FusedCopies(segment, fused)
+    tokens = jnp.where(inputs.last_rows < 0, inputs.tokens, last_tokens[inputs.last_rows])
+    inputs = dataclasses.replace(inputs, tokens=tokens)
     logits, kv_caches = nnx.merge(graphdef, weights).forward(kv_caches, inputs, copies)
     tokens = sample(logits, inputs)
     return tokens, logprobs(logits, tokens, inputs), logits, kv_caches, copies.finish()
@@ -83,6 +86,7 @@ class ModelRunner:
             jax.device_put(jnp.zeros((num_blocks[layer], *page_shape), model_config.kv_dtype), device)
             for layer in range(model_config.num_layers)
         ]
+        self._last_tokens = jax.device_put(jnp.zeros_like(self._pack([]).top_ks), device)
 
     def step(self, runs: Sequence[TokenRun], fused: FusedStep | None = None) -> StepOutput:
         """Dispatches the computation of the runs' tokens and KV, and of one token after each run.
@@ -95,11 +99,12 @@ class ModelRunner:
           fused: copies to run under the layers' compute; its segment is donated.
         """
         fused = fused or FusedStep()
-        args = self._weights, self.kv_caches, self._pack(runs), *fused
+        args = self._weights, self.kv_caches, self._pack(runs), self._last_tokens, *fused
         if fused.inputs is None:
             tokens, chances, logits, self.kv_caches, copied = _step(self._model_config, *args)
         else:
             tokens, chances, logits, self.kv_caches, copied = self._program(fused)(*args)
+        self._last_tokens = tokens
         return StepOutput(tokens, chances, logits, copied)
 
     def warm_up(self, fused_shapes: Sequence[FusedStep] = ()) -> None:
@@ -120,6 +125,7 @@ class ModelRunner:
         assert fused.inputs is not None
         sizes = fused.inputs.num_saves, fused.inputs.num_loads
         if sizes not in self._programs:
-            lowered = _step.lower(self._model_config, self._weights, self.kv_caches, self._pack([]), *fused)
+            args = self._weights, self.kv_caches, self._pack([]), self._last_tokens, *fused
+            lowered = _step.lower(self._model_config, *args)
             self._programs[sizes] = lowered.compile()
         return self._programs[sizes]

@@ -19,13 +19,12 @@ import bisect
 import operator
 from collections.abc import Iterable
 
-from tpu_offload import BlockHasher, Candidate, choose_victims
+from tpu_offload import BlockHash, BlockHasher, Candidate, choose_victims
 from tpu_offload.engine.config import EngineConfig
 from tpu_offload.engine.kv_blocks import KVBlocks
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request
 from tpu_offload.engine.sequence import Phase, Run, Sequence
-
 
 type Batch = list[Run]
 
@@ -197,7 +196,7 @@ class Scheduler:
             if run.samples:
                 if sequence.first_token_s is None:
                     sequence.first_token_s = now_s
-                sequence.num_in_flight = 0
+                sequence.num_in_flight -= 1
                 sequence.tokens.append(int(token))
                 sequence.logprobs.append(float(logprob))
                 self._release_forks(sequence)
@@ -314,9 +313,9 @@ class Scheduler:
         self._blocks.deduplicate(sequence, len(self._full_hashes(sequence)))
         sequence.phase = Phase.RUNNING
 
-    def _full_hashes(self, sequence: Sequence) -> list[bytes]:
+    def _full_hashes(self, sequence: Sequence) -> list[BlockHash]:
         """Hashes of the blocks that are full of computed tokens."""
-        return list(sequence.block_hashes[: sequence.num_computed_tokens // self._config.block_size])
+        return sequence.block_hashes[: sequence.num_computed_tokens // self._config.block_size]
 
     def _make_room(self) -> bool:
         """Preempts as many sequences as it takes for the others to go on; whether there were any."""

@@ -42,7 +42,7 @@ class Sequence:
       block_hashes: hashes of its full blocks, in token order.
       num_computed_tokens: leading tokens whose KV is computed by the steps dispatched so far, and in the blocks or
         swapped out.
-      num_in_flight: 1 if a step is on its way that samples its next token.
+      num_in_flight: steps on their way that sample a token of it: one between steps, two while the next is chosen.
       num_loading_tokens: tokens after those that are on their way from the host tier, while LOADING.
       next_offer_tokens: computed tokens from which on there is something new to offer for saving.
       prompt_tokens: where the KV of its prompt came from so far.

@@ -226,7 +226,8 @@ class SwapCopies:
         """Dispatches a job; every so often waits for it, to tell what the copy alone takes."""
         number = self._num_copies[job.direction]
         self._num_copies[job.direction] += 1
-        measured = number < _FIRST_MEASURED or number % _EVERY_MEASURED == 0
+        # Not the very first, which may compile.
+        measured = 0 < number <= _FIRST_MEASURED or (number > 0 and number % _EVERY_MEASURED == 0)
         if measured:
             for cache in kv_caches:
                 block(cache)
