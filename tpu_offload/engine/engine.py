@@ -78,6 +78,7 @@ class Engine:
             offload=self._offload,
             num_window_blocks=sum(num_blocks_of(model_config, engine_config)[1:]),
             ring_blocks=window_ring_blocks(model_config, engine_config),
+            window_tokens=model_config.sliding_window,
         )
         self._samples: dict[str, list[Sequence]] = {}  # unfinished ones, by request
         self._in_flight: _InFlight | None = None
@@ -195,10 +196,13 @@ class Engine:
         runner, offload = self._runner, self._offload
         start_s = self._clock()
         runs = [self._token_run(run) for run in batch]
+        copies = self._scheduler.take_copies()
         if offload is None:
+            runner.copy_blocks(copies)
             output = runner.step(runs) if runs else None
         else:
             plan, runner.kv_caches = offload.before_forward(batch, runner.kv_caches)
+            runner.copy_blocks(copies)
             output = runner.step(runs, offload.fused_step()) if runs else None
             offload.after_forward(plan, runner.kv_caches, output.copied if output else None)
         return _InFlight(batch, output, start_s) if output else None

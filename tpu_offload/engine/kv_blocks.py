@@ -13,6 +13,8 @@ from tpu_offload import BlockHash
 from tpu_offload.engine.block_manager import BlockManager
 from tpu_offload.engine.sequence import Sequence
 
+type BlockCopy = tuple[int, int, int]  # layer group, block to read, block to write
+
 
 @final
 class KVBlocks:
@@ -23,6 +25,7 @@ class KVBlocks:
       block_size: tokens in a block.
       num_window_blocks: blocks for layers with a window; 0 if there are none.
       ring_blocks: most of those that a sequence needs.
+      window_tokens: tokens that a token attends to in those layers, itself included.
       prefix_caching: whether full blocks are found by their hashes. Off with windows, whatever is said here: a prefix
         is of no use without the rings that go with it.
     """
@@ -34,10 +37,12 @@ class KVBlocks:
         block_size: int,
         num_window_blocks: int = 0,
         ring_blocks: int = 0,
+        window_tokens: int = 0,
         prefix_caching: bool = True,
     ) -> None:
         self._block_size = block_size
         self._ring_blocks = ring_blocks
+        self._window_tokens = window_tokens
         self._prefix_caching = prefix_caching and not ring_blocks
         self._full = BlockManager(num_blocks)
         self._window = BlockManager(num_window_blocks)
@@ -70,12 +75,6 @@ class KVBlocks:
         """The cached block with these contents, if there is one."""
         return self._full.get(block_hash) if self._prefix_caching else None
 
-    def fork(self, leader: Sequence, num_blocks: int) -> list[int]:
-        """The first full blocks of a prompt that another sample of it has computed and still holds."""
-        if self._ring_blocks:  # of no use without the ring as it was at the end of the prompt
-            return []
-        return leader.block_ids[: min(num_blocks, leader.num_prompt_tokens // self._block_size)]
-
     def grant(
         self, sequence: Sequence, num_tokens: int, *, shared: dict[int, int] | None = None, spare: int = 0
     ) -> bool:
@@ -102,6 +101,40 @@ class KVBlocks:
         ]
         sequence.window_block_ids += self._window.allocate(window)
         return True
+
+    def fork(self, sequence: Sequence, leader: Sequence, *, spare: int) -> list[BlockCopy] | None:
+        """Gives another sample of a prompt what it needs for all of the prompt but its last token.
+
+        Full blocks are shared. The one that will be written to, and the ring, are its own, and have to be copied.
+
+        Args:
+          sequence: has no blocks, and only the tokens of the prompt.
+          leader: has computed the prompt, and still holds its blocks.
+          spare: as in `grant`.
+        Returns:
+          What to copy; None, and nothing is granted, if there are too few blocks, or the leader's ring has gone on too
+          far since.
+        """
+        num_reused = len(sequence.tokens) - 1
+        num_shared = num_reused // self._block_size
+        if self._ring_blocks and not self._ring_holds(leader, num_reused):
+            return None
+        shared = dict(enumerate(leader.block_ids[:num_shared]))
+        if not self.grant(sequence, len(sequence.tokens), shared=shared, spare=spare):
+            return None
+        full, window = self.num_blocks(num_reused)
+        copies = [(0, leader.block_ids[i], sequence.block_ids[i]) for i in range(num_shared, full)]
+        return copies + [(1, leader.window_block_ids[i], sequence.window_block_ids[i]) for i in range(window)]
+
+    def _ring_holds(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a ring still has all that the token after the first `num_tokens` may see.
+
+        A ring is as long as the window and the largest step together need, so it has until the sequence has gone on
+        by as many tokens as a step may compute.
+        """
+        newest = (sequence.num_computed_tokens - 1) // self._block_size
+        oldest_needed = max(0, num_tokens - self._window_tokens + 1) // self._block_size
+        return newest - self._ring_blocks < oldest_needed
 
     def register(self, sequence: Sequence, first: int, end: int) -> None:
         """The KV of these full blocks of the table is in place: they can be found by their hashes."""

@@ -7,13 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
 
 from tpu_offload import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.engine.batch import StepInputs, TokenRun, pack
 from tpu_offload.engine.config import EngineConfig, ModelConfig, num_blocks_of
 from tpu_offload.engine.model import Decoder
 from tpu_offload.engine.sampling import logprobs, sample
+
+_MAX_COPIES = 64  # blocks that one program copies within HBM
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +56,18 @@ def _step(
     logits, kv_caches = nnx.merge(graphdef, weights).forward(kv_caches, inputs, copies)
     tokens = sample(logits, inputs)
     return tokens, logprobs(logits, tokens, inputs), logits, kv_caches, copies.finish()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _copy_blocks(kv_caches: list[jax.Array], sources: jax.Array, targets: jax.Array, num_blocks: jax.Array) -> Any:
+    def copy(i: jax.Array, kv_caches: list[jax.Array]) -> list[jax.Array]:
+        blocks = [lax.dynamic_slice_in_dim(cache, sources[i], 1) for cache in kv_caches]
+        return [
+            lax.dynamic_update_slice_in_dim(cache, block, targets[i], 0)
+            for cache, block in zip(kv_caches, blocks, strict=True)
+        ]
+
+    return lax.fori_loop(0, num_blocks, copy, kv_caches)
 
 
 class ModelRunner:
@@ -107,6 +123,24 @@ class ModelRunner:
         self._last_tokens = tokens
         return StepOutput(tokens, chances, logits, copied)
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Dispatches copies of blocks within HBM, in this order.
+
+        Args:
+          copies: layer group, block to read, block to write.
+        """
+        for group_id, layers in enumerate(self._model_config.layer_groups):
+            moves = [(source, target) for group, source, target in copies if group == group_id]
+            for start in range(0, len(moves), _MAX_COPIES):
+                self._copy_blocks(layers, moves[start : start + _MAX_COPIES])
+
+    def _copy_blocks(self, layers: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+        ids = np.zeros((2, _MAX_COPIES), np.int32)
+        ids[:, : len(moves)] = np.array(moves, np.int32).reshape(-1, 2).T
+        caches = _copy_blocks([self.kv_caches[i] for i in layers], ids[0], ids[1], np.int32(len(moves)))
+        for i, cache in zip(layers, caches, strict=True):
+            self.kv_caches[i] = cache
+
     def warm_up(self, fused_shapes: Sequence[FusedStep] = ()) -> None:
         """Compiles the step program by running it with no tokens; the caches keep their contents.
 
@@ -114,6 +148,8 @@ class ModelRunner:
           fused_shapes: copies to compile it for as well. Those programs are not run: they would copy.
         """
         self.step([]).tokens.block_until_ready()
+        for layers in self._model_config.layer_groups:
+            self._copy_blocks(layers, [])
         for fused in fused_shapes:
             self._program(fused)
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 from tpu_offload import BlockHash, BlockHasher, Candidate, choose_victims
 from tpu_offload.engine.config import EngineConfig
-from tpu_offload.engine.kv_blocks import KVBlocks
+from tpu_offload.engine.kv_blocks import BlockCopy, KVBlocks
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request
 from tpu_offload.engine.sequence import Phase, Run, Sequence
@@ -38,6 +38,7 @@ class Scheduler:
       offload: where evicted and preempted KV may still be; None without offloading.
       num_window_blocks: blocks for layers with a sliding window; 0 if there are none.
       ring_blocks: most of those that a sequence needs.
+      window_tokens: tokens that a token attends to in those layers.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Scheduler:
         offload: Offloading | None,
         num_window_blocks: int = 0,
         ring_blocks: int = 0,
+        window_tokens: int = 0,
     ) -> None:
         self._config = config
         self._hasher = hasher
@@ -57,12 +59,14 @@ class Scheduler:
             block_size=config.block_size,
             num_window_blocks=num_window_blocks,
             ring_blocks=ring_blocks,
+            window_tokens=window_tokens,
             prefix_caching=config.enable_prefix_caching,
         )
         # Both from the oldest to the newest.
         self._waiting: list[Sequence] = []  # WAITING or SWAPPED
         self._active: list[Sequence] = []  # hold blocks
         self._sequences: dict[str, Sequence] = {}  # all of both, and FORKED ones
+        self._copies: list[BlockCopy] = []
         self._num_arrived = 0
         self._num_preemptions = 0
 
@@ -165,13 +169,18 @@ class Scheduler:
         # What was preempted just now would be first in line for the very blocks it gave back.
         while self._waiting and budget > 0 and not has_preempted:
             sequence = self._waiting[0]
-            if len(self._active) == self._config.max_num_seqs or not self._enter(sequence):
+            if len(self._active) == self._config.max_num_seqs or not self._enter(sequence, batch):
                 break
             if sequence.phase is Phase.RUNNING:
                 num_tokens = min(sequence.num_next_tokens, budget)
                 batch.append(self._start(sequence, num_tokens))
                 budget -= num_tokens
         return batch
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Blocks to copy within HBM before the step that `schedule` has just chosen."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def complete(self, batch: Batch, sampled: Iterable[tuple[int, float]], *, now_s: float) -> list[Sequence]:
         """A step has run: its KV is in the blocks.
@@ -266,9 +275,12 @@ class Scheduler:
         sequence.num_in_flight += samples
         return Run(sequence, start, num_tokens, samples)
 
-    def _enter(self, sequence: Sequence) -> bool:
+    def _enter(self, sequence: Sequence, batch: Batch) -> bool:
         """Gives the sequence that is first in line its blocks, if there are enough."""
-        entered = self._bring_back(sequence) if sequence.phase is Phase.SWAPPED else self._admit(sequence)
+        if sequence.phase is Phase.SWAPPED:
+            entered = self._bring_back(sequence)
+        else:
+            entered = self._fork(sequence, batch) or self._admit(sequence)
         if entered:
             self._waiting.pop(0)
             bisect.insort(self._active, sequence, key=_order)
@@ -280,8 +292,6 @@ class Scheduler:
         # At least one token is left to compute, whose step samples the next.
         num_reusable = (len(sequence.tokens) - 1) // self._config.block_size
         cached = self._blocks.find_prefix(sequence.block_hashes[:num_reusable])
-        if sequence.leader is not None:
-            cached = max(cached, self._blocks.fork(sequence.leader, num_reusable), key=len)
         # One spare block for each sequence that is here already: admitted without, this one would be
         # preempted as soon as they grow.
         shared = dict(enumerate(cached))
@@ -290,6 +300,26 @@ class Scheduler:
         sequence.advance(len(cached) * self._config.block_size, source="hbm")
         sequence.num_loading_tokens = self._offload.start_load(sequence) if self._offload else 0
         sequence.phase = Phase.LOADING if sequence.num_loading_tokens else Phase.RUNNING
+        return True
+
+    def _fork(self, sequence: Sequence, batch: Batch) -> bool:
+        """Admits a further sample of a prompt that another one has computed and still holds, if there is room."""
+        leader = sequence.leader
+        if leader is None or leader.phase is not Phase.RUNNING or sequence.output_tokens:
+            return False
+        # What the coming step computes is not there yet when it starts: the leader may be computing its prompt again.
+        computed = next((run.start for run in batch if run.sequence is leader), leader.num_computed_tokens)
+        if computed < len(sequence.tokens) - 1:
+            return False
+        self._hash(sequence)
+        copies = self._blocks.fork(sequence, leader, spare=len(self._active))
+        if copies is None:
+            return False
+        self._copies += copies
+        sequence.advance(len(sequence.tokens) - 1, source="hbm")
+        if self._offload:
+            self._offload.start_load(sequence)
+        sequence.phase = Phase.RUNNING
         return True
 
     def _bring_back(self, sequence: Sequence) -> bool:
