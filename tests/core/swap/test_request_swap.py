@@ -1,0 +1,446 @@
+"""Where a swapped-out request's KV is, from its swap-out until it is back or gone."""
+
+import pytest
+
+from tests.core.fakes import BLOCK_SIZE, tokens
+from tests.core.swap.fakes import FAILED, FINISHED, HYBRID, SwapEngine
+from tpu_offload import HostStore, JobResult, LayoutError, OffloadConfig, OffloadScheduler, RequestError, StepReport
+from tpu_offload.types import Direction
+
+PROMPT = tokens(18)  # 5 blocks, the last one with one computed token
+
+
+def swap_stats(engine, *names):
+    stats = engine.scheduler.stats()
+    return tuple(getattr(stats, name) for name in names)
+
+
+def blocks_out(plan):
+    return [len(part.block_ids) for job in plan.swap_outs for part in job.parts]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("layout", [SwapEngine().layout, HYBRID], ids=["full", "hybrid"])
+def test_out_and_back(layout, num_workers):
+    engine = SwapEngine(layout=layout, num_workers=num_workers)
+    engine.start("a", PROMPT)
+    assert engine.swap_out("a")
+    assert not engine.swap.can_return("a")  # its copies are not reported
+    plan = engine.step()
+    assert blocks_out(plan) == ([5, 3] if engine.ring_blocks else [5])
+    assert not plan.empty
+    assert engine.scheduler.has_jobs
+    for worker in engine.workers:
+        assert not engine.swap.can_return("a")
+        engine.report(worker)
+    assert engine.swap.can_return("a")
+    assert engine.swap.num_blocks("a") == ((5, 3) if engine.ring_blocks else (5,))
+    assert engine.swap_in("a")
+    updates = engine.settle()
+    assert [update.swapped_in for update in updates][-1] == ("a",)
+    assert swap_stats(engine, "num_swapped_out", "num_swapped_in", "num_recomputed", "num_lost_swaps") == (1, 1, 0, 0)
+    moved = 8 if engine.ring_blocks else 5
+    assert swap_stats(engine, "swapped_out_blocks", "swapped_in_blocks") == (moved, moved)
+    engine.check_empty()
+
+
+def test_blocks_without_computed_tokens_stay():
+    engine = SwapEngine()
+    engine.start("a", PROMPT, num_computed=BLOCK_SIZE + 1)
+    engine.swap_out("a")
+    assert blocks_out(engine.step()) == [2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_computed", "counted"),
+    [
+        ({"swap_gb": 0.0}, 17, {}),
+        ({"swap_mode": "recompute"}, 17, {"num_recomputed_faster": 1}),
+        ({"pool": (4,)}, 17, {"num_recomputed_no_room": 1}),
+        ({}, 0, {}),
+    ],
+)
+def test_what_is_not_swapped_is_recomputed_and_counted(settings, num_computed, counted):
+    engine = SwapEngine(**settings)
+    engine.start("a", PROMPT, num_computed=num_computed)
+    assert not engine.swap_out("a")
+    assert engine.step().empty
+    assert swap_stats(engine, "num_recomputed", "num_swapped_out") == (1, 0)
+    for name in ("num_recomputed_no_room", "num_recomputed_faster"):
+        assert swap_stats(engine, name) == (counted.get(name, 0),)
+    engine.check_empty()
+
+
+def test_an_exact_fit_fits():
+    assert SwapEngine(pool=(4,)).start("a", PROMPT) is not None
+    engine = SwapEngine(pool=(5,))
+    engine.start("a", PROMPT)
+    engine.start("b", tokens(5, start=100))
+    assert engine.swap_out("a")
+    assert not engine.swap_out("b")  # all or nothing, and there is nothing left
+
+
+def test_one_round_can_mix_both():
+    engine = SwapEngine(pool=(6,))
+    for i, name in enumerate("abc"):
+        engine.start(name, tokens(18 if name == "b" else 9, start=100 * i))
+    assert [engine.swap_out(name) for name in "cba"] == [True, False, True]
+    engine.settle()
+    assert set(engine.out) == {"a", "c"}
+
+
+def test_a_group_without_room_takes_nothing_of_the_others():
+    engine = SwapEngine(layout=HYBRID, pool=(16, 2))
+    engine.start("a", PROMPT)
+    assert not engine.swap_out("a")
+    engine.check_empty()
+
+
+def test_the_pool_is_the_smallest_of_the_workers_and_grows():
+    engine = SwapEngine(num_workers=2, pool=(0,))
+    engine.workers[0].num_blocks = (9,)
+    engine.report(engine.workers[0])
+    assert swap_stats(engine, "swap_pool_blocks") == (0,)
+    engine.workers[1].num_blocks = (5,)
+    engine.report(engine.workers[1])
+    assert swap_stats(engine, "swap_pool_blocks") == (5,)
+
+
+def test_a_shared_block_is_copied_once():
+    """Samples of one prompt: the first takes the prompt along, the others only what is theirs."""
+    engine = SwapEngine(pool=(16,))
+    for i, name in enumerate("abc"):
+        engine.start(name, [*tokens(12), 50 + i, 51 + i, 52 + i, 53 + i, 54 + i])
+    assert all(engine.swap_out(name) for name in "abc")
+    assert blocks_out(engine.step()) == [4, 1, 1]
+    assert swap_stats(engine, "swap_held_blocks", "swap_skipped_blocks") == (6, 6)
+    engine.settle()
+    engine.swap_in("b")
+    engine.discard("a")
+    engine.settle()
+    assert swap_stats(engine, "swap_held_blocks") == (4,)  # c's own one and the prompt
+    engine.swap_in("c")
+    engine.settle()
+    engine.check_empty()
+
+
+def test_who_shares_a_block_waits_for_its_copy_and_falls_with_it():
+    engine = SwapEngine()
+    for name in "ab":
+        engine.start(name, [*tokens(12), *[60 + ord(name)] * 5])
+    engine.swap_out("a")
+    engine.failing = lambda job: job.request_id == "a"
+    engine.step()
+    engine.swap_out("b")  # shares blocks whose copy is not reported yet, and has failed
+    engine.step()
+    (worker,) = engine.workers
+    first, second = worker.unreported
+    engine.report(worker, [second])
+    assert not engine.swap.can_return("b")
+    update = engine.report(worker, [first])
+    assert set(update.lost_swaps) == {"a", "b"}
+    engine.check_empty()
+
+
+def test_a_failed_copy_is_not_shared_afterwards():
+    engine = SwapEngine()
+    engine.failing = lambda job: True
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.settle()
+    engine.failing = lambda job: False
+    engine.start("b", PROMPT)
+    engine.swap_out("b")
+    assert blocks_out(engine.step()) == [5]
+    engine.settle()
+    engine.swap_in("b")
+    engine.settle()
+
+
+def test_blocks_that_are_in_hbm_again_are_not_copied_back():
+    engine = SwapEngine()
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.settle()
+    assert engine.swap_in("a", present={0, 1, 3})
+    (job,) = engine.step().swap_ins
+    assert job.num_blocks == 2
+    engine.settle()
+    engine.check_empty()
+
+
+def test_nothing_to_copy_back_is_back_at_once():
+    engine = SwapEngine()
+    engine.start("a", tokens(9))  # 2 blocks, full
+    engine.swap_out("a")
+    engine.settle()
+    assert not engine.swap_in("a", present={0, 1})
+    assert "a" in engine.running
+    engine.check_empty()
+
+
+def tier_engine(**settings):
+    """An engine whose tier has the first chunks of PROMPT."""
+    engine = SwapEngine(num_host_chunks=8, **settings)
+    request = engine.start("warm", PROMPT)
+    engine.step([engine.scheduled(request)])
+    engine.settle()
+    engine.discard("warm")
+    assert swap_stats(engine, "num_resident_chunks") == (4 // engine.config.blocks_per_chunk,)
+    return engine
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_what_the_host_tier_has_is_not_copied_again(blocks_per_chunk):
+    engine = tier_engine(blocks_per_chunk=blocks_per_chunk)
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    assert blocks_out(engine.step()) == [1]  # the block that is not full
+    engine.settle()
+    # A flood of others cannot evict it.
+    for i in range(6):
+        other = engine.start(f"flood{i}", tokens(33, start=1000 * i + 100))
+        engine.step([engine.scheduled(other)])
+        engine.settle()
+        engine.discard(other.name)
+    engine.swap_in("a")
+    (job,) = engine.step().swap_ins
+    assert [(part.store, len(part.block_ids)) for part in job.parts] == [
+        (HostStore.HOST_TIER, 4), (HostStore.SWAP_POOL, 1)
+    ]  # fmt: skip
+    engine.settle()
+    engine.check_empty()
+
+
+def test_all_of_it_in_the_tier_needs_no_copy_out():
+    engine = tier_engine()
+    engine.start("a", PROMPT, num_computed=16)
+    assert engine.swap_out("a")
+    assert engine.step().empty
+    assert engine.swap.can_return("a")
+    engine.swap_in("a")
+    engine.settle()
+    engine.check_empty()
+
+
+def test_tier_memory_that_is_lost_takes_the_request_with_it():
+    engine = tier_engine()
+    engine.start("a", PROMPT)
+    engine.start("b", tokens(9, start=500))
+    engine.swap_out("a")
+    engine.swap_out("b")
+    engine.settle()
+    engine.workers[0].lose_slots(0, 1)
+    update = engine.report(engine.workers[0])
+    assert update.lost_swaps == ("a",)
+    assert set(engine.out) == {"b"}
+
+
+@pytest.mark.parametrize("where", ["leaving", "out", "returning"])
+def test_lost_pool_memory_is_told(where):
+    engine = SwapEngine()
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.step()
+    if where != "leaving":
+        engine.settle()
+    if where == "returning":
+        engine.swap_in("a")
+        engine.step()
+    engine.workers[0].lose(0, 4, 5)
+    update = engine.report(engine.workers[0])
+    assert update.lost_swaps == ("a",)
+    assert update.swapped_in == ()
+    engine.settle()
+    engine.check_empty()
+    assert swap_stats(engine, "num_lost_swaps") == (1,)
+
+
+@pytest.mark.parametrize("where", ["planned out", "leaving", "out", "planned in", "returning", "back"])
+def test_an_end_at_any_moment_leaves_nothing(where):
+    engine = SwapEngine()
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    steps = [
+        engine.step,
+        lambda: engine.report(engine.workers[0]),
+        lambda: engine.swap_in("a"),
+        engine.step,
+        lambda: engine.report(engine.workers[0]),
+    ]
+    for act in steps[: ["planned out", "leaving", "out", "planned in", "returning", "back"].index(where)]:
+        act()
+    engine.discard("a", "unknown")
+    engine.settle()
+    engine.check_empty()
+    assert swap_stats(engine, "num_lost_swaps") == (0,)
+
+
+def test_blocks_under_a_copy_are_nobody_elses_until_it_is_reported():
+    """No ABA: the request is gone, but its copy may still land."""
+    engine = SwapEngine(pool=(5,))
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.step()
+    engine.discard("a")
+    engine.start("b", tokens(18, start=100))
+    assert not engine.swap_out("b")
+    engine.report(engine.workers[0])
+    engine.start("c", tokens(18, start=200))
+    assert engine.swap_out("c")
+
+
+def test_taken_away_again_while_it_comes_back():
+    engine = SwapEngine()
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.settle()
+    engine.swap_in("a")
+    engine.withdraw("a")  # before it was sent
+    assert engine.step().swap_ins == ()
+    engine.swap_in("a")
+    engine.step()
+    engine.withdraw("a")  # in flight; its HBM blocks are others' now
+    assert engine.swap.can_return("a")
+    engine.swap_in("a")
+    engine.settle()
+    assert "a" in engine.running
+    assert swap_stats(engine, "num_swapped_in") == (1,)
+    engine.check_empty()
+
+
+def test_a_failed_copy_back_is_recomputed():
+    engine = SwapEngine()
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.settle()
+    engine.failing = lambda job: True
+    engine.swap_in("a")
+    updates = engine.settle()
+    assert [update.lost_swaps for update in updates if update.lost_swaps] == [("a",)]
+    assert swap_stats(engine, "num_failed_jobs", "num_lost_swaps") == (1, 1)
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_what_is_never_reported_times_out_and_holds_its_memory(direction, caplog):
+    engine = SwapEngine(job_timeout_s=10.0)
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    if direction == "in":
+        engine.settle()
+        engine.swap_in("a")
+    engine.step()
+    engine.clock.now_s += 11
+    engine.step()
+    late, engine.workers[0].unreported = engine.workers[0].unreported, []
+    assert engine.report(engine.workers[0]).lost_swaps == ("a",)
+    assert f"swap {direction} of request a timed out after 10 s; it is recomputed" in caplog.text
+    assert swap_stats(engine, "swap_held_blocks", "num_timed_out_jobs", "num_failed_jobs") == (5, 1, 1)
+    assert not engine.scheduler.has_jobs  # nobody waits for it
+    assert engine.report(engine.workers[0], late).swapped_in == ()  # late: it frees the memory, nothing else
+    engine.check_empty()
+
+
+def test_reset_recomputes_what_is_out():
+    engine = tier_engine()
+    for i, name in enumerate("abcd"):
+        engine.start(name, tokens(18, start=100 * i))
+    for name in "abc":
+        engine.swap_out(name)
+    engine.settle()
+    engine.swap_in("b")
+    engine.step()
+    engine.swap_out("d")
+    engine.step()
+    engine.scheduler.reset()
+    update = engine.report(engine.workers[0])
+    assert set(update.lost_swaps) == {"a", "b", "c", "d"}
+    assert update.swapped_in == ()
+    engine.settle()
+    engine.check_empty()
+
+
+def test_swapped_out_again_soon_after_is_thrash():
+    engine = SwapEngine()
+    engine.start("a", PROMPT)
+    for num_steps, thrashed in ((0, 0), (5, 1), (40, 1), (1, 2)):
+        for _ in range(num_steps):
+            engine.step()
+        engine.swap_out("a")
+        assert swap_stats(engine, "num_thrashed_swaps") == (thrashed,)
+        engine.settle()
+        engine.swap_in("a")
+        engine.settle()
+    for _ in range(40):
+        engine.step()
+    assert not engine.swap._returned_at
+
+
+def test_results_that_fit_nothing_change_nothing():
+    engine = SwapEngine(num_workers=2)
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.step()
+    (result,) = engine.workers[0].unreported
+    planned = [JobResult(result.job_id + 1, FINISHED), JobResult(-1, FAILED)]
+    engine.report(engine.workers[0], [result, result, *planned])
+    engine.report(engine.workers[0], [result])
+    engine.scheduler.apply(StepReport(7, (result,), 0))
+    assert not engine.swap.can_return("a")
+    assert swap_stats(engine, "num_ignored_results") == (5,)
+    engine.report(engine.workers[1])
+    assert engine.swap.can_return("a")
+
+
+def test_calls_that_make_no_sense_change_nothing():
+    engine = SwapEngine(layout=HYBRID)
+    request = engine.start("a", PROMPT)
+    tables = [request.block_ids, request.ring]
+    with pytest.raises(RequestError, match="has 1 block tables; expected 2"):
+        engine.swap.swap_out("a", tables[:1], num_computed_tokens=17)
+    with pytest.raises(RequestError, match="has 4 blocks for 17 computed tokens; expected 5"):
+        engine.swap.swap_out("a", [tables[0][:4], tables[1]], num_computed_tokens=17)
+    with pytest.raises(RequestError, match="request a is not swapped out"):
+        engine.swap.num_blocks("a")
+    engine.check_empty()
+    engine.swap_out("a")
+    with pytest.raises(RequestError, match="a is swapped out already"):
+        engine.swap.swap_out("a", tables, num_computed_tokens=17)
+    with pytest.raises(RequestError, match="cannot be swapped in now; ask can_return"):
+        engine.swap.swap_in("a", tables)
+    with pytest.raises(RequestError, match="not on its way back"):
+        engine.swap.withdraw("a")
+    engine.settle()
+    with pytest.raises(RequestError, match=r"into \[4, 3\] blocks; expected at least \[5, 3\]"):
+        engine.swap.swap_in("a", [[0, 1, 2, 3], [0, 1, 2]])
+    assert engine.swap_in("a")
+    engine.settle()
+    engine.check_empty()
+
+
+def test_a_measured_rate_comes_from_measured_copies():
+    engine = SwapEngine()
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.step()
+    (result,) = engine.workers[0].unreported
+    engine.workers[0].unreported = [JobResult(result.job_id, FINISHED, copy_s=0.5)]
+    engine.report(engine.workers[0])
+    nbytes = 5 * engine.layout.groups[0].block_nbytes
+    assert swap_stats(engine, "swap_out_nbytes_per_s", "swap_in_nbytes_per_s") == (2 * nbytes, 0)
+    assert swap_stats(engine, "swapped_out_nbytes") == (nbytes,)
+
+
+def test_hybrid_layouts_swap_but_have_no_host_tier():
+    with pytest.raises(LayoutError, match="the host tier supports one"):
+        OffloadScheduler(OffloadConfig.create(swap_gb=1), HYBRID)
+    OffloadScheduler(OffloadConfig.create(swap_gb=1, host_gb=0), HYBRID)
+
+
+def test_direction_of_the_parts():
+    engine = SwapEngine()
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    (job,) = engine.step().swap_outs
+    assert (job.direction, job.request_id) == (Direction.SAVE, "a")
