@@ -181,6 +181,11 @@ class SwapEngine:
             self.check(request)
         return waits
 
+    def fits(self, name: str) -> bool:
+        """Whether HBM has room for a request that is out."""
+        needed = len(self.out[name].contents), len(self.out[name].ring_contents)
+        return all(n <= len(free) for n, free in zip(needed, self.free, strict=False))
+
     def withdraw(self, name: str) -> None:
         self.swap.withdraw(name)
         request = self.returning.pop(name)

@@ -37,6 +37,8 @@ class SwapMachine(RuleBasedStateMachine):
         self.stale: set[str] = set()  # out when the cache was reset: must not come back
         self.faulty = False
         self.engine.failing = lambda job: self.faulty and self.rng.random() < 0.5
+        for i in range(3):
+            self.engine.start(f"first{i}", [7] * 9 + [i] * 5)
 
     def names(self, where):
         return sorted(where)
@@ -68,8 +70,7 @@ class SwapMachine(RuleBasedStateMachine):
         engine = self.engine
         name = data.draw(st.sampled_from([n for n in self.names(engine.out) if engine.swap.can_return(n)]))
         assert name not in self.stale
-        needed = engine.swap.num_blocks(name)
-        if all(n <= len(free) for n, free in zip(needed, engine.free, strict=True)) and not engine.swap._outs_to_send:
+        if engine.fits(name) and not engine.swap._outs_to_send:
             num_full = engine.out[name].num_computed // BLOCK_SIZE
             present = self.rng.sample(range(num_full), min(num_present, num_full) if num_present > 5 else 0)
             engine.swap_in(name, present=present)
@@ -86,10 +87,10 @@ class SwapMachine(RuleBasedStateMachine):
         if everybody:
             engine.discard(*data.draw(st.lists(st.sampled_from(everybody), max_size=3, unique=True)))
 
-    @rule(save=st.booleans(), faulty=st.booleans(), seconds=st.sampled_from([0.1, 0.1, 0.1, 6.0]))
+    @rule(save=st.booleans(), faulty=st.booleans(), seconds=st.sampled_from([0.1] * 15 + [6.0]))
     def step(self, save, faulty, seconds):
         engine = self.engine
-        self.faulty = faulty
+        self.faulty = faulty and self.rng.random() < 0.3
         engine.clock.now_s += seconds
         engine.step([engine.scheduled(request) for request in engine.running.values()] if save else [])
 
@@ -99,6 +100,14 @@ class SwapMachine(RuleBasedStateMachine):
         results = data.draw(st.permutations(worker.unreported))
         results = results[: data.draw(st.integers(0, len(results)))]
         self.engine.report(worker, results + results[:1] if doubled else results)
+
+    @rule(num_steps=st.integers(1, 2))
+    def quiet(self, num_steps):
+        self.faulty = False
+        for _ in range(num_steps):
+            self.engine.step()
+            for worker in self.engine.workers:
+                self.engine.report(worker)
 
     @rule(which=st.integers(0, 2), group=st.integers(0, 1), first=st.integers(0, 40), length=st.integers(1, 20))
     def lose(self, which, group, first, length):
@@ -139,7 +148,7 @@ class SwapMachine(RuleBasedStateMachine):
         engine.settle()
         for name in self.names(engine.out):
             assert engine.swap.can_return(name), "nothing is in flight, and it cannot return"
-            if all(n <= len(free) for n, free in zip(engine.swap.num_blocks(name), engine.free, strict=True)):
+            if engine.fits(name):
                 engine.swap_in(name)
         engine.settle()
         engine.discard(*engine.running, *engine.out, *engine.returning)
