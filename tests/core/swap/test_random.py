@@ -106,6 +106,6 @@ def test_the_lives_were_lively():
         pytest.skip("the random lives did not run")
     for name in (
         "num_swapped_out", "num_swapped_in", "num_lost_swaps", "num_recomputed_no_room", "num_thrashed_swaps",
-        "swap_skipped_blocks", "num_timed_out_jobs", "num_failed_jobs", "num_ignored_results", "loaded_blocks",
+        "swap_skipped_blocks", "num_timed_out_jobs", "num_failed_jobs", "num_ignored_results", "saved_blocks",
     ):  # fmt: skip
         assert COUNTS[name] > 20, (name, COUNTS)

@@ -1,0 +1,153 @@
+"""Several samples of one prompt: they share its blocks, and each is what a request of its own would be."""
+
+import dataclasses
+
+import pytest
+
+from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve
+from tests.engine.test_scheduler import make_scheduler, step
+from tpu_offload import OffloadConfig, RequestError
+from tpu_offload.engine import Engine, FinishReason, SamplingParams
+from tpu_offload.engine.sequence import Phase, Sequence
+
+WINDOWED = dataclasses.replace(TINY, num_layers=3, sliding_window=10, window_layers=(1,))
+PROMPT = random_tokens(0, 22)  # five blocks and two tokens
+
+
+def serve_samples(engine, *requests):
+    for request in requests:
+        engine.add_request(request)
+    outputs = {}
+    for _ in range(500):
+        if not engine.has_unfinished:
+            return outputs
+        outputs |= {(o.request_id, o.index): o for o in engine.step() if o.finished}
+        engine.check_invariants()
+    raise AssertionError("no progress")
+
+
+def alone(model, request):
+    """The samples as requests of their own."""
+    requests = [
+        dataclasses.replace(
+            request,
+            request_id=str(i),
+            sampling=dataclasses.replace(request.sampling, n=1, seed=request.sampling.seed + i),
+        )
+        for i in range(request.sampling.n)
+    ]
+    outputs = serve(Engine(model, SMALL_ENGINE), requests)
+    return [(outputs[str(i)].tokens, outputs[str(i)].logprobs) for i in range(request.sampling.n)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "none"])
+@pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
+@pytest.mark.parametrize("num_prompt", [1, 4, 20, 22])
+def test_each_sample_is_what_a_request_of_its_own_would_be(model, caching, asynchronous, num_prompt):
+    config = dataclasses.replace(SMALL_ENGINE, enable_prefix_caching=caching, async_scheduling=asynchronous)
+    request = make_request("a", PROMPT[:num_prompt], max_tokens=20, temperature=1.0, seed=5, n=3)
+    outputs = serve_samples(Engine(model, config), request)
+    found = [(outputs["a", i].tokens, outputs["a", i].logprobs) for i in range(3)]
+    assert found == alone(model, request)
+    assert len({tokens for tokens, _ in found}) == 3
+
+
+@pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "none"])
+def test_the_prompt_is_computed_and_held_once(model, caching):
+    engine = Engine(model, dataclasses.replace(SMALL_ENGINE, enable_prefix_caching=caching))
+    engine.add_request(make_request("a", PROMPT, max_tokens=20, n=3))
+    engine.step()
+    scheduler = engine._scheduler
+    (leader,) = scheduler._active
+    engine.step()
+    first, second, third = scheduler._active
+    assert first is leader
+    for fork in (second, third):
+        assert fork.block_ids[:5] == leader.block_ids[:5]
+        assert fork.block_ids[5] != leader.block_ids[5]  # it is written to
+        assert (fork.prompt_tokens.computed, fork.prompt_tokens.hbm) == (1, 21)
+        assert not set(fork.window_block_ids) & set(leader.window_block_ids)
+    assert scheduler._blocks.num_free[0] == 64 - 5 - 3
+
+
+def test_forks_that_do_not_fit_wait():
+    engine = Engine(TINY, dataclasses.replace(SMALL_ENGINE, max_num_seqs=2))
+    request = make_request("a", PROMPT, max_tokens=12, temperature=1.0, n=4)
+    outputs = serve_samples(engine, request, make_request("b", PROMPT[:9], max_tokens=5))
+    assert [outputs["a", i].tokens for i in range(4)] == [tokens for tokens, _ in alone(TINY, request)]
+
+
+def test_a_leader_that_goes_hands_the_prompt_on():
+    """It is aborted before the prompt is computed: the next one computes it, and nobody waits for ever."""
+    scheduler = make_scheduler()
+    request = make_request("a", random_tokens(1, 60), n=3)
+    samples = [Sequence(request, 0.0, list(request.prompt_tokens), i) for i in range(3)]
+    scheduler.add(*samples)
+    step(scheduler)
+    assert [sample.phase for sample in samples] == [Phase.RUNNING, Phase.FORKED, Phase.FORKED]
+    scheduler.finish("a")
+    scheduler.check_invariants()
+    assert [sample.phase for sample in samples[1:]] == [Phase.WAITING, Phase.FORKED]
+    for _ in range(4):
+        step(scheduler)
+    assert [sample.phase for sample in samples[1:]] == [Phase.RUNNING, Phase.RUNNING]
+    assert samples[2].block_ids[:14] == samples[1].block_ids[:14]
+
+
+def test_a_fork_does_not_share_what_its_leader_is_computing_again():
+    """The leader was preempted after its first token and is at its prompt once more."""
+    scheduler = make_scheduler(enable_prefix_caching=False, max_num_batched_tokens=16, max_num_seqs=4)
+    request = make_request("a", random_tokens(1, 40), n=2)
+    leader, fork = (Sequence(request, 0.0, list(request.prompt_tokens), i) for i in range(2))
+    scheduler.add(leader, fork)
+    while not leader.output_tokens:
+        step(scheduler)
+    scheduler._preempt(leader)
+    for _ in range(2):
+        step(scheduler)
+    assert leader.phase is Phase.RUNNING
+    assert leader.num_computed_tokens < 40
+    assert not set(fork.block_ids) & set(leader.block_ids)
+    while fork.phase is not Phase.RUNNING:
+        step(scheduler)
+    assert fork.prompt_tokens.hbm in (0, 39)
+
+
+def test_a_shared_prompt_is_swapped_out_once():
+    tight = dataclasses.replace(SMALL_ENGINE, num_blocks=24)
+    config = OffloadConfig.create(swap_gb=0.01, swap_mode="swap", num_cpu_chunks=0, skip_jax_precompile=True)
+    engine = Engine(TINY, tight, offload=config)
+    engine.warm_up()
+    request = make_request("a", random_tokens(3, 32), max_tokens=40, temperature=1.0, n=3)
+    other = make_request("b", random_tokens(4, 8), max_tokens=60)
+    outputs = serve_samples(engine, other, request)
+    assert [outputs["a", i].tokens for i in range(3)] == [tokens for tokens, _ in alone(TINY, request)]
+    stats = engine.offload_stats()
+    assert stats.num_swapped_out >= 2
+    assert stats.swap_skipped_blocks >= 8  # the prompt, of the second that left or came back
+
+
+def test_aborting_a_request_ends_all_its_samples():
+    engine = Engine(TINY, SMALL_ENGINE)
+    engine.add_request(make_request("a", PROMPT, n=3))
+    engine.step()
+    outputs = engine.abort("a")
+    assert [(output.request_id, output.index) for output in outputs] == [("a", 0), ("a", 1), ("a", 2)]
+    assert all(output.finish_reason is FinishReason.ABORTED for output in outputs)
+    assert not engine.has_unfinished
+    engine.check_invariants()
+
+
+def test_names_of_samples_are_taken():
+    engine = Engine(TINY, SMALL_ENGINE)
+    engine.add_request(make_request("a", PROMPT, n=2))
+    for request in (make_request("a", PROMPT), make_request("a#1", PROMPT)):
+        with pytest.raises(RequestError, match="is still unfinished; choose another request_id"):
+            engine.add_request(request)
+
+
+def test_n_is_checked():
+    with pytest.raises(ValueError, match="n=0; expected at least 1"):
+        SamplingParams(1, n=0)

@@ -1,0 +1,358 @@
+"""A preempted request's KV leaves and comes back: order, fairness, sharing, ends. Tokens are in test_swap_random."""
+
+import dataclasses
+
+import pytest
+
+from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
+from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
+from tpu_offload import LayoutError, OffloadConfig
+from tpu_offload.engine import Engine, FinishReason
+from tpu_offload.engine.sequence import Phase, Sequence
+
+TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=20)  # of four tokens
+
+
+class FakeSwap(FakeOffloading):
+    """Swaps whatever it is asked to; the test says when a copy has ended."""
+
+    def __init__(self, *, swaps=True):
+        super().__init__()
+        self.swaps = swaps
+        self.can = set()
+        self.waits = True
+
+    def preempt(self, sequence):
+        self.events.append(("preempt", sequence.sequence_id))
+        return self.swaps and sequence.phase is not Phase.LOADING
+
+    def can_return(self, sequence):
+        return sequence.sequence_id in self.can
+
+    def swap_in(self, sequence, *, present):
+        self.events.append(("swap_in", sequence.sequence_id, dict(present)))
+        return self.waits
+
+
+def pressed(*, num_blocks=9, num_old=16):
+    """Two requests in few blocks; the newer one has just been swapped out."""
+    offload = FakeSwap()
+    scheduler = make_scheduler(num_blocks=num_blocks, offload=offload)
+    old, new = add(scheduler, "old", num_old), add(scheduler, "new", 12)
+    step_until(scheduler, lambda: new.phase is Phase.SWAPPED)
+    return scheduler, offload, old, new
+
+
+def test_what_is_swapped_keeps_all_that_is_computed():
+    scheduler, offload, old, new = pressed()
+    assert new.num_computed_tokens == len(new.tokens) - 1
+    assert new.block_ids == []
+    assert (new.num_preemptions, new.num_swaps, scheduler.num_swapped) == (1, 1, 1)
+    scheduler.finish("old")
+    assert step(scheduler) == {}  # its copies out are on their way
+    assert scheduler.awaits_copies
+    offload.can.add("new")
+    assert step(scheduler) == {}
+    assert new.phase is Phase.RETURNING
+    scheduler.end_return("new")
+    assert step(scheduler) == {"new": 1}  # not a token twice
+    assert old.phase is Phase.FINISHED
+
+
+def test_with_nothing_to_copy_it_runs_at_once():
+    scheduler, offload, _, _ = pressed()
+    scheduler.finish("old")
+    offload.can.add("new")
+    offload.waits = False
+    assert step(scheduler) == {"new": 1}
+
+
+def test_the_swapped_come_back_before_new_ones_and_several_at_once():
+    offload = FakeSwap()
+    scheduler = make_scheduler(num_blocks=30, max_num_seqs=8, offload=offload)
+    first = add(scheduler, "a", 40, max_tokens=60)
+    others = [add(scheduler, name, 12, max_tokens=60) for name in "bcd"]
+    step_until(scheduler, lambda: all(sequence.phase is Phase.RUNNING for sequence in others))
+    for _ in range(60):
+        if sum(sequence.phase is Phase.SWAPPED for sequence in others) == 2:
+            break
+        step(scheduler)
+    swapped = [sequence for sequence in others if sequence.phase is Phase.SWAPPED]
+    assert [sequence.sequence_id for sequence in swapped] == ["c", "d"]  # the newest ones
+    late = add(scheduler, "late", 4)
+    step(scheduler)
+    assert late.phase is Phase.WAITING  # there is room for it, but it came later
+    scheduler.finish("a")
+    step(scheduler)
+    assert late.phase is Phase.WAITING
+    offload.can |= {"c", "d"}
+    assert "late" in step(scheduler)
+    assert all(sequence.phase is Phase.RETURNING for sequence in swapped)
+    assert first.phase is Phase.FINISHED
+
+
+def test_nobody_is_overtaken_and_nothing_waits_for_what_cannot_come():
+    """The one in front does not fit; the ones that hold blocks are cancelled one after the other: it comes back."""
+    scheduler, offload, old, new = pressed()
+    offload.can.add("new")
+    small = add(scheduler, "small", 4)
+    for _ in range(3):
+        step(scheduler)
+    assert (new.phase, small.phase) == (Phase.SWAPPED, Phase.WAITING)
+    assert not scheduler.awaits_copies or new.phase is Phase.SWAPPED
+    scheduler.finish("old")
+    step(scheduler)
+    assert new.phase is Phase.RETURNING
+    assert old.phase is Phase.FINISHED
+
+
+def test_a_victim_on_its_way_back_is_swapped_out_again():
+    scheduler, offload, _, new = pressed()
+    offload.can.add("new")
+    scheduler.finish("old")
+    step(scheduler)
+    assert new.phase is Phase.RETURNING
+    scheduler._preempt(new)
+    assert (new.phase, new.block_ids) == (Phase.SWAPPED, [])
+    scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("phase", [Phase.SWAPPED, Phase.RETURNING])
+def test_a_lost_swap_is_recomputed(phase):
+    scheduler, offload, _, new = pressed()
+    generated = new.output_tokens
+    if phase is Phase.RETURNING:
+        scheduler.finish("old")
+        offload.can.add("new")
+        step(scheduler)
+    assert new.phase is phase
+    scheduler.lose_swap("new")
+    assert (new.phase, new.num_computed_tokens, new.num_swaps) == (Phase.WAITING, 0, 0)
+    scheduler.check_invariants()
+    if phase is Phase.SWAPPED:
+        scheduler.finish("old")
+    assert step(scheduler)["new"] > 1
+    assert new.output_tokens[: len(generated)] == generated
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_token_in_flight_is_neither_lost_nor_doubled(swaps):
+    """The step before is still on its way when its sequence is preempted."""
+    offload = FakeSwap(swaps=swaps)
+    scheduler = make_scheduler(num_blocks=9, offload=offload)
+    old, new = add(scheduler, "old", 16), add(scheduler, "new", 12)
+    batch = scheduler.schedule()
+    token = iter(range(100, 1000))
+    for _ in range(40):
+        following = scheduler.schedule()
+        preempted = new.phase is not Phase.RUNNING
+        before = list(new.tokens)
+        scheduler.complete(batch, [(next(token), -1.0) for _ in batch], now_s=1.0)
+        scheduler.check_invariants()
+        batch = following
+        if preempted:
+            break
+    else:
+        raise AssertionError("nobody was preempted")
+    assert len(new.tokens) == len(before) + 1  # the one that was in flight
+    assert new.num_in_flight == 0
+    if swaps:
+        assert new.num_computed_tokens == len(new.tokens) - 1
+    assert len(new.logprobs) == len(new.output_tokens)
+    assert old.phase is Phase.RUNNING
+
+
+def test_blocks_that_came_up_again_are_shared():
+    """While it was away another request computed the same prefix: it is not copied back, and held once."""
+    scheduler, offload, _, new = pressed(num_blocks=16, num_old=44)
+    scheduler.finish("old")
+    prompt = new.request.prompt_tokens
+    twin = Sequence(make_request("twin", (*prompt, 1, 2), max_tokens=5), 0.0, [*prompt, 1, 2])
+    scheduler.add(twin)
+    twin.arrival = 0  # gets ahead, which it could not by itself
+    scheduler._waiting.reverse()
+    step(scheduler)
+    offload.can.add("new")
+    step(scheduler)
+    (event,) = [event for event in offload.events if event[0] == "swap_in"]
+    assert event[2] == dict(enumerate(twin.block_ids[:3]))
+    scheduler.end_return("new")
+    assert new.block_ids[:3] == twin.block_ids[:3]
+    scheduler.check_invariants()
+
+
+def test_of_two_that_came_up_at_once_one_stays():
+    """The prefix was computed by another while the copy back was on its way."""
+    scheduler, offload, _, new = pressed(num_blocks=16, num_old=44)
+    scheduler.finish("old")
+    offload.can.add("new")
+    scheduler._blocks._full._block_of.clear()  # nothing of it is in HBM any more
+    scheduler._blocks._full._hash_of.clear()
+    step(scheduler)
+    prompt = new.request.prompt_tokens
+    twin = Sequence(make_request("twin", (*prompt, 1, 2), max_tokens=5), 0.0, [*prompt, 1, 2])
+    scheduler.add(twin)
+    step(scheduler)
+    assert not set(new.block_ids) & set(twin.block_ids)
+    num_free = scheduler._blocks.num_free[0]
+    scheduler.end_return("new")
+    assert new.block_ids[:3] == twin.block_ids[:3]
+    assert scheduler._blocks.num_free[0] == num_free + 3
+    scheduler.check_invariants()
+
+
+# The whole engine.
+
+
+def swap_config(**settings):
+    defaults = {"swap_gb": 0.01, "swap_mode": "swap", "num_cpu_chunks": 0, "skip_jax_precompile": True}
+    return OffloadConfig.create(**(defaults | settings))
+
+
+def some_requests(num=4, *, max_tokens=24):
+    return [make_request(f"r{i}", random_tokens(i, 14 + i), max_tokens=max_tokens) for i in range(num)]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return serve(Engine(TINY, SMALL_ENGINE), some_requests(6))
+
+
+def engine_with_one_out(**settings):
+    """An engine that has just swapped somebody out: `engine, sequence`."""
+    engine = Engine(TINY, TIGHT, offload=swap_config(**settings))
+    engine.warm_up()
+    for request in some_requests():
+        engine.add_request(request)
+    for _ in range(100):
+        engine.step()
+        swapped = [s for s in engine._scheduler._waiting if s.phase is Phase.SWAPPED]
+        if swapped:
+            return engine, swapped[0]
+    raise AssertionError("nobody was swapped out")
+
+
+def finish(engine, outputs=()):
+    outputs = {output.request_id: output for output in outputs}
+    for _ in range(500):
+        if not engine.has_unfinished:
+            break
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check_invariants()
+    for _ in range(20):
+        engine.step()
+    stats = engine.offload_stats()
+    assert (stats.swap_held_blocks, stats.num_jobs_in_flight, stats.num_swapped_requests) == (0, 0, 0)
+    assert engine._scheduler._blocks.num_free == engine._scheduler._blocks.total
+    return outputs
+
+
+@pytest.mark.parametrize("num_steps", range(8))
+def test_cancelled_at_any_moment_nobody_else_notices(answers, num_steps):
+    engine, victim = engine_with_one_out()
+    for _ in range(num_steps):
+        engine.step()
+    aborted = engine.abort(victim.request_id)
+    assert [output.finish_reason for output in aborted] in ([FinishReason.ABORTED], [])
+    engine.check_invariants()
+    outputs = finish(engine, aborted)
+    for name, output in outputs.items():
+        num_tokens = len(output.tokens)
+        assert output.tokens == answers[name].tokens[:num_tokens]
+    engine.close()
+
+
+def test_one_call_cancels_a_list():
+    engine, _ = engine_with_one_out()
+    outputs = engine.abort("r0", "r1", "r2", "r3", "nobody", "r0")
+    assert sorted(output.request_id for output in outputs) == ["r0", "r1", "r2", "r3"]
+    assert not engine.has_unfinished
+    assert finish(engine) == {}
+
+
+def test_cancelling_the_rest_lets_the_swapped_one_go_on(answers):
+    """A peer admitted nothing after a swap until a request finished, and hung when the others were cancelled."""
+    engine, victim = engine_with_one_out()
+    engine.abort(*({f"r{i}" for i in range(4)} - {victim.request_id}))
+    outputs = finish(engine)
+    assert outputs[victim.request_id].tokens == answers[victim.request_id].tokens
+
+
+def test_closing_the_engine_while_copies_fly():
+    engine, _ = engine_with_one_out()
+    engine.close()
+
+
+def test_a_request_that_can_never_fit_fails_alone(answers):
+    engine, _ = engine_with_one_out()
+    engine.add_request(make_request("huge", random_tokens(9, 70), max_tokens=40))
+    outputs = finish(engine, [o for o in engine.step() if o.finished])
+    assert outputs["huge"].finish_reason is FinishReason.ERROR
+    assert "need 28 blocks of 4 tokens, HBM has 20" in outputs["huge"].error
+    for name, expected in answers.items():
+        if name in outputs:
+            assert outputs[name].tokens == expected.tokens
+
+
+def test_what_a_swapped_request_keeps(answers):
+    """Budget, stop tokens, times and log-probabilities go on where they were."""
+    engine, victim = engine_with_one_out()
+    first_token_s, arrival_s = victim.first_token_s, victim.arrival_s
+    output = finish(engine)[victim.request_id]
+    assert output.finish_reason is FinishReason.LENGTH
+    assert len(output.tokens) == 24
+    assert output.logprobs == answers[victim.request_id].logprobs
+    assert (output.stats.first_token_s, output.stats.arrival_s) == (first_token_s, arrival_s)
+    assert output.stats.num_swaps == output.stats.num_preemptions >= 1
+    assert output.stats.prompt_tokens.computed <= victim.num_prompt_tokens  # nothing was computed again
+
+
+def test_what_the_tier_has_is_not_copied_out_again(answers):
+    engine, victim = engine_with_one_out(num_cpu_chunks=64, decode_save=True)
+    stats = engine.offload_stats()
+    assert stats.swap_skipped_blocks > 0
+    engine.step()
+    assert engine.offload_stats().swapped_out_blocks < -(-victim.num_computed_tokens // 4)
+    assert finish(engine)[victim.request_id].tokens == answers[victim.request_id].tokens
+
+
+def test_forced_recompute_swaps_nothing(answers):
+    engine = Engine(TINY, TIGHT, offload=swap_config(swap_mode="recompute"))
+    assert tokens_of(serve(engine, some_requests())) == {f"r{i}": answers[f"r{i}"].tokens for i in range(4)}
+    stats = engine.offload_stats()
+    assert (stats.num_swapped_out, stats.num_recomputed) == (0, engine.stats().num_preemptions)
+    assert stats.num_recomputed_faster == stats.num_recomputed > 0
+
+
+def test_the_choice_is_made_from_measured_rates():
+    """A prefill that is measured to be quick turns swapping off, one that is slow turns it on."""
+    for seconds, swaps in ((1e-9, False), (1e3, True)):
+        engine = Engine(TINY, TIGHT, offload=swap_config(swap_mode="auto"))
+        engine.warm_up()
+        swap = engine._offload._scheduler.swap
+        for direction in swap._costs._copies:
+            swap._costs._copies[direction].add(1e6, 1.0)
+        swap.observe_prefill(1000, 1000 * seconds)
+        swap.observe_prefill = lambda *args: None
+        serve(engine, some_requests(3))
+        stats = engine.offload_stats()
+        assert (stats.num_swapped_out > 0, stats.num_recomputed_faster > 0) == (swaps, not swaps)
+        assert stats.prefill_tokens_per_s == pytest.approx(1 / seconds)
+        engine.close()
+
+
+def test_rates_are_measured_while_serving():
+    engine = Engine(TINY, TIGHT, offload=swap_config())
+    serve(engine, some_requests(6, max_tokens=40))
+    stats = engine.offload_stats()
+    assert min(stats.swap_out_nbytes_per_s, stats.swap_in_nbytes_per_s, stats.prefill_tokens_per_s) > 0
+    assert (
+        stats.swapped_out_nbytes
+        == stats.swapped_out_blocks * engine._offload._worker._swap._groups[0].spec.block_nbytes_per_device
+    )
+
+
+def test_a_model_with_windows_needs_the_tier_turned_off():
+    model = dataclasses.replace(TINY, sliding_window=10, window_layers=(1,))
+    with pytest.raises(LayoutError, match=r"layer groups full_attention, sliding_window; .* set TPU_OFFLOAD_HOST_GB=0"):
+        Engine(model, TIGHT, offload=swap_config(num_cpu_chunks=8))

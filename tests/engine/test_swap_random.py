@@ -1,0 +1,189 @@
+"""Random lives of an engine that swaps: every token and log-probability is that of a run with unlimited HBM."""
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
+from tpu_offload import OffloadConfig, OffloadStats
+from tpu_offload.engine import Engine, FinishReason
+from tpu_offload.memory import host_pool
+
+WINDOWED = dataclasses.replace(TINY, num_layers=3, sliding_window=10, window_layers=(1,))
+MODELS = {"full": TINY, "windows": WINDOWED}
+UNLIMITED = dataclasses.replace(SMALL_ENGINE, num_blocks=400, max_num_seqs=6)
+TIGHT = dataclasses.replace(UNLIMITED, num_blocks=34)
+COUNTS = Counter()
+
+
+def make_requests():
+    """Prompts that share prefixes, greedy and sampled, some with several samples, some that stop early."""
+    rng = random.Random(0)
+    requests = []
+    for i in range(18):
+        prompt = random_tokens(i % 3, 12)[: rng.choice([0, 5, 12])] + random_tokens(100 + i, rng.randint(3, 40))
+        sampled = i % 2 == 1
+        requests.append(
+            make_request(
+                f"r{i}", prompt, max_tokens=rng.randint(5, 60), temperature=0.9 * sampled, top_k=20 * (i % 4 == 1),
+                seed=1000 * i, n=rng.choice([1, 1, 1, 2, 3]), stop_token_ids=(7,) if i % 5 == 0 else (),
+            )
+        )  # fmt: skip
+    return requests
+
+
+REQUESTS = make_requests()
+
+
+def result(output):
+    return output.tokens, output.logprobs, output.finish_reason
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def reference(request):
+    """A model, and what it answers with HBM for everything: results by request id and sample."""
+    model = MODELS[request.param]
+    engine = Engine(model, UNLIMITED)
+    expected = {}
+    for wanted in REQUESTS:
+        engine.add_request(wanted)
+        while engine.has_unfinished:
+            expected |= {(o.request_id, o.index): result(o) for o in engine.step() if o.finished}
+    assert engine.stats().num_preemptions == 0
+    return model, expected
+
+
+class Faults:
+    """Makes copies out fail at random: before they are dispatched, or so that they take their memory along."""
+
+    def __init__(self, engine, rng, rate):
+        self.groups = engine._offload._worker._swap._groups
+        for group in self.groups:
+            group.copier._save = self.failing(group.copier._save, rng, rate)
+
+    def failing(self, save, rng, rate):
+        def program(segment, *args):
+            if rng.random() < rate:
+                if rng.random() < 0.5:
+                    for part in segment:
+                        part.delete()
+                raise RuntimeError("injected")
+            return save(segment, *args)
+
+        return program
+
+
+def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0.0):
+    """Serves requests that come and go as the seed says; returns the library's counts at the end."""
+    rng = random.Random(seed)
+    config = dataclasses.replace(TIGHT, async_scheduling=asynchronous)
+    nbytes = pool_blocks * 1.01 * 4 * TIGHT.block_size * 2 * TINY.num_kv_heads * TINY.head_dim  # 2 layers of 2 bytes
+    engine = Engine(
+        model,
+        config,
+        offload=OffloadConfig.create(
+            swap_gb=nbytes / 2**30,
+            swap_mode="swap",
+            num_cpu_chunks=tier,
+            decode_save=bool(tier) and seed % 2 == 0,
+            num_staging_blocks=16,
+            skip_jax_precompile=True,
+        ),
+    )
+    engine.warm_up()
+    if fault_rate and pool_blocks:
+        Faults(engine, rng, fault_rate)
+    waiting = rng.sample(REQUESTS, 12)
+    asked = {request.request_id: request for request in waiting}
+    unfinished, finished, aborted = set(), {}, set()
+
+    def take(output):
+        key = output.request_id, output.index
+        assert key not in finished
+        finished[key] = output
+        if all((output.request_id, i) in finished for i in range(asked[output.request_id].sampling.n)):
+            unfinished.discard(output.request_id)
+
+    for _ in range(3000):
+        if waiting and rng.random() < 0.25:
+            unfinished.add(waiting[0].request_id)
+            engine.add_request(waiting.pop(0))
+        if unfinished and rng.random() < 0.02:
+            names = rng.sample(sorted(unfinished), min(len(unfinished), rng.randint(1, 2)))
+            for output in engine.abort(*names):
+                assert output.finish_reason is FinishReason.ABORTED
+                aborted.add((output.request_id, output.index))
+                take(output)
+        for output in engine.step():
+            if output.finished:
+                take(output)
+        engine.check_invariants()
+        if not (waiting or unfinished):
+            break
+    else:
+        raise AssertionError(f"{engine.stats()}: no progress")
+    for key, output in finished.items():
+        if key in aborted:  # as far as it went
+            num_tokens = len(output.tokens)
+            assert output.tokens == expected[key][0][:num_tokens], key
+            assert output.logprobs == expected[key][1][:num_tokens], key
+        else:
+            assert result(output) == expected[key], key
+    assert not engine.has_unfinished
+    for _ in range(50):  # copies in flight at the end still have to be reported
+        if (engine.offload_stats() or OffloadStats()).num_jobs_in_flight == 0:
+            break
+        engine.step()
+    stats = engine.offload_stats() or OffloadStats()  # without pool and tier the engine has no library
+    assert (stats.num_jobs_in_flight, stats.swap_held_blocks, stats.num_swapped_requests) == (0, 0, 0)
+    assert stats.staging_reserved_blocks == 0
+    assert engine._scheduler._blocks.num_free == engine._scheduler._blocks.total
+    engine.check_invariants()
+    engine.close()
+    COUNTS.update(stats.as_dict())
+    COUNTS["lives"] += 1
+    COUNTS["preemptions"] += engine.stats().num_preemptions
+    COUNTS["aborted"] += len(aborted)
+    COUNTS[f"swaps of {'windows' if model is WINDOWED else 'full'}"] += stats.num_swapped_in
+    return stats
+
+
+def lives(max_examples):
+    """Seeds that hypothesis chooses, the same each time."""
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    chosen = settings(max_examples=max_examples, derandomize=True, deadline=None, suppress_health_check=checks)
+    return lambda test: chosen(given(seed=st.integers(0, 2**32 - 1))(test))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@lives(5)
+def test_pools_of_all_and_part_and_nothing_of_what_is_needed(reference, asynchronous, seed):
+    model, expected = reference
+    tier = 0 if model is WINDOWED or seed % 3 else 12
+    needed = live(model, expected, seed, pool_blocks=400, asynchronous=asynchronous, tier=tier).swap_peak_blocks
+    for share in (0.3, 0.0):
+        stats = live(model, expected, seed, pool_blocks=int(needed * share), asynchronous=asynchronous, tier=tier)
+        assert share or stats.num_swapped_out == 0
+
+
+@pytest.mark.parametrize("rebuilds", [True, False])
+@lives(4)
+def test_failing_copies_cost_a_recompute_and_no_token(reference, rebuilds, seed):
+    model, expected = reference
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not rebuilds:
+            monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)  # what is lost stays lost
+        live(model, expected, seed, pool_blocks=30, asynchronous=seed % 2 == 0, tier=0, fault_rate=0.4)
+
+
+def test_the_lives_were_lively():
+    if COUNTS["lives"] < 2 * (5 * 2 * 3 + 4 * 2):
+        pytest.skip("not all of the random lives did run")
+    assert COUNTS["preemptions"] > 300, COUNTS
+    for name in ("num_swapped_in", "num_recomputed_no_room", "num_lost_swaps", "swap_skipped_blocks", "aborted",
+                 "num_thrashed_swaps", "swaps of full", "swaps of windows"):  # fmt: skip
+        assert COUNTS[name] > 10, (name, COUNTS)

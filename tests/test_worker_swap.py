@@ -1,0 +1,340 @@
+"""The copies of request swap on real arrays: bit for bit, in program order, whatever goes wrong."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.caches import DTYPES, random_array, random_caches
+from tests.worker_engine import FAILED, FINISHED, Clock, Poisoned, broken
+from tpu_offload import HostStore, KVLayout, OffloadConfig, OffloadWorker, StepPlan, SwapJob, SwapPart
+from tpu_offload.errors import TransferError
+from tpu_offload.kernels import reference
+from tpu_offload.memory import host_pool
+from tpu_offload.types import Direction, TransferJob
+
+NUM_BLOCKS = (12, 7)  # of the layers with full attention, and of those with a window
+POOL, TIER = HostStore.SWAP_POOL, HostStore.HOST_TIER
+
+
+class Engine:
+    """A worker with a swap pool, its caches, and numpy copies of what the caches should hold."""
+
+    def __init__(self, *, hybrid=False, dtype="bfloat16", num_devices=1, tier=False, pool_blocks=10, **settings):
+        self.rng = np.random.default_rng(3)
+        self.caches = random_caches(self.rng, dtype=dtype, num_devices=num_devices)
+        self.windows = ()
+        if hybrid:
+            few = random_caches(self.rng, dtype=dtype, num_devices=num_devices, num_blocks=NUM_BLOCKS[1], num_layers=2)
+            self.caches, self.windows = [self.caches[0], few[0], self.caches[1], few[1]], (0, 8, 0, 8)
+        self.layout = KVLayout.from_caches(self.caches, block_size=4, windows=self.windows)
+        self.hbm_nbytes = sum(
+            num_blocks * self.layout.group_nbytes_per_host(group)
+            for num_blocks, group in zip(NUM_BLOCKS, self.layout.groups, strict=False)
+        )
+        settings = {
+            "swap_gb": self.hbm_nbytes * pool_blocks / 12 / 2**30,
+            # Segments of three blocks of the first group.
+            "host_segment_gb": 3.5 * self.layout.group_nbytes_per_host(self.layout.groups[0]) / 2**30,
+            "num_cpu_chunks": 8 if tier else 0,
+            "skip_jax_precompile": True,
+        } | settings
+        self.worker = OffloadWorker(
+            OffloadConfig.create(**settings), self.layout, self.caches, clock=Clock(), available=2**30
+        )
+        self.worker.wait_until_allocated()
+        self.report = self.worker.poll()
+        self.groups = self.worker._swap._groups
+        self.expected = [reference.as_bytes(cache) for cache in self.caches]
+        self.num_jobs = 0
+
+    def job(self, direction, *parts):
+        self.num_jobs += 1
+        parts = [SwapPart(group, store, tuple(blocks), tuple(places)) for group, store, blocks, places in parts]
+        return SwapJob(self.num_jobs, direction, f"r{self.num_jobs}", tuple(parts))
+
+    def out(self, *parts):
+        return self.job(Direction.SAVE, *parts)
+
+    def back(self, *parts):
+        return self.job(Direction.LOAD, *parts)
+
+    def step(self, *, outs=(), ins=(), saves=(), loads=(), scribble=False):
+        plan = StepPlan(0, saves=tuple(saves), loads=tuple(loads), swap_outs=tuple(outs), swap_ins=tuple(ins))
+        self.caches = self.worker.begin_step(plan, self.caches)
+        if scribble:
+            self.scribble()
+        self.worker.end_step(plan, self.caches)
+
+    def scribble(self):
+        """What a forward pass does: new bytes in all caches, which donates them."""
+        new = [random_array(self.rng, cache.shape, cache.dtype) for cache in self.caches]
+
+        def overwrite(old, new):
+            return [jax.lax.dynamic_update_slice(o, n, (0,) * o.ndim) for o, n in zip(old, new, strict=True)]
+
+        write = jax.jit(overwrite, donate_argnums=0, out_shardings=[cache.sharding for cache in self.caches])
+        self.caches = write(self.caches, new)
+        self.expected = [reference.as_bytes(n) for n in new]
+
+    def pages(self, group, blocks):
+        """The bytes that those blocks should hold now."""
+        layers = self.layout.groups[group].layer_ids
+        return [self.expected[layer][list(blocks)].copy() for layer in layers]
+
+    def expect(self, group, blocks, pages):
+        for layer, page in zip(self.layout.groups[group].layer_ids, pages, strict=True):
+            self.expected[layer][list(blocks)] = page
+
+    def results(self):
+        """Of all jobs in flight."""
+        results = {}
+        while self.worker.has_flights or self.worker._jobs.has_results:
+            results |= {result.job_id: result for result in self.worker.poll(wait=True).results}
+        return results
+
+    def states(self):
+        return {job_id: result.state for job_id, result in self.results().items()}
+
+    def check(self):
+        for cache, expected in zip(self.caches, self.expected, strict=True):
+            np.testing.assert_array_equal(reference.as_bytes(cache), expected)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_comes_back(dtype, num_devices):
+    engine = Engine(dtype=dtype, num_devices=num_devices)
+    blocks, places = [7, 0, 11, 3, 5], [9, 2, 3, 0, 8]  # over several segments
+    pages = engine.pages(0, blocks)
+    engine.step(outs=[engine.out((0, POOL, blocks, places))], scribble=True)
+    assert engine.states() == {1: FINISHED}
+    engine.check()
+    targets = [1, 2, 4, 6, 10]
+    engine.step(ins=[engine.back((0, POOL, targets, places))])
+    engine.expect(0, targets, pages)
+    assert engine.states() == {2: FINISHED}
+    engine.check()
+    engine.worker.close()
+
+
+def test_what_is_swapped_out_is_read_before_the_step_writes():
+    """Out, back into other blocks and the forward pass that overwrites everything, in one step each."""
+    engine = Engine()
+    for _ in range(5):
+        pages = engine.pages(0, [0, 1, 2])
+        engine.step(outs=[engine.out((0, POOL, [0, 1, 2], [4, 5, 6]))], scribble=True)
+        engine.step(ins=[engine.back((0, POOL, [8, 7, 6], [4, 5, 6]))])
+        engine.expect(0, [8, 7, 6], pages)
+        engine.check()
+    assert set(engine.states().values()) == {FINISHED}
+
+
+def test_blocks_change_hands_within_a_step():
+    """One request leaves, another comes back into the very same blocks."""
+    engine = Engine()
+    first = engine.pages(0, [0, 1])
+    engine.step(outs=[engine.out((0, POOL, [0, 1], [0, 1]))], scribble=True)
+    second = engine.pages(0, [0, 1])
+    engine.step(
+        outs=[engine.out((0, POOL, [0, 1], [2, 3]))], ins=[engine.back((0, POOL, [0, 1], [0, 1]))], scribble=False
+    )
+    engine.expect(0, [0, 1], first)
+    engine.check()
+    engine.step(ins=[engine.back((0, POOL, [4, 5], [2, 3]))])
+    engine.expect(0, [4, 5], second)
+    engine.check()
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_layer_groups_have_pools_of_their_own(num_devices):
+    engine = Engine(hybrid=True, num_devices=num_devices)
+    assert engine.report.num_swap_blocks == (10, 5)  # the same share of each
+    full, ring = engine.pages(0, [11, 4, 2]), engine.pages(1, [6, 0, 3])
+    engine.step(outs=[engine.out((0, POOL, [11, 4, 2], [0, 1, 9]), (1, POOL, [6, 0, 3], [4, 1, 0]))], scribble=True)
+    engine.step(ins=[engine.back((0, POOL, [1, 0, 3], [0, 1, 9]), (1, POOL, [5, 4, 1], [4, 1, 0]))])
+    engine.expect(0, [1, 0, 3], full)
+    engine.expect(1, [5, 4, 1], ring)  # in ring order
+    assert set(engine.states().values()) == {FINISHED}
+    engine.check()
+
+
+@pytest.mark.parametrize("load_path", ["direct", "staged"])
+def test_a_request_comes_back_from_the_tier_and_the_pool(load_path):
+    engine = Engine(tier=True, load_path=load_path)
+    pages, own = engine.pages(0, [3, 4]), engine.pages(0, [9])
+    engine.step(saves=[TransferJob(100, Direction.SAVE, 0, (3, 4), (6, 1))])
+    engine.step(outs=[engine.out((0, POOL, [9], [7]))], scribble=True)
+    assert engine.states() == {100: FINISHED, 1: FINISHED}
+    engine.step(ins=[engine.back((0, TIER, [0, 1], [6, 1]), (0, POOL, [2], [7]))])
+    engine.expect(0, [0, 1], pages)
+    engine.expect(0, [2], own)
+    assert engine.states() == {2: FINISHED}
+    engine.check()
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ((0, POOL, [12], [0]), "block ids 12 to 12 of swap_pool: expected 0 to 11"),
+        ((0, POOL, [-1], [0]), "block ids -1 to -1"),
+        ((0, POOL, [0], [10]), "host block ids 10 to 10 of swap_pool: expected 0 to 9"),
+        ((1, POOL, [0], [0]), "a swap writes layer group 1 of swap_pool: this worker has no such memory"),
+        ((-1, POOL, [0], [0]), "layer group -1"),
+        ((0, TIER, [0], [0]), "a swap writes layer group 0 of host_tier"),
+    ],
+)
+def test_what_cannot_be_fails_alone(part, message):
+    engine = Engine(tier=True)
+    engine.step(outs=[engine.out(part), engine.out((0, POOL, [1], [1]))])
+    results = engine.results()
+    assert results[1].state is FAILED
+    assert message in results[1].error
+    assert results[2].state is FINISHED
+    engine.check()
+
+
+def test_a_copy_that_raises_fails_its_job_and_no_other():
+    engine = Engine()
+    copier = engine.groups[0].copier
+    copier._save = broken(RuntimeError("INTERNAL: one\ntwo"))
+    engine.step(outs=[engine.out((0, POOL, [0], [0]))])
+    del copier._save
+    engine.step(outs=[engine.out((0, POOL, [1], [1]))])
+    results = engine.results()
+    assert (results[1].state, results[1].error) == (FAILED, "RuntimeError: INTERNAL: one")
+    assert results[2].state is FINISHED
+
+
+@pytest.mark.parametrize("when", ["dispatch", "device"])
+def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypatch):
+    monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
+    engine = Engine()
+    engine.step(outs=[engine.out((0, POOL, [0, 1], [0, 4]))])
+    assert engine.states() == {1: FINISHED}
+    copier = engine.groups[0].copier
+    if when == "dispatch":
+        copier._save = broken(RuntimeError("gone"), deletes=0)
+    else:
+        save = copier._save
+        copier._save = lambda *args: (save(*args)[0], Poisoned())
+    engine.step(outs=[engine.out((0, POOL, [2], [1]))])
+    report = engine.worker.poll(wait=True)
+    assert [result.state for result in report.results] == [FAILED]
+    # 10 blocks in segments of 3: the first has 0 to 2
+    assert report.lost_swap_blocks == ((0, 0, 3),)
+    engine.step(ins=[engine.back((0, POOL, [5], [0])), engine.back((0, POOL, [6], [4]))])
+    results = engine.results()
+    assert "host block 0 of swap_pool is lost" in results[3].error
+    assert results[4].state is FINISHED
+    engine.expect(0, [6], engine.pages(0, [1]))
+    engine.check()
+
+
+def test_a_lost_segment_comes_back_empty_and_works_again():
+    engine = Engine()
+    copier = engine.groups[0].copier
+    copier._save = broken(RuntimeError("gone"), deletes=0)
+    engine.step(outs=[engine.out((0, POOL, [2], [1]))])
+    assert engine.states() == {1: FAILED}
+    del copier._save
+    while not engine.groups[0].pool._rebuilt:
+        pass
+    pages = engine.pages(0, [3])
+    engine.step(outs=[engine.out((0, POOL, [3], [2]))])
+    engine.step(ins=[engine.back((0, POOL, [4], [2])), engine.back((0, POOL, [5], [0]))])
+    engine.expect(0, [4], pages)
+    results = engine.results()
+    assert [results[i].state for i in (2, 3, 4)] == [FINISHED, FINISHED, FAILED]  # place 0 holds zeros
+    engine.check()
+
+
+def test_a_copy_back_that_takes_the_caches_is_the_one_error_that_leaves():
+    engine = Engine()
+    engine.step(outs=[engine.out((0, POOL, [0], [0]))])
+    engine.groups[0].copier._load = broken(RuntimeError("gone"), deletes=0)
+    with pytest.raises(TransferError, match="took the KV caches with it"):
+        engine.step(ins=[engine.back((0, POOL, [1], [0]))])
+
+
+def test_a_copy_that_does_less_than_asked_has_failed():
+    engine = Engine()
+    copier = engine.groups[0].copier
+    save = copier._save
+    copier._save = lambda segment, caches, moves: (*save(segment, caches, moves)[:1], jax.numpy.int32(1))
+    engine.step(outs=[engine.out((0, POOL, [0, 1], [0, 1]))])
+    assert "the device copied 1 of 2 blocks" in engine.results()[1].error
+
+
+def test_a_repeated_job_is_ignored(caplog):
+    engine = Engine()
+    job = engine.out((0, POOL, [0], [0]))
+    engine.step(outs=[job, job])
+    assert engine.states() == {1: FINISHED}
+    assert "its repetition is ignored" in caplog.text
+
+
+def test_some_copies_are_measured():
+    """Not the first, which may compile; then a few, then every 16th, of each direction."""
+    engine = Engine()
+    measured = {Direction.SAVE: [], Direction.LOAD: []}
+    for _ in range(40):
+        jobs = engine.out((0, POOL, [0], [0])), engine.back((0, POOL, [1], [0]))
+        engine.step(outs=jobs[:1], ins=jobs[1:])
+        results = engine.results()
+        for job in jobs:
+            measured[job.direction].append(results[job.job_id].copy_s > 0)
+    for which in measured.values():
+        assert [i for i, was in enumerate(which) if was] == [1, 2, 3, 4, 16, 32]
+
+
+def test_a_closed_worker_has_no_flights():
+    engine = Engine()
+    engine.step(outs=[engine.out((0, POOL, [0], [0]))])
+    engine.worker.close()
+    assert not engine.worker.has_flights
+    assert engine.worker.poll().results == ()
+
+
+def test_auto_is_as_large_as_the_kv_cache():
+    engine = Engine(hybrid=True, swap_gb="auto")
+    assert engine.report.num_swap_blocks == NUM_BLOCKS
+
+
+def test_a_pool_of_less_than_a_block_is_no_pool(caplog):
+    caches = random_caches(np.random.default_rng(0))
+    layout = KVLayout.from_caches(caches, block_size=4)
+    worker = OffloadWorker(OffloadConfig.create(num_cpu_chunks=0, swap_gb=1e-9), layout, caches, available=2**30)
+    assert caplog.text.count("holds less than a block of each layer group") == 1
+    assert worker.poll().num_swap_blocks == ()
+    job = SwapJob(1, Direction.SAVE, "r", (SwapPart(0, POOL, (0,), (0,)),))
+    worker.begin_step(StepPlan(0, swap_outs=(job,)), caches)
+    (result,) = worker.poll().results
+    assert "this worker has no such memory" in result.error
+
+
+def test_the_pool_takes_what_the_host_tier_leaves(caplog):
+    rng = np.random.default_rng(0)
+    caches = random_caches(rng)
+    layout = KVLayout.from_caches(caches, block_size=4)
+    nbytes = layout.block_nbytes_per_host
+    config = OffloadConfig.create(
+        num_cpu_chunks=10,
+        host_memory_fraction=1.0,
+        swap_gb=20 * nbytes / 2**30,
+        swap_safety=0.5,
+        skip_jax_precompile=True,
+    )
+    worker = OffloadWorker(config, layout, caches, available=18 * nbytes)
+    worker.wait_until_allocated()
+    report = worker.poll()
+    assert (report.num_host_chunks, report.num_swap_blocks) == (10, (4,))  # half of 18 - 10
+    assert caplog.text.count("the swap pool is cut") == 1
+    worker.close()
+
+
+def test_hbm_of_the_copies_is_two_blocks_of_the_largest_group():
+    engine = Engine(hybrid=True)
+    largest = max(group.block_nbytes for group in engine.layout.groups)
+    assert engine.worker.hbm_nbytes == 2 * largest
+    with_tier = Engine(tier=True)
+    assert with_tier.worker.hbm_nbytes == 4 * with_tier.layout.block_nbytes
