@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.core.fakes import FakeEngine, tokens
 from tpu_offload import OffloadStats, StatsCollector
-from tpu_offload.metrics import StatsLogger
+from tpu_offload.metrics import GAUGES, SWAP_FIELDS, StatsLogger
 
 
 def test_prometheus_sees_every_field_as_it_is_at_the_scrape():
@@ -65,3 +65,22 @@ def test_the_difference_of_two_snapshots():
     assert later.since(earlier) == OffloadStats(
         saved_blocks=7, save_s=0.5, staging_peak_blocks=11, num_jobs_in_flight=1
     )
+
+
+def test_the_log_line_tells_of_swaps_where_there_is_a_pool(caplog):
+    caplog.set_level(logging.INFO)
+    logger = StatsLogger(1.0)
+    logger.maybe_log(1.0, lambda: OffloadStats(num_failed_jobs=1))
+    assert "swap" not in caplog.text
+    stats = OffloadStats(
+        swap_pool_blocks=64, swap_held_blocks=9, num_swapped_out=5, num_swapped_requests=2, num_thrashed_swaps=1,
+        num_recomputed=3, num_lost_swaps=1,
+    )  # fmt: skip
+    logger.maybe_log(3.0, lambda: stats)
+    text = "swapped out 5 requests (2 are out, 1 thrashed), recomputed 4, swap pool 9/64 blocks"
+    assert text in caplog.text
+
+
+def test_swap_fields_are_fields():
+    assert {name for name in OffloadStats().as_dict() if "swap" in name} <= SWAP_FIELDS
+    assert set(OffloadStats().as_dict()) >= SWAP_FIELDS | GAUGES

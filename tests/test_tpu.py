@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from tests import test_worker_swap
 from tests.caches import DTYPES
 from tests.worker_engine import PATHS, Engine
 
@@ -19,3 +20,12 @@ def _needs_a_tpu():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_round_trip(path, dtype):
     Engine(path, dtype=dtype).check_round_trip()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swap_round_trip(dtype):
+    test_worker_swap.test_every_bit_comes_back(dtype, num_devices=1)
+
+
+def test_swapped_layer_groups():
+    test_worker_swap.test_layer_groups_have_pools_of_their_own(num_devices=1)

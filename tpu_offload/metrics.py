@@ -128,6 +128,15 @@ GAUGES = frozenset({
 })  # fmt: skip
 """Fields of `OffloadStats` that say how things are; all others count up."""
 
+SWAP_FIELDS = frozenset({
+    "swap_pool_blocks", "swap_held_blocks", "swap_peak_blocks", "num_swapped_requests", "num_swapped_out",
+    "num_swapped_in", "num_lost_swaps", "num_recomputed", "num_recomputed_no_room", "num_recomputed_faster",
+    "num_thrashed_swaps", "swapped_out_blocks", "swapped_in_blocks", "swapped_out_nbytes", "swapped_in_nbytes",
+    "swap_skipped_blocks", "swap_out_s", "swap_in_s", "swap_out_nbytes_per_s", "swap_in_nbytes_per_s",
+    "prefill_tokens_per_s",
+})  # fmt: skip
+"""Fields of `OffloadStats` that only engines with request swap have anything in."""
+
 _NAMES = tuple(field.name for field in dataclasses.fields(OffloadStats))
 _values = operator.attrgetter(*_NAMES)
 

@@ -80,6 +80,7 @@ class Sharding:
     ("changes", "said"),
     [
         ({"transfer": {"kv_role": "kv_producer"}}, 'set it to "kv_both"'),
+        ({"transfer": {"kv_connector_extra_config": {"swap_gb": "auto"}}}, "set TPU_OFFLOAD_DECODE_SAVE=1"),
         ({"parallel": {"pipeline_parallel_size": 2}}, "set --pipeline-parallel-size 1"),
         ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_parallel_size=2"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size=2"),

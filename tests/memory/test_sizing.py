@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from tpu_offload.memory import available_nbytes, cap_chunks
+from tpu_offload.memory import available_nbytes, cap_chunks, size_swap_pool
 
 GB = 2**30
 
@@ -105,3 +105,41 @@ def test_cap_clamps_and_warns_once(caplog):
 def test_cap_to_nothing(caplog):
     assert cap_chunks(5, chunk_nbytes=GB, fraction=0.5, available=GB) == 0
     assert "nothing is offloaded" in caplog.text
+
+
+def pool(wanted, *, groups=((100, 1000),), fraction=0.8, available=10**9):
+    return size_swap_pool(wanted, groups=groups, fraction=fraction, available=available)
+
+
+def test_a_swap_pool_has_as_many_blocks_as_fit_its_size(caplog):
+    assert pool(5000) == (5,)  # an exact fit fits
+    assert pool(5999) == (5,)
+    assert pool(500_000) == (500,)  # it may be larger than HBM
+    assert not caplog.records
+
+
+def test_auto_is_the_size_of_the_kv_cache():
+    assert pool(None, groups=((100, 1000), (7, 300))) == (100, 7)
+
+
+def test_layer_groups_get_the_same_share_of_their_blocks():
+    assert pool(51_500, groups=((100, 1000), (10, 300))) == (50, 5)
+
+
+def test_a_swap_pool_is_clamped_to_the_safe_share_with_one_warning(caplog):
+    assert pool(50_000, fraction=0.5, available=40_000) == (20,)
+    assert len(caplog.records) == 1
+    assert "TPU_OFFLOAD_SWAP_SAFETY=0.5" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "groups", "available"),
+    [
+        (999, ((100, 1000),), 10**9),
+        (50_000, ((100, 1000),), 0),
+        (5000, ((100, 1000), (10, 300)), 10**9),  # five blocks of the one and half a block of the other
+    ],
+)
+def test_less_than_a_block_of_each_group_is_no_pool(wanted, groups, available, caplog):
+    assert pool(wanted, groups=groups, available=available) == (0,) * len(groups)
+    assert "preempted requests are recomputed" in caplog.records[-1].message

@@ -80,6 +80,20 @@ def test_large_capacity_costs_no_hbm():
         assert after["temp_nbytes"] - before["temp_nbytes"] <= 8192
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_swaps_of_a_layer_group_take_at_most_two_blocks_of_it(topology):
+    """The swap's programs are the direct ones, over a group's layers and as many ids as a dispatch may have."""
+    swap = Case(topology, 4, page_shape=PAGES["bfloat16"], capacity=1024, programs=("direct_save", "direct_load"))
+    groups = [
+        dataclasses.replace(swap, num_layers=5, num_blocks=2048),  # full attention, as in Gemma 3: one layer of six
+        dataclasses.replace(swap, num_layers=25, num_blocks=300, segment_blocks=77),  # sliding windows
+    ]
+    for result in compile_in_subprocess(groups):
+        assert result["temp_nbytes"] <= 2 * result["block_nbytes"], result["program"]
+        assert result["whole_copies"] == [], result["program"]
+        assert result["host_temp_nbytes"] == 0, result["program"]
+
+
 def test_the_check_for_whole_copies_finds_them():
     """Without donation the caches must be copied: the check has to see that."""
     (result,) = compile_in_subprocess(

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from tpu_offload import FinishedTransfer, OffloadStats
-from tpu_offload.metrics import GAUGES
+from tpu_offload.metrics import GAUGES, SWAP_FIELDS
 from tpu_offload.types import Direction
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class OffloadConnectorStats(KVConnectorStats):
     @classmethod
     def of(cls, stats: OffloadStats, transfers: Iterable[FinishedTransfer]) -> "OffloadConnectorStats":
         """Of what was counted, and the transfers that ended, in an interval."""
-        data: dict[str, Any] = stats.as_dict()
+        data: dict[str, Any] = {name: value for name, value in stats.as_dict().items() if name not in SWAP_FIELDS}
         for name in _SECONDS.values():
             data[name] = []
         for transfer in transfers:
@@ -96,7 +96,7 @@ class OffloadConnectorStats(KVConnectorStats):
 
 @final
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """One series a field of `OffloadStats`, `vllm:tpu_offload_<field>`, and two histograms of seconds."""
+    """One series a field of `OffloadStats` but those of request swap, `vllm:tpu_offload_<field>`, and two histograms of seconds."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         kinds = {
-            **{field.name: Gauge if field.name in GAUGES else Counter for field in dataclasses.fields(OffloadStats)},
+            **{name: Gauge if name in GAUGES else Counter for name in OffloadStats().as_dict() if name not in SWAP_FIELDS},
             **dict.fromkeys(_SECONDS.values(), Histogram),
         }
         self._kinds = kinds
