@@ -24,6 +24,7 @@ from tpu_offload.worker.jobs import WorkerJobs
 _logger = logging.getLogger(__name__)
 
 _GB = 2**30
+_MIN_HBM_NBYTES = 256 * 1024  # what the TPU compiler takes for a copy's DMAs, however small the blocks
 _MAX_BLOCKS = 1024  # of one dispatch; the ids of more would be a larger argument for every one
 # Waiting for a copy costs a step of an engine that runs ahead, so only some copies are measured.
 _FIRST_MEASURED, _EVERY_MEASURED = 4, 16
@@ -154,7 +155,10 @@ class SwapCopies:
     @property
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that the copies take on each device: those of one program, for they run one by one."""
-        return max((g.copier.hbm_blocks * g.spec.block_nbytes_per_device for g in self._groups), default=0)
+        return max(
+            (max(_MIN_HBM_NBYTES, g.copier.hbm_blocks * g.spec.block_nbytes_per_device) for g in self._groups),
+            default=0,
+        )
 
     def wait_until_allocated(self) -> None:
         """Blocks until all of the pool is there or its allocation has failed; for warm-up, benchmarks and tests."""

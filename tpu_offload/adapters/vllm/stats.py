@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _PREFIX = "vllm:tpu_offload_"
 _SECONDS = {Direction.SAVE: "save_seconds", Direction.LOAD: "load_seconds"}
 _BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
+_FIELDS = [name for name in OffloadStats().as_dict() if name not in SWAP_FIELDS]
 _HELP = {
     "matched_tokens": "Tokens that requests took from the host tier instead of computing them.",
     "loaded_tokens": "Tokens of loads that finished.",
@@ -50,7 +51,7 @@ class OffloadConnectorStats(KVConnectorStats):
     @classmethod
     def of(cls, stats: OffloadStats, transfers: Iterable[FinishedTransfer]) -> "OffloadConnectorStats":
         """Of what was counted, and the transfers that ended, in an interval."""
-        data: dict[str, Any] = {name: value for name, value in stats.as_dict().items() if name not in SWAP_FIELDS}
+        data: dict[str, Any] = {name: value for name, value in stats.as_dict().items() if name in _FIELDS}
         for name in _SECONDS.values():
             data[name] = []
         for transfer in transfers:
@@ -107,7 +108,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         kinds = {
-            **{name: Gauge if name in GAUGES else Counter for name in OffloadStats().as_dict() if name not in SWAP_FIELDS},
+            **{name: Gauge if name in GAUGES else Counter for name in _FIELDS},
             **dict.fromkeys(_SECONDS.values(), Histogram),
         }
         self._kinds = kinds
