@@ -126,11 +126,16 @@ class SwapEngine:
             worker.hbm = [dict.fromkeys(range(num_hbm), POISON) for _ in layout.groups]
             self.scheduler.apply(worker.report())
 
+    @property
+    def has_unsent_outs(self) -> bool:
+        """Whether blocks that look free are yet to be copied out by the coming step."""
+        return bool(self.swap._jobs._to_send[Direction.SAVE])
+
     # Requests.
 
     def start(self, name: str, tokens: list[int], *, num_computed: int | None = None) -> Running:
         """A request with computed tokens (all but the last one) in HBM. Not offered to the tier."""
-        assert not self.swap._outs_to_send, "it would write into blocks that the coming step copies out"
+        assert not self.has_unsent_outs, "it would write into blocks that the coming step copies out"
         request = Running(name, list(tokens), [])
         self.hasher.extend(request.hashes, tokens)
         request.num_computed = len(tokens) - 1 if num_computed is None else num_computed

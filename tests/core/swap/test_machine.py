@@ -43,7 +43,7 @@ class SwapMachine(RuleBasedStateMachine):
     def names(self, where):
         return sorted(where)
 
-    @precondition(lambda self: not self.engine.swap._outs_to_send and len(self.engine.running) < 6)
+    @precondition(lambda self: not self.engine.has_unsent_outs and len(self.engine.running) < 6)
     @rule(walk=st.lists(st.integers(0, 1), min_size=1, max_size=4), extra=st.integers(0, 7))
     def start(self, walk, extra):
         tokens = []
@@ -70,7 +70,7 @@ class SwapMachine(RuleBasedStateMachine):
         engine = self.engine
         name = data.draw(st.sampled_from([n for n in self.names(engine.out) if engine.swap.can_return(n)]))
         assert name not in self.stale
-        if engine.fits(name) and not engine.swap._outs_to_send:
+        if engine.fits(name) and not engine.has_unsent_outs:
             num_full = engine.out[name].num_computed // BLOCK_SIZE
             present = self.rng.sample(range(num_full), min(num_present, num_full) if num_present > 5 else 0)
             engine.swap_in(name, present=present)

@@ -52,7 +52,7 @@ class RandomLife:
             if engine.swap.can_return(name) and engine.fits(name) and rng.random() < 0.5:
                 num_full = engine.out[name].num_computed // BLOCK_SIZE
                 # Blocks that somebody has just given back are still read by the coming step: nothing can be in them.
-                present = [] if engine.swap._outs_to_send else [i for i in range(num_full) if rng.random() < 0.3]
+                present = [] if engine.has_unsent_outs else [i for i in range(num_full) if rng.random() < 0.3]
                 engine.swap_in(name, present=present)
         for name in sorted(engine.returning):
             if rng.random() < 0.1:

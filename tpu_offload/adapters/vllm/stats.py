@@ -97,7 +97,7 @@ class OffloadConnectorStats(KVConnectorStats):
 
 @final
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """One series a field of `OffloadStats` but those of request swap, `vllm:tpu_offload_<field>`, and two histograms of seconds."""
+    """One series a field of `OffloadStats` but request swap's, `vllm:tpu_offload_<field>`; two histograms."""
 
     def __init__(
         self,

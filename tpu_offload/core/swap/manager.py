@@ -18,7 +18,6 @@ and full blocks that another swapped-out request shares are in the pool once.
 """
 
 import dataclasses
-import enum
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,9 +26,10 @@ from typing import final
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.jobs import JobTable, TrackedJob, host_blocks
+from tpu_offload.core.jobs import JobTable, host_blocks
 from tpu_offload.core.swap.costs import SwapCosts
-from tpu_offload.core.swap.pool import HostBlocks, SwapPool
+from tpu_offload.core.swap.pool import SwapPool
+from tpu_offload.core.swap.records import PlannedSwap, PlannedSwaps, Swapped, Where
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import KVLayout, LayerGroupKind
 from tpu_offload.metrics import OffloadStats
@@ -38,60 +38,6 @@ from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobResu
 _logger = logging.getLogger(__name__)
 
 _THRASH_STEPS = 32
-
-
-class _Where(enum.Enum):
-    OUT = "out"  # copies out may still be in flight, see `_Swapped.writers`
-    RETURNING = "returning"
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Swapped:
-    """A request that is swapped out.
-
-    Attributes:
-      request_id: the engine's name for it.
-      tier_keys: chunks of the host tier that hold its first blocks; pinned.
-      tier_blocks: places of those blocks in the host tier.
-      pool_blocks: places of its other blocks in the swap pool, per layer group in the order of its block table; held.
-      writers: jobs in flight that its blocks in the pool come from.
-      where: out, or on its way back.
-      job: the copy back, while RETURNING.
-    """
-
-    request_id: str
-    tier_keys: tuple[ChunkKey, ...]
-    tier_slots: tuple[int, ...]
-    tier_blocks: tuple[int, ...]
-    pool_blocks: HostBlocks
-    writers: set[int]
-    where: _Where = _Where.OUT
-    job: "_SwapJob | None" = None
-
-    @property
-    def num_blocks(self) -> tuple[int, ...]:
-        """Blocks that it needs to come back, per layer group."""
-        first, *others = map(len, self.pool_blocks)
-        return (len(self.tier_blocks) + first, *others)
-
-
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class _SwapJob(TrackedJob):
-    """Copies in flight, and what they hold until they have ended.
-
-    Attributes:
-      swap: what the workers are told.
-      pool_blocks: places in the swap pool that they read or write; held.
-      tier_keys: chunks of the host tier that they read; pinned.
-      tier_slots: where those are.
-      nbytes: bytes that move, over all devices.
-    """
-
-    swap: SwapJob
-    pool_blocks: HostBlocks
-    tier_keys: tuple[ChunkKey, ...]
-    tier_slots: tuple[int, ...]
-    nbytes: int
 
 
 @final
@@ -115,21 +61,20 @@ class RequestSwap:
         layout: KVLayout,
         *,
         index: ChunkIndex,
-        jobs: "JobTable[_SwapJob]",
+        jobs: JobTable[PlannedSwap],
         namespace: Callable[[], bytes],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
         self._layout = layout
         self._index = index
-        self._jobs = jobs
         self._namespace = namespace
-        self._clock = clock
         self._pool = SwapPool(num_groups=len(layout.groups))
+        self._jobs = PlannedSwaps(
+            jobs, layout, pool=self._pool, index=index, clock=clock, timeout_s=config.job_timeout_s
+        )
         self._costs = SwapCosts(config.swap_mode)
-        self._swapped: dict[str, _Swapped] = {}
-        self._outs_to_send: list[_SwapJob] = []
-        self._ins_to_send: list[_SwapJob] = []
+        self._swapped: dict[str, Swapped] = {}
         self._swapped_in: list[str] = []
         self._lost: list[str] = []
         self._returned_at: dict[str, int] = {}  # step of the last return, of the last steps
@@ -198,20 +143,22 @@ class RequestSwap:
         if tier_keys:
             self._index.pin(tier_keys)
         place = shared | dict(zip(copied, new[0], strict=True))
-        swapped = _Swapped(
+        swapped = Swapped(
             request_id,
             tier_keys,
             tier_slots,
             host_blocks(tier_slots, blocks_per_chunk=self._config.blocks_per_chunk, num_blocks=num_tier),
             pool_blocks=(tuple(place[i] for i in range(num_tier, len(kept[0]))), *new[1:]),
-            writers={job.job_id for job in self._writers() if not set(shared.values()).isdisjoint(job.pool_blocks[0])},
+            writers=self._jobs.writing(list(shared.values())),
         )
         for i in copied:
             if i < num_full:
                 self._pool.name(place[i], block_hashes[i])
         self._swapped[request_id] = swapped
         sources = [[kept[0][i] for i in copied], *kept[1:]]
-        self._plan_copy(swapped, Direction.SAVE, sources, new)
+        job = self._jobs.plan(swapped, Direction.SAVE, sources, new)
+        if job is not None:
+            swapped.writers.add(job.job_id)
         self._counts.num_swapped_out += 1
         self._counts.swap_skipped_blocks += num_tier + len(shared)
         self._counts.num_thrashed_swaps += request_id in self._returned_at
@@ -224,7 +171,7 @@ class RequestSwap:
     def can_return(self, request_id: str) -> bool:
         """Whether `swap_in` may be called: it is swapped out, and every worker has reported its copies."""
         swapped = self._swapped.get(request_id)
-        return swapped is not None and swapped.where is _Where.OUT and not swapped.writers
+        return swapped is not None and swapped.where is Where.OUT and not swapped.writers
 
     def num_blocks(self, request_id: str) -> tuple[int, ...]:
         """Per layer group, the blocks that a swapped-out request had and needs again.
@@ -263,21 +210,18 @@ class RequestSwap:
         targets = [[block_ids[0][i] for i in from_pool]]
         targets += [list(given[:n]) for given, n in zip(block_ids[1:], swapped.num_blocks[1:], strict=True)]
         places = (tuple(swapped.pool_blocks[0][i - num_tier] for i in from_pool), *swapped.pool_blocks[1:])
-        self._pool.hold(places)
-        if from_tier:
-            self._index.pin(swapped.tier_keys)
         tier = SwapPart(
             0,
             HostStore.HOST_TIER,
             tuple(block_ids[0][i] for i in from_tier),
             tuple(swapped.tier_blocks[i] for i in from_tier),
         )
-        swapped.job = self._plan_copy(swapped, Direction.LOAD, targets, places, tier=tier)
+        swapped.job = self._jobs.plan(swapped, Direction.LOAD, targets, places, tier=tier)
         self._counts.swap_skipped_blocks += swapped.num_blocks[0] - len(numbers)
         if swapped.job is None:
             self._end_return(swapped)
             return False
-        swapped.where = _Where.RETURNING
+        swapped.where = Where.RETURNING
         return True
 
     def withdraw(self, request_id: str) -> None:
@@ -297,7 +241,7 @@ class RequestSwap:
             swapped = self._swapped.pop(request_id, None)
             if swapped is not None:
                 self._detach(swapped)
-                self._release(swapped)
+                self._jobs.release(swapped)
             self._returned_at.pop(request_id, None)
             for news in (self._lost, self._swapped_in):
                 if request_id in news:
@@ -312,11 +256,7 @@ class RequestSwap:
             return (), ()
         self._fail_overdue(now_s)
         self._forget_old_returns()
-        outs, self._outs_to_send = self._outs_to_send, []
-        ins, self._ins_to_send = self._ins_to_send, []
-        for job in (*outs, *ins):
-            job.state = JobState.SENT
-        return tuple(job.swap for job in outs), tuple(job.swap for job in ins)
+        return self._jobs.take(Direction.SAVE), self._jobs.take(Direction.LOAD)
 
     @property
     def has_jobs(self) -> bool:
@@ -406,14 +346,13 @@ class RequestSwap:
         self._pool.check_holders(holders)
         for swapped in self._swapped.values():
             assert all(job_id in self._jobs for job_id in swapped.writers), "it waits for a copy that is over"
-            assert (swapped.where is _Where.RETURNING) == (swapped.job is not None)
+            assert (swapped.where is Where.RETURNING) == (swapped.job is not None)
             assert swapped.job is None or not swapped.job.state.ended
-        assert all(job.job_id in self._jobs for job in (*self._outs_to_send, *self._ins_to_send))
         assert not set(self._lost) & set(self._swapped)
 
     # Inside.
 
-    def _get(self, request_id: str) -> _Swapped:
+    def _get(self, request_id: str) -> Swapped:
         swapped = self._swapped.get(request_id)
         if swapped is None:
             raise RequestError(f"request {request_id} is not swapped out")
@@ -457,84 +396,29 @@ class RequestSwap:
             nbytes_out=nbytes_out, nbytes_in=nbytes_out + num_shared * sizes[0], num_recompute_tokens=num_tokens
         )
 
-    def _writers(self) -> list[_SwapJob]:
-        return [job for job in self._jobs if job.swap.direction is Direction.SAVE]
-
-    def _plan_copy(
-        self,
-        swapped: _Swapped,
-        direction: Direction,
-        block_ids: Sequence[Sequence[int]],
-        places: HostBlocks,
-        *,
-        tier: SwapPart | None = None,
-    ) -> _SwapJob | None:
-        """Plans the copy between these blocks and places, of which the job becomes a holder; None without any."""
-        parts = [
-            SwapPart(g, HostStore.SWAP_POOL, tuple(blocks), tuple(held))
-            for g, (blocks, held) in enumerate(zip(block_ids, places, strict=True))
-            if blocks
-        ]
-        if tier is not None and tier.block_ids:
-            parts.insert(0, tier)
-        if not parts:
-            return None
-        if direction is Direction.SAVE:
-            self._pool.hold(places)
-        job_id = self._jobs.next_id()
-        reads_tier = parts[0].store is HostStore.HOST_TIER
-        job = self._jobs.add(
-            _SwapJob(
-                job_id=job_id,
-                deadline_s=self._clock() + self._config.job_timeout_s,
-                waiting_for=self._jobs.workers(),
-                swap=SwapJob(job_id, direction, swapped.request_id, tuple(parts)),
-                pool_blocks=places,
-                tier_keys=swapped.tier_keys if reads_tier else (),
-                tier_slots=swapped.tier_slots if reads_tier else (),
-                nbytes=sum(len(p.block_ids) * self._layout.groups[p.group_id].block_nbytes for p in parts),
-            )
-        )
-        if direction is Direction.SAVE:
-            swapped.writers.add(job_id)
-            self._outs_to_send.append(job)
-        else:
-            self._ins_to_send.append(job)
-        return job
-
-    def _detach(self, swapped: _Swapped) -> None:
-        """Nobody waits for its copy back any more. If it has not been sent it never is."""
+    def _detach(self, swapped: Swapped) -> None:
+        """It is swapped out as before it was about to come back, if it was."""
         job, swapped.job = swapped.job, None
-        swapped.where = _Where.OUT
-        if job is None:
-            return
-        job.detached = True
-        if job.state is JobState.PLANNED:
-            self._ins_to_send.remove(job)
-            self._release(self._jobs.end(job))
+        swapped.where = Where.OUT
+        if job is not None:
+            self._jobs.detach(job)
 
-    def _release(self, held: _Swapped | _SwapJob) -> None:
-        """Lets go of what a request that is no longer swapped out, or a copy that is over, held."""
-        self._pool.release(held.pool_blocks)
-        if held.tier_keys:
-            self._index.unpin(held.tier_keys)
-
-    def _lose(self, swapped: _Swapped) -> None:
+    def _lose(self, swapped: Swapped) -> None:
         """Its KV is gone, or of no use: the engine recomputes it."""
         del self._swapped[swapped.request_id]
         self._detach(swapped)
-        self._release(swapped)
+        self._jobs.release(swapped)
         self._lost.append(swapped.request_id)
         self._counts.num_lost_swaps += 1
 
-    def _end_return(self, swapped: _Swapped) -> None:
+    def _end_return(self, swapped: Swapped) -> None:
         del self._swapped[swapped.request_id]
-        self._release(swapped)
+        self._jobs.release(swapped)
         self._returned_at.pop(swapped.request_id, None)
         self._returned_at[swapped.request_id] = self._num_steps
         self._counts.num_swapped_in += 1
 
-    def _end(self, job: _SwapJob) -> None:
+    def _end(self, job: PlannedSwap) -> None:
         """A copy has been reported by every worker."""
         failed = job.state is JobState.FAILED
         if failed and not job.overdue:
@@ -544,12 +428,12 @@ class RequestSwap:
             self._end_out(job, failed=failed)
         else:
             self._end_in(job, failed=failed)
-        self._release(job)
+        self._jobs.release(job)
         if not failed:
             self._costs.observe_copy(job.swap.direction, job.nbytes, job.copy_s)
             self._count_moved(job)
 
-    def _end_out(self, job: _SwapJob, *, failed: bool) -> None:
+    def _end_out(self, job: PlannedSwap, *, failed: bool) -> None:
         if failed:
             self._pool.forget(job.pool_blocks[0])
         for swapped in list(self._swapped.values()):
@@ -558,11 +442,11 @@ class RequestSwap:
                 if failed:
                     self._lose(swapped)
 
-    def _end_in(self, job: _SwapJob, *, failed: bool) -> None:
+    def _end_in(self, job: PlannedSwap, *, failed: bool) -> None:
         swapped = self._swapped.get(job.swap.request_id)
         if swapped is None or swapped.job is not job:  # withdrawn, discarded or lost meanwhile
             return
-        swapped.job, swapped.where = None, _Where.OUT
+        swapped.job, swapped.where = None, Where.OUT
         if failed:
             self._lose(swapped)
         else:
@@ -578,14 +462,12 @@ class RequestSwap:
             )  # fmt: skip
             self._counts.num_timed_out_jobs += 1
             self._counts.num_failed_jobs += 1
-            job.overdue = True
-            job.doom("timed out")
             self._pool.forget(job.pool_blocks[0])
             for swapped in list(self._swapped.values()):
                 if job.job_id in swapped.writers or swapped.job is job:
                     self._lose(swapped)
 
-    def _count_moved(self, job: _SwapJob) -> None:
+    def _count_moved(self, job: PlannedSwap) -> None:
         counts = self._counts
         if job.swap.direction is Direction.SAVE:
             counts.swapped_out_blocks += job.swap.num_blocks

@@ -1,0 +1,202 @@
+"""What is known of a request that is swapped out, and of the copies that are on their way."""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.jobs import JobTable, TrackedJob
+from tpu_offload.core.swap.pool import HostBlocks, SwapPool
+from tpu_offload.layout import KVLayout
+from tpu_offload.types import ChunkKey, Direction, HostStore, JobResult, JobState, SwapJob, SwapPart
+
+
+class Where(enum.Enum):
+    """Where a swapped-out request is."""
+
+    OUT = "out"  # copies out may still be in flight, see `Swapped.writers`
+    RETURNING = "returning"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Swapped:
+    """A request that is swapped out.
+
+    Attributes:
+      request_id: the engine's name for it.
+      tier_keys: chunks of the host tier that hold its first blocks; pinned.
+      tier_blocks: places of those blocks in the host tier.
+      pool_blocks: places of its other blocks in the swap pool, per layer group in the order of its block table; held.
+      writers: jobs in flight that its blocks in the pool come from.
+      where: out, or on its way back.
+      job: the copy back, while RETURNING.
+    """
+
+    request_id: str
+    tier_keys: tuple[ChunkKey, ...]
+    tier_slots: tuple[int, ...]
+    tier_blocks: tuple[int, ...]
+    pool_blocks: HostBlocks
+    writers: set[int]
+    where: Where = Where.OUT
+    job: "PlannedSwap | None" = None
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks that it needs to come back, per layer group."""
+        first, *others = map(len, self.pool_blocks)
+        return (len(self.tier_blocks) + first, *others)
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class PlannedSwap(TrackedJob):
+    """Copies in flight, and what they hold until they have ended.
+
+    Attributes:
+      swap: what the workers are told.
+      pool_blocks: places in the swap pool that they read or write; held.
+      tier_keys: chunks of the host tier that they read; pinned.
+      tier_slots: where those are.
+      nbytes: bytes that move, over all devices.
+    """
+
+    swap: SwapJob
+    pool_blocks: HostBlocks
+    tier_keys: tuple[ChunkKey, ...]
+    tier_slots: tuple[int, ...]
+    nbytes: int
+
+
+@final
+class PlannedSwaps:
+    """The copies that are planned or in flight, and what they hold.
+
+    Args:
+      jobs: an empty table, with job ids that no other table has.
+      layout: what a block is made of.
+      pool: where copies hold blocks.
+      index: where those that read the host tier pin chunks.
+      clock: monotonic seconds.
+      timeout_s: seconds until a copy is taken for failed.
+    """
+
+    def __init__(
+        self,
+        jobs: JobTable[PlannedSwap],
+        layout: KVLayout,
+        *,
+        pool: SwapPool,
+        index: ChunkIndex,
+        clock: Callable[[], float],
+        timeout_s: float,
+    ) -> None:
+        self._jobs = jobs
+        self._layout = layout
+        self._pool = pool
+        self._index = index
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._to_send: dict[Direction, list[PlannedSwap]] = {direction: [] for direction in Direction}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[PlannedSwap]:
+        return iter(self._jobs)
+
+    def __contains__(self, job_id: object) -> bool:
+        return job_id in self._jobs
+
+    def plan(
+        self,
+        swapped: Swapped,
+        direction: Direction,
+        block_ids: Sequence[Sequence[int]],
+        places: HostBlocks,
+        *,
+        tier: SwapPart | None = None,
+    ) -> PlannedSwap | None:
+        """Plans a copy between blocks of HBM and places in the swap pool, and takes hold of those.
+
+        Args:
+          swapped: whose.
+          direction: SAVE swaps out, LOAD swaps in.
+          block_ids: per layer group, blocks of HBM.
+          places: per layer group, as many held places.
+          tier: what comes from the host tier; its chunks are pinned once more.
+        Returns:
+          None if there is nothing to copy.
+        """
+        parts = [
+            SwapPart(g, HostStore.SWAP_POOL, tuple(blocks), tuple(held))
+            for g, (blocks, held) in enumerate(zip(block_ids, places, strict=True))
+            if blocks
+        ]
+        reads_tier = tier is not None and bool(tier.block_ids)
+        if tier is not None and reads_tier:
+            parts.insert(0, tier)
+            self._index.pin(swapped.tier_keys)
+        if not parts:
+            return None
+        self._pool.hold(places)
+        job_id = self._jobs.next_id()
+        job = self._jobs.add(
+            PlannedSwap(
+                job_id=job_id,
+                deadline_s=self._clock() + self._timeout_s,
+                waiting_for=self._jobs.workers(),
+                swap=SwapJob(job_id, direction, swapped.request_id, tuple(parts)),
+                pool_blocks=places,
+                tier_keys=swapped.tier_keys if reads_tier else (),
+                tier_slots=swapped.tier_slots if reads_tier else (),
+                nbytes=sum(len(part.block_ids) * self._layout.groups[part.group_id].block_nbytes for part in parts),
+            )
+        )
+        self._to_send[direction].append(job)
+        return job
+
+    def writing(self, blocks: Sequence[int]) -> set[int]:
+        """Ids of the copies out that are to write any of these places of the first group."""
+        wanted = set(blocks)
+        return {
+            job.job_id
+            for job in self._jobs
+            if job.swap.direction is Direction.SAVE and not wanted.isdisjoint(job.pool_blocks[0])
+        }
+
+    def detach(self, job: PlannedSwap) -> None:
+        """Nobody waits for a copy back any more. If it has not been sent it never is."""
+        job.detached = True
+        if job.state is JobState.PLANNED:
+            self._to_send[Direction.LOAD].remove(job)
+            self.release(self._jobs.end(job))
+
+    def take(self, direction: Direction) -> tuple[SwapJob, ...]:
+        """What goes with the coming step's plan."""
+        jobs, self._to_send[direction] = self._to_send[direction], []
+        for job in jobs:
+            job.state = JobState.SENT
+        return tuple(job.swap for job in jobs)
+
+    def expects(self, worker_id: int, result: JobResult) -> bool:
+        """Whether a result is of a copy that this worker has not reported yet."""
+        return self._jobs.expects(worker_id, result)
+
+    def report(self, worker_id: int, result: JobResult) -> PlannedSwap | None:
+        """Takes an expected result; returns the copy when this was the last worker. It is for the caller to release."""
+        return self._jobs.report(worker_id, result)
+
+    def overdue(self, now_s: float) -> list[PlannedSwap]:
+        """Those that have just been taken for failed; they hold what they hold until they are reported."""
+        late = self._jobs.overdue(now_s)
+        for job in late:
+            job.overdue = True
+            job.doom("timed out")
+        return late
+
+    def release(self, held: Swapped | PlannedSwap) -> None:
+        """Lets go of what a request that is no longer swapped out, or a copy that is over, held."""
+        self._pool.release(held.pool_blocks)
+        if held.tier_keys:
+            self._index.unpin(held.tier_keys)
