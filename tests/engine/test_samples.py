@@ -119,7 +119,7 @@ def test_a_shared_prompt_is_swapped_out_once():
     tight = dataclasses.replace(SMALL_ENGINE, num_blocks=24)
     config = OffloadConfig.create(swap_gb=0.01, swap_mode="swap", num_cpu_chunks=0, skip_jax_precompile=True)
     engine = Engine(TINY, tight, offload=config)
-    engine.warm_up()
+    engine.wait_for_host_memory()
     request = make_request("a", random_tokens(3, 32), max_tokens=40, temperature=1.0, n=3)
     other = make_request("b", random_tokens(4, 8), max_tokens=60)
     outputs = serve_samples(engine, other, request)

@@ -221,7 +221,7 @@ def answers():
 def engine_with_one_out(**settings):
     """An engine that has just swapped somebody out: `engine, sequence`."""
     engine = Engine(TINY, TIGHT, offload=swap_config(**settings))
-    engine.warm_up()
+    engine.wait_for_host_memory()
     for request in some_requests():
         engine.add_request(request)
     for _ in range(100):
@@ -318,6 +318,7 @@ def test_what_the_tier_has_is_not_copied_out_again(answers):
 
 def test_forced_recompute_swaps_nothing(answers):
     engine = Engine(TINY, TIGHT, offload=swap_config(swap_mode="recompute"))
+    engine.wait_for_host_memory()
     assert tokens_of(serve(engine, some_requests())) == {f"r{i}": answers[f"r{i}"].tokens for i in range(4)}
     stats = engine.offload_stats()
     assert (stats.num_swapped_out, stats.num_recomputed) == (0, engine.stats().num_preemptions)
@@ -328,7 +329,7 @@ def test_the_choice_is_made_from_measured_rates():
     """A prefill that is measured to be quick turns swapping off, one that is slow turns it on."""
     for seconds, swaps in ((1e-9, False), (1e3, True)):
         engine = Engine(TINY, TIGHT, offload=swap_config(swap_mode="auto"))
-        engine.warm_up()
+        engine.wait_for_host_memory()
         swap = engine._offload._scheduler.swap
         for direction in swap._costs._copies:
             swap._costs._copies[direction].add(1e6, 1.0)
@@ -343,6 +344,7 @@ def test_the_choice_is_made_from_measured_rates():
 
 def test_rates_are_measured_while_serving():
     engine = Engine(TINY, TIGHT, offload=swap_config())
+    engine.wait_for_host_memory()
     serve(engine, some_requests(6, max_tokens=40))
     stats = engine.offload_stats()
     assert min(stats.swap_out_nbytes_per_s, stats.swap_in_nbytes_per_s, stats.prefill_tokens_per_s) > 0

@@ -94,7 +94,7 @@ def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0
             skip_jax_precompile=True,
         ),
     )
-    engine.warm_up()
+    engine.wait_for_host_memory()
     if fault_rate and pool_blocks:
         Faults(engine, rng, fault_rate)
     waiting = rng.sample(REQUESTS, 12)
