@@ -309,6 +309,20 @@ def test_taken_away_again_while_it_comes_back():
     engine.check_empty()
 
 
+def test_taken_away_again_when_it_is_lost_and_nobody_knows_yet():
+    engine = SwapEngine()
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.settle()
+    engine.swap_in("a")
+    engine.step()
+    engine.scheduler.reset()
+    engine.withdraw("a")
+    assert not engine.swap.can_return("a")
+    assert engine.report(engine.workers[0]).lost_swaps == ("a",)
+    engine.check_empty()
+
+
 def test_a_failed_copy_back_is_recomputed():
     engine = SwapEngine()
     engine.start("a", PROMPT)

@@ -227,11 +227,15 @@ class RequestSwap:
     def withdraw(self, request_id: str) -> None:
         """Takes the blocks of a request on its way back away again: it is swapped out as before.
 
+        If its KV was lost meanwhile, the next update says so.
+
         Raises:
           RequestError: it is not on its way back.
         """
-        swapped = self._get(request_id)
-        if swapped.job is None:
+        if request_id in self._lost:
+            return
+        swapped = self._swapped.get(request_id)
+        if swapped is None or swapped.job is None:
             raise RequestError(f"request {request_id} is not on its way back; only then it can be withdrawn")
         self._detach(swapped)
 
