@@ -30,7 +30,7 @@ import numpy as np
 from tpu_offload import KVLayout, OffloadConfig, OffloadScheduler, OffloadWorker, ScheduledRequest
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request, SamplingParams
-from tpu_offload.engine.sequence import Phase, Sequence
+from tpu_offload.engine.sequence import Phase, Run, Sequence
 from tpu_offload.kernels import Rows
 from tpu_offload.types import Direction
 
@@ -42,6 +42,11 @@ class NotReady:
 
     def is_ready(self):
         return False
+
+
+def next_runs(sequences):
+    """A step that computes one token of each."""
+    return [Run(sequence, sequence.num_computed_tokens, 1, samples=True) for sequence in sequences]
 
 
 class Times:
@@ -90,7 +95,7 @@ class Bench:
         glue._block_size, glue._decode_save, glue._watched = BLOCK_SIZE, False, set()
         for sequence in sequences:
             glue.start_load(sequence)
-        batch = [(sequence, 1) for sequence in sequences]
+        batch = next_runs(sequences)
         self.caches, _ = self.glue_step(glue, batch, self.caches)  # all are offered; their prompts are saved
         self.settle()
         everyone = [
@@ -105,6 +110,7 @@ class Bench:
             self.times(f"idle_{num_running}_plan", self.scheduler.plan_step, ())
             for sequence in sequences:  # they generate; one in 16 completes a block in each step
                 sequence.num_computed_tokens += 1
+            batch = next_runs(sequences)
         glue._decode_save = True
         for sequence in sequences:
             glue.start_load(sequence)
@@ -113,6 +119,7 @@ class Bench:
                 name = f"idle_{num_running}_glue_decode_save_block_completed"
                 for sequence in sequences:
                     sequence.num_computed_tokens += 1
+                batch = next_runs(sequences)
             else:
                 name = f"idle_{num_running}_glue_decode_save"
             self.caches, _ = self.times(name, self.glue_step, glue, batch, self.caches)
