@@ -33,7 +33,7 @@ def clean_environment(monkeypatch):
 
 @pytest.fixture
 def chats(tmp_path):
-    """Six short requests, four in flight; with 12 blocks some are preempted."""
+    """Six short requests, four in flight; with 10 blocks some are preempted."""
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps([{"role": "user", "content": chr(97 + i) * 20}]) + "\n" for i in range(6)))
     return "--prompts", str(path), "--max-tokens", "40", "--concurrency", "4", "--num-blocks", "10"
@@ -56,7 +56,7 @@ def sides_of(report):
 def test_generated_workload(tmp_path, capsys, monkeypatch):
     """Four requests with the HBM of their prompts: at least a third are preempted, and all counts add up."""
     monkeypatch.setenv("TPU_OFFLOAD_SWAP_MODE", "swap")
-    report = report_of(tmp_path, "--requests", "4", "--concurrency", "4", "--rounds", "2")
+    report = report_of(tmp_path, "--requests", "4", "--concurrency", "8", "--rounds", "2")
     out = capsys.readouterr().out
     assert report["workload"]["name"] == "decode"
     assert report["outputs_identical"] is True

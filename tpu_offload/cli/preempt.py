@@ -42,8 +42,9 @@ DEFAULT_NUM_ROUNDS = 3
 DEFAULT_CONCURRENCY = 64
 
 # One wide layer: most of a step goes into its dense matrices, whatever the number of requests, as on an accelerator
-# with a large model. With the default model four fifths of a decode step are attention, of whose tiles of 16 queries
-# a decoding request uses one; a generated token then costs as much as eight of a prompt, and recompute next to nothing.
+# with a large model. With the default model most of a decode step is attention, of whose tiles of 16 queries a
+# decoding request uses one: a generated token costs as much as nine to fourteen of a prompt (32 and 8 requests of
+# 500 tokens), and recompute next to nothing. In none of its sizes that were tried swap gained more than some percent.
 MODEL = ModelConfig(num_layers=1, d_model=512, num_heads=2, num_kv_heads=1, head_dim=32, d_ff=2048)
 
 
@@ -92,10 +93,11 @@ def build_comparison(args: argparse.Namespace, offload: OffloadConfig) -> Compar
     concurrency = args.concurrency or DEFAULT_CONCURRENCY
     offload, notes = _settings(offload)
     needed = blocks_per_request(workload, args.block_size)
-    num_prompt_tokens = concurrency * sum(workload.prompt_lens) / workload.num_requests
+    in_flight = min(concurrency, len(workload.conversations))
+    num_prompt_tokens = in_flight * sum(workload.prompt_lens) / workload.num_requests
     num_blocks = args.num_blocks or max(needed, int(num_prompt_tokens / args.block_size))
     # The engine keeps a block spare for each request that is there when it admits another.
-    enough = concurrency * (needed + 1)
+    enough = in_flight * (needed + 1)
     pressed, control = (
         build_setup(args, offload, workload=workload, model=MODEL, concurrency=concurrency, num_blocks=n)
         for n in (num_blocks, max(num_blocks, enough))

@@ -104,7 +104,7 @@ def build_table(report: Mapping[str, Any]) -> Table:
     table.add_row("requests preempted", *map(_preempted_text, sides), "")
     add("preemptions", "num_preemptions")
     add("swapped out", "swap", "num_swapped_out", only_swap=True)
-    add("  of these, soon after a return", "swap", "num_thrashed_swaps", only_swap=True)
+    add("  thrashed: just back", "swap", "num_thrashed_swaps", only_swap=True)
     add("recomputed", "swap", "num_recomputed")
     add("  taken to be faster", "swap", "num_recomputed_faster", only_swap=True)
     add("  no room in the swap pool", "swap", "num_recomputed_no_room", only_swap=True)
@@ -151,9 +151,9 @@ def _swap_rows(side: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("copied out + in, MiB", moved),
         ("blocks that needed no copy", f"{swap['swap_skipped_blocks']:,}"),
-        ("swap pool peak of size, blocks", f"{swap['swap_peak_blocks']} of {swap['swap_pool_blocks']}"),
-        ("measured GB/s of copies, out + in", rates),
-        ("measured prefill, tokens/s", f"{swap['prefill_tokens_per_s']:,.0f}"),
+        ("swap pool, peak of blocks", f"{swap['swap_peak_blocks']} of {swap['swap_pool_blocks']}"),
+        ("GB/s measured, out + in", rates),
+        ("prompt tokens/s measured", f"{swap['prefill_tokens_per_s']:,.0f}"),
     ]
 
 
