@@ -1,5 +1,6 @@
 """The command as a person runs it: flags in, a table and a file out."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import time
 
 import pytest
 
-import tpu_offload.cli.replay as replay_module
+from tpu_offload.cli import replay_setup
 from tpu_offload.cli.main import main
 
 TINY = (
@@ -124,16 +125,16 @@ def test_trace(tmp_path, capsys):
 
 def test_any_difference_is_reported(monkeypatch, capsys, tmp_path):
     """One token of one request of the second run is changed on its way out."""
-    serve, num_runs = replay_module.serve, iter(range(2))
+    serve, num_runs = replay_setup.serve, iter(range(2))
 
     def serve_and_spoil(*args, **kwargs):
         served = serve(*args, **kwargs)
         if next(num_runs) == 0:
             return served
-        spoilt = replay_module.dataclasses.replace(served.records[2], tokens=(*served.records[2].tokens[:-1], 319))
-        return replay_module.dataclasses.replace(served, records=(*served.records[:2], spoilt, *served.records[3:]))
+        spoilt = dataclasses.replace(served.records[2], tokens=(*served.records[2].tokens[:-1], 319))
+        return dataclasses.replace(served, records=(*served.records[:2], spoilt, *served.records[3:]))
 
-    monkeypatch.setattr(replay_module, "serve", serve_and_spoil)
+    monkeypatch.setattr(replay_setup, "serve", serve_and_spoil)
     assert replay("--requests", "4", "--turns", "2", "--json", str(tmp_path / "r.json")) == 1
     out = capsys.readouterr().out
     assert "OUTPUTS DIFFER in 1 of 4 requests" in out
@@ -229,7 +230,7 @@ def test_wrong_profile(error_of, monkeypatch, tmp_path, content, expected):
         path.write_text(content)
     monkeypatch.setenv("TPU_OFFLOAD_LOAD_PATH", "auto")
     monkeypatch.setenv("TPU_OFFLOAD_PROFILE", str(path))
-    monkeypatch.setattr(replay_module, "serve", None)  # found before anything is served
+    monkeypatch.setattr(replay_setup, "serve", None)  # found before anything is served
     assert expected in error_of("replay", *TINY, "--requests", "1")
 
 

@@ -1,5 +1,6 @@
 """Numbers of a replay: the comparison, what could have been reused, and the file."""
 
+import dataclasses
 import json
 
 import pytest
@@ -30,6 +31,15 @@ def test_a_difference_is_found_and_placed(tokens, position):
     )
     assert (difference.request_id, difference.position, num_compared) == ("b", position, 2)
     assert f"request b differs from token {position} on" in str(difference)
+
+
+def test_a_log_probability_differs_in_its_last_bit():
+    one = [dataclasses.replace(record("a", (1, 2)), logprobs=(-0.5, 0.0))]
+    same, other = ([dataclasses.replace(one[0], logprobs=(-0.5, x))] for x in (0.0, -0.0))
+    assert report.find_differences(one, same) == ([], 1)
+    ((difference,), _) = report.find_differences(one, other, names=("reference", "swap"))
+    assert (difference.what, difference.position) == ("logprob", 1)
+    assert "reference [0.0], swap [-0.0]" in str(difference)
 
 
 def test_only_what_both_runs_finished_is_compared():

@@ -13,6 +13,7 @@ from tpu_offload.cli.workloads import (
     Turn,
     Workload,
     chat_workload,
+    decode_workload,
     prompts_workload,
     trace_workload,
 )
@@ -80,12 +81,29 @@ def test_chat_sizes_are_as_documented_and_system_prompts_are_shared():
     assert 2 <= len(openings) <= 3
 
 
+# --- decode -------------------------------------------------------------------------------------
+
+
+def test_decode_sizes_are_as_documented_and_nothing_is_shared():
+    one, same, other = (decode_workload(num_requests=50, seed=seed) for seed in (1, 1, 2))
+    assert one == same != other
+    assert one.num_requests == len(one.conversations) == 50
+    for conversation in one.conversations:
+        (turn,) = conversation.turns
+        assert 150 <= len(turn.tokens) <= 250
+        assert 3 * len(turn.tokens) <= turn.max_tokens <= 4 * len(turn.tokens)
+        assert max(turn.tokens) < NUM_TOKENS
+    num_blocks = sum(-(-conversation.longest_request // 16) for conversation in one.conversations)
+    assert one.num_unique_blocks(16) == num_blocks
+
+
 # --- sizes --------------------------------------------------------------------------------------
 
 
 def test_longest_request_counts_history_and_answer():
     conversation = Conversation("c", (Turn((1,) * 10, 5), Turn((2,) * 3, 100, answer=(7,)), Turn((3,), 2)))
     assert conversation.longest_request == 10 + 5 + 3 + 100
+    assert conversation.prompt_lens == (10, 10 + 5 + 3, 10 + 5 + 3 + 1 + 1)
     assert Workload("w", (conversation, Conversation("d", (Turn((1,) * 200, 1),)))).longest_request == 201
 
 

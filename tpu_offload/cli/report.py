@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 
 from tpu_offload.cli.serving import Record, ServedRun
@@ -22,39 +23,62 @@ from tpu_offload.types import BlockHash
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """A request whose two runs gave different tokens, and where they first differ."""
+    """A request whose two runs gave different tokens or log-probabilities, and where they first differ."""
 
     request_id: str
     position: int
-    baseline: tuple[int, ...]
-    offload: tuple[int, ...]
+    baseline: tuple[float, ...]
+    offload: tuple[float, ...]
+    what: str = "token"
+    names: tuple[str, str] = ("baseline", "offload")
 
     def __str__(self) -> str:
+        one, other = self.names
         return (
-            f"request {self.request_id} differs from token {self.position} on: baseline "
-            f"{list(self.baseline[self.position :][:4])}, offload {list(self.offload[self.position :][:4])}"
+            f"request {self.request_id} differs from {self.what} {self.position} on: {one} "
+            f"{list(self.baseline[self.position :][:4])}, {other} {list(self.offload[self.position :][:4])}"
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """It, as it stands in the JSON file."""
+        return dataclasses.asdict(self) | {"text": str(self)}
 
-def find_differences(baseline: Iterable[Record], offload: Iterable[Record]) -> tuple[list[Difference], int]:
-    """Compares every output token of the requests that both runs finished.
+
+def find_differences(
+    baseline: Iterable[Record], offload: Iterable[Record], *, names: tuple[str, str] = ("baseline", "offload")
+) -> tuple[list[Difference], int]:
+    """Compares every output token, and its log-probability bit for bit, of the requests that both runs finished.
 
     Returns:
       The requests that differ, in the order of the offload run, and how many were compared.
     """
-    expected = {record.request_id: record.tokens for record in baseline}
+    expected = {record.request_id: record for record in baseline}
     differences = []
     num_compared = 0
     for record in offload:
         if record.request_id not in expected:
             continue
         num_compared += 1
-        one, other = expected[record.request_id], record.tokens
-        if one != other:
-            pairs = enumerate(zip(one, other, strict=False))
-            position = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-            differences.append(Difference(record.request_id, position, one, other))
+        pair = expected[record.request_id], record
+        for what, (one, other) in (
+            ("token", tuple(r.tokens for r in pair)),
+            ("logprob", tuple(r.logprobs for r in pair)),
+        ):
+            position = _first_difference(one, other)
+            if position is not None:
+                differences.append(Difference(record.request_id, position, one, other, what, names))
+                break
     return differences, num_compared
+
+
+def _first_difference(one: Sequence[float], other: Sequence[float]) -> int | None:
+    """Where two sequences differ in any bit; None if nowhere."""
+    bits, other_bits = np.asarray(one, np.float64).view(np.int64), np.asarray(other, np.float64).view(np.int64)
+    length = min(len(bits), len(other_bits))
+    differs = np.flatnonzero(bits[:length] != other_bits[:length])
+    if len(differs):
+        return int(differs[0])
+    return length if len(bits) != len(other_bits) else None
 
 
 def count_recomputed(records: Sequence[Record], *, block_size: int) -> int:
@@ -87,8 +111,8 @@ def run_numbers(run: ServedRun, *, block_size: int) -> dict[str, Any]:
         "num_requests": len(run.records),
         "complete": run.complete,
         "wall_s": run.wall_s,
-        "ttft_p50_s": _percentile(ttfts, 50),
-        "ttft_p99_s": _percentile(ttfts, 99),
+        "ttft_p50_s": percentile(ttfts, 50),
+        "ttft_p99_s": percentile(ttfts, 99),
         "tokens_per_s": num_generated / run.wall_s if run.wall_s else None,
         "total_tokens_per_s": (num_prompt + num_generated) / run.wall_s if run.wall_s else None,
         "num_generated_tokens": num_generated,
@@ -137,8 +161,8 @@ def hit_ttfts(baseline: ServedRun, offload: ServedRun) -> dict[str, Any]:
     ]
     return {
         "num_requests": len(pairs),
-        "baseline_ttft_p50_s": _percentile([one for one, _ in pairs if one is not None], 50),
-        "offload_ttft_p50_s": _percentile([other for _, other in pairs if other is not None], 50),
+        "baseline_ttft_p50_s": percentile([one for one, _ in pairs if one is not None], 50),
+        "offload_ttft_p50_s": percentile([other for _, other in pairs if other is not None], 50),
     }
 
 
@@ -164,9 +188,9 @@ def build_table(report: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right")
 
     def add(label: str, path: Sequence[str], unit: str, *, ratio: bool = True) -> None:
-        one, other = _at(baseline, path), _at(offload, path)
+        one, other = at_path(baseline, path), at_path(offload, path)
         quotient = f"{other / one:.2f}" if ratio and one and other is not None else ""
-        table.add_row(label, _text(one, unit), _text(other, unit), quotient)
+        table.add_row(label, format_number(one, unit), format_number(other, unit), quotient)
 
     add("requests finished", ("num_requests",), "", ratio=False)
     add("prompt tokens computed", ("prompt_tokens", "computed"), "")
@@ -179,7 +203,7 @@ def build_table(report: Mapping[str, Any]) -> Table:
     if hits["num_requests"]:
         one, other = hits["baseline_ttft_p50_s"], hits["offload_ttft_p50_s"]
         label = f"  p50 of {hits['num_requests']} with a host hit"
-        table.add_row(label, _text(one, "s"), _text(other, "s"), f"{other / one:.2f}" if one else "")
+        table.add_row(label, format_number(one, "s"), format_number(other, "s"), f"{other / one:.2f}" if one else "")
     add("generated tokens/s", ("tokens_per_s",), "rate")
     add("all tokens/s", ("total_tokens_per_s",), "rate")
     add("preemptions", ("num_preemptions",), "", ratio=False)
@@ -225,6 +249,29 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
         raise InputError(f"cannot write {path}: {e.strerror or e}") from e
 
 
+def tell_outcome(console: Console, report: Mapping[str, Any], *, same: str) -> int:
+    """Prints what the comparison of the outputs came to; returns the exit status.
+
+    Args:
+      console: to print to.
+      report: has `differences`, `num_compared` and `interrupted`.
+      same: what is identical, if it is.
+    """
+    for difference in report["differences"][:10]:
+        console.print(difference["text"], highlight=False, markup=False)
+    if report["differences"]:
+        console.print(f"OUTPUTS DIFFER in {len(report['differences'])} of {report['num_compared']} requests.")
+    elif report["num_compared"]:
+        console.print(f"Outputs identical: {same}.")
+    else:
+        console.print("No request was finished in both runs, so no output was compared.")
+    if report["interrupted"]:
+        console.print("Interrupted: the numbers cover the requests finished so far.")
+    if report["differences"]:
+        return 1
+    return 130 if report["interrupted"] else 0
+
+
 def _add_offload_rows(table: Table, offload: Mapping[str, Any]) -> None:
     staging, transfers = offload["staging"], offload["transfers"]
     peak = f"{staging['peak_blocks']} of {staging['budget_blocks']}"
@@ -241,18 +288,21 @@ def _add_offload_rows(table: Table, offload: Mapping[str, Any]) -> None:
     table.add_row("host chunks resident, evicted", "", evicted, "")
 
 
-def _percentile(values: Sequence[float], percent: float) -> float | None:
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """A percentile, interpolated; None of nothing."""
     return float(np.percentile(values, percent)) if values else None
 
 
-def _at(numbers: Mapping[str, Any], path: Sequence[str]) -> Any:
+def at_path(numbers: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """A value in nested numbers; None if there is none."""
     value: Any = numbers
     for key in path:
         value = None if value is None else value.get(key)
     return value
 
 
-def _text(value: float | None, unit: str) -> str:
+def format_number(value: float | None, unit: str) -> str:
+    """A number for the table; the unit is `s`, `rate` or empty for a count."""
     if value is None:
         return "-"
     if unit == "s":

@@ -23,12 +23,13 @@ class Engine(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """One served request."""
+    """One served request; `logprobs` are those of its `tokens`."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     stats: RequestStats
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +114,9 @@ def serve(
             if output.finish_reason is FinishReason.ERROR:
                 raise InputError(f"request {output.request_id} cannot be served: {output.error}")
             session, request = active.pop(output.request_id)
-            records.append(Record(request.request_id, request.prompt_tokens, output.tokens, output.stats))
+            records.append(
+                Record(request.request_id, request.prompt_tokens, output.tokens, output.stats, output.logprobs)
+            )
             session.answer(output.tokens)
             if not session.done:
                 waiting.append(session)

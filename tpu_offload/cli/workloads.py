@@ -53,14 +53,20 @@ class Conversation:
     turns: tuple[Turn, ...]
 
     @property
-    def longest_request(self) -> int:
-        """Tokens of the longest prompt with its generated answer."""
-        longest = history = 0
+    def prompt_lens(self) -> tuple[int, ...]:
+        """Tokens of each turn's prompt, the history included."""
+        lens = []
+        history = 0
         for turn in self.turns:
             history += len(turn.tokens)
-            longest = max(longest, history + turn.max_tokens)
+            lens.append(history)
             history += turn.answer_len
-        return longest
+        return tuple(lens)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest prompt with its generated answer."""
+        return max(num + turn.max_tokens for num, turn in zip(self.prompt_lens, self.turns, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +85,11 @@ class Workload:
     def longest_request(self) -> int:
         """Tokens of the longest prompt with its generated answer."""
         return max(conversation.longest_request for conversation in self.conversations)
+
+    @property
+    def prompt_lens(self) -> tuple[int, ...]:
+        """Tokens of each request's prompt."""
+        return tuple(num for conversation in self.conversations for num in conversation.prompt_lens)
 
     def num_unique_blocks(self, block_size: int) -> int:
         """Blocks that a cache needs to keep everything; generated tokens count as shared by nobody."""
@@ -124,6 +135,21 @@ def chat_workload(*, num_requests: int, turns: int, seed: int) -> Workload:
             opening = (_END,)
         conversations.append(Conversation(f"chat-{i}", tuple(served)))
     return Workload("chat", tuple(conversations))
+
+
+def decode_workload(*, num_requests: int, seed: int) -> Workload:
+    """Requests that generate more than they are asked, as many conversations of one turn, with nothing in common.
+
+    Every size is drawn from `seed`: prompts of 150 to 250 tokens, answers of three to four times the prompt.
+    """
+    rng = np.random.default_rng(seed)
+    conversations = []
+    for i in range(num_requests):
+        content = tuple(rng.integers(32, 127, size=rng.integers(147, 248)).tolist())
+        prompt = (*_message("user", content), _ROLES["assistant"])
+        max_tokens = int(len(prompt) * rng.uniform(3, 4))
+        conversations.append(Conversation(f"decode-{i}", (Turn(prompt, max_tokens),)))
+    return Workload("decode", tuple(conversations))
 
 
 def prompts_workload(path: Path, *, num_requests: int | None, max_tokens: int) -> Workload:

@@ -1,0 +1,206 @@
+"""What a replay is made from: the workload, the model and the sizes of the engine, from the flags.
+
+Whatever cannot be is found here, before the first engine is built.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from tpu_offload.cli.serving import ServedRun, serve
+from tpu_offload.cli.workloads import (
+    NUM_TOKENS,
+    Workload,
+    chat_workload,
+    decode_workload,
+    prompts_workload,
+    trace_workload,
+)
+from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
+from tpu_offload.errors import InputError
+from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+from tpu_offload.memory import available_nbytes
+from tpu_offload.metrics import OffloadStats
+from tpu_offload.profile import Profile
+
+DEFAULT_NUM_CHAT_REQUESTS = 160
+DEFAULT_NUM_DECODE_REQUESTS = 64
+DEFAULT_NUM_TURNS = 10
+
+MODEL_FLAGS = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything that a run is made from."""
+
+    workload: Workload
+    model: ModelConfig
+    engine: EngineConfig
+    offload: OffloadConfig
+    concurrency: int
+    sampling: Callable[[str, int], SamplingParams]
+
+
+def blocks_per_request(workload: Workload, block_size: int) -> int:
+    """Blocks of the longest request."""
+    return -(-workload.longest_request // block_size)
+
+
+def build_setup(
+    args: argparse.Namespace,
+    offload: OffloadConfig,
+    *,
+    workload: Workload,
+    model: ModelConfig,
+    concurrency: int,
+    num_blocks: int,
+) -> Setup:
+    """Checks the sizes against each other, the memory and the offload settings.
+
+    Args:
+      args: the flags of `replay`.
+      offload: the settings of the library.
+      workload: what is served.
+      model: gives the sizes that no flag does.
+      concurrency: requests in flight.
+      num_blocks: HBM.
+    Raises:
+      InputError: HBM is too small for a request, or memory for HBM.
+      ConfigError: a size does not fit another.
+    """
+    needed, longest = blocks_per_request(workload, args.block_size), workload.longest_request
+    if num_blocks < needed:
+        raise InputError(
+            f"--num-blocks {num_blocks} holds {num_blocks * args.block_size} tokens and the longest request of "
+            f"{workload.name} has {longest}; set it to at least {needed}"
+        )
+    given = {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name) is not None}
+    model = dataclasses.replace(model, **given, kv_dtype=args.kv_dtype, seed=args.seed)
+    assert model.vocab_size >= NUM_TOKENS
+    engine = EngineConfig(
+        block_size=args.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=concurrency,
+        max_model_len=longest,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+    )
+    check_memory(model, engine)
+    layout = _layout(model, engine)
+    for size in (offload.staging_blocks, offload.host_chunks):
+        size(layout)  # a wrong size is an error now, not after the baseline
+    if offload.enabled and offload.profile and CopyPath.AUTO in (offload.save_path, offload.load_path):
+        Profile.read(offload.profile).check_device(jax.devices()[0].device_kind)  # likewise
+
+    def sampling(request_id: str, max_tokens: int) -> SamplingParams:
+        seed = int.from_bytes(request_id.encode(), "big") * 2654435761 + args.seed
+        return SamplingParams(max_tokens=max_tokens, temperature=args.temperature, top_k=args.top_k, seed=seed % 2**32)
+
+    return Setup(workload, model, engine, offload, concurrency, sampling)
+
+
+def build_workload(args: argparse.Namespace) -> Workload:
+    """What the flags ask for.
+
+    Raises:
+      InputError: a flag goes with another source, or a file cannot be used.
+    """
+    generated = args.prompts is None and args.trace is None
+    name = args.workload or ("decode" if args.preempt else "chat")
+    for flag, value, source, wanted in (
+        ("--turns", args.turns, generated and name == "chat", "--workload chat"),
+        ("--max-tokens", args.max_tokens, args.prompts, "--prompts"),
+        ("--tokens-per-block", args.tokens_per_block, args.trace, "--trace"),
+    ):
+        if value is not None and not source:
+            raise InputError(f"{flag} {value} does nothing here: it goes with {wanted}")
+    if args.prompts is not None:
+        return prompts_workload(args.prompts, num_requests=args.requests, max_tokens=args.max_tokens or 16)
+    if args.trace is not None:
+        return trace_workload(
+            args.trace, num_requests=args.requests, tokens_per_block=args.tokens_per_block or 16, seed=args.seed
+        )
+    if name == "decode":
+        return decode_workload(num_requests=args.requests or DEFAULT_NUM_DECODE_REQUESTS, seed=args.seed)
+    return chat_workload(
+        num_requests=args.requests or DEFAULT_NUM_CHAT_REQUESTS, turns=args.turns or DEFAULT_NUM_TURNS, seed=args.seed
+    )
+
+
+def check_memory(model: ModelConfig, engine: EngineConfig) -> None:
+    """Refuses on a CPU what the kernel would otherwise kill the process for."""
+    if jax.default_backend() != "cpu":
+        return
+    page_nbytes = math.prod(model.page_shape(engine.block_size)) * 4 // model.kv_packing
+    kv_nbytes = engine.num_blocks * model.num_layers * page_nbytes
+    layer = 2 * model.d_model * (model.num_heads + model.num_kv_heads) * model.head_dim + 3 * model.d_model * model.d_ff
+    weight_nbytes = 4 * (model.num_layers * layer + 2 * model.vocab_size * model.d_model)
+    activation_nbytes = 4 * engine.max_num_batched_tokens * (model.d_model + 2 * model.d_ff)
+    free_nbytes = available_nbytes()
+    needed_nbytes = kv_nbytes + weight_nbytes + activation_nbytes
+    if needed_nbytes > free_nbytes:
+        raise InputError(
+            f"{engine.num_blocks} blocks of KV cache, the weights and a step take {needed_nbytes / 2**30:.1f} GB and "
+            f"{free_nbytes / 2**30:.1f} GB of memory are free; make --num-blocks, --max-num-batched-tokens or the "
+            "model smaller"
+        )
+
+
+def _layout(model: ModelConfig, engine: EngineConfig) -> KVLayout:
+    """The layout that the engine's caches will have."""
+    pages = model.page_shape(engine.block_size)
+    group = LayerGroup(LayerGroupKind.FULL_ATTENTION, tuple(range(model.num_layers)), pages, model.kv_dtype)
+    return KVLayout(engine.block_size, (group,), model=model.name)
+
+
+def describe(setup: Setup) -> dict[str, Any]:
+    """The setup as it stands in the JSON file."""
+    workload = setup.workload
+    return {
+        "workload": {
+            "name": workload.name,
+            "num_requests": workload.num_requests,
+            "num_conversations": len(workload.conversations),
+            "longest_request_tokens": workload.longest_request,
+            "num_unique_blocks": workload.num_unique_blocks(setup.engine.block_size),
+            "concurrency": setup.concurrency,
+        },
+        "model": dataclasses.asdict(setup.model),
+        "engine": dataclasses.asdict(setup.engine),
+        "config": setup.offload.model_dump(mode="json", exclude_none=True),
+    }
+
+
+def serve_once(
+    setup: Setup, offload: OffloadConfig | None, *, on_finish: Callable[[], None], stop: Callable[[], bool]
+) -> tuple[ServedRun, OffloadStats | None]:
+    """Serves the workload with a fresh engine, after that has compiled; nothing if `stop` says so already.
+
+    Args:
+      setup: what is served, and with which sizes.
+      offload: in place of the setup's; None serves without the library.
+      on_finish: called after each request.
+      stop: asked before each step.
+    Returns:
+      The run, and what the library counted.
+    """
+    if stop():
+        return ServedRun((), 0.0, complete=False), None
+    with contextlib.closing(Engine(setup.model, setup.engine, offload=offload, clock=time.perf_counter)) as engine:
+        engine.warm_up()
+        run = serve(
+            engine,
+            setup.workload,
+            concurrency=setup.concurrency,
+            sampling=setup.sampling,
+            on_finish=on_finish,
+            stop=stop,
+        )
+        return run, engine.offload_stats()
