@@ -175,9 +175,9 @@ def test_a_request_comes_back_from_the_tier_and_the_pool(load_path):
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ((0, POOL, [12], [0]), "block ids 12 to 12 of swap_pool: expected 0 to 11"),
+        ((0, POOL, [12], [0]), "block ids 12 to 12: expected 0 to 11"),
         ((0, POOL, [-1], [0]), "block ids -1 to -1"),
-        ((0, POOL, [0], [10]), "host block ids 10 to 10 of swap_pool: expected 0 to 9"),
+        ((0, POOL, [0], [10]), "host block ids of swap_pool 10 to 10: expected 0 to 9"),
         ((1, POOL, [0], [0]), "a swap writes layer group 1 of swap_pool: this worker has no such memory"),
         ((-1, POOL, [0], [0]), "layer group -1"),
         ((0, TIER, [0], [0]), "a swap writes layer group 0 of host_tier"),

@@ -266,7 +266,7 @@ class OffloadConfig(pydantic.BaseModel):
     @property
     def swap_enabled(self) -> bool:
         """Whether preempted requests may be swapped out."""
-        return self.swap_gb != 0
+        return self.swap_gb != 0 and self.swap_mode is not SwapMode.RECOMPUTE
 
     def staging_blocks(self, layout: KVLayout) -> int:
         """The staging budget in blocks.

@@ -80,3 +80,28 @@ def test_with_the_host_tier(decode_save):
     )
     assert stats.num_resident_chunks >= num_full - len(some_requests())  # not the last block of the last step
     engine.close()
+
+
+def test_warming_up_with_a_step_in_flight_changes_no_token():
+    expected = answers(Engine(TINY, SMALL_ENGINE), some_requests())
+    engine = Engine(TINY, ASYNC)
+    for request in some_requests():
+        engine.add_request(request)
+    found = {}
+    for i in range(200):
+        found |= {o.request_id: (o.tokens, o.logprobs, o.finish_reason) for o in engine.step() if o.finished}
+        if i % 3 == 0:
+            engine.warm_up()
+    assert found == expected
+
+
+def test_no_step_is_wasted_on_what_ends_with_the_token_in_flight():
+    """Nothing is computed after the last token, and no block is taken for it."""
+    engine = Engine(TINY, ASYNC)
+    engine.add_request(make_request("a", random_tokens(0, 4), max_tokens=5))
+    num_runs = []
+    schedule = engine._scheduler.schedule
+    engine._scheduler.schedule = lambda: num_runs.append(schedule()) or num_runs[-1]
+    while engine.has_unfinished:
+        engine.step()
+    assert [len(batch) for batch in num_runs] == [1, 1, 1, 1, 1, 0]

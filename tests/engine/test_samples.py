@@ -129,6 +129,45 @@ def test_a_shared_prompt_is_swapped_out_once():
     assert stats.swap_skipped_blocks >= 8  # the prompt, of the second that left or came back
 
 
+@pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "none"])
+def test_samples_that_were_away_share_their_prompt_again(model, caching):
+    config = dataclasses.replace(SMALL_ENGINE, enable_prefix_caching=caching, num_blocks=48)
+    offload = OffloadConfig.create(swap_gb=0.01, swap_mode="swap", num_cpu_chunks=0, skip_jax_precompile=True)
+    engine = Engine(model, config, offload=offload)
+    engine.wait_for_host_memory()
+    request = make_request("a", random_tokens(3, 40), max_tokens=24, temperature=1.0, n=3)
+    engine.add_request(request)
+    for _ in range(6):
+        engine.step()
+    scheduler = engine._scheduler
+    assert len(scheduler._active) == 3
+    for sequence in list(scheduler._active):
+        scheduler._preempt(sequence)
+    engine._launch([])
+    scheduler._blocks._full._block_of.clear()  # others have written over it all
+    scheduler._blocks._full._hash_of.clear()
+    outputs = {}
+    shared = 0
+    while engine.has_unfinished:
+        outputs |= {o.index: o for o in engine.step() if o.finished}
+        engine.check_invariants()
+        tables = [s.block_ids[:10] for s in scheduler._active if s.phase is Phase.RUNNING]
+        shared = max(shared, len(tables) if len(tables) > 1 and all(table == tables[0] for table in tables) else 0)
+    assert shared == 3
+    assert [outputs[i].tokens for i in range(3)] == [tokens for tokens, _ in alone(model, request)]
+    assert engine.offload_stats().num_swapped_in == 3
+
+
+def test_a_fork_that_comes_too_late_for_the_ring_computes_the_prompt_itself():
+    """Its leader has written over what the prompt's last token sees."""
+    engine = Engine(WINDOWED, dataclasses.replace(SMALL_ENGINE, max_num_seqs=2, max_num_batched_tokens=4))
+    late = make_request("late", PROMPT, max_tokens=60, temperature=1.0, seed=3, n=2)
+    outputs = serve_samples(engine, make_request("first", PROMPT[:5], max_tokens=50), late)
+    assert [outputs["late", i].tokens for i in range(2)] == [tokens for tokens, _ in alone(WINDOWED, late)]
+    assert outputs["late", 1].stats.prompt_tokens.computed == 22
+
+
 def test_aborting_a_request_ends_all_its_samples():
     engine = Engine(TINY, SMALL_ENGINE)
     engine.add_request(make_request("a", PROMPT, n=3))
@@ -149,5 +188,6 @@ def test_names_of_samples_are_taken():
 
 
 def test_n_is_checked():
-    with pytest.raises(ValueError, match="n=0; expected at least 1"):
-        SamplingParams(1, n=0)
+    for n in (0, 1.5):
+        with pytest.raises(ValueError, match=f"n={n}; expected at least 1"):
+            SamplingParams(1, n=n)

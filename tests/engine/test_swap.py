@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
-from tpu_offload import LayoutError, OffloadConfig
+from tpu_offload import LayoutError, OffloadConfig, StepReport
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.engine.sequence import Phase, Sequence
 
@@ -49,11 +49,12 @@ def test_what_is_swapped_keeps_all_that_is_computed():
     assert new.block_ids == []
     assert (new.num_preemptions, new.num_swaps, scheduler.num_swapped) == (1, 1, 1)
     scheduler.finish("old")
-    assert step(scheduler) == {}  # its copies out are on their way
-    assert scheduler.awaits_copies
+    assert step(scheduler) == {}  # it cannot return: it is lost, and the next update says so
+    assert not scheduler.awaits_copies
     offload.can.add("new")
     assert step(scheduler) == {}
     assert new.phase is Phase.RETURNING
+    assert scheduler.awaits_copies
     scheduler.end_return("new")
     assert step(scheduler) == {"new": 1}  # not a token twice
     assert old.phase is Phase.FINISHED
@@ -99,7 +100,6 @@ def test_nobody_is_overtaken_and_nothing_waits_for_what_cannot_come():
     for _ in range(3):
         step(scheduler)
     assert (new.phase, small.phase) == (Phase.SWAPPED, Phase.WAITING)
-    assert not scheduler.awaits_copies or new.phase is Phase.SWAPPED
     scheduler.finish("old")
     step(scheduler)
     assert new.phase is Phase.RETURNING
@@ -114,6 +114,7 @@ def test_a_victim_on_its_way_back_is_swapped_out_again():
     assert new.phase is Phase.RETURNING
     scheduler._preempt(new)
     assert (new.phase, new.block_ids) == (Phase.SWAPPED, [])
+    assert (new.num_preemptions, new.num_swaps) == (2, 1)
     scheduler.check_invariants()
 
 
@@ -279,7 +280,24 @@ def test_cancelling_the_rest_lets_the_swapped_one_go_on(answers):
 
 
 def test_closing_the_engine_while_copies_fly():
+    """What is left in flight is waited for, and nothing is served or told after it."""
     engine, _ = engine_with_one_out()
+    worker = engine._offload._worker
+    engine.close()
+    assert not worker.has_flights
+    assert not any(group.pool._segments for group in worker._swap._groups)
+    other, _ = engine_with_one_out()  # a second engine in this process
+    finish(other)
+
+
+def test_reports_that_never_come_hold_up_nobody_else():
+    """Everything but the swapped-out request is cancelled; a new one is served at once, not when the copy times out."""
+    engine, victim = engine_with_one_out()
+    engine._offload._worker.poll = lambda *, wait=False: StepReport(0, (), 0)
+    engine.abort(*({f"r{i}" for i in range(4)} - {victim.request_id}))
+    engine.add_request(make_request("new", random_tokens(77, 5), max_tokens=3))
+    outputs = [output for _ in range(8) for output in engine.step()]
+    assert [output.request_id for output in outputs if output.finished] == ["new"]
     engine.close()
 
 
@@ -321,8 +339,9 @@ def test_forced_recompute_swaps_nothing(answers):
     engine.wait_for_host_memory()
     assert tokens_of(serve(engine, some_requests())) == {f"r{i}": answers[f"r{i}"].tokens for i in range(4)}
     stats = engine.offload_stats()
-    assert (stats.num_swapped_out, stats.num_recomputed) == (0, engine.stats().num_preemptions)
-    assert stats.num_recomputed_faster == stats.num_recomputed > 0
+    assert stats.num_swapped_out == stats.num_recomputed_faster == 0
+    assert stats.num_recomputed == engine.stats().num_preemptions > 0
+    assert stats.swap_pool_blocks == 0  # no memory is taken for what is not wanted
 
 
 def test_the_choice_is_made_from_measured_rates():
@@ -342,8 +361,9 @@ def test_the_choice_is_made_from_measured_rates():
         engine.close()
 
 
-def test_rates_are_measured_while_serving():
-    engine = Engine(TINY, TIGHT, offload=swap_config())
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_rates_are_measured_while_serving(asynchronous):
+    engine = Engine(TINY, dataclasses.replace(TIGHT, async_scheduling=asynchronous), offload=swap_config())
     engine.wait_for_host_memory()
     serve(engine, some_requests(6, max_tokens=40))
     stats = engine.offload_stats()

@@ -69,7 +69,7 @@ class Engine:
             windows=windows if any(windows) else (),
         )
         self._offload: Offloading | None = None
-        if offload is not None and (offload.enabled or offload.swap_enabled):
+        if offload is not None and (offload.enabled or offload.swap_gb != 0):
             self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock)
         hasher = BlockHasher(layout.fingerprint(), block_size=engine_config.block_size)
         self._scheduler = Scheduler(
@@ -82,6 +82,7 @@ class Engine:
         )
         self._samples: dict[str, list[Sequence]] = {}  # unfinished ones, by request
         self._in_flight: _InFlight | None = None
+        self._last_end_s = 0.0
         self._async_scheduling = engine_config.async_scheduling
         self._rejected: list[RequestOutput] = []
         self._num_steps = 0
@@ -219,8 +220,10 @@ class Engine:
         tokens = np.asarray(step.output.tokens)[:num_runs].tolist()
         logprobs = np.asarray(step.output.logprobs)[:num_runs].tolist()
         now_s = self._clock()
-        if self._offload and not self._async_scheduling:
-            self._observe_prefill(step.batch, now_s - step.start_s)
+        if self._offload:
+            # With async scheduling the step before was still running when this one was dispatched.
+            self._observe_prefill(step.batch, now_s - max(step.start_s, self._last_end_s))
+            self._last_end_s = now_s
         outputs = []
         for sample in self._scheduler.complete(step.batch, zip(tokens, logprobs, strict=True), now_s=now_s):
             reason = sample.finish_reason()

@@ -71,9 +71,23 @@ class KVBlocks:
         """The cached blocks of the longest known prefix."""
         return self._full.lookup(hashes) if self._prefix_caching else []
 
-    def find(self, block_hash: BlockHash) -> int | None:
-        """The cached block with these contents, if there is one."""
-        return self._full.get(block_hash) if self._prefix_caching else None
+    def live(self, sequence: Sequence, samples: List[Sequence]) -> dict[int, int]:
+        """Which of a sequence's full blocks are in HBM, by their number in its table, apart from its own.
+
+        Args:
+          sequence: whose computed tokens fill blocks.
+          samples: running sequences of the same prompt, which hold it.
+        """
+        num_full = sequence.num_computed_tokens // self._block_size
+        found = {}
+        if self._prefix_caching:
+            blocks = enumerate(map(self._full.get, sequence.block_hashes[:num_full]))
+            found = {i: block_id for i, block_id in blocks if block_id is not None}
+        for sample in samples:
+            computed = min(sequence.num_prompt_tokens, sequence.num_computed_tokens, sample.num_computed_tokens)
+            found = dict(enumerate(sample.block_ids[: computed // self._block_size])) | found
+        own = sequence.block_ids
+        return {i: block_id for i, block_id in found.items() if i >= len(own) or own[i] != block_id}
 
     def grant(
         self, sequence: Sequence, num_tokens: int, *, shared: dict[int, int] | None = None, spare: int = 0
@@ -84,7 +98,7 @@ class KVBlocks:
           sequence: who gets them.
           num_tokens: whose KV it must be able to hold.
           shared: for one that has none: blocks that others hold or that are cached, by their number in its table.
-          spare: blocks of each group that must stay free, of the groups that it is missing any of.
+          spare: blocks that must stay free: of full attention, and of windows if it is missing any there.
         """
         shared = shared or {}
         full, window = self.missing(sequence, num_tokens)
@@ -142,20 +156,16 @@ class KVBlocks:
             for i in range(first, end):
                 self._full.register(sequence.block_ids[i], sequence.block_hashes[i])
 
-    def deduplicate(self, sequence: Sequence, end: int) -> None:
-        """Like `register`, for the first blocks of a sequence that was away.
+    def deduplicate(self, sequence: Sequence, samples: List[Sequence]) -> None:
+        """Like `register`, for all full blocks of a sequence that was away.
 
         Of those that have come up again meanwhile the live one is shared, and the other free.
         """
-        if not self._prefix_caching:
-            return
-        for i in range(end):
-            live = self._full.get(sequence.block_hashes[i])
-            if live is not None and live != sequence.block_ids[i]:
-                self._full.share([live])
-                self._full.free([sequence.block_ids[i]])
-                sequence.block_ids[i] = live
-        self.register(sequence, 0, end)
+        for i, live in self.live(sequence, samples).items():
+            self._full.share([live])
+            self._full.free([sequence.block_ids[i]])
+            sequence.block_ids[i] = live
+        self.register(sequence, 0, sequence.num_computed_tokens // self._block_size)
 
     def take(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; what is cached in them can be found until they are granted again."""

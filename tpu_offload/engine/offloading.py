@@ -99,7 +99,7 @@ class Offloading:
         return swapped
 
     def can_return(self, sequence: Sequence) -> bool:
-        """Whether a swapped-out sequence can be brought back now; if not, its copies out are on their way."""
+        """Whether a swapped-out sequence can be brought back; if not, its KV is lost and the next update says so."""
         return self._scheduler.swap.can_return(sequence.sequence_id)
 
     def swap_in(self, sequence: Sequence, *, present: Collection[int]) -> bool:

@@ -34,7 +34,7 @@ class SamplingParams:
             raise ValueError(f"top_k={self.top_k}; expected 0 (all tokens) or a positive number")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}; expected 0 to {2**32 - 1}")
-        if self.n < 1:
+        if not isinstance(self.n, int) or self.n < 1:
             raise ValueError(f"n={self.n}; expected at least 1")
 
 

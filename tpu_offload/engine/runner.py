@@ -147,7 +147,9 @@ class ModelRunner:
         Args:
           fused_shapes: copies to compile it for as well. Those programs are not run: they would copy.
         """
+        last_tokens = self._last_tokens  # of a step that may be on its way
         self.step([]).tokens.block_until_ready()
+        self._last_tokens = last_tokens
         for layers in self._model_config.layer_groups:
             self._copy_blocks(layers, [])
         for fused in fused_shapes:

@@ -19,7 +19,7 @@ import bisect
 import operator
 from collections.abc import Iterable
 
-from tpu_offload import BlockHash, BlockHasher, Candidate, choose_victims
+from tpu_offload import BlockHasher, Candidate, choose_victims
 from tpu_offload.engine.config import EngineConfig
 from tpu_offload.engine.kv_blocks import BlockCopy, KVBlocks
 from tpu_offload.engine.offloading import Offloading
@@ -87,10 +87,8 @@ class Scheduler:
 
     @property
     def awaits_copies(self) -> bool:
-        """Whether the end of a copy is what the next sequence in line, or one with blocks, waits for."""
-        if any(sequence.phase is not Phase.RUNNING for sequence in self._active):
-            return True
-        return bool(self._waiting) and self._waiting[0].phase is Phase.SWAPPED
+        """Whether any sequence with blocks waits for the end of a copy."""
+        return any(sequence.phase is not Phase.RUNNING for sequence in self._active)
 
     @property
     def num_preemptions(self) -> int:
@@ -328,8 +326,7 @@ class Scheduler:
         if not self._offload.can_return(sequence):
             return False
         self._hash(sequence)
-        found = {i: self._blocks.find(block_hash) for i, block_hash in enumerate(self._full_hashes(sequence))}
-        present = {i: block_id for i, block_id in found.items() if block_id is not None}
+        present = self._blocks.live(sequence, self._samples(sequence))
         if not self._blocks.grant(sequence, sequence.num_tokens, shared=present, spare=len(self._active)):
             return False
         if self._offload.swap_in(sequence, present=present):
@@ -340,12 +337,15 @@ class Scheduler:
 
     def _go_on(self, sequence: Sequence) -> None:
         """Its KV is back: others that came up with the same prefix meanwhile share it, or it theirs."""
-        self._blocks.deduplicate(sequence, len(self._full_hashes(sequence)))
+        self._blocks.deduplicate(sequence, self._samples(sequence))
         sequence.phase = Phase.RUNNING
 
-    def _full_hashes(self, sequence: Sequence) -> list[BlockHash]:
-        """Hashes of the blocks that are full of computed tokens."""
-        return sequence.block_hashes[: sequence.num_computed_tokens // self._config.block_size]
+    def _samples(self, sequence: Sequence) -> list[Sequence]:
+        """Other samples of its prompt that run."""
+        if sequence.request.sampling.n == 1:
+            return []
+        same = (other for other in self._active if other.request is sequence.request and other is not sequence)
+        return [other for other in same if other.phase is Phase.RUNNING]
 
     def _make_room(self) -> bool:
         """Preempts as many sequences as it takes for the others to go on; whether there were any."""
@@ -365,13 +365,14 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        was_running = sequence.phase is Phase.RUNNING
         swapped = self._offload.preempt(sequence) if self._offload else False
         self._take_blocks(sequence)
         bisect.insort(self._waiting, sequence, key=_order)
         sequence.num_preemptions += 1
         self._num_preemptions += 1
         if swapped:
-            sequence.num_swaps += 1
+            sequence.num_swaps += was_running  # one that was coming back has been counted
             sequence.phase = Phase.SWAPPED
         else:
             self._start_over(sequence)

@@ -52,6 +52,7 @@ class Sequence:
       first_token_s: when its first token was sampled; None before.
       leader: the sample that computes its prompt.
       forks: samples that wait for it to do so.
+      sampling: how its tokens are chosen.
     """
 
     request: Request
@@ -74,6 +75,12 @@ class Sequence:
     first_token_s: float | None = None
     leader: "Sequence | None" = None
     forks: list["Sequence"] = dataclasses.field(default_factory=list)
+    sampling: SamplingParams = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        seed = (sampling.seed + self.index) % 2**32
+        self.sampling = dataclasses.replace(sampling, seed=seed) if self.index else sampling
 
     @property
     def request_id(self) -> str:
@@ -89,12 +96,6 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """Rises from older to newer sequences."""
         return self.arrival, self.index
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """How its tokens are chosen."""
-        sampling = self.request.sampling
-        return sampling if self.index == 0 else dataclasses.replace(sampling, seed=(sampling.seed + self.index) % 2**32)
 
     @property
     def num_prompt_tokens(self) -> int:

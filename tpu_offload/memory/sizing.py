@@ -77,7 +77,7 @@ def size_swap_pool(
     nbytes = min(wanted, int(available * fraction))
     if nbytes < wanted:
         _logger.warning(
-            "the swap pool is cut from %.2f to %.2f GB: TPU_OFFLOAD_SWAP_SAFETY=%g of the %.2f GB that RAM, cgroup and "
+            "the swap pool is cut from %.4g to %.4g GB: TPU_OFFLOAD_SWAP_SAFETY=%g of the %.4g GB that RAM, cgroup and "
             "host tier leave",
             wanted / _GB, nbytes / _GB, fraction, available / _GB,
         )  # fmt: skip

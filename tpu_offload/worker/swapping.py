@@ -58,10 +58,10 @@ class SwapSource:
         """Why a part cannot be copied, in one line; empty when it can."""
         for name, ids, limit in (
             ("block ids", part.block_ids, self.spec.num_blocks),
-            ("host block ids", part.host_block_ids, num_ready),
+            (f"host block ids of {part.store.value}", part.host_block_ids, num_ready),
         ):
             if ids and (min(ids) < 0 or max(ids) >= limit):
-                return f"{name} {min(ids)} to {max(ids)} of {part.store.value}: expected 0 to {limit - 1}"
+                return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
         lost = [i for i in part.host_block_ids if self.lost[i]] if reads else []
         return f"what was in host block {lost[0]} of {part.store.value} is lost" if lost else ""
 

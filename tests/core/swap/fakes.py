@@ -24,6 +24,7 @@ from tpu_offload.types import Direction
 FULL = LAYOUT.groups[0]
 WINDOW = LayerGroup(LayerGroupKind.SLIDING_WINDOW, (2,), FULL.page_shape, FULL.dtype, window=8)
 HYBRID = KVLayout(BLOCK_SIZE, (FULL, WINDOW))
+WINDOWS_ONLY = KVLayout(BLOCK_SIZE, (WINDOW,))
 FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
 
 
@@ -71,7 +72,8 @@ class FakeSwapWorker:
         self.lost.append((group_id, first, end))
 
     def lose_slots(self, first: int, end: int) -> None:
-        self.tier.update(dict.fromkeys(range(first, end), POISON))
+        k = self.blocks_per_chunk
+        self.tier.update(dict.fromkeys(range(first * k, end * k), POISON))
         self.lost_slots.append((first, end))
 
     def report(self, results: list[JobResult] | None = None) -> StepReport:
@@ -115,6 +117,7 @@ class SwapEngine:
         self.swap = self.scheduler.swap
         self.hasher = BlockHasher(layout.fingerprint(), block_size=BLOCK_SIZE)
         self.ring_blocks = ring if len(layout.groups) == 2 else 0
+        self.only_ring = ring if layout.groups[0].kind is LayerGroupKind.SLIDING_WINDOW else 0
         self.workers = [FakeSwapWorker(i, num_blocks=pool, num_host_chunks=num_host_chunks) for i in range(num_workers)]
         self.free = [list(range(num_hbm)) for _ in layout.groups]
         self.running: dict[str, Running] = {}
@@ -123,6 +126,7 @@ class SwapEngine:
         self.num_written = 0
         self.failing = lambda job: False
         for worker in self.workers:
+            worker.blocks_per_chunk = self.config.blocks_per_chunk
             worker.hbm = [dict.fromkeys(range(num_hbm), POISON) for _ in layout.groups]
             self.scheduler.apply(worker.report())
 
@@ -140,8 +144,8 @@ class SwapEngine:
         self.hasher.extend(request.hashes, tokens)
         request.num_computed = len(tokens) - 1 if num_computed is None else num_computed
         num_blocks = -(-len(tokens) // BLOCK_SIZE)
-        for i in range(num_blocks):
-            full = (i + 1) * BLOCK_SIZE <= request.num_computed
+        for i in range(min(num_blocks, self.only_ring or num_blocks)):
+            full = (i + 1) * BLOCK_SIZE <= request.num_computed and not self.only_ring
             request.contents.append(request.hashes[i] if full else self.write(name, i))
         request.ring_contents = [self.write(name, f"ring {i}") for i in range(min(num_blocks, self.ring_blocks))]
         self._grant(request)
@@ -243,7 +247,7 @@ class SwapEngine:
 
     def check(self, request: Running) -> None:
         """Its blocks hold what they held when it left, on every worker."""
-        num_blocks = -(-request.num_computed // BLOCK_SIZE)
+        num_blocks = -(-request.num_computed // BLOCK_SIZE) if not self.only_ring else len(request.contents)
         for worker in self.workers:
             found = [worker.hbm[0][b] for b in request.block_ids[:num_blocks]]
             assert found == request.contents[:num_blocks], request.name

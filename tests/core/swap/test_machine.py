@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT
-from tests.core.swap.fakes import HYBRID, SwapEngine
+from tests.core.swap.fakes import HYBRID, WINDOWS_ONLY, SwapEngine
 
 
 class SwapMachine(RuleBasedStateMachine):
@@ -18,13 +18,14 @@ class SwapMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        hybrid=st.booleans(), pool=st.integers(0, 40), num_workers=st.integers(1, 3), tier=st.booleans(),
+        layout=st.sampled_from([LAYOUT, LAYOUT, HYBRID, WINDOWS_ONLY]),
+        pool=st.integers(0, 40), num_workers=st.integers(1, 3), tier=st.booleans(),
         blocks_per_chunk=st.integers(1, 3), seed=st.integers(0, 1000),
     )  # fmt: skip
-    def begin(self, hybrid, pool, num_workers, tier, blocks_per_chunk, seed):
-        num_chunks = 12 if tier and not hybrid else 0
+    def begin(self, layout, pool, num_workers, tier, blocks_per_chunk, seed):
+        num_chunks = 12 if tier and layout is LAYOUT else 0
         self.engine = SwapEngine(
-            layout=HYBRID if hybrid else LAYOUT,
+            layout=layout,
             pool=(pool,),
             num_workers=num_workers,
             num_host_chunks=num_chunks,
@@ -71,7 +72,7 @@ class SwapMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from([n for n in self.names(engine.out) if engine.swap.can_return(n)]))
         assert name not in self.stale
         if engine.fits(name) and not engine.has_unsent_outs:
-            num_full = engine.out[name].num_computed // BLOCK_SIZE
+            num_full = 0 if engine.only_ring else engine.out[name].num_computed // BLOCK_SIZE
             present = self.rng.sample(range(num_full), min(num_present, num_full) if num_present > 5 else 0)
             engine.swap_in(name, present=present)
 

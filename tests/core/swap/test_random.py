@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT
-from tests.core.swap.fakes import HYBRID, SwapEngine
+from tests.core.swap.fakes import HYBRID, WINDOWS_ONLY, SwapEngine
 
 
 class RandomLife:
@@ -14,14 +14,14 @@ class RandomLife:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        hybrid = rng.random() < 0.4
+        layout = rng.choice([LAYOUT, LAYOUT, LAYOUT, HYBRID, HYBRID, WINDOWS_ONLY])
         num_workers = rng.choice([1, 1, 2, 3])
         self.engine = SwapEngine(
-            layout=HYBRID if hybrid else LAYOUT,
+            layout=layout,
             pool=(rng.choice([6, 12, 30]),),
             num_workers=num_workers,
             num_hbm=40,
-            num_host_chunks=0 if hybrid else rng.choice([0, 6, 20]),
+            num_host_chunks=rng.choice([0, 6, 20]) if layout is LAYOUT else 0,
             blocks_per_chunk=rng.choice([1, 2]),
             job_timeout_s=10.0,
             seed=seed,
@@ -52,7 +52,11 @@ class RandomLife:
             if engine.swap.can_return(name) and engine.fits(name) and rng.random() < 0.5:
                 num_full = engine.out[name].num_computed // BLOCK_SIZE
                 # Blocks that somebody has just given back are still read by the coming step: nothing can be in them.
-                present = [] if engine.has_unsent_outs else [i for i in range(num_full) if rng.random() < 0.3]
+                present = (
+                    []
+                    if engine.has_unsent_outs or engine.only_ring
+                    else [i for i in range(num_full) if rng.random() < 0.3]
+                )
                 engine.swap_in(name, present=present)
         for name in sorted(engine.returning):
             if rng.random() < 0.1:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, tokens
-from tests.core.swap.fakes import FAILED, FINISHED, HYBRID, SwapEngine
+from tests.core.swap.fakes import FAILED, FINISHED, HYBRID, WINDOWS_ONLY, SwapEngine
 from tpu_offload import HostStore, JobResult, LayoutError, OffloadConfig, OffloadScheduler, RequestError, StepReport
 from tpu_offload.types import Direction
 
@@ -24,15 +24,15 @@ def blocks_out(plan):
 def test_out_and_back(layout, num_workers):
     engine = SwapEngine(layout=layout, num_workers=num_workers)
     engine.start("a", PROMPT)
+    assert not engine.swap.can_return("a")
     assert engine.swap_out("a")
-    assert not engine.swap.can_return("a")  # its copies are not reported
     plan = engine.step()
     assert blocks_out(plan) == ([5, 3] if engine.ring_blocks else [5])
     assert not plan.empty
     assert engine.scheduler.has_jobs
     for worker in engine.workers:
-        assert not engine.swap.can_return("a")
         engine.report(worker)
+    assert not engine.scheduler.has_jobs
     assert engine.swap.can_return("a")
     assert engine.swap.num_blocks("a") == ((5, 3) if engine.ring_blocks else (5,))
     assert engine.swap_in("a")
@@ -55,7 +55,7 @@ def test_blocks_without_computed_tokens_stay():
     ("settings", "num_computed", "counted"),
     [
         ({"swap_gb": 0.0}, 17, {}),
-        ({"swap_mode": "recompute"}, 17, {"num_recomputed_faster": 1}),
+        ({"swap_mode": "recompute"}, 17, {}),
         ({"pool": (4,)}, 17, {"num_recomputed_no_room": 1}),
         ({}, 0, {}),
     ],
@@ -133,12 +133,42 @@ def test_who_shares_a_block_waits_for_its_copy_and_falls_with_it():
     engine.step()
     engine.swap_out("b")  # shares blocks whose copy is not reported yet, and has failed
     engine.step()
+    assert engine.swap_in("b")
+    engine.step()
     (worker,) = engine.workers
-    first, second = worker.unreported
-    engine.report(worker, [second])
-    assert not engine.swap.can_return("b")
+    first, second, back = worker.unreported
+    assert engine.report(worker, [second, back]).swapped_in == ()
     update = engine.report(worker, [first])
     assert set(update.lost_swaps) == {"a", "b"}
+    assert update.swapped_in == ()
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("first", ["out", "back"])
+def test_it_may_return_before_its_copies_out_are_reported(first):
+    """The copy back is dispatched after them; it goes on when both are reported, on every worker."""
+    engine = SwapEngine(num_workers=2)
+    engine.start("a", PROMPT)
+    engine.swap_out("a")
+    engine.step()
+    assert engine.swap_in("a")
+    engine.step()
+    for i, worker in enumerate(engine.workers):
+        out, back = worker.unreported
+        assert engine.report(worker, [out if first == "out" else back]).swapped_in == ()
+        assert engine.report(worker).swapped_in == (("a",) if i else ())
+    engine.check_empty()
+
+
+def test_with_nothing_to_copy_back_it_still_waits_for_its_copies_out():
+    engine = SwapEngine()
+    engine.start("a", tokens(9))
+    engine.swap_out("a")
+    engine.step()
+    assert engine.swap_in("a", present={0, 1})
+    engine.withdraw("a")
+    assert engine.swap_in("a", present={0, 1})
+    assert engine.report(engine.workers[0]).swapped_in == ("a",)
     engine.check_empty()
 
 
@@ -401,10 +431,10 @@ def test_results_that_fit_nothing_change_nothing():
     engine.report(engine.workers[0], [result, result, *planned])
     engine.report(engine.workers[0], [result])
     engine.scheduler.apply(StepReport(7, (result,), 0))
-    assert not engine.swap.can_return("a")
+    assert engine.scheduler.has_jobs
     assert swap_stats(engine, "num_ignored_results") == (5,)
     engine.report(engine.workers[1])
-    assert engine.swap.can_return("a")
+    assert not engine.scheduler.has_jobs
 
 
 def test_calls_that_make_no_sense_change_nothing():
@@ -418,16 +448,21 @@ def test_calls_that_make_no_sense_change_nothing():
     with pytest.raises(RequestError, match="request a is not swapped out"):
         engine.swap.num_blocks("a")
     engine.check_empty()
+    with pytest.raises(RequestError, match="num_computed_tokens=-3; expected 0 or more"):
+        engine.swap.swap_out("a", tables, num_computed_tokens=-3)
+    with pytest.raises(RequestError, match="cannot be swapped in now; ask can_return"):
+        engine.swap.swap_in("a", tables)
     engine.swap_out("a")
     with pytest.raises(RequestError, match="a is swapped out already"):
         engine.swap.swap_out("a", tables, num_computed_tokens=17)
-    with pytest.raises(RequestError, match="cannot be swapped in now; ask can_return"):
-        engine.swap.swap_in("a", tables)
     with pytest.raises(RequestError, match="not on its way back"):
         engine.swap.withdraw("a")
     engine.settle()
     with pytest.raises(RequestError, match=r"into \[4, 3\] blocks; expected at least \[5, 3\]"):
         engine.swap.swap_in("a", [[0, 1, 2, 3], [0, 1, 2]])
+    for present in ({5}, {-1, 2}):
+        with pytest.raises(RequestError, match="present; expected numbers under 5"):
+            engine.swap.swap_in("a", tables, present=present)
     assert engine.swap_in("a")
     engine.settle()
     engine.check_empty()
@@ -450,6 +485,44 @@ def test_hybrid_layouts_swap_but_have_no_host_tier():
     with pytest.raises(LayoutError, match="the host tier supports one"):
         OffloadScheduler(OffloadConfig.create(swap_gb=1), HYBRID)
     OffloadScheduler(OffloadConfig.create(swap_gb=1, host_gb=0), HYBRID)
+
+
+def test_hashes_do_not_name_the_blocks_of_a_ring():
+    """All layers have windows: two requests with one prefix hold other tokens by now, in places of the same number."""
+    engine = SwapEngine(layout=WINDOWS_ONLY)
+    for name in "ab":
+        engine.start(name, [*tokens(12), *[50 + ord(name)] * 12])
+    for name in "ab":
+        engine.swap_out(name)
+    assert blocks_out(engine.step()) == [3, 3]
+    with pytest.raises(RequestError, match="expected numbers under 0"):
+        engine.swap.swap_in("b", [[0, 1, 2]], present={0})
+    for name in "ab":
+        engine.swap_in(name)
+    engine.settle()
+    engine.check_empty()
+
+
+def test_memory_that_is_gone_for_good_is_tried_last():
+    """A segment that cannot be allocated again must not swallow one request after the other."""
+    engine = SwapEngine(pool=(10,))
+    engine.failing = lambda job: any(place < 5 for part in job.parts for place in part.host_block_ids)
+    for i in range(4):
+        engine.start(f"r{i}", tokens(18, start=100 * i))
+        engine.swap_out(f"r{i}")
+        engine.settle()
+        if i:
+            engine.swap_in(f"r{i}")
+            engine.settle()
+    assert swap_stats(engine, "num_lost_swaps", "num_swapped_in") == (1, 3)
+    engine.failing = lambda job: False
+    engine.start("x", tokens(18, start=900))
+    engine.start("y", tokens(18, start=1000))
+    engine.swap_out("x")
+    engine.swap_out("y")  # needs the places that were in doubt
+    engine.settle()
+    assert swap_stats(engine, "num_lost_swaps") == (1,)
+    assert engine.swap._pool._doubtful == [set()]
 
 
 def test_direction_of_the_parts():

@@ -68,7 +68,7 @@ def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", co
     assert transfer is not None
     if transfer.kv_role != "kv_both":
         return f'kv_role is "{transfer.kv_role}"; set it to "kv_both": the host tier both saves and loads'
-    if config.swap_enabled:
+    if config.swap_gb != 0:
         return (
             f"swap_gb={config.swap_gb}: vLLM computes preempted requests again and has no way to swap them; leave "
             "TPU_OFFLOAD_SWAP_GB out, and set TPU_OFFLOAD_DECODE_SAVE=1 to have their blocks in the host tier"

@@ -1,28 +1,29 @@
 """Is a swap faster than recompute? Answered from measured rates."""
 
+import statistics
+from collections import deque
 from typing import final
 
 from tpu_offload.config import SwapMode
 from tpu_offload.types import Direction
 
-_MEMORY = 0.9  # weight of all that was measured before, when something new is
+_MEMORY = 9  # measurements of a rate that count
 _SECOND_LOOK = 16  # of so many decisions against swapping, one is made the other way, to measure it again
 
 
 class _Rate:
-    """Units a second; what was measured long ago counts less."""
+    """Units a second: the median of the last measurements, so that one which met a compile or a stall does no harm."""
 
     def __init__(self) -> None:
-        self._amount = self._seconds = 0.0
+        self._rates: deque[float] = deque(maxlen=_MEMORY)
 
     def add(self, amount: float, seconds: float) -> None:
-        self._amount = self._amount * _MEMORY + amount
-        self._seconds = self._seconds * _MEMORY + seconds
+        self._rates.append(amount / seconds)
 
     @property
     def per_s(self) -> float:
         """0 before anything was measured."""
-        return self._amount / self._seconds if self._seconds else 0.0
+        return statistics.median(self._rates) if self._rates else 0.0
 
 
 @final
@@ -43,7 +44,7 @@ class SwapCosts:
 
     def observe_copy(self, direction: Direction, nbytes: int, seconds: float) -> None:
         """A copy of so many bytes out (SAVE) or back (LOAD) took so long; times that were not measured are 0."""
-        if seconds > 0:
+        if seconds > 0 and nbytes > 0:
             self._copies[direction].add(nbytes, seconds)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:

@@ -3,15 +3,16 @@
     victims = choose_victims(...)              when too few blocks are free for all to go on
     swapped = swap.swap_out(victim, ...)       False: recompute it, with the tokens it has generated as prompt
     plan = scheduler.plan_step(...)            carries the copies; the victim's blocks are others' from this step on
-    swap.can_return(victim)                    True once the copies out are reported
-    swap.swap_in(victim, block_ids, ...)       into blocks that the engine has granted
+    swap.swap_in(victim, block_ids, ...)       in a later step, into blocks that the engine has granted
     update = scheduler.apply(report)           update.swapped_in: goes on; update.lost_swaps: recompute
 
 A copy out is dispatched before the forward pass of its step and reads the blocks in program order before
 anything that this step or a later one writes, so they may be granted to others in the same step. A copy
 back is dispatched before the forward pass as well; what the blocks' later owners write comes after it in
-program order, so they may be taken away again at any time. Therefore no swap is ever cancelled, and none
-takes staging blocks: copies in program order need two blocks of HBM, whatever their number.
+program order, so they may be taken away again at any time; and it comes after the copies out, so that a request
+may return before those are reported. It is back when all of them are. Therefore no swap is ever cancelled, nobody
+waits for a report but the request itself, and no staging blocks are taken: copies in program order need two blocks
+of HBM, whatever their number.
 
 Of each block there is one copy. What the host tier has is pinned there instead, until the request is back,
 and full blocks that another swapped-out request shares are in the pool once.
@@ -68,6 +69,8 @@ class RequestSwap:
         self._config = config
         self._layout = layout
         self._index = index
+        # Whether blocks of the first group stay what they are once they are full, so that a hash can name them.
+        self._has_prefix = layout.groups[0].kind is LayerGroupKind.FULL_ATTENTION
         self._namespace = namespace
         self._pool = SwapPool(num_groups=len(layout.groups))
         self._jobs = PlannedSwaps(
@@ -109,21 +112,25 @@ class RequestSwap:
           request_id: a request that is not swapped out.
           block_ids: per layer group, its blocks. Of full attention in token order, at least those that hold computed
             tokens; of a sliding window those that hold anything, in any order that the engine wants back.
-          block_hashes: hashes of its full blocks of the first group, as far as they are known.
+          block_hashes: hashes of its full blocks of the first group, as far as they are known. Blocks of equal hashes
+            are kept once, as in a prefix cache; an engine in which the bits of a block depend on what else was
+            computed in its step, and which minds, gives none.
           num_computed_tokens: leading tokens whose KV the steps dispatched so far compute.
         Returns:
           True if it is swapped out. False if it has to be recomputed: swapping is off, there is no room, nothing
           is computed, or recompute is faster.
         Raises:
-          RequestError: it is swapped out already, or the blocks are too few; nothing was changed.
+          RequestError: it is swapped out already, or a number makes no sense; nothing was changed.
         """
         if request_id in self._swapped:
             raise RequestError(f"request {request_id} is swapped out already; it has no blocks in HBM")
+        if num_computed_tokens < 0:
+            raise RequestError(f"request {request_id} has {num_computed_tokens=}; expected 0 or more")
         kept = self._kept_blocks(request_id, block_ids, num_computed_tokens)
         if not self._config.swap_enabled or num_computed_tokens == 0:
             self._counts.num_recomputed += 1
             return False
-        num_full = min(num_computed_tokens // self._layout.block_size, len(block_hashes))
+        num_full = min(num_computed_tokens // self._layout.block_size, len(block_hashes)) if self._has_prefix else 0
         tier_keys, tier_slots = self._find_in_tier(block_hashes[:num_full])
         num_tier = len(tier_keys) * self._config.blocks_per_chunk
         known = {i: self._pool.find(block_hashes[i]) for i in range(num_tier, num_full)}
@@ -164,14 +171,10 @@ class RequestSwap:
         self._counts.num_thrashed_swaps += request_id in self._returned_at
         return True
 
-    def is_out(self, request_id: str) -> bool:
-        """Whether it is swapped out, or on its way out or back."""
-        return request_id in self._swapped
-
     def can_return(self, request_id: str) -> bool:
-        """Whether `swap_in` may be called: it is swapped out, and every worker has reported its copies."""
+        """Whether `swap_in` may be called: it is swapped out. Its copies out may still be on their way."""
         swapped = self._swapped.get(request_id)
-        return swapped is not None and swapped.where is Where.OUT and not swapped.writers
+        return swapped is not None and swapped.where is Where.OUT
 
     def num_blocks(self, request_id: str) -> tuple[int, ...]:
         """Per layer group, the blocks that a swapped-out request had and needs again.
@@ -191,7 +194,8 @@ class RequestSwap:
         Returns:
           True if it must wait until an update names it; False if nothing is to be copied, and it is back now.
         Raises:
-          RequestError: it cannot return, or the blocks are too few; nothing was changed.
+          RequestError: it cannot return, the blocks are too few, or a number of `present` is none of its full blocks'
+            of full attention; nothing was changed.
         """
         if not self.can_return(request_id):
             raise RequestError(f"request {request_id} cannot be swapped in now; ask can_return first")
@@ -202,6 +206,11 @@ class RequestSwap:
             raise RequestError(
                 f"request {request_id} is swapped in into {[len(group) for group in block_ids]} blocks; expected at "
                 f"least {list(swapped.num_blocks)}, one number a layer group"
+            )
+        if present and not (self._has_prefix and min(present) >= 0 and max(present) < swapped.num_blocks[0]):
+            raise RequestError(
+                f"request {request_id} is swapped in with the blocks {sorted(present)} present; expected numbers under "
+                f"{swapped.num_blocks[0] if self._has_prefix else 0}"
             )
         num_tier = len(swapped.tier_blocks)
         numbers = [i for i in range(swapped.num_blocks[0]) if i not in present]
@@ -218,11 +227,8 @@ class RequestSwap:
         )
         swapped.job = self._jobs.plan(swapped, Direction.LOAD, targets, places, tier=tier)
         self._counts.swap_skipped_blocks += swapped.num_blocks[0] - len(numbers)
-        if swapped.job is None:
-            self._end_return(swapped)
-            return False
         swapped.where = Where.RETURNING
-        return True
+        return not self._end_return(swapped)
 
     def withdraw(self, request_id: str) -> None:
         """Takes the blocks of a request on its way back away again: it is swapped out as before.
@@ -235,7 +241,7 @@ class RequestSwap:
         if request_id in self._lost:
             return
         swapped = self._swapped.get(request_id)
-        if swapped is None or swapped.job is None:
+        if swapped is None or swapped.where is not Where.RETURNING:
             raise RequestError(f"request {request_id} is not on its way back; only then it can be withdrawn")
         self._detach(swapped)
 
@@ -292,6 +298,7 @@ class RequestSwap:
     def lose_blocks(self, group_id: int, first: int, end: int) -> None:
         """Memory of the pool is gone: what was in it is lost, and copies to and from there fail."""
         gone = set(range(first, end))
+        self._pool.doubt(group_id, gone)
         if group_id == 0:
             self._pool.forget(gone)
         for job in self._jobs:
@@ -350,7 +357,8 @@ class RequestSwap:
         self._pool.check_holders(holders)
         for swapped in self._swapped.values():
             assert all(job_id in self._jobs for job_id in swapped.writers), "it waits for a copy that is over"
-            assert (swapped.where is Where.RETURNING) == (swapped.job is not None)
+            returning = swapped.where is Where.RETURNING
+            assert returning == bool(swapped.job or (returning and swapped.writers)), "it waits for nothing"
             assert swapped.job is None or not swapped.job.state.ended
         assert not set(self._lost) & set(self._swapped)
 
@@ -415,12 +423,16 @@ class RequestSwap:
         self._lost.append(swapped.request_id)
         self._counts.num_lost_swaps += 1
 
-    def _end_return(self, swapped: Swapped) -> None:
+    def _end_return(self, swapped: Swapped) -> bool:
+        """Ends a return for which no copy, back or out, is on its way any more. Whether it did."""
+        if swapped.where is not Where.RETURNING or swapped.job is not None or swapped.writers:
+            return False
         del self._swapped[swapped.request_id]
         self._jobs.release(swapped)
         self._returned_at.pop(swapped.request_id, None)
         self._returned_at[swapped.request_id] = self._num_steps
         self._counts.num_swapped_in += 1
+        return True
 
     def _end(self, job: PlannedSwap) -> None:
         """A copy has been reported by every worker."""
@@ -440,21 +452,26 @@ class RequestSwap:
     def _end_out(self, job: PlannedSwap, *, failed: bool) -> None:
         if failed:
             self._pool.forget(job.pool_blocks[0])
+            for group_id, blocks in enumerate(job.pool_blocks):
+                self._pool.doubt(group_id, blocks)
+        else:
+            self._pool.trust(job.pool_blocks)
         for swapped in list(self._swapped.values()):
             if job.job_id in swapped.writers:
                 swapped.writers.remove(job.job_id)
                 if failed:
                     self._lose(swapped)
+                elif self._end_return(swapped):
+                    self._swapped_in.append(swapped.request_id)
 
     def _end_in(self, job: PlannedSwap, *, failed: bool) -> None:
         swapped = self._swapped.get(job.swap.request_id)
         if swapped is None or swapped.job is not job:  # withdrawn, discarded or lost meanwhile
             return
-        swapped.job, swapped.where = None, Where.OUT
+        swapped.job = None
         if failed:
             self._lose(swapped)
-        else:
-            self._end_return(swapped)
+        elif self._end_return(swapped):
             self._swapped_in.append(swapped.request_id)
 
     def _fail_overdue(self, now_s: float) -> None:

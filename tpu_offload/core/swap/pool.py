@@ -6,8 +6,12 @@ land is never given to anybody else.
 
 Blocks full of tokens are known by their hash while they are held: samples of one prompt that shared them in
 HBM share them here, and each is copied once.
+
+Blocks that a copy could not be written to, or whose memory was lost, are handed out last until a copy has been:
+where memory is gone for good, others are tried first.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import final
 
@@ -26,7 +30,8 @@ class SwapPool:
     """
 
     def __init__(self, *, num_groups: int) -> None:
-        self._free: list[list[int]] = [[] for _ in range(num_groups)]  # taken from the end
+        self._free: list[deque[int]] = [deque() for _ in range(num_groups)]  # taken from the end
+        self._doubtful: list[set[int]] = [set() for _ in range(num_groups)]
         self._num_blocks = [0] * num_groups
         self._num_holders: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self._block_of: dict[BlockHash, int] = {}  # of group 0
@@ -37,11 +42,6 @@ class SwapPool:
     def num_blocks(self) -> tuple[int, ...]:
         """Blocks that exist, per group."""
         return tuple(self._num_blocks)
-
-    @property
-    def num_free(self) -> tuple[int, ...]:
-        """Blocks that nobody holds, per group."""
-        return tuple(map(len, self._free))
 
     @property
     def num_held(self) -> int:
@@ -58,7 +58,7 @@ class SwapPool:
         for g, wanted in enumerate(num_blocks):
             if wanted > self._num_blocks[g]:
                 # Low places are handed out first, so that a pool that is never full touches little memory.
-                self._free[g][:0] = range(wanted - 1, self._num_blocks[g] - 1, -1)
+                self._free[g].extendleft(range(self._num_blocks[g], wanted))
                 self._num_blocks[g] = wanted
 
     def allocate(self, num_blocks: Sequence[int]) -> HostBlocks | None:
@@ -85,9 +85,30 @@ class SwapPool:
                 holders[block] -= 1
                 if not holders[block]:
                     del holders[block]
-                    self._free[g].append(block)
+                    self._set_free(g, block)
                     if g == 0:
                         self.forget((block,))
+
+    def doubt(self, group_id: int, blocks: Iterable[int]) -> None:
+        """Copies to these blocks fail, or their memory was lost."""
+        doubted = set(blocks)
+        self._doubtful[group_id] |= doubted
+        if not doubted.isdisjoint(self._free[group_id]):
+            free, self._free[group_id] = self._free[group_id], deque()
+            for block in free:
+                self._set_free(group_id, block)
+
+    def trust(self, blocks: HostBlocks) -> None:
+        """A copy to these blocks has come to its end."""
+        for doubtful, group in zip(self._doubtful, blocks, strict=True):
+            if doubtful:
+                doubtful.difference_update(group)
+
+    def _set_free(self, group_id: int, block: int) -> None:
+        if block in self._doubtful[group_id]:
+            self._free[group_id].appendleft(block)
+        else:
+            self._free[group_id].append(block)
 
     def name(self, block: int, block_hash: BlockHash) -> None:
         """Makes a held block of group 0 findable, unless one of these contents is already."""

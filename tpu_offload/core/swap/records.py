@@ -26,11 +26,12 @@ class Swapped:
     Attributes:
       request_id: the engine's name for it.
       tier_keys: chunks of the host tier that hold its first blocks; pinned.
+      tier_slots: where those are.
       tier_blocks: places of those blocks in the host tier.
       pool_blocks: places of its other blocks in the swap pool, per layer group in the order of its block table; held.
       writers: jobs in flight that its blocks in the pool come from.
       where: out, or on its way back.
-      job: the copy back, while RETURNING.
+      job: the copy back, from its start to its end; while RETURNING without one, it waits for `writers` only.
     """
 
     request_id: str
