@@ -105,3 +105,15 @@ def test_no_step_is_wasted_on_what_ends_with_the_token_in_flight():
     while engine.has_unfinished:
         engine.step()
     assert [len(batch) for batch in num_runs] == [1, 1, 1, 1, 1, 0]
+
+
+def test_a_block_that_a_token_in_flight_completes_is_saved_as_soon_as_it_is_known():
+    """Not only when the next block is complete, which may never be."""
+    config = OffloadConfig.create(num_cpu_chunks=8, num_staging_blocks=8, decode_save=True)
+    engine = Engine(TINY, ASYNC, offload=config)
+    engine.wait_for_host_memory()
+    serve(engine, [make_request("a", random_tokens(0, 4), max_tokens=7)])  # the KV of ten tokens: two blocks
+    for _ in range(5):
+        engine.step()
+    assert engine.offload_stats().saved_blocks == 2
+    engine.close()
