@@ -163,7 +163,7 @@ def test_a_fork_that_comes_too_late_for_the_ring_computes_the_prompt_itself():
     """Its leader has written over what the prompt's last token sees."""
     engine = Engine(WINDOWED, dataclasses.replace(SMALL_ENGINE, max_num_seqs=2, max_num_batched_tokens=4))
     late = make_request("late", PROMPT, max_tokens=60, temperature=1.0, seed=3, n=2)
-    outputs = serve_samples(engine, make_request("first", PROMPT[:5], max_tokens=50), late)
+    outputs = serve_samples(engine, make_request("first", PROMPT[:5], max_tokens=30), late)
     assert [outputs["late", i].tokens for i in range(2)] == [tokens for tokens, _ in alone(WINDOWED, late)]
     assert outputs["late", 1].stats.prompt_tokens.computed == 22
 
@@ -191,3 +191,13 @@ def test_n_is_checked():
     for n in (0, 1.5):
         with pytest.raises(ValueError, match=f"n={n}; expected at least 1"):
             SamplingParams(1, n=n)
+
+
+def test_full_rings_keep_no_blocks_spare():
+    """By default there are as many blocks for windows as `max_num_seqs` rings: so many sequences fit."""
+    engine = Engine(WINDOWED, dataclasses.replace(SMALL_ENGINE, max_num_seqs=3, num_blocks=200))
+    for i in range(3):
+        engine.add_request(make_request(f"r{i}", random_tokens(i, 90), max_tokens=30))
+    for _ in range(12):
+        engine.step()
+    assert engine.stats().num_active == 3

@@ -90,7 +90,7 @@ class KVBlocks:
         return {i: block_id for i, block_id in found.items() if i >= len(own) or own[i] != block_id}
 
     def grant(
-        self, sequence: Sequence, num_tokens: int, *, shared: dict[int, int] | None = None, spare: int = 0
+        self, sequence: Sequence, num_tokens: int, *, shared: dict[int, int] | None = None, active: List[Sequence] = ()
     ) -> bool:
         """Gives a sequence what it is missing for so many tokens, or nothing.
 
@@ -98,14 +98,15 @@ class KVBlocks:
           sequence: who gets them.
           num_tokens: whose KV it must be able to hold.
           shared: for one that has none: blocks that others hold or that are cached, by their number in its table.
-          spare: blocks that must stay free: of full attention, and of windows if it is missing any there.
+          active: for each of these sequences a block must stay free in which it can grow; none where a ring is full.
         """
         shared = shared or {}
         full, window = self.missing(sequence, num_tokens)
         full -= len(shared)
-        if not self._full.can_allocate(full + spare, cached=list(shared.values())):
+        if not self._full.can_allocate(full + len(active), cached=list(shared.values())):
             return False
-        if window and not self._window.can_allocate(window + spare):
+        num_growing = sum(len(other.window_block_ids) < self._ring_blocks for other in active)
+        if window and not self._window.can_allocate(window + num_growing):
             return False
         self._full.share(list(shared.values()))
         new = iter(self._full.allocate(full))
@@ -116,7 +117,7 @@ class KVBlocks:
         sequence.window_block_ids += self._window.allocate(window)
         return True
 
-    def fork(self, sequence: Sequence, leader: Sequence, *, spare: int) -> list[BlockCopy] | None:
+    def fork(self, sequence: Sequence, leader: Sequence, *, active: List[Sequence]) -> list[BlockCopy] | None:
         """Gives another sample of a prompt what it needs for all of the prompt but its last token.
 
         Full blocks are shared. The one that will be written to, and the ring, are its own, and have to be copied.
@@ -124,7 +125,7 @@ class KVBlocks:
         Args:
           sequence: has no blocks, and only the tokens of the prompt.
           leader: has computed the prompt, and still holds its blocks.
-          spare: as in `grant`.
+          active: as in `grant`.
         Returns:
           What to copy; None, and nothing is granted, if there are too few blocks, or the leader's ring has gone on too
           far since.
@@ -134,7 +135,7 @@ class KVBlocks:
         if self._ring_blocks and not self._ring_holds(leader, num_reused):
             return None
         shared = dict(enumerate(leader.block_ids[:num_shared]))
-        if not self.grant(sequence, len(sequence.tokens), shared=shared, spare=spare):
+        if not self.grant(sequence, len(sequence.tokens), shared=shared, active=active):
             return None
         full, window = self.num_blocks(num_reused)
         copies = [(0, leader.block_ids[i], sequence.block_ids[i]) for i in range(num_shared, full)]

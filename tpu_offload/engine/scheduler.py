@@ -293,7 +293,7 @@ class Scheduler:
         # One spare block for each sequence that is here already: admitted without, this one would be
         # preempted as soon as they grow.
         shared = dict(enumerate(cached))
-        if not self._blocks.grant(sequence, len(sequence.tokens), shared=shared, spare=len(self._active)):
+        if not self._blocks.grant(sequence, len(sequence.tokens), shared=shared, active=self._active):
             return False
         sequence.advance(len(cached) * self._config.block_size, source="hbm")
         sequence.num_loading_tokens = self._offload.start_load(sequence) if self._offload else 0
@@ -310,7 +310,7 @@ class Scheduler:
         if computed < len(sequence.tokens) - 1:
             return False
         self._hash(sequence)
-        copies = self._blocks.fork(sequence, leader, spare=len(self._active))
+        copies = self._blocks.fork(sequence, leader, active=self._active)
         if copies is None:
             return False
         self._copies += copies
@@ -327,7 +327,7 @@ class Scheduler:
             return False
         self._hash(sequence)
         present = self._blocks.live(sequence, self._samples(sequence))
-        if not self._blocks.grant(sequence, sequence.num_tokens, shared=present, spare=len(self._active)):
+        if not self._blocks.grant(sequence, sequence.num_tokens, shared=present, active=self._active):
             return False
         if self._offload.swap_in(sequence, present=present):
             sequence.phase = Phase.RETURNING
