@@ -295,9 +295,9 @@ def test_a_closed_worker_has_no_flights():
     assert engine.worker.poll().results == ()
 
 
-def test_auto_is_as_large_as_the_kv_cache():
+def test_auto_is_twice_the_kv_cache():
     engine = Engine(hybrid=True, swap_gb="auto")
-    assert engine.report.num_swap_blocks == NUM_BLOCKS
+    assert engine.report.num_swap_blocks == tuple(2 * num_blocks for num_blocks in NUM_BLOCKS)
 
 
 def test_a_pool_of_less_than_a_block_is_no_pool(caplog):

@@ -119,7 +119,7 @@ class OffloadConfig(pydantic.BaseModel):
     )
     swap_gb: float | Literal["auto"] = Field(
         0.0,
-        description="Pool in host memory for preempted requests, in GB; auto is the size of the KV cache; 0 turns "
+        description="Pool in host memory for preempted requests, in GB; auto is twice the KV cache; 0 turns "
         "request swap off. For engines that swap: vLLM recomputes what it preempts.",
     )
     swap_safety: float = Field(

@@ -118,8 +118,8 @@ def test_a_swap_pool_has_as_many_blocks_as_fit_its_size(caplog):
     assert not caplog.records
 
 
-def test_auto_is_the_size_of_the_kv_cache():
-    assert pool(None, groups=((100, 1000), (7, 300))) == (100, 7)
+def test_auto_is_twice_the_kv_cache():
+    assert pool(None, groups=((100, 1000), (7, 300))) == (200, 14)
 
 
 def test_layer_groups_get_the_same_share_of_their_blocks():

@@ -39,13 +39,18 @@ from tpu_offload.metrics import OffloadStats
 _logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_ROUNDS = 3
-DEFAULT_CONCURRENCY = 64
+DEFAULT_CONCURRENCY = 256
 
-# One wide layer: most of a step goes into its dense matrices, whatever the number of requests, as on an accelerator
-# with a large model. With the default model most of a decode step is attention, of whose tiles of 16 queries a
-# decoding request uses one: a generated token costs as much as nine to fourteen of a prompt (32 and 8 requests of
-# 500 tokens), and recompute next to nothing. In none of its sizes that were tried swap gained more than some percent.
-MODEL = ModelConfig(num_layers=1, d_model=512, num_heads=2, num_kv_heads=1, head_dim=32, d_ff=2048)
+# Admission and steps as in vLLM, which keeps nothing spare for requests that grow, and does not have the device wait
+# for the scheduler; requests are about a thirtieth of their real size, and so are the blocks.
+ENGINE = {"block_size": 4, "max_num_batched_tokens": 512, "num_spare_blocks": 0, "async_scheduling": 1}
+
+# One wide layer: most of a step goes into its dense matrices, as on an accelerator with a large model, and more so
+# with more requests in a step. With the default model most of a decode step is attention, of whose tiles of 16
+# queries a decoding request uses one: a generated token costs as much as nine to fourteen of a prompt, and recompute
+# next to nothing.
+MODEL = ModelConfig(num_layers=1, d_model=1024, num_heads=2, num_kv_heads=1, head_dim=32, d_ff=4096)
+_HBM_PER_PROMPTS = 1.5  # HBM takes in the prompts of all requests in flight, and half as much again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,9 +100,8 @@ def build_comparison(args: argparse.Namespace, offload: OffloadConfig) -> Compar
     needed = blocks_per_request(workload, args.block_size)
     in_flight = min(concurrency, len(workload.conversations))
     num_prompt_tokens = in_flight * sum(workload.prompt_lens) / workload.num_requests
-    num_blocks = args.num_blocks or max(needed, int(num_prompt_tokens / args.block_size))
-    # The engine keeps a block spare for each request that is there when it admits another.
-    enough = in_flight * (needed + 1)
+    num_blocks = args.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / args.block_size))
+    enough = in_flight * (needed + args.num_spare_blocks)
     pressed, control = (
         build_setup(args, offload, workload=workload, model=MODEL, concurrency=concurrency, num_blocks=n)
         for n in (num_blocks, max(num_blocks, enough))

@@ -82,11 +82,14 @@ def add_command(commands: Any) -> None:
         "prompts)",
     )
     engine, model = EngineConfig(), ModelConfig()
-    for flag, default, text in (
-        ("--block-size", engine.block_size, "tokens in a block"),
-        ("--max-num-batched-tokens", engine.max_num_batched_tokens, "tokens computed in a step"),
+    for name, allowed, text in (
+        ("block_size", int_flag(1), "tokens in a block"),
+        ("max_num_batched_tokens", int_flag(1), "tokens computed in a step"),
+        ("num_spare_blocks", int_flag(0), "blocks kept free at admission for each request that runs"),
+        ("async_scheduling", int_flag(0, 1), "1 dispatches a step before the tokens of the last one are read"),
     ):
-        add(flag, type=int_flag(1), default=default, metavar="N", help=f"{text} ({default})")
+        numbers = f"{int(getattr(engine, name))}; with --preempt {preempt.ENGINE[name]}"
+        add(f"--{name.replace('_', '-')}", type=allowed, metavar="N", help=f"{text} ({numbers})")
     for name, text in (
         ("num_layers", "layers"),
         ("d_model", "width"),
@@ -107,6 +110,10 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
         report_lib.check_writable(args.json)
     if args.rounds is not None and not args.preempt:
         raise InputError(f"--rounds {args.rounds} does nothing here: it goes with --preempt")
+    defaults = preempt.ENGINE if args.preempt else dataclasses.asdict(EngineConfig())
+    for name in preempt.ENGINE:
+        if getattr(args, name) is None:
+            setattr(args, name, int(defaults[name]))
     offload = OffloadConfig.from_env()
     check_backend()
     if args.preempt:

@@ -31,7 +31,7 @@ from tpu_offload.metrics import OffloadStats
 from tpu_offload.profile import Profile
 
 DEFAULT_NUM_CHAT_REQUESTS = 160
-DEFAULT_NUM_DECODE_REQUESTS = 64
+DEFAULT_NUM_DECODE_REQUESTS = 256
 DEFAULT_NUM_TURNS = 10
 
 MODEL_FLAGS = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
@@ -91,6 +91,8 @@ def build_setup(
         max_num_seqs=concurrency,
         max_model_len=longest,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        num_spare_blocks=args.num_spare_blocks,
+        async_scheduling=bool(args.async_scheduling),
     )
     check_memory(model, engine)
     layout = _layout(model, engine)
@@ -195,6 +197,7 @@ def serve_once(
         return ServedRun((), 0.0, complete=False), None
     with contextlib.closing(Engine(setup.model, setup.engine, offload=offload, clock=time.perf_counter)) as engine:
         engine.warm_up()
+        engine.wait_for_host_memory()
         run = serve(
             engine,
             setup.workload,

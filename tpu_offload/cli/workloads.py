@@ -138,16 +138,17 @@ def chat_workload(*, num_requests: int, turns: int, seed: int) -> Workload:
 
 
 def decode_workload(*, num_requests: int, seed: int) -> Workload:
-    """Requests that generate more than they are asked, as many conversations of one turn, with nothing in common.
+    """Questions with long answers, as of models that reason aloud: conversations of one turn with nothing in common.
 
-    Every size is drawn from `seed`: prompts of 150 to 250 tokens, answers of three to four times the prompt.
+    Every size is drawn from `seed`: prompts of 20 to 30 tokens, answers of eight to ten times the prompt. That is
+    about a thirtieth of what a service would see, and so should be the blocks.
     """
     rng = np.random.default_rng(seed)
     conversations = []
     for i in range(num_requests):
-        content = tuple(rng.integers(32, 127, size=rng.integers(147, 248)).tolist())
+        content = tuple(rng.integers(32, 127, size=rng.integers(17, 28)).tolist())
         prompt = (*_message("user", content), _ROLES["assistant"])
-        max_tokens = int(len(prompt) * rng.uniform(3, 4))
+        max_tokens = int(len(prompt) * rng.uniform(8, 10))
         conversations.append(Conversation(f"decode-{i}", (Turn(prompt, max_tokens),)))
     return Workload("decode", tuple(conversations))
 

@@ -126,6 +126,8 @@ class EngineConfig:
       max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
       enable_prefix_caching: whether blocks in HBM are found again by their contents. Models with windowed layers do
         without, whatever is said here.
+      num_spare_blocks: blocks that stay free, for each sequence that holds blocks, when another one is admitted or
+        comes back. With 0 as many as possible run at a time, and soon some of them are preempted.
       async_scheduling: whether a step is dispatched before the tokens of the one before are read, so that the
         device does not wait for the host.
     """
@@ -137,11 +139,14 @@ class EngineConfig:
     max_model_len: int = 4096
     max_num_batched_tokens: int = 256
     enable_prefix_caching: bool = True
+    num_spare_blocks: int = 1
     async_scheduling: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "max_num_batched_tokens"):
             _check_positive(name, getattr(self, name))
+        if self.num_spare_blocks < 0:
+            raise ConfigError(f"num_spare_blocks={self.num_spare_blocks}; expected 0 or more")
         if self.num_window_blocks < 0:
             raise ConfigError(
                 f"num_window_blocks={self.num_window_blocks}; expected at least 1, or 0 to size it by max_num_seqs"

@@ -26,6 +26,7 @@ class KVBlocks:
       num_window_blocks: blocks for layers with a window; 0 if there are none.
       ring_blocks: most of those that a sequence needs.
       window_tokens: tokens that a token attends to in those layers, itself included.
+      num_spare_blocks: see `EngineConfig`.
       prefix_caching: whether full blocks are found by their hashes. Off with windows, whatever is said here: a prefix
         is of no use without the rings that go with it.
     """
@@ -38,11 +39,13 @@ class KVBlocks:
         num_window_blocks: int = 0,
         ring_blocks: int = 0,
         window_tokens: int = 0,
+        num_spare_blocks: int = 1,
         prefix_caching: bool = True,
     ) -> None:
         self._block_size = block_size
         self._ring_blocks = ring_blocks
         self._window_tokens = window_tokens
+        self._num_spare_blocks = num_spare_blocks
         self._prefix_caching = prefix_caching and not ring_blocks
         self._full = BlockManager(num_blocks)
         self._window = BlockManager(num_window_blocks)
@@ -98,15 +101,16 @@ class KVBlocks:
           sequence: who gets them.
           num_tokens: whose KV it must be able to hold.
           shared: for one that has none: blocks that others hold or that are cached, by their number in its table.
-          active: for each of these sequences a block must stay free in which it can grow; none where a ring is full.
+          active: sequences for each of which `num_spare_blocks` must stay free to grow into; none where a ring is full.
         """
         shared = shared or {}
         full, window = self.missing(sequence, num_tokens)
         full -= len(shared)
-        if not self._full.can_allocate(full + len(active), cached=list(shared.values())):
+        spare = self._num_spare_blocks * len(active)
+        if not self._full.can_allocate(full + spare, cached=list(shared.values())):
             return False
-        num_growing = sum(len(other.window_block_ids) < self._ring_blocks for other in active)
-        if window and not self._window.can_allocate(window + num_growing):
+        spare = self._num_spare_blocks * sum(len(other.window_block_ids) < self._ring_blocks for other in active)
+        if window and not self._window.can_allocate(window + spare):
             return False
         self._full.share(list(shared.values()))
         new = iter(self._full.allocate(full))

@@ -60,6 +60,7 @@ class Scheduler:
             num_window_blocks=num_window_blocks,
             ring_blocks=ring_blocks,
             window_tokens=window_tokens,
+            num_spare_blocks=config.num_spare_blocks,
             prefix_caching=config.enable_prefix_caching,
         )
         # Both from the oldest to the newest.
@@ -290,8 +291,7 @@ class Scheduler:
         # At least one token is left to compute, whose step samples the next.
         num_reusable = (len(sequence.tokens) - 1) // self._config.block_size
         cached = self._blocks.find_prefix(sequence.block_hashes[:num_reusable])
-        # One spare block for each sequence that is here already: admitted without, this one would be
-        # preempted as soon as they grow.
+        # Without spare blocks for those that are here already, this one would be preempted as soon as they grow.
         shared = dict(enumerate(cached))
         if not self._blocks.grant(sequence, len(sequence.tokens), shared=shared, active=self._active):
             return False

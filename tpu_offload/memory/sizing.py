@@ -65,7 +65,8 @@ def size_swap_pool(
     """Cuts the swap pool into blocks: every layer group gets the same share of the blocks that it has in HBM.
 
     Args:
-      wanted_nbytes: bytes of host memory in this process; None for as many as the KV cache has.
+      wanted_nbytes: bytes of host memory in this process; None for twice as many as the KV cache has, because requests
+        that were admitted in the place of swapped-out ones may have to go as well.
       groups: per layer group, its blocks in HBM and the bytes of host memory that one takes.
       fraction: share of `available` that may be taken; what is wanted beyond that is cut, with a warning.
       available: bytes that RAM, cgroup and host tier leave.
@@ -73,7 +74,7 @@ def size_swap_pool(
       Blocks per layer group; all 0, with a warning, if they come to less than one in any.
     """
     hbm_nbytes = sum(num_blocks * nbytes for num_blocks, nbytes in groups)
-    wanted = hbm_nbytes if wanted_nbytes is None else wanted_nbytes
+    wanted = 2 * hbm_nbytes if wanted_nbytes is None else wanted_nbytes
     nbytes = min(wanted, int(available * fraction))
     if nbytes < wanted:
         _logger.warning(
