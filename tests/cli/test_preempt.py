@@ -187,8 +187,8 @@ def test_nothing_preempted(tmp_path, capsys, chats):
         ("--preempt --turns 2", "--turns 2 does nothing here: it goes with --workload chat"),
         ("--preempt --max-tokens 8", "--max-tokens 8 does nothing here: it goes with --prompts"),
         ("--preempt --workload decode --trace x", "not allowed with"),
-        ("--preempt --num-blocks 3", "--num-blocks 3 holds 48 tokens"),
-        ("--preempt --concurrency 300", "max_num_batched_tokens=256"),
+        ("--preempt --num-blocks 3", "--num-blocks 3 holds 12 tokens"),
+        ("--preempt --concurrency 600", "max_num_batched_tokens=512"),
         ("--preempt --json no-such-folder/r.json", "there is no directory"),
     ],
 )

@@ -90,8 +90,8 @@ def test_decode_sizes_are_as_documented_and_nothing_is_shared():
     assert one.num_requests == len(one.conversations) == 50
     for conversation in one.conversations:
         (turn,) = conversation.turns
-        assert 150 <= len(turn.tokens) <= 250
-        assert 3 * len(turn.tokens) <= turn.max_tokens <= 4 * len(turn.tokens)
+        assert 20 <= len(turn.tokens) <= 30
+        assert 8 * len(turn.tokens) <= turn.max_tokens <= 10 * len(turn.tokens)
         assert max(turn.tokens) < NUM_TOKENS
     num_blocks = sum(-(-conversation.longest_request // 16) for conversation in one.conversations)
     assert one.num_unique_blocks(16) == num_blocks

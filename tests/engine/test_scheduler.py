@@ -150,9 +150,10 @@ def test_recomputed_prompt_tokens_count_again():
     assert new.prompt_tokens.computed == 24
 
 
-def test_the_last_one_standing_is_never_stuck():
+@pytest.mark.parametrize("num_spare_blocks", [0, 1, 3])
+def test_the_last_one_standing_is_never_stuck(num_spare_blocks):
     """Requests that fill HBM alone, several at once: each gets through, by turns."""
-    scheduler = make_scheduler(num_blocks=8)
+    scheduler = make_scheduler(num_blocks=8, num_spare_blocks=num_spare_blocks)
     names = [f"r{i}" for i in range(4)]
     for name in names:
         add(scheduler, name, 12, max_tokens=21)  # 32 tokens of KV: all 8 blocks
@@ -262,3 +263,13 @@ def test_finish_in_any_phase_gives_everything_back(phase):
     assert not scheduler.has("a")
     assert ("finish", "a") in offload.events
     assert "a" not in step(scheduler)
+
+
+@pytest.mark.parametrize(("num_spare_blocks", "num_admitted"), [(0, 4), (1, 3), (2, 2)])
+def test_admission_keeps_spare_blocks_for_those_that_run(num_spare_blocks, num_admitted):
+    scheduler = make_scheduler(
+        num_blocks=12, num_spare_blocks=num_spare_blocks, max_num_batched_tokens=64, max_num_seqs=8
+    )
+    for i in range(5):
+        add(scheduler, f"r{i}", 12, seed=i)  # three blocks each
+    assert len(step(scheduler)) == num_admitted

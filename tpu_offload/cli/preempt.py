@@ -95,7 +95,7 @@ def build_comparison(args: argparse.Namespace, offload: OffloadConfig) -> Compar
       ConfigError: a setting cannot be.
     """
     workload = build_workload(args)
-    concurrency = args.concurrency or DEFAULT_CONCURRENCY
+    concurrency = args.concurrency or min(DEFAULT_CONCURRENCY, args.max_num_batched_tokens)
     offload, notes = _settings(offload)
     needed = blocks_per_request(workload, args.block_size)
     in_flight = min(concurrency, len(workload.conversations))

@@ -17,7 +17,7 @@ from rich.table import Table
 from tpu_offload.cli.serving import Record, ServedRun
 from tpu_offload.errors import InputError
 from tpu_offload.hashing import BlockHasher
-from tpu_offload.metrics import OffloadStats
+from tpu_offload.metrics import SWAP_FIELDS, OffloadStats
 from tpu_offload.types import BlockHash
 
 
@@ -148,6 +148,7 @@ def offload_numbers(stats: OffloadStats) -> dict[str, Any]:
             "num_resident_chunks": stats.num_resident_chunks,
             "num_evicted_chunks": stats.num_evicted_chunks,
         },
+        "swap": {name: value for name, value in stats.as_dict().items() if name in SWAP_FIELDS},
     }
 
 
@@ -286,6 +287,10 @@ def _add_offload_rows(table: Table, offload: Mapping[str, Any]) -> None:
         table.add_row(f"GB/s of {rates['num_blocks']} blocks alone, save + load", "", text, "")
     evicted = f"{offload['host']['num_resident_chunks']}, {offload['host']['num_evicted_chunks']}"
     table.add_row("host chunks resident, evicted", "", evicted, "")
+    swap = offload["swap"]
+    if swap["swap_pool_blocks"]:
+        swapped = f"{swap['num_swapped_out']}, {swap['num_recomputed'] + swap['num_lost_swaps']}"
+        table.add_row("preempted requests swapped out, recomputed", "", swapped, "")
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
