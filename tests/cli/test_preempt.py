@@ -168,8 +168,12 @@ def test_sizes_and_modes_of_the_user_are_kept(tmp_path, monkeypatch, chats):
 
 def test_recompute_forced(tmp_path, monkeypatch, capsys, chats):
     monkeypatch.setenv("TPU_OFFLOAD_SWAP_MODE", "recompute")
+    monkeypatch.setenv("TPU_OFFLOAD_SWAP_GB", "0.001")
     report = report_of(tmp_path, *chats, "--rounds", "1")
-    assert "Both sides are the same: TPU_OFFLOAD_SWAP_MODE=recompute." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Both sides are the same: TPU_OFFLOAD_SWAP_MODE=recompute." in out
+    assert "TPU_OFFLOAD_SWAP_GB=0" not in out
+    assert report["config"]["swap_gb"] == 0.001
     assert report["swap"]["median"]["num_swaps"] == 0
 
 

@@ -121,7 +121,7 @@ def build_comparison(args: argparse.Namespace, offload: OffloadConfig) -> Compar
 def _settings(offload: OffloadConfig) -> tuple[OffloadConfig, tuple[str, ...]]:
     """The settings with swap on, and the host tier off unless it was sized; and what to say about it."""
     notes = []
-    if not offload.swap_enabled:
+    if offload.swap_gb == 0:
         if "swap_gb" in offload.model_fields_set:
             notes.append("TPU_OFFLOAD_SWAP_GB=0 would leave nothing to compare: the swap pool was sized automatically.")
         offload = offload.model_copy(update={"swap_gb": "auto"})

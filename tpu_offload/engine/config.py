@@ -127,7 +127,7 @@ class EngineConfig:
       enable_prefix_caching: whether blocks in HBM are found again by their contents. Models with windowed layers do
         without, whatever is said here.
       num_spare_blocks: blocks that stay free, for each sequence that holds blocks, when another one is admitted or
-        comes back. With 0 as many as possible run at a time, and soon some of them are preempted.
+        comes back; none for a full ring. With 0 as many as possible run at a time, and soon some of them are preempted.
       async_scheduling: whether a step is dispatched before the tokens of the one before are read, so that the
         device does not wait for the host.
     """

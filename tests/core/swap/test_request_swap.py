@@ -5,6 +5,7 @@ import pytest
 from tests.core.fakes import BLOCK_SIZE, tokens
 from tests.core.swap.fakes import FAILED, FINISHED, HYBRID, WINDOWS_ONLY, SwapEngine
 from tpu_offload import HostStore, JobResult, LayoutError, OffloadConfig, OffloadScheduler, RequestError, StepReport
+from tpu_offload.core.swap.pool import SwapPool
 from tpu_offload.types import Direction
 
 PROMPT = tokens(18)  # 5 blocks, the last one with one computed token
@@ -523,6 +524,16 @@ def test_memory_that_is_gone_for_good_is_tried_last():
     engine.settle()
     assert swap_stats(engine, "num_lost_swaps") == (1,)
     assert engine.swap._pool._doubtful == [set()]
+
+
+def test_memory_in_doubt_comes_after_what_is_new():
+    pool = SwapPool(num_groups=1)
+    pool.grow([2])
+    pool.doubt(0, {0, 1})
+    pool.grow([4])
+    assert set(pool.allocate([2])[0]) == {2, 3}
+    assert pool.allocate([2]) is not None
+    assert pool.allocate([1]) is None
 
 
 def test_direction_of_the_parts():

@@ -10,9 +10,9 @@ A copy out is dispatched before the forward pass of its step and reads the block
 anything that this step or a later one writes, so they may be granted to others in the same step. A copy
 back is dispatched before the forward pass as well; what the blocks' later owners write comes after it in
 program order, so they may be taken away again at any time; and it comes after the copies out, so that a request
-may return before those are reported. It is back when all of them are. Therefore no swap is ever cancelled, nobody
-waits for a report but the request itself, and no staging blocks are taken: copies in program order need two blocks
-of HBM, whatever their number.
+may return before those are reported. It is back when all of them are. Therefore no swap is ever cancelled, for a
+report wait only the request itself and those that share its blocks, and no staging blocks are taken: copies in
+program order need two blocks of HBM, whatever their number.
 
 Of each block there is one copy. What the host tier has is pinned there instead, until the request is back,
 and full blocks that another swapped-out request shares are in the pool once.

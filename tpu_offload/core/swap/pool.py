@@ -7,8 +7,8 @@ land is never given to anybody else.
 Blocks full of tokens are known by their hash while they are held: samples of one prompt that shared them in
 HBM share them here, and each is copied once.
 
-Blocks that a copy could not be written to, or whose memory was lost, are handed out last until a copy has been:
-where memory is gone for good, others are tried first.
+Blocks of copies out that did not count, for whatever reason, and blocks whose memory was lost are handed out last
+until a copy to them has counted: where memory is gone for good, others are tried first.
 """
 
 from collections import deque
@@ -60,6 +60,8 @@ class SwapPool:
                 # Low places are handed out first, so that a pool that is never full touches little memory.
                 self._free[g].extendleft(range(self._num_blocks[g], wanted))
                 self._num_blocks[g] = wanted
+                if self._doubtful[g]:
+                    self._sort_free(g)
 
     def allocate(self, num_blocks: Sequence[int]) -> HostBlocks | None:
         """Takes so many free blocks of each group, with one holder each; None, and nothing, if any is short."""
@@ -90,19 +92,22 @@ class SwapPool:
                         self.forget((block,))
 
     def doubt(self, group_id: int, blocks: Iterable[int]) -> None:
-        """Copies to these blocks fail, or their memory was lost."""
+        """A copy to these blocks did not count, or their memory was lost."""
         doubted = set(blocks)
         self._doubtful[group_id] |= doubted
         if not doubted.isdisjoint(self._free[group_id]):
-            free, self._free[group_id] = self._free[group_id], deque()
-            for block in free:
-                self._set_free(group_id, block)
+            self._sort_free(group_id)
 
     def trust(self, blocks: HostBlocks) -> None:
         """A copy to these blocks has come to its end."""
         for doubtful, group in zip(self._doubtful, blocks, strict=True):
             if doubtful:
                 doubtful.difference_update(group)
+
+    def _sort_free(self, group_id: int) -> None:
+        free, self._free[group_id] = self._free[group_id], deque()
+        for block in free:
+            self._set_free(group_id, block)
 
     def _set_free(self, group_id: int, block: int) -> None:
         if block in self._doubtful[group_id]:
