@@ -1,5 +1,12 @@
 """What tests of the commands share."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 import tpu_offload.cli.transfer_rates as transfer_rates
@@ -14,3 +21,28 @@ TINY_BENCH = (
 def small_buffers(monkeypatch):
     """Lets caches, host pools and the limit's buffers be as small as the jobs."""
     monkeypatch.setattr(transfer_rates, "_WALK_NBYTES", 1)
+
+
+def interrupted_replay(path, *flags, during):
+    """Stops `replay` by Ctrl-C while it serves the run `during`; returns the report that it has written to `path`."""
+    command = [sys.executable, "-m", "tpu_offload.cli.main", "replay", *flags, "--json", str(path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            lines = iter(process.stderr.readline, "")
+            assert any(line.startswith(f"{during}: ") for line in lines), "no progress line before the end"
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "Interrupted" in out
+    assert "identical" not in out
+    report = json.loads(path.read_text())
+    assert report["interrupted"] is True
+    assert report["outputs_identical"] is None
+    return report

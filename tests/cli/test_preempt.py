@@ -3,13 +3,10 @@
 import dataclasses
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
+from tests.cli.conftest import interrupted_replay
 from tpu_offload.cli import preempt, preempt_report, replay_setup
 from tpu_offload.cli.main import main
 from tpu_offload.cli.serving import Record, ServedRun
@@ -208,32 +205,9 @@ def test_wrong_flag(capsys, tmp_path, monkeypatch, flags, expected):
 
 
 def test_interrupt_reports_what_is_finished(tmp_path):
-    path = tmp_path / "r.json"
-    command = [sys.executable, "-m", "tpu_offload.cli.main", "replay", "--preempt", *TINY, "--requests", "400"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        [*command, "--concurrency", "4", "--json", str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        try:
-            lines = iter(process.stderr.readline, "")
-            assert any(line.startswith("reference: ") for line in lines), "no progress line before the end"
-            time.sleep(0.5)
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert "Interrupted" in out
-    assert "identical" not in out
-    report = json.loads(path.read_text())
-    assert report["interrupted"] is True
+    flags = "--preempt", *TINY, "--requests", "400", "--concurrency", "4"
+    report = interrupted_replay(tmp_path / "r.json", *flags, during="reference")
     assert report["num_reference_requests"] > 0
-    assert report["outputs_identical"] is None
     assert report["swap"] == {"rounds": [], "median": {}, "tokens_per_s_range": None}
 
 

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.cli.conftest import interrupted_replay
 from tpu_offload.cli import replay_setup
 from tpu_offload.cli.main import main
 
@@ -241,29 +240,9 @@ def test_help_names_every_flag(capsys):
 
 
 def test_interrupt_reports_what_is_finished(tmp_path):
-    path = tmp_path / "r.json"
-    command = [sys.executable, "-m", "tpu_offload.cli.main", "replay", *TINY, "--requests", "2000", "--turns", "50"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        [*command, "--json", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            lines = iter(process.stderr.readline, "")
-            assert any(line.startswith("baseline: ") for line in lines), "no progress line before the end"
-            time.sleep(0.5)
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert "Interrupted" in out
-    assert "identical" not in out
-    report = json.loads(path.read_text())
-    assert report["interrupted"] is True
+    report = interrupted_replay(tmp_path / "r.json", *TINY, "--requests", "2000", "--turns", "50", during="baseline")
     assert report["baseline"]["num_requests"] > 0
     assert report["offload"]["num_requests"] == 0
-    assert report["outputs_identical"] is None
 
 
 @pytest.mark.parametrize(("redirect", "status"), [("| true", 141), (">&-", 0), ("2>&-", 0)])

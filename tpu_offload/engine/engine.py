@@ -61,12 +61,11 @@ class Engine:
         self._vocab_size = model_config.vocab_size
         self._clock = clock
         self._runner = ModelRunner(model_config, engine_config)
-        windows = [model_config.window_of(i) for i in range(model_config.num_layers)]
         layout = KVLayout.from_caches(
             self._runner.kv_caches,
             block_size=engine_config.block_size,
             model=model_config.name,
-            windows=windows if any(windows) else (),
+            windows=[model_config.window_of(i) for i in range(model_config.num_layers)],
         )
         self._offload: Offloading | None = None
         if offload is not None and (offload.enabled or offload.swap_gb != 0):

@@ -309,8 +309,8 @@ class OffloadWorker:
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that copies take on each device, beside the caches.
 
-        Direct copies and swaps take two blocks each, whatever their number; staged ones the staging buffer and a
-        block. The tests hold the TPU compiler to this.
+        Direct copies take two blocks, whatever their number; staged ones the staging buffer and a block; swaps two
+        blocks of the largest layer group, or a quarter MiB. The tests hold the TPU compiler to this.
         """
         nbytes = self._swap.hbm_nbytes if self._swap else 0
         if self._copiers:
@@ -612,12 +612,8 @@ class OffloadWorker:
 
 
 def _check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
-    found = KVLayout.from_caches(
-        kv_caches,
-        block_size=layout.block_size,
-        model=layout.model,
-        windows=layout.windows if any(layout.windows) else (),
-    )
+    windows = layout.windows if len(layout.windows) == len(kv_caches) else ()  # else they differ in any case
+    found = KVLayout.from_caches(kv_caches, block_size=layout.block_size, model=layout.model, windows=windows)
     if found != layout:
         raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")
 

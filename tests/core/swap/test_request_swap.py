@@ -73,7 +73,6 @@ def test_what_is_not_swapped_is_recomputed_and_counted(settings, num_computed, c
 
 
 def test_an_exact_fit_fits():
-    assert SwapEngine(pool=(4,)).start("a", PROMPT) is not None
     engine = SwapEngine(pool=(5,))
     engine.start("a", PROMPT)
     engine.start("b", tokens(5, start=100))
