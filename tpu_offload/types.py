@@ -23,18 +23,19 @@ class Direction(enum.Enum):
 
 
 class JobState(enum.Enum):
-    """Where a job is. The three last are ends; a job has exactly one of them."""
+    """Where a job is. The four last are ends; a job has exactly one of them."""
 
     PLANNED = "planned"  # accepted by the scheduler, not yet in a plan
     SENT = "sent"  # in a plan that went to the workers
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"  # some worker has not reported it in time; only the scheduler says so
 
     @property
     def ended(self) -> bool:
-        """Whether this is one of the three ends."""
-        return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
+        """Whether this is one of the ends."""
+        return self not in (JobState.PLANNED, JobState.SENT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,6 +165,8 @@ class JobResult:
       job_id: the job.
       state: FINISHED, FAILED or CANCELLED.
       error: what went wrong, in one line; empty unless FAILED.
+      failed_blocks: for a transfer job that FAILED, positions in its `block_ids` of the blocks that were not copied,
+        ascending; empty stands for all of them.
       duration_s: seconds from dispatch to the poll that saw the end.
       copy_s: seconds that the copy itself took, where the worker has measured it (some swaps), else 0.
     """
@@ -173,6 +176,7 @@ class JobResult:
     error: str = ""
     duration_s: float = 0.0
     copy_s: float = 0.0
+    failed_blocks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,6 +191,10 @@ class StepReport:
       num_swap_blocks: per layer group, blocks of the swap pool that are usable by now; they only grow. Empty
         without request swap.
       lost_swap_blocks: ranges (group_id, first, end) of those whose bytes are gone since the last report.
+      oldest_job_id: no job with a smaller id is in flight on this worker, nor will be: each that it was ever sent
+        has been reported, here or earlier. A job under it whose result never came is known to be over.
+      incarnation: which life of the worker this is; a later one has a larger number. A worker that was started
+        anew has an empty host pool, and no job of an earlier life.
     """
 
     worker_id: int
@@ -195,3 +203,5 @@ class StepReport:
     lost_slots: tuple[tuple[int, int], ...] = ()
     num_swap_blocks: tuple[int, ...] = ()
     lost_swap_blocks: tuple[tuple[int, int, int], ...] = ()
+    oldest_job_id: int = 0
+    incarnation: int = 0
