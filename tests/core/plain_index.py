@@ -1,4 +1,4 @@
-"""What ChunkIndex and its policy should do, as plainly as it can be said: dicts, lists, and a walk for every question."""
+"""What ChunkIndex and its policy should do, as plainly as it can be said: dicts, lists, a walk for each question."""
 
 import dataclasses
 
@@ -60,10 +60,7 @@ class PlainIndex:
         return [
             key
             for key in chunks
-            if self.state(key) is READY
-            and key not in covered
-            and key not in protected
-            and self.is_leaf(key, chunks)
+            if self.state(key) is READY and key not in covered and key not in protected and self.is_leaf(key, chunks)
         ]
 
     def num_that_may_go(self, protected) -> int:

@@ -17,7 +17,7 @@ from tests.core.policies.test_conformance import POLICIES
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
 
-SETTINGS = settings(max_examples=100, stateful_step_count=50, derandomize=True, deadline=None)
+SETTINGS = settings(max_examples=400, stateful_step_count=60, derandomize=True, deadline=None)
 MAX_SLOTS = 9
 
 
@@ -31,6 +31,9 @@ KEYS = sorted({key for prefix in PREFIXES for key in prefix})
 
 prefixes = st.sampled_from(PREFIXES)
 slots = st.integers(0, MAX_SLOTS)
+many_slots = st.sampled_from([6, 7, 8, MAX_SLOTS, 5, 4, 3, 2, 1, 0])
+
+faulty = precondition(lambda self: self.faulty)
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -38,14 +41,17 @@ class IndexMachine(RuleBasedStateMachine):
 
     policy: type[EvictionPolicy]
 
-    @initialize(num_slots=slots)
-    def begin(self, num_slots):
+    @initialize(num_slots=many_slots, served=st.lists(prefixes, min_size=2, max_size=4), faulty=st.booleans())
+    def begin(self, num_slots, served, faulty):
         self.index = ChunkIndex(self.policy(), record=True)
         self.plain = PlainIndex(PREFIXES)
         self.saves: list[tuple[list[bytes], list[int]]] = []
         self.doomed: set[int] = set()  # slots that a save in flight may not fill any more
         self.found: set[bytes] = set()  # by the changes that the index has told
+        self.faulty = faulty
         self.grow(num_slots)
+        for prefix in served:
+            self.serve(prefix, len(prefix))
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """Chunks that the last call added to the lookups, and those that it took from them, in order."""
@@ -57,11 +63,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     # Slots.
 
-    @rule(num_slots=slots)
+    @precondition(lambda self: self.plain.num_slots < MAX_SLOTS)
+    @rule(num_slots=many_slots)
     def grow(self, num_slots):
         self.index.grow(num_slots)
         self.plain.grow(num_slots)
 
+    @faulty
     @rule(first=slots, num=st.integers(1, MAX_SLOTS))
     def lose_slots(self, first, num):
         self.lose(first, first + num)
@@ -74,6 +82,7 @@ class IndexMachine(RuleBasedStateMachine):
         plain.drop(lost)
         self.doomed.update(slot for _, slots in self.saves for slot in slots if first <= slot < end)
 
+    @faulty
     @rule(num_slots=slots)
     def a_worker_starts_anew(self, num_slots):
         self.lose(num_slots, MAX_SLOTS)
@@ -90,6 +99,14 @@ class IndexMachine(RuleBasedStateMachine):
             self.plain.give_back(slot)
 
     # Saves.
+
+    @rule(prefix=prefixes, num=st.integers(1, 5))
+    def serve(self, prefix, num):
+        """A request from its match to the end of its save, or of the last one that is in flight."""
+        self.match(prefix, 0, use=True, pin=False, num=num)
+        self.save(prefix, 0, num, num, own=True, others=set())
+        if self.saves:
+            self.end_save(-1, [True] * 5)
 
     @rule(
         prefix=prefixes, first=st.integers(0, 4), num=st.integers(1, 5), room=st.integers(1, 5),
@@ -135,12 +152,21 @@ class IndexMachine(RuleBasedStateMachine):
         """What a policy that has an order adds."""
 
     @precondition(lambda self: self.saves)
-    @rule(data=st.data(), quarantine=st.booleans())
-    def a_save_ends(self, data, quarantine):
-        """Whole or in part; what was copied of it is published first."""
-        keys, slots = self.saves.pop(data.draw(st.integers(0, len(self.saves) - 1)))
-        copied = data.draw(st.lists(st.booleans(), min_size=len(keys), max_size=len(keys)) | st.just([True] * len(keys)))
-        copied = [ok and slot not in self.doomed for ok, slot in zip(copied, slots, strict=True)]
+    @rule(
+        number=st.integers(0, 3),
+        copied=st.lists(st.booleans(), min_size=5),
+        good=st.booleans(),
+        quarantine=st.booleans(),
+    )
+    def a_save_ends(self, number, copied, good, quarantine):
+        """Whole or in part."""
+        good = good or not self.faulty
+        self.end_save(number % len(self.saves), [True] * 5 if good else copied, quarantine=quarantine)
+
+    def end_save(self, number, copied, *, quarantine=False):
+        """What was copied is published; after that the rest goes."""
+        keys, slots = self.saves.pop(number)
+        copied = [ok and slot not in self.doomed for ok, slot in zip(copied, slots, strict=False)]
         self.doomed.difference_update(slots)
         for success in (True, False):
             part = [i for i, ok in enumerate(copied) if ok is success]
@@ -161,9 +187,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     # Lookups.
 
-    @rule(
-        prefix=prefixes, first=st.integers(0, 4), use=st.booleans(), pin=st.booleans(), num=st.integers(1, 5)
-    )
+    @rule(prefix=prefixes, num=st.integers(1, 5))
+    def pin_a_prefix(self, prefix, num):
+        self.match(prefix, 0, use=True, pin=True, num=num)
+
+    @rule(prefix=prefixes, first=st.integers(0, 4), use=st.booleans(), pin=st.booleans(), num=st.integers(1, 5))
     def match(self, prefix, first, use, pin, num):
         plain, found = self.plain, []
         for key in prefix[first:]:
@@ -206,6 +234,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     # Losses.
 
+    @faulty
+    @rule(number=st.integers(0, 10))
+    def drop_one(self, number):
+        if ready := self.plain.keys(READY):
+            self.drop([ready[number % len(ready)]])
+
+    @faulty
     @rule(keys=st.lists(st.sampled_from([*KEYS, b"unknown"]), unique=True))
     def drop(self, keys):
         ready = [key for key in keys if self.plain.state(key) is READY]
@@ -213,6 +248,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.changes() == ([], ready)
         self.plain.drop(ready)
 
+    @faulty
     @rule()
     def clear(self):
         self.index.clear()
