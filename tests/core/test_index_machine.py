@@ -17,7 +17,7 @@ from tests.core.policies.test_conformance import POLICIES
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
 
-SETTINGS = settings(max_examples=400, stateful_step_count=60, derandomize=True, deadline=None)
+SETTINGS = settings(max_examples=500, stateful_step_count=60, derandomize=True, deadline=None)
 MAX_SLOTS = 9
 
 
@@ -83,11 +83,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.doomed.update(slot for _, slots in self.saves for slot in slots if first <= slot < end)
 
     @faulty
-    @rule(num_slots=slots)
-    def a_worker_starts_anew(self, num_slots):
+    @rule(num_slots=slots, num_at_once=slots)
+    def a_worker_starts_anew(self, num_slots, num_at_once):
         self.lose(num_slots, MAX_SLOTS)
         self.index.limit(num_slots)
         self.plain.limit(num_slots)
+        self.agrees_with_the_model()
+        self.grow(num_at_once)
 
     @precondition(lambda self: self.plain.quarantined)
     @rule(data=st.data())
@@ -239,6 +241,15 @@ class IndexMachine(RuleBasedStateMachine):
     def drop_one(self, number):
         if ready := self.plain.keys(READY):
             self.drop([ready[number % len(ready)]])
+
+    @faulty
+    @rule(prefix=prefixes, place=st.integers(0, 2), pin=st.booleans(), fill=st.booleans())
+    def lose_one_that_others_hang_on(self, prefix, place, pin, fill):
+        """A request may have it in HBM and load those, while another saves it again."""
+        self.drop([prefix[place]])
+        self.match(prefix, place + 1, use=True, pin=pin, num=5)
+        if fill:
+            self.save(prefix, place, 1, 1, own=True, others=set())
 
     @faulty
     @rule(keys=st.lists(st.sampled_from([*KEYS, b"unknown"]), unique=True))
