@@ -211,7 +211,8 @@ class Transfers:
         if job.direction is Direction.SAVE:
             self._end_save(job, bad)
         else:
-            self.lose(self._index.drop(too_often))
+            # A failure may pass, so a chunk is tried once more. What is late may cost the next request as long again.
+            self.lose(self._index.drop(job.keys if job.state is JobState.TIMED_OUT else too_often))
             if not job.detached:
                 self._tell_of(job)
 
