@@ -6,6 +6,7 @@ for, so that a wrong byte is seen; what depends on the order of real copies runs
 
 import itertools
 
+import jax
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker, tokens
@@ -350,3 +351,54 @@ def test_12_a_failed_load_ends_in_recompute_for_that_request_only_and_is_not_tri
     assert num_loads <= 2
     assert engine.serve("well", healthy) == 11
     assert_nothing_is_held(engine)
+
+
+def test_13_a_damaged_stored_chunk_is_detected_removed_and_a_miss() -> None:
+    """The host tier only: a segment of its memory is lost, and what was there must not be taken for KV.
+
+    Chunks in files or on a server, whose bytes are checked when they are read, have no tier to be in yet.
+    """
+    engine = make_engine()
+    (worker,) = engine.workers
+    engine.serve("a", tokens(16))
+    worker.lose(1, 2, blocks_per_chunk=1)
+    engine.apply(worker, [])
+    assert num_found(engine, tokens(16)) == 4
+    assert engine.scheduler.stats().num_resident_chunks == 3
+    assert engine.serve("b", tokens(17)) == 4, "a miss from there on; the bytes were compared"
+    assert engine.serve("c", tokens(17)) == 16, "it was saved again"
+
+
+def test_13_a_copy_that_did_less_than_asked_is_detected_and_its_memory_given_up() -> None:
+    engine = WorkerEngine()
+    real = engine.saver._save
+    engine.saver._save = lambda *args: (real(*args)[0], jax.numpy.int32(1))  # the program says that it copied one block
+    engine.step(saves=[engine.save([0, 1], [0, 1])])
+    report = engine.worker.poll(wait=True)
+    assert [result.state for result in report.results] == [JobState.FAILED]
+    assert "copied 1 of 2 blocks" in report.results[0].error
+    assert report.lost_slots == ((0, 4),), "all chunks of that segment"
+
+
+def test_13_a_transient_error_leaves_the_chunk_and_a_second_one_removes_it() -> None:
+    engine = make_engine()
+    engine.serve("a", tokens(12))
+    for num_left in (12, 0):
+        engine.add("b", tokens(13))
+        engine.step()
+        assert deliver(engine, fail=True).failed_loads == (FailedLoad("b", 0),)
+        engine.remove("b")
+        assert num_found(engine, tokens(12)) == num_left
+    assert engine.scheduler.stats().num_resident_chunks == 0
+    assert_nothing_is_held(engine)
+
+
+def test_13_a_transient_error_that_passes_costs_one_miss() -> None:
+    engine = make_engine()
+    engine.serve("a", tokens(12))
+    engine.add("b", tokens(13))
+    engine.step()
+    deliver(engine, fail=True)
+    engine.remove("b")
+    for name in "cde":
+        assert engine.serve(name, tokens(13)) == 12

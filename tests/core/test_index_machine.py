@@ -17,7 +17,7 @@ from tests.core.policies.test_conformance import POLICIES
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
 
-SETTINGS = settings(max_examples=500, stateful_step_count=60, derandomize=True, deadline=None)
+SETTINGS = settings(max_examples=300, stateful_step_count=60, derandomize=True, deadline=None)
 MAX_SLOTS = 9
 
 
@@ -227,6 +227,15 @@ class IndexMachine(RuleBasedStateMachine):
         pins[number] = keys
         self.plain.sweep()
 
+    @rule(prefix=prefixes, others=st.lists(st.tuples(prefixes, st.integers(1, 5)), max_size=3), num=st.integers(1, 5))
+    def a_chunk_that_could_not_go_grows_old(self, prefix, others, num):
+        """Others are used meanwhile, heads of its own prefix too, and a save looks at all that may go."""
+        self.match(prefix, 0, use=True, pin=True, num=5)
+        for other, num_used in others:
+            self.touch(other, num_used)
+        for other in PREFIXES:
+            self.save(other, 0, num, 5, own=True, others=set())
+
     @precondition(lambda self: self.plain.pins)
     @rule(data=st.data())
     def unpin(self, data):
@@ -243,13 +252,14 @@ class IndexMachine(RuleBasedStateMachine):
             self.drop([ready[number % len(ready)]])
 
     @faulty
-    @rule(prefix=prefixes, place=st.integers(0, 2), pin=st.booleans(), fill=st.booleans())
-    def lose_one_that_others_hang_on(self, prefix, place, pin, fill):
-        """A request may have it in HBM and load those, while another saves it again."""
+    @rule(prefix=prefixes, place=st.integers(0, 2), pin=st.booleans(), fill=st.booleans(), num_lost=st.integers(0, 2))
+    def lose_one_that_others_hang_on(self, prefix, place, pin, fill, num_lost):
+        """A request may have it in HBM and load those, while another saves it again, and more before it is lost."""
         self.drop([prefix[place]])
         self.match(prefix, place + 1, use=True, pin=pin, num=5)
         if fill:
             self.save(prefix, place, 1, 1, own=True, others=set())
+            self.drop(prefix[: min(place, num_lost)])
 
     @faulty
     @rule(keys=st.lists(st.sampled_from([*KEYS, b"unknown"]), unique=True))
