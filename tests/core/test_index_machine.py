@@ -227,14 +227,24 @@ class IndexMachine(RuleBasedStateMachine):
         pins[number] = keys
         self.plain.sweep()
 
-    @rule(prefix=prefixes, others=st.lists(st.tuples(prefixes, st.integers(1, 5)), max_size=3), num=st.integers(1, 5))
-    def a_chunk_that_could_not_go_grows_old(self, prefix, others, num):
-        """Others are used meanwhile, heads of its own prefix too, and a save looks at all that may go."""
-        self.match(prefix, 0, use=True, pin=True, num=5)
-        for other, num_used in others:
-            self.touch(other, num_used)
-        for other in PREFIXES:
-            self.save(other, 0, num, 5, own=True, others=set())
+    @rule(
+        uses=st.lists(st.tuples(prefixes, st.integers(1, 5), st.booleans()), min_size=2, max_size=6),
+        wanted=st.permutations(PREFIXES), room=st.integers(1, 3),
+    )  # fmt: skip
+    def what_could_not_go_grows_old(self, uses, wanted, room):
+        """Saves pass over what is pinned, and once more when it is not; nobody has used anything in between."""
+        pins = self.plain.pins
+        num_pins = len(pins)
+        for prefix, num, pin in uses:
+            self.touch(prefix, num)
+            self.match(prefix, 0, use=False, pin=pin, num=num)
+        for prefix in wanted[:2]:
+            self.save(prefix, 0, 5, room, own=True, others=set())
+        while len(pins) > num_pins:
+            self.index.unpin(pins.pop())
+            self.plain.sweep()
+        for prefix in wanted[2:]:
+            self.save(prefix, 0, 5, 1, own=True, others=set())
 
     @precondition(lambda self: self.plain.pins)
     @rule(data=st.data())
@@ -252,14 +262,19 @@ class IndexMachine(RuleBasedStateMachine):
             self.drop([ready[number % len(ready)]])
 
     @faulty
-    @rule(prefix=prefixes, place=st.integers(0, 2), pin=st.booleans(), fill=st.booleans(), num_lost=st.integers(0, 2))
-    def lose_one_that_others_hang_on(self, prefix, place, pin, fill, num_lost):
+    @rule(
+        prefix=prefixes, place=st.integers(0, 2), num_lost=st.integers(0, 2),
+        pin=st.booleans(), fill=st.booleans(), fails=st.booleans(),
+    )  # fmt: skip
+    def lose_one_that_others_hang_on(self, prefix, place, num_lost, pin, fill, fails):
         """A request may have it in HBM and load those, while another saves it again, and more before it is lost."""
         self.drop([prefix[place]])
         self.match(prefix, place + 1, use=True, pin=pin, num=5)
         if fill:
             self.save(prefix, place, 1, 1, own=True, others=set())
             self.drop(prefix[: min(place, num_lost)])
+            if fails and self.saves:
+                self.end_save(-1, [False] * 5)
 
     @faulty
     @rule(keys=st.lists(st.sampled_from([*KEYS, b"unknown"]), unique=True))
