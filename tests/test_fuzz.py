@@ -1,6 +1,7 @@
 """Over 100,000 inputs that no engine, no operator and no other process should send: nothing breaks, nothing changes."""
 
 import dataclasses
+import functools
 import math
 import random
 
@@ -11,7 +12,6 @@ from tests.core.swap.fakes import SwapEngine
 from tests.worker_engine import Engine as WorkerEngine
 from tpu_offload import (
     BlockHasher,
-    ConfigError,
     HostStore,
     JobResult,
     JobState,
@@ -30,8 +30,8 @@ from tpu_offload.types import Direction
 HUGE = 10**30
 JUNK = [
     None, True, False, -1, -HUGE, HUGE, 2**63, 1.5, -0.0, math.nan, math.inf, "", "a", "\ud800", "7", b"", b"\xff" * 16,
-    (), [], {}, set(), (None,), (1, "x"), [[1]], ((0,),), ((3, 1),), ((0, 1, 2, 3),), ((-1, 4),), ((0, HUGE),), (math.nan,),
-    ("0", "4"), object(), int, lambda: 0, JobState.SENT, JobState.TIMED_OUT, StepPlan, range(3), bytearray(b"x" * 24), 1j,
+    (), [], {}, set(), (None,), (1, "x"), [[1]], ((0,),), ((3, 1),), ((0, 1, 2, 3),), ((-1, 4),), ((0, HUGE),), range(3),
+    (math.nan,), ("0", "4"), object(), int, lambda: 0, JobState.SENT, JobState.TIMED_OUT, StepPlan, bytearray(b"x"), 1j,
 ]  # fmt: skip
 
 
@@ -65,6 +65,16 @@ def state(scheduler) -> tuple:
         (name, request.promise, request.load, len(request.keys)) for name, request in scheduler._requests.items()
     ]
     return tuple(stats.values()), jobs, promises, dict(scheduler._index._slots), dict(scheduler._index._pins)
+
+
+def refusal(call) -> str:
+    """The line with which the library refuses a call; empty if it does not. Anything else that is raised is a bug."""
+    try:
+        call()
+    except OffloadError as e:
+        (line,) = str(e).splitlines()
+        return line
+    return ""
 
 
 def busy_engine() -> FakeEngine:
@@ -156,12 +166,10 @@ def test_thirty_thousand_calls_that_make_no_sense_raise_one_clear_line_and_chang
     num_errors = 0
     for i in range(1500):
         before = state(scheduler)
-        try:
-            call_with_junk(rng, scheduler, out.hashes * 3)
-        except OffloadError as e:
+        error = refusal(functools.partial(call_with_junk, rng, scheduler, out.hashes * 3))
+        if error:
             num_errors += 1
-            assert len(str(e).splitlines()) == 1
-            assert state(scheduler) == before, e
+            assert state(scheduler) == before, error
         if i % 20 == 0:
             scheduler.check_invariants()
             for name in ("loading", "promised", "saving", "new"):
@@ -220,13 +228,13 @@ def test_five_thousand_environments_are_a_config_or_one_clear_line(quiet):
     num_errors = 0
     for _ in range(5000):
         environ = {rng.choice([*names, "TPU_OFFLOAD_", "TPU_OFFLOAD_NOPE"]): rng.choice(texts) for _ in range(3)}
-        try:
+
+        def read(environ=environ):
             config = OffloadConfig.from_env(environ)
             config.staging_blocks(LAYOUT)
             config.host_chunks(LAYOUT)
-        except ConfigError as e:
-            num_errors += 1
-            assert len(str(e).splitlines()) == 1
+
+        num_errors += bool(refusal(read))
     assert 1000 < num_errors < 5000
 
 
@@ -240,16 +248,10 @@ def test_five_thousand_token_lists_are_hashed_or_refused_whole():
         if bad:
             ids[rng.randrange(12)] = rng.choice([-1, 2**63, HUGE, 1.5, math.nan, None, "7", b"7", [1], {}])
         hashes: list[bytes] = []
-        try:
-            hasher.extend(hashes, ids, cache_salt=rng.choice(["", "tenant"]))
-        except RequestError as e:
-            num_errors += 1
-            assert bad
-            assert hashes == []
-            assert len(str(e).splitlines()) == 1
-        else:
-            assert not bad, ids
-            assert len(hashes) == 3
+        error = refusal(functools.partial(hasher.extend, hashes, ids, cache_salt=rng.choice(["", "tenant"])))
+        num_errors += bool(error)
+        assert bool(error) == bad, ids
+        assert len(hashes) == (0 if bad else 3)
     assert num_errors > 3000
     with pytest.raises(RequestError, match="expected valid text"):
         hasher.extend([], [1] * 4, cache_salt="\ud800")

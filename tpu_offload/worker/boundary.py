@@ -39,7 +39,7 @@ def sound_plan(plan: Any, *, last: int) -> StepPlan:
 
 
 def transfer_error(job: TransferJob, direction: Direction) -> str:
-    """Why a job is none of this direction that makes sense, in one line; empty when it is. Ranges are for the caller."""
+    """Why this is no job in this direction, in one line; empty when it is. Whether it is in range is for the caller."""
     if job.direction is not direction or type(job.group_id) is not int or type(job.request_id) is not str:
         return f"direction, group and request are {(job.direction, job.group_id, job.request_id)!r:.100}"
     error = _ids_error(job.block_ids, job.host_block_ids)
