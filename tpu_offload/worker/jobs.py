@@ -48,6 +48,10 @@ class WorkerJobs:
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._jobs
 
+    def knows(self, job_id: int) -> bool:
+        """Whether a job is in flight, or ended since `take_results`."""
+        return job_id in self._jobs or any(result.job_id == job_id for result in self._results)
+
     @property
     def has_results(self) -> bool:
         """Whether any job ended since `take_results`."""
