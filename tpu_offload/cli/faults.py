@@ -41,18 +41,18 @@ RATES: Mapping[Fault, float] = {
     Fault.SAVE_RAISES: 0.01,
     Fault.LOAD_RAISES: 0.02,
     Fault.SEGMENT_LOST: 0.002,
-    Fault.CACHES_LOST: 0.005,
+    Fault.CACHES_LOST: 0.02,
     Fault.SHORT_SAVE: 0.002,
     Fault.SHORT_LOAD: 0.02,
-    Fault.LATE: 0.05,
-    Fault.OVERDUE: 0.005,
+    Fault.LATE: 0.03,
+    Fault.OVERDUE: 0.002,
     # A report that says something.
     Fault.REPORT_LOST: 0.005,
     Fault.REPORT_DOUBLED: 0.05,
-    Fault.SILENCE: 0.002,
+    Fault.SILENCE: 0.001,
     # A step.
     Fault.RESET: 0.0005,
-    Fault.ABORT: 0.003,
+    Fault.ABORT: 0.005,
 }
 """How likely each is, each time that it may happen."""
 
