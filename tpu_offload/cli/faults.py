@@ -119,7 +119,7 @@ class _Token:
         self.array.block_until_ready()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self.array, dtype) - self._missing
+        return np.asarray(np.asarray(self.array) - self._missing, dtype)
 
 
 @final

@@ -157,22 +157,21 @@ def soak(plan: Soak, *, stop: Callable[[], bool]) -> dict[str, Any]:
     setup = plan.setup
     with progress(setup.workload.num_requests) as on_finish:
         baseline, _ = serve_once(setup, None, on_finish=on_finish("baseline"), stop=stop)
-    with progress(None) as on_finish, _counted_log_lines() as num_lines:
-        with contextlib.ExitStack() as stack:
-            sides = []
-            for i, (name, config) in enumerate(plan.configs.items()):
-                if baseline.complete and not stop():
-                    sides.append(stack.enter_context(_engine(setup, name, config, seed=plan.seed + i)))
-            rounds = list(_serve_rounds(plan, sides, baseline.records, on_finish=on_finish, stop=stop))
-            return {
-                **describe(setup),
-                "soak_s": plan.seconds,
-                "num_baseline_requests": len(baseline.records),
-                **soak_report.numbers(rounds),
-                "faults": {f.value: sum(side.faults.counts[f] for side in sides) for f in Fault},
-                "engines": {side.name: side.numbers() for side in sides},
-                "log_lines": dict(num_lines),
-            }
+    with progress(None) as on_finish, _counted_log_lines() as num_lines, contextlib.ExitStack() as stack:
+        sides = []
+        for i, (name, config) in enumerate(plan.configs.items()):
+            if baseline.complete and not stop():
+                sides.append(stack.enter_context(_engine(setup, name, config, seed=plan.seed + i)))
+        rounds = list(_serve_rounds(plan, sides, baseline.records, on_finish=on_finish, stop=stop))
+        return {
+            **describe(setup),
+            "soak_s": plan.seconds,
+            "num_baseline_requests": len(baseline.records),
+            **soak_report.numbers(rounds),
+            "faults": {f.value: sum(side.faults.counts[f] for side in sides) for f in Fault},
+            "engines": {side.name: side.numbers() for side in sides},
+            "log_lines": dict(num_lines),
+        }
 
 
 class _Side:

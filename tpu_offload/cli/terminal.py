@@ -75,7 +75,10 @@ def open_missing_streams() -> None:
 
 @contextlib.contextmanager
 def progress(num_requests: int | None) -> Iterator[Callable[[str], Callable[[], None]]]:
-    """Shows how far runs of `num_requests` are, None if nobody knows how many there will be: a bar on a terminal, elsewhere a line at times.
+    """Shows how far runs are: a bar on a terminal, elsewhere a line at times.
+
+    Args:
+      num_requests: of each run; None if nobody knows.
 
     Yields:
       A function to call with a run's name; it returns one to call after each of the run's requests.
