@@ -10,7 +10,7 @@ fault may cost time, but nothing else:
 * no engine ends, hangs, or disagrees with its own accounts.
 
 After each round the engine at hand is given time to come to rest, with no new faults; then its accounts are checked,
-its tables are counted and memory is read.
+the tables of all are counted and memory is read.
 """
 
 import argparse
@@ -49,8 +49,8 @@ from tpu_offload.engine import Engine, ModelConfig, Request, RequestOutput
 
 _logger = logging.getLogger(__name__)
 
-_NUM_REQUESTS, _TURNS = 48, 4  # of chats, which are saved and loaded; a third as many preempt each other
-DEFAULT_CONCURRENCY = 8
+_NUM_REQUESTS, _TURNS = 32, 4
+DEFAULT_CONCURRENCY = 6
 ENGINE = {"block_size": 16, "max_num_batched_tokens": 128, "num_spare_blocks": 0, "async_scheduling": 1}
 MODEL = ModelConfig(num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128)
 
@@ -115,7 +115,7 @@ def _mixed_workload(args: argparse.Namespace) -> Workload:
     """What the flags ask for; by default chats, which share prefixes, and among them long answers, which need room."""
     if args.workload or args.prompts or args.trace:
         return build_workload(args)
-    num_requests = args.requests or _NUM_REQUESTS + _NUM_REQUESTS // 3
+    num_requests = args.requests or _NUM_REQUESTS
     num_decode = num_requests // 4
     chat = chat_workload(num_requests=num_requests - num_decode, turns=args.turns or _TURNS, seed=args.seed)
     decode = decode_workload(num_requests=num_decode, seed=args.seed).conversations if num_decode else ()
@@ -252,7 +252,12 @@ def _serve_rounds(
     while sides and not stop() and time.monotonic() - start_s < plan.seconds:
         for side in sides:
             done = _serve_round(plan, side, baseline, until_s=start_s + plan.seconds, on_finish=tell, stop=stop)
-            yield dataclasses.replace(done, at_s=time.monotonic() - start_s)
+            gc.collect()
+            tables = {"jax arrays of the process": len(jax.live_arrays())}
+            for other in sides:
+                tables |= table_sizes(other.engine, other.name)
+            rss_nbytes = psutil.Process().memory_info().rss
+            yield dataclasses.replace(done, at_s=time.monotonic() - start_s, rss_nbytes=rss_nbytes, tables=tables)
             if done.error or stop() or time.monotonic() - start_s >= plan.seconds:
                 return
 
@@ -298,15 +303,11 @@ def _serve_round(
     except Exception as e:  # what the soak is there to find: nothing that befalls the library may end an engine
         error = "".join(traceback.format_exception(e))
     found, num_compared = report_lib.find_differences(baseline, records, names=("baseline", side.name))
-    gc.collect()
     return Round(
         engine=side.name,
-        at_s=0.0,
         num_requests=len(records),
         num_compared=num_compared,
         differences=tuple(difference.as_dict() for difference in found),
-        rss_nbytes=psutil.Process().memory_info().rss,
-        tables=table_sizes(side.engine, "engine") | {"jax arrays of the process": len(jax.live_arrays())},
         num_jobs_left=num_jobs_left,
         error=error,
     )

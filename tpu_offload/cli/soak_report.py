@@ -29,38 +29,35 @@ class Round:
 
     Attributes:
       engine: which.
-      at_s: seconds since the start, at its end.
       num_requests: requests that ended.
       num_compared: of these, those that the baseline has too.
       differences: what differed.
-      rss_nbytes: memory of the process after it.
-      tables: entries of the engine's tables after it.
       num_jobs_left: jobs of the library that had no end after it, when the engine had nothing to do.
       error: why there is no going on; empty if there is.
+      at_s: seconds since the start, at its end.
+      rss_nbytes: memory of the process after it.
+      tables: entries of the tables of all engines after it.
     """
 
     engine: str
-    at_s: float
     num_requests: int
     num_compared: int
     differences: tuple[dict[str, Any], ...]
-    rss_nbytes: int
-    tables: Mapping[str, int]
     num_jobs_left: int
     error: str
+    at_s: float = 0.0
+    rss_nbytes: int = 0
+    tables: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def numbers(rounds: Sequence[Round]) -> dict[str, Any]:
     """All rounds, as they stand in the JSON file."""
-    engines = list(dict.fromkeys(done.engine for done in rounds))
-    samples = {name: [done.tables for done in rounds if done.engine == name] for name in engines}
     largest: collections.Counter[str] = collections.Counter()
     for done in rounds[len(rounds) // 2 :]:
         for path, size in done.tables.items():
             largest[path] = max(largest[path], size)
     num_compared = sum(done.num_compared for done in rounds)
     differences = [difference for done in rounds for difference in done.differences]
-    grown = {f"{name}: {path}": text for name in engines for path, text in grown_tables(samples[name]).items()}
     return {
         "num_rounds": len(rounds),
         "wall_s": rounds[-1].at_s if rounds else 0.0,
@@ -72,7 +69,7 @@ def numbers(rounds: Sequence[Round]) -> dict[str, Any]:
         "memory": _memory(rounds),
         "num_tables": len({path for done in rounds for path in done.tables}),
         "largest_tables": dict(largest.most_common(10)),
-        "grown_tables": grown,
+        "grown_tables": grown_tables([done.tables for done in rounds]),
         "num_jobs_left": max((done.num_jobs_left for done in rounds), default=0),
         "errors": [done.error for done in rounds if done.error],
         "rounds": [dataclasses.asdict(done) | {"tables": sum(done.tables.values())} for done in rounds],
