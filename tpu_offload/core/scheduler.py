@@ -109,6 +109,7 @@ class OffloadScheduler:
             self._staging,
             self._jobs,
             self._breakers[Direction.LOAD],
+            self._suspects,
             block_size=layout.block_size,
             blocks_per_chunk=config.blocks_per_chunk,
         )
@@ -204,7 +205,13 @@ class OffloadScheduler:
         if not self._enabled:
             return 0
         request = self._request(request_id)
-        found = self._loads.match(request, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+        found = self._loads.match(
+            request,
+            block_hashes,
+            num_tokens=num_tokens,
+            num_computed_tokens=num_computed_tokens,
+            wary=self._transfers.is_wary(request_id),
+        )
         self._saves.withdraw(request)  # it may be given other blocks
         return found
 
@@ -252,6 +259,7 @@ class OffloadScheduler:
     def finish(self, request_id: str) -> None:
         """A request ended, in whatever state it was. Unknown requests are fine."""
         self._forget(request_id)
+        self._transfers.forget(request_id)
 
     def reset(self) -> None:
         """Forgets every chunk, because what they hold is no longer what the model would compute.
@@ -467,6 +475,8 @@ class OffloadScheduler:
 
     def _is_alive(self, report: StepReport) -> bool:
         """Whether a report is of the life of its worker that is known, or of a new one; False for an earlier one."""
+        if not report.incarnation:
+            return True
         known = self._incarnations.get(report.worker_id, report.incarnation)
         self._incarnations[report.worker_id] = max(known, report.incarnation)
         if report.incarnation > known:
