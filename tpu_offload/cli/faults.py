@@ -8,7 +8,7 @@ out hold what they held before. Copies inside the engine's own step (the `fused`
 import collections
 import enum
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -161,7 +161,8 @@ class FaultyCopier(Copier):
 
     def load(self, segment_id: int, rows: Rows, kv_caches: list[Any]) -> tuple[Flight, list[Any]]:
         """See `Copier`."""
-        self._maybe_fail_load(kv_caches)
+        # The first half of a staged load has no caches to take.
+        self._maybe_fail_load(kv_caches if isinstance(self._copier, DirectCopier) else ())
         left_out = self._leaves_out(Fault.SHORT_LOAD)
         flight, kv_caches = self._copier.load(segment_id, rows.take(slice(len(rows) - left_out)), kv_caches)
         flight.rows = rows
@@ -195,8 +196,8 @@ class FaultyCopier(Copier):
         if self._faults.strikes(Fault.SAVE_RAISES):
             raise RuntimeError("injected: the save was not dispatched")
 
-    def _maybe_fail_load(self, kv_caches: list[Any]) -> None:
-        if self._faults.strikes(Fault.CACHES_LOST):
+    def _maybe_fail_load(self, kv_caches: Sequence[Any]) -> None:
+        if kv_caches and self._faults.strikes(Fault.CACHES_LOST):
             for cache in kv_caches:
                 cache.delete()
             raise RuntimeError("injected: the load took the caches along")
