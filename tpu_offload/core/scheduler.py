@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
-from tpu_offload.core.boundary import report_error
+from tpu_offload.core.boundary import check_blocks, check_hashes, check_request, check_scheduled, report_error
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobIds, JobTable
@@ -195,10 +195,12 @@ class OffloadScheduler:
           a request whose every block is here gets one less; its last block is loaded all the same.
           0 if `num_computed_tokens` is not at a block boundary.
         Raises:
-          RequestError: the request is waiting for a load, the numbers make no sense, or the hashes are not
+          RequestError: the request is waiting for a load, an argument makes no sense, or the hashes are not
             those that an earlier match of this request had; nothing was changed.
         """
-        if not 0 <= num_computed_tokens <= num_tokens:
+        check_request(request_id, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+        check_hashes(request_id, block_hashes)
+        if num_computed_tokens > num_tokens:
             raise RequestError(
                 f"request {request_id}: {num_computed_tokens=} of {num_tokens=}; expected 0 to num_tokens"
             )
@@ -230,8 +232,11 @@ class OffloadScheduler:
           block_ids: all of its blocks so far, in token order.
           num_loaded_tokens: how many of the promised tokens the engine takes; 0 takes none.
         Raises:
-          RequestError: more tokens than promised, or too few blocks for them; the promise stands.
+          RequestError: more tokens than promised, too few blocks for them, or an argument that makes no sense; the
+            promise stands.
         """
+        check_request(request_id, num_loaded_tokens=num_loaded_tokens)
+        check_blocks(request_id, block_ids)
         request = self._requests.get(request_id)
         if num_loaded_tokens == 0:
             if request is not None:
@@ -294,7 +299,8 @@ class OffloadScheduler:
         Returns:
           The plan for every worker: loads first, saves after the forward pass.
         Raises:
-          RequestError: a block table has become shorter than what its request offered; nothing was planned.
+          RequestError: what is said of a request makes no sense, or its block table has become shorter than what it
+            offered; nothing was planned.
         """
         now_s = self._clock()
         self._transfers.expire(now_s)
@@ -441,6 +447,7 @@ class OffloadScheduler:
 
     def _offer(self, changed: Iterable[ScheduledRequest]) -> None:
         for scheduled in changed:
+            check_scheduled(scheduled)
             num_chunks = self._saves.num_chunks_to_save(scheduled)
             request = self._requests.get(scheduled.request_id)
             if request is None and num_chunks:
