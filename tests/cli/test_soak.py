@@ -111,7 +111,7 @@ def test_a_table_that_grows_is_noticed(tmp_path, monkeypatch, capsys, direct):
         return step(self)
 
     monkeypatch.setattr(Engine, "step", leaking)
-    report_of(tmp_path, "9", *SMALL[:-4], "--requests", "4", "--turns", "1", status=1)
+    report_of(tmp_path, "9", *SMALL[:-4], "--workload", "chat", "--requests", "2", "--turns", "1", status=1)
     assert "_rejected_before grew from" in capsys.readouterr().out
 
 
