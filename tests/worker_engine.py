@@ -218,12 +218,15 @@ class Poisoned:
 
 
 class Slow:
-    """Stands for an array that is not ready until it is said to be."""
+    """Stands for an array that is not ready until it is said to be, or has been looked at so many times."""
 
-    def __init__(self, array):
+    def __init__(self, array, ready_after=None):
         self.array, self.ready, self.blocked = array, False, 0
+        self.num_looks, self.ready_after = 0, ready_after
 
     def is_ready(self):
+        self.num_looks += 1
+        self.ready = self.ready or self.num_looks == self.ready_after
         return self.ready
 
     def block_until_ready(self):
@@ -236,7 +239,7 @@ class Slow:
         return np.asarray(self.array)
 
 
-def slow_down(engine, index=0):
+def slow_down(engine, index=0, *, ready_after=None):
     flight = engine.worker._flights[index]
-    flight.waiting_on = Slow(flight.waiting_on)
+    flight.waiting_on = Slow(flight.waiting_on, ready_after)
     return flight.waiting_on
