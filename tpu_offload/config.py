@@ -140,6 +140,21 @@ class OffloadConfig(pydantic.BaseModel):
         allow_inf_nan=False,
         description="A transfer that some worker has not reported after this long has failed.",
     )
+    breaker_failures: int = Field(
+        5,
+        ge=0,
+        le=2**31 - 1,
+        description="After this many failed or late transfers in a row (saves, loads and swaps each on their own) "
+        "there are none for a while; 0 means there always are.",
+    )
+    breaker_retry_s: float = Field(
+        5.0,
+        gt=0,
+        le=1e9,
+        allow_inf_nan=False,
+        description="For how long; then one transfer is tried: if it fails it is twice as long, up to 64 times. A "
+        "chunk that failed twice rests as long.",
+    )
     metrics_log_interval: float = Field(
         10.0, ge=0, le=1e9, allow_inf_nan=False, description="Seconds between metrics log lines; 0 means none."
     )

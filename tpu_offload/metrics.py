@@ -44,7 +44,13 @@ class OffloadStats:
       deferred_save_blocks: times that a block was refused in a step; it was offered again later.
       num_failed_jobs: jobs that failed, timed-out ones included.
       num_timed_out_jobs: jobs that some worker did not report in time.
-      num_ignored_results: reported results that fitted no job.
+      num_ignored_results: reported results that fitted no job: late, doubled or unknown ones.
+      num_rejected_reports: reports that made no sense and were ignored whole.
+      num_lost_results: jobs that a worker had done with and whose result never came.
+      num_worker_restarts: workers that were started anew, with an empty host pool.
+      num_quarantined_chunks: slots of the host tier that a copy which is not waited for any more may still write.
+      num_breaker_openings: times that saves, loads or swaps were suspended because they kept failing.
+      num_open_breakers: how many of the three are suspended now.
       swap_pool_blocks: blocks of the swap pool that are usable by now, of all layer groups.
       swap_held_blocks: those that hold something now.
       swap_peak_blocks: the most that ever did.
@@ -89,6 +95,12 @@ class OffloadStats:
     num_failed_jobs: int = 0
     num_timed_out_jobs: int = 0
     num_ignored_results: int = 0
+    num_rejected_reports: int = 0
+    num_lost_results: int = 0
+    num_worker_restarts: int = 0
+    num_quarantined_chunks: int = 0
+    num_breaker_openings: int = 0
+    num_open_breakers: int = 0
     swap_pool_blocks: int = 0
     swap_held_blocks: int = 0
     swap_peak_blocks: int = 0
@@ -125,6 +137,7 @@ GAUGES = frozenset({
     "staging_budget_blocks", "staging_reserved_blocks", "staging_peak_blocks", "num_host_chunks",
     "num_resident_chunks", "num_jobs_in_flight", "swap_pool_blocks", "swap_held_blocks", "swap_peak_blocks",
     "num_swapped_requests", "swap_out_nbytes_per_s", "swap_in_nbytes_per_s", "prefill_tokens_per_s",
+    "num_quarantined_chunks", "num_open_breakers",
 })  # fmt: skip
 """Fields of `OffloadStats` that say how things are; all others count up."""
 

@@ -61,18 +61,28 @@ class ChunkIndex(Residents):
         self._pins: dict[ChunkKey, int] = {}
         # Taken from the right. What a failed copy gives back goes to the left, to be tried last.
         self._free_slots: deque[int] = deque()
+        # Neither free nor used: a copy that nobody waits for any more may still write there.
+        self._quarantined: set[int] = set()
+        # Neither free nor used: a worker that was started anew has not allocated them again. All are >= `_num_usable`.
+        self._unusable: set[int] = set()
+        self._num_usable = 0
         self._protected: Container[ChunkKey] = ()
         self._num_evicted = 0
 
     @property
     def num_slots(self) -> int:
-        """Slots that exist, used or free."""
-        return len(self._parents)
+        """Slots that exist, whatever they hold."""
+        return self._num_usable
 
     @property
     def num_free_slots(self) -> int:
         """Slots that an allocation gets without evicting."""
         return len(self._free_slots)
+
+    @property
+    def num_quarantined_slots(self) -> int:
+        """Slots that a late copy may still write."""
+        return len(self._quarantined)
 
     @property
     def num_evicted(self) -> int:
@@ -87,11 +97,23 @@ class ChunkIndex(Residents):
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
-        num_new = num_slots - self.num_slots
-        if num_new > 0:
-            # Low slots are handed out first, so that a pool that is never full touches little memory.
-            self._free_slots.extendleft(range(self.num_slots, num_slots))
-            self._parents += [None] * num_new
+        if num_slots <= self._num_usable:
+            return
+        self._num_usable = num_slots
+        back = sorted(slot for slot in self._unusable if slot < num_slots)
+        self._unusable.difference_update(back)
+        # Low slots are handed out first, so that a pool that is never full touches little memory.
+        self._free_slots.extendleft([*back, *range(len(self._parents), num_slots)])
+        self._parents += [None] * (num_slots - len(self._parents))
+
+    def limit(self, num_slots: int) -> None:
+        """Lowers the number of slots: a worker has fewer. Chunks in the others have been dropped by `lose_slots`.
+
+        What a pin or an unfinished copy keeps there goes when that lets go, and its slot comes back with `grow`.
+        """
+        self._num_usable = min(self._num_usable, num_slots)
+        self._unusable.update(slot for slot in self._free_slots if slot >= num_slots)
+        self._free_slots = deque(slot for slot in self._free_slots if slot < num_slots)
 
     def state(self, key: ChunkKey) -> ChunkState | None:
         """The chunk's state, None when it is not here."""
@@ -185,16 +207,34 @@ class ChunkIndex(Residents):
             self._insert_parts(keys, numbers[:num_chunks], slots)
         return slots
 
-    def complete(self, keys: Sequence[ChunkKey], slots: Sequence[int], *, success: bool) -> None:
-        """Ends the save of PENDING chunks, in the order of their allocation: they become READY, or go."""
+    def complete(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int], *, success: bool, quarantine: bool = False
+    ) -> None:
+        """Ends the save of PENDING chunks, in the order of their allocation: they become READY, or go.
+
+        Args:
+          keys: the chunks.
+          slots: where they are.
+          success: their bytes are there.
+          quarantine: without success: the bytes may still come. Their slots are given to nobody before
+            `end_quarantine`.
+        """
         assert self._slots.get(keys[0]) == ~slots[0], "only a pending chunk completes"
         if success:
             self._slots.update(zip(keys, slots, strict=True))
             self._record(keys, found=True)
             return
+        if quarantine:
+            self._quarantined.update(slots)
         for key in reversed(keys):  # so that few of them lose what they hang on first
             self._remove(key)
         self._sweep()
+
+    def end_quarantine(self, slots: Iterable[int]) -> None:
+        """No copy is going to write these slots any more: they are free."""
+        for slot in slots:
+            self._quarantined.remove(slot)
+            self._set_free(slot)
 
     def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
         """For the policy, from inside `allocate`; see the base class."""
@@ -339,16 +379,27 @@ class ChunkIndex(Residents):
             self._num_orphans[key] = num_children
         self._leaves.discard(key)
         slot = _place(self._slots.pop(key))
-        self._free_slots.appendleft(slot)
+        if slot not in self._quarantined:
+            self._set_free(slot)
         parent = self._parents[slot]
         if parent is not None:
             self._take_child(parent)
         self._policy.remove(key, parent if parent in self._slots else None)
 
+    def _set_free(self, slot: int) -> None:
+        """A slot has lost its chunk for another reason than eviction: it is tried last."""
+        if slot < self._num_usable:
+            self._free_slots.appendleft(slot)
+        else:
+            self._unusable.add(slot)
+
     def check_invariants(self) -> None:
         """Raises AssertionError unless slots, pins, children and policy agree. O(chunks + slots)."""
         used = [_place(slot) for slot in self._slots.values()]
-        assert sorted([*used, *self._free_slots]) == list(range(self.num_slots)), "a slot has no owner or two"
+        owners = [*used, *self._free_slots, *self._quarantined, *self._unusable]
+        assert sorted(owners) == list(range(len(self._parents))), "a slot has no owner or two"
+        assert all(slot < self._num_usable for slot in self._free_slots), "a slot is free that a worker does not have"
+        assert all(slot >= self._num_usable for slot in self._unusable), "a slot is usable and cannot be had"
         num_children = dict.fromkeys(self._slots, 0)
         num_orphans: dict[ChunkKey, int] = {}
         for slot in used:

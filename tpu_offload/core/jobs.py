@@ -1,8 +1,13 @@
-"""Jobs in flight: each is planned once, sent once, and ended once, when every worker has reported it."""
+"""Jobs in flight: each is planned once, sent once, and ended once.
 
+It ends when every worker has reported it, or shown that it is through with it, or when its deadline passes.
+"""
+
+import abc
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import final
 
 from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
 
@@ -18,8 +23,25 @@ def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, 
     return tuple(itertools.islice(places, first, first + num_blocks))
 
 
+@final
+class JobIds(Iterator[int]):
+    """Numbers from 0 on: ids of the jobs of one scheduler."""
+
+    def __init__(self) -> None:
+        self._num_given = 0
+
+    @property
+    def num_given(self) -> int:
+        """No job has this id or a greater one."""
+        return self._num_given
+
+    def __next__(self) -> int:
+        self._num_given += 1
+        return self._num_given - 1
+
+
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class TrackedJob:
+class TrackedJob(abc.ABC):
     """What is known of any job in flight.
 
     Attributes:
@@ -27,8 +49,10 @@ class TrackedJob:
       deadline_s: time after which it is taken for failed.
       waiting_for: workers that have not reported it.
       state: PLANNED, SENT or an end.
-      doomed: it counts as failed however it ends; `error` says why.
-      overdue: its deadline has passed; its request, if it is one that comes into HBM, has been told.
+      doomed: all of it counts as failed, whatever the workers report; `error` says why.
+      failed_blocks: positions of the blocks that some worker did not copy, where that is known.
+      copy_failed: some worker said that the copy failed, or did not say anything in time. Else a job that failed did
+        so for a reason that says nothing of the next one.
       detached: the request has been told, or is gone: nobody waits for the end.
       error: the first error reported.
       duration_s: the longest time that a worker took.
@@ -40,18 +64,45 @@ class TrackedJob:
     waiting_for: set[int]
     state: JobState = JobState.PLANNED
     doomed: bool = False
-    overdue: bool = False
+    failed_blocks: set[int] = dataclasses.field(default_factory=set)
+    copy_failed: bool = False
     detached: bool = False
     error: str = ""
     duration_s: float = 0.0
     copy_s: float = 0.0
+
+    @property
+    @abc.abstractmethod
+    def direction(self) -> Direction:
+        """Which way it goes."""
+
+    @property
+    @abc.abstractmethod
+    def num_parts(self) -> int:
+        """Blocks of it that can fail on their own; 0 if it succeeds or fails as a whole."""
 
     def doom(self, why: str) -> None:
         """Whatever the workers report, the outcome is a failure."""
         self.doomed = True
         self.error = self.error or why
 
+    def take(self, worker_id: int, result: JobResult) -> None:
+        """What one worker says of it."""
+        self.waiting_for.remove(worker_id)
+        self.duration_s = max(self.duration_s, result.duration_s)
+        self.copy_s = max(self.copy_s, result.copy_s)
+        if result.state is JobState.FINISHED or (result.state is JobState.CANCELLED and self.detached):
+            return
+        why = result.error or f"worker {worker_id} reported it as {result.state.value}"
+        self.copy_failed |= result.state is JobState.FAILED
+        if result.failed_blocks and max(result.failed_blocks) < self.num_parts:
+            self.failed_blocks.update(result.failed_blocks)
+            self.error = self.error or why
+        else:
+            self.doom(why)
 
+
+@final
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Job(TrackedJob):
     """A transfer between HBM and the host tier, and what it holds until its end.
@@ -77,19 +128,29 @@ class Job(TrackedJob):
         """Save or load."""
         return self.transfer.direction
 
+    @property
+    def num_parts(self) -> int:
+        """Blocks that move."""
+        return self.transfer.num_blocks
+
 
 class JobTable[J: TrackedJob]:
     """All jobs of one kind that have not ended, by id, oldest first.
+
+    Beside them it keeps the saves that timed out: their copies may still land, and until it is known that they do not,
+    the memory that they write can be given to nobody.
 
     Args:
       num_workers: workers that must report each job.
       ids: where job ids come from; tables whose jobs the same workers report share it.
     """
 
-    def __init__(self, *, num_workers: int, ids: Iterator[int]) -> None:
+    def __init__(self, *, num_workers: int, ids: JobIds) -> None:
         self._num_workers = num_workers
         self._ids = ids
         self._jobs: dict[int, J] = {}
+        self._late: dict[int, J] = {}
+        self._oldest = dict.fromkeys(range(num_workers), 0)  # what each worker last said
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -99,6 +160,11 @@ class JobTable[J: TrackedJob]:
 
     def __contains__(self, job_id: object) -> bool:
         return job_id in self._jobs
+
+    @property
+    def late(self) -> Collection[J]:
+        """Saves that timed out and may still write to host memory."""
+        return self._late.values()
 
     def next_id(self) -> int:
         """An id for a new job."""
@@ -116,34 +182,62 @@ class JobTable[J: TrackedJob]:
     def expects(self, worker_id: int, result: JobResult) -> bool:
         """False for a result of a job that is unknown, unsent or ended, or that this worker reported before."""
         job = self._jobs.get(result.job_id)
-        return job is not None and job.state is JobState.SENT and worker_id in job.waiting_for and result.state.ended
+        return job is not None and job.state is JobState.SENT and worker_id in job.waiting_for
 
     def report(self, worker_id: int, result: JobResult) -> J | None:
         """Takes one worker's expected result; returns the job, ended, when this was the last worker."""
         job = self._jobs[result.job_id]
-        job.waiting_for.remove(worker_id)
-        job.duration_s = max(job.duration_s, result.duration_s)
-        job.copy_s = max(job.copy_s, result.copy_s)
-        withdrawn = result.state is JobState.CANCELLED and job.detached
-        if result.state is not JobState.FINISHED and not withdrawn:
-            job.doom(result.error or f"worker {worker_id} reported it as {result.state.value}")
+        job.take(worker_id, result)
         return None if job.waiting_for else self.end(job)
 
     def end(self, job: J) -> J:
         """Takes a job out, in its last state."""
         del self._jobs[job.job_id]
-        job.state = JobState.FAILED if job.doomed else JobState.CANCELLED if job.detached else JobState.FINISHED
+        failed = job.doomed or job.failed_blocks
+        job.state = JobState.FAILED if failed else JobState.CANCELLED if job.detached else JobState.FINISHED
         return job
 
-    def overdue(self, now_s: float) -> list[J]:
-        """Sent jobs past their deadline that were not overdue before. O(1) when no deadline has passed."""
+    def expire(self, now_s: float) -> list[J]:
+        """Takes out the sent jobs past their deadline. O(1) when no deadline has passed."""
         jobs = []
         for job in self._jobs.values():
             if job.deadline_s > now_s:
                 break  # one timeout for all, so deadlines rise with the ids
-            if job.state is JobState.SENT and not job.overdue:
+            if job.state is JobState.SENT:
                 jobs.append(job)
+        for job in jobs:
+            job.doom("timed out")
+            job.copy_failed = True
+            self.end(job).state = JobState.TIMED_OUT
+            if job.direction is Direction.SAVE:
+                self._late[job.job_id] = job
         return jobs
+
+    def report_late(self, worker_id: int, job_id: int) -> J | None:
+        """Some result of a job that is not expected; returns the job if nothing of it can land any more."""
+        job = self._late.get(job_id)
+        if job is None or worker_id not in job.waiting_for:
+            return None
+        job.waiting_for.remove(worker_id)
+        return None if job.waiting_for else self._late.pop(job_id)
+
+    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> tuple[list[J], list[J]]:
+        """A worker is through with all jobs below this id, and says no more of them than it has said.
+
+        Returns:
+          The jobs that failed because of that, ended; and the late ones of which nothing can land any more.
+        """
+        if oldest_job_id <= self._oldest[worker_id]:
+            return [], []
+        self._oldest[worker_id] = oldest_job_id
+        lost = [j for j in itertools.takewhile(lambda j: j.job_id < oldest_job_id, self) if worker_id in j.waiting_for]
+        lost = [job for job in lost if job.state is JobState.SENT]
+        for job in lost:
+            job.waiting_for.remove(worker_id)
+            job.doom(why)
+        late = [job_id for job_id in self._late if job_id < oldest_job_id]
+        settled = [job for job in (self.report_late(worker_id, job_id) for job_id in late) if job is not None]
+        return [self.end(job) for job in lost if not job.waiting_for], settled
 
 
 def transfer_job(

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
+from tpu_offload.core.requests import FailedLoad
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.tracking import Promise, TrackedRequest
 from tpu_offload.errors import RequestError
@@ -22,6 +24,7 @@ class LoadPlanner:
         index: ChunkIndex,
         staging: StagingBufferManager,
         jobs: JobTable[Job],
+        breaker: CircuitBreaker,
         *,
         block_size: int,
         blocks_per_chunk: int,
@@ -29,6 +32,7 @@ class LoadPlanner:
         self._index = index
         self._staging = staging
         self._jobs = jobs
+        self._breaker = breaker
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
 
@@ -63,7 +67,10 @@ class LoadPlanner:
         wanted = -(-(end_tokens - num_computed_tokens) // self._block_size)
         if not slots or wanted < 1:
             return 0
-        num_blocks = self._staging.reserve(request.account, wanted, Direction.LOAD, partial=True)
+        num_blocks = 0
+        if self._breaker.admits(request.account):
+            allowed = wanted if self._breaker.closed else min(wanted, self._blocks_per_chunk)
+            num_blocks = self._staging.reserve(request.account, allowed, Direction.LOAD, partial=True)
         request.num_cut_load_blocks = wanted - num_blocks
         if num_blocks == 0:
             return 0
@@ -71,6 +78,7 @@ class LoadPlanner:
         end_chunk = self._chunk(first_block + num_blocks - 1) + 1
         keys = tuple(request.keys[first_chunk:end_chunk])
         self._index.pin(keys)
+        self._breaker.begin(request.account)
         request.promise = Promise(
             first_block, num_blocks, end_tokens - num_computed_tokens, keys, tuple(slots[: len(keys)])
         )
@@ -83,10 +91,24 @@ class LoadPlanner:
 
     def release(self, request: TrackedRequest) -> None:
         """Gives a promise back, if there is one."""
-        promise, request.promise = request.promise, None
+        promise, request.promise, request.revoked = request.promise, None, None
         if promise is not None:
             self._index.unpin(promise.keys)
             self._staging.release(request.account, promise.num_blocks, Direction.LOAD)
+            self._breaker.withdraw(request.account)
+
+    def revoke(self, request: TrackedRequest) -> None:
+        """Takes a promise back of which the engine may not have heard when it admits the request."""
+        promise = request.promise or request.revoked
+        self.release(request)
+        request.revoked = promise
+
+    def admit_revoked(self, request: TrackedRequest, *, num_loaded_tokens: int) -> FailedLoad | None:
+        """What becomes of a load whose promise a reset took back; None when none did."""
+        promise, request.revoked = request.revoked, None
+        if promise is None or not 0 < num_loaded_tokens <= promise.num_tokens:
+            return None
+        return FailedLoad(request.request_id, promise.first_block * self._block_size)
 
     def admit(
         self, request: TrackedRequest, block_ids: Sequence[int], *, num_loaded_tokens: int, deadline_s: float
@@ -129,6 +151,7 @@ class LoadPlanner:
             num_valid_tokens=promise.first_block * self._block_size,
             deadline_s=deadline_s,
         )
+        self._breaker.hand_over(request.account, request.load.job_id)
         if promise.lost:
             request.load.doom("the host memory of its chunks was lost")
         return request.load

@@ -3,16 +3,17 @@
 import dataclasses
 from collections.abc import Container, Iterable
 
+from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
 from tpu_offload.core.requests import ScheduledRequest
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import RequestError
 from tpu_offload.types import ChunkKey, Direction
 
-_MAX_FAILED_SAVES = 2
 _ACCOUNT = "saves"  # holds the staging blocks of all saves; accounts of requests have a # in them
 
 
@@ -44,6 +45,8 @@ class SavePlanner:
         staging: StagingBufferManager,
         jobs: JobTable[Job],
         policy: SavePolicy,
+        breaker: CircuitBreaker,
+        suspects: Suspects,
         *,
         block_size: int,
         blocks_per_chunk: int,
@@ -52,6 +55,8 @@ class SavePlanner:
         self._staging = staging
         self._jobs = jobs
         self._policy = policy
+        self._breaker = breaker
+        self._suspects = suspects
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
         # Requests with something to save, by account. All others cost a step nothing.
@@ -95,12 +100,16 @@ class SavePlanner:
             return jobs, 0
         for request in self._to_look_at.values():
             self._check_blocks(request)
+        if not self._breaker.admits(_ACCOUNT):
+            return jobs, 0
         num_refused = 0
         room = self._staging.num_free // self._blocks_per_chunk
+        if not self._breaker.closed:
+            room = min(room, 1)
         shared = _Save()
         for request in list(self._to_look_at.values()):
-            # A request whose save failed gets a job of its own, so that it takes no other down again.
-            save = _Save() if request.num_failed_saves else shared
+            # One with chunks that failed gets a job of its own, so that it takes no other down again.
+            save = _Save() if self._has_suspects(request) else shared
             room -= self._plan_one(request, save, room)
             if save is not shared and save.slots:
                 jobs.append(self._make_job(save, deadline_s=deadline_s))
@@ -111,18 +120,19 @@ class SavePlanner:
             jobs.append(self._make_job(shared, deadline_s=deadline_s))
         return jobs, num_refused
 
-    def rewind(self, requests: Iterable[TrackedRequest], lost: set[ChunkKey], *, failed_save: bool) -> None:
-        """Offers again what is lost, for every request that counted on it. Rare; O(chunks of all requests).
+    def num_dropped(self, request: TrackedRequest) -> int:
+        """Chunks of a request that are on offer and would not be saved if it ended now."""
+        if self._breaker.closed or request.account not in self._to_look_at:
+            return request.num_refused_chunks
+        return max(request.num_refused_chunks, request.num_offered_chunks - request.num_saved_chunks)
 
-        After `_MAX_FAILED_SAVES` failed saves a request gives up: it would fail again in every step.
-        """
+    def rewind(self, requests: Iterable[TrackedRequest], lost: set[ChunkKey]) -> None:
+        """Offers again what is lost, for every request that counted on it. Rare; O(chunks of all requests)."""
         for request in requests:
             for i, key in enumerate(request.keys[: request.num_saved_chunks]):
                 if key in lost:
                     request.num_saved_chunks = i
                     request.num_looked_at_chunks = 0
-                    request.num_failed_saves += failed_save
-                    request.saving &= request.num_failed_saves < _MAX_FAILED_SAVES
                     self._look_at(request)
                     break
 
@@ -135,6 +145,12 @@ class SavePlanner:
     def _look_at(self, request: TrackedRequest) -> None:
         if request.num_offered_chunks > request.num_saved_chunks and request.saving:
             self._to_look_at[request.account] = request
+
+    def _has_suspects(self, request: TrackedRequest) -> bool:
+        if not len(self._suspects):
+            return False
+        keys = request.keys[request.num_saved_chunks : request.num_offered_chunks]
+        return any(key in self._suspects for key in keys)
 
     def _check_blocks(self, request: TrackedRequest) -> None:
         num_offered = request.num_offered_chunks * self._blocks_per_chunk
@@ -157,7 +173,7 @@ class SavePlanner:
         first = request.num_saved_chunks
         while first > 0 and keys[first - 1] not in self._index:
             first -= 1
-        missing, end = self._index.missing(keys, first, num_chunks)
+        missing, end = self._index.missing(keys, first, self._suspects.num_copyable(keys, first, num_chunks))
         saved = missing[:room]
         own: Container[ChunkKey] = ()
         if len(saved) > self._index.num_free_slots:
@@ -187,7 +203,7 @@ class SavePlanner:
     def _make_job(self, save: _Save, *, deadline_s: float) -> Job:
         num_blocks, others = len(save.block_ids), len(save.request_ids) - 1
         self._staging.reserve(_ACCOUNT, num_blocks, Direction.SAVE)
-        return transfer_job(
+        job = transfer_job(
             self._jobs,
             Direction.SAVE,
             block_ids=tuple(save.block_ids),
@@ -199,3 +215,5 @@ class SavePlanner:
             num_valid_tokens=0,
             deadline_s=deadline_s,
         )
+        self._breaker.begin(job.job_id)
+        return job

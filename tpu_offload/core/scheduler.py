@@ -22,8 +22,10 @@ What was to be saved and found no room, or was saved and lost, is saved by a lat
 engine saying so again. It may be: until `preempt` or `finish` the blocks are the request's own, and
 their KV, computed once, stays. Steps cost nothing for requests about which there is no news.
 
-Staging blocks, pins and slots of a job are released at one place (`_end`), once, when every worker has
-reported the job. Until then the bytes may still be moving, whatever became of the request.
+Staging blocks, pins and slots of a job are released at one place (`core.transfers`), once: when every worker
+has reported the job, or when its time is over. Until then the bytes may still be moving, whatever became of
+the request. Copies that keep failing are suspended for a while (`core.breaker`), chunks that keep failing
+are left alone (`core.suspects`); the engine computes what it would have loaded.
 """
 
 import dataclasses
@@ -35,23 +37,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
+from tpu_offload.core.boundary import report_error
+from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex, ChunkState
-from tpu_offload.core.jobs import Job, JobTable
+from tpu_offload.core.jobs import Job, JobIds, JobTable
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
-from tpu_offload.core.requests import (
-    FailedLoad,
-    FinishedTransfer,
-    ScheduledRequest,
-    TierEvent,
-    TierEventKind,
-    Update,
-)
+from tpu_offload.core.requests import ScheduledRequest, TierEvent, TierEventKind, Update
 from tpu_offload.core.save_policy import SaveAll, SavePrompt
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tracking import TrackedRequest
+from tpu_offload.core.transfers import Transfers
 from tpu_offload.errors import ConfigError, RequestError
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats, StatsLogger
@@ -90,7 +89,6 @@ class OffloadScheduler:
         self._config = config
         self._enabled = config.enabled
         self._layout = layout
-        self._block_nbytes = layout.block_nbytes
         if num_workers < 1:
             raise ConfigError(f"{num_workers=}; expected at least 1")
         if self._enabled:
@@ -98,12 +96,19 @@ class OffloadScheduler:
         self._max_host_chunks = config.host_chunks(layout)
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
         self._index = ChunkIndex(policy or LRUPolicy(), record=record_events)
-        job_ids = itertools.count()
-        self._jobs: JobTable[Job] = JobTable(num_workers=num_workers, ids=job_ids)
+        self._job_ids = JobIds()
+        self._num_workers = num_workers
+        self._jobs: JobTable[Job] = JobTable(num_workers=num_workers, ids=self._job_ids)
+        self._breakers = {
+            direction: self._make_breaker(f"{direction.value}s", clock)
+            for direction in (Direction.SAVE, Direction.LOAD)
+        }
+        self._suspects = Suspects(retry_s=config.breaker_retry_s, clock=clock)
         self._loads = LoadPlanner(
             self._index,
             self._staging,
             self._jobs,
+            self._breakers[Direction.LOAD],
             block_size=layout.block_size,
             blocks_per_chunk=config.blocks_per_chunk,
         )
@@ -112,6 +117,8 @@ class OffloadScheduler:
             self._staging,
             self._jobs,
             SaveAll() if config.decode_save else SavePrompt(),
+            self._breakers[Direction.SAVE],
+            self._suspects,
             block_size=layout.block_size,
             blocks_per_chunk=config.blocks_per_chunk,
         )
@@ -119,22 +126,37 @@ class OffloadScheduler:
             config,
             layout,
             index=self._index,
-            jobs=JobTable(num_workers=num_workers, ids=job_ids),
+            jobs=JobTable(num_workers=num_workers, ids=self._job_ids),
+            breakers={
+                Direction.SAVE: self._make_breaker("swaps out", clock),
+                Direction.LOAD: self._make_breaker("swaps in", clock),
+            },
             namespace=lambda: self._namespace,
             clock=clock,
         )
+        self._requests: dict[str, TrackedRequest] = {}
+        self._counts = OffloadStats()
+        self._transfers = Transfers(
+            self._jobs,
+            index=self._index,
+            staging=self._staging,
+            saves=self._saves,
+            requests=self._requests,
+            breakers=self._breakers,
+            suspects=self._suspects,
+            counts=self._counts,
+            block_size=layout.block_size,
+            block_nbytes=layout.block_nbytes,
+            blocks_per_chunk=config.blocks_per_chunk,
+            timeout_s=config.job_timeout_s,
+        )
         self._num_swap_blocks = dict.fromkeys(range(num_workers), (0,) * len(layout.groups))
         self._num_host_chunks = dict.fromkeys(range(num_workers), 0)
-        self._requests: dict[str, TrackedRequest] = {}
+        self._incarnations: dict[int, int] = {}
         self._num_requests_seen = 0
         self._num_steps = 0
         self._num_resets = 0
         self._namespace = self._make_namespace()
-        self._loads_to_send: list[Job] = []
-        self._job_ids_to_cancel: list[int] = []
-        self._failed_loads: list[FailedLoad] = []
-        self._transfers: list[FinishedTransfer] = []
-        self._counts = OffloadStats()
         self._clock = clock
         self._stats_logger = StatsLogger(config.metrics_log_interval)
 
@@ -210,13 +232,17 @@ class OffloadScheduler:
             return
         if request is None:
             raise RequestError(f"request {request_id} admits {num_loaded_tokens} loaded tokens but was never matched")
+        revoked = self._loads.admit_revoked(request, num_loaded_tokens=num_loaded_tokens)
+        if revoked is not None:
+            self._transfers.tell_failed(revoked)
+            return
         job = self._loads.admit(
             request,
             block_ids,
             num_loaded_tokens=num_loaded_tokens,
             deadline_s=self._clock() + self._config.job_timeout_s,
         )
-        self._loads_to_send.append(job)
+        self._transfers.send(job)
         self._counts.matched_tokens += num_loaded_tokens
 
     def preempt(self, request_id: str) -> None:
@@ -230,22 +256,19 @@ class OffloadScheduler:
     def reset(self) -> None:
         """Forgets every chunk, because what they hold is no longer what the model would compute.
 
-        Promises are taken back; loads in flight fail with the next plan; saves in flight are not published. Blocks
-        that requests hold at this moment are not saved any more, unless the request is preempted and
-        computed again.
+        Promises are taken back: who admits one nevertheless is told that its load failed. Loads in flight fail with
+        the next plan; saves in flight are not published. Blocks that requests hold at this moment are not saved any
+        more, unless the request is preempted and computed again.
         """
         # Chunks that a load in flight has pinned stay until it ends; keys of a new namespace never find them.
         self._num_resets += 1
         self._namespace = self._make_namespace()
         for request in self._requests.values():
-            self._loads.release(request)
+            self._loads.revoke(request)
             self._saves.withdraw(request)
             request.start_over(namespace=self._namespace)
-        for job in list(self._jobs):
-            job.doom("the cache was reset")
-            if job.direction is Direction.LOAD and not job.detached:
-                self._tell_failed(job)
-                self._detach(job)
+        self._transfers.reset()
+        self._suspects.clear()
         self._swap.reset()
         self._index.clear()
 
@@ -266,14 +289,14 @@ class OffloadScheduler:
           RequestError: a block table has become shorter than what its request offered; nothing was planned.
         """
         now_s = self._clock()
-        self._fail_overdue(now_s)
+        self._transfers.expire(now_s)
         saves: list[Job] = []
         if self._enabled:
             self._offer(changed)
             saves, num_refused = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
             self._counts.deferred_save_blocks += num_refused * self._config.blocks_per_chunk
         swaps = self._swap.take_jobs(now_s)
-        if self._loads_to_send or saves or self._job_ids_to_cancel or any(swaps):
+        if self._transfers.has_plans or saves or any(swaps):
             plan = self._make_plan(saves, swaps)
         else:
             plan = StepPlan(self._num_steps)
@@ -284,14 +307,25 @@ class OffloadScheduler:
     def apply(self, report: StepReport) -> Update:
         """Takes one worker's report.
 
-        Results that fit no job in flight (late, doubled, unknown) change nothing and are counted.
+        One that makes no sense is ignored whole, and counted. Results that fit no job in flight (late, doubled,
+        unknown) change nothing and are counted, but for what they say of memory that nobody writes any more.
         """
-        if report.worker_id not in self._num_host_chunks:
+        error = report_error(
+            report,
+            num_workers=self._num_workers,
+            num_groups=len(self._layout.groups),
+            num_jobs=self._job_ids.num_given,
+        )
+        if error:
+            self._reject(error)
+            return _NO_UPDATE
+        worker_id = report.worker_id
+        if not self._is_alive(report):
             self._counts.num_ignored_results += len(report.results)
             return _NO_UPDATE
-        if report.num_host_chunks > self._num_host_chunks[report.worker_id]:
+        if report.num_host_chunks > self._num_host_chunks[worker_id]:
             # A slot is usable once every worker has it.
-            self._num_host_chunks[report.worker_id] = report.num_host_chunks
+            self._num_host_chunks[worker_id] = report.num_host_chunks
             self._index.grow(min(self._max_host_chunks, *self._num_host_chunks.values()))
         if report.num_swap_blocks:
             self._grow_swap_pool(report)
@@ -299,33 +333,21 @@ class OffloadScheduler:
             self._lose_slots(first, end)
         for group_id, first, end in report.lost_swap_blocks:
             self._swap.lose_blocks(group_id, first, end)
-        loaded = []
         for result in report.results:
-            if self._swap.expects(report.worker_id, result):
-                self._swap.report(report.worker_id, result)
-                continue
-            if not self._jobs.expects(report.worker_id, result):
-                self._counts.num_ignored_results += 1
-                continue
-            job = self._jobs.report(report.worker_id, result)
-            if job is not None and self._end(job):
-                loaded.append(job.request_id)
-        swapped_in, lost_swaps = self._swap.take_news()
-        if not loaded and not self._failed_loads and not self._transfers and not swapped_in and not lost_swaps:
-            return _NO_UPDATE
-        failed, self._failed_loads = tuple(self._failed_loads), []
-        transfers, self._transfers = tuple(self._transfers), []
-        return Update(tuple(loaded), failed, transfers, swapped_in, lost_swaps)
+            if self._swap.expects(worker_id, result):
+                self._swap.report(worker_id, result)
+            else:
+                self._swap.report_late(worker_id, result.job_id)
+                self._transfers.report(worker_id, result)
+        self._pass_over(worker_id, report.oldest_job_id, "what came of it on worker {} was never heard")
+        return self._take_update()
 
     # State.
 
     @property
     def has_jobs(self) -> bool:
-        """Whether any job is planned or in flight, so that plans and reports should go on.
-
-        Those that have timed out do not count: what a worker has lost it never reports, and nobody waits for it.
-        """
-        return any(not job.overdue for job in self._jobs) or self._swap.has_jobs
+        """Whether any job is planned or in flight, so that plans and reports should go on."""
+        return bool(self._jobs) or self._swap.has_jobs
 
     def take_events(self) -> list[TierEvent]:
         """What changed in the host tier since the last call, in order; nothing without `record_events`."""
@@ -346,6 +368,9 @@ class OffloadScheduler:
             num_resident_chunks=len(self._index),
             num_evicted_chunks=self._index.num_evicted,
             num_jobs_in_flight=len(self._jobs),
+            num_quarantined_chunks=self._index.num_quarantined_slots,
+            num_breaker_openings=sum(breaker.num_opened for breaker in self._breakers.values()),
+            num_open_breakers=sum(not breaker.closed for breaker in self._breakers.values()),
         )
         return self._swap.add_stats(stats)
 
@@ -374,6 +399,8 @@ class OffloadScheduler:
         assert sum(held.values()) == self._staging.num_reserved
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())
         self._index.check_holds(pins=pins, pending=set(pending))
+        late = [slot for job in self._jobs.late for slot in job.slots[: len(job.keys)]]
+        assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
 
     # Inside.
 
@@ -395,24 +422,14 @@ class OffloadScheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        self._counts.dropped_save_blocks += self._saves.num_dropped(request) * self._config.blocks_per_chunk
         self._saves.withdraw(request)
-        self._failed_loads = [failed for failed in self._failed_loads if failed.request_id != request_id]
-        self._counts.dropped_save_blocks += request.num_refused_chunks * self._config.blocks_per_chunk
+        self._transfers.forget_news(request_id)
         self._counts.dropped_load_blocks += request.num_cut_load_blocks
         self._loads.release(request)
         self._index.touch(request.keys, max(request.num_saved_chunks, request.num_found_chunks))
         if request.load is not None:
-            self._detach(request.load)
-
-    def _detach(self, job: Job) -> None:
-        """Nobody waits for this load any more, and its blocks are about to be used for something else."""
-        job.detached = True
-        if job.state is JobState.PLANNED:  # never told to a worker: it ends here
-            self._loads_to_send.remove(job)
-            self._jobs.end(job)
-            self._give_back(job)
-        else:
-            self._job_ids_to_cancel.append(job.job_id)
+            self._transfers.detach(request.load)
 
     def _offer(self, changed: Iterable[ScheduledRequest]) -> None:
         for scheduled in changed:
@@ -424,102 +441,68 @@ class OffloadScheduler:
                 self._saves.offer(request, scheduled, num_chunks)
 
     def _make_plan(self, saves: list[Job], swaps: tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]) -> StepPlan:
-        loads, self._loads_to_send = self._loads_to_send, []
-        cancelled, self._job_ids_to_cancel = self._job_ids_to_cancel, []
-        for job in (*loads, *saves):
+        loads, cancelled = self._transfers.take_plans()
+        for job in saves:
             job.state = JobState.SENT
         return StepPlan(
             step_id=self._num_steps,
-            loads=tuple([job.transfer for job in loads]),
+            loads=loads,
             saves=tuple([job.transfer for job in saves]),
-            cancelled_job_ids=tuple(cancelled),
+            cancelled_job_ids=cancelled,
             swap_outs=swaps[0],
             swap_ins=swaps[1],
         )
 
-    def _fail_overdue(self, now_s: float) -> None:
-        for job in self._jobs.overdue(now_s):
-            _logger.warning(
-                "%s of %d blocks of request %s timed out after %g s; %s",
-                job.direction.value, job.transfer.num_blocks, job.request_id, self._config.job_timeout_s,
-                "the request computes them" if job.direction is Direction.LOAD else "they are not published",
-            )  # fmt: skip
-            self._counts.num_timed_out_jobs += 1
-            self._counts.num_failed_jobs += 1
-            job.overdue = True
-            job.doom("timed out")
-            self._lose(self._index.drop(job.keys))
-            if job.direction is Direction.LOAD and not job.detached:
-                # The cancellation goes down with this very plan, before the engine hears of the failure
-                # and lets a step compute into these blocks.
-                self._tell_failed(job)
-                self._detach(job)
+    def _take_update(self) -> Update:
+        swapped_in, lost_swaps = self._swap.take_news()
+        if not self._transfers.has_news and not swapped_in and not lost_swaps:
+            return _NO_UPDATE
+        return Update(*self._transfers.take_news(), swapped_in, lost_swaps)
 
-    def _tell_failed(self, job: Job) -> None:
-        self._requests[job.request_id].load = None
-        self._failed_loads.append(FailedLoad(job.request_id, job.num_valid_tokens))
+    def _reject(self, error: str) -> None:
+        self._counts.num_rejected_reports += 1
+        if self._counts.num_rejected_reports.bit_count() == 1:  # 1, 2, 4, 8, ...: whoever sends many fills no log
+            count = self._counts.num_rejected_reports
+            _logger.error("report %d that makes no sense is ignored, as those before it: %s", count, error)
+
+    def _is_alive(self, report: StepReport) -> bool:
+        """Whether a report is of the life of its worker that is known, or of a new one; False for an earlier one."""
+        known = self._incarnations.get(report.worker_id, report.incarnation)
+        self._incarnations[report.worker_id] = max(known, report.incarnation)
+        if report.incarnation > known:
+            self._start_anew(report)
+        return report.incarnation >= known
+
+    def _start_anew(self, report: StepReport) -> None:
+        """A worker has lost its memory: so are all chunks, because each has a part there, and its jobs."""
+        worker_id = report.worker_id
+        _logger.error("worker %d was started anew; the host tier is empty", worker_id)
+        self._counts.num_worker_restarts += 1
+        self._lose_slots(0, self._max_host_chunks)
+        self._swap.lose_all()
+        self._pass_over(worker_id, self._job_ids.num_given, "worker {} was started anew")
+        self._num_host_chunks[worker_id] = report.num_host_chunks
+        self._index.limit(report.num_host_chunks)
+
+    def _pass_over(self, worker_id: int, oldest_job_id: int, why: str) -> None:
+        """A worker says no more of jobs below this id than it has said."""
+        why = why.format(worker_id)
+        self._transfers.pass_over(worker_id, oldest_job_id, why=why)
+        self._counts.num_lost_results += self._swap.pass_over(worker_id, oldest_job_id, why=why)
 
     def _grow_swap_pool(self, report: StepReport) -> None:
         """A block of the swap pool is usable once every worker has it."""
-        if len(report.num_swap_blocks) == len(self._layout.groups):
-            self._num_swap_blocks[report.worker_id] = report.num_swap_blocks
-            self._swap.grow([min(counts) for counts in zip(*self._num_swap_blocks.values(), strict=True)])
+        self._num_swap_blocks[report.worker_id] = report.num_swap_blocks
+        self._swap.grow([min(counts) for counts in zip(*self._num_swap_blocks.values(), strict=True)])
 
     def _lose_slots(self, first: int, end: int) -> None:
         """Host memory is gone: forgets what was in it and fails what was about to use it."""
         self._swap.lose_slots(first, end)
-        self._lose(self._index.lose_slots(first, end))
-        for job in self._jobs:
-            if any(first <= slot < end for slot in job.slots):
-                job.doom("the host memory of its chunks was lost")
+        self._transfers.lose_slots(first, end)
         for request in self._requests.values():
             if request.promise and any(first <= slot < end for slot in request.promise.slots):
                 request.promise.lost = True
 
-    def _lose(self, keys: list[ChunkKey]) -> None:
-        """Requests that counted on these chunks in the host tier save them again."""
-        if keys:
-            self._saves.rewind(self._requests.values(), set(keys), failed_save=False)
-
-    def _end(self, job: Job) -> bool:
-        """Releases what a reported job held. True when it is a load that its request can use."""
-        self._give_back(job)
-        if job.state is JobState.FINISHED:
-            self._count_moved(job)
-        elif job.state is JobState.FAILED and not job.overdue:
-            self._counts.num_failed_jobs += 1
-            _logger.warning("%s of request %s failed: %s", job.direction.value, job.request_id, job.error)
-        if job.direction is Direction.SAVE:
-            self._index.complete(job.keys, job.slots, success=job.state is JobState.FINISHED)
-            if job.state is JobState.FAILED:
-                self._saves.rewind(self._requests.values(), set(job.keys), failed_save=True)
-            return False
-        if job.state is JobState.FAILED:
-            # What could not be read once is not offered again; whoever computes it saves it anew.
-            self._lose(self._index.drop(job.keys))
-        if job.detached:
-            return False
-        if job.state is JobState.FAILED:
-            self._tell_failed(job)
-            return False
-        self._requests[job.request_id].load = None
-        self._counts.loaded_tokens += job.transfer.num_blocks * self._layout.block_size
-        return True
-
-    def _give_back(self, job: Job) -> None:
-        self._staging.release(job.account, job.transfer.num_blocks, job.direction)
-        if job.direction is Direction.LOAD:
-            self._index.unpin(job.keys)
-
-    def _count_moved(self, job: Job) -> None:
-        num_blocks, counts = job.transfer.num_blocks, self._counts
-        self._transfers.append(FinishedTransfer(job.direction, num_blocks, job.duration_s))
-        nbytes = num_blocks * self._block_nbytes
-        if job.direction is Direction.SAVE:
-            counts.saved_blocks += num_blocks
-            counts.saved_nbytes += nbytes
-            counts.save_s += job.duration_s
-        else:
-            counts.loaded_blocks += num_blocks
-            counts.loaded_nbytes += nbytes
-            counts.load_s += job.duration_s
+    def _make_breaker(self, what: str, clock: Callable[[], float]) -> CircuitBreaker:
+        config = self._config
+        return CircuitBreaker(what, num_failures=config.breaker_failures, retry_s=config.breaker_retry_s, clock=clock)

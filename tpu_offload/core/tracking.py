@@ -51,8 +51,8 @@ class TrackedRequest:
         ends now.
       num_cut_load_blocks: blocks that its last match found but had no staging blocks for; they become
         drops when the request ends, because until then it may be matched again.
-      saving: False once a reset has made the KV in its blocks worthless to others, or its saves keep failing.
-      num_failed_saves: failed saves that it counted on.
+      revoked: what it was promised and had not taken when a reset took it back.
+      saving: False once a reset has made the KV in its blocks worthless to others.
     """
 
     request_id: str
@@ -68,8 +68,8 @@ class TrackedRequest:
     num_saved_chunks: int = 0
     num_refused_chunks: int = 0
     num_cut_load_blocks: int = 0
+    revoked: Promise | None = None
     saving: bool = True
-    num_failed_saves: int = 0
 
     def extend_keys(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
         """Adds the keys of the full chunks of `block_hashes` that are not there yet."""

@@ -221,12 +221,13 @@ class Scheduler:
         """
         sequence = self._sequences[sequence_id]
         assert sequence.phase is Phase.LOADING, f"load of {sequence_id} ended while {sequence.phase.value}"
-        if num_valid_tokens is None:
-            first_block = sequence.num_computed_tokens // self._config.block_size
-            sequence.advance(sequence.num_loading_tokens, source="host")
-            self._blocks.register(sequence, first_block, sequence.num_computed_tokens // self._config.block_size)
-        else:
+        num_loaded = sequence.num_loading_tokens
+        if num_valid_tokens is not None:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_valid_tokens)
+            num_loaded = num_valid_tokens - sequence.num_computed_tokens
+        first_block = sequence.num_computed_tokens // self._config.block_size
+        sequence.advance(num_loaded, source="host")
+        self._blocks.register(sequence, first_block, sequence.num_computed_tokens // self._config.block_size)
         sequence.num_loading_tokens = 0
         sequence.phase = Phase.RUNNING
 

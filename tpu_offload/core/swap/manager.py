@@ -21,11 +21,12 @@ and full blocks that another swapped-out request shares are in the pool once.
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import final
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
+from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import JobTable, host_blocks
 from tpu_offload.core.swap.costs import SwapCosts
@@ -52,6 +53,7 @@ class RequestSwap:
       layout: what a block is made of.
       index: the host tier's.
       jobs: an empty table, with job ids that no other table has.
+      breakers: of the copies out and of those back.
       namespace: returns what ends the chunk keys of today.
       clock: monotonic seconds.
     """
@@ -63,6 +65,7 @@ class RequestSwap:
         *,
         index: ChunkIndex,
         jobs: JobTable[PlannedSwap],
+        breakers: Mapping[Direction, CircuitBreaker],
         namespace: Callable[[], bytes],
         clock: Callable[[], float],
     ) -> None:
@@ -76,6 +79,7 @@ class RequestSwap:
         self._jobs = PlannedSwaps(
             jobs, layout, pool=self._pool, index=index, clock=clock, timeout_s=config.job_timeout_s
         )
+        self._breakers = breakers
         self._costs = SwapCosts(config.swap_mode)
         self._swapped: dict[str, Swapped] = {}
         self._swapped_in: list[str] = []
@@ -117,8 +121,8 @@ class RequestSwap:
             computed in its step, and which minds, gives none.
           num_computed_tokens: leading tokens whose KV the steps dispatched so far compute.
         Returns:
-          True if it is swapped out. False if it has to be recomputed: swapping is off, there is no room, nothing
-          is computed, or recompute is faster.
+          True if it is swapped out. False if it has to be recomputed: swapping is off or suspended, there is no room,
+          nothing is computed, or recompute is faster.
         Raises:
           RequestError: it is swapped out already, or a number makes no sense; nothing was changed.
         """
@@ -127,7 +131,8 @@ class RequestSwap:
         if num_computed_tokens < 0:
             raise RequestError(f"request {request_id} has {num_computed_tokens=}; expected 0 or more")
         kept = self._kept_blocks(request_id, block_ids, num_computed_tokens)
-        if not self._config.swap_enabled or num_computed_tokens == 0:
+        suspended = not all(breaker.admits(request_id) for breaker in self._breakers.values())
+        if not self._config.swap_enabled or num_computed_tokens == 0 or suspended:
             self._counts.num_recomputed += 1
             return False
         num_full = min(num_computed_tokens // self._layout.block_size, len(block_hashes)) if self._has_prefix else 0
@@ -164,6 +169,9 @@ class RequestSwap:
         self._swapped[request_id] = swapped
         sources = [[kept[0][i] for i in copied], *kept[1:]]
         job = self._jobs.plan(swapped, Direction.SAVE, sources, new)
+        for breaker in self._breakers.values():
+            breaker.begin(request_id)
+        self._hand_over(swapped, Direction.SAVE, job)
         if job is not None:
             swapped.writers.add(job.job_id)
         self._counts.num_swapped_out += 1
@@ -226,6 +234,7 @@ class RequestSwap:
             tuple(swapped.tier_blocks[i] for i in from_tier),
         )
         swapped.job = self._jobs.plan(swapped, Direction.LOAD, targets, places, tier=tier)
+        self._hand_over(swapped, Direction.LOAD, swapped.job)
         self._counts.swap_skipped_blocks += swapped.num_blocks[0] - len(numbers)
         swapped.where = Where.RETURNING
         return not self._end_return(swapped)
@@ -252,6 +261,7 @@ class RequestSwap:
             if swapped is not None:
                 self._detach(swapped)
                 self._jobs.release(swapped)
+                self._breakers[Direction.LOAD].withdraw(request_id)
             self._returned_at.pop(request_id, None)
             for news in (self._lost, self._swapped_in):
                 if request_id in news:
@@ -264,14 +274,14 @@ class RequestSwap:
         self._num_steps += 1
         if not self._jobs and not self._returned_at:  # nearly always
             return (), ()
-        self._fail_overdue(now_s)
+        self._expire(now_s)
         self._forget_old_returns()
         return self._jobs.take(Direction.SAVE), self._jobs.take(Direction.LOAD)
 
     @property
     def has_jobs(self) -> bool:
-        """Whether copies are planned or in flight; those that have timed out do not count."""
-        return any(not job.overdue for job in self._jobs)
+        """Whether copies are planned or in flight."""
+        return len(self._jobs) > 0
 
     def expects(self, worker_id: int, result: JobResult) -> bool:
         """Whether a result is of a copy that this worker has not reported yet."""
@@ -282,6 +292,17 @@ class RequestSwap:
         job = self._jobs.report(worker_id, result)
         if job is not None:
             self._end(job)
+
+    def report_late(self, worker_id: int, job_id: int) -> None:
+        """Takes a result that the job table does not expect."""
+        self._jobs.report_late(worker_id, job_id)
+
+    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> int:
+        """A worker is through with all jobs below this id; returns how many of them it had not reported."""
+        lost = self._jobs.pass_over(worker_id, oldest_job_id, why=why)
+        for job in lost:
+            self._end(job)
+        return len(lost)
 
     def take_news(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Requests that are back, and those that must be recomputed, since the last call."""
@@ -297,7 +318,7 @@ class RequestSwap:
 
     def lose_blocks(self, group_id: int, first: int, end: int) -> None:
         """Memory of the pool is gone: what was in it is lost, and copies to and from there fail."""
-        gone = set(range(first, end))
+        gone = set(range(first, min(end, self._pool.num_blocks[group_id])))
         self._pool.doubt(group_id, gone)
         if group_id == 0:
             self._pool.forget(gone)
@@ -307,6 +328,11 @@ class RequestSwap:
         for swapped in list(self._swapped.values()):
             if not gone.isdisjoint(swapped.pool_blocks[group_id]):
                 self._lose(swapped)
+
+    def lose_all(self) -> None:
+        """All memory of the pool is gone."""
+        for group_id, num_blocks in enumerate(self._pool.num_blocks):
+            self.lose_blocks(group_id, 0, num_blocks)
 
     def lose_slots(self, first: int, end: int) -> None:
         """The same of the host tier."""
@@ -338,6 +364,8 @@ class RequestSwap:
             num_jobs_in_flight=stats.num_jobs_in_flight + len(self._jobs),
             num_failed_jobs=stats.num_failed_jobs + counts.num_failed_jobs,
             num_timed_out_jobs=stats.num_timed_out_jobs + counts.num_timed_out_jobs,
+            num_breaker_openings=stats.num_breaker_openings + sum(b.num_opened for b in self._breakers.values()),
+            num_open_breakers=stats.num_open_breakers + sum(not b.closed for b in self._breakers.values()),
             swap_out_nbytes_per_s=costs.nbytes_per_s(Direction.SAVE),
             swap_in_nbytes_per_s=costs.nbytes_per_s(Direction.LOAD),
             prefill_tokens_per_s=costs.prefill_tokens_per_s,
@@ -350,7 +378,7 @@ class RequestSwap:
     def check_invariants(self) -> None:
         """Raises AssertionError unless requests, copies and pool agree. For tests."""
         holders: list[dict[int, int]] = [{} for _ in self._layout.groups]
-        for held in (*self._swapped.values(), *self._jobs):
+        for held in (*self._swapped.values(), *self._jobs, *self._jobs.late):
             for g, group in enumerate(held.pool_blocks):
                 for block in group:
                     holders[g][block] = holders[g].get(block, 0) + 1
@@ -413,6 +441,7 @@ class RequestSwap:
         job, swapped.job = swapped.job, None
         swapped.where = Where.OUT
         if job is not None:
+            self._breakers[Direction.LOAD].withdraw(job.job_id)
             self._jobs.detach(job)
 
     def _lose(self, swapped: Swapped) -> None:
@@ -420,6 +449,7 @@ class RequestSwap:
         del self._swapped[swapped.request_id]
         self._detach(swapped)
         self._jobs.release(swapped)
+        self._breakers[Direction.LOAD].withdraw(swapped.request_id)
         self._lost.append(swapped.request_id)
         self._counts.num_lost_swaps += 1
 
@@ -434,19 +464,36 @@ class RequestSwap:
         self._counts.num_swapped_in += 1
         return True
 
+    def _hand_over(self, swapped: Swapped, direction: Direction, job: PlannedSwap | None) -> None:
+        """What is tried out is this copy; without one there is nothing to learn."""
+        breaker = self._breakers[direction]
+        if job is None:
+            breaker.withdraw(swapped.request_id)
+        else:
+            breaker.hand_over(swapped.request_id, job.job_id)
+
     def _end(self, job: PlannedSwap) -> None:
-        """A copy has been reported by every worker."""
-        failed = job.state is JobState.FAILED
-        if failed and not job.overdue:
+        """A copy is over, or its time is."""
+        failed = job.state in (JobState.FAILED, JobState.TIMED_OUT)
+        if failed:
             self._counts.num_failed_jobs += 1
+        if job.state is JobState.FAILED:
             _logger.warning("swap of request %s failed: %s; it is recomputed", job.swap.request_id, job.error)
-        if job.swap.direction is Direction.SAVE:
+        breaker = self._breakers[job.direction]
+        if job.copy_failed:
+            breaker.failed(job.job_id, job.error)
+        elif job.state is JobState.FINISHED:
+            breaker.succeeded(job.job_id)
+        else:
+            breaker.withdraw(job.job_id)
+        if job.direction is Direction.SAVE:
             self._end_out(job, failed=failed)
         else:
             self._end_in(job, failed=failed)
-        self._jobs.release(job)
+        if not (job.state is JobState.TIMED_OUT and job.direction is Direction.SAVE):
+            self._jobs.release(job)
         if not failed:
-            self._costs.observe_copy(job.swap.direction, job.nbytes, job.copy_s)
+            self._costs.observe_copy(job.direction, job.nbytes, job.copy_s)
             self._count_moved(job)
 
     def _end_out(self, job: PlannedSwap, *, failed: bool) -> None:
@@ -474,23 +521,19 @@ class RequestSwap:
         elif self._end_return(swapped):
             self._swapped_in.append(swapped.request_id)
 
-    def _fail_overdue(self, now_s: float) -> None:
-        for job in self._jobs.overdue(now_s):
-            direction = "out" if job.swap.direction is Direction.SAVE else "in"
+    def _expire(self, now_s: float) -> None:
+        for job in self._jobs.expire(now_s):
+            direction = "out" if job.direction is Direction.SAVE else "in"
             _logger.warning(
                 "swap %s of request %s timed out after %g s; it is recomputed",
                 direction, job.swap.request_id, self._config.job_timeout_s,
             )  # fmt: skip
             self._counts.num_timed_out_jobs += 1
-            self._counts.num_failed_jobs += 1
-            self._pool.forget(job.pool_blocks[0])
-            for swapped in list(self._swapped.values()):
-                if job.job_id in swapped.writers or swapped.job is job:
-                    self._lose(swapped)
+            self._end(job)
 
     def _count_moved(self, job: PlannedSwap) -> None:
         counts = self._counts
-        if job.swap.direction is Direction.SAVE:
+        if job.direction is Direction.SAVE:
             counts.swapped_out_blocks += job.swap.num_blocks
             counts.swapped_out_nbytes += job.nbytes
             counts.swap_out_s += job.duration_s

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import final
 
 from tpu_offload.core.index import ChunkIndex
@@ -50,6 +50,7 @@ class Swapped:
         return (len(self.tier_blocks) + first, *others)
 
 
+@final
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class PlannedSwap(TrackedJob):
     """Copies in flight, and what they hold until they have ended.
@@ -67,6 +68,16 @@ class PlannedSwap(TrackedJob):
     tier_keys: tuple[ChunkKey, ...]
     tier_slots: tuple[int, ...]
     nbytes: int
+
+    @property
+    def direction(self) -> Direction:
+        """SAVE goes out, LOAD comes back."""
+        return self.swap.direction
+
+    @property
+    def num_parts(self) -> int:
+        """A request is back with all of its blocks or not at all."""
+        return 0
 
 
 @final
@@ -188,13 +199,27 @@ class PlannedSwaps:
         """Takes an expected result; returns the copy when this was the last worker. It is for the caller to release."""
         return self._jobs.report(worker_id, result)
 
-    def overdue(self, now_s: float) -> list[PlannedSwap]:
-        """Those that have just been taken for failed; they hold what they hold until they are reported."""
-        late = self._jobs.overdue(now_s)
-        for job in late:
-            job.overdue = True
-            job.doom("timed out")
-        return late
+    def expire(self, now_s: float) -> list[PlannedSwap]:
+        """Those whose time is over. It is for the caller to release them; not those out, which may still land."""
+        return self._jobs.expire(now_s)
+
+    @property
+    def late(self) -> Collection[PlannedSwap]:
+        """Copies out that timed out and may still land."""
+        return self._jobs.late
+
+    def report_late(self, worker_id: int, job_id: int) -> None:
+        """A result that is not expected."""
+        job = self._jobs.report_late(worker_id, job_id)
+        if job is not None:
+            self.release(job)
+
+    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> list[PlannedSwap]:
+        """A worker is through with all jobs below this id; returns those that failed because of that."""
+        lost, settled = self._jobs.pass_over(worker_id, oldest_job_id, why=why)
+        for job in settled:
+            self.release(job)
+        return lost
 
     def release(self, held: Swapped | PlannedSwap) -> None:
         """Lets go of what a request that is no longer swapped out, or a copy that is over, held."""

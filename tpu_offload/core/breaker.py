@@ -1,0 +1,109 @@
+"""Leaves a kind of copy alone that keeps failing, and finds out by itself when it works again.
+
+    CLOSED    copies are planned; so many failures in a row open it
+    OPEN      none is planned until `retry_s` has passed
+    PROBING   one small copy is on its way: if it succeeds the breaker closes, if not it waits twice as long as before
+
+References:
+  Nygard, "Release It!": circuit breaker.
+"""
+
+import enum
+import logging
+from collections.abc import Callable, Hashable
+from typing import final
+
+_logger = logging.getLogger(__name__)
+
+_MAX_BACKOFF = 64  # times the first wait
+
+
+class BreakerState(enum.Enum):
+    """Whether copies are planned."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+@final
+class CircuitBreaker:
+    """One for each kind of copy, all calls from the scheduler's thread.
+
+    Args:
+      what: the copies, for the log line.
+      num_failures: so many in a row open it; 0 keeps it closed for ever.
+      retry_s: seconds from its opening to the first probe.
+      clock: monotonic seconds.
+    """
+
+    def __init__(self, what: str, *, num_failures: int, retry_s: float, clock: Callable[[], float]) -> None:
+        self._what = what
+        self._num_failures = num_failures
+        self._retry_s = retry_s
+        self._clock = clock
+        self._num_failed = 0  # in a row
+        self._state = BreakerState.CLOSED
+        self._wait_s = retry_s
+        self._probe_at_s = 0.0
+        self._probe: Hashable = None
+        self._num_opened = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether copies are planned as if it were not there."""
+        return self._state is BreakerState.CLOSED
+
+    @property
+    def num_opened(self) -> int:
+        """How often it opened; a probe that fails does not count."""
+        return self._num_opened
+
+    def admits(self, who: Hashable) -> bool:
+        """Whether a copy for `who` may be planned; unless it is closed, that copy would be a probe."""
+        if self._state is BreakerState.OPEN:
+            return self._clock() >= self._probe_at_s
+        return self._state is BreakerState.CLOSED or who == self._probe
+
+    def begin(self, who: Hashable) -> None:
+        """Somebody that it admits plans a copy."""
+        if self._state is not BreakerState.CLOSED:
+            self._state, self._probe = BreakerState.PROBING, who
+
+    def hand_over(self, who: Hashable, job_id: int) -> None:
+        """What `who` planned goes by this id from now on."""
+        if self._state is BreakerState.PROBING and who == self._probe:
+            self._probe = job_id
+
+    def withdraw(self, who: Hashable) -> None:
+        """A copy will tell nothing: it was given up before its end. The next one may be the probe."""
+        if self._state is BreakerState.PROBING and who == self._probe:
+            self._state, self._probe = BreakerState.OPEN, None
+
+    def succeeded(self, job_id: int) -> None:
+        """A copy came to its end on every worker."""
+        if self._state is BreakerState.CLOSED:
+            self._num_failed = 0
+        elif self._state is BreakerState.PROBING and job_id == self._probe:
+            _logger.warning("%s work again", self._what)
+            self._state, self._probe = BreakerState.CLOSED, None
+            self._num_failed, self._wait_s = 0, self._retry_s
+
+    def failed(self, job_id: int, error: str) -> None:
+        """A copy failed on some worker, or was not reported in time."""
+        if self._state is BreakerState.CLOSED:
+            self._num_failed += 1
+            if self._num_failed == self._num_failures:
+                self._num_opened += 1
+                self._open()
+                _logger.error(
+                    "%s have failed %d times in a row (%s): there are none for %g s, then one is tried",
+                    self._what, self._num_failed, error, self._retry_s,
+                )  # fmt: skip
+        elif self._state is BreakerState.PROBING and job_id == self._probe:
+            self._wait_s = min(2 * self._wait_s, _MAX_BACKOFF * self._retry_s)
+            self._open()
+
+    def _open(self) -> None:
+        self._state, self._probe = BreakerState.OPEN, None
+        self._probe_at_s = self._clock() + self._wait_s

@@ -1,0 +1,91 @@
+"""Chunks whose copies failed: who failed once is copied alone, who failed twice is left alone for a while."""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+from tpu_offload.types import ChunkKey, Direction
+
+_MAX_FAILURES = 2
+_MAX_BACKOFF = 64  # times the first wait
+_CAPACITY = 4096
+
+
+@dataclasses.dataclass(slots=True)
+class _Suspect:
+    """A chunk that failed.
+
+    Attributes:
+      num_failures: since it last succeeded.
+      failed_load: a load was among them, so that only a load can clear it.
+      until_s: it is not copied before this time.
+    """
+
+    num_failures: int = 0
+    failed_load: bool = False
+    until_s: float = 0.0
+
+
+@final
+class Suspects:
+    """Remembers the last chunks that failed, at most 4096; all others cost nothing.
+
+    A chunk that failed is not tried again and again: after the second failure it rests for `retry_s`, after each
+    further one for twice as long. Without it every request with a bad chunk in its prefix would try it anew.
+
+    Args:
+      retry_s: seconds of the first rest.
+      clock: monotonic seconds.
+    """
+
+    def __init__(self, *, retry_s: float, clock: Callable[[], float]) -> None:
+        self._retry_s = retry_s
+        self._clock = clock
+        self._suspects: OrderedDict[ChunkKey, _Suspect] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._suspects)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._suspects
+
+    def num_copyable(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
+        """Where the chunks `first` to `end - 1` of a prefix stop to be copyable: `end`, or the first that rests."""
+        if not self._suspects:
+            return end
+        now_s = self._clock()
+        for i in range(first, end):
+            suspect = self._suspects.get(keys[i])
+            if suspect is not None and now_s < suspect.until_s:
+                return i
+        return end
+
+    def failed(self, keys: Iterable[ChunkKey], direction: Direction) -> list[ChunkKey]:
+        """Copies of these chunks failed. Returns those that have failed too often."""
+        now_s, too_often = self._clock(), []
+        for key in keys:
+            suspect = self._suspects.setdefault(key, _Suspect())
+            self._suspects.move_to_end(key)
+            suspect.num_failures += 1
+            suspect.failed_load |= direction is Direction.LOAD
+            if suspect.num_failures >= _MAX_FAILURES:
+                backoff = min(2 ** (suspect.num_failures - _MAX_FAILURES), _MAX_BACKOFF)
+                suspect.until_s = now_s + backoff * self._retry_s
+                too_often.append(key)
+        while len(self._suspects) > _CAPACITY:
+            self._suspects.popitem(last=False)
+        return too_often
+
+    def succeeded(self, keys: Iterable[ChunkKey], direction: Direction) -> None:
+        """Copies of these chunks succeeded."""
+        if not self._suspects:
+            return
+        for key in keys:
+            suspect = self._suspects.get(key)
+            if suspect is not None and (direction is Direction.LOAD or not suspect.failed_load):
+                del self._suspects[key]
+
+    def clear(self) -> None:
+        """Forgets all: the keys of today are others."""
+        self._suspects.clear()

@@ -1,0 +1,272 @@
+"""Transfers between HBM and the host tier, from the plan that they go with to their one end.
+
+Every job ends once: finished, failed, cancelled or timed out. The end gives back its staging blocks and its pins, and
+what a save was to write becomes visible or goes. One thing outlives it: where a save timed out, its copy may still
+land, so its slots stay in quarantine until every worker has shown that it is through with it.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from tpu_offload.core.breaker import CircuitBreaker
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.jobs import Job, JobTable
+from tpu_offload.core.requests import FailedLoad, FinishedTransfer
+from tpu_offload.core.saving import SavePlanner
+from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.suspects import Suspects
+from tpu_offload.core.tracking import TrackedRequest
+from tpu_offload.metrics import OffloadStats
+from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class Transfers:
+    """The transfers in flight of one scheduler, and what their requests are yet to be told.
+
+    Args:
+      jobs: those in flight; the planners add to it.
+      index: where they have pinned and allocated chunks.
+      staging: where they have reserved.
+      saves: offers again what was lost.
+      requests: by id, those that the scheduler knows.
+      breakers: told how copies in each direction do.
+      suspects: told which chunks failed.
+      counts: where to count.
+      block_size: tokens in a block.
+      block_nbytes: bytes of a block, over all devices.
+      blocks_per_chunk: blocks in a chunk.
+      timeout_s: for the log.
+    """
+
+    def __init__(
+        self,
+        jobs: JobTable[Job],
+        *,
+        index: ChunkIndex,
+        staging: StagingBufferManager,
+        saves: SavePlanner,
+        requests: Mapping[str, TrackedRequest],
+        breakers: Mapping[Direction, CircuitBreaker],
+        suspects: Suspects,
+        counts: OffloadStats,
+        block_size: int,
+        block_nbytes: int,
+        blocks_per_chunk: int,
+        timeout_s: float,
+    ) -> None:
+        self._jobs = jobs
+        self._index = index
+        self._staging = staging
+        self._saves = saves
+        self._requests = requests
+        self._breakers = breakers
+        self._suspects = suspects
+        self._counts = counts
+        self._block_size = block_size
+        self._block_nbytes = block_nbytes
+        self._blocks_per_chunk = blocks_per_chunk
+        self._timeout_s = timeout_s
+        self._loads_to_send: list[Job] = []
+        self._job_ids_to_cancel: list[int] = []
+        self._loaded: list[str] = []
+        self._failed_loads: list[FailedLoad] = []
+        self._finished: list[FinishedTransfer] = []
+
+    # On the way down.
+
+    def send(self, load: Job) -> None:
+        """A load goes with the next plan."""
+        self._loads_to_send.append(load)
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether `take_plans` would return anything."""
+        return bool(self._loads_to_send or self._job_ids_to_cancel)
+
+    def take_plans(self) -> tuple[tuple[TransferJob, ...], tuple[int, ...]]:
+        """The loads, and the ids of those that are taken back, that go with the plan at hand."""
+        loads, self._loads_to_send = self._loads_to_send, []
+        cancelled, self._job_ids_to_cancel = self._job_ids_to_cancel, []
+        for job in loads:
+            job.state = JobState.SENT
+        return tuple([job.transfer for job in loads]), tuple(cancelled)
+
+    def detach(self, load: Job) -> None:
+        """Nobody waits for a load any more, and its blocks are about to be used for something else."""
+        load.detached = True
+        if load.state is JobState.PLANNED:  # never told to a worker: it ends here
+            self._loads_to_send.remove(load)
+            self._end(self._jobs.end(load))
+        else:
+            self._job_ids_to_cancel.append(load.job_id)
+
+    def expire(self, now_s: float) -> None:
+        """Ends the jobs that were not reported in time; before a plan, which takes the blocks of loads back.
+
+        So the workers are told before the engine hears of the failure and lets a step compute into these blocks.
+        """
+        for job in self._jobs.expire(now_s):
+            _logger.warning(
+                "%s of %d blocks of request %s timed out after %g s; %s",
+                job.direction.value, job.transfer.num_blocks, job.request_id, self._timeout_s,
+                "the request computes them" if job.direction is Direction.LOAD else "they are not published",
+            )  # fmt: skip
+            self._counts.num_timed_out_jobs += 1
+            if job.direction is Direction.LOAD and not job.detached:
+                self._job_ids_to_cancel.append(job.job_id)
+            self._end(job)
+
+    # On the way up.
+
+    def report(self, worker_id: int, result: JobResult) -> None:
+        """Takes one result; one that fits no job in flight is counted."""
+        if not self._jobs.expects(worker_id, result):
+            self._counts.num_ignored_results += 1
+            late = self._jobs.report_late(worker_id, result.job_id)
+            if late is not None:
+                self._index.end_quarantine(late.slots)
+            return
+        job = self._jobs.report(worker_id, result)
+        if job is not None:
+            self._end(job)
+
+    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> None:
+        """A worker is through with all jobs below this id; what it has not reported of them it never will."""
+        lost, settled = self._jobs.pass_over(worker_id, oldest_job_id, why=why)
+        for job in settled:
+            self._index.end_quarantine(job.slots)
+        for job in lost:
+            self._counts.num_lost_results += 1
+            self._end(job)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_news` would return anything."""
+        return bool(self._loaded or self._failed_loads or self._finished)
+
+    def take_news(self) -> tuple[tuple[str, ...], tuple[FailedLoad, ...], tuple[FinishedTransfer, ...]]:
+        """Requests that are loaded, those that must compute, and the jobs that finished, since the last call."""
+        loaded, self._loaded = tuple(self._loaded), []
+        failed, self._failed_loads = tuple(self._failed_loads), []
+        finished, self._finished = tuple(self._finished), []
+        return loaded, failed, finished
+
+    def tell_failed(self, failed: FailedLoad) -> None:
+        """The next update says that a request must compute."""
+        self._failed_loads.append(failed)
+
+    def forget_news(self, request_id: str) -> None:
+        """The request is gone: nothing is to be said of it."""
+        if self._failed_loads:
+            self._failed_loads = [failed for failed in self._failed_loads if failed.request_id != request_id]
+
+    # What hits all of them.
+
+    def reset(self) -> None:
+        """What they move is no longer what the model would compute: loads are given up, saves are not published."""
+        for job in list(self._jobs):
+            job.doom("the cache was reset")
+            if job.direction is Direction.LOAD and not job.detached:
+                self._tell_of(job)
+                self.detach(job)
+
+    def lose_slots(self, first: int, end: int) -> None:
+        """Host memory is gone: what was about to use it fails, its other blocks do not."""
+        self.lose(self._index.lose_slots(first, end))
+        for job in self._jobs:
+            gone = [i for i, slot in enumerate(job.slots) if first <= slot < end]
+            if gone:
+                job.error = job.error or "the host memory of its chunks was lost"
+                job.failed_blocks.update(i for i in range(job.num_parts) if self._chunk_of(job, i) in gone)
+
+    def lose(self, keys: Sequence[ChunkKey]) -> None:
+        """Requests that counted on these chunks in the host tier save them again."""
+        if keys:
+            self._saves.rewind(self._requests.values(), set(keys))
+
+    # Inside.
+
+    def _chunk_of(self, job: Job, position: int) -> int:
+        """Which of a job's chunks a block belongs to. A load may begin inside a chunk."""
+        first_block = job.num_valid_tokens // self._block_size
+        return (first_block % self._blocks_per_chunk + position) // self._blocks_per_chunk
+
+    def _end(self, job: Job) -> None:
+        """The only place where what a job held is given back."""
+        self._staging.release(job.account, job.transfer.num_blocks, job.direction)
+        if job.direction is Direction.LOAD:
+            self._index.unpin(job.keys)
+        if job.state is JobState.FINISHED:
+            self._count_moved(job)
+        elif job.state is not JobState.CANCELLED:
+            self._counts.num_failed_jobs += 1
+            if job.state is JobState.FAILED:
+                _logger.warning("%s of request %s failed: %s", job.direction.value, job.request_id, job.error)
+        bad = self._bad_chunks(job)
+        too_often = self._judge(job, [job.keys[i] for i in bad])
+        if job.direction is Direction.SAVE:
+            self._end_save(job, bad)
+        else:
+            # A failure may pass, so a chunk is tried once more. What is late may cost the next request as long again.
+            self.lose(self._index.drop(job.keys if job.state is JobState.TIMED_OUT else too_often))
+            if not job.detached:
+                self._tell_of(job)
+
+    def _bad_chunks(self, job: Job) -> list[int]:
+        """Which of the job's chunks were not copied."""
+        if job.doomed:
+            return list(range(len(job.keys)))
+        return sorted({self._chunk_of(job, position) for position in job.failed_blocks})
+
+    def _judge(self, job: Job, bad: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """What its end says of later copies; returns the chunks that have failed too often."""
+        breaker = self._breakers[job.direction]
+        if job.state is JobState.FINISHED:
+            breaker.succeeded(job.job_id)
+            self._suspects.succeeded(job.keys, job.direction)
+        elif job.copy_failed:
+            breaker.failed(job.job_id, job.error)
+            return self._suspects.failed(bad, job.direction)
+        else:
+            breaker.withdraw(job.job_id)
+        return []
+
+    def _end_save(self, job: Job, bad: Sequence[int]) -> None:
+        """Publishes the chunks whose bytes every worker has; the others go."""
+        ended = [(key, slot) for i, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)) if i not in bad]
+        if ended:
+            self._index.complete(*zip(*ended, strict=True), success=True)
+        if bad:
+            keys = [job.keys[i] for i in bad]
+            quarantine = job.state is JobState.TIMED_OUT
+            self._index.complete(keys, [job.slots[i] for i in bad], success=False, quarantine=quarantine)
+            self.lose(keys)
+
+    def _tell_of(self, job: Job) -> None:
+        """A load has ended, or will for nothing: its request goes on."""
+        self._requests[job.request_id].load = None
+        if job.state is JobState.FINISHED:
+            self._loaded.append(job.request_id)
+            self._counts.loaded_tokens += job.transfer.num_blocks * self._block_size
+            return
+        # What came before the first hole can be used.
+        num_loaded = 0 if job.doomed else min(job.failed_blocks)
+        self._counts.loaded_tokens += num_loaded * self._block_size
+        self._failed_loads.append(FailedLoad(job.request_id, job.num_valid_tokens + num_loaded * self._block_size))
+
+    def _count_moved(self, job: Job) -> None:
+        num_blocks, counts = job.transfer.num_blocks, self._counts
+        self._finished.append(FinishedTransfer(job.direction, num_blocks, job.duration_s))
+        nbytes = num_blocks * self._block_nbytes
+        if job.direction is Direction.SAVE:
+            counts.saved_blocks += num_blocks
+            counts.saved_nbytes += nbytes
+            counts.save_s += job.duration_s
+        else:
+            counts.loaded_blocks += num_blocks
+            counts.loaded_nbytes += nbytes
+            counts.load_s += job.duration_s
