@@ -103,9 +103,9 @@ class SimEngine:
         self.scheduler.reset()
         self.model.on_reset()
         for request in self.requests.values():
-            if request.phase is Phase.PARKED and (a % 4 < 2 or not self.model.keeps_parked):
-                self.scheduler.release(request.name)
-                request.phase = Phase.WAITING
+            if request.phase is Phase.PARKED and a % 4 < 2:
+                self._release(request)
+            self.counts["promises that a reset took back"] += request.phase is Phase.PARKED
             request.tainted = request.phase.holds_blocks and request.num_computed > 0
 
     def lose_hbm(self) -> None:
@@ -258,7 +258,7 @@ class SimEngine:
         request.phase = Phase.RUNNING
 
     def _register(self, request: Request, first: int) -> None:
-        if not request.tainted:
+        if not request.tainted and self.setup.hbm_cache:
             for i in range(first, request.num_computed // self.setup.block_size):
                 self.pool.register(request.blocks[i], request.hashes[i])
 

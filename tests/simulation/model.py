@@ -51,9 +51,6 @@ class Model:
       log: is called with what happens.
     """
 
-    keeps_parked = False  # whether a promise may be admitted after a reset
-    ends_overdue = False  # whether a job that has timed out gives back what it holds
-
     def __init__(
         self,
         setup: Setup,
@@ -79,6 +76,7 @@ class Model:
         self.admitted: dict[str, tuple[int, float]] = {}  # not sent: staging blocks, and deadline
         self.visible: dict[ChunkKey, int] = {}
         self.key_in: dict[int, ChunkKey] = {}
+        self.lives: dict[int, int] = {}
         self.counts: Counter[str] = Counter()
 
     # What the engine asks for.
@@ -128,9 +126,9 @@ class Model:
     def before_plan(self) -> None:
         """Time has passed: jobs may be overdue when the coming plan is made."""
         now_s = self.clock()
-        if self.ends_overdue:
-            for job_id in [i for i, job in self.jobs.items() if job.deadline_s <= now_s]:
-                del self.jobs[job_id]
+        for job_id in [i for i, job in self.jobs.items() if job.deadline_s <= now_s]:
+            del self.jobs[job_id]
+            self.counts["timeouts"] += 1
 
     def on_plan(self, plan: StepPlan) -> None:
         """Takes note of the jobs, and looks whether they may do what they are about to do."""
@@ -158,11 +156,24 @@ class Model:
 
     def on_report(self, report: StepReport) -> None:
         """A report has been applied."""
+        worker_id = report.worker_id
+        known = self.lives.get(worker_id, report.incarnation)
+        self.lives[worker_id] = max(known, report.incarnation)
+        if report.incarnation < known:
+            self.counts["reports of a former life"] += 1
+            self.look()
+            return
+        if report.incarnation > known:
+            for job_id in list(self.jobs):
+                self._report(job_id, worker_id)
         for result in report.results:
-            job = self.jobs.get(result.job_id)
-            if job is not None and report.worker_id in job.waiting_for:
-                self._report(result.job_id, report.worker_id)
+            if result.job_id in self.jobs:
+                self._report(result.job_id, worker_id)
+        for job_id in [i for i in self.jobs if i < report.oldest_job_id]:
+            self._report(job_id, worker_id)
         self.look()
+        if report.incarnation > known and self.visible:
+            raise Violation(f"worker {worker_id} was started anew, and {len(self.visible)} chunks are visible")
         for first, end in report.lost_slots:
             for slot in range(first, end):
                 if slot in self.key_in:

@@ -47,6 +47,7 @@ class Setup:
       num_staging_blocks: the staging budget.
       num_swap_blocks: blocks of the swap pool; 0 turns request swap off.
       swap_mode: as in the settings.
+      hbm_cache: whether freed blocks of HBM are found again.
       decode_save: as in the settings.
       max_batch: tokens that a step computes at most.
       max_drafts: draft tokens that a decoding request guesses at most.
@@ -67,6 +68,7 @@ class Setup:
     num_staging_blocks: int = 8
     num_swap_blocks: int = 0
     swap_mode: str = "swap"
+    hbm_cache: bool = True
     decode_save: bool = False
     max_batch: int = 16
     max_drafts: int = 0
@@ -92,11 +94,12 @@ def _draw_setup(rng: random.Random, seed: int) -> Setup:
         block_size=rng.choice([2, 3, 4, 4]),
         blocks_per_chunk=blocks_per_chunk,
         num_workers=rng.choice([1, 1, 2, 2, 3, 4]),
-        num_blocks=rng.randint(34, 60) if rng.random() < 0.3 else rng.randint(18, 34),
+        num_blocks=rng.randint(24, 60) if rng.random() < 0.3 else rng.randint(18, 26),
         num_slots=rng.choice([3, 8, 8, 20, 20, 48]) if rng.random() < 0.95 else 0,
         num_staging_blocks=max(blocks_per_chunk, rng.choice([2, 4, 8, 16, 32])),
         num_swap_blocks=rng.choice([0, 6, 16, 40]),
         swap_mode=rng.choice(["swap", "swap", "swap", "auto"]),
+        hbm_cache=rng.random() < 0.4,
         decode_save=rng.random() < 0.5,
         max_batch=rng.choice([3, 8, 16, 40]),
         max_drafts=rng.choice([0, 0, 1, 3]),
