@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import final
 
 from tpu_offload.types import JobResult, JobState
@@ -16,19 +16,32 @@ class _Job:
 
     Attributes:
       started_s: when it was dispatched.
+      block_ids: its blocks of the caches, if they can fail one by one.
       num_parts: flights that carry blocks of it, and one more while it is being dispatched.
       num_unwritten: for a load, those of them that no program has been dispatched for that writes the caches.
       error: the first thing that went wrong.
+      failed: those of its blocks that were not copied, if all that went wrong is known to be about these.
+      failed_whole: something went wrong that is about all of it.
       cancelled: the engine has taken its blocks back, and some were not written by then.
       copy_s: seconds that the copy alone took, if that was measured.
     """
 
     started_s: float
+    block_ids: tuple[int, ...]
     num_parts: int = 1
     num_unwritten: int = 1
     error: str = ""
+    failed: set[int] = dataclasses.field(default_factory=set)
+    failed_whole: bool = False
     cancelled: bool = False
     copy_s: float = 0.0
+
+    def failed_positions(self) -> tuple[int, ...]:
+        """Positions in `block_ids` of what was not copied; empty for all of it."""
+        if self.failed_whole:
+            return ()
+        positions = tuple(i for i, block_id in enumerate(self.block_ids) if block_id in self.failed)
+        return positions if len(positions) < len(self.block_ids) else ()
 
 
 @final
@@ -42,6 +55,7 @@ class WorkerJobs:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
+        self._num_seen = 0  # one more than the largest id
         self._results: list[JobResult] = []
         self._written: list[int] = []
 
@@ -53,9 +67,15 @@ class WorkerJobs:
         """Whether any job ended since `take_results`."""
         return bool(self._results)
 
-    def start(self, job_id: int) -> None:
+    @property
+    def oldest_id(self) -> int:
+        """No job with a smaller id is in flight, or will be: ids rise from plan to plan."""
+        return min(self._jobs, default=self._num_seen)
+
+    def start(self, job_id: int, block_ids: tuple[int, ...] = ()) -> None:
         """A job begins, with one part: its own dispatch."""
-        self._jobs[job_id] = _Job(self._clock())
+        self._jobs[job_id] = _Job(self._clock(), block_ids)
+        self._num_seen = max(self._num_seen, job_id + 1)
 
     def add_part(self, job_ids: Iterable[int]) -> None:
         """One more part for each of these jobs."""
@@ -71,12 +91,21 @@ class WorkerJobs:
             if job.num_unwritten == 0 and not job.error and not job.cancelled:
                 self._written.append(job_id)
 
-    def end_part(self, job_ids: Iterable[int], error: str = "") -> None:
-        """One part less for each of these jobs, with what went wrong with it, if anything did."""
+    def end_part(self, job_ids: Iterable[int], error: str = "", *, block_ids: Collection[int] = ()) -> None:
+        """One part less for each of these jobs, with what went wrong with it, if anything did.
+
+        Args:
+          job_ids: the jobs.
+          error: one line; empty if nothing went wrong.
+          block_ids: the blocks of these jobs that this is about; empty for all of them.
+        """
         for job_id in job_ids:
             job = self._jobs[job_id]
             job.num_parts -= 1
-            job.error = job.error or error
+            if error:
+                job.error = job.error or error
+                job.failed.update(block_ids)
+                job.failed_whole |= not block_ids
             if job.num_parts == 0:
                 self._end(job_id, job)
 
@@ -113,4 +142,6 @@ class WorkerJobs:
         state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
         if job.error:
             _logger.warning("job %d failed: %s", job_id, job.error)
-        self._results.append(JobResult(job_id, state, job.error, self._clock() - job.started_s, job.copy_s))
+        failed = job.failed_positions() if job.error else ()
+        seconds = self._clock() - job.started_s
+        self._results.append(JobResult(job_id, state, job.error, seconds, job.copy_s, failed))

@@ -19,6 +19,7 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostPool, plan_segments, size_swap_pool
 from tpu_offload.types import Direction, HostStore, SwapJob, SwapPart
 from tpu_offload.worker.arrays import block, check_alive, is_ready
+from tpu_offload.worker.boundary import swap_error
 from tpu_offload.worker.jobs import WorkerJobs
 
 _logger = logging.getLogger(__name__)
@@ -272,6 +273,9 @@ class SwapCopies:
 
     def _why_impossible(self, job: SwapJob) -> str:
         """Why a job cannot be started, in one line; empty when it can."""
+        error = swap_error(job)
+        if error:
+            return error
         reads = job.direction is Direction.LOAD
         for part in job.parts:
             source = self._source(part)

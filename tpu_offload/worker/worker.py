@@ -52,6 +52,7 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostPool, available_nbytes, cap_chunks, pinned_zeros, plan_segments
 from tpu_offload.types import Direction, StepPlan, StepReport, TransferJob
 from tpu_offload.worker.arrays import block, check_alive, is_ready
+from tpu_offload.worker.boundary import sound_plan, transfer_error
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.swapping import SwapCopies, SwapSource
 
@@ -90,6 +91,8 @@ class OffloadWorker:
       clock: seconds, monotonic.
       available: bytes of host memory that are left; None finds out.
       fused: the engine runs the fused functions in its own step, so that a path may be `fused`.
+      incarnation: goes into every report, greater than in those of an earlier life of this worker; None takes the
+        time of day, in ns.
     Raises:
       LayoutError: the caches are not those that the layout describes, or the host tier cannot hold their blocks.
       ConfigError: a size in `config` makes no sense for the layout, a path is `fused` and the engine does
@@ -106,11 +109,13 @@ class OffloadWorker:
         clock: Callable[[], float] = time.monotonic,
         available: int | None = None,
         fused: bool = False,
+        incarnation: int | None = None,
     ) -> None:
         _check_caches(layout, kv_caches)
         self._jobs = WorkerJobs(clock)
         self._flights: list[Flight] = []
-        self._report = StepReport(worker_id=worker_id, results=(), num_host_chunks=0)
+        self._incarnation = time.time_ns() if incarnation is None else incarnation
+        self._report = StepReport(worker_id, (), 0, incarnation=self._incarnation)
         if config.enabled:
             layout.check_tier()
         if config.enabled or config.swap_enabled:
@@ -120,6 +125,7 @@ class OffloadWorker:
         self._copiers: dict[Direction, Copier] = {}
         self._fused: FusedPlanner | None = None
         self._pass: _ForwardPass | None = None
+        self._step_id = 0  # of the last plan
         self._swap: SwapCopies | None = None
         if self._num_host_chunks:
             self._make_tier(config, layout, kv_caches, fused=fused)
@@ -191,7 +197,7 @@ class OffloadWorker:
         Also with an empty plan: staged loads that have arrived are written into the caches here.
 
         Args:
-          plan: what the scheduler wants.
+          plan: what the scheduler wants. Jobs in it that make no sense fail.
           kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
           fuse: a forward pass follows that takes `fused_step()` along. Without it nothing waits for one:
             what the fused path would have taken goes by the direct path.
@@ -201,6 +207,8 @@ class OffloadWorker:
           TransferError: a load failed after its program had taken the donated caches. The only error that
             leaves this class once it is built: without caches there is nothing to go on with.
         """
+        plan = sound_plan(plan, last=self._step_id)
+        self._step_id = plan.step_id
         if plan.empty and not self._flights and self._pass is None:
             return kv_caches
         if self._pass is not None:
@@ -256,6 +264,7 @@ class OffloadWorker:
           kv_caches: the caches as the forward pass left them; only read.
           outcome: what the forward pass returned of its copies, if it took `fused_step()` along.
         """
+        plan = sound_plan(plan, last=self._step_id)
         if self._pass is not None:
             done, self._pass = self._pass, None
             self._take_outcome(done, outcome)
@@ -282,8 +291,11 @@ class OffloadWorker:
         # A segment is lost only where a job fails, so there is never a loss to tell without a result.
         lost = self._pool.take_lost() if self._pool else ()
         lost_swap = self._swap.take_lost() if self._swap else ()
-        self._report = StepReport(last.worker_id, (), num_ready, num_swap_blocks=num_swap)
-        return StepReport(last.worker_id, self._jobs.take_results(), num_ready, lost, num_swap, lost_swap)
+        results = self._jobs.take_results()
+        self._report = StepReport(
+            last.worker_id, (), num_ready, (), num_swap, (), self._jobs.oldest_id, self._incarnation
+        )
+        return dataclasses.replace(self._report, results=results, lost_slots=lost, lost_swap_blocks=lost_swap)
 
     def take_written_loads(self) -> tuple[int, ...]:
         """Loads whose last write into the caches was dispatched since the last call.
@@ -338,7 +350,7 @@ class OffloadWorker:
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
                 continue
-            self._jobs.start(job.job_id)
+            self._jobs.start(job.job_id, job.block_ids)
             error = self._why_impossible(job)
             if error:
                 self._jobs.end_part([job.job_id], error)
@@ -369,6 +381,9 @@ class OffloadWorker:
 
     def _why_impossible(self, job: TransferJob) -> str:
         """Why a job cannot be started, in one line; empty when it can."""
+        error = transfer_error(job)
+        if error:
+            return error
         if self._pool is None:
             return "offloading is off on this worker: it has no host pool"
         if job.group_id != 0:
@@ -422,7 +437,7 @@ class OffloadWorker:
             else:
                 flight, kv_caches = self._copiers[direction].load(segment_id, piece, kv_caches)
         except Exception as e:
-            self._fail(job_ids, segment_id, e)
+            self._fail(piece, segment_id, e)
             check_alive(kv_caches, e)
         else:
             flight.step_id = step_id
@@ -469,7 +484,7 @@ class OffloadWorker:
         """The forward pass has not copied and will not; what follows it is not touched."""
         fused, done.fused = done.fused, {}
         for segment_id, rows in fused.values():
-            self._fail(rows.jobs(), segment_id, error)
+            self._fail(rows, segment_id, error)
 
     def _abandon_pass(self, done: _ForwardPass) -> None:
         """The forward pass never came back: its copies have failed, and what was to follow it is not done."""
@@ -520,7 +535,7 @@ class OffloadWorker:
             self._copiers[flight.direction].resume_save(flight)
         except Exception as e:
             self._drop(flight)
-            self._fail(flight.rows.jobs(), flight.segment_id, e)
+            self._fail(flight.rows, flight.segment_id, e)
 
     def _resume_load(self, flight: Flight, kv_caches: Caches) -> Caches:
         live = [job_id for job_id in flight.rows.jobs() if not self._jobs.is_cancelled(job_id)]
@@ -528,15 +543,15 @@ class OffloadWorker:
         if not live:
             self._drop(flight)
             return kv_caches
+        rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
         try:
             self._check_arrived(flight)
-            rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
             kv_caches = self._copiers[flight.direction].resume_load(flight, rows, kv_caches)
             self._jobs.write_part(live)
             return kv_caches
         except Exception as e:
             self._drop(flight)
-            self._fail(live, flight.segment_id, e)
+            self._fail(rows, flight.segment_id, e)
             check_alive(kv_caches, e)
             return kv_caches
 
@@ -576,7 +591,7 @@ class OffloadWorker:
                 raise TransferError(f"the device copied {num_copied} of {len(flight.rows)} blocks")
         except Exception as e:
             # A program that failed on the device has taken the donated segment with it.
-            self._fail(flight.rows.jobs(), flight.segment_id, e, lost=flight.direction is Direction.SAVE)
+            self._fail(flight.rows, flight.segment_id, e, lost=flight.direction is Direction.SAVE)
         else:
             self._jobs.end_part(flight.rows.jobs())
 
@@ -584,8 +599,8 @@ class OffloadWorker:
         self._flights.remove(flight)
         self._copiers[flight.direction].release(flight)
 
-    def _fail(self, job_ids: Sequence[int], segment_id: int, error: Exception, *, lost: bool = False) -> None:
-        """Ends these jobs' parts in a flight with an error, and gives up the segment if it is gone."""
+    def _fail(self, rows: Rows, segment_id: int, error: Exception, *, lost: bool = False) -> None:
+        """Ends the jobs' parts in a flight with an error, and gives up the segment if it is gone."""
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         try:
             lost = lost or any(part.is_deleted() for part in self._store.segment(segment_id))
@@ -594,7 +609,8 @@ class OffloadWorker:
         if lost:
             self._store.mark_lost(segment_id)
             self._places(segment_id)[:] = True
-        self._jobs.end_part(job_ids, message)
+        for job_id in rows.jobs():
+            self._jobs.end_part([job_id], message, block_ids=rows.block_ids[rows.job_ids == job_id].tolist())
 
     def _wait_for_one(self) -> bool:
         """Blocks until the oldest flight that `poll` can go on with is ready; False when there is none."""

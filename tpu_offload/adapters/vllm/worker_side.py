@@ -12,8 +12,10 @@ reported as soon as the last write is dispatched: it can be in the next pass. `O
 to the scheduler's books when the copy is really over.
 """
 
+import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -48,6 +50,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._reports: list[StepReport] = []
+        self._last_report = StepReport(0, (), 0)
         self._num_told_chunks = -1
         # The last plan whose steps may have computed on blocks that a failed load left as they were.
         self._last_spoilt_step_id = -1
@@ -140,7 +143,7 @@ class WorkerSide:
             error = "the step computed on blocks whose load failed"
             results = tuple(JobResult(job.job_id, JobState.FAILED, error) for job in self._plan.saves)
             self._collect()
-            self._reports.append(StepReport(self._worker_id, results, self._num_told_chunks))
+            self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=()))
         self._plan = StepPlan(self._plan.step_id)
 
     def take_received(self) -> set[str]:
@@ -182,7 +185,7 @@ class WorkerSide:
         return self.worker.has_flights and not (self._received or self._reports)
 
     def _collect(self, *, wait: bool = False) -> None:
-        report = self.worker.poll(wait=wait)
+        report = self._last_report = self.worker.poll(wait=wait)
         if report.results or report.lost_slots or report.num_host_chunks != self._num_told_chunks:
             self._num_told_chunks = report.num_host_chunks
             self._reports.append(report)
@@ -193,7 +196,7 @@ class WorkerSide:
             elif job is not None and result.state is JobState.FINISHED:
                 self._receive(job)
             elif job is not None:
-                self._fail(job)
+                self._fail(job, result.failed_blocks)
         self._take_written()
 
     def _take_written(self) -> None:
@@ -218,8 +221,9 @@ class WorkerSide:
         if not self._sync:  # else vLLM does not wait for it
             self._received.add(job.request_id)
 
-    def _fail(self, job: TransferJob) -> None:
-        self._invalid_block_ids.update(job.block_ids)
+    def _fail(self, job: TransferJob, positions: Sequence[int] = ()) -> None:
+        """A load brought nothing, or all but the blocks at these positions of it: what is before them is used."""
+        self._invalid_block_ids.update([job.block_ids[i] for i in positions] or job.block_ids)
         if self._sync:
             self._last_spoilt_step_id = self._plan.step_id + self._num_steps_ahead
         self._receive(job)

@@ -1,0 +1,95 @@
+"""What a plan from another process must be before anything is copied."""
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from tpu_offload.types import Direction, HostStore, StepPlan, SwapJob, SwapPart, TransferJob
+
+_logger = logging.getLogger(__name__)
+
+_MAX = 2**63 - 1
+
+
+def sound_plan(plan: Any, *, last: int) -> StepPlan:
+    """The plan, without what cannot be answered because it has no valid job id.
+
+    What is wrong with jobs that have one is found by `transfer_error` and `swap_error`, and reported as their failure.
+
+    Args:
+      plan: anything.
+      last: stands for a step id that makes no sense.
+    """
+    if type(plan) is StepPlan and plan.empty and _is_count(plan.step_id):
+        return plan
+    if type(plan) is not StepPlan:
+        _logger.error("a plan is a %s; expected a StepPlan: nothing of it is done", type(plan).__name__)
+        return StepPlan(last)
+    fields = (plan.loads, plan.saves, plan.swap_outs, plan.swap_ins)
+    answered = [_answerable(jobs, kind) for jobs, kind in zip(fields, _KINDS, strict=True)]
+    cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
+    kept = tuple(job_id for job_id in cancelled if _is_count(job_id))
+    if _is_count(plan.step_id) and kept == plan.cancelled_job_ids and all(map(_same, answered, fields)):
+        return plan
+    _logger.error("plan %r has jobs without an id, or fields that are no tuples of jobs: left out", plan.step_id)
+    loads, saves, outs, ins = answered
+    return StepPlan(plan.step_id if _is_count(plan.step_id) else last, loads, saves, kept, outs, ins)
+
+
+def transfer_error(job: TransferJob) -> str:
+    """Why a transfer job makes no sense, in one line; empty when it does. Ranges are for the caller."""
+    if type(job.direction) is not Direction or type(job.group_id) is not int or type(job.request_id) is not str:
+        return f"direction, group and request are {(job.direction, job.group_id, job.request_id)!r:.100}"
+    error = _ids_error(job.block_ids, job.host_block_ids)
+    if error:
+        return error
+    # Two writes to one place in one program have no order.
+    written = job.host_block_ids if job.direction is Direction.SAVE else job.block_ids
+    return "it writes to one place twice" if len(set(written)) < len(written) else ""
+
+
+def swap_error(job: SwapJob) -> str:
+    """The same of a swap."""
+    if type(job.direction) is not Direction or type(job.parts) is not tuple:
+        return f"direction and parts are {(job.direction, job.parts)!r:.100}"
+    for part in job.parts:
+        if type(part) is not SwapPart or type(part.group_id) is not int or type(part.store) is not HostStore:
+            return f"a part is {part!r:.100}"
+        error = _ids_error(part.block_ids, part.host_block_ids)
+        if error:
+            return error
+    return ""
+
+
+_KINDS = (TransferJob, TransferJob, SwapJob, SwapJob)
+
+
+def _answerable(jobs: Any, kind: Any) -> tuple[Any, ...]:
+    if type(jobs) is not tuple:
+        return ()
+    if all(type(job) is kind and _is_count(job.job_id) for job in jobs):
+        return jobs
+    return tuple(job for job in jobs if type(job) is kind and _is_count(job.job_id))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _ids_error(block_ids: Any, host_block_ids: Any) -> str:
+    for name, ids in (("block ids", block_ids), ("host block ids", host_block_ids)):
+        if type(ids) is not tuple or not _are_ints(ids):
+            return f"{name} are {ids!r:.100}; expected a tuple of integers"
+    if len(block_ids) != len(host_block_ids):
+        return f"{len(block_ids)} blocks for {len(host_block_ids)} host blocks; expected as many of each"
+    return ""
+
+
+def _are_ints(ids: Iterable[Any]) -> bool:
+    return all(issubclass(t, (int, np.integer)) and t is not bool for t in set(map(type, ids)))
+
+
+def _is_count(n: Any) -> bool:
+    return type(n) is int and 0 <= n <= _MAX
