@@ -7,6 +7,7 @@ References:
 import dataclasses
 import re
 import time
+import traceback
 from collections.abc import Callable, Iterator
 
 from tests.simulation.trace import Action, Setup
@@ -25,8 +26,17 @@ def failure(setup: Setup, actions: list[Action], *, log: Callable[[str], None] |
             done += 1
         world.finish()
     except Exception as e:
-        return f"{type(e).__name__}: {' '.join(str(e).split()) or 'no message'}", done + 1
+        return failure_of(e), done + 1
     return "", done
+
+
+def failure_of(error: Exception) -> str:
+    """What went wrong, in one line; for an error that says nothing, also where."""
+    text = " ".join(str(error).split())
+    if not text and error.__traceback__ is not None:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{frame.line} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
+    return f"{type(error).__name__}: {text}"
 
 
 def kind_of(violation: str) -> str:
@@ -110,5 +120,5 @@ def explain(setup: Setup, actions: list[Action]) -> list[str]:
         lines.append("the end")
         world.finish()
     except Exception as e:
-        lines.append(f"VIOLATION: {type(e).__name__}: {' '.join(str(e).split())}")
+        lines.append(f"VIOLATION: {failure_of(e)}")
     return lines
