@@ -112,7 +112,7 @@ def _campaign(args: argparse.Namespace) -> int:
                 outcomes.append(outcome)
                 bars.advance(task, outcome.num_seeds)
                 for seed, violation in outcome.violations.items():
-                    console.print(f"seed {seed}: {violation}", markup=False, highlight=False)
+                    console.print(f"seed {seed}: {violation}", markup=False, highlight=False, soft_wrap=True)
                 if not console.is_terminal and time.monotonic() >= next_line_s:
                     next_line_s = time.monotonic() + _LINE_INTERVAL_S
                     sys.stderr.write(f"{sum(o.num_seeds for o in outcomes)} of {args.seeds} seeds\n")

@@ -163,9 +163,6 @@ class Model:
             self.counts["reports of a former life"] += 1
             self.look()
             return
-        if report.incarnation > known:
-            for job_id in list(self.jobs):
-                self._report(job_id, worker_id)
         for result in report.results:
             if result.job_id in self.jobs:
                 self._report(result.job_id, worker_id)

@@ -484,7 +484,8 @@ class OffloadScheduler:
         self._counts.num_worker_restarts += 1
         self._lose_slots(0, self._max_host_chunks)
         self._swap.lose_all()
-        self._pass_over(worker_id, self._job_ids.num_given, "worker {} was started anew")
+        # Not over: plans that were made before this report came may be on their way to the new life.
+        self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
         self._num_host_chunks[worker_id] = report.num_host_chunks
         self._index.limit(report.num_host_chunks)
 
