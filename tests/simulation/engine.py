@@ -302,7 +302,7 @@ class SimEngine:
                 return False
         missing = -(-num_tokens // size) - len(cached)
         if missing > self.pool.num_free_without(cached) or dice % 9 == 2:
-            if dice % 3 or cached or not request.num_promised:
+            if (dice >> 20) % 2 or cached or not request.num_promised:
                 self._release(request)
             else:
                 request.phase = Phase.PARKED

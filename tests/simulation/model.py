@@ -77,6 +77,7 @@ class Model:
         self.visible: dict[ChunkKey, int] = {}
         self.key_in: dict[int, ChunkKey] = {}
         self.lives: dict[int, int] = {}
+        self.num_ready = dict.fromkeys(range(setup.num_workers), 0)  # slots that each worker said it has
         self.counts: Counter[str] = Counter()
 
     # What the engine asks for.
@@ -163,6 +164,9 @@ class Model:
             self.counts["reports of a former life"] += 1
             self.look()
             return
+        if report.incarnation > known:
+            self.num_ready[worker_id] = 0
+        self.num_ready[worker_id] = max(self.num_ready[worker_id], report.num_host_chunks)
         for result in report.results:
             if result.job_id in self.jobs:
                 self._report(result.job_id, worker_id)
@@ -231,6 +235,8 @@ class Model:
     def _check_writable(self, job_id: int, slot: int, readers: set[int]) -> None:
         if slot in self.key_in:
             raise Violation(f"save {job_id} writes slot {slot}, whose chunk is visible")
+        if slot >= min(self.num_ready.values()):
+            raise Violation(f"save {job_id} writes slot {slot}; the workers said that they have {self.num_ready}")
         if slot in readers:
             raise Violation(f"save {job_id} writes slot {slot}, which is pinned for a load")
         for other_id, other in self.jobs.items():

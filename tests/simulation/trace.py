@@ -17,9 +17,9 @@ Action = tuple[str, int, int]
 RATES = {
     "abort": 300,
     "preempt": 500,
-    "reset": 80,
+    "reset": 120,
     "tick": 200,
-    "fail": 800,
+    "fail": 1000,
     "stall": 150,
     "drop": 200,
     "double": 200,
@@ -120,7 +120,7 @@ def _draw_actions(rng: random.Random, num_steps: int) -> list[Action]:
         for kind, rate in RATES.items()
         if kind in _EVERYDAY or (not calm and rng.random() < 0.45)
     }
-    arrivals = rng.choice([0.05, 0.15, 0.3])
+    arrivals = rng.choice([0.1, 0.25, 0.5])
     prompts = rng.choice([2, 3, 5])
     actions: list[Action] = []
     for _ in range(num_steps):

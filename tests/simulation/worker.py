@@ -19,6 +19,7 @@ from tpu_offload.types import Direction
 
 _FINISHED, _FAILED, _CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
 _PARTIAL = range(2, 5)  # kinds of fault that spare some blocks
+FAULTY = ("save", "load", "swap")  # copies that faults can be armed for
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -88,7 +89,7 @@ class SimWorker:
         self.incarnation = 0
         self.step = 0
         self.stalled_until = 0
-        self.faults: deque[int] = deque()
+        self.faults: dict[str, deque[int]] = {kind: deque() for kind in FAULTY}
         self.num_faults: dict[str, int] = {}
         self._start()
 
@@ -181,7 +182,7 @@ class SimWorker:
         if self._refuse(job.job_id, job.host_block_ids, self.host, reads=False):
             return
         contents = [tuple(self.hbm[block]) for block in job.block_ids]
-        writes, result = self._copy(job.job_id, job.host_block_ids, contents)
+        writes, result = self._copy(job.job_id, job.host_block_ids, contents, self.faults["save"])
         if not self.stages_saves:
             self.host.write(writes)
         self._fly(job.job_id, self.host if self.stages_saves else None, writes, result)
@@ -191,7 +192,7 @@ class SimWorker:
         if self._refuse(job.job_id, job.host_block_ids, self.host, reads=True):
             return
         contents = [self.host.places[place] for place in job.host_block_ids]
-        writes, result = self._copy(job.job_id, job.block_ids, contents)
+        writes, result = self._copy(job.job_id, job.block_ids, contents, self.faults["load"])
         if not self.stages_loads:
             self._write_hbm(writes)
         self._fly(job.job_id, None, writes, result, into_hbm=self.stages_loads)
@@ -202,7 +203,7 @@ class SimWorker:
             if self._refuse(job.job_id, part.host_block_ids, self.pool, reads=False):
                 return
             contents = [tuple(self.hbm[block]) for block in part.block_ids]
-            writes, result = self._copy(job.job_id, part.host_block_ids, contents, partly=False)
+            writes, result = self._copy(job.job_id, part.host_block_ids, contents, self.faults["swap"])
             self._fly(job.job_id, self.pool, writes, result)
 
     def _swap_in(self, job: SwapJob) -> None:
@@ -214,7 +215,7 @@ class SimWorker:
                 return
             self._land_early(memory, part.host_block_ids)
             writes.update(zip(part.block_ids, [memory.places[p] for p in part.host_block_ids], strict=True))
-        written, result = self._copy(job.job_id, list(writes), list(writes.values()), partly=False)
+        written, result = self._copy(job.job_id, list(writes), list(writes.values()), self.faults["swap"])
         self._write_hbm(written)
         self._fly(job.job_id, None, written, result)
 
@@ -235,13 +236,14 @@ class SimWorker:
         return bool(why)
 
     def _copy(
-        self, job_id: int, targets: Sequence[int], contents: list[tuple[int, ...]], *, partly: bool = True
+        self, job_id: int, targets: Sequence[int], contents: list[tuple[int, ...]], faults: deque[int]
     ) -> tuple[dict[int, tuple[int, ...]], JobResult]:
         """What a copy writes in the end, and how it ends."""
         writes = dict(zip(targets, contents, strict=True))
-        if not self.faults:
+        if not faults:
             return writes, JobResult(job_id, _FINISHED, "", 0.5, 0.25)
-        fault = self.faults.popleft()
+        fault = faults.popleft()
+        partly = faults is not self.faults["swap"]
         kind = fault % 5
         failed = set(range(len(targets)))
         if partly and kind in _PARTIAL and len(targets) > 1:
