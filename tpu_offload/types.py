@@ -194,7 +194,7 @@ class StepReport:
       oldest_job_id: no job with a smaller id is in flight on this worker, nor will be: each that it was ever sent
         has been reported, here or earlier. A job under it whose result never came is known to be over.
       incarnation: which life of the worker this is; a later one has a larger number. A worker that was started
-        anew has an empty host pool, and no job of an earlier life.
+        anew has an empty host pool, and no job of an earlier life. 0 says nothing.
     """
 
     worker_id: int

@@ -109,7 +109,7 @@ def test_a_synchronous_load_that_fails_spoils_nothing(load_path):
     assert stack.outputs["b"] == []
     del stack.workers[0]._copiers[Direction.LOAD].load
     stack.drain()
-    assert stack.offload.stats().saved_blocks >= num_saved + 6  # from what was computed afterwards, and not before
+    assert stack.offload.stats().saved_blocks == num_saved + 1  # from what was computed afterwards, and not before
     stack.serve("c", [*tokens, *prompt(8, seed=77)])
     stack.check_end()
 

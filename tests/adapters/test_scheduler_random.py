@@ -112,9 +112,11 @@ class Life:
         stack.close()
 
     def reset(self) -> None:
-        settled = (RequestStatus.RUNNING, RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        if any(request.status not in settled for request in self.stack.scheduler.requests.values()):
-            # Loads hold blocks: vLLM cannot reset its own cache then.
+        scheduler = self.stack.scheduler
+        held = [r for r in scheduler.requests.values() if any(scheduler.kv_cache_manager.get_block_ids(r.request_id))]
+        if any(request.status is not RequestStatus.RUNNING for request in held):
+            # Loads hold blocks, and so does a request that waits after a part of its load came: vLLM cannot reset its
+            # own cache then.
             self.stack.scheduler.reset_connector_cache()
         else:
             running = self.rng.random() < 0.5 and not self.stack.in_flight

@@ -68,18 +68,26 @@ class FakeWorker:
         for job in plan.saves:
             self.in_flight.append((job, [self.hbm[b] for b in job.block_ids]))
 
-    def finish(self, num_jobs: int | None = None, *, fail: bool = False) -> list[JobResult]:
-        """Completes the oldest jobs, all by default."""
+    def finish(
+        self, num_jobs: int | None = None, *, fail: bool = False, failed_blocks: tuple[int, ...] = ()
+    ) -> list[JobResult]:
+        """Completes the oldest jobs, all by default; those that fail copy all but `failed_blocks`, or nothing."""
         results = []
         for job, content in self.in_flight[:num_jobs]:
-            if not fail:
-                where, ids = (
-                    (self.host, job.host_block_ids) if job.direction is Direction.SAVE else (self.hbm, job.block_ids)
-                )
-                if job.direction is Direction.SAVE or self.staged:
-                    where.update(zip(ids, content, strict=True))
+            where, ids = (
+                (self.host, job.host_block_ids) if job.direction is Direction.SAVE else (self.hbm, job.block_ids)
+            )
+            if fail:
+                where.update((ids[i], POISON) for i in failed_blocks or range(len(ids)))
+            if job.direction is Direction.SAVE or self.staged:
+                copied = [i for i in range(len(ids)) if not fail or (failed_blocks and i not in failed_blocks)]
+                where.update((ids[i], content[i]) for i in copied)
             state = JobState.FAILED if fail else JobState.FINISHED
-            results.append(JobResult(job.job_id, state, "injected" if fail else "", 0.5))
+            results.append(
+                JobResult(
+                    job.job_id, state, "injected" if fail else "", 0.5, failed_blocks=failed_blocks if fail else ()
+                )
+            )
         del self.in_flight[: len(results)]
         return results
 

@@ -1,9 +1,6 @@
-"""ChunkIndex: unit cases, and a hypothesis machine against plain sets."""
+"""ChunkIndex, case by case; `test_index_machine` tries them in any order."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.policies import LRUPolicy
@@ -203,97 +200,3 @@ def test_pins_are_counted() -> None:
     index.unpin(a)
     with pytest.raises(AssertionError, match="more often"):
         index.unpin(a)
-
-
-@settings(max_examples=150, stateful_step_count=40)
-class IndexMachine(RuleBasedStateMachine):
-    """Three prefixes that share a head compete for a few slots."""
-
-    NUM_SLOTS = 6
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index = make(self.NUM_SLOTS)
-        head = chain("s", 2)
-        self.prefixes = [head + chain(name, 4) for name in "abc"]
-        self.pending: set[bytes] = set()
-        self.ready: set[bytes] = set()
-        self.condemned: set[bytes] = set()
-        self.pins: list[list[bytes]] = []
-
-    prefixes_st = st.integers(0, 2)
-
-    @rule(which=prefixes_st, end=st.integers(1, 6))
-    def save(self, which: int, end: int) -> None:
-        prefix = self.prefixes[which][:end]
-        resident = self.pending | self.ready | self.condemned
-        missing, looked_at = self.index.missing(prefix, 0, end)
-        assert looked_at == next((i for i, key in enumerate(prefix) if key in self.condemned), end)
-        assert missing == [i for i in range(looked_at) if prefix[i] not in resident]
-        before = set(self.ready)
-        new = [prefix[i] for i in missing]
-        slots = self.index.allocate(prefix, missing, protected=prefix)
-        granted = new[: len(slots)]
-        self.pending.update(granted)
-        self.ready = {k for k in before if self.index.state(k) is not None}
-        evicted = before - self.ready
-        assert len(slots) == len(set(slots))
-        assert not evicted & set(prefix), "evicted what the call offers"
-        assert not evicted & {key for keys in self.pins for key in keys}
-        assert len(evicted) == max(0, len(slots) - (self.NUM_SLOTS - len(resident))), "evicted more than it used"
-        if len(slots) < len(new):
-            assert len(resident) - len(evicted) + len(slots) == self.NUM_SLOTS, "gave up with a slot free"
-
-    @precondition(lambda self: self.pending)
-    @rule(data=st.data(), success=st.booleans())
-    def complete(self, data, success: bool) -> None:
-        key = data.draw(st.sampled_from(sorted(self.pending)))
-        complete(self.index, [key], success=success)
-        self.pending.remove(key)
-        if success:
-            self.ready.add(key)
-
-    @rule(which=prefixes_st)
-    def match(self, which: int) -> None:
-        prefix = self.prefixes[which]
-        expected = next((i for i, key in enumerate(prefix) if key not in self.ready), len(prefix))
-        assert len(self.index.find(prefix)) == expected
-        self.index.touch(prefix, len(prefix))
-        if expected:
-            self.index.pin(prefix[:expected])
-            self.pins.append(prefix[:expected])
-
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def unpin(self, data) -> None:
-        self.index.unpin(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1))))
-        self.condemned &= self.covered()
-
-    @rule()
-    def clear(self) -> None:
-        self.index.clear()
-        self.condemned |= self.ready & self.covered()
-        self.ready.clear()
-
-    @precondition(lambda self: self.ready)
-    @rule(data=st.data())
-    def drop(self, data) -> None:
-        key = data.draw(st.sampled_from(sorted(self.ready)))
-        assert self.index.drop([key]) == [key]
-        self.ready.remove(key)
-        self.condemned |= {key} & self.covered()
-
-    def covered(self) -> set[bytes]:
-        return {key for keys in self.pins for key in keys}
-
-    @invariant()
-    def agrees_with_the_model(self) -> None:
-        self.index.check_invariants()
-        counts: dict[bytes, int] = {}
-        for keys in self.pins:
-            counts[keys[-1]] = counts.get(keys[-1], 0) + 1
-        self.index.check_holds(pins=counts, pending=self.pending)
-        assert len(self.index) == len(self.pending | self.ready | self.condemned)
-
-
-TestIndexMachine = IndexMachine.TestCase

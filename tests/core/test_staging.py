@@ -1,8 +1,6 @@
-"""StagingBufferManager: unit cases, and a hypothesis machine against a plain dict."""
+"""StagingBufferManager, case by case; `test_staging_machine` tries them in any order."""
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.errors import StagingError
@@ -72,54 +70,3 @@ def test_budget_of_zero_grants_nothing_and_a_negative_one_is_an_error() -> None:
     assert StagingBufferManager(0).reserve("a", 1, SAVE, partial=True) == 0
     with pytest.raises(StagingError, match="-1"):
         StagingBufferManager(-1)
-
-
-class StagingMachine(RuleBasedStateMachine):
-    BUDGET = 12
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.staging = StagingBufferManager(self.BUDGET)
-        self.model: dict[tuple[str, Direction], int] = {}
-        self.peak = 0
-
-    requests = st.sampled_from(["a", "b", "c"])
-    counts = st.integers(-1, 15)
-    directions = st.sampled_from(Direction)
-
-    @rule(request=requests, num=counts, direction=directions, partial=st.booleans())
-    def reserve(self, request: str, num: int, direction: Direction, partial: bool) -> None:
-        free = self.BUDGET - sum(self.model.values())
-        if num < 1 or (direction is LOAD and (request, LOAD) in self.model):
-            with pytest.raises(StagingError):
-                self.staging.reserve(request, num, direction, partial=partial)
-            return
-        expected = num if num <= free else (free if partial else 0)
-        assert self.staging.reserve(request, num, direction, partial=partial) == expected
-        if expected:
-            self.model[request, direction] = self.model.get((request, direction), 0) + expected
-        self.peak = max(self.peak, sum(self.model.values()))
-
-    @rule(request=requests, num=counts, direction=directions)
-    def release(self, request: str, num: int, direction: Direction) -> None:
-        held = self.model.get((request, direction), 0)
-        if num < 1 or num > held:
-            with pytest.raises(StagingError):
-                self.staging.release(request, num, direction)
-            return
-        self.staging.release(request, num, direction)
-        self.model[request, direction] = held - num
-        if held == num:
-            del self.model[request, direction]
-
-    @invariant()
-    def agrees_with_the_model(self) -> None:
-        self.staging.check_invariants()
-        assert self.staging.num_reserved == sum(self.model.values())
-        assert self.staging.peak_num_reserved == self.peak
-        for request in "abc":
-            for direction in Direction:
-                assert self.staging.held(request, direction) == self.model.get((request, direction), 0)
-
-
-TestStagingMachine = StagingMachine.TestCase

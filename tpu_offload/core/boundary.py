@@ -1,9 +1,12 @@
-"""What a report from another process must be before it changes anything."""
+"""What engines say, and what reports from other processes say, is looked at here before it changes anything."""
 
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tpu_offload.core.requests import ScheduledRequest
+from tpu_offload.errors import RequestError
 from tpu_offload.types import JobResult, JobState, StepReport
 
 _ENDS = (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
@@ -37,6 +40,77 @@ def report_error(report: Any, *, num_workers: int, num_groups: int, num_jobs: in
         if error:
             return error
     return _memory_error(report, num_groups=num_groups)
+
+
+def check_request(request_id: Any, **counts: Any) -> None:
+    """Raises RequestError unless the id is text and the numbers, by their names, are integers from 0 on."""
+    if type(request_id) is not str:
+        raise RequestError(f"a request_id is {request_id!r:.100}; expected text")
+    for name, value in counts.items():
+        if type(value) is int and value >= 0:
+            continue
+        try:
+            is_count = not isinstance(value, bool) and operator.index(value) >= 0
+        except TypeError:
+            is_count = False
+        if not is_count:
+            raise RequestError(f"request {request_id} has {name}={value!r:.100}; expected an integer from 0 on")
+
+
+def check_blocks(request_id: str, block_ids: Any) -> None:
+    """Raises RequestError unless this is a sequence of block ids: integers from 0 on, numpy's included."""
+    try:
+        bad = [i for i in block_ids if isinstance(i, bool) or operator.index(i) < 0]
+    except TypeError:
+        bad = [block_ids]
+    if bad or not _has_length(block_ids):
+        what = bad[0] if bad else block_ids
+        raise RequestError(
+            f"request {request_id} has block ids {what!r:.100}; expected a sequence of integers from 0 on"
+        )
+
+
+def check_tables(request_id: str, block_ids: Any) -> None:
+    """Raises RequestError unless this is a sequence of sequences of block ids."""
+    if not _has_length(block_ids) or isinstance(block_ids, dict):
+        raise RequestError(f"request {request_id} has block tables {block_ids!r:.100}; expected one a layer group")
+    for table in block_ids:
+        check_blocks(request_id, table)
+
+
+def check_scheduled(scheduled: Any) -> None:
+    """Raises RequestError unless this is a ScheduledRequest whose fields are what they should be.
+
+    Block ids are not looked at one by one: in every step that would cost more than the rest of it. Workers do before
+    they copy.
+    """
+    if type(scheduled) is not ScheduledRequest:
+        raise RequestError(f"a step has {scheduled!r:.100}; expected ScheduledRequests")
+    request_id = scheduled.request_id
+    check_request(
+        request_id, num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
+    )
+    check_hashes(request_id, scheduled.block_hashes)
+    if not _has_length(scheduled.block_ids):
+        raise RequestError(f"request {request_id} has block ids {scheduled.block_ids!r:.100}; expected a sequence")
+
+
+def check_hashes(request_id: str, block_hashes: Any) -> None:
+    """Raises RequestError unless this is a sequence; its items are looked at by whoever makes keys of them."""
+    if not _has_length(block_hashes) or isinstance(block_hashes, (str, bytes, bytearray, dict, set, frozenset)):
+        kind = type(block_hashes).__name__
+        raise RequestError(f"the block hashes of request {request_id} are a {kind}; expected a sequence of bytes")
+
+
+def check_keys(request_id: str, keys: Sequence[Any]) -> None:
+    """Raises RequestError unless all of these are bytes."""
+    kinds = set(map(type, keys)) - {bytes}
+    if kinds:
+        raise RequestError(f"request {request_id} has a block hash of type {kinds.pop().__name__}; expected bytes")
+
+
+def _has_length(items: Any) -> bool:
+    return hasattr(items, "__len__") and hasattr(items, "__getitem__")
 
 
 def _result_error(result: Any) -> str:

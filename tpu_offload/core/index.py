@@ -325,7 +325,7 @@ class ChunkIndex(Residents):
     def _sweep(self) -> None:
         """Takes out the condemned chunks that no pin covers any more."""
         if self._condemned:
-            for key in self._condemned - self._covered():
+            for key in sorted(self._condemned - self._covered()):  # not in the order of a set, which no seed repeats
                 self._condemned.remove(key)
                 self._remove(key)
 

@@ -7,6 +7,7 @@ from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
 from tpu_offload.core.requests import FailedLoad
 from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.tracking import Promise, TrackedRequest
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, Direction
@@ -25,6 +26,7 @@ class LoadPlanner:
         staging: StagingBufferManager,
         jobs: JobTable[Job],
         breaker: CircuitBreaker,
+        suspects: Suspects,
         *,
         block_size: int,
         blocks_per_chunk: int,
@@ -33,6 +35,7 @@ class LoadPlanner:
         self._staging = staging
         self._jobs = jobs
         self._breaker = breaker
+        self._suspects = suspects
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
 
@@ -43,8 +46,9 @@ class LoadPlanner:
         *,
         num_tokens: int,
         num_computed_tokens: int,
+        wary: bool = False,
     ) -> int:
-        """See `OffloadScheduler.match`."""
+        """See `OffloadScheduler.match`. With `wary` no chunk is promised that failed and has not succeeded since."""
         if request.load is not None:
             raise RequestError(
                 f"request {request.request_id} is matched while its load is in flight; wait for its update"
@@ -60,6 +64,8 @@ class LoadPlanner:
         first_chunk = self._chunk(first_block)
         request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         slots = self._index.find(request.keys, first_chunk)
+        if wary:
+            del slots[self._suspects.num_trusted(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]
         request.num_found_chunks = min(first_chunk + len(slots), len(request.keys))
         # One token is left to compute; the block that holds it is loaded if tokens before it come with it.
         chunk_size = self._blocks_per_chunk * self._block_size

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
-from tpu_offload.core.boundary import report_error
+from tpu_offload.core.boundary import check_blocks, check_hashes, check_request, check_scheduled, report_error
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobIds, JobTable
@@ -109,6 +109,7 @@ class OffloadScheduler:
             self._staging,
             self._jobs,
             self._breakers[Direction.LOAD],
+            self._suspects,
             block_size=layout.block_size,
             blocks_per_chunk=config.blocks_per_chunk,
         )
@@ -194,17 +195,25 @@ class OffloadScheduler:
           a request whose every block is here gets one less; its last block is loaded all the same.
           0 if `num_computed_tokens` is not at a block boundary.
         Raises:
-          RequestError: the request is waiting for a load, the numbers make no sense, or the hashes are not
+          RequestError: the request is waiting for a load, an argument makes no sense, or the hashes are not
             those that an earlier match of this request had; nothing was changed.
         """
-        if not 0 <= num_computed_tokens <= num_tokens:
+        check_request(request_id, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+        check_hashes(request_id, block_hashes)
+        if num_computed_tokens > num_tokens:
             raise RequestError(
                 f"request {request_id}: {num_computed_tokens=} of {num_tokens=}; expected 0 to num_tokens"
             )
         if not self._enabled:
             return 0
         request = self._request(request_id)
-        found = self._loads.match(request, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+        found = self._loads.match(
+            request,
+            block_hashes,
+            num_tokens=num_tokens,
+            num_computed_tokens=num_computed_tokens,
+            wary=self._transfers.is_wary(request_id),
+        )
         self._saves.withdraw(request)  # it may be given other blocks
         return found
 
@@ -223,8 +232,11 @@ class OffloadScheduler:
           block_ids: all of its blocks so far, in token order.
           num_loaded_tokens: how many of the promised tokens the engine takes; 0 takes none.
         Raises:
-          RequestError: more tokens than promised, or too few blocks for them; the promise stands.
+          RequestError: more tokens than promised, too few blocks for them, or an argument that makes no sense; the
+            promise stands.
         """
+        check_request(request_id, num_loaded_tokens=num_loaded_tokens)
+        check_blocks(request_id, block_ids)
         request = self._requests.get(request_id)
         if num_loaded_tokens == 0:
             if request is not None:
@@ -256,6 +268,7 @@ class OffloadScheduler:
     def finish(self, request_id: str) -> None:
         """A request ended, in whatever state it was. Unknown requests are fine."""
         self._forget(request_id)
+        self._transfers.forget(request_id)
 
     def reset(self) -> None:
         """Forgets every chunk, because what they hold is no longer what the model would compute.
@@ -290,7 +303,8 @@ class OffloadScheduler:
         Returns:
           The plan for every worker: loads first, saves after the forward pass.
         Raises:
-          RequestError: a block table has become shorter than what its request offered; nothing was planned.
+          RequestError: what is said of a request makes no sense, or its block table has become shorter than what it
+            offered; nothing was planned.
         """
         now_s = self._clock()
         self._transfers.expire(now_s)
@@ -437,6 +451,7 @@ class OffloadScheduler:
 
     def _offer(self, changed: Iterable[ScheduledRequest]) -> None:
         for scheduled in changed:
+            check_scheduled(scheduled)
             num_chunks = self._saves.num_chunks_to_save(scheduled)
             request = self._requests.get(scheduled.request_id)
             if request is None and num_chunks:
@@ -471,6 +486,8 @@ class OffloadScheduler:
 
     def _is_alive(self, report: StepReport) -> bool:
         """Whether a report is of the life of its worker that is known, or of a new one; False for an earlier one."""
+        if not report.incarnation:
+            return True
         known = self._incarnations.get(report.worker_id, report.incarnation)
         self._incarnations[report.worker_id] = max(known, report.incarnation)
         if report.incarnation > known:

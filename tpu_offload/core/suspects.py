@@ -61,6 +61,12 @@ class Suspects:
                 return i
         return end
 
+    def num_trusted(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
+        """Where the chunks `first` to `end - 1` of a prefix stop to be trusted: `end`, or the first that failed."""
+        if not self._suspects:
+            return end
+        return next((i for i in range(first, end) if keys[i] in self._suspects), end)
+
     def failed(self, keys: Iterable[ChunkKey], direction: Direction) -> list[ChunkKey]:
         """Copies of these chunks failed. Returns those that have failed too often."""
         now_s, too_often = self._clock(), []

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tpu_offload import hashing
+from tpu_offload.core.boundary import check_keys
 from tpu_offload.core.jobs import Job
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
@@ -72,12 +73,20 @@ class TrackedRequest:
     saving: bool = True
 
     def extend_keys(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
-        """Adds the keys of the full chunks of `block_hashes` that are not there yet."""
-        self.keys.extend(
-            hashing.chunk_keys(
-                block_hashes, blocks_per_chunk=blocks_per_chunk, namespace=self.namespace, first_chunk=len(self.keys)
-            )
+        """Adds the keys of the full chunks of `block_hashes` that are not there yet.
+
+        Raises:
+          RequestError: one is no bytes; nothing was added.
+        """
+        new = hashing.chunk_keys(
+            block_hashes, blocks_per_chunk=blocks_per_chunk, namespace=self.namespace, first_chunk=len(self.keys)
         )
+        try:
+            keys = list(new)
+        except TypeError as e:
+            raise RequestError(f"request {self.request_id} has a block hash that is no bytes: {e}") from e
+        check_keys(self.request_id, keys)
+        self.keys.extend(keys)
 
     def check_same(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
         """Raises RequestError unless these hashes go on from those that earlier calls were given. O(1)."""

@@ -75,6 +75,8 @@ class Transfers:
         self._loaded: list[str] = []
         self._failed_loads: list[FailedLoad] = []
         self._finished: list[FinishedTransfer] = []
+        # Requests that have seen a load fail: they compute what failed, others may try it once more.
+        self._wary: set[str] = set()
 
     # On the way down.
 
@@ -159,8 +161,16 @@ class Transfers:
         """The next update says that a request must compute."""
         self._failed_loads.append(failed)
 
+    def is_wary(self, request_id: str) -> bool:
+        """Whether a load of this request has failed."""
+        return request_id in self._wary
+
+    def forget(self, request_id: str) -> None:
+        """A request ended."""
+        self._wary.discard(request_id)
+
     def forget_news(self, request_id: str) -> None:
-        """The request is gone: nothing is to be said of it."""
+        """The request has given its blocks back: nothing is to be said of what it waited for."""
         if self._failed_loads:
             self._failed_loads = [failed for failed in self._failed_loads if failed.request_id != request_id]
 
@@ -263,6 +273,7 @@ class Transfers:
             self._loaded.append(job.request_id)
             self._counts.loaded_tokens += job.transfer.num_blocks * self._block_size
             return
+        self._wary.add(job.request_id)
         # What came before the first hole can be used.
         num_loaded = 0 if job.doomed else min(job.failed_blocks)
         self._counts.loaded_tokens += num_loaded * self._block_size

@@ -26,6 +26,7 @@ from typing import final
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
+from tpu_offload.core.boundary import check_hashes, check_keys, check_request, check_tables
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import JobTable, host_blocks
@@ -126,10 +127,11 @@ class RequestSwap:
         Raises:
           RequestError: it is swapped out already, or a number makes no sense; nothing was changed.
         """
+        check_request(request_id, num_computed_tokens=num_computed_tokens)
+        check_hashes(request_id, block_hashes)
+        check_keys(request_id, block_hashes)
         if request_id in self._swapped:
             raise RequestError(f"request {request_id} is swapped out already; it has no blocks in HBM")
-        if num_computed_tokens < 0:
-            raise RequestError(f"request {request_id} has {num_computed_tokens=}; expected 0 or more")
         kept = self._kept_blocks(request_id, block_ids, num_computed_tokens)
         suspended = not all(breaker.admits(request_id) for breaker in self._breakers.values())
         if not self._config.swap_enabled or num_computed_tokens == 0 or suspended:
@@ -208,6 +210,7 @@ class RequestSwap:
         if not self.can_return(request_id):
             raise RequestError(f"request {request_id} cannot be swapped in now; ask can_return first")
         swapped = self._swapped[request_id]
+        check_tables(request_id, block_ids)
         if len(block_ids) != len(swapped.num_blocks) or any(
             len(given) < needed for given, needed in zip(block_ids, swapped.num_blocks, strict=True)
         ):
@@ -403,6 +406,7 @@ class RequestSwap:
     ) -> list[list[int]]:
         """Per layer group, the blocks that hold computed tokens."""
         groups = self._layout.groups
+        check_tables(request_id, block_ids)
         if len(block_ids) != len(groups):
             raise RequestError(f"request {request_id} has {len(block_ids)} block tables; expected {len(groups)}")
         needed = -(-num_computed_tokens // self._layout.block_size)

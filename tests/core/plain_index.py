@@ -1,0 +1,144 @@
+"""What ChunkIndex and its policy should do, as plainly as it can be said: dicts, lists, a walk for each question."""
+
+import dataclasses
+
+from tpu_offload.core.index import ChunkState
+
+PENDING, READY, CONDEMNED = ChunkState.PENDING, ChunkState.READY, ChunkState.CONDEMNED
+
+
+@dataclasses.dataclass
+class Resident:
+    slot: int
+    state: ChunkState = PENDING
+
+
+class PlainIndex:
+    """Chunks of prefixes that are known beforehand.
+
+    Args:
+      prefixes: all there will ever be, head first; what is before a chunk follows from them.
+    """
+
+    def __init__(self, prefixes: list[list[bytes]]) -> None:
+        self.before = {key: prefix[:i] for prefix in prefixes for i, key in enumerate(prefix)}
+        self.chunks: dict[bytes, Resident] = {}
+        self.pins: list[list[bytes]] = []
+        self.free: list[int] = []  # the next to be given comes first
+        self.quarantined: list[int] = []
+        self.unusable: list[int] = []
+        self.num_slots = self.most_slots = 0
+        self.num_evicted = 0
+        self.recency = Recency(self)
+
+    # Questions.
+
+    def state(self, key: bytes) -> ChunkState | None:
+        return self.chunks[key].state if key in self.chunks else None
+
+    def keys(self, state: ChunkState) -> list[bytes]:
+        return [key for key, chunk in self.chunks.items() if chunk.state is state]
+
+    def chain(self, key: bytes) -> list[bytes]:
+        """The resident chunk and those before it, tail first, up to the first that is not here."""
+        chain = []
+        for k in [key, *reversed(self.before[key])]:
+            if k not in self.chunks:
+                break
+            chain.append(k)
+        return chain
+
+    def is_leaf(self, key: bytes, chunks) -> bool:
+        return not any(self.before[k][-1:] == [key] for k in chunks)
+
+    def covered(self) -> set[bytes]:
+        return {key for keys in self.pins for key in self.chain(keys[-1])}
+
+    def candidates(self, protected, chunks) -> list[bytes]:
+        """Those of `chunks` that may be the next victim."""
+        covered = self.covered()
+        return [
+            key
+            for key in chunks
+            if self.state(key) is READY and key not in covered and key not in protected and self.is_leaf(key, chunks)
+        ]
+
+    def num_that_may_go(self, protected) -> int:
+        left = list(self.chunks)
+        while gone := self.candidates(protected, left):
+            left = [key for key in left if key not in gone]
+        return len(self.chunks) - len(left)
+
+    # Events.
+
+    def grow(self, num_slots: int) -> None:
+        if num_slots > self.num_slots:
+            back = sorted(slot for slot in self.unusable if slot < num_slots)
+            self.unusable = [slot for slot in self.unusable if slot not in back]
+            self.free += [*back, *range(self.most_slots, num_slots)]
+            self.num_slots, self.most_slots = num_slots, max(num_slots, self.most_slots)
+
+    def limit(self, num_slots: int) -> None:
+        self.num_slots = min(self.num_slots, num_slots)
+        self.unusable += [slot for slot in self.free if slot >= num_slots]
+        self.free = [slot for slot in self.free if slot < num_slots]
+
+    def evict(self, key: bytes) -> None:
+        self.free.insert(0, self.chunks.pop(key).slot)
+        self.num_evicted += 1
+
+    def lose(self, key: bytes, *, quarantine: bool = False) -> None:
+        """A chunk goes whose bytes are lost or never came; its slot is tried last."""
+        slot = self.chunks.pop(key).slot
+        if quarantine:
+            self.quarantined.append(slot)
+        else:
+            self.give_back(slot)
+        self.recency.doubt(self.before[key])
+
+    def give_back(self, slot: int) -> None:
+        (self.free if slot < self.num_slots else self.unusable).append(slot)
+
+    def drop(self, keys) -> None:
+        covered = self.covered()
+        for key in keys:
+            if key in covered:
+                self.chunks[key].state = CONDEMNED
+            else:
+                self.lose(key)
+
+    def sweep(self) -> None:
+        for key in sorted(set(self.keys(CONDEMNED)) - self.covered()):
+            self.lose(key)
+
+
+class Recency:
+    """Least recently used by its definition: a use gives its time to every chunk that it used.
+
+    After a chunk was lost it is not defined when those before it go: `doubtful` ones may go at any time until they
+    are used again. So may those that a use reached across a chunk that is not here.
+    """
+
+    def __init__(self, plain: PlainIndex) -> None:
+        self.plain = plain
+        self.now = 0
+        self.times: dict[bytes, int] = {}
+        self.doubtful: set[bytes] = set()
+
+    def use(self, keys: list[bytes]) -> None:
+        here = [key for key in keys if key in self.plain.chunks]
+        if here:
+            self.now += 1
+            self.doubt(here)
+            chain = self.plain.chain(here[-1])
+            self.doubtful.difference_update(chain)
+            self.times.update(dict.fromkeys(chain, self.now))
+
+    def doubt(self, keys) -> None:
+        self.doubtful.update(key for key in keys if key in self.plain.chunks)
+
+    def check(self, victim: bytes, candidates: list[bytes]) -> None:
+        """Raises AssertionError if another one had to go first."""
+        if victim not in self.doubtful:
+            older = [k for k in candidates if k not in self.doubtful and self.times[k] < self.times[victim]]
+            assert not older, f"{victim!r} went although {older} were used longer ago"

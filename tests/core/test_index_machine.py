@@ -1,0 +1,322 @@
+"""ChunkIndex with each eviction policy as a state machine against plain dicts and lists."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.core.plain_index import CONDEMNED, PENDING, READY, PlainIndex, Resident
+from tests.core.policies.test_conformance import POLICIES
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
+
+SETTINGS = settings(max_examples=300, stateful_step_count=60, derandomize=True, deadline=None)
+MAX_SLOTS = 9
+
+
+def _prefix(names: str) -> list[bytes]:
+    return [name.encode() for name in names.split()]
+
+
+# They share heads; none of the keys sorts like its place.
+PREFIXES = [_prefix(names) for names in ("s0 s1 q2 q3 q4", "s0 s1 b2 b3", "s0 m1 m2", "d0 d1 c2", "e0 a1", "x0")]
+KEYS = sorted({key for prefix in PREFIXES for key in prefix})
+
+prefixes = st.sampled_from(PREFIXES)
+slots = st.integers(0, MAX_SLOTS)
+many_slots = st.sampled_from([6, 7, 8, MAX_SLOTS, 5, 4, 3, 2, 1, 0])
+
+faulty = precondition(lambda self: self.faulty)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Requests of six prefixes compete for a few slots."""
+
+    policy: type[EvictionPolicy]
+
+    @initialize(num_slots=many_slots, served=st.lists(prefixes, min_size=2, max_size=4), faulty=st.booleans())
+    def begin(self, num_slots, served, faulty):
+        self.index = ChunkIndex(self.policy(), record=True)
+        self.plain = PlainIndex(PREFIXES)
+        self.saves: list[tuple[list[bytes], list[int]]] = []
+        self.doomed: set[int] = set()  # slots that a save in flight may not fill any more
+        self.found: set[bytes] = set()  # by the changes that the index has told
+        self.faulty = faulty
+        self.grow(num_slots)
+        for prefix in served:
+            self.serve(prefix, len(prefix))
+
+    def changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Chunks that the last call added to the lookups, and those that it took from them, in order."""
+        changes = self.index.take_changes()
+        for key, found in changes:
+            assert (key in self.found) is not found, "told twice, or never told of before"
+            (self.found.add if found else self.found.remove)(key)
+        return [key for key, found in changes if found], [key for key, found in changes if not found]
+
+    # Slots.
+
+    @precondition(lambda self: self.plain.num_slots < MAX_SLOTS)
+    @rule(num_slots=many_slots)
+    def grow(self, num_slots):
+        self.index.grow(num_slots)
+        self.plain.grow(num_slots)
+
+    @faulty
+    @rule(first=slots, num=st.integers(1, MAX_SLOTS))
+    def lose_slots(self, first, num):
+        self.lose(first, first + num)
+
+    def lose(self, first, end):
+        plain = self.plain
+        lost = self.index.lose_slots(first, end)
+        assert sorted(lost) == sorted(key for key in plain.keys(READY) if first <= plain.chunks[key].slot < end)
+        assert self.changes() == ([], lost)
+        plain.drop(lost)
+        self.doomed.update(slot for _, slots in self.saves for slot in slots if first <= slot < end)
+
+    @faulty
+    @rule(num_slots=slots, num_at_once=slots)
+    def a_worker_starts_anew(self, num_slots, num_at_once):
+        self.lose(num_slots, MAX_SLOTS)
+        self.index.limit(num_slots)
+        self.plain.limit(num_slots)
+        self.agrees_with_the_model()
+        self.grow(num_at_once)
+
+    @precondition(lambda self: self.plain.quarantined)
+    @rule(data=st.data())
+    def end_quarantine(self, data):
+        ended = data.draw(st.lists(st.sampled_from(self.plain.quarantined), unique=True, min_size=1))
+        self.index.end_quarantine(ended)
+        for slot in ended:
+            self.plain.quarantined.remove(slot)
+            self.plain.give_back(slot)
+
+    # Saves.
+
+    @rule(prefix=prefixes, num=st.integers(1, 5))
+    def serve(self, prefix, num):
+        """A request from its match to the end of its save, or of the last one that is in flight."""
+        self.match(prefix, 0, use=True, pin=False, num=num)
+        self.save(prefix, 0, num, num, own=True, others=set())
+        if self.saves:
+            self.end_save(-1, [True] * 5)
+
+    @rule(
+        prefix=prefixes, first=st.integers(0, 4), num=st.integers(1, 5), room=st.integers(1, 5),
+        own=st.booleans(), others=st.sets(st.sampled_from(KEYS), max_size=2),
+    )  # fmt: skip
+    def save(self, prefix, first, num, room, own, others):
+        plain = self.plain
+        while first and (first > len(prefix) or prefix[first - 1] not in plain.chunks):
+            first -= 1
+        end = min(first + num, len(prefix))
+        condemned = plain.keys(CONDEMNED)
+        reached = next((i for i in range(first, end) if prefix[i] in condemned), end)
+        missing = [i for i in range(first, reached) if prefix[i] not in plain.chunks]
+        assert self.index.missing(prefix, first, end) == (missing, reached)
+        if missing:
+            # As the scheduler does it: the chunk before the hole holds on to all before it, if there is but one hole.
+            one_hole = not own and missing == list(range(first, reached))
+            protected = others | set(prefix[max(first - 1, 0) : first] if one_hole else prefix[:end])
+            self.allocate(prefix, missing[:room], protected)
+
+    def allocate(self, prefix, numbers, protected):
+        plain = self.plain
+        num_evicted = max(0, min(len(numbers) - len(plain.free), plain.num_that_may_go(protected)))
+        granted = self.index.allocate(prefix, numbers, protected=protected)
+        added, evicted = self.changes()
+        assert len(evicted) == num_evicted
+        assert added == []
+        for victim in evicted:
+            candidates = plain.candidates(protected, plain.chunks)
+            assert victim in candidates, "it is in use, unfinished or protected, or another hangs on it"
+            self.check_order(victim, candidates)
+            plain.evict(victim)
+        num_granted = min(len(numbers), len(plain.free))
+        assert granted == plain.free[:num_granted]
+        del plain.free[:num_granted]
+        keys = [prefix[i] for i in numbers[:num_granted]]
+        if keys:
+            plain.chunks.update(zip(keys, map(Resident, granted), strict=True))
+            plain.recency.use(prefix[: numbers[num_granted - 1] + 1])
+            self.saves.append((keys, granted))
+
+    def check_order(self, victim, candidates):
+        """What a policy that has an order adds."""
+
+    @precondition(lambda self: self.saves)
+    @rule(
+        number=st.integers(0, 3),
+        copied=st.lists(st.booleans(), min_size=5),
+        good=st.booleans(),
+        quarantine=st.booleans(),
+    )
+    def a_save_ends(self, number, copied, good, quarantine):
+        """Whole or in part."""
+        good = good or not self.faulty
+        self.end_save(number % len(self.saves), [True] * 5 if good else copied, quarantine=quarantine)
+
+    def end_save(self, number, copied, *, quarantine=False):
+        """What was copied is published; after that the rest goes."""
+        keys, slots = self.saves.pop(number)
+        copied = [ok and slot not in self.doomed for ok, slot in zip(copied, slots, strict=False)]
+        self.doomed.difference_update(slots)
+        for success in (True, False):
+            part = [i for i, ok in enumerate(copied) if ok is success]
+            if part:
+                self.complete([keys[i] for i in part], [slots[i] for i in part], success, quarantine and not success)
+
+    def complete(self, keys, slots, success, quarantine):
+        plain = self.plain
+        self.index.complete(keys, slots, success=success, quarantine=quarantine)
+        if success:
+            assert self.changes() == (keys, [])
+            for key in keys:
+                plain.chunks[key].state = READY
+            return
+        for key in reversed(keys):
+            plain.lose(key, quarantine=quarantine)
+        plain.sweep()
+
+    # Lookups.
+
+    @rule(prefix=prefixes, num=st.integers(1, 5))
+    def pin_a_prefix(self, prefix, num):
+        self.match(prefix, 0, use=True, pin=True, num=num)
+
+    @rule(prefix=prefixes, first=st.integers(0, 4), use=st.booleans(), pin=st.booleans(), num=st.integers(1, 5))
+    def match(self, prefix, first, use, pin, num):
+        plain, found = self.plain, []
+        for key in prefix[first:]:
+            if plain.state(key) is not READY:
+                break
+            found.append(plain.chunks[key].slot)
+        assert self.index.find(prefix, first) == found
+        if use:
+            self.touch(prefix, first + len(found))
+        if pin and found:
+            keys = prefix[first : first + min(num, len(found))]
+            self.index.pin(keys)
+            plain.pins.append(keys)
+
+    @rule(prefix=prefixes, num=st.integers(1, 5))
+    def touch(self, prefix, num):
+        num = min(num, len(prefix))
+        self.index.touch(prefix, num)
+        self.plain.recency.use(prefix[:num])
+
+    @precondition(lambda self: self.plain.pins)
+    @rule(data=st.data(), shorter=st.integers(1, 4))
+    def a_load_takes_less_than_was_found(self, data, shorter):
+        """The longer pin goes when the shorter one is there; what they cover may be condemned by now."""
+        pins = self.plain.pins
+        number = data.draw(st.integers(0, len(pins) - 1))
+        longer = pins[number]
+        keys = longer[: max(1, len(longer) - shorter)]
+        self.index.pin(keys)
+        self.index.unpin(longer)
+        pins[number] = keys
+        self.plain.sweep()
+
+    @rule(
+        uses=st.lists(st.tuples(prefixes, st.integers(1, 5), st.booleans()), min_size=2, max_size=6),
+        wanted=st.permutations(PREFIXES), room=st.integers(1, 3),
+    )  # fmt: skip
+    def what_could_not_go_grows_old(self, uses, wanted, room):
+        """Saves pass over what is pinned, and once more when it is not; nobody has used anything in between."""
+        pins = self.plain.pins
+        num_pins = len(pins)
+        for prefix, num, pin in uses:
+            self.touch(prefix, num)
+            self.match(prefix, 0, use=False, pin=pin, num=num)
+        for prefix in wanted[:2]:
+            self.save(prefix, 0, 5, room, own=True, others=set())
+        while len(pins) > num_pins:
+            self.index.unpin(pins.pop())
+            self.plain.sweep()
+        for prefix in wanted[2:]:
+            self.save(prefix, 0, 5, 1, own=True, others=set())
+
+    @precondition(lambda self: self.plain.pins)
+    @rule(data=st.data())
+    def unpin(self, data):
+        pins = self.plain.pins
+        self.index.unpin(pins.pop(data.draw(st.integers(0, len(pins) - 1))))
+        self.plain.sweep()
+
+    # Losses.
+
+    @faulty
+    @rule(number=st.integers(0, 10))
+    def drop_one(self, number):
+        if ready := self.plain.keys(READY):
+            self.drop([ready[number % len(ready)]])
+
+    @faulty
+    @rule(prefix=prefixes, place=st.integers(0, 2), num_lost=st.integers(0, 2), pin=st.booleans(), fails=st.booleans())
+    def lose_one_that_others_hang_on(self, prefix, place, num_lost, pin, fails):
+        """A request may have it in HBM and load those, while another saves it again, and more before it is lost."""
+        place = min(place, len(prefix) - 1)
+        self.serve(prefix, 5)
+        self.drop([prefix[place]])
+        self.match(prefix, place + 1, use=True, pin=pin, num=5)
+        self.save(prefix, place, 1, 1, own=True, others=set())
+        self.drop(prefix[: min(place, num_lost)])
+        if fails and self.saves:
+            self.end_save(-1, [False] * 5)
+
+    @faulty
+    @rule(keys=st.lists(st.sampled_from([*KEYS, b"unknown"]), unique=True))
+    def drop(self, keys):
+        ready = [key for key in keys if self.plain.state(key) is READY]
+        assert self.index.drop(keys) == ready
+        assert self.changes() == ([], ready)
+        self.plain.drop(ready)
+
+    @faulty
+    @rule()
+    def clear(self):
+        self.index.clear()
+        added, gone = self.changes()
+        assert (added, sorted(gone)) == ([], sorted(self.plain.keys(READY)))
+        self.plain.drop(gone)
+
+    @invariant()
+    def agrees_with_the_model(self):
+        index, plain = self.index, self.plain
+        index.check_invariants()
+        assert index.take_changes() == []
+        assert self.found == set(plain.keys(READY))
+        assert {key: index.state(key) for key in KEYS} == {key: plain.state(key) for key in KEYS}
+        assert [key for key in KEYS if key in index] == sorted(plain.chunks)
+        assert len(index) == len(plain.chunks)
+        assert (index.num_slots, index.num_free_slots) == (plain.num_slots, len(plain.free))
+        assert (index.num_quarantined_slots, index.num_evicted) == (len(plain.quarantined), plain.num_evicted)
+        tails = [keys[-1] for keys in plain.pins]
+        index.check_holds(pins={key: tails.count(key) for key in tails}, pending=set(plain.keys(PENDING)))
+        assert sorted(key for keys, _ in self.saves for key in keys) == sorted(plain.keys(PENDING))
+
+
+class LRUIndexMachine(IndexMachine):
+    """Which of those that may go is the next is told by who used them last."""
+
+    def check_order(self, victim, candidates):
+        self.plain.recency.check(victim, candidates)
+
+
+MACHINES = {LRUPolicy: LRUIndexMachine}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.__name__)
+def test_index(policy):
+    machine = type(policy.__name__, (MACHINES.get(policy, IndexMachine),), {"policy": policy})
+    run_state_machine_as_test(machine, settings=SETTINGS)
