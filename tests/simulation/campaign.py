@@ -52,9 +52,8 @@ def run_seeds(seeds: range, num_steps: int) -> Outcome:
 def run_campaign(first_seed: int, num_seeds: int, num_steps: int, *, num_jobs: int) -> Iterator[Outcome]:
     """Runs seeds over processes; yields what came of a few at a time. Closing it ends the processes."""
     end = first_seed + num_seeds
-    batches = [
-        (range(first, min(first + _BATCH, end)), num_steps) for first in range(first_seed, first_seed + num_seeds, _BATCH)
-    ]
+    firsts = range(first_seed, end, _BATCH)
+    batches = [(range(first, min(first + _BATCH, end)), num_steps) for first in firsts]
     if num_jobs == 1:
         for batch in batches:
             yield run_seeds(*batch)

@@ -67,7 +67,7 @@ class SimEngine:
         tokens = [a >> i // 6 & 1 for i in range(1 + b % 40)]
         if self.ended and b % 3 == 0:
             former = self.ended[a % len(self.ended)]
-            salt, tokens = former.salt, former.tokens[: 1 + mix(b, 1) % len(former.tokens)] + [a & 1]
+            salt, tokens = former.salt, [*former.tokens[: 1 + mix(b, 1) % len(former.tokens)], a & 1]
         tokens = tokens[: limit - 6]
         request = Request(name, self._num_arrived, salt, [], [], len(tokens), len(tokens) + 1 + mix(b, 2) % 14)
         request.max_tokens = min(request.max_tokens, limit)
@@ -301,7 +301,7 @@ class SimEngine:
                 self._release(request)
                 return False
         missing = -(-num_tokens // size) - len(cached)
-        if missing > self.pool.num_free_without(cached) or dice % 9 == 2:
+        if missing > self.pool.num_free_without(cached) or dice % 5 == 2:
             if (dice >> 20) % 2 or cached or not request.num_promised:
                 self._release(request)
             else:

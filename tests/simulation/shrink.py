@@ -5,6 +5,7 @@ References:
 """
 
 import dataclasses
+import functools
 import re
 import time
 import traceback
@@ -51,7 +52,7 @@ def minimal(setup: Setup, actions: list[Action], *, seconds: float = 30.0) -> tu
     deadline_s = time.monotonic() + seconds
     found = [violation]
 
-    def fails(tried: list[Action], tried_setup: Setup) -> bool:
+    def fails(tried_setup: Setup, tried: list[Action]) -> bool:
         if time.monotonic() > deadline_s:
             return False
         what, _ = failure(tried_setup, tried)
@@ -64,12 +65,12 @@ def minimal(setup: Setup, actions: list[Action], *, seconds: float = 30.0) -> tu
     size = None
     while size != len(actions):
         size = len(actions)
-        actions = _without(actions, lambda tried: fails(tried, setup))
+        actions = _without(actions, functools.partial(fails, setup))
         for field, value in _simpler(setup):
             simpler = dataclasses.replace(setup, **{field: value})
-            if simpler != setup and fails(actions, simpler):
+            if simpler != setup and fails(simpler, actions):
                 setup = simpler
-        actions = _with_zeros(actions, lambda tried: fails(tried, setup))
+        actions = _with_zeros(actions, functools.partial(fails, setup))
     return setup, actions, found[0]
 
 

@@ -15,7 +15,6 @@ from typing import final
 from tests.simulation.memory import Junk, mix
 from tests.simulation.trace import Setup
 from tpu_offload import HostStore, JobResult, JobState, StepPlan, StepReport, SwapJob, TransferJob
-from tpu_offload.types import Direction
 
 _FINISHED, _FAILED, _CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
 _PARTIAL = range(2, 5)  # kinds of fault that spare some blocks
@@ -86,7 +85,7 @@ class SimWorker:
         self.stages_saves = bool(setup.staged >> 2 * worker_id & 1)
         self.stages_loads = bool(setup.staged >> 2 * worker_id & 2)
         self.hbm = [list(junk.block(setup.block_size)) for _ in range(setup.num_blocks)]
-        self.incarnation = 0
+        self.incarnation = 1  # 0 would say nothing
         self.step = 0
         self.stalled_until = 0
         self.faults: dict[str, deque[int]] = {kind: deque() for kind in FAULTY}
@@ -256,9 +255,7 @@ class SimWorker:
                 writes.pop(targets[i])
         named = len(failed) < len(targets) and kind != 4
         self._count("failed partly" if named else "failed wholly")
-        return writes, JobResult(
-            job_id, _FAILED, "injected", 0.5, failed_blocks=tuple(sorted(failed)) if named else ()
-        )
+        return writes, JobResult(job_id, _FAILED, "injected", 0.5, failed_blocks=tuple(sorted(failed)) if named else ())
 
     def _fly(
         self,

@@ -307,7 +307,9 @@ class World:
                 )
 
     def _log_plan(self, plan) -> None:
-        parts = [f"load {j.job_id} for {j.request_id}: {list(j.host_block_ids)} -> {list(j.block_ids)}" for j in plan.loads]
+        parts = [
+            f"load {j.job_id} for {j.request_id}: {list(j.host_block_ids)} -> {list(j.block_ids)}" for j in plan.loads
+        ]
         parts += [f"save {j.job_id}: {list(j.block_ids)} -> {list(j.host_block_ids)}" for j in plan.saves]
         parts += [f"cancel {i}" for i in plan.cancelled_job_ids]
         parts += [f"swap {j.direction.value} {j.job_id} of {j.request_id}" for j in (*plan.swap_outs, *plan.swap_ins)]
