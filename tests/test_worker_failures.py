@@ -5,7 +5,7 @@ import time
 import jax
 import pytest
 
-from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, PATHS, Engine, Poisoned, broken, split_path
+from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, PATHS, Engine, Poisoned, Slow, broken, split_path
 from tpu_offload.errors import CachesLostError, TransferError
 from tpu_offload.memory import host_pool
 from tpu_offload.types import Direction, StepPlan, TransferJob
@@ -202,3 +202,58 @@ def test_staged_transfer_that_fails_on_the_device_spoils_nothing(path, direction
     engine.expect_saved(good)
     assert engine.states() == {2: FINISHED}
     engine.check()
+
+
+def fail_in_segment(engine, direction, bad_segment):
+    """Dispatches in one direction raise for one segment only."""
+    copier = engine.worker._copiers[direction]
+    name = direction.value
+    real = getattr(copier, name)
+
+    def maybe(segment_id, rows, kv_caches):
+        if segment_id == bad_segment:
+            raise RuntimeError("injected")
+        return real(segment_id, rows, kv_caches)
+
+    setattr(copier, name, maybe)
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_a_job_over_two_segments_fails_in_part(path):
+    engine = Engine(path)
+    size = engine.worker._spec.segment_blocks
+    places = [0, size, 1, size + 1]
+    engine.step(saves=[saved := engine.save([0, 1, 2, 3], places)])
+    engine.expect_saved(saved)
+    assert engine.states() == {saved.job_id: FINISHED}
+    fail_in_segment(engine, Direction.LOAD, 1)
+    fail_in_segment(engine, Direction.SAVE, 1)
+    load, save = engine.load([8, 9, 10, 11], places), engine.save([4, 5], [2, size + 2])
+    engine.step(loads=[load], saves=[save])
+    results = engine.drain()
+    assert results[load.job_id].state is results[save.job_id].state is FAILED
+    assert results[load.job_id].failed_blocks == (1, 3)
+    assert results[save.job_id].failed_blocks == (1,)
+    engine.expect_loaded(engine.load([8, 10], [0, 1]))
+    engine.expect_saved(engine.save([4], [2]))
+    engine.check()
+
+
+def test_reports_say_which_jobs_are_over_and_which_life_speaks():
+    engine = Engine()
+    before = time.time_ns()
+    first, second = engine.save([0], [0]), engine.save([1], [1])
+    engine.step(saves=[first, second])
+    flight = engine.worker._flights[0]
+    done, flight.waiting_on = flight.waiting_on, Slow(flight.waiting_on)
+    report = engine.worker.poll()
+    assert [result.job_id for result in report.results] == [second.job_id]
+    assert report.oldest_job_id == first.job_id
+    flight.waiting_on = done
+    report = engine.worker.poll(wait=True)
+    assert [result.job_id for result in report.results] == [first.job_id]
+    assert report.oldest_job_id == second.job_id + 1
+    assert engine.worker.poll().oldest_job_id == second.job_id + 1, "should that report be lost"
+    assert 0 < report.incarnation <= time.time_ns()
+    assert Engine().worker.poll().incarnation > report.incarnation
+    assert report.incarnation <= before

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
-from tpu_offload import OffloadConfig, RequestError
+from tpu_offload import OffloadConfig, RequestError, Update
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.types import Direction
 
@@ -238,3 +238,50 @@ def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs):
     assert tokens_of(outputs | last) == tokens_of(plain_outputs)
     assert num_loaded(last) > 0, "what was computed again was saved again"
     engine.close()
+
+
+def test_a_load_that_fails_in_part_costs_only_what_did_not_come():
+    config = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=1)
+    # A few blocks a segment, so that the prompt is in several.
+    offload = make_offload(host_segment_gb=4.5 * 2048 / 2**30, save_path="direct", load_path="direct")
+    prompt, others = random_tokens(1, 80), random_tokens(2, 80)
+    plain = Engine(TINY, config)
+    expected = [tokens_of(serve(plain, [make_request(f"p{i}", p)])) for i, p in enumerate((prompt, others, prompt))]
+    engine = Engine(TINY, config, offload=offload)
+    engine.wait_for_host_memory()
+    outputs = [serve(engine, [make_request("p0", prompt)]), serve(engine, [make_request("p1", others)])]
+    copier = engine._offload._worker._copiers[Direction.LOAD]
+    real, segments = copier.load, []
+
+    def maybe(segment_id, rows, kv_caches):
+        segments.append(segment_id)
+        if len(segments) == 2:
+            raise RuntimeError("injected")
+        return real(segment_id, rows, kv_caches)
+
+    copier.load = maybe
+    outputs.append(serve(engine, [make_request("p2", prompt)]))
+    assert len(set(segments)) > 1, "the blocks are in several segments"
+    assert [tokens_of(output) for output in outputs] == expected
+    loaded = outputs[2]["p2"].stats.prompt_tokens.host
+    assert 0 < loaded < 76
+    assert engine.offload_stats().num_failed_jobs == 1
+    engine.check_invariants()
+    engine.close()
+
+
+def test_an_engine_that_ends_with_copies_in_flight_leaves_the_next_one_in_peace():
+    expected = tokens_of(serve(Engine(TINY, SMALL_ENGINE), [make_request("a", random_tokens(1, 60))]))
+    for num_steps in range(3):
+        engine = Engine(TINY, SMALL_ENGINE, offload=make_offload())
+        engine.wait_for_host_memory()
+        engine.add_request(make_request("a", random_tokens(1, 60)))
+        for _ in range(num_steps):
+            engine.step()
+        engine._offload._scheduler.apply = lambda report: Update()
+        engine.step()
+        assert engine.offload_stats().num_jobs_in_flight > 0
+        engine.close()  # in the middle of everything
+        beside = Engine(TINY, SMALL_ENGINE, offload=make_offload())
+        assert tokens_of(serve(beside, [make_request("a", random_tokens(1, 60))])) == expected
+        beside.close()
