@@ -272,7 +272,7 @@ def test_a_load_that_fails_in_part_costs_only_what_did_not_come():
 
 def test_an_engine_that_ends_with_copies_in_flight_leaves_the_next_one_in_peace():
     expected = tokens_of(serve(Engine(TINY, SMALL_ENGINE), [make_request("a", random_tokens(1, 60))]))
-    for num_steps in range(3):
+    for num_steps in range(2):
         engine = Engine(TINY, SMALL_ENGINE, offload=make_offload())
         engine.wait_for_host_memory()
         engine.add_request(make_request("a", random_tokens(1, 60)))
