@@ -13,6 +13,7 @@ from tpu_offload.cli import soak, soak_report
 from tpu_offload.cli.faults import Fault
 from tpu_offload.cli.main import main
 from tpu_offload.cli.soak_report import Round
+from tpu_offload.cli.tables import TableHistory
 from tpu_offload.engine import Engine
 
 TINY = ("--num-layers", "1", "--d-model", "32", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16")
@@ -138,13 +139,13 @@ def test_wrong_flag(capsys, flags, expected):
 def make_rounds(num, *, mib=lambda i: 400.0, **changes):
     done = Round(engine="e", num_requests=10, num_compared=10, differences=(), num_jobs_left=0, error="")
     return [
-        dataclasses.replace(done, at_s=2.0 * i, rss_nbytes=int(mib(i) * 2**20), tables={"t": 5}, **changes)
+        dataclasses.replace(done, at_s=2.0 * i, rss_nbytes=int(mib(i) * 2**20), num_entries=5, **changes)
         for i in range(num)
     ]
 
 
 def numbers(rounds):
-    report = soak_report.numbers(rounds)
+    report = soak_report.numbers(rounds, TableHistory())
     json.dumps(report, allow_nan=False)
     return report | {"interrupted": False}
 

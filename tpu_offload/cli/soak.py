@@ -41,7 +41,7 @@ from tpu_offload.cli.replay_setup import (
 )
 from tpu_offload.cli.serving import Record, serve
 from tpu_offload.cli.soak_report import Round
-from tpu_offload.cli.tables import table_sizes
+from tpu_offload.cli.tables import TableHistory, table_sizes
 from tpu_offload.cli.terminal import ReportConsole, progress
 from tpu_offload.cli.workloads import Workload, chat_workload, decode_workload
 from tpu_offload.config import CopyPath, OffloadConfig, SwapMode
@@ -162,12 +162,13 @@ def soak(plan: Soak, *, stop: Callable[[], bool]) -> dict[str, Any]:
         for i, (name, config) in enumerate(plan.configs.items()):
             if baseline.complete and not stop():
                 sides.append(stack.enter_context(_engine(setup, name, config, seed=plan.seed + i)))
-        rounds = list(_serve_rounds(plan, sides, baseline.records, on_finish=on_finish, stop=stop))
+        tables = TableHistory()
+        rounds = list(_serve_rounds(plan, sides, baseline.records, tables, on_finish=on_finish, stop=stop))
         return {
             **describe(setup),
             "soak_s": plan.seconds,
             "num_baseline_requests": len(baseline.records),
-            **soak_report.numbers(rounds),
+            **soak_report.numbers(rounds, tables),
             "faults": {f.value: sum(side.faults.counts[f] for side in sides) for f in Fault},
             "engines": {side.name: side.numbers() for side in sides},
             "log_lines": dict(num_lines),
@@ -242,6 +243,7 @@ def _serve_rounds(
     plan: Soak,
     sides: Sequence[_Side],
     baseline: Sequence[Record],
+    tables: TableHistory,
     *,
     on_finish: Callable[[str], Callable[[], None]],
     stop: Callable[[], bool],
@@ -253,11 +255,14 @@ def _serve_rounds(
         for side in sides:
             done = _serve_round(plan, side, baseline, until_s=start_s + plan.seconds, on_finish=tell, stop=stop)
             gc.collect()
-            tables = {"jax arrays of the process": len(jax.live_arrays())}
+            sizes = {"jax arrays of the process": len(jax.live_arrays())}
             for other in sides:
-                tables |= table_sizes(other.engine, other.name)
-            rss_nbytes = psutil.Process().memory_info().rss
-            yield dataclasses.replace(done, at_s=time.monotonic() - start_s, rss_nbytes=rss_nbytes, tables=tables)
+                sizes |= table_sizes(other.engine, other.name)
+            tables.add(sizes)
+            rss_nbytes, num_entries = psutil.Process().memory_info().rss, sum(sizes.values())
+            yield dataclasses.replace(
+                done, at_s=time.monotonic() - start_s, rss_nbytes=rss_nbytes, num_entries=num_entries
+            )
             if done.error or stop() or time.monotonic() - start_s >= plan.seconds:
                 return
 
