@@ -180,7 +180,7 @@ class SwapCopies:
     def swap_out(self, jobs: Sequence[SwapJob], kv_caches: Caches) -> None:
         """Dispatches copies out; the caches are read in program order."""
         for job in jobs:
-            self._run(job, kv_caches)
+            self._run(job, Direction.SAVE, kv_caches)
 
     def swap_in(self, jobs: Sequence[SwapJob], kv_caches: Caches) -> Caches:
         """Dispatches copies back.
@@ -195,7 +195,7 @@ class SwapCopies:
         """
         kv_caches = list(kv_caches)
         for job in jobs:
-            self._run(job, kv_caches)
+            self._run(job, Direction.LOAD, kv_caches)
         return kv_caches
 
     def collect(self) -> None:
@@ -223,13 +223,13 @@ class SwapCopies:
     def _sources(self) -> list[SwapSource]:
         return [*self._groups, *([self._tier] if self._tier else [])]
 
-    def _run(self, job: SwapJob, kv_caches: Caches) -> None:
+    def _run(self, job: SwapJob, direction: Direction, kv_caches: Caches) -> None:
         """Dispatches one job. The caches that it writes are replaced in the list."""
         if job.job_id in self._jobs:
             _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
             return
         self._jobs.start(job.job_id)
-        error = self._why_impossible(job)
+        error = self._why_impossible(job, direction)
         try:
             if not error:
                 self._measured(job, kv_caches)
@@ -277,9 +277,9 @@ class SwapCopies:
             return self._tier if part.group_id == 0 else None
         return self._groups[part.group_id] if 0 <= part.group_id < len(self._groups) else None
 
-    def _why_impossible(self, job: SwapJob) -> str:
+    def _why_impossible(self, job: SwapJob, direction: Direction) -> str:
         """Why a job cannot be started, in one line; empty when it can."""
-        error = swap_error(job)
+        error = swap_error(job, direction)
         if error:
             return error
         reads = job.direction is Direction.LOAD

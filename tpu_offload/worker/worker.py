@@ -237,7 +237,7 @@ class OffloadWorker:
         if self._flights:
             kv_caches = self._resume(kv_caches, plan.step_id)
         if plan.loads or (fuse and plan.saves):
-            job_ids, groups = self._accept(plan.loads)
+            job_ids, groups = self._accept(plan.loads, Direction.LOAD)
             if fuse and self._fused is not None:
                 groups = self._plan_pass(self._fused, plan, groups)
             kv_caches = self._dispatch(job_ids, groups, Direction.LOAD, plan.step_id, kv_caches)
@@ -377,7 +377,7 @@ class OffloadWorker:
 
     # Dispatch.
 
-    def _accept(self, jobs: Sequence[TransferJob]) -> tuple[list[int], Groups]:
+    def _accept(self, jobs: Sequence[TransferJob], direction: Direction) -> tuple[list[int], Groups]:
         """Takes up the jobs that are possible: their ids, and their blocks by segment, for one flight each."""
         accepted = []
         for job in jobs:
@@ -385,7 +385,7 @@ class OffloadWorker:
                 _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
                 continue
             self._jobs.start(job.job_id, job.block_ids)
-            error = self._why_impossible(job)
+            error = self._why_impossible(job, direction)
             if error:
                 self._jobs.end_part([job.job_id], error)
             else:
@@ -394,7 +394,7 @@ class OffloadWorker:
 
     def _accept_saves(self, jobs: Sequence[TransferJob]) -> tuple[list[int], Groups]:
         """Like `_accept`, but no two jobs share a flight: a plan has several only to keep their failures apart."""
-        accepted = [self._accept([job]) for job in jobs]
+        accepted = [self._accept([job], Direction.SAVE) for job in jobs]
         return [i for job_ids, _ in accepted for i in job_ids], [group for _, groups in accepted for group in groups]
 
     def _dispatch(
@@ -413,9 +413,9 @@ class OffloadWorker:
             self._jobs.end_part(job_ids, error)
         return kv_caches
 
-    def _why_impossible(self, job: TransferJob) -> str:
+    def _why_impossible(self, job: TransferJob, direction: Direction) -> str:
         """Why a job cannot be started, in one line; empty when it can."""
-        error = transfer_error(job)
+        error = transfer_error(job, direction)
         if error:
             return error
         if self._pool is None:
