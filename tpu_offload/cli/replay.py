@@ -78,8 +78,8 @@ def add_command(commands: Any) -> None:
         help="sample, with a seed a request; 0 is greedy (0)",
     )
     add("--top-k", type=int_flag(0), default=0, metavar="K", help="sample from the K most likely tokens; 0 is all (0)")
-    numbers = f"{_DEFAULT_CONCURRENCY}; with --preempt {preempt.DEFAULT_CONCURRENCY}, --soak "
-    numbers += f"{soak_setup.DEFAULT_CONCURRENCY}"
+    numbers = f"{_DEFAULT_CONCURRENCY}; with --preempt {preempt.DEFAULT_CONCURRENCY}"
+    numbers += f", --soak {soak_setup.DEFAULT_CONCURRENCY}"
     add("--concurrency", type=int_flag(1), metavar="N", help=f"requests in flight ({numbers})")
     add(
         "--num-blocks",
