@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tpu_offload.cli.tables import TableHistory
 
-MAX_GROWTH_MIB = 16.0
+MAX_GROWTH_MIB = 5.0
 """Memory that the process may gain over the second half of a soak and still be called flat: allocators are not."""
 
 _MIB = 2**20
