@@ -262,7 +262,12 @@ class OffloadScheduler:
 
     def preempt(self, request_id: str) -> None:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine."""
+        former = self._requests.get(request_id)
         self._forget(request_id)
+        if former is not None and not former.saving and self._swap.can_return(request_id):
+            # It comes back with the KV that it has: what a reset has made worthless to others stays so.
+            request = self._requests[request_id] = self._request(request_id)
+            request.saving = False
 
     def finish(self, request_id: str) -> None:
         """A request ended, in whatever state it was. Unknown requests are fine."""
@@ -502,7 +507,8 @@ class OffloadScheduler:
         self._counts.num_worker_restarts += 1
         self._lose_slots(0, self._max_host_chunks)
         self._swap.lose_all()
-        self._pass_over(worker_id, self._job_ids.num_given, "worker {} was started anew")
+        # Not over: plans that were made before this report came may be on their way to the new life.
+        self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
         self._num_host_chunks[worker_id] = report.num_host_chunks
         self._index.limit(report.num_host_chunks)
 

@@ -179,10 +179,13 @@ class Transfers:
     def reset(self) -> None:
         """What they move is no longer what the model would compute: loads are given up, saves are not published."""
         for job in list(self._jobs):
-            job.doom("the cache was reset")
-            if job.direction is Direction.LOAD and not job.detached:
-                self._tell_of(job)
-                self.detach(job)
+            self._give_up(job, "the cache was reset")
+
+    def doubt(self, worker_id: int, *, why: str) -> None:
+        """A worker was started anew: what it was sent either died with it, or is done by one with empty memory."""
+        for job in list(self._jobs):
+            if job.state is JobState.SENT and worker_id in job.waiting_for:
+                self._give_up(job, why)
 
     def lose_slots(self, first: int, end: int) -> None:
         """Host memory is gone: what was about to use it fails, its other blocks do not."""
@@ -199,6 +202,13 @@ class Transfers:
             self._saves.rewind(self._requests.values(), set(keys))
 
     # Inside.
+
+    def _give_up(self, job: Job, why: str) -> None:
+        """A job is of no use any more. It ends when the workers are through with it; nobody waits for a load."""
+        job.doom(why)
+        if job.direction is Direction.LOAD and not job.detached:
+            self._tell_of(job)
+            self.detach(job)
 
     def _chunk_of(self, job: Job, position: int) -> int:
         """Which of a job's chunks a block belongs to. A load may begin inside a chunk."""

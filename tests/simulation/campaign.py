@@ -1,0 +1,102 @@
+"""Runs many seeds, over processes, and adds up what happened."""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import signal
+from collections import Counter
+from collections.abc import Iterator
+
+from tests.simulation.shrink import failure_of
+from tests.simulation.trace import RATES, generate
+from tests.simulation.world import World
+
+DEFAULT_STEPS = 200
+_BATCH = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of some seeds.
+
+    Attributes:
+      num_seeds: how many.
+      totals: what happened in their lives.
+      violations: by seed.
+    """
+
+    num_seeds: int
+    totals: Counter[str]
+    violations: dict[int, str]
+
+
+def run_seeds(seeds: range, num_steps: int) -> Outcome:
+    """Runs these seeds, one after the other."""
+    totals: Counter[str] = Counter()
+    violations = {}
+    for seed in seeds:
+        setup, actions = generate(seed, num_steps)
+        world = World(setup)
+        try:
+            for action in actions:
+                world.act(action)
+            world.finish()
+        except Exception as e:  # an error of the library's is a violation like any other
+            violations[seed] = failure_of(e)
+        most = max(totals["most steps to finish"], world.counts["most steps to finish"])
+        totals += world.totals()
+        totals["most steps to finish"] = most
+    return Outcome(len(seeds), totals, violations)
+
+
+def run_campaign(first_seed: int, num_seeds: int, num_steps: int, *, num_jobs: int) -> Iterator[Outcome]:
+    """Runs seeds over processes; yields what came of a few at a time. Closing it ends the processes."""
+    end = first_seed + num_seeds
+    firsts = range(first_seed, end, _BATCH)
+    batches = [(range(first, min(first + _BATCH, end)), num_steps) for first in firsts]
+    if num_jobs == 1:
+        for batch in batches:
+            yield run_seeds(*batch)
+        return
+    # Not fork: jax, which the library imports, has threads.
+    with multiprocessing.get_context("spawn").Pool(num_jobs, _ignore_interrupt) as pool:
+        yield from pool.imap_unordered(_run_batch, batches)
+
+
+def add_up(outcomes: list[Outcome]) -> Outcome:
+    """All of them as one."""
+    totals: Counter[str] = Counter()
+    violations: dict[int, str] = {}
+    most = 0
+    for outcome in outcomes:
+        most = max(most, outcome.totals["most steps to finish"])
+        totals += outcome.totals
+        violations |= outcome.violations
+    totals["most steps to finish"] = most
+    return Outcome(sum(outcome.num_seeds for outcome in outcomes), totals, violations)
+
+
+def summary(outcome: Outcome, *, seconds: float) -> str:
+    """One line."""
+    t = outcome.totals
+    faults = ", ".join(f"{kind} {t[f'fault: {kind}']}" for kind in RATES if t[f"fault: {kind}"])
+    return (
+        f"{outcome.num_seeds} seeds, {t['steps']} steps ({t['steps'] / max(seconds, 1e-9):.0f} a second), "
+        f"{t['requests']} requests, {t['load jobs']} loads ({t['loads used in part']} used in part), "
+        f"{t['save jobs']} saves, {t['num_evicted_chunks']} evictions, {t['swap-outs']} swaps out, "
+        f"{t['swap-ins']} in, {t['num_lost_swaps']} lost; {t['resets']} resets, {t['num_worker_restarts']} restarts, "
+        f"{t['num_failed_jobs']} failed jobs, {t['num_timed_out_jobs']} timeouts, {t['num_lost_results']} lost and "
+        f"{t['num_ignored_results']} ignored results, {t['num_breaker_openings']} breaker openings, "
+        f"{t['steps with slots in quarantine']} steps with quarantine; faults: {faults or 'none'}; "
+        f"{len(outcome.violations)} violations"
+    )
+
+
+def _run_batch(batch: tuple[range, int]) -> Outcome:
+    return run_seeds(*batch)
+
+
+def _ignore_interrupt() -> None:
+    """The parent hears Ctrl-C and ends its children."""
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

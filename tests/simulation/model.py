@@ -1,0 +1,271 @@
+"""What must be true of the scheduler, kept independently of it: who holds staging blocks and slots, what is visible.
+
+The model hears what the engine asks for, reads plans and reports as they pass, and knows the memories. It keeps no
+chunk keys of its own: those that become visible come from the index's list of changes, and their slots from a
+lookup, as a request would do it.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import final
+
+from tests.simulation.memory import Violation, kv
+from tests.simulation.request import Request
+from tests.simulation.trace import Setup
+from tests.simulation.worker import SimWorker
+from tpu_offload import BlockHash, ChunkKey, OffloadScheduler, StepPlan, StepReport
+from tpu_offload.hashing import last_block_hash
+from tpu_offload.types import Direction
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class OpenJob:
+    """A transfer that was sent and has not ended.
+
+    Attributes:
+      direction: save or load.
+      num_blocks: staging blocks that it holds.
+      slots: slots of the host tier that it reads or writes.
+      waiting_for: workers that have not reported it.
+      deadline_s: when it times out.
+    """
+
+    direction: Direction
+    num_blocks: int
+    slots: set[int]
+    waiting_for: set[int]
+    deadline_s: float
+
+
+@final
+class Model:
+    """The books of the simulation.
+
+    Args:
+      setup: sizes.
+      scheduler: the real one.
+      workers: whose memories hold the bytes.
+      clock: the simulated time.
+      timeout_s: as in the settings.
+      log: is called with what happens.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        scheduler: OffloadScheduler,
+        workers: list[SimWorker],
+        clock: Callable[[], float],
+        timeout_s: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.index = scheduler._index
+        self.workers = workers
+        self.clock = clock
+        self.timeout_s = timeout_s
+        self.log = log
+        self.size = setup.blocks_per_chunk
+        self.block_size = setup.block_size
+        self.budget = setup.num_staging_blocks if setup.num_slots else 0
+        self.blocks: dict[BlockHash, tuple[tuple[int, ...], BlockHash | None]] = {}
+        self.epoch = 0
+        self.jobs: dict[int, OpenJob] = {}
+        self.promises: dict[str, tuple[int, tuple[int, ...]]] = {}  # staging blocks, and slots
+        self.admitted: dict[str, tuple[int, float]] = {}  # not sent: staging blocks, and deadline
+        self.visible: dict[ChunkKey, int] = {}
+        self.key_in: dict[int, ChunkKey] = {}
+        self.lives: dict[int, int] = {}
+        self.num_ready = dict.fromkeys(range(setup.num_workers), 0)  # slots that each worker said it has
+        self.counts: Counter[str] = Counter()
+
+    # What the engine asks for.
+
+    def on_match(self, request: Request, num_cached: int, epoch: int) -> None:
+        """A match promised `request.num_promised` tokens."""
+        self.promises.pop(request.name, None)
+        num_tokens = request.num_promised
+        if not num_tokens:
+            return
+        if not num_tokens + num_cached < len(request.tokens):
+            raise Violation(f"{request.name} is promised all of its {len(request.tokens)} tokens")
+        first = num_cached // self.block_size
+        num_blocks = -(-num_tokens // self.block_size)
+        slots = []
+        by_hash = {last_block_hash(key): slot for key, slot in self.visible.items()}
+        for chunk in range(first // self.size, (first + num_blocks - 1) // self.size + 1):
+            block_hash = request.hashes[(chunk + 1) * self.size - 1]
+            if block_hash not in by_hash:
+                raise Violation(f"{request.name} is promised chunk {chunk}, which is not visible")
+            slots.append(by_hash[block_hash])
+        self.promises[request.name] = num_blocks, tuple(slots)
+        self.counts["promises"] += 1
+
+    def on_release(self, name: str) -> None:
+        self.promises.pop(name, None)
+
+    def on_admit(self, name: str, num_loaded: int) -> None:
+        promise = self.promises.pop(name, None)
+        if num_loaded and promise is not None:
+            self.admitted[name] = -(-num_loaded // self.block_size), self.clock() + self.timeout_s
+
+    def on_gone(self, name: str) -> None:
+        self.promises.pop(name, None)
+        self.admitted.pop(name, None)
+
+    def on_reset(self) -> None:
+        self.epoch += 1
+        self.promises.clear()
+        self.admitted.clear()
+        self.look()
+        if self.visible:
+            raise Violation(f"{len(self.visible)} chunks of the time before the reset are visible after it")
+
+    # What passes between scheduler and workers.
+
+    def before_plan(self) -> None:
+        """Time has passed: jobs may be overdue when the coming plan is made."""
+        now_s = self.clock()
+        for job_id in [i for i, job in self.jobs.items() if job.deadline_s <= now_s]:
+            del self.jobs[job_id]
+            self.counts["timeouts"] += 1
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """Takes note of the jobs, and looks whether they may do what they are about to do."""
+        self.look()
+        readers = self._readers()
+        now_s = self.clock()
+        for job in plan.loads:
+            num_blocks, deadline_s = self.admitted.pop(job.request_id, (-1, 0.0))
+            if num_blocks != job.num_blocks:
+                raise Violation(f"load {job.job_id} of {job.num_blocks} blocks; {job.request_id} admitted {num_blocks}")
+            slots = {place // self.size for place in job.host_block_ids}
+            self._open(job.job_id, OpenJob(Direction.LOAD, num_blocks, slots, self._everybody(), deadline_s))
+        for job in plan.saves:
+            slots = {place // self.size for place in job.host_block_ids}
+            if len(slots) * self.size != job.num_blocks:
+                raise Violation(f"save {job.job_id} has two chunks for one slot, or half a chunk")
+            for slot in slots:
+                self._check_writable(job.job_id, slot, readers)
+            deadline_s = now_s + self.timeout_s
+            self._open(job.job_id, OpenJob(Direction.SAVE, job.num_blocks, slots, self._everybody(), deadline_s))
+        for swap in plan.swap_outs:
+            for place in (place for part in swap.parts for place in part.host_block_ids):
+                if any(worker.will_write_swap(place) for worker in self.workers):
+                    raise Violation(f"swap {swap.job_id} writes pool block {place}, where a copy may still land")
+
+    def on_report(self, report: StepReport) -> None:
+        """A report has been applied."""
+        worker_id = report.worker_id
+        known = self.lives.get(worker_id, report.incarnation)
+        self.lives[worker_id] = max(known, report.incarnation)
+        if report.incarnation < known:
+            self.counts["reports of a former life"] += 1
+            self.look()
+            return
+        if report.incarnation > known:
+            self.num_ready[worker_id] = 0
+        self.num_ready[worker_id] = max(self.num_ready[worker_id], report.num_host_chunks)
+        for result in report.results:
+            if result.job_id in self.jobs:
+                self._report(result.job_id, worker_id)
+        for job_id in [i for i in self.jobs if i < report.oldest_job_id]:
+            self._report(job_id, worker_id)
+        self.look()
+        if report.incarnation > known and self.visible:
+            raise Violation(f"worker {worker_id} was started anew, and {len(self.visible)} chunks are visible")
+        for first, end in report.lost_slots:
+            for slot in range(first, end):
+                if slot in self.key_in:
+                    raise Violation(f"slot {slot} was lost, and is visible after the report of that")
+
+    def look(self) -> None:
+        """Follows what lookups find, and checks the bytes of what they have begun to find."""
+        for key, found in self.index.take_changes():
+            if not found:
+                slot = self.visible.pop(key, -1)
+                if slot < 0:
+                    raise Violation("a chunk was removed that was not visible")
+                del self.key_in[slot]
+                self.counts["removed chunks"] += 1
+                continue
+            slots = self.index.find((key,))
+            if not slots:
+                continue  # it has gone again at once; the removal follows
+            self._check_visible(key, slots[0])
+            self.visible[key] = slots[0]
+            self.key_in[slots[0]] = key
+            self.counts["stored chunks"] += 1
+
+    def check(self) -> None:
+        """The accounts, after a step."""
+        stats = self.scheduler.stats()
+        held = sum(job.num_blocks for job in self.jobs.values())
+        held += sum(n for n, _ in self.promises.values()) + sum(n for n, _ in self.admitted.values())
+        if held != stats.staging_reserved_blocks:
+            raise Violation(
+                f"{stats.staging_reserved_blocks} staging blocks are reserved; jobs and promises hold {held}"
+            )
+        if stats.staging_peak_blocks > self.budget:
+            raise Violation(f"{stats.staging_peak_blocks} staging blocks were held at once, of {self.budget}")
+
+    # Inside.
+
+    def _everybody(self) -> set[int]:
+        return set(range(len(self.workers)))
+
+    def _open(self, job_id: int, job: OpenJob) -> None:
+        if job_id in self.jobs:
+            raise Violation(f"job id {job_id} is used twice")
+        self.jobs[job_id] = job
+        self.counts[f"{job.direction.value} jobs"] += 1
+
+    def _report(self, job_id: int, worker_id: int) -> None:
+        job = self.jobs[job_id]
+        job.waiting_for.discard(worker_id)
+        if not job.waiting_for:
+            del self.jobs[job_id]
+
+    def _readers(self) -> set[int]:
+        """Slots that promises and loads count on."""
+        slots = {slot for _, held in self.promises.values() for slot in held}
+        return slots.union(*(job.slots for job in self.jobs.values() if job.direction is Direction.LOAD))
+
+    def _check_writable(self, job_id: int, slot: int, readers: set[int]) -> None:
+        if slot in self.key_in:
+            raise Violation(f"save {job_id} writes slot {slot}, whose chunk is visible")
+        if slot >= min(self.num_ready.values()):
+            raise Violation(f"save {job_id} writes slot {slot}; the workers said that they have {self.num_ready}")
+        if slot in readers:
+            raise Violation(f"save {job_id} writes slot {slot}, which is pinned for a load")
+        for other_id, other in self.jobs.items():
+            if other.direction is Direction.SAVE and slot in other.slots:
+                raise Violation(f"save {job_id} writes slot {slot}, which is save {other_id}'s")
+        if any(worker.will_write(slot) for worker in self.workers):
+            raise Violation(f"save {job_id} is given slot {slot}, where another copy may still land")
+
+    def _check_visible(self, key: ChunkKey, slot: int) -> None:
+        """The bytes of a chunk that lookups find from now on are right on every worker."""
+        if slot in self.key_in:
+            raise Violation(f"slot {slot} is visible as two chunks")
+        expected = self._contents(key)
+        for worker in self.workers:
+            host = worker.host
+            places = range(slot * self.size, (slot + 1) * self.size)
+            for place, content in zip(places, expected, strict=True):
+                if host.places[place] != content and place not in host.lost and place not in host.gone:
+                    raise Violation(
+                        f"a chunk in slot {slot} became visible, and worker {worker.worker_id} has other bytes there"
+                    )
+            if worker.will_write(slot):
+                raise Violation(f"slot {slot} became visible under a copy that has yet to land")
+
+    def _contents(self, key: ChunkKey) -> list[tuple[int, ...]]:
+        block_hash: BlockHash | None = last_block_hash(key)
+        contents: list[tuple[int, ...]] = []
+        for _ in range(self.size):
+            assert block_hash is not None
+            nodes, block_hash = self.blocks[block_hash]
+            contents.append(tuple(kv(node, self.epoch) for node in nodes))
+        return contents[::-1]

@@ -1,0 +1,65 @@
+"""Walks the scheduler's objects for tables that should be empty and are not."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Tables that are never empty: their sizes are fixed, or bounded by the memory that they describe.
+_BOUNDED = (
+    "_index",  # slots and resident chunks; `check_invariants` holds them together
+    "_num_host_chunks", "_num_swap_blocks", "_incarnations", "_oldest", "_breakers", "_to_send",  # one entry each
+    "_swap._pool._free", "_swap._pool._doubtful", "_swap._pool._num_blocks",  # places of the swap pool
+    "_swap._returned_at",  # the last 32 steps
+    "_suspects._suspects",  # the last chunks that failed, at most 4096
+    "_costs",  # the last measurements
+)  # fmt: skip
+_LATE = ("_late", "_swap._pool._num_holders")  # what a worker that is not heard of again may still write
+_MODULE = "tpu_offload.core"
+
+
+def not_empty(scheduler: Any, *, late_jobs: bool) -> dict[str, int]:
+    """Sizes of the tables that are not empty, by path.
+
+    Args:
+      scheduler: an `OffloadScheduler` that nothing is asked of any more.
+      late_jobs: some worker never said what became of its copies.
+    """
+    allowed = _BOUNDED + (_LATE if late_jobs else ())
+    return {
+        path: size
+        for path, size in _tables(scheduler, "", set())
+        if size and not any(path.endswith(name) or f"{name}." in path or f"{name}[" in path for name in allowed)
+    }
+
+
+def _tables(owner: Any, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    for name, value in _attributes(owner):
+        yield from _look(value, f"{path}.{name}", seen)
+
+
+def _look(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
+    if isinstance(value, dict | set | list | deque):
+        inner = list(value.values()) if isinstance(value, Mapping) else list(value)
+        if not any(isinstance(item, dict | set | list | deque) or _is_ours(item) for item in inner) or not inner:
+            yield path, len(value)
+            return
+        if _is_ours(inner[0]) and not isinstance(inner[0], dict | set | list | deque):
+            yield path, len(value)
+        for i, item in enumerate(inner):
+            yield from _look(item, f"{path}[{i}]", seen)
+    elif _is_ours(value):
+        yield from _tables(value, path, seen)
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith(_MODULE) and not isinstance(value, type)
+
+
+def _attributes(owner: Any) -> list[tuple[str, Any]]:
+    if dataclasses.is_dataclass(owner):
+        return [(field.name, getattr(owner, field.name)) for field in dataclasses.fields(owner)]
+    return list(vars(owner).items()) if hasattr(owner, "__dict__") else []

@@ -1,0 +1,154 @@
+"""A run as data: the setup, and a list of plain actions. One seed gives one of each.
+
+An action is a kind and two numbers. What the numbers mean depends on what is possible when the action comes (the
+third worker, modulo how many there are), and an action that is impossible then does nothing: so any part of a
+list is a list that can be run, and a failing one can be cut down.
+"""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+Action = tuple[str, int, int]
+
+# Kind of fault or event: how often, of ten thousand steps, in a life that has it at all.
+RATES = {
+    "abort": 300,
+    "preempt": 500,
+    "reset": 120,
+    "tick": 200,
+    "fail": 1000,
+    "stall": 150,
+    "drop": 200,
+    "double": 200,
+    "hold": 200,
+    "mute": 60,
+    "lose_slots": 60,
+    "lose_swap": 60,
+    "restart": 40,
+    "dead": 20,
+}
+_EVERYDAY = ("abort", "preempt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Sizes and habits of one life.
+
+    Attributes:
+      seed: what it was drawn from; only a label here.
+      block_size: tokens in a block.
+      blocks_per_chunk: blocks in a chunk.
+      num_workers: workers.
+      num_blocks: blocks of HBM.
+      num_slots: slots of the host tier; 0 turns it off.
+      num_staging_blocks: the staging budget.
+      num_swap_blocks: blocks of the swap pool; 0 turns request swap off.
+      swap_mode: as in the settings.
+      hbm_cache: whether freed blocks of HBM are found again.
+      decode_save: as in the settings.
+      max_batch: tokens that a step computes at most.
+      max_drafts: draft tokens that a decoding request guesses at most.
+      max_requests: requests in the engine at most.
+      num_salts: cache salts in use.
+      staged: bit 2 w says whether worker w saves by staging, bit 2 w + 1 whether it loads so.
+      delays: for each worker, steps from the dispatch of a copy to its end.
+      report_delays: for each worker, steps that a report travels.
+      growth: slots (and swap blocks) that each worker allocates in a step.
+    """
+
+    seed: int = 0
+    block_size: int = 2
+    blocks_per_chunk: int = 1
+    num_workers: int = 1
+    num_blocks: int = 16
+    num_slots: int = 8
+    num_staging_blocks: int = 8
+    num_swap_blocks: int = 0
+    swap_mode: str = "swap"
+    hbm_cache: bool = True
+    decode_save: bool = False
+    max_batch: int = 16
+    max_drafts: int = 0
+    max_requests: int = 8
+    num_salts: int = 1
+    staged: int = 0
+    delays: tuple[int, ...] = (0, 0, 0, 0)
+    report_delays: tuple[int, ...] = (0, 0, 0, 0)
+    growth: int = 1000
+
+
+def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
+    """The life that a seed stands for."""
+    rng = random.Random(seed)
+    setup = _draw_setup(rng, seed)
+    return setup, _draw_actions(rng, num_steps)
+
+
+def _draw_setup(rng: random.Random, seed: int) -> Setup:
+    blocks_per_chunk = rng.choice([1, 1, 1, 2, 2, 3])
+    return Setup(
+        seed=seed,
+        block_size=rng.choice([2, 3, 4, 4]),
+        blocks_per_chunk=blocks_per_chunk,
+        num_workers=rng.choice([1, 1, 2, 2, 3, 4]),
+        num_blocks=rng.randint(24, 60) if rng.random() < 0.3 else rng.randint(18, 26),
+        num_slots=rng.choice([3, 8, 8, 20, 20, 48]) if rng.random() < 0.95 else 0,
+        num_staging_blocks=max(blocks_per_chunk, rng.choice([2, 4, 8, 16, 32])),
+        num_swap_blocks=rng.choice([0, 6, 16, 40]),
+        swap_mode=rng.choice(["swap", "swap", "swap", "auto"]),
+        hbm_cache=rng.random() < 0.4,
+        decode_save=rng.random() < 0.5,
+        max_batch=rng.choice([3, 8, 16, 40]),
+        max_drafts=rng.choice([0, 0, 1, 3]),
+        max_requests=rng.choice([2, 4, 8]),
+        num_salts=rng.choice([1, 1, 1, 2]),
+        staged=rng.choice([0, 255, rng.getrandbits(8), 0b01010101, 0b10101010]),
+        delays=tuple(rng.choice([0, 1, 1, 2, 5]) for _ in range(4)),
+        report_delays=tuple(rng.choice([0, 0, 1, 2, 4]) for _ in range(4)),
+        growth=rng.choice([1000, 1000, 1, 3]),
+    )
+
+
+def _draw_actions(rng: random.Random, num_steps: int) -> list[Action]:
+    # Each life has some of the faults only: those that come often would hide what the rare ones do.
+    calm = rng.random() < 0.15
+    rates = {
+        kind: rate * rng.choice([1, 1, 3]) / 10_000
+        for kind, rate in RATES.items()
+        if kind in _EVERYDAY or (not calm and rng.random() < 0.45)
+    }
+    arrivals = rng.choice([0.1, 0.25, 0.5])
+    prompts = rng.choice([2, 3, 5])
+    actions: list[Action] = []
+    for _ in range(num_steps):
+        if rng.random() < arrivals:
+            actions.append(("arrive", rng.getrandbits(prompts), rng.getrandbits(30)))
+        for kind, rate in rates.items():
+            if rng.random() < rate:
+                actions.append((kind, rng.getrandbits(30), rng.getrandbits(30)))
+        actions.append(("step", rng.getrandbits(30), 0))
+    return actions
+
+
+def save(path: Path, setup: Setup, actions: list[Action]) -> None:
+    """Writes a run down."""
+    text = ",\n  ".join(json.dumps(action) for action in actions)
+    path.write_text(f'{{"setup": {json.dumps(dataclasses.asdict(setup))},\n "actions": [\n  {text}\n]}}\n')
+
+
+def load(path: Path) -> tuple[Setup, list[Action]]:
+    """Reads what `save` wrote.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data["setup"].items()}
+        actions = [(str(kind), int(a), int(b)) for kind, a, b in data["actions"]]
+        return Setup(**fields), actions
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path} is no trace of the simulation: {e}") from e

@@ -1,0 +1,307 @@
+"""A worker with fake memories. It does what a plan says in the order that `OffloadWorker` keeps.
+
+What a copy reads it reads in the step of its plan. A direct load, and a copy back from the swap pool, is written
+in that step as well, a direct save too. A staged load is written at the beginning of a later step, a staged save
+and a copy out land in host memory at the end of one. The end of each copy is reported later still.
+
+Faults are armed beforehand: the next copy that is dispatched takes one.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from tests.simulation.memory import Junk, mix
+from tests.simulation.trace import Setup
+from tpu_offload import HostStore, JobResult, JobState, StepPlan, StepReport, SwapJob, TransferJob
+
+_FINISHED, _FAILED, _CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
+_PARTIAL = range(2, 5)  # kinds of fault that spare some blocks
+FAULTY = ("save", "load", "swap")  # copies that faults can be armed for
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Memory:
+    """Host memory of one kind.
+
+    Attributes:
+      places: contents of each block.
+      num_ready: units (chunks or blocks) that are allocated.
+      lost: places whose contents are gone, and nothing was written since; reading them fails.
+      gone: places that a former life of the worker may have written, this one not.
+      news: ranges that were lost since the last report.
+    """
+
+    places: list[tuple[int, ...]]
+    num_ready: int = 0
+    lost: set[int] = dataclasses.field(default_factory=set)
+    gone: set[int] = dataclasses.field(default_factory=set)
+    news: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def write(self, writes: dict[int, tuple[int, ...]]) -> None:
+        for place, content in writes.items():
+            self.places[place] = content
+        if self.lost:
+            self.lost.difference_update(writes)
+        if self.gone:
+            self.gone.difference_update(writes)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Flight:
+    """A copy on its way.
+
+    Attributes:
+      job_id: the job.
+      memory: where it writes when it is due; None when it has written, and HBM when `into_hbm`.
+      due: the step in which it ends.
+      writes: contents by place.
+      result: how it ends.
+      into_hbm: a staged load.
+    """
+
+    job_id: int
+    memory: Memory | None
+    due: int
+    writes: dict[int, tuple[int, ...]]
+    result: JobResult
+    into_hbm: bool = False
+
+
+@final
+class SimWorker:
+    """One worker of the simulated engine."""
+
+    def __init__(self, worker_id: int, setup: Setup, junk: Junk) -> None:
+        self.worker_id = worker_id
+        self.size = setup.blocks_per_chunk
+        self.block_size = setup.block_size
+        self.junk = junk
+        self.delay = setup.delays[worker_id]
+        self.growth = setup.growth
+        self.max_slots = setup.num_slots
+        self.max_swap = setup.num_swap_blocks
+        self.stages_saves = bool(setup.staged >> 2 * worker_id & 1)
+        self.stages_loads = bool(setup.staged >> 2 * worker_id & 2)
+        self.hbm = [list(junk.block(setup.block_size)) for _ in range(setup.num_blocks)]
+        self.incarnation = 1  # 0 would say nothing
+        self.step = 0
+        self.stalled_until = 0
+        self.faults: dict[str, deque[int]] = {kind: deque() for kind in FAULTY}
+        self.num_faults: dict[str, int] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self.host = Memory([self.junk.block(self.block_size) for _ in range(self.max_slots * self.size)])
+        self.pool = Memory([self.junk.block(self.block_size) for _ in range(self.max_swap)])
+        self.flights: list[Flight] = []
+        self.results: list[JobResult] = []
+        self.last_job_id = -1
+        self._grow()
+
+    def restart(self, *, with_hbm: bool) -> None:
+        """It dies and starts anew: everything it had in flight is gone, and so is host memory."""
+        self.incarnation += 1
+        self._start()
+        self.host.gone.update(range(len(self.host.places)))
+        self.pool.gone.update(range(len(self.pool.places)))
+        if with_hbm:
+            self.hbm = [list(self.junk.block(self.block_size)) for _ in self.hbm]
+
+    def lose(self, memory: Memory, first: int, end: int, *, size: int) -> None:
+        """The memory of units `first` to `end - 1` is gone, and is rebuilt empty."""
+        for place in range(first * size, end * size):
+            memory.places[place] = self.junk.block(self.block_size)
+            memory.lost.add(place)
+        memory.news.append((first, end))
+
+    # The step.
+
+    def begin_step(self, plan: StepPlan, step: int) -> None:
+        """Everything before the forward pass."""
+        self.step = step
+        for swap in plan.swap_outs:
+            self._swap_out(swap)
+        for job_id in plan.cancelled_job_ids:
+            self._cancel(job_id)
+        if self.flights:
+            self._end_flights(into_hbm=True)
+        for job in plan.loads:
+            self._load(job)
+        for swap in plan.swap_ins:
+            self._swap_in(swap)
+
+    def end_step(self, plan: StepPlan) -> None:
+        """Everything after it."""
+        for job in plan.saves:
+            self._save(job)
+        if self.flights:
+            self._end_flights(into_hbm=False)
+        if self.host.num_ready < self.max_slots or self.pool.num_ready < self.max_swap:
+            self._grow()
+
+    def report(self) -> StepReport:
+        """What happened since the last report."""
+        results, self.results = tuple(self.results), []
+        lost, self.host.news = tuple(self.host.news), []
+        lost_swap, self.pool.news = tuple((0, *span) for span in self.pool.news), []
+        oldest = min((flight.job_id for flight in self.flights), default=self.last_job_id + 1)
+        return StepReport(
+            self.worker_id,
+            results,
+            self.host.num_ready,
+            lost,
+            (self.pool.num_ready,) if self.max_swap else (),
+            lost_swap,
+            oldest,
+            self.incarnation,
+        )
+
+    def will_write(self, slot: int) -> bool:
+        """Whether a copy into a slot of the host tier may still land."""
+        first = slot * self.size
+        return any(
+            flight.memory is self.host and any(first <= place < first + self.size for place in flight.writes)
+            for flight in self.flights
+        )
+
+    def will_write_swap(self, place: int) -> bool:
+        """The same of a block of the swap pool."""
+        return any(flight.memory is self.pool and place in flight.writes for flight in self.flights)
+
+    def _grow(self) -> None:
+        self.host.num_ready = min(self.max_slots, self.host.num_ready + self.growth)
+        self.pool.num_ready = min(self.max_swap, self.pool.num_ready + self.growth)
+
+    # Copies.
+
+    def _save(self, job: TransferJob) -> None:
+        self._accept(job.job_id)
+        if self._refuse(job.job_id, job.host_block_ids, self.host, reads=False):
+            return
+        contents = [tuple(self.hbm[block]) for block in job.block_ids]
+        writes, result = self._copy(job.job_id, job.host_block_ids, contents, self.faults["save"])
+        if not self.stages_saves:
+            self.host.write(writes)
+        self._fly(job.job_id, self.host if self.stages_saves else None, writes, result)
+
+    def _load(self, job: TransferJob) -> None:
+        self._accept(job.job_id)
+        if self._refuse(job.job_id, job.host_block_ids, self.host, reads=True):
+            return
+        contents = [self.host.places[place] for place in job.host_block_ids]
+        writes, result = self._copy(job.job_id, job.block_ids, contents, self.faults["load"])
+        if not self.stages_loads:
+            self._write_hbm(writes)
+        self._fly(job.job_id, None, writes, result, into_hbm=self.stages_loads)
+
+    def _swap_out(self, job: SwapJob) -> None:
+        self._accept(job.job_id)
+        for part in job.parts:
+            if self._refuse(job.job_id, part.host_block_ids, self.pool, reads=False):
+                return
+            contents = [tuple(self.hbm[block]) for block in part.block_ids]
+            writes, result = self._copy(job.job_id, part.host_block_ids, contents, self.faults["swap"])
+            self._fly(job.job_id, self.pool, writes, result)
+
+    def _swap_in(self, job: SwapJob) -> None:
+        self._accept(job.job_id)
+        writes: dict[int, tuple[int, ...]] = {}
+        for part in job.parts:
+            memory = self.pool if part.store is HostStore.SWAP_POOL else self.host
+            if self._refuse(job.job_id, part.host_block_ids, memory, reads=True):
+                return
+            self._land_early(memory, part.host_block_ids)
+            writes.update(zip(part.block_ids, [memory.places[p] for p in part.host_block_ids], strict=True))
+        written, result = self._copy(job.job_id, list(writes), list(writes.values()), self.faults["swap"])
+        self._write_hbm(written)
+        self._fly(job.job_id, None, written, result)
+
+    def _accept(self, job_id: int) -> None:
+        self.last_job_id = max(self.last_job_id, job_id)
+
+    def _refuse(self, job_id: int, places: Sequence[int], memory: Memory, *, reads: bool) -> bool:
+        """Whether a job cannot be done, which is its end."""
+        size = self.size if memory is self.host else 1
+        why = "it has no such place yet" if max(places) >= memory.num_ready * size else ""
+        # A copy that is on its way into a lost place comes before what is read now.
+        lost = memory.lost.difference(*(f.writes for f in self.flights if f.memory is memory)) if reads else ()
+        if lost and not lost.isdisjoint(places):
+            why = "what was there is lost"
+        if why:
+            self._count("refused")
+            self._fly(job_id, None, {}, JobResult(job_id, _FAILED, why))
+        return bool(why)
+
+    def _copy(
+        self, job_id: int, targets: Sequence[int], contents: list[tuple[int, ...]], faults: deque[int]
+    ) -> tuple[dict[int, tuple[int, ...]], JobResult]:
+        """What a copy writes in the end, and how it ends."""
+        writes = dict(zip(targets, contents, strict=True))
+        if not faults:
+            return writes, JobResult(job_id, _FINISHED, "", 0.5, 0.25)
+        fault = faults.popleft()
+        partly = faults is not self.faults["swap"]
+        kind = fault % 5
+        failed = set(range(len(targets)))
+        if partly and kind in _PARTIAL and len(targets) > 1:
+            failed = {i for i in failed if not mix(fault, i) % 3} or {fault % len(targets)}
+        leaves_junk = kind in (1, 3)
+        for i in failed:
+            if leaves_junk:
+                writes[targets[i]] = self.junk.block(self.block_size)
+            else:
+                writes.pop(targets[i])
+        named = len(failed) < len(targets) and kind != 4
+        self._count("failed partly" if named else "failed wholly")
+        return writes, JobResult(job_id, _FAILED, "injected", 0.5, failed_blocks=tuple(sorted(failed)) if named else ())
+
+    def _fly(
+        self,
+        job_id: int,
+        memory: Memory | None,
+        writes: dict[int, tuple[int, ...]],
+        result: JobResult,
+        *,
+        into_hbm: bool = False,
+    ) -> None:
+        due = self.step + (0 if not self.delay else mix(job_id, self.worker_id + 7) % (self.delay + 1))
+        self.flights.append(Flight(job_id, memory, due + into_hbm, writes, result, into_hbm))
+
+    def _write_hbm(self, writes: dict[int, tuple[int, ...]]) -> None:
+        for block, content in writes.items():
+            self.hbm[block] = list(content)
+
+    # Ends.
+
+    def _cancel(self, job_id: int) -> None:
+        for flight in self.flights:
+            if flight.job_id == job_id and flight.into_hbm:
+                flight.writes.clear()
+                if flight.result.state is _FINISHED:
+                    flight.result = JobResult(job_id, _CANCELLED)
+                self._count("cancelled")
+
+    def _land_early(self, memory: Memory, places: Iterable[int]) -> None:
+        """What is read after it in program order sees a copy that nobody has seen end yet."""
+        wanted = set(places)
+        for flight in self.flights:
+            if flight.memory is memory and not wanted.isdisjoint(flight.writes):
+                memory.write(flight.writes)
+                flight.memory = None
+
+    def _end_flights(self, *, into_hbm: bool) -> None:
+        """Ends staged loads, or all others, that are due."""
+        if self.step < self.stalled_until:
+            return
+        for flight in [f for f in self.flights if f.into_hbm == into_hbm and f.due <= self.step]:
+            self.flights.remove(flight)
+            if into_hbm:
+                self._write_hbm(flight.writes)
+            elif flight.memory is not None:
+                flight.memory.write(flight.writes)
+            self.results.append(flight.result)
+
+    def _count(self, what: str) -> None:
+        self.num_faults[what] = self.num_faults.get(what, 0) + 1

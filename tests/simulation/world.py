@@ -1,0 +1,333 @@
+"""Runs a trace: the real scheduler, and everything around it simulated."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import final
+
+from tests.simulation import tables
+from tests.simulation.channel import Channel
+from tests.simulation.engine import SimEngine
+from tests.simulation.memory import Junk, Violation, mix
+from tests.simulation.model import Model
+from tests.simulation.request import Phase, Run
+from tests.simulation.trace import Action, Setup
+from tests.simulation.worker import FAULTY, SimWorker
+from tpu_offload import KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler
+
+TIMEOUT_S = 10.0
+STEP_S = 0.1
+_MAX_STEPS_TO_FINISH = 4000
+
+
+@final
+class World:
+    """One life.
+
+    Args:
+      setup: sizes.
+      log: is called with what happens, one line each.
+    """
+
+    def __init__(self, setup: Setup, *, log: Callable[[str], None] | None = None) -> None:
+        logging.getLogger("tpu_offload").setLevel(logging.CRITICAL)
+        self.setup = setup
+        self.log = log or (lambda line: None)
+        self.now_s = 100.0
+        self.num_steps = 0
+        self.counts: Counter[str] = Counter()
+        junk = Junk()
+        group = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (setup.block_size, 2, 2, 8), "bfloat16")
+        layout = KVLayout(setup.block_size, (group,))
+        self.scheduler = OffloadScheduler(
+            OffloadConfig.create(
+                num_staging_blocks=setup.num_staging_blocks,
+                num_cpu_chunks=setup.num_slots,
+                blocks_per_chunk=setup.blocks_per_chunk,
+                decode_save=setup.decode_save,
+                swap_gb=1.0 if setup.num_swap_blocks else 0.0,
+                swap_mode=setup.swap_mode,
+                job_timeout_s=TIMEOUT_S,
+                metrics_log_interval=0.0,
+            ),
+            layout,
+            num_workers=setup.num_workers,
+            clock=lambda: self.now_s,
+            record_events=True,
+        )
+        self.workers = [SimWorker(i, setup, junk) for i in range(setup.num_workers)]
+        self.channels = [Channel(setup.report_delays[i]) for i in range(setup.num_workers)]
+        self.dead: set[int] = set()
+        self.model = Model(setup, self.scheduler, self.workers, lambda: self.now_s, TIMEOUT_S, self.log)
+        self.engine = SimEngine(setup, layout, self.scheduler, self.model, junk, self.log)
+        self._actions: dict[str, Callable[[int, int], None]] = {
+            "step": lambda a, b: self.step(a),
+            "arrive": self.engine.arrive,
+            "abort": lambda a, b: self.engine.abort(a),
+            "preempt": self.engine.preempt_one,
+            "reset": lambda a, b: self.engine.reset(a),
+            "tick": self._tick,
+            "fail": self._fail,
+            "stall": self._stall,
+            "drop": self._drop,
+            "double": self._double,
+            "hold": self._hold,
+            "mute": self._mute,
+            "lose_slots": self._lose_slots,
+            "lose_swap": self._lose_swap,
+            "restart": self._restart,
+            "dead": self._die,
+        }
+
+    def act(self, action: Action) -> None:
+        """Does one action.
+
+        Raises:
+          ValueError: there is no such kind.
+        """
+        kind, a, b = action
+        if kind not in self._actions:
+            raise ValueError(f"{kind!r} is no action; expected one of {', '.join(self._actions)}")
+        self._actions[kind](a, b)
+
+    def step(self, number: int) -> None:
+        """One step of the engine."""
+        engine, model = self.engine, self.model
+        self.num_steps += 1
+        self.now_s += STEP_S
+        self.deliver()
+        runs = engine.schedule(number)
+        named = engine.name(runs, number)
+        model.before_plan()
+        plan = self.scheduler.plan_step(named)
+        model.on_plan(plan)
+        if not plan.empty:
+            self._log_plan(plan)
+        for worker in self.workers:
+            worker.begin_step(plan, self.num_steps)
+        for run in runs:
+            self._check_reads(run)
+        writes = engine.writes(runs)
+        for worker in self.workers:
+            hbm = worker.hbm
+            for block, offset, value in writes:
+                hbm[block][offset] = value
+            worker.end_step(plan)
+        engine.complete(runs)
+        for worker, channel in zip(self.workers, self.channels, strict=True):
+            report = worker.report()
+            if worker.worker_id not in self.dead:
+                channel.send(report, self.num_steps)
+        self.scheduler.check_invariants()
+        model.check()
+        self.counts["steps with slots in quarantine"] += self.scheduler.stats().num_quarantined_chunks > 0
+
+    def deliver(self) -> None:
+        """Hands the scheduler the reports that have arrived."""
+        for channel in self.channels:
+            for report in channel.receive(self.num_steps):
+                update = self.scheduler.apply(report)
+                self.model.on_report(report)
+                if report.results:
+                    self.log(f"worker {report.worker_id} reported {_show(report)}")
+                self.engine.take(update)
+
+    def finish(self) -> None:
+        """Faults stop. All requests come to their end, and nothing is left behind.
+
+        Raises:
+          Violation: a request or a job does not come to its end, or something is held at the end.
+        """
+        self.log("faults stop")
+        self._end_faults()
+        engine, first_step = self.engine, self.num_steps
+        while engine.requests:
+            if self.num_steps - first_step > _MAX_STEPS_TO_FINISH:
+                stuck = ", ".join(f"{r.name} ({r.phase.value})" for r in engine.requests.values())
+                raise Violation(f"not finished {_MAX_STEPS_TO_FINISH} steps after the last fault: {stuck}")
+            self.step(0)
+        self.counts["most steps to finish"] = self.num_steps - first_step
+        quiet = 3 * TIMEOUT_S / STEP_S
+        first_step = self.num_steps
+        while self.num_steps - first_step < quiet and not self._is_quiet():
+            self.step(0)
+        self._check_empty()
+
+    def totals(self) -> Counter[str]:
+        """What happened."""
+        stats = self.scheduler.stats()
+        totals = self.counts + self.engine.counts + self.model.counts
+        for worker in self.workers:
+            totals.update(worker.num_faults)
+        totals["steps"] = self.num_steps
+        for name in (
+            "saved_blocks", "loaded_blocks", "num_evicted_chunks", "num_failed_jobs", "num_timed_out_jobs",
+            "num_ignored_results", "swapped_out_blocks", "swapped_in_blocks", "num_lost_swaps", "num_recomputed",
+            "dropped_save_blocks", "dropped_load_blocks", "deferred_save_blocks", "num_thrashed_swaps",
+            "swap_skipped_blocks", "num_lost_results", "num_worker_restarts", "num_breaker_openings",
+        ):  # fmt: skip
+            totals[name] = getattr(stats, name)
+        return totals
+
+    # Faults.
+
+    def _worker(self, number: int) -> SimWorker:
+        return self.workers[number % len(self.workers)]
+
+    def _note(self, kind: str, line: str) -> None:
+        self.counts[f"fault: {kind}"] += 1
+        self.log(line)
+
+    def _tick(self, a: int, b: int) -> None:
+        seconds = (1.0, 4.0, 11.0)[a % 3]
+        self.now_s += seconds
+        self._note("tick", f"{seconds:g} s pass")
+
+    def _fail(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        what = FAULTY[mix(b, 4) % len(FAULTY)]
+        worker.faults[what].append(b)
+        self._note("fail", f"the next {what} of worker {worker.worker_id} fails ({b % 5})")
+
+    def _stall(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        num_steps = (10, 40, 160)[b % 3]
+        worker.stalled_until = self.num_steps + num_steps
+        self._note("stall", f"worker {worker.worker_id} stalls for {num_steps} steps")
+
+    def _channel(self, number: int) -> tuple[int, Channel]:
+        i = number % len(self.channels)
+        return i, self.channels[i]
+
+    def _drop(self, a: int, b: int) -> None:
+        i, channel = self._channel(a)
+        channel.num_to_drop += 1 + b % 2
+        self._note("drop", f"the next {1 + b % 2} reports of worker {i} get lost")
+
+    def _double(self, a: int, b: int) -> None:
+        i, channel = self._channel(a)
+        channel.num_to_double += 1
+        self._note("double", f"the next report of worker {i} comes twice")
+
+    def _hold(self, a: int, b: int) -> None:
+        i, channel = self._channel(a)
+        channel.hold_for = (3, 10, 150)[b % 3]
+        self._note("hold", f"the next report of worker {i} comes {channel.hold_for} steps late")
+
+    def _mute(self, a: int, b: int) -> None:
+        i, channel = self._channel(a)
+        channel.mute_until = self.num_steps + (20, 150)[b % 2]
+        self._note("mute", f"all reports of worker {i} get lost for {(20, 150)[b % 2]} steps")
+
+    def _lose_slots(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        if worker.host.num_ready:
+            first = b % worker.host.num_ready
+            end = first + 1 + mix(b, 1) % (worker.host.num_ready - first)
+            worker.lose(worker.host, first, end, size=worker.size)
+            self._note("lose_slots", f"worker {worker.worker_id} loses slots {first} to {end - 1}")
+
+    def _lose_swap(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        if worker.pool.num_ready:
+            first = b % worker.pool.num_ready
+            end = first + 1 + mix(b, 1) % (worker.pool.num_ready - first)
+            worker.lose(worker.pool, first, end, size=1)
+            self._note("lose_swap", f"worker {worker.worker_id} loses blocks {first} to {end - 1} of its swap pool")
+
+    def _restart(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        if b % 2:
+            self.engine.lose_hbm()
+        worker.restart(with_hbm=bool(b % 2))
+        self.dead.discard(worker.worker_id)
+        self._note("restart", f"worker {worker.worker_id} starts anew{', with all its memory gone' if b % 2 else ''}")
+
+    def _die(self, a: int, b: int) -> None:
+        i = a % len(self.workers)
+        if len(self.dead) + 1 < len(self.workers):  # of the last one nothing would be heard ever after
+            self.dead.add(i)
+            self._note("dead", f"worker {i} is not heard of again")
+
+    # The end.
+
+    def _end_faults(self) -> None:
+        for worker, channel in zip(self.workers, self.channels, strict=True):
+            for faults in worker.faults.values():
+                faults.clear()
+            worker.stalled_until = 0
+            channel.mute_until = channel.num_to_drop = channel.num_to_double = channel.hold_for = 0
+
+    def _is_quiet(self) -> bool:
+        stats = self.scheduler.stats()
+        if self.scheduler.has_jobs or stats.num_jobs_in_flight or any(w.flights for w in self.workers):
+            return False
+        return self._may_hold() or not (stats.num_quarantined_chunks or stats.swap_held_blocks)
+
+    def _may_hold(self) -> bool:
+        """Whether memory may be in quarantine at the end.
+
+        What a worker may still write that is not heard of again stays there; likewise what a worker was sent before
+        it was started anew, until it gets a newer job: then its reports say that it is through with those before.
+        """
+        return bool(self.dead) or self.counts["fault: restart"] > 0
+
+    def _check_empty(self) -> None:
+        """Nothing is held, and no table of the scheduler remembers anything that is over."""
+        stats = self.scheduler.stats()
+        names = ["num_jobs_in_flight", "staging_reserved_blocks", "num_swapped_requests"]
+        if not self._may_hold():
+            names += ["num_quarantined_chunks", "swap_held_blocks"]
+        for name in names:
+            if getattr(stats, name):
+                raise Violation(f"at the end, {name} is {getattr(stats, name)}")
+        num_resident = stats.num_resident_chunks
+        if num_resident != len(self.model.visible):
+            raise Violation(f"at the end, {num_resident} chunks have slots and {len(self.model.visible)} are visible")
+        left = tables.not_empty(self.scheduler, late_jobs=self._may_hold())
+        if left:
+            raise Violation(f"at the end, tables are not empty: {left}")
+
+    def _check_reads(self, run: Run) -> None:
+        """What attention reads is the KV of exactly these tokens, on every worker."""
+        request, end = run.request, run.start
+        if request.phase is not Phase.RUNNING:
+            raise Violation(f"the simulated engine runs {request.name} while {request.phase.value}")
+        expected = request.kv[:end]
+        blocks = request.blocks[: -(-end // self.setup.block_size)]
+        for worker in self.workers:
+            hbm, found = worker.hbm, []
+            for block in blocks:
+                found += hbm[block]
+            if found[:end] != expected:
+                wrong = next(i for i in range(end) if found[i] != expected[i])
+                raise Violation(
+                    f"worker {worker.worker_id} reads wrong KV for token {wrong} of {request.name}, "
+                    f"in block {blocks[wrong // self.setup.block_size]}"
+                )
+
+    def _log_plan(self, plan) -> None:
+        parts = [
+            f"load {j.job_id} for {j.request_id}: {list(j.host_block_ids)} -> {list(j.block_ids)}" for j in plan.loads
+        ]
+        parts += [f"save {j.job_id}: {list(j.block_ids)} -> {list(j.host_block_ids)}" for j in plan.saves]
+        parts += [f"cancel {i}" for i in plan.cancelled_job_ids]
+        parts += [f"swap {j.direction.value} {j.job_id} of {j.request_id}" for j in (*plan.swap_outs, *plan.swap_ins)]
+        self.log(f"plan {plan.step_id}: {'; '.join(parts)}")
+
+
+def _show(report) -> str:
+    return ", ".join(f"{r.job_id} {r.state.value}" for r in report.results)
+
+
+def run(setup: Setup, actions: list[Action], *, log: Callable[[str], None] | None = None) -> World:
+    """Runs a whole trace, to the end of all requests.
+
+    Raises:
+      Violation, or whatever the library raises: something is wrong.
+    """
+    world = World(setup, log=log)
+    for action in actions:
+        world.act(action)
+    world.finish()
+    return world
