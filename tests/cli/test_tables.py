@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from tpu_offload.cli.tables import grown_tables, table_sizes
+from tpu_offload.cli import tables
+from tpu_offload.cli.tables import TableHistory, table_sizes
 
 
 class Part:
@@ -45,6 +46,27 @@ def test_a_container_at_two_places_counts_once():
     whole = Whole()
     whole.parts = {"a": Part(shared), "b": Part(shared)}
     assert table_sizes(whole, "it")["it.parts[].entries"] == 2
+
+
+def history_of(samples):
+    history = TableHistory()
+    for sample in samples:
+        history.add(sample)
+    return history
+
+
+def grown_tables(samples):
+    return history_of(samples).grown()
+
+
+def test_a_long_history_stays_small_and_keeps_its_shape(monkeypatch):
+    monkeypatch.setattr(tables, "_MOST_SAMPLES", 40)
+    history = history_of({"full": 300, "leak": 10 * i} for i in range(5000))
+    assert all(len(sizes) == history._num_samples < 40 for sizes in history._sizes.values())
+    assert list(history.grown()) == ["leak"]
+    assert history.largest(1).keys() == {"leak"}
+    assert 45_000 < history.largest(1)["leak"] < 50_000
+    assert history.num_tables == 2
 
 
 def noisy(start, slope, *, num=30, noise=10, seed=0):

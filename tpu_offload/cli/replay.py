@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpu_offload.cli import preempt, soak
+from tpu_offload.cli import preempt, soak, soak_setup
 from tpu_offload.cli import report as report_lib
 from tpu_offload.cli.copy_rates import measure_copy_rates
 from tpu_offload.cli.devices import check_backend, device_errors
@@ -79,6 +79,7 @@ def add_command(commands: Any) -> None:
     )
     add("--top-k", type=int_flag(0), default=0, metavar="K", help="sample from the K most likely tokens; 0 is all (0)")
     numbers = f"{_DEFAULT_CONCURRENCY}; with --preempt {preempt.DEFAULT_CONCURRENCY}"
+    numbers += f", --soak {soak_setup.DEFAULT_CONCURRENCY}"
     add("--concurrency", type=int_flag(1), metavar="N", help=f"requests in flight ({numbers})")
     add(
         "--num-blocks",
@@ -94,7 +95,9 @@ def add_command(commands: Any) -> None:
         ("num_spare_blocks", int_flag(0), "blocks kept free at admission for each request that runs"),
         ("async_scheduling", int_flag(0, 1), "1 dispatches a step before the tokens of the last one are read"),
     ):
-        numbers = f"{int(getattr(engine, name))}; with --preempt {preempt.ENGINE[name]}"
+        numbers = (
+            f"{int(getattr(engine, name))}; with --preempt {preempt.ENGINE[name]}, --soak {soak_setup.ENGINE[name]}"
+        )
         add(f"--{name.replace('_', '-')}", type=allowed, metavar="N", help=f"{text} ({numbers})")
     for name, text in (
         ("num_layers", "layers"),
@@ -104,7 +107,8 @@ def add_command(commands: Any) -> None:
         ("head_dim", "width of a head"),
         ("d_ff", "width of the feed-forward layer"),
     ):
-        numbers = f"{getattr(model, name)}; with --preempt {getattr(preempt.MODEL, name)}"
+        sizes = getattr(preempt.MODEL, name), getattr(soak_setup.MODEL, name)
+        numbers = f"{getattr(model, name)}; with --preempt {sizes[0]}, --soak {sizes[1]}"
         add(f"--{name.replace('_', '-')}", type=int_flag(1), metavar="N", help=f"model: {text} ({numbers})")
     add("--kv-dtype", default=model.kv_dtype, metavar="NAME", help=f"model: type of the KV cache ({model.kv_dtype})")
     add("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
@@ -119,7 +123,9 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.soak is not None and args.preempt:
         raise InputError(f"--soak {args.soak} and --preempt are two different things to do; give one of them")
     tell: Callable[[dict[str, Any]], int]
-    defaults = preempt.ENGINE if args.preempt else soak.ENGINE if args.soak else dataclasses.asdict(EngineConfig())
+    defaults = (
+        preempt.ENGINE if args.preempt else soak_setup.ENGINE if args.soak else dataclasses.asdict(EngineConfig())
+    )
     for name in preempt.ENGINE:
         if getattr(args, name) is None:
             setattr(args, name, int(defaults[name]))
@@ -130,7 +136,7 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
         compare = functools.partial(preempt.compare, comparison)
         tell = functools.partial(preempt.tell, comparison)
     elif args.soak:
-        plan = soak.build_soak(args, offload)
+        plan = soak_setup.build_soak(args, offload)
         compare = functools.partial(soak.soak, plan)
         tell = soak.tell
     else:

@@ -13,11 +13,9 @@ After each round the engine at hand is given time to come to rest, with no new f
 the tables of all are counted and memory is read.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import gc
-import itertools
 import logging
 import time
 import traceback
@@ -32,124 +30,19 @@ from tpu_offload.cli import soak_report
 from tpu_offload.cli.faults import Fault, Faults
 from tpu_offload.cli.replay_setup import (
     Setup,
-    blocks_per_request,
-    build_setup,
-    build_workload,
     describe,
-    layout_of,
     serve_once,
 )
 from tpu_offload.cli.serving import Record, serve
 from tpu_offload.cli.soak_report import Round
-from tpu_offload.cli.tables import table_sizes
+from tpu_offload.cli.soak_setup import Soak
+from tpu_offload.cli.tables import TableHistory, table_sizes
 from tpu_offload.cli.terminal import ReportConsole, progress
-from tpu_offload.cli.workloads import Workload, chat_workload, decode_workload
-from tpu_offload.config import CopyPath, OffloadConfig, SwapMode
-from tpu_offload.engine import Engine, ModelConfig, Request, RequestOutput
+from tpu_offload.config import OffloadConfig
+from tpu_offload.engine import Engine, Request, RequestOutput
 
-_logger = logging.getLogger(__name__)
-
-_NUM_REQUESTS, _TURNS = 32, 4
-DEFAULT_CONCURRENCY = 6
-ENGINE = {"block_size": 16, "max_num_batched_tokens": 128, "num_spare_blocks": 0, "async_scheduling": 1}
-MODEL = ModelConfig(num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128)
-
-_HBM_PER_PROMPTS = 0.5  # of those in flight; they share some of their blocks
 _STUCK_S = 60.0  # without a request that ends
 _REST_JOBS = 4  # times what a job may take, an engine is given to come to rest
-# What is not set by a variable. Everything is too small, and times are short, so that what is late is late soon.
-_PRESSURE = {
-    "num_staging_blocks": 48,
-    "decode_save": True,
-    "swap_mode": SwapMode.SWAP,
-    "job_timeout_s": 0.25,
-    "breaker_failures": 3,
-    "breaker_retry_s": 0.02,
-    "metrics_log_interval": 0.0,
-}
-_PATHS = (
-    (CopyPath.DIRECT, CopyPath.DIRECT),
-    (CopyPath.STAGED, CopyPath.STAGED),
-    (CopyPath.FUSED, CopyPath.DIRECT),
-)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Soak:
-    """What is served, how, and for how long.
-
-    Attributes:
-      setup: the sizes.
-      configs: the settings of each engine, by what the report calls it.
-      seconds: how long to go on.
-      seed: of the faults.
-    """
-
-    setup: Setup
-    configs: dict[str, OffloadConfig]
-    seconds: int
-    seed: int
-
-
-def build_soak(args: argparse.Namespace, offload: OffloadConfig) -> Soak:
-    """Checks flags and settings, and sizes everything too small.
-
-    Raises:
-      InputError: a flag cannot be.
-      ConfigError: a setting cannot be.
-    """
-    workload = _mixed_workload(args)
-    concurrency = args.concurrency or DEFAULT_CONCURRENCY
-    needed = blocks_per_request(workload, args.block_size)
-    in_flight = min(concurrency, len(workload.conversations))
-    num_prompt_tokens = in_flight * sum(workload.prompt_lens) / workload.num_requests
-    num_blocks = args.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / args.block_size))
-    setup = build_setup(args, offload, workload=workload, model=MODEL, concurrency=concurrency, num_blocks=num_blocks)
-    pressed = _press(offload, setup)
-    for size in (pressed.staging_blocks, pressed.host_chunks):
-        size(layout_of(setup.model, setup.engine))
-    return Soak(setup, _by_path(pressed), args.soak, args.seed)
-
-
-def _mixed_workload(args: argparse.Namespace) -> Workload:
-    """What the flags ask for; by default chats, which share prefixes, and among them long answers, which need room."""
-    if args.workload or args.prompts or args.trace:
-        return build_workload(args)
-    num_requests = args.requests or _NUM_REQUESTS
-    num_decode = num_requests // 4
-    chat = chat_workload(num_requests=num_requests - num_decode, turns=args.turns or _TURNS, seed=args.seed)
-    decode = decode_workload(num_requests=num_decode, seed=args.seed).conversations if num_decode else ()
-    pairs = itertools.zip_longest(chat.conversations, decode)
-    return Workload("chats and long answers", tuple(one for pair in pairs for one in pair if one is not None))
-
-
-def _press(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
-    """The settings with all that was not set made small."""
-    given = offload.model_fields_set
-    num_unique = setup.workload.num_unique_blocks(setup.engine.block_size)
-    changes = {name: value for name, value in _PRESSURE.items() if name not in given}
-    if offload.staging_buffer_tokens is not None or offload.staging_buffer_gb is not None:
-        changes.pop("num_staging_blocks", None)
-    if offload.num_cpu_chunks is None and offload.host_gb is None:
-        changes["num_cpu_chunks"] = max(1, num_unique // 2 // offload.blocks_per_chunk)
-    block_gb = layout_of(setup.model, setup.engine).block_nbytes / 2**30
-    if "swap_gb" not in given:
-        changes["swap_gb"] = setup.engine.num_blocks / 2 * block_gb
-    if "host_segment_gb" not in given:  # a few segments, so that a lost one is not everything
-        changes["host_segment_gb"] = max(1, num_unique // 8) * block_gb
-    return offload.model_copy(update=changes)
-
-
-def _by_path(offload: OffloadConfig) -> dict[str, OffloadConfig]:
-    """One engine a way to copy; only one engine if a variable says which."""
-    if {"save_path", "load_path"} & offload.model_fields_set:
-        paths: Sequence[tuple[CopyPath, CopyPath]] = [(offload.save_path, offload.load_path)]
-    else:
-        paths = _PATHS
-    return {
-        f"{save.value} saves, {load.value} loads": offload.model_copy(update={"save_path": save, "load_path": load})
-        for save, load in paths
-    }
 
 
 def soak(plan: Soak, *, stop: Callable[[], bool]) -> dict[str, Any]:
@@ -162,12 +55,14 @@ def soak(plan: Soak, *, stop: Callable[[], bool]) -> dict[str, Any]:
         for i, (name, config) in enumerate(plan.configs.items()):
             if baseline.complete and not stop():
                 sides.append(stack.enter_context(_engine(setup, name, config, seed=plan.seed + i)))
-        rounds = list(_serve_rounds(plan, sides, baseline.records, on_finish=on_finish, stop=stop))
+        tables = TableHistory()
+        rounds = list(_serve_rounds(plan, sides, baseline.records, tables, on_finish=on_finish, stop=stop))
         return {
             **describe(setup),
+            "config": {name: c.model_dump(mode="json", exclude_none=True) for name, c in plan.configs.items()},
             "soak_s": plan.seconds,
             "num_baseline_requests": len(baseline.records),
-            **soak_report.numbers(rounds),
+            **soak_report.numbers(rounds, tables),
             "faults": {f.value: sum(side.faults.counts[f] for side in sides) for f in Fault},
             "engines": {side.name: side.numbers() for side in sides},
             "log_lines": dict(num_lines),
@@ -242,6 +137,7 @@ def _serve_rounds(
     plan: Soak,
     sides: Sequence[_Side],
     baseline: Sequence[Record],
+    tables: TableHistory,
     *,
     on_finish: Callable[[str], Callable[[], None]],
     stop: Callable[[], bool],
@@ -253,11 +149,14 @@ def _serve_rounds(
         for side in sides:
             done = _serve_round(plan, side, baseline, until_s=start_s + plan.seconds, on_finish=tell, stop=stop)
             gc.collect()
-            tables = {"jax arrays of the process": len(jax.live_arrays())}
+            sizes = {"jax arrays of the process": len(jax.live_arrays())}
             for other in sides:
-                tables |= table_sizes(other.engine, other.name)
-            rss_nbytes = psutil.Process().memory_info().rss
-            yield dataclasses.replace(done, at_s=time.monotonic() - start_s, rss_nbytes=rss_nbytes, tables=tables)
+                sizes |= table_sizes(other.engine, other.name)
+            tables.add(sizes)
+            rss_nbytes, num_entries = psutil.Process().memory_info().rss, sum(sizes.values())
+            yield dataclasses.replace(
+                done, at_s=time.monotonic() - start_s, rss_nbytes=rss_nbytes, num_entries=num_entries
+            )
             if done.error or stop() or time.monotonic() - start_s >= plan.seconds:
                 return
 

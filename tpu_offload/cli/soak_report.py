@@ -1,6 +1,5 @@
 """What `replay --soak` came to: numbers of its rounds for a file, a table for a person, and the verdict."""
 
-import collections
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tpu_offload.cli.tables import grown_tables
+from tpu_offload.cli.tables import TableHistory
 
-MAX_GROWTH_MIB = 16.0
+MAX_GROWTH_MIB = 5.0
 """Memory that the process may gain over the second half of a soak and still be called flat: allocators are not."""
 
 _MIB = 2**20
@@ -36,7 +35,7 @@ class Round:
       error: why there is no going on; empty if there is.
       at_s: seconds since the start, at its end.
       rss_nbytes: memory of the process after it.
-      tables: entries of the tables of all engines after it.
+      num_entries: of all tables of all engines after it.
     """
 
     engine: str
@@ -47,15 +46,11 @@ class Round:
     error: str
     at_s: float = 0.0
     rss_nbytes: int = 0
-    tables: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    num_entries: int = 0
 
 
-def numbers(rounds: Sequence[Round]) -> dict[str, Any]:
+def numbers(rounds: Sequence[Round], tables: TableHistory) -> dict[str, Any]:
     """All rounds, as they stand in the JSON file."""
-    largest: collections.Counter[str] = collections.Counter()
-    for done in rounds[len(rounds) // 2 :]:
-        for path, size in done.tables.items():
-            largest[path] = max(largest[path], size)
     num_compared = sum(done.num_compared for done in rounds)
     differences = [difference for done in rounds for difference in done.differences]
     return {
@@ -67,12 +62,12 @@ def numbers(rounds: Sequence[Round]) -> dict[str, Any]:
         "num_compared": num_compared,
         "differences": differences,
         "memory": _memory(rounds),
-        "num_tables": len({path for done in rounds for path in done.tables}),
-        "largest_tables": dict(largest.most_common(10)),
-        "grown_tables": grown_tables([done.tables for done in rounds]),
+        "num_tables": tables.num_tables,
+        "largest_tables": tables.largest(10),
+        "grown_tables": tables.grown(),
         "num_jobs_left": max((done.num_jobs_left for done in rounds), default=0),
         "errors": [done.error for done in rounds if done.error],
-        "rounds": [dataclasses.asdict(done) | {"tables": sum(done.tables.values())} for done in rounds],
+        "rounds": [dataclasses.asdict(done) for done in rounds],
     }
 
 

@@ -1,12 +1,14 @@
 """How large every table is that an object keeps, found without knowing them: so that one that grows is noticed."""
 
+import array
 import collections
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 _TABLES = (dict, list, set, frozenset, tuple, collections.deque)
 _PACKAGE = "tpu_offload"
 _AT_LEAST = 16
+_MOST_SAMPLES = 1024
 
 
 def table_sizes(root: Any, name: str) -> dict[str, int]:
@@ -36,30 +38,62 @@ def table_sizes(root: Any, name: str) -> dict[str, int]:
     return dict(sizes)
 
 
-def grown_tables(samples: Sequence[Mapping[str, int]]) -> dict[str, str]:
-    """The tables that grew over the second half of samples taken one after another.
+@final
+class TableHistory:
+    """Sizes of tables over time, in little memory itself: of many samples every other one is dropped."""
 
-    One that is full, or as full as chance has it, goes up and down. One that leaks has more entries in all of the last
-    third of that half than in any of its first third, and not by a little: chance can do that too, the more so the
-    fewer samples there are. Of many samples, 17 entries and 5 % of them are not a little.
+    def __init__(self) -> None:
+        self._sizes: dict[str, array.array[int]] = {}
+        self._num_samples = 0
+        self._num_seen = 0
+        self._every = 1
 
-    Args:
-      samples: what `table_sizes` returned.
-    Returns:
-      From what to what they grew; nothing from fewer than six samples in that half.
-    """
-    half = samples[len(samples) // 2 :]
-    third = len(half) // 3
-    if third < 2:
-        return {}
-    by_share = max(0.05, 1 / third)
-    grown = {}
-    for path in sorted({path for sample in half for path in sample}):
-        sizes = [sample.get(path, 0) for sample in half]
-        before, after = max(sizes[:third]), min(sizes[-third:])
-        if after - before > max(_AT_LEAST, by_share * before):
-            grown[path] = f"{before:,} to {after:,}"
-    return grown
+    def add(self, sizes: Mapping[str, int]) -> None:
+        """Takes what `table_sizes` returned. A table that is not there has no entries."""
+        self._num_seen += 1
+        if (self._num_seen - 1) % self._every:
+            return
+        for path in sizes.keys() - self._sizes.keys():
+            self._sizes[path] = array.array("q", bytes(8 * self._num_samples))
+        for path, history in self._sizes.items():
+            history.append(sizes.get(path, 0))
+        self._num_samples += 1
+        if self._num_samples == _MOST_SAMPLES:
+            self._sizes = {path: history[::2] for path, history in self._sizes.items()}
+            self._num_samples = -(-self._num_samples // 2)
+            self._every *= 2
+
+    @property
+    def num_tables(self) -> int:
+        """Tables that were ever seen."""
+        return len(self._sizes)
+
+    def largest(self, num: int) -> dict[str, int]:
+        """The largest tables of the second half, and the most that they had."""
+        half = {path: max(history[len(history) // 2 :], default=0) for path, history in self._sizes.items()}
+        return dict(collections.Counter(half).most_common(num))
+
+    def grown(self) -> dict[str, str]:
+        """The tables that grew over the second half.
+
+        One that is full, or as full as chance has it, goes up and down. One that leaks has more entries in all of the
+        last third of that half than in any of its first third, and not by a little: chance can do that too, the more
+        so the fewer samples there are. Of many samples, 17 entries and 5 % of them are not a little.
+
+        Returns:
+          From what to what they grew; nothing from fewer than six samples in that half.
+        """
+        third = (self._num_samples - self._num_samples // 2) // 3
+        if third < 2:
+            return {}
+        by_share = max(0.05, 1 / third)
+        grown = {}
+        for path, history in sorted(self._sizes.items()):
+            half = history[len(history) // 2 :]
+            before, after = max(half[:third]), min(half[-third:])
+            if after - before > max(_AT_LEAST, by_share * before):
+                grown[path] = f"{before:,} to {after:,}"
+        return grown
 
 
 def _entries(table: Any) -> Iterator[Any]:
