@@ -301,7 +301,7 @@ class SimEngine:
     def _enter(self, request: Request, dice: int) -> bool:
         """Gives a waiting request blocks; False if it, and those behind it, have to wait."""
         if request.phase is Phase.OUT:
-            return dice % 3 > 0 or self._bring_back(request)  # it may let others pass
+            return dice % 8 > 0 or self._bring_back(request)  # it may let others pass
         size, num_tokens = self.setup.block_size, len(request.tokens)
         cached: list[int] = []
         if request.phase is Phase.WAITING:
