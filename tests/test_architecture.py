@@ -112,6 +112,7 @@ def test_public_interface():
 PUBLIC = [
     "BlockHash",
     "BlockHasher",
+    "CachesLostError",
     "Candidate",
     "ChunkKey",
     "ConfigError",

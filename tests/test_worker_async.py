@@ -1,9 +1,13 @@
 """Jobs end when their copies have, in any order; cancelled ones write nothing; nothing waits unasked."""
 
+import time
+
 import jax
+import pytest
 
 from tests.worker_engine import CANCELLED, FAILED, FINISHED, Engine, slow_down
 from tpu_offload.kernels import Phase
+from tpu_offload.worker import worker as worker_module
 
 
 def test_poll_does_not_wait_for_a_token():
@@ -67,10 +71,10 @@ def test_waiting_poll_blocks_until_one_job_ends():
     engine = Engine()
     engine.step(saves=[engine.save([0], [0])])
     engine.step(saves=[engine.save([1], [1])])
-    tokens = slow_down(engine, 0), slow_down(engine, 1)
+    slow_down(engine, 0, ready_after=50)
+    slow_down(engine, 1, ready_after=9)
+    assert [r.job_id for r in engine.worker.poll(wait=True).results] == [2]  # whichever is over first
     assert [r.job_id for r in engine.worker.poll(wait=True).results] == [1]
-    assert tokens[1].blocked == 0
-    assert [r.job_id for r in engine.worker.poll(wait=True).results] == [2]
     assert engine.worker.poll(wait=True).results == ()
 
 
@@ -78,14 +82,48 @@ def test_waiting_poll_returns_when_a_staged_load_needs_a_step():
     engine = Engine("staged")
     load = engine.load([0], [0])
     engine.begin(load)
-    transit = slow_down(engine)
+    transit = slow_down(engine, ready_after=9)
     assert engine.worker.poll(wait=True).results == ()
-    assert transit.blocked == 1
+    assert transit.ready
     engine.worker._flights[0].waiting_on = transit.array
     engine.begin()
     engine.expect_loaded(load)
     assert engine.states() == {1: FINISHED}
     engine.check()
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_waiting_poll_comes_back_when_nothing_ends(path, monkeypatch):
+    """Also with a copy that never ends beside one that does."""
+    monkeypatch.setattr(worker_module, "_MAX_WAIT_S", 0.05)
+    engine = Engine(path)
+    engine.step(saves=[engine.save([0], [0])], loads=[engine.load([4], [8])])
+    for index in range(2):
+        slow_down(engine, index)
+    start_s = time.monotonic()
+    assert engine.worker.poll(wait=True).results == ()
+    assert 0.05 <= time.monotonic() - start_s < 1
+    good = engine.save([1], [1])
+    engine.step(saves=[good])
+    assert [r.job_id for r in engine.worker.poll(wait=True).results] == [good.job_id]
+
+
+def test_waits_of_poll_are_about_a_second():
+    assert worker_module._MAX_WAIT_S == 1.0
+
+
+def test_close_waits_for_copies_but_not_for_ever(caplog):
+    engine = Engine(job_timeout_s=0.05)
+    engine.step(saves=[engine.save([0], [0])])
+    engine.step(saves=[engine.save([1], [1])])
+    token = slow_down(engine, 0, ready_after=9)
+    slow_down(engine, 1)
+    start_s = time.monotonic()
+    engine.worker.close()
+    assert 0.05 <= time.monotonic() - start_s < 1
+    assert token.ready
+    assert caplog.messages == ["closing with 1 copies on their way for more than 0.05 s"]
+    assert not engine.worker.has_flights
 
 
 def test_waiting_poll_lands_staged_saves():

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, PATHS, Engine, Poisoned, broken, split_path
-from tpu_offload.errors import TransferError
+from tpu_offload.errors import CachesLostError, TransferError
 from tpu_offload.memory import host_pool
-from tpu_offload.types import Direction, TransferJob
+from tpu_offload.types import Direction, StepPlan, TransferJob
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -157,6 +157,28 @@ def test_caches_that_a_failed_load_took_are_one_clear_error():
         engine.begin(engine.load([3], [2]), engine.load([4, 5], [0, 9]))
     # All of them end, so that nothing is held for them for ever.
     assert [result.state for result in engine.worker.poll().results] == [FAILED, FAILED]
+
+
+@pytest.mark.parametrize("path", ["direct", "fused", "staged saves, direct loads"])
+def test_every_job_of_a_plan_has_its_end_when_the_caches_are_lost(path):
+    """Those that had begun and those that had not; and the worker goes on, with new caches."""
+    engine = Engine(path)
+    engine.loader._load = broken(RuntimeError("halted"), deletes=0)
+    loads = engine.load([3], [2]), engine.load([4, 5], [0, 9])
+    saves = engine.save([6], [4]), engine.save([7], [5])
+    plan = StepPlan(1, loads=loads, saves=saves)
+    with pytest.raises(CachesLostError):
+        # Of the fused path only what does not fit into the pass is loaded by itself.
+        engine.worker.begin_step(plan, engine.caches, fuse=path != "fused")
+    report = engine.worker.poll()
+    assert sorted(r.job_id for r in report.results) == [1, 2, 3, 4]
+    assert {r.state for r in report.results} == {FAILED}
+    assert not engine.worker.has_flights
+    other = Engine(path)
+    other.worker.close()
+    other.worker, other.step_id, other.next_job_id = engine.worker, 1, 4
+    del engine.loader._load
+    other.check_round_trip()
 
 
 def test_save_that_fails_on_the_device_loses_the_segment(no_rebuild):

@@ -30,6 +30,14 @@ def test_a_load_is_written_once_and_no_later_than_it_ends(path):
     engine.check()
 
 
+def test_an_engine_that_never_asks_leaves_nothing_behind():
+    engine = saved_engine()
+    for _ in range(20):
+        engine.step(loads=[engine.load([8], [4])])
+        engine.drain()
+    assert len(engine.worker.take_written_loads()) == 1
+
+
 def test_it_is_written_while_the_copy_goes_on():
     engine = saved_engine()
     load = engine.load([8], [4])

@@ -171,11 +171,19 @@ class Engine:
     def states(self):
         return {job_id: result.state for job_id, result in self.drain().items()}
 
-    def check(self):
+    def host_bytes(self):
         segments = [
             np.concatenate([reference.as_bytes(part) for part in s], axis=1) for s in self.worker._pool._segments
         ]
-        np.testing.assert_array_equal(np.concatenate(segments)[:NUM_HOST_BLOCKS], self.host)
+        return np.concatenate(segments)[:NUM_HOST_BLOCKS]
+
+    def expect_what_is_there(self):
+        """From here on: whatever was done until now was right."""
+        self.expected = [reference.as_bytes(cache) for cache in self.caches]
+        self.host = self.host_bytes()
+
+    def check(self):
+        np.testing.assert_array_equal(self.host_bytes(), self.host)
         for cache, wanted in zip(self.caches, self.expected, strict=True):
             np.testing.assert_array_equal(reference.as_bytes(cache), wanted)
 
@@ -210,12 +218,15 @@ class Poisoned:
 
 
 class Slow:
-    """Stands for an array that is not ready until it is said to be."""
+    """Stands for an array that is not ready until it is said to be, or has been looked at so many times."""
 
-    def __init__(self, array):
+    def __init__(self, array, ready_after=None):
         self.array, self.ready, self.blocked = array, False, 0
+        self.num_looks, self.ready_after = 0, ready_after
 
     def is_ready(self):
+        self.num_looks += 1
+        self.ready = self.ready or self.num_looks == self.ready_after
         return self.ready
 
     def block_until_ready(self):
@@ -228,7 +239,7 @@ class Slow:
         return np.asarray(self.array)
 
 
-def slow_down(engine, index=0):
+def slow_down(engine, index=0, *, ready_after=None):
     flight = engine.worker._flights[index]
-    flight.waiting_on = Slow(flight.waiting_on)
+    flight.waiting_on = Slow(flight.waiting_on, ready_after)
     return flight.waiting_on

@@ -11,7 +11,15 @@ from tpu_offload.core.requests import (
 )
 from tpu_offload.core.scheduler import OffloadScheduler
 from tpu_offload.core.swap import Candidate, RequestSwap, choose_victims
-from tpu_offload.errors import ConfigError, InputError, LayoutError, OffloadError, RequestError, StagingError
+from tpu_offload.errors import (
+    CachesLostError,
+    ConfigError,
+    InputError,
+    LayoutError,
+    OffloadError,
+    RequestError,
+    StagingError,
+)
 from tpu_offload.hashing import BlockHasher
 from tpu_offload.kernels import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
@@ -33,6 +41,7 @@ from tpu_offload.worker import OffloadWorker
 __all__ = [
     "BlockHash",
     "BlockHasher",
+    "CachesLostError",
     "Candidate",
     "ChunkKey",
     "ConfigError",

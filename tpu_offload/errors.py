@@ -27,3 +27,7 @@ class InputError(OffloadError, ValueError):
 
 class TransferError(OffloadError):
     """A copy between device and host failed; it becomes a failed job, not a crash."""
+
+
+class CachesLostError(TransferError):
+    """A load failed and took the KV caches with it; the engine makes new ones and computes what they held again."""

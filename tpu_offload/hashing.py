@@ -17,9 +17,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
 
 _DIGEST_NBYTES = 16
+_MAX_TOKEN = 2**63 - 1
 _NAMESPACE_NBYTES = 8
 
 
@@ -37,7 +39,10 @@ class BlockHasher:
 
     def root(self, cache_salt: str = "") -> BlockHash:
         """The hash that the first block is chained on."""
-        salt = cache_salt.encode()
+        try:
+            salt = cache_salt.encode()
+        except (AttributeError, UnicodeEncodeError) as e:
+            raise RequestError(f"the cache_salt is {cache_salt!r:.100}; expected valid text") from e
         digest = hashlib.blake2b(self._fingerprint + struct.pack("<q", len(salt)) + salt, digest_size=_DIGEST_NBYTES)
         return BlockHash(digest.digest())
 
@@ -48,13 +53,31 @@ class BlockHasher:
           hashes: hashes of the first `len(hashes)` blocks of this very sequence; grows in place.
           tokens: all tokens of the sequence so far, each in [0, 2**63).
           cache_salt: the request's salt; the same at every call for one sequence.
+        Raises:
+          RequestError: something is no token id, or the salt no valid text; nothing was appended.
         """
         parent = hashes[-1] if hashes else self.root(cache_salt)
         size = self._block_size
-        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            block = np.asarray(tokens[start : start + size], dtype="<i8").tobytes()
-            parent = BlockHash(hashlib.blake2b(parent + block, digest_size=_DIGEST_NBYTES).digest())
+        first, end = len(hashes) * size, len(tokens) // size * size
+        if first >= end:
+            return
+        nbytes = _token_bytes(tokens[first:end])
+        width = 8 * size
+        for start in range(0, len(nbytes), width):
+            digest = hashlib.blake2b(parent + nbytes[start : start + width], digest_size=_DIGEST_NBYTES).digest()
+            parent = BlockHash(digest)
             hashes.append(parent)
+
+
+def _token_bytes(tokens: Sequence[int]) -> bytes:
+    """8 bytes a token, little-endian."""
+    try:
+        ids = np.asarray(tokens)
+    except (TypeError, ValueError) as e:
+        raise RequestError(f"the tokens cannot be read: {e}") from e
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) > _MAX_TOKEN:
+        raise RequestError(f"the tokens are {tokens!r:.100}; expected integers from 0 to 2**63 - 1")
+    return ids.astype("<i8").tobytes()
 
 
 def key_namespace(fingerprint: bytes, *, blocks_per_chunk: int, group_id: int = 0, epoch: int = 0) -> bytes:

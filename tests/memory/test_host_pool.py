@@ -117,6 +117,26 @@ def test_failed_allocation_stops_growth_and_is_logged_once(monkeypatch, caplog, 
     pool.close()
 
 
+def test_close_does_not_wait_for_ever(monkeypatch, caplog):
+    started, go_on = threading.Event(), threading.Event()
+
+    def allocate(segment):
+        started.set()
+        go_on.wait(30)
+        return pinned_zeros(segment)
+
+    monkeypatch.setattr(host_pool, "pinned_zeros", allocate)
+    monkeypatch.setattr(host_pool, "_MAX_WAIT_S", 0.02)
+    pool = make_pool()
+    assert started.wait(10)
+    start = time.monotonic()
+    pool.close()
+    assert time.monotonic() - start < 5
+    assert caplog.messages == ["host pool: closed while a segment is being allocated for more than 0.02 s"]
+    go_on.set()
+    pool.wait_until_allocated()
+
+
 def test_close_stops_growing_at_once(monkeypatch):
     started, number = threading.Event(), []
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpu_offload.cli import preempt
+from tpu_offload.cli import preempt, soak
 from tpu_offload.cli import report as report_lib
 from tpu_offload.cli.copy_rates import measure_copy_rates
 from tpu_offload.cli.devices import check_backend, device_errors
@@ -57,6 +57,12 @@ def add_command(commands: Any) -> None:
     source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines in the Mooncake format")
     add = parser.add_argument
     add("--preempt", action="store_true", help="compare swap with recompute under preemption, instead")
+    add(
+        "--soak",
+        type=int_flag(1),
+        metavar="SECONDS",
+        help="serve again and again for so long while copies, messages and requests go wrong, instead",
+    )
     add("--rounds", type=int_flag(1), metavar="N", help=f"--preempt: rounds ({preempt.DEFAULT_NUM_ROUNDS})")
     numbers = f"chat: {DEFAULT_NUM_CHAT_REQUESTS}, decode: {DEFAULT_NUM_DECODE_REQUESTS}"
     add("--requests", type=int_flag(1), metavar="N", help=f"requests at most ({numbers})")
@@ -110,7 +116,10 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
         report_lib.check_writable(args.json)
     if args.rounds is not None and not args.preempt:
         raise InputError(f"--rounds {args.rounds} does nothing here: it goes with --preempt")
-    defaults = preempt.ENGINE if args.preempt else dataclasses.asdict(EngineConfig())
+    if args.soak is not None and args.preempt:
+        raise InputError(f"--soak {args.soak} and --preempt are two different things to do; give one of them")
+    tell: Callable[[dict[str, Any]], int]
+    defaults = preempt.ENGINE if args.preempt else soak.ENGINE if args.soak else dataclasses.asdict(EngineConfig())
     for name in preempt.ENGINE:
         if getattr(args, name) is None:
             setattr(args, name, int(defaults[name]))
@@ -120,6 +129,10 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
         comparison = preempt.build_comparison(args, offload)
         compare = functools.partial(preempt.compare, comparison)
         tell = functools.partial(preempt.tell, comparison)
+    elif args.soak:
+        plan = soak.build_soak(args, offload)
+        compare = functools.partial(soak.soak, plan)
+        tell = soak.tell
     else:
         setup = _build_setup(args, offload)
         compare = functools.partial(_serve_twice, setup)

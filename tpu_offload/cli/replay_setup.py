@@ -95,7 +95,7 @@ def build_setup(
         async_scheduling=bool(args.async_scheduling),
     )
     check_memory(model, engine)
-    layout = _layout(model, engine)
+    layout = layout_of(model, engine)
     for size in (offload.staging_blocks, offload.host_chunks):
         size(layout)  # a wrong size is an error now, not after the baseline
     if offload.enabled and offload.profile and CopyPath.AUTO in (offload.save_path, offload.load_path):
@@ -155,7 +155,7 @@ def check_memory(model: ModelConfig, engine: EngineConfig) -> None:
         )
 
 
-def _layout(model: ModelConfig, engine: EngineConfig) -> KVLayout:
+def layout_of(model: ModelConfig, engine: EngineConfig) -> KVLayout:
     """The layout that the engine's caches will have."""
     pages = model.page_shape(engine.block_size)
     group = LayerGroup(LayerGroupKind.FULL_ATTENTION, tuple(range(model.num_layers)), pages, model.kv_dtype)

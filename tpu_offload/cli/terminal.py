@@ -74,8 +74,11 @@ def open_missing_streams() -> None:
 
 
 @contextlib.contextmanager
-def progress(num_requests: int) -> Iterator[Callable[[str], Callable[[], None]]]:
-    """Shows how far runs of `num_requests` are: a bar on a terminal, elsewhere a line at times.
+def progress(num_requests: int | None) -> Iterator[Callable[[str], Callable[[], None]]]:
+    """Shows how far runs are: a bar on a terminal, elsewhere a line at times.
+
+    Args:
+      num_requests: of each run; None if nobody knows.
 
     Yields:
       A function to call with a run's name; it returns one to call after each of the run's requests.
@@ -98,7 +101,8 @@ def progress(num_requests: int) -> Iterator[Callable[[str], Callable[[], None]]]
                 bars.advance(task)
                 if not console.is_terminal and time.monotonic() >= next_line_s:
                     next_line_s = time.monotonic() + _LINE_INTERVAL_S
-                    sys.stderr.write(f"{name}: {num_finished} of {num_requests} requests\n")
+                    of_all = "" if num_requests is None else f" of {num_requests}"
+                    sys.stderr.write(f"{name}: {num_finished}{of_all} requests\n")
 
             return on_finish
 

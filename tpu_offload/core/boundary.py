@@ -59,15 +59,17 @@ def check_request(request_id: Any, **counts: Any) -> None:
 
 def check_blocks(request_id: str, block_ids: Any) -> None:
     """Raises RequestError unless this is a sequence of block ids: integers from 0 on, numpy's included."""
+    expected = "expected a sequence of integers from 0 on"
+    if not _has_length(block_ids) or isinstance(block_ids, (str, bytes, bytearray, dict)):
+        raise RequestError(f"request {request_id} has block ids {block_ids!r:.100}; {expected}")
+    if not len(block_ids) or (set(map(type, block_ids)) == {int} and min(block_ids) >= 0):
+        return
     try:
         bad = [i for i in block_ids if isinstance(i, bool) or operator.index(i) < 0]
     except TypeError:
-        bad = [block_ids]
-    if bad or not _has_length(block_ids):
-        what = bad[0] if bad else block_ids
-        raise RequestError(
-            f"request {request_id} has block ids {what!r:.100}; expected a sequence of integers from 0 on"
-        )
+        bad = list(block_ids)
+    if bad:
+        raise RequestError(f"request {request_id} has block ids like {bad[0]!r:.100}; {expected}")
 
 
 def check_tables(request_id: str, block_ids: Any) -> None:

@@ -54,6 +54,8 @@ class LoadPlanner:
                 f"request {request.request_id} is matched while its load is in flight; wait for its update"
             )
         request.check_same(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
+        if num_computed_tokens % self._block_size == 0:
+            request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         self.release(request)
         if num_computed_tokens == 0:
             request.saving = True  # a reset has found it waiting, with nothing in HBM that it could have spoilt
@@ -62,7 +64,6 @@ class LoadPlanner:
             return 0
         first_block = num_computed_tokens // self._block_size
         first_chunk = self._chunk(first_block)
-        request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         slots = self._index.find(request.keys, first_chunk)
         if wary:
             del slots[self._suspects.num_trusted(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]

@@ -67,10 +67,10 @@ class SavePlanner:
 
         They stay on offer until the engine says something else of the request, or it is forgotten.
         """
-        request.block_ids = scheduled.block_ids
-        request.num_offered_chunks = num_chunks
         if num_chunks > len(request.keys):
             request.extend_keys(scheduled.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
+        request.block_ids = scheduled.block_ids
+        request.num_offered_chunks = num_chunks
         self._look_at(request)
 
     def withdraw(self, request: TrackedRequest) -> None:

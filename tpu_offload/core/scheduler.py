@@ -174,6 +174,7 @@ class OffloadScheduler:
         An engine may let such a request wait for a step or two instead of computing what will be there by then,
         and match it again. For how long is up to the engine: a save can take a while, and can fail.
         """
+        check_request(request_id)
         request = self._requests.get(request_id)
         return request is not None and self._loads.ends_at_a_save(request)
 
@@ -214,11 +215,13 @@ class OffloadScheduler:
             num_computed_tokens=num_computed_tokens,
             wary=self._transfers.is_wary(request_id),
         )
+        self._requests[request_id] = request
         self._saves.withdraw(request)  # it may be given other blocks
         return found
 
     def release(self, request_id: str) -> None:
         """Gives back what `match` promised; without a promise it does nothing."""
+        check_request(request_id)
         request = self._requests.get(request_id)
         if request is not None:
             self._loads.release(request)
@@ -261,9 +264,10 @@ class OffloadScheduler:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine."""
         former = self._requests.get(request_id)
         self._forget(request_id)
-        if former is not None and self._swap.can_return(request_id):
+        if former is not None and not former.saving and self._swap.can_return(request_id):
             # It comes back with the KV that it has: what a reset has made worthless to others stays so.
-            self._request(request_id).saving = former.saving
+            request = self._requests[request_id] = self._request(request_id)
+            request.saving = False
 
     def finish(self, request_id: str) -> None:
         """A request ended, in whatever state it was. Unknown requests are fine."""
@@ -428,15 +432,16 @@ class OffloadScheduler:
         )
 
     def _request(self, request_id: str) -> TrackedRequest:
+        """The request of this id, or a new one; that is for the caller to keep."""
         request = self._requests.get(request_id)
         if request is None:
-            request = self._requests[request_id] = TrackedRequest(
-                request_id, account=f"{request_id}#{self._num_requests_seen}", namespace=self._namespace
-            )
+            account = f"{request_id}#{self._num_requests_seen}"
+            request = TrackedRequest(request_id, account=account, namespace=self._namespace)
             self._num_requests_seen += 1
         return request
 
     def _forget(self, request_id: str) -> None:
+        check_request(request_id)
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -458,6 +463,7 @@ class OffloadScheduler:
                 request = self._request(scheduled.request_id)
             if request is not None:
                 self._saves.offer(request, scheduled, num_chunks)
+                self._requests[scheduled.request_id] = request
 
     def _make_plan(self, saves: list[Job], swaps: tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]) -> StepPlan:
         loads, cancelled = self._transfers.take_plans()

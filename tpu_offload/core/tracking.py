@@ -91,7 +91,10 @@ class TrackedRequest:
     def check_same(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
         """Raises RequestError unless these hashes go on from those that earlier calls were given. O(1)."""
         last = len(self.keys) * blocks_per_chunk - 1
-        if self.keys and last < len(block_hashes) and self.keys[-1] != block_hashes[last] + self.namespace:
+        if not self.keys or last >= len(block_hashes):
+            return
+        check_keys(self.request_id, block_hashes[last : last + 1])
+        if self.keys[-1] != block_hashes[last] + self.namespace:
             raise RequestError(
                 f"request {self.request_id}: the hash of block {last} is not the one it had before; end a request "
                 "with finish() before another uses its request_id"

@@ -2,6 +2,7 @@
 
 from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.engine import Engine, EngineStats
+from tpu_offload.engine.offloading import Seams
 from tpu_offload.engine.request import (
     FinishReason,
     PromptTokens,
@@ -22,4 +23,5 @@ __all__ = [
     "RequestOutput",
     "RequestStats",
     "SamplingParams",
+    "Seams",
 ]

@@ -88,6 +88,11 @@ class BlockManager:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
 
+    def forget(self) -> None:
+        """Forgets what the blocks cache; those that are held stay held."""
+        self._hash_of.clear()
+        self._block_of.clear()
+
     def free(self, block_ids: Sequence[int]) -> None:
         """Gives back one reference to each block; `block_ids` in token order.
 

@@ -1,19 +1,22 @@
 """The engine: requests in, tokens out, one step at a time."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 
 import numpy as np
 
-from tpu_offload import BlockHasher, KVLayout, OffloadConfig, OffloadStats, RequestError
+from tpu_offload import BlockHasher, CachesLostError, KVLayout, OffloadConfig, OffloadStats, RequestError
 from tpu_offload.engine.batch import TokenRun
 from tpu_offload.engine.config import EngineConfig, ModelConfig, num_blocks_of, window_ring_blocks
-from tpu_offload.engine.offloading import Offloading
+from tpu_offload.engine.offloading import Offloading, Seams
 from tpu_offload.engine.request import FinishReason, Request, RequestOutput
 from tpu_offload.engine.runner import ModelRunner, StepOutput
 from tpu_offload.engine.scheduler import Batch, Scheduler
 from tpu_offload.engine.sequence import Run, Sequence, sample_id
+
+_logger = logging.getLogger(__name__)
 
 _MOSTLY = 0.75  # share of a step's tokens that are of prompts, for its time to tell what prompts cost
 
@@ -28,6 +31,7 @@ class EngineStats:
       num_waiting: samples of requests that hold no blocks now.
       num_active: samples of requests that hold blocks now.
       num_swapped: of those that hold none, those whose KV is swapped out.
+      num_cache_losses: how often a load failed and took all KV in HBM with it.
     """
 
     num_steps: int
@@ -35,6 +39,7 @@ class EngineStats:
     num_waiting: int
     num_active: int
     num_swapped: int
+    num_cache_losses: int
 
 
 class Engine:
@@ -45,6 +50,7 @@ class Engine:
       engine_config: sizes of the KV cache and of a step.
       offload: settings of the offload library; None serves without it.
       clock: monotonic seconds.
+      seams: for tests of the offload library.
     Raises:
       ConfigError: the offload settings do not fit the layout.
       LayoutError: the model has layers with windows and the host tier is on.
@@ -57,6 +63,7 @@ class Engine:
         *,
         offload: OffloadConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        seams: Seams | None = None,
     ) -> None:
         self._vocab_size = model_config.vocab_size
         self._clock = clock
@@ -69,7 +76,7 @@ class Engine:
         )
         self._offload: Offloading | None = None
         if offload is not None and (offload.enabled or offload.swap_gb != 0):
-            self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock)
+            self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock, seams=seams)
         hasher = BlockHasher(layout.fingerprint(), block_size=engine_config.block_size)
         self._scheduler = Scheduler(
             engine_config,
@@ -85,6 +92,7 @@ class Engine:
         self._async_scheduling = engine_config.async_scheduling
         self._rejected: list[RequestOutput] = []
         self._num_steps = 0
+        self._num_cache_losses = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -130,6 +138,12 @@ class Engine:
         now_s = self._clock()
         ended = self._scheduler.finish(*(sample.sequence_id for sample in samples))
         return [sample.final_output(FinishReason.ABORTED, now_s=now_s) for sample in ended]
+
+    def reset_cache(self) -> None:
+        """Forgets all KV that requests to come could reuse, in HBM and in host memory; running ones go on."""
+        self._scheduler.forget_prefixes()
+        if self._offload:
+            self._offload.reset()
 
     def step(self) -> list[RequestOutput]:
         """Dispatches one batch, and reads what was sampled: by it, or with `async_scheduling` by the one before.
@@ -180,6 +194,7 @@ class Engine:
             scheduler.num_waiting,
             scheduler.num_active,
             scheduler.num_swapped,
+            self._num_cache_losses,
         )
 
     def offload_stats(self) -> OffloadStats | None:
@@ -198,7 +213,11 @@ class Engine:
             self._offload.close()
 
     def _launch(self, batch: Batch) -> "_InFlight | None":
-        """Dispatches swaps, loads, forward pass and saves in this order; None if there is nothing to compute."""
+        """Dispatches swaps, loads, forward pass and saves in this order.
+
+        Returns:
+          The step; None if there is nothing to compute, or a load took the caches with it and there is no step.
+        """
         runner, offload = self._runner, self._offload
         start_s = self._clock()
         runs = [self._token_run(run) for run in batch]
@@ -207,11 +226,22 @@ class Engine:
             runner.copy_blocks(copies)
             output = runner.step(runs) if runs else None
         else:
-            plan, runner.kv_caches = offload.before_forward(batch, runner.kv_caches)
+            try:
+                plan, runner.kv_caches = offload.before_forward(batch, runner.kv_caches)
+            except CachesLostError as e:
+                self._start_over(batch, e)
+                return None
             runner.copy_blocks(copies)
             output = runner.step(runs, offload.fused_step()) if runs else None
             offload.after_forward(plan, runner.kv_caches, output.copied if output else None)
         return _InFlight(batch, output, start_s) if output else None
+
+    def _start_over(self, batch: Batch, error: CachesLostError) -> None:
+        """New caches, with nothing in them. A step in flight was dispatched before, and its tokens count."""
+        self._num_cache_losses += 1
+        self._runner.renew_caches()
+        num_lost = self._scheduler.lose_caches(batch)
+        _logger.error("%s. Done: %d requests are computed again", error, num_lost)
 
     def _complete(self, step: "_InFlight") -> list[RequestOutput]:
         """Waits for the tokens of a step, and hands them out."""

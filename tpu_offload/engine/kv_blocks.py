@@ -172,6 +172,10 @@ class KVBlocks:
             sequence.block_ids[i] = live
         self.register(sequence, 0, sequence.num_computed_tokens // self._block_size)
 
+    def forget(self) -> None:
+        """No block can be found by its hash any more."""
+        self._full.forget()
+
     def take(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; what is cached in them can be found until they are granted again."""
         self._full.free(sequence.block_ids)

@@ -10,7 +10,12 @@ calls the other three once a step, whether or not anything is computed:
     update = offloading.poll(wait=...)
 """
 
+import dataclasses
+import itertools
+import operator
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as List
+from typing import Any
 
 import jax
 
@@ -24,11 +29,25 @@ from tpu_offload import (
     OffloadWorker,
     ScheduledRequest,
     StepPlan,
+    StepReport,
     Update,
 )
 from tpu_offload.engine.sequence import Phase, Run, Sequence
 
 _NEVER = 2**30 - 1  # more tokens than a request has; integers this small compare fastest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seams:
+    """What may be put between the parts of the library, for tests in which copies and messages go wrong.
+
+    Attributes:
+      wrap_copier: see `OffloadWorker`.
+      relay: given the report of each step, returns those that reach the scheduler now, in order.
+    """
+
+    wrap_copier: Callable[[Any, Any], Any] = lambda copier, store: copier
+    relay: Callable[[StepReport], List[StepReport]] = lambda report: (report,)
 
 
 class Offloading:
@@ -42,11 +61,20 @@ class Offloading:
       layout: what the caches are made of.
       kv_caches: per layer, the HBM cache.
       clock: monotonic seconds.
+      seams: for tests.
     """
 
     def __init__(
-        self, config: OffloadConfig, layout: KVLayout, kv_caches: list[jax.Array], *, clock: Callable[[], float]
+        self,
+        config: OffloadConfig,
+        layout: KVLayout,
+        kv_caches: list[jax.Array],
+        *,
+        clock: Callable[[], float],
+        seams: Seams | None = None,
     ) -> None:
+        seams = seams or Seams()
+        self._relay = seams.relay
         self._block_size = layout.block_size
         self._num_groups = len(layout.groups)
         self._decode_save = config.decode_save
@@ -54,7 +82,7 @@ class Offloading:
         # generated tokens are saved as well: then looking for the few that complete a block is a comparison each.
         self._watched: set[Sequence] = set()
         self._scheduler = OffloadScheduler(config, layout, clock=clock)
-        self._worker = OffloadWorker(config, layout, kv_caches, clock=clock, fused=True)
+        self._worker = OffloadWorker(config, layout, kv_caches, clock=clock, fused=True, wrap_copier=seams.wrap_copier)
 
     def start_load(self, sequence: Sequence) -> int:
         """Asks for what the host tier has past the blocks found in HBM, and starts loading it.
@@ -98,6 +126,18 @@ class Offloading:
         self._scheduler.preempt(name)
         return swapped
 
+    def abandon(self, sequence: Sequence) -> None:
+        """The sequence's blocks are lost, and it is computed again, whatever it was doing."""
+        self._watched.discard(sequence)
+        if sequence.phase is Phase.RETURNING:
+            # Not swapped in once more: that may be the very copy that took the caches along.
+            self._scheduler.swap.discard([sequence.sequence_id])
+        self._scheduler.preempt(sequence.sequence_id)
+
+    def reset(self) -> None:
+        """Forgets what is in host memory; the next updates tell whose KV was on its way or swapped out."""
+        self._scheduler.reset()
+
     def can_return(self, sequence: Sequence) -> bool:
         """Whether a swapped-out sequence can be brought back; if not, its KV is lost and the next update says so."""
         return self._scheduler.swap.can_return(sequence.sequence_id)
@@ -135,6 +175,8 @@ class Offloading:
           kv_caches: donated.
         Returns:
           The plan, for `after_forward`, and the caches to run the step on.
+        Raises:
+          CachesLostError: the caches are gone, and this step is not to be; the next one comes with new caches.
         """
         changed: list[ScheduledRequest] = []
         if self._watched:
@@ -166,7 +208,11 @@ class Offloading:
         Args:
           wait: the engine has nothing else to do before a copy ends.
         """
-        return self._scheduler.apply(self._worker.poll(wait=wait))
+        reports = self._relay(self._worker.poll(wait=wait))
+        if len(reports) == 1:
+            return self._scheduler.apply(reports[0])
+        updates = [self._scheduler.apply(report) for report in reports]
+        return Update(*(tuple(itertools.chain(*news)) for news in zip(*map(_fields, updates), strict=True)))
 
     def _offer(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
         num_prompt_tokens = sequence.num_prompt_tokens
@@ -201,3 +247,6 @@ class Offloading:
     def close(self) -> None:
         """Waits for copies in flight and frees the host tier."""
         self._worker.close()
+
+
+_fields = operator.attrgetter(*(field.name for field in dataclasses.fields(Update)))

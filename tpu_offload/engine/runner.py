@@ -94,15 +94,24 @@ class ModelRunner:
             for group, n in zip(model_config.layer_groups, num_blocks_of(model_config, engine_config), strict=True)
             for layer in group
         }
-        page_shape = model_config.page_shape(engine_config.block_size)
+        self._cache_shapes = [
+            (num_blocks[layer], *model_config.page_shape(engine_config.block_size))
+            for layer in range(model_config.num_layers)
+        ]
+        self.kv_caches: list[jax.Array] = []
+        self.renew_caches()
+        self._last_tokens = jax.device_put(jnp.zeros_like(self._pack([]).top_ks), jax.devices()[0])
+
+    def renew_caches(self) -> None:
+        """Makes caches of zeros. What is left of the old ones goes first: HBM has no room for both."""
+        for cache in self.kv_caches:
+            if not cache.is_deleted():
+                cache.delete()
         # Put on a device by name, as arrays that come back from the offload worker are. Arrays that jax has
         # merely placed there by default count as another kind, and would compile the step once more.
         device = jax.devices()[0]
-        self.kv_caches = [
-            jax.device_put(jnp.zeros((num_blocks[layer], *page_shape), model_config.kv_dtype), device)
-            for layer in range(model_config.num_layers)
-        ]
-        self._last_tokens = jax.device_put(jnp.zeros_like(self._pack([]).top_ks), device)
+        dtype = self._model_config.kv_dtype
+        self.kv_caches = [jax.device_put(jnp.zeros(shape, dtype), device) for shape in self._cache_shapes]
 
     def step(self, runs: Sequence[TokenRun], fused: FusedStep | None = None) -> StepOutput:
         """Dispatches the computation of the runs' tokens and KV, and of one token after each run.

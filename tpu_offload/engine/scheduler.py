@@ -246,6 +246,31 @@ class Scheduler:
         sequence.num_swaps -= 1
         self._start_over(sequence)
 
+    def lose_caches(self, batch: Batch) -> int:
+        """All KV in HBM is gone. What is swapped out comes back as usual, everything else is computed again.
+
+        Args:
+          batch: what `schedule` returned last; it will not run.
+        Returns:
+          Sequences that held blocks.
+        """
+        for run in batch:
+            run.sequence.num_in_flight -= run.samples
+        self._copies = []
+        lost = list(self._active)
+        for sequence in lost:
+            if self._offload:
+                self._offload.abandon(sequence)
+            self._take_blocks(sequence)
+            bisect.insort(self._waiting, sequence, key=_order)
+            self._start_over(sequence)
+        self._blocks.forget()
+        return len(lost)
+
+    def forget_prefixes(self) -> None:
+        """No block in HBM is found by its contents any more; sequences keep those that they hold."""
+        self._blocks.forget()
+
     def check_invariants(self) -> None:
         """Raises AssertionError unless sequences and blocks agree. For tests."""
         self._blocks.check_invariants(self._active)

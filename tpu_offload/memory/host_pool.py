@@ -22,6 +22,7 @@ from tpu_offload.errors import TransferError
 _logger = logging.getLogger(__name__)
 
 _GB = 2**30
+_MAX_WAIT_S = 60.0  # for the segment at hand when the pool is closed; one takes a second or less
 
 Segment = list[jax.Array]
 
@@ -212,5 +213,7 @@ def _rebuild(structs: Sequence[jax.ShapeDtypeStruct], segment_id: int, rebuilt: 
 def _end(thread: threading.Thread, stop: threading.Event, segments: list[Segment]) -> None:
     stop.set()
     if thread is not threading.current_thread():
-        thread.join()
+        thread.join(_MAX_WAIT_S)
+        if thread.is_alive():
+            _logger.error("host pool: closed while a segment is being allocated for more than %g s", _MAX_WAIT_S)
     segments.clear()

@@ -1,17 +1,21 @@
-"""Asking arrays whether they are computed yet."""
+"""Asking arrays whether they are computed yet, and waiting for them, never for ever."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
-from tpu_offload.errors import TransferError
+from tpu_offload.errors import CachesLostError
+
+# A look every twentieth of what the wait has taken so far: short waits are measured well, long ones cost no CPU.
+_SHORTEST_SLEEP_S, _LONGEST_SLEEP_S, _SHARE = 20e-6, 5e-3, 0.05
 
 
 def check_alive(kv_caches: Iterable[jax.Array], error: Exception) -> None:
-    """Raises TransferError if a program that failed had taken the donated caches: no step can run on them."""
+    """Raises CachesLostError if a program that failed had taken the donated caches: no step can run on them."""
     if any(cache.is_deleted() for cache in kv_caches):
-        raise TransferError(
+        raise CachesLostError(
             f"a load failed and took the KV caches with it ({type(error).__name__}: {error}); the engine has to make "
             "new caches and compute every running request again"
         ) from error
@@ -25,9 +29,27 @@ def is_ready(array: Any) -> bool:
         return True
 
 
-def block(array: jax.Array) -> None:
-    """Waits for an array; what went wrong with it is found by whoever takes its value."""
-    try:
-        array.block_until_ready()
-    except RuntimeError:
-        return
+def wait_until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
+    """Waits until a condition holds, and says whether it does.
+
+    `block_until_ready` knows no bound: a device that hangs would take its caller along.
+    """
+    start_s = time.monotonic()
+    while not condition():
+        waited_s = time.monotonic() - start_s
+        if waited_s >= timeout_s:
+            return False
+        time.sleep(min(max(_SHORTEST_SLEEP_S, _SHARE * waited_s), _LONGEST_SLEEP_S, timeout_s - waited_s))
+    return True
+
+
+def wait_for_all(arrays: Iterable[Any], *, timeout_s: float) -> bool:
+    """Waits for all of these arrays; whether they are ready now."""
+    waiting = list(arrays)
+    return wait_until(lambda: all(map(is_ready, waiting)), timeout_s=timeout_s)
+
+
+def wait_for_any(arrays: Iterable[Any], *, timeout_s: float) -> bool:
+    """Waits for the first of these arrays; whether one is ready now."""
+    waiting = list(arrays)
+    return wait_until(lambda: any(map(is_ready, waiting)), timeout_s=timeout_s)

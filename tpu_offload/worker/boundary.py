@@ -38,9 +38,9 @@ def sound_plan(plan: Any, *, last: int) -> StepPlan:
     return StepPlan(plan.step_id if _is_count(plan.step_id) else last, loads, saves, kept, outs, ins)
 
 
-def transfer_error(job: TransferJob) -> str:
-    """Why a transfer job makes no sense, in one line; empty when it does. Ranges are for the caller."""
-    if type(job.direction) is not Direction or type(job.group_id) is not int or type(job.request_id) is not str:
+def transfer_error(job: TransferJob, direction: Direction) -> str:
+    """Why this is no job in this direction, in one line; empty when it is. Whether it is in range is for the caller."""
+    if job.direction is not direction or type(job.group_id) is not int or type(job.request_id) is not str:
         return f"direction, group and request are {(job.direction, job.group_id, job.request_id)!r:.100}"
     error = _ids_error(job.block_ids, job.host_block_ids)
     if error:
@@ -50,9 +50,9 @@ def transfer_error(job: TransferJob) -> str:
     return "it writes to one place twice" if len(set(written)) < len(written) else ""
 
 
-def swap_error(job: SwapJob) -> str:
+def swap_error(job: SwapJob, direction: Direction) -> str:
     """The same of a swap."""
-    if type(job.direction) is not Direction or type(job.parts) is not tuple:
+    if job.direction is not direction or type(job.parts) is not tuple:
         return f"direction and parts are {(job.direction, job.parts)!r:.100}"
     for part in job.parts:
         if type(part) is not SwapPart or type(part.group_id) is not int or type(part.store) is not HostStore:

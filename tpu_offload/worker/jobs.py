@@ -62,6 +62,10 @@ class WorkerJobs:
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._jobs
 
+    def knows(self, job_id: int) -> bool:
+        """Whether a job is in flight, or ended since `take_results`."""
+        return job_id in self._jobs or any(result.job_id == job_id for result in self._results)
+
     @property
     def has_results(self) -> bool:
         """Whether any job ended since `take_results`."""
@@ -126,6 +130,9 @@ class WorkerJobs:
     def take_results(self) -> tuple[JobResult, ...]:
         """The jobs that ended since the last call."""
         results, self._results = tuple(self._results), []
+        if self._written:  # an engine that never asks for these has been told by the results before
+            told = {result.job_id for result in results}
+            self._written = [job_id for job_id in self._written if job_id in self._jobs or job_id in told]
         return results
 
     def take_written(self) -> tuple[int, ...]:

@@ -14,11 +14,11 @@ import numpy as np
 
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import TransferError
-from tpu_offload.kernels import DirectCopier, Flight, Rows, TransferSpec
+from tpu_offload.kernels import Copier, DirectCopier, Flight, Rows, SegmentStore, TransferSpec
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostPool, plan_segments, size_swap_pool
 from tpu_offload.types import Direction, HostStore, SwapJob, SwapPart
-from tpu_offload.worker.arrays import block, check_alive, is_ready
+from tpu_offload.worker.arrays import check_alive, is_ready, wait_for_all
 from tpu_offload.worker.boundary import swap_error
 from tpu_offload.worker.jobs import WorkerJobs
 
@@ -31,6 +31,13 @@ _MAX_BLOCKS = 1024  # of one dispatch; the ids of more would be a larger argumen
 _FIRST_MEASURED, _EVERY_MEASURED = 4, 16
 
 Caches = list[jax.Array]
+type WrapCopier = Callable[[Copier, SegmentStore], Copier]
+"""Puts something around a copy path, given where its segments live; to see what comes of copies that fail."""
+
+
+def unwrapped(copier: Copier, store: SegmentStore) -> Copier:
+    """Puts nothing around it."""
+    return copier
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class SwapSource:
     layer_ids: tuple[int, ...]
     spec: TransferSpec
     pool: HostPool
-    copier: DirectCopier
+    copier: Copier
     lost: np.ndarray[Any, np.dtype[np.bool_]]
 
     def caches(self, kv_caches: Caches) -> Caches:
@@ -95,6 +102,7 @@ class SwapCopies:
       available: bytes of host memory that the host tier has left.
       tier: the host tier, to read from; None without one.
       clock: seconds, monotonic.
+      wrap_copier: see `OffloadWorker`.
     """
 
     def __init__(
@@ -107,11 +115,13 @@ class SwapCopies:
         available: int,
         tier: SwapSource | None,
         clock: Callable[[], float],
+        wrap_copier: WrapCopier = unwrapped,
     ) -> None:
         self._jobs = jobs
         self._clock = clock
         self._flights: list[tuple[Flight, SwapSource]] = []
         self._num_copies = dict.fromkeys(Direction, 0)
+        self._timeout_s = config.job_timeout_s
         self._tier = tier
         self._blocks_per_chunk = config.blocks_per_chunk
         self._groups: list[SwapSource] = []
@@ -138,7 +148,8 @@ class SwapCopies:
                 num_chunks=num_blocks,
             )
             lost = np.zeros(num_segments * segment_blocks, np.bool_)
-            self._groups.append(SwapSource(group.layer_ids, spec, pool, DirectCopier(spec, pool), lost))
+            copier = wrap_copier(DirectCopier(spec, pool), pool)
+            self._groups.append(SwapSource(group.layer_ids, spec, pool, copier, lost))
         if not config.skip_jax_precompile:
             for source in self._sources():
                 source.copier.compile()
@@ -169,7 +180,7 @@ class SwapCopies:
     def swap_out(self, jobs: Sequence[SwapJob], kv_caches: Caches) -> None:
         """Dispatches copies out; the caches are read in program order."""
         for job in jobs:
-            self._run(job, kv_caches)
+            self._run(job, Direction.SAVE, kv_caches)
 
     def swap_in(self, jobs: Sequence[SwapJob], kv_caches: Caches) -> Caches:
         """Dispatches copies back.
@@ -180,11 +191,11 @@ class SwapCopies:
         Returns:
           The caches to use from now on.
         Raises:
-          TransferError: a copy failed after its program had taken the donated caches.
+          CachesLostError: a copy failed after its program had taken the donated caches.
         """
         kv_caches = list(kv_caches)
         for job in jobs:
-            self._run(job, kv_caches)
+            self._run(job, Direction.LOAD, kv_caches)
         return kv_caches
 
     def collect(self) -> None:
@@ -193,18 +204,16 @@ class SwapCopies:
             if is_ready(flight.waiting_on):
                 self._land(flight, source)
 
-    def wait_for_one(self) -> None:
-        """Blocks until the oldest copy is over."""
-        block(self._flights[0][0].waiting_on)
+    def waiting_on(self) -> list[Any]:
+        """The arrays whose readiness ends the copies on their way."""
+        return [flight.waiting_on for flight, _ in self._flights]
 
     def take_lost(self) -> tuple[tuple[int, int, int], ...]:
         """Ranges (group_id, first, end) of blocks of the pool lost since the last call."""
         return tuple((g, first, end) for g, group in enumerate(self._groups) for first, end in group.pool.take_lost())
 
     def close(self) -> None:
-        """Waits for the copies in flight and frees the pool."""
-        for flight, _ in self._flights:
-            block(flight.waiting_on)
+        """Frees the pool. Whoever owns this has waited for the copies in flight for as long as it wants to."""
         self._flights.clear()
         for group in self._groups:
             group.pool.close()
@@ -214,13 +223,13 @@ class SwapCopies:
     def _sources(self) -> list[SwapSource]:
         return [*self._groups, *([self._tier] if self._tier else [])]
 
-    def _run(self, job: SwapJob, kv_caches: Caches) -> None:
+    def _run(self, job: SwapJob, direction: Direction, kv_caches: Caches) -> None:
         """Dispatches one job. The caches that it writes are replaced in the list."""
         if job.job_id in self._jobs:
             _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
             return
         self._jobs.start(job.job_id)
-        error = self._why_impossible(job)
+        error = self._why_impossible(job, direction)
         try:
             if not error:
                 self._measured(job, kv_caches)
@@ -234,13 +243,10 @@ class SwapCopies:
         # Not the very first, which may compile.
         measured = 0 < number <= _FIRST_MEASURED or (number > 0 and number % _EVERY_MEASURED == 0)
         if measured:
-            for cache in kv_caches:
-                block(cache)
+            measured = wait_for_all(kv_caches, timeout_s=self._timeout_s)
         num_flights, start_s = len(self._flights), self._clock()
         self._copy(job, kv_caches)
-        if measured:
-            for flight, _ in self._flights[num_flights:]:
-                block(flight.waiting_on)
+        if measured and wait_for_all(self.waiting_on()[num_flights:], timeout_s=self._timeout_s):
             self._jobs.set_copy_s(job.job_id, self._clock() - start_s)
 
     def _copy(self, job: SwapJob, kv_caches: Caches) -> None:
@@ -271,9 +277,9 @@ class SwapCopies:
             return self._tier if part.group_id == 0 else None
         return self._groups[part.group_id] if 0 <= part.group_id < len(self._groups) else None
 
-    def _why_impossible(self, job: SwapJob) -> str:
+    def _why_impossible(self, job: SwapJob, direction: Direction) -> str:
         """Why a job cannot be started, in one line; empty when it can."""
-        error = swap_error(job)
+        error = swap_error(job, direction)
         if error:
             return error
         reads = job.direction is Direction.LOAD

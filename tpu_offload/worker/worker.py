@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from tpu_offload.config import CopyPath, OffloadConfig
-from tpu_offload.errors import LayoutError, TransferError
+from tpu_offload.errors import CachesLostError, LayoutError, TransferError
 from tpu_offload.kernels import (
     Copier,
     DirectCopier,
@@ -51,12 +51,14 @@ from tpu_offload.kernels import (
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import HostPool, available_nbytes, cap_chunks, pinned_zeros, plan_segments
 from tpu_offload.types import Direction, StepPlan, StepReport, TransferJob
-from tpu_offload.worker.arrays import block, check_alive, is_ready
+from tpu_offload.worker.arrays import check_alive, is_ready, wait_for_all, wait_for_any
 from tpu_offload.worker.boundary import sound_plan, transfer_error
 from tpu_offload.worker.jobs import WorkerJobs
-from tpu_offload.worker.swapping import SwapCopies, SwapSource
+from tpu_offload.worker.swapping import SwapCopies, SwapSource, WrapCopier, unwrapped
 
 _logger = logging.getLogger(__name__)
+
+_MAX_WAIT_S = 1.0  # of one `poll`: what its caller does between two of them, as failing overdue jobs, goes on
 
 Caches = list[jax.Array]
 
@@ -91,6 +93,8 @@ class OffloadWorker:
       clock: seconds, monotonic.
       available: bytes of host memory that are left; None finds out.
       fused: the engine runs the fused functions in its own step, so that a path may be `fused`.
+      wrap_copier: puts something around the copy paths, but for the copies inside the engine's step; for tests that
+        have copies fail.
       incarnation: goes into every report, greater than in those of an earlier life of this worker; None takes the
         time of day, in ns.
     Raises:
@@ -109,9 +113,12 @@ class OffloadWorker:
         clock: Callable[[], float] = time.monotonic,
         available: int | None = None,
         fused: bool = False,
+        wrap_copier: WrapCopier = unwrapped,
         incarnation: int | None = None,
     ) -> None:
         _check_caches(layout, kv_caches)
+        self._wrap_copier = wrap_copier
+        self._timeout_s = config.job_timeout_s
         self._jobs = WorkerJobs(clock)
         self._flights: list[Flight] = []
         self._incarnation = time.time_ns() if incarnation is None else incarnation
@@ -139,6 +146,7 @@ class OffloadWorker:
                 available=max(0, (available or 0) - taken),
                 tier=self._tier_source() if self._num_host_chunks else None,
                 clock=clock,
+                wrap_copier=wrap_copier,
             )
 
     def _make_tier(self, config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], *, fused: bool) -> None:
@@ -167,9 +175,9 @@ class OffloadWorker:
             chunks_per_segment=chunks_per_segment,
             num_chunks=self._num_host_chunks,
         )
-        self._copiers = make_copiers(
-            paths, self._spec, self._pool, allocate=pinned_zeros, buckets=config.block_size_buckets
-        )
+        copiers = make_copiers(paths, self._spec, self._pool, allocate=pinned_zeros, buckets=config.block_size_buckets)
+        wrapped = {copier: self._wrap_copier(copier, self._pool) for copier in copiers.values()}
+        self._copiers = {direction: wrapped[copier] for direction, copier in copiers.items()}
         if CopyPath.FUSED in paths.values():
             run_blocks = config.blocks_per_chunk
             sizes = fused_sizes(self._spec.capacity, run_blocks=run_blocks, buckets=config.block_size_buckets)
@@ -183,7 +191,8 @@ class OffloadWorker:
         """Where swaps read what the host tier has; directly, as all that they copy."""
         copier = self._copiers[Direction.LOAD]
         if not isinstance(copier, DirectCopier):
-            copier = DirectCopier(self._spec, self._store, directions=(Direction.LOAD,))
+            direct = DirectCopier(self._spec, self._store, directions=(Direction.LOAD,))
+            copier = self._wrap_copier(direct, self._store)
         return SwapSource(tuple(range(self._spec.num_layers)), self._spec, self._store, copier, self._lost_places)
 
     @property
@@ -204,8 +213,9 @@ class OffloadWorker:
         Returns:
           The caches to use from now on.
         Raises:
-          TransferError: a load failed after its program had taken the donated caches. The only error that
-            leaves this class once it is built: without caches there is nothing to go on with.
+          CachesLostError: a load failed after its program had taken the donated caches. The only error that
+            leaves this class once it is built: without caches there is nothing to go on with. All of the plan that
+            had not begun has failed then, and no `end_step` follows; the next plan comes with new caches.
         """
         plan = sound_plan(plan, last=self._step_id)
         self._step_id = plan.step_id
@@ -213,7 +223,13 @@ class OffloadWorker:
             return kv_caches
         if self._pass is not None:
             self._abandon_pass(self._pass)
-        kv_caches = list(kv_caches)  # the programs are compiled for a list
+        try:
+            return self._begin(plan, list(kv_caches), fuse=fuse)  # the programs are compiled for a list
+        except CachesLostError:
+            self._give_up(plan)
+            raise
+
+    def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool) -> Caches:
         if self._swap is not None and plan.swap_outs:
             self._swap.swap_out(plan.swap_outs, kv_caches)
         for job_id in plan.cancelled_job_ids:
@@ -221,13 +237,23 @@ class OffloadWorker:
         if self._flights:
             kv_caches = self._resume(kv_caches, plan.step_id)
         if plan.loads or (fuse and plan.saves):
-            job_ids, groups = self._accept(plan.loads)
+            job_ids, groups = self._accept(plan.loads, Direction.LOAD)
             if fuse and self._fused is not None:
                 groups = self._plan_pass(self._fused, plan, groups)
             kv_caches = self._dispatch(job_ids, groups, Direction.LOAD, plan.step_id, kv_caches)
         if plan.swap_ins and self._swap is not None:
             kv_caches = self._swap.swap_in(plan.swap_ins, kv_caches)
         return kv_caches
+
+    def _give_up(self, plan: StepPlan) -> None:
+        """The step will not be. Each of its jobs that has not begun gets its end all the same."""
+        if self._pass is not None:
+            self._abandon_pass(self._pass)
+        transfers, swaps = (*plan.loads, *plan.saves), (*plan.swap_outs, *plan.swap_ins)
+        for job_id in (*(job.job_id for job in transfers), *(job.job_id for job in swaps)):
+            if not self._jobs.knows(job_id):
+                self._jobs.start(job_id)
+                self._jobs.end_part([job_id], "the KV caches were lost before it was dispatched")
 
     @property
     def offers_fused(self) -> bool:
@@ -277,11 +303,13 @@ class OffloadWorker:
 
         Args:
           wait: for an engine that has nothing to compute: block until a job has ended, or until a staged
-            load has arrived and needs the next `begin_step`. Returns at once when nothing is in flight.
+            load has arrived and needs the next `begin_step`, but not for longer than about a second. Returns at
+            once when nothing is in flight.
         """
         if self.has_flights:
             self._collect()
-            while wait and self.has_flights and not self._jobs.has_results and self._wait_for_one():
+            until_s = time.monotonic() + _MAX_WAIT_S
+            while wait and self.has_flights and not self._jobs.has_results and self._wait_for_one(until_s):
                 self._collect()
         num_ready = self._pool.num_chunks_ready if self._pool else 0
         num_swap = self._swap.num_blocks_ready if self._swap else ()
@@ -331,9 +359,15 @@ class OffloadWorker:
         return nbytes
 
     def close(self) -> None:
-        """Waits for the copies in flight and frees the host pool. Jobs that have not ended never will."""
-        for flight in self._flights:
-            block(flight.waiting_on)
+        """Waits for the copies in flight and frees the host pool. Jobs that have not ended never will.
+
+        It waits no longer than a job may take; copies that are on their way after that are left to the runtime.
+        """
+        waiting_on = [flight.waiting_on for flight in self._flights]
+        waiting_on += self._swap.waiting_on() if self._swap is not None else []
+        if not wait_for_all(waiting_on, timeout_s=self._timeout_s):
+            num_left = sum(not is_ready(array) for array in waiting_on)
+            _logger.error("closing with %d copies on their way for more than %g s", num_left, self._timeout_s)
         self._flights.clear()
         self._jobs.clear()
         if self._swap is not None:
@@ -343,7 +377,7 @@ class OffloadWorker:
 
     # Dispatch.
 
-    def _accept(self, jobs: Sequence[TransferJob]) -> tuple[list[int], Groups]:
+    def _accept(self, jobs: Sequence[TransferJob], direction: Direction) -> tuple[list[int], Groups]:
         """Takes up the jobs that are possible: their ids, and their blocks by segment, for one flight each."""
         accepted = []
         for job in jobs:
@@ -351,7 +385,7 @@ class OffloadWorker:
                 _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
                 continue
             self._jobs.start(job.job_id, job.block_ids)
-            error = self._why_impossible(job)
+            error = self._why_impossible(job, direction)
             if error:
                 self._jobs.end_part([job.job_id], error)
             else:
@@ -360,7 +394,7 @@ class OffloadWorker:
 
     def _accept_saves(self, jobs: Sequence[TransferJob]) -> tuple[list[int], Groups]:
         """Like `_accept`, but no two jobs share a flight: a plan has several only to keep their failures apart."""
-        accepted = [self._accept([job]) for job in jobs]
+        accepted = [self._accept([job], Direction.SAVE) for job in jobs]
         return [i for job_ids, _ in accepted for i in job_ids], [group for _, groups in accepted for group in groups]
 
     def _dispatch(
@@ -379,9 +413,9 @@ class OffloadWorker:
             self._jobs.end_part(job_ids, error)
         return kv_caches
 
-    def _why_impossible(self, job: TransferJob) -> str:
+    def _why_impossible(self, job: TransferJob, direction: Direction) -> str:
         """Why a job cannot be started, in one line; empty when it can."""
-        error = transfer_error(job)
+        error = transfer_error(job, direction)
         if error:
             return error
         if self._pool is None:
@@ -612,18 +646,20 @@ class OffloadWorker:
         for job_id in rows.jobs():
             self._jobs.end_part([job_id], message, block_ids=rows.block_ids[rows.job_ids == job_id].tolist())
 
-    def _wait_for_one(self) -> bool:
-        """Blocks until the oldest flight that `poll` can go on with is ready; False when there is none."""
-        for flight in self._flights:
-            if flight.phase is Phase.TRANSIT and (self._lockstep or flight.direction is Direction.LOAD):
-                continue
-            block(flight.waiting_on)
-            return True
-        if self._swap is not None and self._swap.has_flights:
-            self._swap.wait_for_one()
-            return True
+    def _wait_for_one(self, until_s: float) -> bool:
+        """Waits until `poll` can go on with a flight; False when none is of that kind, or the time is up."""
+        timeout_s = max(0.0, until_s - time.monotonic())
+        waiting_on = [
+            flight.waiting_on
+            for flight in self._flights
+            if flight.phase is Phase.COPYING or not (self._lockstep or flight.direction is Direction.LOAD)
+        ]
+        if self._swap is not None:
+            waiting_on += self._swap.waiting_on()
+        if waiting_on:
+            return wait_for_any(waiting_on, timeout_s=timeout_s)
         # What is left needs a begin_step. Wait for it here, or an idle engine would spin.
-        block(self._flights[0].waiting_on)
+        wait_for_any([flight.waiting_on for flight in self._flights], timeout_s=timeout_s)
         return False
 
 

@@ -450,7 +450,7 @@ def test_calls_that_make_no_sense_change_nothing():
     with pytest.raises(RequestError, match="request a is not swapped out"):
         engine.swap.num_blocks("a")
     engine.check_empty()
-    with pytest.raises(RequestError, match="num_computed_tokens=-3; expected 0 or more"):
+    with pytest.raises(RequestError, match="num_computed_tokens=-3; expected an integer from 0 on"):
         engine.swap.swap_out("a", tables, num_computed_tokens=-3)
     with pytest.raises(RequestError, match="cannot be swapped in now; ask can_return"):
         engine.swap.swap_in("a", tables)
@@ -462,9 +462,10 @@ def test_calls_that_make_no_sense_change_nothing():
     engine.settle()
     with pytest.raises(RequestError, match=r"into \[4, 3\] blocks; expected at least \[5, 3\]"):
         engine.swap.swap_in("a", [[0, 1, 2, 3], [0, 1, 2]])
-    for present in ({5}, {-1, 2}):
-        with pytest.raises(RequestError, match="present; expected numbers under 5"):
-            engine.swap.swap_in("a", tables, present=present)
+    with pytest.raises(RequestError, match="present; expected numbers under 5"):
+        engine.swap.swap_in("a", tables, present={5})
+    with pytest.raises(RequestError, match="block ids like -1; expected"):
+        engine.swap.swap_in("a", tables, present={-1, 2})
     assert engine.swap_in("a")
     engine.settle()
     engine.check_empty()

@@ -26,7 +26,7 @@ from typing import final
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
-from tpu_offload.core.boundary import check_hashes, check_keys, check_request, check_tables
+from tpu_offload.core.boundary import check_blocks, check_hashes, check_keys, check_request, check_tables
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import JobTable, host_blocks
@@ -183,6 +183,7 @@ class RequestSwap:
 
     def can_return(self, request_id: str) -> bool:
         """Whether `swap_in` may be called: it is swapped out. Its copies out may still be on their way."""
+        check_request(request_id)
         swapped = self._swapped.get(request_id)
         return swapped is not None and swapped.where is Where.OUT
 
@@ -218,7 +219,11 @@ class RequestSwap:
                 f"request {request_id} is swapped in into {[len(group) for group in block_ids]} blocks; expected at "
                 f"least {list(swapped.num_blocks)}, one number a layer group"
             )
-        if present and not (self._has_prefix and min(present) >= 0 and max(present) < swapped.num_blocks[0]):
+        if not isinstance(present, Collection):
+            raise RequestError(f"request {request_id} has present={present!r:.100}; expected numbers of blocks")
+        check_blocks(request_id, tuple(present))
+        present = frozenset(present)
+        if present and not (self._has_prefix and max(present) < swapped.num_blocks[0]):
             raise RequestError(
                 f"request {request_id} is swapped in with the blocks {sorted(present)} present; expected numbers under "
                 f"{swapped.num_blocks[0] if self._has_prefix else 0}"
@@ -250,6 +255,7 @@ class RequestSwap:
         Raises:
           RequestError: it is not on its way back.
         """
+        check_request(request_id)
         if request_id in self._lost:
             return
         swapped = self._swapped.get(request_id)
@@ -260,6 +266,7 @@ class RequestSwap:
     def discard(self, request_ids: Iterable[str]) -> None:
         """Forgets requests, in whatever state: they ended. Those that are not swapped out are passed over."""
         for request_id in request_ids:
+            check_request(request_id)
             swapped = self._swapped.pop(request_id, None)
             if swapped is not None:
                 self._detach(swapped)
@@ -396,6 +403,7 @@ class RequestSwap:
     # Inside.
 
     def _get(self, request_id: str) -> Swapped:
+        check_request(request_id)
         swapped = self._swapped.get(request_id)
         if swapped is None:
             raise RequestError(f"request {request_id} is not swapped out")

@@ -1,0 +1,73 @@
+"""Tables of any object are found and counted, and those that grow are told from those that go up and down."""
+
+import collections
+import random
+
+import pytest
+
+from tpu_offload.cli.tables import grown_tables, table_sizes
+
+
+class Part:
+    """Of this test; counts as ours by its module."""
+
+    __module__ = "tpu_offload.test"
+    __slots__ = ("__weakref__", "entries", "unset")
+
+    def __init__(self, entries):
+        self.entries = entries
+
+
+class Whole:
+    """Likewise."""
+
+    __module__ = "tpu_offload.test"
+
+    def __init__(self):
+        self.parts = {"a": Part([1, 2]), "b": Part([3])}
+        self.queue = collections.deque([(), (4,)])
+        self.itself = self
+        self.number = 5
+        self.other = random.Random()
+
+
+def test_containers_are_found_wherever_they_are():
+    assert table_sizes(Whole(), "it") == {
+        "it.parts": 2,
+        "it.parts[].entries": 3,
+        "it.queue": 2,
+        "it.queue[]": 1,
+    }
+
+
+def test_a_container_at_two_places_counts_once():
+    shared = [1, 2]
+    whole = Whole()
+    whole.parts = {"a": Part(shared), "b": Part(shared)}
+    assert table_sizes(whole, "it")["it.parts[].entries"] == 2
+
+
+def noisy(start, slope, *, num=30, noise=10, seed=0):
+    rng = random.Random(seed)
+    return [{"t": int(start + slope * i + rng.uniform(-noise, noise))} for i in range(num)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_leak_is_found_and_noise_is_not(seed):
+    assert grown_tables(noisy(20, 6, num=120, seed=seed)) != {}
+    assert grown_tables(noisy(900, 2, num=400, seed=seed)) != {}
+    assert grown_tables(noisy(500, 0, noise=200, seed=seed)) == {}
+    assert grown_tables(noisy(20, 1, noise=9, seed=seed)) == {}, "a few entries, in a few samples"
+
+
+def test_what_fills_up_first_and_stays_has_not_grown():
+    assert grown_tables([{"t": min(20 * i, 300)} for i in range(40)]) == {}
+
+
+def test_a_table_that_comes_up_late_has_grown():
+    samples = [{} for _ in range(14)] + [{"t": 50 * i} for i in range(1, 7)]
+    assert list(grown_tables(samples)) == ["t"]
+
+
+def test_too_few_samples_tell_nothing():
+    assert grown_tables(noisy(0, 100, num=10)) == {}

@@ -1,0 +1,248 @@
+"""How jobs end: lost results, workers that start anew, copies that fail in part, chunks that keep failing."""
+
+import dataclasses
+
+import pytest
+
+from tests.core.fakes import FakeEngine, FakeWorker, tokens
+from tests.core.swap.fakes import SwapEngine
+from tpu_offload import FailedLoad, JobResult, JobState, StepReport
+from tpu_offload.core.suspects import Suspects
+from tpu_offload.types import ChunkKey, Direction
+
+FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
+
+
+def match(engine, name, prompt):
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, prompt)
+    return engine.scheduler.match(name, hashes, num_tokens=len(prompt), num_computed_tokens=0)
+
+
+def report(engine, worker_id=0, *results, **fields):
+    base = StepReport(worker_id, tuple(results), engine.workers[worker_id].num_host_chunks)
+    return engine.scheduler.apply(dataclasses.replace(base, **fields))
+
+
+def test_a_job_whose_result_never_came_ends_as_soon_as_its_worker_is_known_to_be_through_with_it():
+    engine = FakeEngine(workers=[FakeWorker(0), FakeWorker(1)], num_blocks=64)
+    engine.serve("a", tokens(8))
+    engine.add("loading", tokens(8))
+    engine.add("saving", tokens(8, start=100))
+    plan, _ = engine.step({"saving": 8})
+    (load,), (save,) = plan.loads, plan.saves
+    for worker in engine.workers:
+        worker.finish()  # and every word of it is lost
+    assert report(engine, 0, oldest_job_id=save.job_id).failed_loads == ()
+    assert engine.scheduler.stats().num_jobs_in_flight == 2, "the other worker may be at them"
+    assert report(engine, 1, oldest_job_id=load.job_id).failed_loads == (), "nothing is said of this very job"
+    assert report(engine, 1, oldest_job_id=save.job_id + 1).failed_loads == (FailedLoad("loading", 0),)
+    assert report(engine, 0, oldest_job_id=save.job_id + 1).failed_loads == ()
+    stats = engine.scheduler.stats()
+    assert (stats.num_jobs_in_flight, stats.num_lost_results, stats.staging_reserved_blocks) == (0, 2, 0)
+    assert report(engine, 0, JobResult(load.job_id, FINISHED)).loaded == (), "too late"
+    assert engine.scheduler.stats().num_ignored_results == 1
+    engine.requests["loading"].loading = False
+    engine.scheduler.check_invariants()
+    plan, _ = engine.step()
+    assert [job.num_blocks for job in plan.saves] == [2], "it is saved again"
+
+
+def test_the_same_of_swaps():
+    engine = SwapEngine(num_workers=2)
+    engine.start("a", tokens(9))
+    engine.swap_out("a")
+    plan = engine.step()
+    (job,) = plan.swap_outs
+    for worker in engine.workers:
+        worker.unreported = []
+        update = engine.scheduler.apply(dataclasses.replace(worker.report(), oldest_job_id=job.job_id + 1))
+    assert update.lost_swaps == ("a",)
+    assert engine.scheduler.stats().num_lost_results == 1
+    engine.out.clear()
+    engine.check_empty()
+
+
+@pytest.mark.parametrize("how", ["late result", "later jobs are over", "started anew"])
+def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_with_it(how):
+    workers = [FakeWorker(i, num_host_chunks=4) for i in range(2)]
+    engine = FakeEngine(workers=workers, num_cpu_chunks=4, job_timeout_s=5.0, breaker_failures=0, num_blocks=64)
+    for worker_id in range(2):
+        report(engine, worker_id, incarnation=100)
+    engine.add("a", tokens(16))
+    plan, _ = engine.step({"a": 16})
+    (job,) = plan.saves
+    engine.remove("a")
+    engine.clock.now_s += 6
+    engine.add("b", tokens(16, start=100))
+    assert engine.step({"b": 16})[0].saves == (), "the memory may still be written"
+    stats = engine.scheduler.stats()
+    assert (stats.num_quarantined_chunks, stats.num_resident_chunks, stats.num_timed_out_jobs) == (4, 0, 1)
+    for worker_id in range(2):
+        assert engine.step()[0].saves == ()
+        if how == "late result":
+            report(engine, worker_id, JobResult(job.job_id, FINISHED), incarnation=100)
+        elif how == "later jobs are over":
+            report(engine, worker_id, oldest_job_id=job.job_id + 1, incarnation=100)
+        else:
+            report(engine, worker_id, incarnation=200 + worker_id)
+            report(engine, worker_id, oldest_job_id=job.job_id + 1, incarnation=200 + worker_id)
+    assert engine.scheduler.stats().num_quarantined_chunks == 0
+    assert [job.num_blocks for job in engine.step()[0].saves] == [4]
+    engine.scheduler.check_invariants()
+
+
+def test_a_worker_that_started_anew_has_nothing_and_what_it_was_at_fails():
+    engine = FakeEngine(workers=[FakeWorker(0), FakeWorker(1)], num_blocks=64, num_staging_blocks=32)
+    for worker_id in range(2):
+        report(engine, worker_id, incarnation=5)
+    engine.serve("a", tokens(16))
+    for worker_id in range(2):
+        report(engine, worker_id, incarnation=5)
+    engine.add("loading", tokens(16))
+    engine.add("saving", tokens(8, start=100))
+    plan, _ = engine.step({"saving": 8})
+    assert match(engine, "promised", tokens(12)) == 11
+    update = report(engine, 1, incarnation=6, num_host_chunks=3)
+    assert update.failed_loads == (FailedLoad("loading", 0),)
+    engine.requests["loading"].loading = False
+    stats = engine.scheduler.stats()
+    assert (stats.num_worker_restarts, stats.num_host_chunks) == (1, 3)
+    assert match(engine, "late", tokens(16)) == 0
+    engine.scheduler.admit("promised", [40, 41, 42], num_loaded_tokens=11)
+    old = report(engine, 1, JobResult(plan.saves[0].job_id, FINISHED), incarnation=5, num_host_chunks=64)
+    assert old.loaded == ()
+    assert engine.scheduler.stats().num_host_chunks == 3, "what an earlier life says is not heard"
+    engine.step()
+    last = plan.saves[0].job_id + 2
+    for worker_id in range(2):
+        update = report(engine, worker_id, incarnation=5 + worker_id, oldest_job_id=last, num_host_chunks=3)
+    assert update.failed_loads == (FailedLoad("promised", 0),)
+    assert engine.scheduler.stats().num_jobs_in_flight == 0
+    engine.scheduler.check_invariants()
+    report(engine, 1, incarnation=6, num_host_chunks=64)
+    assert engine.scheduler.stats().num_host_chunks == 64
+    engine.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize(("failed", "num_valid"), [((0,), 4), ((1, 4), 8), ((3,), 16), ((4,), 20)])
+def test_a_load_that_begins_inside_a_chunk_is_used_up_to_the_first_hole(failed, num_valid):
+    engine = FakeEngine(blocks_per_chunk=2)
+    prompt = tokens(24)
+    engine.serve("a", prompt)
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, prompt)
+    assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4) == 19
+    engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=19)
+    plan, _ = engine.step()
+    result = JobResult(plan.loads[0].job_id, FAILED, "injected", failed_blocks=failed)
+    update = report(engine, 0, result)
+    assert update.failed_loads == (FailedLoad("b", num_valid),)
+    assert engine.scheduler.stats().loaded_tokens == num_valid - 4
+    engine.scheduler.check_invariants()
+
+
+def test_of_several_workers_the_first_hole_counts_and_positions_that_do_not_exist_mean_all():
+    engine = FakeEngine(workers=[FakeWorker(0), FakeWorker(1)])
+    engine.serve("a", tokens(25))
+    for failed, num_valid in ((((4,), (2, 5)), 8), (((4,), (6,)), 0), (((4,), ()), 0)):
+        engine.add("b", tokens(25))
+        (load,) = engine.step()[0].loads
+        for worker_id, positions in enumerate(failed):
+            update = report(engine, worker_id, JobResult(load.job_id, FAILED, "injected", failed_blocks=positions))
+        assert update.failed_loads == (FailedLoad("b", num_valid),)
+        engine.scheduler._suspects.clear()
+        engine.requests["b"].loading = False
+        engine.remove("b")
+        engine.scheduler.check_invariants()
+
+
+def test_what_a_partly_failed_save_copied_is_published_and_the_rest_saved_again_alone():
+    engine = FakeEngine(blocks_per_chunk=2, num_staging_blocks=16)
+    engine.add("a", tokens(24))
+    engine.add("other", tokens(8, start=300))
+    plan, _ = engine.step({"a": 24, "other": 8})
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(fail=True, failed_blocks=(3,)))
+    assert match(engine, "early", tokens(25)) == 8, "the second chunk is missing, the third is there"
+    engine.scheduler.release("early")
+    assert match(engine, "b", tokens(9, start=300)) == 8, "the other request's chunk was copied"
+    engine.scheduler.release("b")
+    plan, _ = engine.step()
+    assert [job.num_blocks for job in plan.saves] == [2]
+    engine.settle()
+    assert match(engine, "late", tokens(25)) == 24
+    engine.scheduler.release("late")
+    engine.scheduler.check_invariants()
+
+
+def test_lost_memory_fails_the_chunks_that_were_in_it_and_no_others():
+    engine = FakeEngine(num_blocks=64)
+    engine.serve("a", tokens(17))
+    engine.add("loading", tokens(17))
+    engine.add("saving", tokens(12, start=100))
+    plan, _ = engine.step({"saving": 12})
+    lost = plan.loads[0].host_block_ids[2]
+    results = engine.workers[0].finish()
+    update = report(engine, 0, *results, lost_slots=((lost, lost + 1), (plan.saves[0].host_block_ids[1],) * 2)[:1])
+    assert update.failed_loads == (FailedLoad("loading", 8),)
+    engine.requests["loading"].loading = False
+    assert match(engine, "b", tokens(13, start=100)) == 12
+    engine.scheduler.release("b")
+    assert match(engine, "c", tokens(17)) == 8
+    engine.scheduler.release("c")
+    engine.scheduler.check_invariants()
+
+
+def test_who_admits_what_a_reset_took_back_is_told_that_its_load_failed():
+    engine = FakeEngine()
+    engine.serve("a", tokens(12))
+    assert match(engine, "b", tokens(12)) == 11
+    engine.scheduler.reset()
+    engine.scheduler.admit("b", [1, 2, 3], num_loaded_tokens=11)
+    plan, _ = engine.step()
+    assert plan.empty
+    assert report(engine).failed_loads == (FailedLoad("b", 0),)
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    engine.scheduler.check_invariants()
+
+
+def test_a_chunk_whose_save_failed_twice_rests_for_every_request():
+    engine = FakeEngine(breaker_failures=0, breaker_retry_s=10.0)
+    worker = engine.workers[0]
+    num_tried = 0
+    for i in range(6):
+        engine.add(f"r{i}", tokens(8))
+        plan, _ = engine.step({f"r{i}": 8})
+        num_tried += len(plan.saves)
+        engine.apply(worker, worker.finish(fail=True))
+        engine.remove(f"r{i}")
+    assert num_tried == 2
+    engine.add("late", tokens(8))
+    assert engine.step({"late": 8})[0].saves == ()
+    engine.clock.now_s += 11
+    assert len(engine.step()[0].saves) == 1, "it is tried again without being named again"
+    engine.settle()
+    assert not len(engine.scheduler._suspects)
+    assert match(engine, "b", tokens(9)) == 8
+
+
+def test_suspects_are_few_and_rest_longer_each_time():
+    now_s = 0.0
+    suspects = Suspects(retry_s=10.0, clock=lambda: now_s)
+    key = [ChunkKey(b"k")]
+    waits = []
+    for _ in range(10):
+        suspects.failed(key, Direction.SAVE)
+        start_s = now_s
+        while suspects.num_copyable(key, 0, 1) == 0:
+            now_s += 10.0
+        waits.append(now_s - start_s)
+    assert waits == [0, 10, 20, 40, 80, 160, 320, 640, 640, 640]
+    suspects.failed(key, Direction.LOAD)
+    suspects.succeeded(key, Direction.SAVE)
+    assert key[0] in suspects, "only a load clears who failed to be loaded"
+    suspects.succeeded(key, Direction.LOAD)
+    assert len(suspects) == 0
+    suspects.failed([ChunkKey(bytes([i // 256, i % 256])) for i in range(5000)], Direction.SAVE)
+    assert len(suspects) == 4096

@@ -1,0 +1,177 @@
+"""What `replay --soak` came to: numbers of its rounds for a file, a table for a person, and the verdict."""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tpu_offload.cli.tables import grown_tables
+
+MAX_GROWTH_MIB = 16.0
+"""Memory that the process may gain over the second half of a soak and still be called flat: allocators are not."""
+
+_MIB = 2**20
+_MOST_POINTS = 300  # of a line through the rounds; it takes the square of them
+_COUNTS = (
+    "num_steps", "num_preemptions", "num_swapped_out", "num_swapped_in", "num_lost_swaps", "saved_blocks",
+    "loaded_blocks", "num_evicted_chunks", "dropped_save_blocks", "dropped_load_blocks", "num_failed_jobs",
+    "num_timed_out_jobs", "num_ignored_results", "num_lost_results", "num_breaker_openings", "num_cache_losses",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Round:
+    """One engine served the workload once, or what it could of it.
+
+    Attributes:
+      engine: which.
+      num_requests: requests that ended.
+      num_compared: of these, those that the baseline has too.
+      differences: what differed.
+      num_jobs_left: jobs of the library that had no end after it, when the engine had nothing to do.
+      error: why there is no going on; empty if there is.
+      at_s: seconds since the start, at its end.
+      rss_nbytes: memory of the process after it.
+      tables: entries of the tables of all engines after it.
+    """
+
+    engine: str
+    num_requests: int
+    num_compared: int
+    differences: tuple[dict[str, Any], ...]
+    num_jobs_left: int
+    error: str
+    at_s: float = 0.0
+    rss_nbytes: int = 0
+    tables: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def numbers(rounds: Sequence[Round]) -> dict[str, Any]:
+    """All rounds, as they stand in the JSON file."""
+    largest: collections.Counter[str] = collections.Counter()
+    for done in rounds[len(rounds) // 2 :]:
+        for path, size in done.tables.items():
+            largest[path] = max(largest[path], size)
+    num_compared = sum(done.num_compared for done in rounds)
+    differences = [difference for done in rounds for difference in done.differences]
+    return {
+        "num_rounds": len(rounds),
+        "wall_s": rounds[-1].at_s if rounds else 0.0,
+        "num_requests": sum(done.num_requests for done in rounds),
+        # Nothing compared is not the same as nothing different.
+        "outputs_identical": not differences if num_compared else None,
+        "num_compared": num_compared,
+        "differences": differences,
+        "memory": _memory(rounds),
+        "num_tables": len({path for done in rounds for path in done.tables}),
+        "largest_tables": dict(largest.most_common(10)),
+        "grown_tables": grown_tables([done.tables for done in rounds]),
+        "num_jobs_left": max((done.num_jobs_left for done in rounds), default=0),
+        "errors": [done.error for done in rounds if done.error],
+        "rounds": [dataclasses.asdict(done) | {"tables": sum(done.tables.values())} for done in rounds],
+    }
+
+
+def _memory(rounds: Sequence[Round]) -> dict[str, Any]:
+    """What the process took, and how that grew over the second half: by a line that a few outliers do not move."""
+    if not rounds:
+        return {"flat": None, "growth_mib": None, "growth_mib_per_1000_requests": None}
+    half = rounds[len(rounds) // 2 :]
+    points = [(done.at_s, done.rss_nbytes / _MIB) for done in half]
+    points = points[:: -(-len(points) // _MOST_POINTS)]
+    slopes = [
+        (one[1] - other[1]) / (one[0] - other[0])
+        for i, one in enumerate(points)
+        for other in points[:i]
+        if one[0] > other[0]
+    ]
+    growth = statistics.median(slopes) * (points[-1][0] - points[0][0]) if slopes else None
+    num_requests = sum(done.num_requests for done in half[1:])
+    return {
+        "start_mib": rounds[0].rss_nbytes / _MIB,
+        "half_mib": half[0].rss_nbytes / _MIB,
+        "end_mib": rounds[-1].rss_nbytes / _MIB,
+        "growth_mib": growth,
+        "growth_mib_per_1000_requests": None if growth is None or not num_requests else growth * 1000 / num_requests,
+        "limit_mib": MAX_GROWTH_MIB,
+        "flat": None if growth is None else growth <= MAX_GROWTH_MIB,
+    }
+
+
+def failures(report: Mapping[str, Any]) -> list[str]:
+    """What must not be, in words; nothing if all is well."""
+    found = []
+    if report["differences"]:
+        found.append(f"outputs differ in {len(report['differences'])} of {report['num_compared']} requests")
+    if report["errors"]:
+        found.append("an engine ended or hangs")
+    if report["memory"]["flat"] is False:
+        memory = report["memory"]
+        found.append(f"memory grew by {memory['growth_mib']:.1f} MiB, more than {memory['limit_mib']:g}")
+    found += [f"{path} grew from {text}" for path, text in report["grown_tables"].items()]
+    if report["num_jobs_left"]:
+        found.append(f"{report['num_jobs_left']} jobs had no end when an engine was at rest")
+    return found
+
+
+def tell(console: Console, report: Mapping[str, Any]) -> int:
+    """Prints the tables and the verdict; returns the exit status."""
+    console.print(_build_table(report))
+    for error in report["errors"]:
+        console.print(error, highlight=False, markup=False)
+    for difference in report["differences"][:10]:
+        console.print(difference["text"], highlight=False, markup=False)
+    found = failures(report)
+    if report["interrupted"]:
+        console.print("Interrupted: the numbers cover the rounds so far.")
+    if found:
+        console.print(f"SOAK FAILED: {'; '.join(found)}.", highlight=False, markup=False)
+        return 1
+    if not report["num_compared"]:
+        console.print("No request was finished in both runs, so nothing was found out.")
+    else:
+        console.print(f"Soak passed: {_verdict(report)}.", highlight=False, markup=False)
+    return 130 if report["interrupted"] else 0
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    growth, num_faults = report["memory"]["growth_mib"], sum(report["faults"].values())
+    parts = [
+        f"{report['num_compared']:,} requests with the tokens of the baseline under {num_faults:,} faults",
+        "too short to tell of memory" if growth is None else f"memory {growth:+.1f} MiB over the second half",
+        f"none of {report['num_tables']} tables grew" if report["num_rounds"] >= 12 else "too short to tell of tables",
+    ]
+    return ", ".join(parts)
+
+
+def _build_table(report: Mapping[str, Any]) -> Table:
+    workload, memory = report["workload"], report["memory"]
+    table = Table(
+        title=f"{workload['name']}: {workload['num_requests']} requests a round, {report['num_rounds']} rounds in "
+        f"{report['wall_s']:.0f} s, {report['num_requests']:,} requests"
+    )
+    table.add_column("")
+    table.add_column("all engines", justify="right")
+    for fault, count in report["faults"].items():
+        table.add_row(fault, f"{count:,}")
+    table.add_section()
+    for name in _COUNTS:
+        table.add_row(name.removeprefix("num_").replace("_", " "), f"{_total(report, name):,}")
+    table.add_section()
+    if memory["growth_mib"] is not None:
+        sizes = " -> ".join(f"{memory[name]:.0f}" for name in ("start_mib", "half_mib", "end_mib"))
+        table.add_row("memory after the first round -> at half -> at the end, MiB", sizes)
+        table.add_row("growth over the second half, MiB", f"{memory['growth_mib']:+.2f}")
+        per_1000 = memory["growth_mib_per_1000_requests"]
+        table.add_row("  for 1000 requests", "-" if per_1000 is None else f"{per_1000:+.3f}")
+    for path, size in list(report["largest_tables"].items())[:5]:
+        table.add_row(f"entries of {path}", f"{size:,}")
+    return table
+
+
+def _total(report: Mapping[str, Any], name: str) -> int:
+    return sum(engine.get(name, 0) for engine in report["engines"].values())
