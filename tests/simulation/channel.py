@@ -34,6 +34,10 @@ class Channel:
             self.num_to_double -= 1
             self._on_the_way.append((due + 2, report))
 
+    def delay_all(self, num_steps: int) -> None:
+        """What is on the way takes longer."""
+        self._on_the_way = [(due + num_steps, report) for due, report in self._on_the_way]
+
     def receive(self, step: int) -> list[StepReport]:
         """What has arrived."""
         arrived = [report for due, report in self._on_the_way if due <= step]

@@ -107,6 +107,7 @@ class SimEngine:
                 self._release(request)
             self.counts["promises that a reset took back"] += request.phase is Phase.PARKED
             request.tainted = request.phase.holds_blocks and request.num_computed > 0
+            request.is_void = request.phase in (Phase.OUT, Phase.RETURNING)
 
     def lose_hbm(self) -> None:
         """A worker has lost the KV caches: everybody starts over."""
@@ -138,6 +139,8 @@ class SimEngine:
                 if run is not None:
                     runs.append(run)
                     budget -= run.end - run.start
+        if number and mix(number, 4242) % 6 == 0:
+            self._change_mind(mix(number, 4243))
         return [run for run in runs if run.request.phase is Phase.RUNNING and run.request.blocks]
 
     def name(self, runs: list[Run], number: int) -> list[ScheduledRequest]:
@@ -208,6 +211,8 @@ class SimEngine:
             self.log(f"{request.name}: load failed, {failed.num_valid_tokens} tokens are there")
         for name in update.swapped_in:
             request = self._waiting_for(name, Phase.RETURNING, "swapped in")
+            if request.is_void:
+                raise Violation(f"{name} is back with KV of before the reset")
             request.phase = Phase.RUNNING
             self.counts["swapped in"] += 1
             self.log(f"{name} is back")
@@ -220,6 +225,16 @@ class SimEngine:
             self._give_blocks_back(request)
 
     # Inside.
+
+    def _change_mind(self, dice: int) -> None:
+        """A request goes that waits for a copy, maybe before the workers have heard of that."""
+        request = self._pick(dice >> 4, (r for r in self.requests.values() if r.phase in (Phase.LOADING, Phase.OUT)))
+        if request is not None and (dice % 4 == 0 or request.phase is Phase.OUT):
+            self.log(f"{request.name} is aborted while {request.phase.value}")
+            self.counts[f"aborts while {request.phase.value}"] += 1
+            self._finish(request)
+        elif request is not None:
+            self._preempt(request, swap=False)
 
     def _queue(self) -> list[Request]:
         return sorted(self.requests.values(), key=lambda r: r.arrival)
@@ -286,7 +301,7 @@ class SimEngine:
     def _enter(self, request: Request, dice: int) -> bool:
         """Gives a waiting request blocks; False if it, and those behind it, have to wait."""
         if request.phase is Phase.OUT:
-            return self._bring_back(request)
+            return dice % 8 > 0 or self._bring_back(request)  # it may let others pass
         size, num_tokens = self.setup.block_size, len(request.tokens)
         cached: list[int] = []
         if request.phase is Phase.WAITING:
@@ -335,6 +350,8 @@ class SimEngine:
         size, swap = self.setup.block_size, self.scheduler.swap
         if not swap.can_return(request.name):
             return False
+        if request.is_void:
+            raise Violation(f"{request.name} could come back with KV of before the reset")
         num_full = 0 if request.tainted else request.num_computed // size
         present = {i: b for i in range(num_full) if (b := self.pool.get(request.hashes[i])) is not None}
         needed = -(-len(request.tokens) // size)
@@ -377,6 +394,7 @@ class SimEngine:
         if not out:
             request.num_computed = 0
             request.kv = []
+            request.is_void = False
 
     def _finish(self, request: Request) -> None:
         del self.requests[request.name]

@@ -155,6 +155,12 @@ class Model:
                 if any(worker.will_write_swap(place) for worker in self.workers):
                     raise Violation(f"swap {swap.job_id} writes pool block {place}, where a copy may still land")
 
+    def check_flights(self, worker: SimWorker) -> None:
+        """A load that has ended writes nothing any more: its blocks are somebody else's, or are computed into."""
+        for flight in worker.flights:
+            if flight.into_hbm and flight.writes and flight.job_id not in self.jobs:
+                raise Violation(f"load {flight.job_id} has ended, and worker {worker.worker_id} will write its blocks")
+
     def on_report(self, report: StepReport) -> None:
         """A report has been applied."""
         worker_id = report.worker_id

@@ -221,12 +221,6 @@ MUTATIONS = (
         "        pass\n",
     ),
     Mutation(
-        "keys are the same after a reset",
-        "scheduler",
-        "        self._num_resets += 1\n",
-        "        self._num_resets += 0\n",
-    ),
-    Mutation(
         "copies in flight survive a reset",
         "transfers",
         '            self._give_up(job, "the cache was reset")\n',

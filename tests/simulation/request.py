@@ -40,6 +40,7 @@ class Request:
       kv: the KV that those blocks must hold, by position.
       num_named: full blocks when the scheduler last heard of it.
       tainted: some of its KV is of weights that are no longer in use, and what hangs on it is nobody else's.
+      is_void: it was swapped out when the weights changed, and must not come back.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Request:
     kv: list[int] = dataclasses.field(default_factory=list)
     num_named: int = 0
     tainted: bool = False
+    is_void: bool = False
 
 
 @dataclasses.dataclass(slots=True)

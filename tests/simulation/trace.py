@@ -8,6 +8,7 @@ list is a list that can be run, and a failing one can be cut down.
 import dataclasses
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,41 @@ Action = tuple[str, int, int]
 RATES = {
     "abort": 300,
     "preempt": 500,
-    "reset": 120,
-    "tick": 200,
+    "reset": 160,
+    "tick": 300,
     "fail": 1000,
-    "stall": 150,
+    "stall": 200,
     "drop": 200,
     "double": 200,
     "hold": 200,
     "mute": 60,
     "lose_slots": 60,
-    "lose_swap": 60,
-    "restart": 40,
+    "lose_swap": 80,
+    "restart": 60,
     "dead": 20,
 }
 _EVERYDAY = ("abort", "preempt")
+
+# Lives in which most that happens is of one kind.
+_FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "swap": lambda rng: {
+        "num_swap_blocks": rng.choice([16, 40]),
+        "num_blocks": rng.randint(18, 24),
+        "swap_mode": "swap",
+        "max_requests": 8,
+    },
+    "loads": lambda rng: {
+        "num_slots": rng.choice([20, 48]),
+        "num_staging_blocks": rng.choice([16, 32]),
+        "hbm_cache": False,
+        "max_requests": 8,
+        "delays": tuple(rng.choice([0, 2, 5, 9]) for _ in range(4)),
+    },
+}
+_FOCUSED_RATES = {
+    "swap": {"preempt": 2500, "reset": 300, "restart": 200, "lose_swap": 300, "fail": 1000},
+    "loads": {"tick": 500, "stall": 300, "fail": 1000, "lose_slots": 200, "drop": 300},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +106,10 @@ def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     """The life that a seed stands for."""
     rng = random.Random(seed)
     setup = _draw_setup(rng, seed)
-    return setup, _draw_actions(rng, num_steps)
+    focus = rng.choice(["", "", "swap", "loads"])
+    if focus:
+        setup = dataclasses.replace(setup, **_FOCUSED[focus](rng))
+    return setup, _draw_actions(rng, num_steps, _FOCUSED_RATES.get(focus, {}))
 
 
 def _draw_setup(rng: random.Random, seed: int) -> Setup:
@@ -106,18 +131,18 @@ def _draw_setup(rng: random.Random, seed: int) -> Setup:
         max_requests=rng.choice([2, 4, 8]),
         num_salts=rng.choice([1, 1, 1, 2]),
         staged=rng.choice([0, 255, rng.getrandbits(8), 0b01010101, 0b10101010]),
-        delays=tuple(rng.choice([0, 1, 1, 2, 5]) for _ in range(4)),
+        delays=tuple(rng.choice([0, 1, 2, 5, 9]) for _ in range(4)),
         report_delays=tuple(rng.choice([0, 0, 1, 2, 4]) for _ in range(4)),
         growth=rng.choice([1000, 1000, 1, 3]),
     )
 
 
-def _draw_actions(rng: random.Random, num_steps: int) -> list[Action]:
+def _draw_actions(rng: random.Random, num_steps: int, focused: dict[str, int]) -> list[Action]:
     # Each life has some of the faults only: those that come often would hide what the rare ones do.
     calm = rng.random() < 0.15
     rates = {
         kind: rate * rng.choice([1, 1, 3]) / 10_000
-        for kind, rate in RATES.items()
+        for kind, rate in (RATES | focused).items()
         if kind in _EVERYDAY or (not calm and rng.random() < 0.45)
     }
     arrivals = rng.choice([0.1, 0.25, 0.5])

@@ -100,9 +100,10 @@ class SimWorker:
         self.last_job_id = -1
         self._grow()
 
-    def restart(self, *, with_hbm: bool) -> None:
-        """It dies and starts anew: everything it had in flight is gone, and so is host memory."""
+    def restart(self, *, with_hbm: bool, growth: int) -> None:
+        """It dies and starts anew: everything it had in flight is gone, and so is host memory, which grows again."""
         self.incarnation += 1
+        self.growth = growth
         self._start()
         self.host.gone.update(range(len(self.host.places)))
         self.pool.gone.update(range(len(self.pool.places)))

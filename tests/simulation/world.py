@@ -105,6 +105,7 @@ class World:
             self._log_plan(plan)
         for worker in self.workers:
             worker.begin_step(plan, self.num_steps)
+            model.check_flights(worker)
         for run in runs:
             self._check_reads(run)
         writes = engine.writes(runs)
@@ -191,7 +192,7 @@ class World:
 
     def _stall(self, a: int, b: int) -> None:
         worker = self._worker(a)
-        num_steps = (10, 40, 160)[b % 3]
+        num_steps = (10, 60, 140)[b % 3]
         worker.stalled_until = self.num_steps + num_steps
         self._note("stall", f"worker {worker.worker_id} stalls for {num_steps} steps")
 
@@ -239,7 +240,8 @@ class World:
         worker = self._worker(a)
         if b % 2:
             self.engine.lose_hbm()
-        worker.restart(with_hbm=bool(b % 2))
+        worker.restart(with_hbm=bool(b % 2), growth=(1, 3, 1000)[mix(b, 5) % 3])
+        self.channels[worker.worker_id].delay_all((0, 8)[mix(b, 6) % 2])
         self.dead.discard(worker.worker_id)
         self._note("restart", f"worker {worker.worker_id} starts anew{', with all its memory gone' if b % 2 else ''}")
 

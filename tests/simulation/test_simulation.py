@@ -1,0 +1,161 @@
+"""The simulation itself: traces, cutting down, the command."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.simulation import cli, shrink, trace
+from tests.simulation.memory import Junk, Prefixes, kv
+from tests.simulation.trace import Setup, generate
+from tests.simulation.world import World, run
+from tpu_offload.core.transfers import Transfers
+
+
+@pytest.fixture
+def bug(monkeypatch):
+    """Failed saves are published."""
+    monkeypatch.setattr(Transfers, "_bad_chunks", lambda self, job: [])
+
+
+def first_failing(num_steps=200):
+    for seed in range(40):
+        setup, actions = generate(seed, num_steps)
+        if shrink.failure(setup, actions)[0]:
+            return seed, setup, actions
+    raise AssertionError("the bug is not found")
+
+
+def test_names_of_kv_are_equal_only_for_equal_prefixes_and_weights():
+    prefixes, junk = Prefixes(), Junk()
+    a = prefixes.child(prefixes.root(0), 1)
+    assert a == prefixes.child(prefixes.root(0), 1)
+    others = {prefixes.child(prefixes.root(1), 1), prefixes.child(prefixes.root(0), 2), prefixes.child(a, 1)}
+    values = {kv(node, epoch) for node in (a, *others) for epoch in (0, 1)}
+    assert len(values) == 8
+    assert len({*values, *junk.block(4), junk.one(), *junk.block(2)}) == 15
+
+
+def test_a_longer_life_begins_as_a_shorter_one():
+    assert generate(5, 300)[1][: len(generate(5, 100)[1])] == generate(5, 100)[1]
+    assert generate(5, 100)[0] == generate(5, 300)[0]
+
+
+def test_a_trace_can_be_saved_and_read(tmp_path):
+    setup, actions = generate(7, 50)
+    trace.save(tmp_path / "t.json", setup, actions)
+    assert trace.load(tmp_path / "t.json") == (setup, actions)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"setup": {}, "actions": [["step"]]}', '{"setup": {"x": 1}, "actions": []}']
+)
+def test_a_file_that_is_no_trace_is_an_error(tmp_path, text, capsys):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(ValueError):  # noqa: PT011
+        trace.load(tmp_path / "t.json")
+    assert cli.main(["--replay", str(tmp_path / "t.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_any_part_of_a_trace_can_be_run():
+    setup, actions = generate(3, 120)
+    for part in (actions[::2], actions[1::2], actions[60:], [a for a in actions if a[0] != "step"]):
+        run(setup, part)
+
+
+def test_an_unknown_action_is_an_error():
+    with pytest.raises(ValueError, match="no action"):
+        World(Setup()).act(("dance", 0, 0))
+
+
+def test_a_failing_trace_is_cut_down(bug):
+    _, setup, actions = first_failing()
+    small_setup, small, violation = shrink.minimal(setup, actions, seconds=20)
+    assert len(small) < len(actions) / 4
+    assert shrink.failure(small_setup, small)[0] == violation
+    lines = shrink.explain(small_setup, small)
+    assert lines[-1] == f"VIOLATION: {violation}"
+    assert lines[1].startswith("1. ")
+
+
+def test_a_violation_is_saved_and_replays(bug, tmp_path, capsys):
+    seed, _, _ = first_failing()
+    argv = ["--first-seed", str(seed), "--seeds", "1", "--jobs", "1", "--save", str(tmp_path)]
+    assert cli.main(argv) == 1
+    out = capsys.readouterr().out
+    assert f"scripts/simulate --seed {seed} --steps 200" in out
+    assert out.splitlines()[-1].endswith("; 1 violations")
+    (saved,) = tmp_path.iterdir()
+    assert f"scripts/simulate --replay {saved}" in out
+    assert cli.main(["--replay", str(saved)]) == 1
+    assert "VIOLATION" in capsys.readouterr().out
+    assert cli.main(["--seed", str(seed), "--save", str(tmp_path)]) == 1
+
+
+def test_a_good_campaign_ends_with_one_line(capsys, tmp_path):
+    assert cli.main(["--seeds", "12", "--steps", "40", "--jobs", "2", "--save", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("12 seeds, ")
+    assert captured.out.endswith("; 0 violations\n")
+    assert captured.out.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_good_seed_is_told(capsys):
+    assert cli.main(["--seed", "4", "--steps", "30"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("setup: ")
+    assert lines[-1] == "no violation"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--seeds", "0"], ["--seeds", "x"], ["--bogus"], ["--seed", "1", "--seeds", "2"], ["--steps", "-1"],
+     ["--jobs", "0"], ["--replay", "/nonexistent/file"], ["--save", "/nonexistent"], ["--first-seed", "-1"], ["what"]],
+)  # fmt: skip
+def test_a_bad_flag_is_one_line(argv, capsys):
+    assert cli.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("simulate: error: ")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_ends_with_the_totals_so_far(jobs, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.simulation.cli", "--seeds", "1000000", "--jobs", str(jobs)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out.startswith("interrupted: ")
+    assert out.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_tables_that_are_not_empty_are_seen():
+    from tests.simulation import tables
+
+    world = World(Setup(num_swap_blocks=4))
+    world.finish()
+    assert tables.not_empty(world.scheduler, late_jobs=False) == {}
+    world.scheduler._transfers._wary.add("r1")
+    assert list(tables.not_empty(world.scheduler, late_jobs=False)) == ["._transfers._wary"]
+
+
+def test_setups_differ():
+    setups = [dataclasses.asdict(generate(seed, 1)[0]) for seed in range(100)]
+    for name in setups[0]:
+        assert len({str(setup[name]) for setup in setups}) > 1, name
