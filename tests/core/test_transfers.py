@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from tests.core.fakes import FakeEngine, FakeWorker, tokens
+from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
-from tpu_offload import FailedLoad, JobResult, JobState, StepReport
+from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport
 from tpu_offload.core.suspects import Suspects
 from tpu_offload.types import ChunkKey, Direction
 
@@ -246,3 +246,30 @@ def test_suspects_are_few_and_rest_longer_each_time():
     assert len(suspects) == 0
     suspects.failed([ChunkKey(bytes([i // 256, i % 256])) for i in range(5000)], Direction.SAVE)
     assert len(suspects) == 4096
+
+
+def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_was_never_matched():
+    engine = FakeEngine()
+    request = FakeRequest("quiet", tokens(8), [1, 2], [])
+    engine.grow_hashes(request)
+    engine.scheduler.admit("quiet", request.block_ids, num_loaded_tokens=0)
+    engine.scheduler.reset()
+    plan = engine.scheduler.plan_step([ScheduledRequest("quiet", [1, 2], request.hashes, 8, 8)])
+    assert plan.saves == ()
+
+
+def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_came_back_from_the_swap_pool():
+    engine = SwapEngine(num_host_chunks=12)
+    request = engine.start("a", tokens(9))
+    engine.swap_out("a")
+    engine.settle()
+    engine.swap_in("a")
+    engine.settle()
+    engine.scheduler.reset()
+    assert engine.step([engine.scheduled(request)]).saves == ()
+    engine.start("b", tokens(9))
+    engine.swap_out("a")
+    engine.settle()
+    engine.swap_in("a")
+    engine.settle()
+    assert engine.step([engine.scheduled(request)]).saves == (), "nor after it has left and come back"

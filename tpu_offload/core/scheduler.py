@@ -230,6 +230,9 @@ class OffloadScheduler:
     def admit(self, request_id: str, block_ids: Sequence[int], *, num_loaded_tokens: int) -> None:
         """The engine granted blocks. With `num_loaded_tokens` the request now waits for its load.
 
+        A request that was never matched is admitted all the same, with 0 tokens: a `reset` makes worthless what
+        the requests hold that it knows.
+
         Args:
           request_id: the request.
           block_ids: all of its blocks so far, in token order.
@@ -242,7 +245,9 @@ class OffloadScheduler:
         check_blocks(request_id, block_ids)
         request = self._requests.get(request_id)
         if num_loaded_tokens == 0:
-            if request is not None:
+            if request is None:  # from here on it holds blocks: a reset has to find it
+                self._requests[request_id] = self._request(request_id)
+            else:
                 self._loads.release(request)
             return
         if request is None:
@@ -264,10 +269,10 @@ class OffloadScheduler:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine."""
         former = self._requests.get(request_id)
         self._forget(request_id)
-        if former is not None and not former.saving and self._swap.can_return(request_id):
-            # It comes back with the KV that it has: what a reset has made worthless to others stays so.
+        if self._swap.can_return(request_id):
+            # It comes back with the KV that it has. A reset has to find it, and what one has made worthless stays so.
             request = self._requests[request_id] = self._request(request_id)
-            request.saving = False
+            request.saving = former is None or former.saving
 
     def finish(self, request_id: str) -> None:
         """A request ended, in whatever state it was. Unknown requests are fine."""
