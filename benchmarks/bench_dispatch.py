@@ -77,10 +77,10 @@ class Bench:
         self.config = OffloadConfig.create(num_cpu_chunks=args.host_chunks, num_staging_blocks=2 * args.num_blocks)
         self.scheduler = OffloadScheduler(self.config, self.layout)
         self.worker = OffloadWorker(self.config, self.layout, self.caches)
-        self.worker._pool.wait_until_allocated()
+        self.worker._tier._pool.wait_until_allocated()
         self.scheduler.apply(self.worker.poll())
         self.num_requests = 0
-        saver, loader = (self.worker._copiers[direction] for direction in (Direction.SAVE, Direction.LOAD))
+        saver, loader = (self.worker._tier._copiers[direction] for direction in (Direction.SAVE, Direction.LOAD))
         self.dispatch = saver.save
         self.in_program_s = 0.0
         saver.save, loader.load = self.clocked(saver.save), self.clocked(loader.load)
@@ -171,7 +171,7 @@ class Bench:
         assert sum(job.num_blocks for job in plan.saves) == self.args.num_blocks
         caches = self.times(f"save_{name}_begin_step", self.worker.begin_step, plan, self.caches)
         self.times_outside(f"save_{name}_end_step", self.worker.end_step, plan, caches)
-        (flight,) = self.worker._flights
+        (flight,) = self.worker._tier._flights
         token, flight.waiting_on = flight.waiting_on, NotReady()
         assert not self.times("poll_in_flight", self.worker.poll).results
         flight.waiting_on = token

@@ -149,7 +149,7 @@ def test_report_counts_chunks_as_they_become_ready(monkeypatch):
     assert result.state is FAILED
     assert "host block ids 0 to 0" in result.error
     go_on.set()
-    engine.worker._pool.wait_until_allocated()
+    engine.worker._tier._pool.wait_until_allocated()
     assert engine.worker.poll().num_host_chunks == NUM_CHUNKS
     engine.worker.close()
 
@@ -222,7 +222,7 @@ def test_close_waits_and_frees(caplog):
         engine.worker.close()
         engine.worker.close()
     assert token.ready
-    assert engine.worker._pool._segments == []
+    assert engine.worker._tier._pool._segments == []
     assert not caplog.records
 
 
@@ -241,7 +241,7 @@ def test_meshes_with_explicit_axes(path):
         blocks_per_chunk=2,
     )
     engine.worker = OffloadWorker(config, engine.layout, engine.caches, worker_id=3, fused=True)
-    engine.worker._pool.wait_until_allocated()
+    engine.worker._tier._pool.wait_until_allocated()
     engine.check_round_trip()
 
 

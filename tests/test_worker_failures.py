@@ -135,7 +135,7 @@ def test_a_lost_segment_is_reported_once_and_allocated_again():
     report = engine.worker.poll()
     assert [r.state for r in report.results] == [FAILED]
     assert report.lost_slots == ((4, 8),)  # slots of the segment, as the scheduler counts them
-    while 1 not in engine.worker._pool._rebuilt:
+    while 1 not in engine.worker._tier._pool._rebuilt:
         time.sleep(0.001)
     engine.host[8:16] = 0
     again = engine.save([1], [9])
@@ -195,7 +195,7 @@ def test_save_that_fails_on_the_device_loses_the_segment(no_rebuild):
 def test_staged_transfer_that_fails_on_the_device_spoils_nothing(path, direction):
     engine = Engine(path)
     engine.step(**{f"{direction}s": [getattr(engine, direction)([0, 1], [0, 1])]})
-    engine.worker._flights[0].waiting_on = Poisoned()
+    engine.worker._tier._flights[0].waiting_on = Poisoned()
     assert engine.drain()[1].error == "JaxRuntimeError: INTERNAL: core halted"
     good = engine.save([2], [3])
     engine.step(saves=[good])
@@ -206,7 +206,7 @@ def test_staged_transfer_that_fails_on_the_device_spoils_nothing(path, direction
 
 def fail_in_segment(engine, direction, bad_segment):
     """Dispatches in one direction raise for one segment only."""
-    copier = engine.worker._copiers[direction]
+    copier = engine.worker._tier._copiers[direction]
     name = direction.value
     real = getattr(copier, name)
 
@@ -221,7 +221,7 @@ def fail_in_segment(engine, direction, bad_segment):
 @pytest.mark.parametrize("path", ["direct", "staged"])
 def test_a_job_over_two_segments_fails_in_part(path):
     engine = Engine(path)
-    size = engine.worker._spec.segment_blocks
+    size = engine.worker._tier._spec.segment_blocks
     places = [0, size, 1, size + 1]
     engine.step(saves=[saved := engine.save([0, 1, 2, 3], places)])
     engine.expect_saved(saved)
@@ -244,7 +244,7 @@ def test_reports_say_which_jobs_are_over_and_which_life_speaks():
     before = time.time_ns()
     first, second = engine.save([0], [0]), engine.save([1], [1])
     engine.step(saves=[first, second])
-    flight = engine.worker._flights[0]
+    flight = engine.worker._tier._flights[0]
     done, flight.waiting_on = flight.waiting_on, Slow(flight.waiting_on)
     report = engine.worker.poll()
     assert [result.job_id for result in report.results] == [second.job_id]

@@ -148,11 +148,11 @@ class Life:
             if rng.random() < fault_rate:
                 self.break_programs(patch)
             self.run_pass(plan, fault_rate)
-            if self.worker._flights and rng.random() < fault_rate / 3:
-                rng.choice(self.worker._flights).waiting_on = worker_engine.Poisoned()
+            if self.worker._tier._flights and rng.random() < fault_rate / 3:
+                rng.choice(self.worker._tier._flights).waiting_on = worker_engine.Poisoned()
             self.check_written(self.worker.take_written_loads())
             self.take(self.worker.poll(wait=quiet or rng.random() < 0.2))
-        pool = self.worker._pool
+        pool = self.worker._tier._pool
         for segment_id in sorted(pool._lost - pool._rebuilt.keys()):
             if rng.random() < 0.5:
                 self.rebuild(pool._structs, segment_id, pool._rebuilt)
@@ -180,7 +180,7 @@ class Life:
         engine = self.engine
         for block_id in self.free_blocks():
             if block_id in self.unknown_blocks or self.rng.random() < 0.3:
-                carrier = self.worker._spec.carrier
+                carrier = self.worker._tier._spec.carrier
                 pages = [random_array(engine.rng, (1, *cache.shape[1:]), carrier) for cache in engine.caches]
                 engine.caches = write_block(engine.caches, pages, block_id)
                 for layer, page in enumerate(pages):
@@ -228,9 +228,9 @@ class Life:
         blocks = sorted(set(range(NUM_BLOCKS)) - self.unknown_blocks)
         for cache, wanted in zip(self.engine.caches, self.engine.expected, strict=True):
             np.testing.assert_array_equal(reference.as_bytes(cache)[blocks], wanted[blocks])
-        pool = self.worker._pool
+        pool = self.worker._tier._pool
         for place in sorted(set(range(len(self.engine.host))) - self.unknown_places):
-            segment_id, row = divmod(place, self.worker._spec.segment_blocks)
+            segment_id, row = divmod(place, self.worker._tier._spec.segment_blocks)
             segment = pool._segments[segment_id]
             if segment_id in pool._lost or any(part.is_deleted() for part in segment):
                 assert self.live, "a segment is gone, and no result is left to come that would tell"
@@ -244,9 +244,9 @@ class Life:
                 break
             self.step(quiet=True)
         assert not self.live, "jobs that never end"
-        assert not self.worker._flights
+        assert not self.worker._tier._flights
         assert not self.worker._jobs._jobs
-        assert self.worker._pass is None
+        assert self.worker._tier._pass is None
         self.check()
         self.worker.close()
 

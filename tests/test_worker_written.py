@@ -54,7 +54,7 @@ def test_a_load_of_several_segments_is_written_with_the_last():
     engine = saved_engine("staged")
     load = engine.load([8, 9, 10], [6, 7, 8])  # two segments
     engine.step(loads=[load])
-    first, second = engine.worker._flights
+    first, second = engine.worker._tier._flights
     arrived = second.waiting_on
     slow_down(engine, 1)
     first.waiting_on.block_until_ready()
@@ -79,7 +79,7 @@ def test_a_load_that_is_taken_back_may_be_told_after_the_pass_that_uses_its_bloc
     engine = saved_engine("staged")
     load = engine.load([8], [4])
     engine.begin(load)
-    engine.worker._flights[0].waiting_on.block_until_ready()
+    engine.worker._tier._flights[0].waiting_on.block_until_ready()
     engine.worker.poll()
     engine.scribble()  # the pass uses its block
     engine.begin(cancel=[load.job_id])
@@ -99,7 +99,7 @@ def test_a_plan_from_before_a_loss_was_known_is_given_no_zeros():
     engine.saver._save = broken(RuntimeError("the device is gone"), deletes=0)
     engine.step(saves=[engine.save([9], [0])])
     del engine.saver._save
-    pool = engine.worker._pool
+    pool = engine.worker._tier._pool
     while 0 not in pool._rebuilt:
         pass
     engine.step(loads=[engine.load([8], [5])])
@@ -119,7 +119,7 @@ def test_a_plan_from_before_a_loss_was_known_is_given_no_zeros():
 )
 def test_hbm_is_the_staging_budget_where_it_is_used_and_the_temporaries(path, num_blocks):
     worker = Engine(path).worker
-    assert worker.hbm_nbytes == num_blocks * worker._spec.block_nbytes_per_device
+    assert worker.hbm_nbytes == num_blocks * worker._tier._spec.block_nbytes_per_device
 
 
 def test_no_host_tier_takes_no_hbm():

@@ -79,8 +79,8 @@ class Engine:
         self.worker = OffloadWorker(
             config, self.layout, self.caches, worker_id=3, clock=self.clock, available=2**30, fused=offers_fused
         )
-        if wait and self.worker._pool:
-            self.worker._pool.wait_until_allocated()
+        if wait and self.worker._tier:
+            self.worker._tier._pool.wait_until_allocated()
         self.step_id = 0
         self.next_job_id = 0
         self.num_fused = 0
@@ -99,11 +99,11 @@ class Engine:
 
     @property
     def saver(self):
-        return self.worker._copiers[Direction.SAVE]
+        return self.worker._tier._copiers[Direction.SAVE]
 
     @property
     def loader(self):
-        return self.worker._copiers[Direction.LOAD]
+        return self.worker._tier._copiers[Direction.LOAD]
 
     def begin(self, *loads, cancel=()):
         self.step_id += 1
@@ -152,7 +152,7 @@ class Engine:
             for result in report.results:
                 assert result.job_id not in results
                 results[result.job_id] = result
-            if not self.worker._flights:
+            if not self.worker._tier._flights:
                 return results
             self.step()
         raise AssertionError("the worker never comes to rest")
@@ -173,7 +173,7 @@ class Engine:
 
     def host_bytes(self):
         segments = [
-            np.concatenate([reference.as_bytes(part) for part in s], axis=1) for s in self.worker._pool._segments
+            np.concatenate([reference.as_bytes(part) for part in s], axis=1) for s in self.worker._tier._pool._segments
         ]
         return np.concatenate(segments)[:NUM_HOST_BLOCKS]
 
@@ -240,6 +240,6 @@ class Slow:
 
 
 def slow_down(engine, index=0, *, ready_after=None):
-    flight = engine.worker._flights[index]
+    flight = engine.worker._tier._flights[index]
     flight.waiting_on = Slow(flight.waiting_on, ready_after)
     return flight.waiting_on

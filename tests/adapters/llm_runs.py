@@ -194,7 +194,7 @@ class Life:
         import jax
         import numpy as np
 
-        pool = self.worker._pool
+        pool = self.worker._tier._pool
         pool.wait_until_allocated()
         for i, segment in enumerate(pool._segments):
             pool.replace(i, [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment])
@@ -203,7 +203,7 @@ class Life:
         """The next loads fail, in this method of the copier."""
         from tpu_offload.types import Direction
 
-        copier, left = self.worker._copiers[Direction.LOAD], [times]
+        copier, left = self.worker._tier._copiers[Direction.LOAD], [times]
         load = getattr(copier, method)
 
         def fail(*args: Any) -> Any:
@@ -404,7 +404,7 @@ def live(life: dict[str, Any], model: str) -> dict[str, Any]:
         outcome["end"] = alive.drain()
         left = [weakref.ref(alive.runner), weakref.ref(alive.runner.kv_caches[0])]
         if alive.connector is not None:
-            left.append(weakref.ref(alive.worker._pool))
+            left.append(weakref.ref(alive.worker._tier._pool))
         del alive, llm
         gc.collect()
         return outcome | {"freed": [ref() is None for ref in left], "log": log}

@@ -155,7 +155,7 @@ class Stack:
                 connector.register_runner(runner)
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_workers)
         for worker in self.workers:
-            worker._pool and worker._pool.wait_until_allocated()
+            worker._tier._pool and worker._tier._pool.wait_until_allocated()
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.errors: set[str] = set()
@@ -397,4 +397,4 @@ def broken(*_args):
 
 
 def break_loads(stack: Stack, worker: int = 0) -> None:
-    stack.workers[worker]._copiers[Direction.LOAD].load = broken
+    stack.workers[worker]._tier._copiers[Direction.LOAD].load = broken

@@ -22,7 +22,7 @@ class Faults:
         self.rng, self.rate, self.num_raised = rng, rate, 0
         if rate:
             for worker in stack.workers:
-                for direction, copier in worker._copiers.items():
+                for direction, copier in worker._tier._copiers.items():
                     name = "save" if direction is Direction.SAVE else "load"
                     setattr(copier, name, functools.partial(self.maybe, getattr(copier, name)))
 

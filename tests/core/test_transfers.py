@@ -267,7 +267,6 @@ def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_came_back_fr
     engine.settle()
     engine.scheduler.reset()
     assert engine.step([engine.scheduled(request)]).saves == ()
-    engine.start("b", tokens(9))
     engine.swap_out("a")
     engine.settle()
     engine.swap_in("a")

@@ -222,7 +222,7 @@ def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs):
     engine = Engine(TINY, TIGHT, offload=make_offload())
     first, second, third = rounds()
     outputs = serve(engine, first)
-    copier = engine._offload._worker._copiers[Direction.SAVE]
+    copier = engine._offload._worker._tier._copiers[Direction.SAVE]
     real = copier._save
 
     def fails_once(segment, *args):
@@ -250,7 +250,7 @@ def test_a_load_that_fails_in_part_costs_only_what_did_not_come():
     engine = Engine(TINY, config, offload=offload)
     engine.wait_for_host_memory()
     outputs = [serve(engine, [make_request("p0", prompt)]), serve(engine, [make_request("p1", others)])]
-    copier = engine._offload._worker._copiers[Direction.LOAD]
+    copier = engine._offload._worker._tier._copiers[Direction.LOAD]
     real, segments = copier.load, []
 
     def maybe(segment_id, rows, kv_caches):

@@ -204,8 +204,8 @@ class SwapCopies:
             if is_ready(flight.waiting_on):
                 self._land(flight, source)
 
-    def waiting_on(self) -> list[Any]:
-        """The arrays whose readiness ends the copies on their way."""
+    def waiting_on(self, *, all_of_them: bool = True) -> list[Any]:
+        """The arrays whose readiness ends the copies on their way; `collect` can go on with any of them."""
         return [flight.waiting_on for flight, _ in self._flights]
 
     def take_lost(self) -> tuple[tuple[int, int, int], ...]:

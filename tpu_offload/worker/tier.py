@@ -1,0 +1,500 @@
+"""The copies between the KV caches and the host tier of one process: direct, staged, and inside the forward pass.
+
+A copy is a flight: dispatched here, over when its token is ready, which is asked in `collect`. A job is over with the
+last of its flights (see `worker.jobs`). Where a program that fails takes a segment of the host pool along, the segment
+is given up, and nothing is read from it before something has been saved there again.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.errors import TransferError
+from tpu_offload.kernels import (
+    DirectCopier,
+    Flight,
+    FusedOutcome,
+    FusedPlanner,
+    FusedStep,
+    Groups,
+    Phase,
+    Rows,
+    TransferSpec,
+    choose_paths,
+    fetch_early,
+    fused_sizes,
+    make_copiers,
+)
+from tpu_offload.layout import KVLayout
+from tpu_offload.memory import HostPool, pinned_zeros, plan_segments
+from tpu_offload.types import Direction, StepPlan, TransferJob
+from tpu_offload.worker.arrays import check_alive, is_ready
+from tpu_offload.worker.boundary import transfer_error
+from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.swapping import SwapSource, WrapCopier
+
+_logger = logging.getLogger(__name__)
+
+Caches = list[jax.Array]
+
+
+@dataclasses.dataclass(slots=True)
+class _ForwardPass:
+    """What the forward pass at hand copies, and what has to follow it.
+
+    Attributes:
+      fused: per direction, the segment and the blocks; a direction that has none is not there.
+      saving_job_ids: saves that are dispatched after it, or end after it.
+      saves: the blocks of those that it does not copy itself.
+    """
+
+    fused: dict[Direction, tuple[int, Rows]]
+    saving_job_ids: list[int]
+    saves: Groups
+
+
+@final
+class TierCopies:
+    """Owns the host pool of one process. All methods are called by the thread that dispatches the model.
+
+    A copy that goes wrong ends as a failed result of its job.
+
+    Args:
+      config: the settings.
+      layout: what a block is made of.
+      kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
+      num_chunks: size of the host pool, at least 1.
+      jobs: told of the jobs.
+      fused: the engine runs the fused functions in its own step.
+      wrap_copier: see `OffloadWorker`.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        layout: KVLayout,
+        kv_caches: Sequence[Any],
+        *,
+        num_chunks: int,
+        jobs: WorkerJobs,
+        fused: bool,
+        wrap_copier: WrapCopier,
+    ) -> None:
+        self._jobs = jobs
+        self._wrap_copier = wrap_copier
+        self._flights: list[Flight] = []
+        self._fused: FusedPlanner | None = None
+        self._pass: _ForwardPass | None = None
+        chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
+        num_segments, chunks_per_segment = plan_segments(
+            num_chunks, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb
+        )
+        self._blocks_per_chunk = config.blocks_per_chunk
+        self._num_segments = num_segments
+        # By place in the pool: whether what was there is lost, and nothing saved since. A plan that was made before
+        # the loss was known asks for it, and would be given the zeros of the new memory.
+        self._lost_places = np.zeros(num_segments * chunks_per_segment * config.blocks_per_chunk, np.bool_)
+        self._spec = TransferSpec.from_caches(
+            kv_caches,
+            segment_blocks=chunks_per_segment * config.blocks_per_chunk,
+            # No dispatch copies more blocks than there are, however generous the budget: ids are padded to this.
+            capacity=min(config.staging_blocks(layout), kv_caches[0].shape[0]),
+        )
+        # Hosts that share one model must dispatch in one order, and readiness differs between them.
+        self._lockstep = not self._spec.cache_sharding.is_fully_addressable
+        paths = choose_paths(config, self._spec, fused=fused)  # before memory is taken: it may refuse
+        self._pool = HostPool(
+            self._spec.segment_structs(),
+            num_segments=num_segments,
+            chunks_per_segment=chunks_per_segment,
+            num_chunks=num_chunks,
+        )
+        copiers = make_copiers(paths, self._spec, self._pool, allocate=pinned_zeros, buckets=config.block_size_buckets)
+        wrapped = {copier: self._wrap_copier(copier, self._pool) for copier in copiers.values()}
+        self._copiers = {direction: wrapped[copier] for direction, copier in copiers.items()}
+        if CopyPath.FUSED in paths.values():
+            run_blocks = config.blocks_per_chunk
+            sizes = fused_sizes(self._spec.capacity, run_blocks=run_blocks, buckets=config.block_size_buckets)
+            sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in paths.items()}
+            self._fused = FusedPlanner(self._spec, run_blocks=run_blocks, sizes=sizes_of)
+        if not config.skip_jax_precompile:
+            for copier in self._copiers.values():  # a shared one has nothing left to do the second time
+                copier.compile()
+
+    def source(self) -> SwapSource:
+        """Where swaps read what the host tier has; directly, as all that they copy."""
+        copier = self._copiers[Direction.LOAD]
+        if not isinstance(copier, DirectCopier):
+            direct = DirectCopier(self._spec, self._pool, directions=(Direction.LOAD,))
+            copier = self._wrap_copier(direct, self._pool)
+        return SwapSource(tuple(range(self._spec.num_layers)), self._spec, self._pool, copier, self._lost_places)
+
+    @property
+    def num_chunks_ready(self) -> int:
+        """Chunks of the pool whose memory is there; grows to the size of the pool."""
+        return self._pool.num_chunks_ready
+
+    @property
+    def has_flights(self) -> bool:
+        """Whether copies are on their way."""
+        return bool(self._flights)
+
+    @property
+    def awaits_pass(self) -> bool:
+        """Whether a forward pass was planned that has not come back."""
+        return self._pass is not None
+
+    @property
+    def offers_fused(self) -> bool:
+        """Whether any path is `fused`."""
+        return self._fused is not None
+
+    @property
+    def hbm_nbytes(self) -> int:
+        """Most bytes of HBM that the copies take on each device."""
+        num_blocks = sum(copier.hbm_blocks for copier in set(self._copiers.values()))
+        return num_blocks * self._spec.block_nbytes_per_device
+
+    def take_lost(self) -> tuple[tuple[int, int], ...]:
+        """Ranges (first, end) of slots lost since the last call."""
+        return self._pool.take_lost()
+
+    def wait_until_allocated(self) -> None:
+        """Blocks until all of the pool is there or its allocation has failed."""
+        self._pool.wait_until_allocated()
+
+    def close(self) -> None:
+        """Frees the pool. Whoever owns this has waited for the copies in flight for as long as it wants to."""
+        self._flights.clear()
+        self._pool.close()
+
+    # What the worker asks in a step.
+
+    def begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool) -> Caches:
+        """Takes back what is cancelled, goes on with what has arrived, and dispatches the loads.
+
+        Args:
+          plan: its loads, saves and cancelled jobs.
+          kv_caches: all caches; donated.
+          fuse: a forward pass follows that takes copies along.
+        Returns:
+          The caches to use from now on.
+        Raises:
+          CachesLostError: a load failed after its program had taken the donated caches.
+        """
+        for job_id in plan.cancelled_job_ids:
+            self._cancel(job_id)
+        if self._flights:
+            kv_caches = self._resume(kv_caches, plan.step_id)
+        if plan.loads or (fuse and plan.saves):
+            job_ids, groups = self._accept(plan.loads, Direction.LOAD)
+            if fuse and self._fused is not None:
+                groups = self._plan_pass(self._fused, plan, groups)
+            kv_caches = self._dispatch(job_ids, groups, Direction.LOAD, plan.step_id, kv_caches)
+        return kv_caches
+
+    def end(self, plan: StepPlan, kv_caches: Caches, outcome: FusedOutcome | None) -> None:
+        """Dispatches the saves, but for those that the forward pass has taken along."""
+        if self._pass is not None:
+            done, self._pass = self._pass, None
+            self._take_outcome(done, outcome)
+            self._dispatch(done.saving_job_ids, done.saves, Direction.SAVE, plan.step_id, kv_caches)
+        elif plan.saves:
+            self._dispatch(*self._accept_saves(plan.saves), Direction.SAVE, plan.step_id, kv_caches)
+
+    def fused_step(self) -> FusedStep:
+        """See `OffloadWorker.fused_step`."""
+        if self._fused is None or self._pass is None or not self._pass.fused:
+            return FusedStep()
+        try:
+            save, load = (
+                (self._pool.segment(group[0]), group[1]) if group else None
+                for group in map(self._pass.fused.get, (Direction.SAVE, Direction.LOAD))
+            )
+        except TransferError as e:  # lost since `begin_step`: a `poll` in between has found out
+            self._fail_fused(self._pass, e)
+            return FusedStep()
+        return self._fused.step(save, load)
+
+    def fused_shapes(self) -> list[FusedStep]:
+        """See `OffloadWorker.fused_shapes`."""
+        return self._fused.shapes() if self._fused else []
+
+    def abandon_pass(self) -> None:
+        """The forward pass never came back: its copies have failed, and what was to follow it is not done."""
+        if self._pass is None:
+            return
+        done, self._pass = self._pass, None
+        self._take_outcome(done, None)
+        self._jobs.end_part(
+            done.saving_job_ids,
+            "the forward pass that was to compute its blocks did not return; call end_step after it",
+        )
+
+    # Dispatch.
+
+    def _accept(self, jobs: Sequence[TransferJob], direction: Direction) -> tuple[list[int], Groups]:
+        """Takes up the jobs that are possible: their ids, and their blocks by segment, for one flight each."""
+        accepted = []
+        for job in jobs:
+            if job.job_id in self._jobs:
+                _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
+                continue
+            self._jobs.start(job.job_id, job.block_ids)
+            error = self._why_impossible(job, direction)
+            if error:
+                self._jobs.end_part([job.job_id], error)
+            else:
+                accepted.append(job)
+        return [job.job_id for job in accepted], self._rows_by_segment(accepted)
+
+    def _accept_saves(self, jobs: Sequence[TransferJob]) -> tuple[list[int], Groups]:
+        """Like `_accept`, but no two jobs share a flight: a plan has several only to keep their failures apart."""
+        accepted = [self._accept([job], Direction.SAVE) for job in jobs]
+        return [i for job_ids, _ in accepted for i in job_ids], [group for _, groups in accepted for group in groups]
+
+    def _dispatch(
+        self, job_ids: Sequence[int], groups: Groups, direction: Direction, step_id: int, kv_caches: Caches
+    ) -> Caches:
+        """Starts what `_accept` returned."""
+        error = "the KV caches were lost while it was dispatched"
+        try:
+            for segment_id, rows in groups:
+                for piece in self._copiers[direction].split(rows):
+                    kv_caches = self._start(direction, segment_id, piece, step_id, kv_caches)
+            error = ""
+            if direction is Direction.LOAD:
+                self._jobs.write_part(job_ids)
+        finally:
+            self._jobs.end_part(job_ids, error)
+        return kv_caches
+
+    def _why_impossible(self, job: TransferJob, direction: Direction) -> str:
+        """Why a job cannot be started, in one line; empty when it can."""
+        error = transfer_error(job, direction)
+        if error:
+            return error
+        if job.group_id != 0:
+            return f"layer group {job.group_id}: this worker has one group, 0"
+        if not job.block_ids:
+            return ""
+        num_ready = self._pool.num_chunks_ready * self._blocks_per_chunk
+        for name, ids, limit in (
+            ("block ids", job.block_ids, self._spec.num_blocks),
+            ("host block ids", job.host_block_ids, num_ready),
+        ):
+            if min(ids) < 0 or max(ids) >= limit:
+                return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
+        if job.direction is Direction.LOAD:
+            lost = [i for i in job.host_block_ids if self._lost_places[i]]
+            if lost:
+                segment_id = lost[0] // self._spec.segment_blocks
+                return f"host pool segment {segment_id} was lost, and nothing saved since to host block {lost[0]}"
+        return ""
+
+    def _places(self, segment_id: int) -> Any:
+        """Which places of a segment are lost; a view."""
+        first = segment_id * self._spec.segment_blocks
+        return self._lost_places[first : first + self._spec.segment_blocks]
+
+    def _rows_by_segment(self, jobs: Sequence[TransferJob]) -> Groups:
+        if not jobs:
+            return []
+        if len(jobs) == 1:  # by far the most frequent, and cheaper
+            job_ids = np.full(jobs[0].num_blocks, jobs[0].job_id, np.int64)
+            block_ids, host_ids = (np.array(ids, np.int32) for ids in (jobs[0].block_ids, jobs[0].host_block_ids))
+        else:
+            job_ids = np.repeat(np.array([j.job_id for j in jobs], np.int64), [j.num_blocks for j in jobs])
+            block_ids = np.array([b for j in jobs for b in j.block_ids], np.int32)
+            host_ids = np.array([b for j in jobs for b in j.host_block_ids], np.int32)
+        if self._num_segments == 1 and len(host_ids):
+            return [(0, Rows(job_ids, block_ids, host_ids))]
+        segment_ids, places = np.divmod(host_ids, np.int32(self._spec.segment_blocks))
+        rows = Rows(job_ids, block_ids, places)
+        if len(rows) and segment_ids.min() == segment_ids.max():  # nearly always, and cheaper
+            return [(int(segment_ids[0]), rows)]
+        return [(int(i), rows.take(segment_ids == i)) for i in np.unique(segment_ids)]
+
+    def _start(self, direction: Direction, segment_id: int, piece: Rows, step_id: int, kv_caches: Caches) -> Caches:
+        job_ids = piece.jobs()
+        self._jobs.add_part(job_ids)
+        try:
+            if direction is Direction.SAVE:
+                flight = self._copiers[direction].save(segment_id, piece, kv_caches)
+                self._places(segment_id)[piece.host_block_ids] = False
+            else:
+                flight, kv_caches = self._copiers[direction].load(segment_id, piece, kv_caches)
+        except Exception as e:
+            self._fail(piece, segment_id, e)
+            check_alive(kv_caches, e)
+        else:
+            flight.step_id = step_id
+            self._flights.append(flight)
+            if direction is Direction.LOAD and flight.phase is Phase.COPYING:
+                self._jobs.write_part(job_ids)
+        return kv_caches
+
+    # Copies inside the forward pass.
+
+    def _plan_pass(self, planner: FusedPlanner, plan: StepPlan, loads: Groups) -> Groups:
+        """Decides what the forward pass copies; returns the loads that are left."""
+        job_ids, saves = self._accept_saves(plan.saves)
+        fused_saves, saves = planner.take(Direction.SAVE, saves, usable=self._can_fuse)
+        # A donated segment cannot be read beside: what is saved into is not loaded from in one step.
+        donated = [segment_id for segment_id, _ in fused_saves]
+        fused_loads, loads = planner.take(
+            Direction.LOAD, loads, usable=lambda i: i not in donated and self._can_fuse(i)
+        )
+        fused = {d: g[0] for d, g in ((Direction.SAVE, fused_saves), (Direction.LOAD, fused_loads)) if g}
+        for _, rows in fused.values():
+            self._jobs.add_part(rows.jobs())
+        if fused or plan.saves:  # also if none of them is possible: they have been reported
+            self._pass = _ForwardPass(fused, job_ids, saves)
+        return loads
+
+    def _take_outcome(self, done: _ForwardPass, outcome: FusedOutcome | None) -> None:
+        """Turns what the forward pass copied into flights; without an outcome it has not copied."""
+        if outcome is None:
+            error = "the forward pass that was to copy it did not return; pass its FusedOutcome on"
+            self._fail_fused(done, TransferError(error))
+            return
+        for direction, (segment_id, rows) in done.fused.items():
+            saving = direction is Direction.SAVE
+            if saving:
+                self._pool.replace(segment_id, outcome.segment)
+                self._places(segment_id)[rows.host_block_ids] = False
+            else:
+                self._jobs.write_part(rows.jobs())
+            token = fetch_early(outcome.save_token if saving else outcome.load_token, self._spec)
+            self._flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, fused=True))
+
+    def _fail_fused(self, done: _ForwardPass, error: Exception) -> None:
+        """The forward pass has not copied and will not; what follows it is not touched."""
+        fused, done.fused = done.fused, {}
+        for segment_id, rows in fused.values():
+            self._fail(rows, segment_id, error)
+
+    def _can_fuse(self, segment_id: int) -> bool:
+        """Whether a forward pass may be given the segment.
+
+        Not while a save into it is on its way that may yet fail: its failure would become the pass's.
+        """
+        try:
+            self._pool.segment(segment_id)
+        except TransferError:
+            return False
+        return not any(
+            flight.segment_id == segment_id and flight.direction is Direction.SAVE and not flight.fused
+            for flight in self._flights
+        )
+
+    # Second halves of staged copies.
+
+    def _resume(self, kv_caches: Caches, step_id: int) -> Caches:
+        """Goes on with what has arrived; `step_id` is the plan at hand."""
+        for flight in self._in_transit():
+            due = flight.step_id < step_id if self._lockstep else is_ready(flight.waiting_on)
+            if due and flight.direction is Direction.SAVE:
+                self._resume_save(flight)
+            elif due:
+                kv_caches = self._resume_load(flight, kv_caches)
+        return kv_caches
+
+    def _in_transit(self) -> list[Flight]:
+        return [flight for flight in self._flights if flight.phase is Phase.TRANSIT]
+
+    def _resume_save(self, flight: Flight) -> None:
+        try:
+            self._check_arrived(flight)
+            self._copiers[flight.direction].resume_save(flight)
+        except Exception as e:
+            self._drop(flight)
+            self._fail(flight.rows, flight.segment_id, e)
+
+    def _resume_load(self, flight: Flight, kv_caches: Caches) -> Caches:
+        live = [job_id for job_id in flight.rows.jobs() if not self._jobs.is_cancelled(job_id)]
+        self._jobs.end_part(job_id for job_id in flight.rows.jobs() if job_id not in live)
+        if not live:
+            self._drop(flight)
+            return kv_caches
+        rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
+        try:
+            self._check_arrived(flight)
+            kv_caches = self._copiers[flight.direction].resume_load(flight, rows, kv_caches)
+            self._jobs.write_part(live)
+            return kv_caches
+        except Exception as e:
+            self._drop(flight)
+            self._fail(rows, flight.segment_id, e)
+            check_alive(kv_caches, e)
+            return kv_caches
+
+    def _check_arrived(self, flight: Flight) -> None:
+        """Raises what went wrong in transit, before it is written over a segment or the caches."""
+        if not self._lockstep:
+            flight.waiting_on.block_until_ready()
+
+    def _cancel(self, job_id: int) -> None:
+        """Marks a load some of whose blocks are not written yet; any other job goes on to its end."""
+        loads = (flight for flight in self._in_transit() if flight.direction is Direction.LOAD)
+        self._jobs.cancel(job_id, unwritten=any(job_id in flight.rows.job_ids for flight in loads))
+
+    # Ends.
+
+    def collect(self) -> None:
+        """Goes on with saves that have arrived, and ends the flights that are over."""
+        for flight in self._in_transit():
+            if self._lockstep or not is_ready(flight.waiting_on):
+                continue
+            if flight.direction is Direction.SAVE:
+                self._resume_save(flight)
+            elif all(map(self._jobs.is_cancelled, flight.rows.jobs())):
+                self._resume_load(flight, [])  # writes nothing
+        for flight in list(self._flights):
+            if flight.phase is Phase.COPYING and is_ready(flight.waiting_on):
+                self._land(flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Ends a flight whose token is ready."""
+        self._drop(flight)
+        try:
+            num_copied = int(np.asarray(flight.waiting_on))
+            if num_copied != len(flight.rows):
+                raise TransferError(f"the device copied {num_copied} of {len(flight.rows)} blocks")
+        except Exception as e:
+            # A program that failed on the device has taken the donated segment with it.
+            self._fail(flight.rows, flight.segment_id, e, lost=flight.direction is Direction.SAVE)
+        else:
+            self._jobs.end_part(flight.rows.jobs())
+
+    def _drop(self, flight: Flight) -> None:
+        self._flights.remove(flight)
+        self._copiers[flight.direction].release(flight)
+
+    def _fail(self, rows: Rows, segment_id: int, error: Exception, *, lost: bool = False) -> None:
+        """Ends the jobs' parts in a flight with an error, and gives up the segment if it is gone."""
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        try:
+            lost = lost or any(part.is_deleted() for part in self._pool.segment(segment_id))
+        except TransferError:  # lost before
+            lost = False
+        if lost:
+            self._pool.mark_lost(segment_id)
+            self._places(segment_id)[:] = True
+        for job_id in rows.jobs():
+            self._jobs.end_part([job_id], message, block_ids=rows.block_ids[rows.job_ids == job_id].tolist())
+
+    def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
+        """The arrays whose readiness lets `collect` go on; or all, those that need a `begin` included."""
+        return [
+            flight.waiting_on
+            for flight in self._flights
+            if all_of_them
+            or flight.phase is Phase.COPYING
+            or not (self._lockstep or flight.direction is Direction.LOAD)
+        ]
