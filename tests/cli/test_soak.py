@@ -174,7 +174,7 @@ def test_any_number_of_rounds(num):
 
 def test_jobs_without_an_end_are_a_failure():
     report = numbers([*make_rounds(3), *make_rounds(1, num_jobs_left=2)])
-    assert soak_report.failures(report) == ["2 jobs had no end when an engine was at rest"]
+    assert soak_report.failures(report) == ["2 jobs or slots were not given back when an engine was at rest"]
 
 
 def test_interrupt_reports_what_is_there(tmp_path):

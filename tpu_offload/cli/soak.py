@@ -99,7 +99,7 @@ class _Side:
         return outputs
 
     def rest(self) -> int:
-        """Lets copies and messages come to their ends; returns jobs that have none after that."""
+        """Lets copies and messages come to their ends; returns those that have none after that."""
         self.faults.active = False
         self.engine.abort(*self._requests)
         self._requests.clear()
@@ -113,9 +113,9 @@ class _Side:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that have not ended."""
+        """Jobs that have not ended, and slots that a copy which was given up may still write."""
         stats = self.engine.offload_stats()
-        return stats.num_jobs_in_flight if stats else 0
+        return stats.num_jobs_in_flight + stats.num_quarantined_chunks if stats else 0
 
     def numbers(self) -> dict[str, Any]:
         """What the engine and the library counted."""

@@ -31,7 +31,8 @@ class Round:
       num_requests: requests that ended.
       num_compared: of these, those that the baseline has too.
       differences: what differed.
-      num_jobs_left: jobs of the library that had no end after it, when the engine had nothing to do.
+      num_jobs_left: jobs of the library that had no end after it, when the engine had nothing to do, and slots of the
+        host tier that were kept back for copies that had been given up.
       error: why there is no going on; empty if there is.
       at_s: seconds since the start, at its end.
       rss_nbytes: memory of the process after it.
@@ -109,7 +110,7 @@ def failures(report: Mapping[str, Any]) -> list[str]:
         found.append(f"memory grew by {memory['growth_mib']:.1f} MiB, more than {memory['limit_mib']:g}")
     found += [f"{path} grew from {text}" for path, text in report["grown_tables"].items()]
     if report["num_jobs_left"]:
-        found.append(f"{report['num_jobs_left']} jobs had no end when an engine was at rest")
+        found.append(f"{report['num_jobs_left']} jobs or slots were not given back when an engine was at rest")
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any, final
 
 _TABLES = (dict, list, set, frozenset, tuple, collections.deque)
 _PACKAGE = "tpu_offload"
-_AT_LEAST = 16
+_AT_LEAST, _OF_FEW = 16, 240
 _MOST_SAMPLES = 1024
 
 
@@ -86,12 +86,12 @@ class TableHistory:
         third = (self._num_samples - self._num_samples // 2) // 3
         if third < 2:
             return {}
-        by_share = max(0.05, 1 / third)
+        by_share, at_least = max(0.05, 1 / third), max(_AT_LEAST, _OF_FEW / third)
         grown = {}
         for path, history in sorted(self._sizes.items()):
             half = history[len(history) // 2 :]
             before, after = max(half[:third]), min(half[-third:])
-            if after - before > max(_AT_LEAST, by_share * before):
+            if after - before > max(at_least, by_share * before):
                 grown[path] = f"{before:,} to {after:,}"
         return grown
 
