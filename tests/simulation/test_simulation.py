@@ -68,6 +68,13 @@ def test_any_part_of_a_trace_can_be_run():
         run(setup, part)
 
 
+def test_a_request_that_a_reset_finds_after_a_swap_is_not_saved():
+    """Too rare for a small campaign: it had no full chunk before the swap."""
+    setup = Setup(block_size=4, blocks_per_chunk=3, max_batch=3, num_swap_blocks=16, num_blocks=24)
+    step = ("step", 0, 0)
+    run(setup, [step, ("arrive", 0, 69), step, ("preempt", 0, 1), step, step, ("reset", 1, 0), step])
+
+
 def test_an_unknown_action_is_an_error():
     with pytest.raises(ValueError, match="no action"):
         World(Setup()).act(("dance", 0, 0))

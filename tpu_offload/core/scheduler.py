@@ -264,10 +264,11 @@ class OffloadScheduler:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine."""
         former = self._requests.get(request_id)
         self._forget(request_id)
-        if former is not None and not former.saving and self._swap.can_return(request_id):
-            # It comes back with the KV that it has: what a reset has made worthless to others stays so.
+        if former is not None and self._swap.can_return(request_id):
+            # It comes back with the KV that it has, without another match: what a reset has made worthless to others
+            # stays so, and a reset to come has to find it.
             request = self._requests[request_id] = self._request(request_id)
-            request.saving = False
+            request.saving = former.saving
 
     def finish(self, request_id: str) -> None:
         """A request ended, in whatever state it was. Unknown requests are fine."""
