@@ -37,6 +37,8 @@ _EVERYDAY = ("abort", "preempt")
 _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "swap": lambda rng: {
         "num_swap_blocks": rng.choice([16, 40]),
+        "blocks_per_chunk": rng.choice([1, 2]),
+        "max_batch": rng.choice([3, 8, 16]),
         "num_blocks": rng.randint(18, 24),
         "swap_mode": "swap",
         "max_requests": 8,
@@ -50,7 +52,7 @@ _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     },
 }
 _FOCUSED_RATES = {
-    "swap": {"preempt": 2500, "reset": 300, "restart": 200, "lose_swap": 300, "fail": 1000},
+    "swap": {"preempt": 2500, "reset": 500, "restart": 200, "lose_swap": 300, "fail": 1000},
     "loads": {"tick": 500, "stall": 300, "fail": 1000, "lose_slots": 200, "drop": 300},
 }
 
