@@ -135,13 +135,17 @@ def test_a_bad_flag_is_one_line(argv, capsys):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_ends_with_the_totals_so_far(jobs, tmp_path):
+    # Not by preexec_fn, which would fork: a child of a suite in the background has Ctrl-C ignored.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"from tests.simulation import cli; raise SystemExit(cli.main(['--seeds', '1000000', '--jobs', '{jobs}']))"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.simulation.cli", "--seeds", "1000000", "--jobs", str(jobs)],
+        [sys.executable, "-c", code],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     time.sleep(8)
     process.send_signal(signal.SIGINT)
