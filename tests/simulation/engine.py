@@ -91,10 +91,10 @@ class SimEngine:
 
     def reset(self, a: int) -> None:
         """New weights: the caches are void. Requests start over, or go on with what they have."""
-        self.log(f"reset to epoch {self.epoch + 1}; requests {'start over' if a % 2 else 'go on'}")
+        self.log(f"reset to epoch {self.epoch + 1}; requests {'start over' if a % 3 == 0 else 'go on'}")
         self.counts["resets"] += 1
         self.counts["resets with loads in flight"] += any(r.phase is Phase.LOADING for r in self.requests.values())
-        if a % 2:
+        if a % 3 == 0:
             for request in self._queue():
                 if request.phase.holds_blocks or request.phase is Phase.PARKED:
                     self._preempt(request, swap=False)

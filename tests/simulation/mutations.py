@@ -107,8 +107,8 @@ MUTATIONS = (
     Mutation(
         "old news is told to the next request of the same name",
         "transfers",
-        "            self._failed_loads = [failed for failed in self._failed_loads if failed.request_id != request_id]\n",
-        "            pass\n",
+        "for failed in self._failed_loads if failed.request_id != request_id]",
+        "for failed in self._failed_loads]",
     ),
     Mutation(
         "the slots of a late save are free at once",
@@ -241,7 +241,7 @@ MUTATIONS = (
     Mutation(
         "KV of before a reset is saved after a swap",
         "scheduler",
-        "            self._request(request_id).saving = former.saving\n",
+        "            request.saving = former.saving\n",
         "            pass\n",
     ),
     # Lookups, pins, slots.

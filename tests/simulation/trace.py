@@ -37,6 +37,10 @@ _EVERYDAY = ("abort", "preempt")
 _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "swap": lambda rng: {
         "num_swap_blocks": rng.choice([16, 40]),
+        "delays": tuple(rng.choice([0, 1, 2]) for _ in range(4)),
+        "report_delays": tuple(rng.choice([0, 0, 1]) for _ in range(4)),
+        "blocks_per_chunk": rng.choice([1, 2]),
+        "max_batch": rng.choice([3, 8, 16]),
         "num_blocks": rng.randint(18, 24),
         "swap_mode": "swap",
         "max_requests": 8,
@@ -50,7 +54,7 @@ _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     },
 }
 _FOCUSED_RATES = {
-    "swap": {"preempt": 2500, "reset": 300, "restart": 200, "lose_swap": 300, "fail": 1000},
+    "swap": {"preempt": 2500, "reset": 400, "restart": 400, "lose_swap": 300, "fail": 1000},
     "loads": {"tick": 500, "stall": 300, "fail": 1000, "lose_slots": 200, "drop": 300},
 }
 
