@@ -241,7 +241,7 @@ MUTATIONS = (
     Mutation(
         "KV of before a reset is saved after a swap",
         "scheduler",
-        "            request.saving = former.saving\n",
+        "            request.saving = former is None or former.saving\n",
         "            pass\n",
     ),
     # Lookups, pins, slots.
