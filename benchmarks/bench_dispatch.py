@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_offload import KVLayout, OffloadConfig, OffloadScheduler, OffloadWorker, ScheduledRequest
-from tpu_offload.engine.offloading import Offloading
+from tpu_offload.engine.offloading import Offloading, Seams
 from tpu_offload.engine.request import Request, SamplingParams
 from tpu_offload.engine.sequence import Phase, Run, Sequence
 from tpu_offload.kernels import Rows
@@ -93,6 +93,7 @@ class Bench:
         glue = Offloading.__new__(Offloading)  # with this scheduler and worker
         glue._scheduler, glue._worker = self.scheduler, self.worker
         glue._block_size, glue._decode_save, glue._watched = BLOCK_SIZE, False, set()
+        glue._relay = Seams().relay
         for sequence in sequences:
             glue.start_load(sequence)
         batch = next_runs(sequences)

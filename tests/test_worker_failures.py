@@ -257,3 +257,16 @@ def test_reports_say_which_jobs_are_over_and_which_life_speaks():
     assert 0 < report.incarnation <= time.time_ns()
     assert Engine().worker.poll().incarnation > report.incarnation
     assert report.incarnation <= before
+
+
+def test_a_worker_says_that_it_is_through_with_jobs_that_never_reached_it():
+    engine = Engine()
+    engine.worker.begin_step(StepPlan(1, next_job_id=7), engine.caches)
+    assert engine.worker.poll().oldest_job_id == 7
+    save = TransferJob(9, Direction.SAVE, 0, (0,), (0,))
+    plan = StepPlan(2, saves=(save,), next_job_id=10)
+    engine.caches = engine.worker.begin_step(plan, engine.caches)
+    assert engine.worker.poll().oldest_job_id <= 9, "the save of this very plan has not begun"
+    engine.worker.end_step(plan, engine.caches)
+    assert engine.worker.poll(wait=True).results[0].job_id == 9
+    assert engine.worker.poll().oldest_job_id == 10

@@ -137,6 +137,8 @@ class StepPlan:
         dispatched the last write before.
       swap_outs: dispatched before anything else, because their blocks are others' from this step on.
       swap_ins: dispatched before the forward pass, after `swap_outs`.
+      next_job_id: jobs with smaller ids have been sent, with this plan or before; a worker that does not have them
+        never will, and says so with `StepReport.oldest_job_id`.
     """
 
     step_id: int
@@ -145,6 +147,7 @@ class StepPlan:
     cancelled_job_ids: tuple[int, ...] = ()
     swap_outs: tuple[SwapJob, ...] = ()
     swap_ins: tuple[SwapJob, ...] = ()
+    next_job_id: int = 0
 
     @property
     def empty(self) -> bool:
@@ -153,8 +156,8 @@ class StepPlan:
 
     def __reduce__(self) -> tuple[type["StepPlan"], tuple[Any, ...]]:
         """A plan is pickled every step, and what dataclasses do for slots takes longer."""
-        fields = self.step_id, self.loads, self.saves, self.cancelled_job_ids, self.swap_outs, self.swap_ins
-        return StepPlan, fields
+        jobs = self.loads, self.saves, self.cancelled_job_ids, self.swap_outs, self.swap_ins
+        return StepPlan, (self.step_id, *jobs, self.next_job_id)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

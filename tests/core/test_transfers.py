@@ -1,12 +1,13 @@
 """How jobs end: lost results, workers that start anew, copies that fail in part, chunks that keep failing."""
 
 import dataclasses
+import pickle
 
 import pytest
 
 from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
-from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport
+from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
 from tpu_offload.core.suspects import Suspects
 from tpu_offload.types import ChunkKey, Direction
 
@@ -272,3 +273,24 @@ def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_came_back_fr
     engine.swap_in("a")
     engine.settle()
     assert engine.step([engine.scheduled(request)]).saves == (), "nor after it has left and come back"
+
+
+def test_what_timed_out_can_be_heard_of_without_a_report():
+    engine = FakeEngine(job_timeout_s=5.0)
+    engine.serve("a", tokens(8))
+    engine.add("b", tokens(8))
+    engine.step()
+    engine.clock.now_s += 6
+    engine.step()
+    assert engine.scheduler.take_update().failed_loads == (FailedLoad("b", 0),)
+    assert engine.scheduler.take_update() == Update()
+
+
+def test_plans_say_which_ids_are_given_so_that_a_worker_that_missed_some_can_say_so():
+    engine = FakeEngine()
+    assert engine.step()[0].next_job_id == 0
+    engine.add("a", tokens(8))
+    plan, _ = engine.step({"a": 8})
+    assert plan.next_job_id == plan.saves[0].job_id + 1
+    assert engine.step()[0].next_job_id == plan.next_job_id
+    assert pickle.loads(pickle.dumps(plan)) == plan

@@ -132,11 +132,14 @@ class SimWorker:
             self._load(job)
         for swap in plan.swap_ins:
             self._swap_in(swap)
+        if not plan.saves:
+            self.last_job_id = max(self.last_job_id, plan.next_job_id - 1)
 
     def end_step(self, plan: StepPlan) -> None:
         """Everything after it."""
         for job in plan.saves:
             self._save(job)
+        self.last_job_id = max(self.last_job_id, plan.next_job_id - 1)
         if self.flights:
             self._end_flights(into_hbm=False)
         if self.host.num_ready < self.max_slots or self.pool.num_ready < self.max_swap:

@@ -267,12 +267,8 @@ class World:
         return self._may_hold() or not (stats.num_quarantined_chunks or stats.swap_held_blocks)
 
     def _may_hold(self) -> bool:
-        """Whether memory may be in quarantine at the end.
-
-        What a worker may still write that is not heard of again stays there; likewise what a worker was sent before
-        it was started anew, until it gets a newer job: then its reports say that it is through with those before.
-        """
-        return bool(self.dead) or self.counts["fault: restart"] > 0
+        """Whether memory may be in quarantine at the end: what a worker may still write that is not heard of again."""
+        return bool(self.dead)
 
     def _check_empty(self) -> None:
         """Nothing is held, and no table of the scheduler remembers anything that is over."""

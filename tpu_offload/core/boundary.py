@@ -26,6 +26,13 @@ def report_error(report: Any, *, num_workers: int, num_groups: int, num_jobs: in
     """
     if type(report) is not StepReport:
         return f"a report is a {type(report).__name__}; expected a StepReport"
+    try:
+        return _report_error(report, num_workers=num_workers, num_groups=num_groups, num_jobs=num_jobs)
+    except AttributeError as e:  # unpickled from something else
+        return f"a report has no {e.name}"
+
+
+def _report_error(report: StepReport, *, num_workers: int, num_groups: int, num_jobs: int) -> str:
     numbers = (report.worker_id, report.num_host_chunks, report.oldest_job_id, report.incarnation)
     if not _are_counts(numbers):
         return f"worker id, chunks, oldest job and incarnation are {numbers!r:.100}; expected integers from 0 on"

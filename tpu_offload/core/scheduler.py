@@ -326,7 +326,7 @@ class OffloadScheduler:
         if self._transfers.has_plans or saves or any(swaps):
             plan = self._make_plan(saves, swaps)
         else:
-            plan = StepPlan(self._num_steps)
+            plan = StepPlan(self._num_steps, next_job_id=self._job_ids.num_given)
         self._num_steps += 1
         self._stats_logger.maybe_log(now_s, self.stats)
         return plan
@@ -367,7 +367,17 @@ class OffloadScheduler:
                 self._swap.report_late(worker_id, result.job_id)
                 self._transfers.report(worker_id, result)
         self._pass_over(worker_id, report.oldest_job_id, "what came of it on worker {} was never heard")
-        return self._take_update()
+        return self.take_update()
+
+    def take_update(self) -> Update:
+        """What there is to tell without a report: what timed out, or a reset gave up, since the last call.
+
+        `apply` tells it as well. An engine whose reports may stop coming calls this after `plan_step`.
+        """
+        swapped_in, lost_swaps = self._swap.take_news()
+        if not self._transfers.has_news and not swapped_in and not lost_swaps:
+            return _NO_UPDATE
+        return Update(*self._transfers.take_news(), swapped_in, lost_swaps)
 
     # State.
 
@@ -481,13 +491,8 @@ class OffloadScheduler:
             cancelled_job_ids=cancelled,
             swap_outs=swaps[0],
             swap_ins=swaps[1],
+            next_job_id=self._job_ids.num_given,
         )
-
-    def _take_update(self) -> Update:
-        swapped_in, lost_swaps = self._swap.take_news()
-        if not self._transfers.has_news and not swapped_in and not lost_swaps:
-            return _NO_UPDATE
-        return Update(*self._transfers.take_news(), swapped_in, lost_swaps)
 
     def _reject(self, error: str) -> None:
         self._counts.num_rejected_reports += 1

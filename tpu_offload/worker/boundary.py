@@ -22,24 +22,21 @@ def sound_plan(plan: Any, *, last: int) -> StepPlan:
       plan: anything.
       last: stands for a step id that makes no sense.
     """
-    if type(plan) is StepPlan and plan.empty and _is_count(plan.step_id):
-        return plan
     if type(plan) is not StepPlan:
         _logger.error("a plan is a %s; expected a StepPlan: nothing of it is done", type(plan).__name__)
         return StepPlan(last)
-    fields = (plan.loads, plan.saves, plan.swap_outs, plan.swap_ins)
-    answered = [_answerable(jobs, kind) for jobs, kind in zip(fields, _KINDS, strict=True)]
-    cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
-    kept = tuple(job_id for job_id in cancelled if _is_count(job_id))
-    if _is_count(plan.step_id) and kept == plan.cancelled_job_ids and all(map(_same, answered, fields)):
-        return plan
-    _logger.error("plan %r has jobs without an id, or fields that are no tuples of jobs: left out", plan.step_id)
-    loads, saves, outs, ins = answered
-    return StepPlan(plan.step_id if _is_count(plan.step_id) else last, loads, saves, kept, outs, ins)
+    try:
+        return _sound(plan, last=last)
+    except AttributeError as e:  # unpickled from something else
+        _logger.error("a plan has no %s: nothing of it is done", e.name)
+        return StepPlan(last)
 
 
 def transfer_error(job: TransferJob, direction: Direction) -> str:
     """Why this is no job in this direction, in one line; empty when it is. Whether it is in range is for the caller."""
+    missing = _missing(job)
+    if missing:
+        return missing
     if job.direction is not direction or type(job.group_id) is not int or type(job.request_id) is not str:
         return f"direction, group and request are {(job.direction, job.group_id, job.request_id)!r:.100}"
     error = _ids_error(job.block_ids, job.host_block_ids)
@@ -52,15 +49,38 @@ def transfer_error(job: TransferJob, direction: Direction) -> str:
 
 def swap_error(job: SwapJob, direction: Direction) -> str:
     """The same of a swap."""
+    missing = _missing(job)
+    if missing:
+        return missing
     if job.direction is not direction or type(job.parts) is not tuple:
         return f"direction and parts are {(job.direction, job.parts)!r:.100}"
     for part in job.parts:
-        if type(part) is not SwapPart or type(part.group_id) is not int or type(part.store) is not HostStore:
-            return f"a part is {part!r:.100}"
+        if (
+            type(part) is not SwapPart
+            or _missing(part)
+            or type(part.group_id) is not int
+            or type(part.store) is not HostStore
+        ):
+            return "a part of it is no SwapPart, or lacks something"
         error = _ids_error(part.block_ids, part.host_block_ids)
         if error:
             return error
     return ""
+
+
+def _sound(plan: StepPlan, *, last: int) -> StepPlan:
+    if plan.empty and _is_count(plan.step_id) and _is_count(plan.next_job_id):
+        return plan
+    fields = (plan.loads, plan.saves, plan.swap_outs, plan.swap_ins)
+    answered = [_answerable(jobs, kind) for jobs, kind in zip(fields, _KINDS, strict=True)]
+    cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
+    kept = tuple(job_id for job_id in cancelled if _is_count(job_id))
+    numbers = plan.step_id, plan.next_job_id
+    if all(map(_is_count, numbers)) and kept == plan.cancelled_job_ids and all(map(_same, answered, fields)):
+        return plan
+    _logger.error("plan %r has jobs without an id, or fields that are no tuples of jobs: left out", plan.step_id)
+    loads, saves, outs, ins = answered
+    return StepPlan(plan.step_id if _is_count(plan.step_id) else last, loads, saves, kept, outs, ins)
 
 
 _KINDS = (TransferJob, TransferJob, SwapJob, SwapJob)
@@ -69,9 +89,14 @@ _KINDS = (TransferJob, TransferJob, SwapJob, SwapJob)
 def _answerable(jobs: Any, kind: Any) -> tuple[Any, ...]:
     if type(jobs) is not tuple:
         return ()
-    if all(type(job) is kind and _is_count(job.job_id) for job in jobs):
+    if all(type(job) is kind and _is_count(getattr(job, "job_id", None)) for job in jobs):
         return jobs
-    return tuple(job for job in jobs if type(job) is kind and _is_count(job.job_id))
+    return tuple(job for job in jobs if type(job) is kind and _is_count(getattr(job, "job_id", None)))
+
+
+def _missing(instance: TransferJob | SwapJob | SwapPart) -> str:
+    """Which field something has not, that was unpickled from something else."""
+    return next((f"it has no {name}" for name in instance.__slots__ if not hasattr(instance, name)), "")
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -81,6 +81,10 @@ class WorkerJobs:
         self._jobs[job_id] = _Job(self._clock(), block_ids)
         self._num_seen = max(self._num_seen, job_id + 1)
 
+    def see_all_below(self, job_id: int) -> None:
+        """Every job with a smaller id that this worker is ever to do has been started."""
+        self._num_seen = max(self._num_seen, job_id)
+
     def add_part(self, job_ids: Iterable[int]) -> None:
         """One more part for each of these jobs."""
         for job_id in job_ids:

@@ -245,8 +245,8 @@ class TierCopies:
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
                 continue
-            self._jobs.start(job.job_id, job.block_ids)
             error = self._why_impossible(job, direction)
+            self._jobs.start(job.job_id, () if error else job.block_ids)
             if error:
                 self._jobs.end_part([job.job_id], error)
             else:

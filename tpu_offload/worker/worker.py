@@ -148,6 +148,8 @@ class OffloadWorker:
         plan = sound_plan(plan, last=self._step_id)
         self._step_id = plan.step_id
         tier = self._tier
+        if not plan.saves:  # else `end_step` starts the last of them
+            self._jobs.see_all_below(plan.next_job_id)
         if plan.empty and (tier is None or not (tier.has_flights or tier.awaits_pass)):
             return kv_caches
         if tier is not None:
@@ -208,6 +210,7 @@ class OffloadWorker:
             self._refuse(plan.saves, _OFF)
         elif plan.saves or self._tier.awaits_pass:
             self._tier.end(plan, list(kv_caches), outcome)
+        self._jobs.see_all_below(plan.next_job_id)
 
     def poll(self, *, wait: bool = False) -> StepReport:
         """Says what ended since the last call.
@@ -225,15 +228,16 @@ class OffloadWorker:
         num_ready = self._tier.num_chunks_ready if self._tier else 0
         num_swap = self._swap.num_blocks_ready if self._swap else ()
         last = self._report
-        if not self._jobs.has_results and num_ready == last.num_host_chunks and num_swap == last.num_swap_blocks:
+        oldest = self._jobs.oldest_id
+        if not self._jobs.has_results and (num_ready, num_swap, oldest) == (
+            last.num_host_chunks, last.num_swap_blocks, last.oldest_job_id
+        ):  # fmt: skip
             return last
         # A segment is lost only where a job fails, so there is never a loss to tell without a result.
         lost = self._tier.take_lost() if self._tier else ()
         lost_swap = self._swap.take_lost() if self._swap else ()
         results = self._jobs.take_results()
-        self._report = StepReport(
-            last.worker_id, (), num_ready, (), num_swap, (), self._jobs.oldest_id, self._incarnation
-        )
+        self._report = StepReport(last.worker_id, (), num_ready, (), num_swap, (), oldest, self._incarnation)
         return dataclasses.replace(self._report, results=results, lost_slots=lost, lost_swap_blocks=lost_swap)
 
     def take_written_loads(self) -> tuple[int, ...]:
