@@ -49,34 +49,44 @@ def _report_error(report: StepReport, *, num_workers: int, num_groups: int, num_
     return _memory_error(report, num_groups=num_groups)
 
 
-def check_request(request_id: Any, **counts: Any) -> None:
-    """Raises RequestError unless the id is text and the numbers, by their names, are integers from 0 on."""
+def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> None:
+    """Raises RequestError unless the id is text and the numbers are integers from 0 on.
+
+    Args:
+      request_id: the id.
+      counts: the numbers.
+      names: what they are called.
+    """
     if type(request_id) is not str:
         raise RequestError(f"a request_id is {request_id!r:.100}; expected text")
-    for name, value in counts.items():
-        if type(value) is int and value >= 0:
-            continue
-        try:
-            is_count = not isinstance(value, bool) and operator.index(value) >= 0
-        except TypeError:
-            is_count = False
-        if not is_count:
-            raise RequestError(f"request {request_id} has {name}={value!r:.100}; expected an integer from 0 on")
+    for i, value in enumerate(counts):
+        if not (type(value) is int and value >= 0) and not _is_index(value):
+            raise RequestError(f"request {request_id} has {names[i]}={value!r:.100}; expected an integer from 0 on")
 
 
 def check_blocks(request_id: str, block_ids: Any) -> None:
     """Raises RequestError unless this is a sequence of block ids: integers from 0 on, numpy's included."""
-    expected = "expected a sequence of integers from 0 on"
-    if not _has_length(block_ids) or isinstance(block_ids, (str, bytes, bytearray, dict)):
-        raise RequestError(f"request {request_id} has block ids {block_ids!r:.100}; {expected}")
+    check_table(request_id, block_ids)
     if not len(block_ids) or (set(map(type, block_ids)) == {int} and min(block_ids) >= 0):
         return
-    try:
-        bad = [i for i in block_ids if isinstance(i, bool) or operator.index(i) < 0]
-    except TypeError:
-        bad = list(block_ids)
+    bad = [i for i in block_ids if not _is_index(i)]
     if bad:
-        raise RequestError(f"request {request_id} has block ids like {bad[0]!r:.100}; {expected}")
+        raise RequestError(
+            f"request {request_id} has block ids like {bad[0]!r:.100}; expected a sequence of integers from 0 on"
+        )
+
+
+def check_table(request_id: str, block_ids: Any) -> None:
+    """Raises RequestError unless this is a sequence.
+
+    What is in it is not looked at: in every step that would cost more than the rest of it. Workers do so.
+    """
+    if type(block_ids) is not list and (
+        not _has_length(block_ids) or isinstance(block_ids, (str, bytes, bytearray, dict))
+    ):
+        raise RequestError(
+            f"request {request_id} has block ids {block_ids!r:.100}; expected a sequence of integers from 0 on"
+        )
 
 
 def check_tables(request_id: str, block_ids: Any) -> None:
@@ -88,25 +98,35 @@ def check_tables(request_id: str, block_ids: Any) -> None:
 
 
 def check_scheduled(scheduled: Any) -> None:
-    """Raises RequestError unless this is a ScheduledRequest whose fields are what they should be.
-
-    Block ids are not looked at one by one: in every step that would cost more than the rest of it. Workers do before
-    they copy.
-    """
+    """Raises RequestError unless this is a ScheduledRequest whose fields are what they should be."""
+    if (
+        type(scheduled) is ScheduledRequest
+        and type(scheduled.request_id) is str
+        and type(scheduled.num_prompt_tokens) is int
+        and type(scheduled.num_computed_tokens) is int
+        and scheduled.num_computed_tokens >= 0 <= scheduled.num_prompt_tokens
+        and type(scheduled.block_ids) is list
+        and type(scheduled.block_hashes) is list
+    ):  # nearly always, and an engine may name hundreds in a step
+        return
     if type(scheduled) is not ScheduledRequest:
         raise RequestError(f"a step has {scheduled!r:.100}; expected ScheduledRequests")
     request_id = scheduled.request_id
     check_request(
-        request_id, num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
+        request_id,
+        scheduled.num_prompt_tokens,
+        scheduled.num_computed_tokens,
+        names=("num_prompt_tokens", "num_computed_tokens"),
     )
     check_hashes(request_id, scheduled.block_hashes)
-    if not _has_length(scheduled.block_ids):
-        raise RequestError(f"request {request_id} has block ids {scheduled.block_ids!r:.100}; expected a sequence")
+    check_table(request_id, scheduled.block_ids)
 
 
 def check_hashes(request_id: str, block_hashes: Any) -> None:
     """Raises RequestError unless this is a sequence; its items are looked at by whoever makes keys of them."""
-    if not _has_length(block_hashes) or isinstance(block_hashes, (str, bytes, bytearray, dict, set, frozenset)):
+    if type(block_hashes) is not list and (
+        not _has_length(block_hashes) or isinstance(block_hashes, (str, bytes, bytearray, dict))
+    ):
         kind = type(block_hashes).__name__
         raise RequestError(f"the block hashes of request {request_id} are a {kind}; expected a sequence of bytes")
 
@@ -116,6 +136,14 @@ def check_keys(request_id: str, keys: Sequence[Any]) -> None:
     kinds = set(map(type, keys)) - {bytes}
     if kinds:
         raise RequestError(f"request {request_id} has a block hash of type {kinds.pop().__name__}; expected bytes")
+
+
+def _is_index(value: Any) -> bool:
+    """Whether this is an integer from 0 on, of Python or of numpy."""
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= 0
+    except TypeError:
+        return False
 
 
 def _has_length(items: Any) -> bool:

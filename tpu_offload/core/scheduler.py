@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
-from tpu_offload.core.boundary import check_blocks, check_hashes, check_request, check_scheduled, report_error
+from tpu_offload.core.boundary import check_hashes, check_request, check_scheduled, check_table, report_error
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobIds, JobTable
@@ -154,6 +154,7 @@ class OffloadScheduler:
         self._num_swap_blocks = dict.fromkeys(range(num_workers), (0,) * len(layout.groups))
         self._num_host_chunks = dict.fromkeys(range(num_workers), 0)
         self._incarnations: dict[int, int] = {}
+        self._repeated: StepReport | None = None  # one that changes nothing when it comes again
         self._num_requests_seen = 0
         self._num_steps = 0
         self._num_resets = 0
@@ -199,7 +200,7 @@ class OffloadScheduler:
           RequestError: the request is waiting for a load, an argument makes no sense, or the hashes are not
             those that an earlier match of this request had; nothing was changed.
         """
-        check_request(request_id, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens)
+        check_request(request_id, num_tokens, num_computed_tokens, names=("num_tokens", "num_computed_tokens"))
         check_hashes(request_id, block_hashes)
         if num_computed_tokens > num_tokens:
             raise RequestError(
@@ -241,8 +242,8 @@ class OffloadScheduler:
           RequestError: more tokens than promised, too few blocks for them, or an argument that makes no sense; the
             promise stands.
         """
-        check_request(request_id, num_loaded_tokens=num_loaded_tokens)
-        check_blocks(request_id, block_ids)
+        check_request(request_id, num_loaded_tokens, names=("num_loaded_tokens",))
+        check_table(request_id, block_ids)
         request = self._requests.get(request_id)
         if num_loaded_tokens == 0:
             if request is None:  # from here on it holds blocks: a reset has to find it
@@ -337,6 +338,8 @@ class OffloadScheduler:
         One that makes no sense is ignored whole, and counted. Results that fit no job in flight (late, doubled,
         unknown) change nothing and are counted, but for what they say of memory that nobody writes any more.
         """
+        if report is self._repeated:  # what a worker next door says in most steps
+            return self.take_update()
         error = report_error(
             report,
             num_workers=self._num_workers,
@@ -367,6 +370,8 @@ class OffloadScheduler:
                 self._swap.report_late(worker_id, result.job_id)
                 self._transfers.report(worker_id, result)
         self._pass_over(worker_id, report.oldest_job_id, "what came of it on worker {} was never heard")
+        if not (report.results or report.lost_slots or report.lost_swap_blocks):
+            self._repeated = report
         return self.take_update()
 
     def take_update(self) -> Update:

@@ -34,38 +34,37 @@ def sound_plan(plan: Any, *, last: int) -> StepPlan:
 
 def transfer_error(job: TransferJob, direction: Direction) -> str:
     """Why this is no job in this direction, in one line; empty when it is. Whether it is in range is for the caller."""
-    missing = _missing(job)
-    if missing:
-        return missing
-    if job.direction is not direction or type(job.group_id) is not int or type(job.request_id) is not str:
-        return f"direction, group and request are {(job.direction, job.group_id, job.request_id)!r:.100}"
-    error = _ids_error(job.block_ids, job.host_block_ids)
-    if error:
-        return error
-    # Two writes to one place in one program have no order.
-    written = job.host_block_ids if job.direction is Direction.SAVE else job.block_ids
-    return "it writes to one place twice" if len(set(written)) < len(written) else ""
+    try:
+        if job.direction is not direction or type(job.group_id) is not int or type(job.request_id) is not str:
+            return f"direction, group and request are {(job.direction, job.group_id, job.request_id)!r:.100}"
+        blocks, places = job.block_ids, job.host_block_ids
+        if not (type(blocks) is type(places) is tuple and set(map(type, blocks + places)) <= _INTS):
+            error = _ids_error(blocks, places)
+            if error:
+                return error
+        if len(blocks) != len(places):
+            return f"{len(blocks)} blocks for {len(places)} host blocks; expected as many of each"
+        # Two writes to one place in one program have no order.
+        written = places if direction is Direction.SAVE else blocks
+        return "it writes to one place twice" if len(set(written)) < len(written) else ""
+    except AttributeError as e:
+        return f"it has no {e.name}"
 
 
 def swap_error(job: SwapJob, direction: Direction) -> str:
     """The same of a swap."""
-    missing = _missing(job)
-    if missing:
-        return missing
-    if job.direction is not direction or type(job.parts) is not tuple:
-        return f"direction and parts are {(job.direction, job.parts)!r:.100}"
-    for part in job.parts:
-        if (
-            type(part) is not SwapPart
-            or _missing(part)
-            or type(part.group_id) is not int
-            or type(part.store) is not HostStore
-        ):
-            return "a part of it is no SwapPart, or lacks something"
-        error = _ids_error(part.block_ids, part.host_block_ids)
-        if error:
-            return error
-    return ""
+    try:
+        if job.direction is not direction or type(job.parts) is not tuple:
+            return f"direction and parts are {(job.direction, job.parts)!r:.100}"
+        return next(filter(None, map(_part_error, job.parts)), "")
+    except AttributeError as e:
+        return f"it has no {e.name}"
+
+
+def _part_error(part: SwapPart) -> str:
+    if type(part) is not SwapPart or type(part.group_id) is not int or type(part.store) is not HostStore:
+        return "a part of it is no SwapPart of a layer group and a store"
+    return _ids_error(part.block_ids, part.host_block_ids)
 
 
 def _sound(plan: StepPlan, *, last: int) -> StepPlan:
@@ -83,20 +82,16 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
     return StepPlan(plan.step_id if _is_count(plan.step_id) else last, loads, saves, kept, outs, ins)
 
 
+_INTS = {int}
 _KINDS = (TransferJob, TransferJob, SwapJob, SwapJob)
 
 
 def _answerable(jobs: Any, kind: Any) -> tuple[Any, ...]:
-    if type(jobs) is not tuple:
-        return ()
+    if type(jobs) is not tuple or not jobs:
+        return jobs if type(jobs) is tuple else ()
     if all(type(job) is kind and _is_count(getattr(job, "job_id", None)) for job in jobs):
         return jobs
     return tuple(job for job in jobs if type(job) is kind and _is_count(getattr(job, "job_id", None)))
-
-
-def _missing(instance: TransferJob | SwapJob | SwapPart) -> str:
-    """Which field something has not, that was unpickled from something else."""
-    return next((f"it has no {name}" for name in instance.__slots__ if not hasattr(instance, name)), "")
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -113,7 +108,8 @@ def _ids_error(block_ids: Any, host_block_ids: Any) -> str:
 
 
 def _are_ints(ids: Iterable[Any]) -> bool:
-    return all(issubclass(t, (int, np.integer)) and t is not bool for t in set(map(type, ids)))
+    kinds = set(map(type, ids))
+    return kinds <= _INTS or all(issubclass(kind, np.integer) for kind in kinds - _INTS)
 
 
 def _is_count(n: Any) -> bool:

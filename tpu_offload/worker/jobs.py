@@ -74,7 +74,7 @@ class WorkerJobs:
     @property
     def oldest_id(self) -> int:
         """No job with a smaller id is in flight, or will be: ids rise from plan to plan."""
-        return min(self._jobs, default=self._num_seen)
+        return min(self._jobs) if self._jobs else self._num_seen
 
     def start(self, job_id: int, block_ids: tuple[int, ...] = ()) -> None:
         """A job begins, with one part: its own dispatch."""
@@ -83,7 +83,8 @@ class WorkerJobs:
 
     def see_all_below(self, job_id: int) -> None:
         """Every job with a smaller id that this worker is ever to do has been started."""
-        self._num_seen = max(self._num_seen, job_id)
+        if job_id > self._num_seen:
+            self._num_seen = job_id
 
     def add_part(self, job_ids: Iterable[int]) -> None:
         """One more part for each of these jobs."""

@@ -97,7 +97,7 @@ class OffloadWorker:
         if config.enabled or config.swap_enabled:
             available = available_nbytes() if available is None else available
         self._num_host_chunks = _num_chunks(config, layout, available or 0) if config.enabled else 0
-        self._step_id = 0  # of the last plan
+        self._plan = StepPlan(0), StepPlan(0)  # the last one, as it was given, and without what made no sense
         self._tier: TierCopies | None = None
         self._swap: SwapCopies | None = None
         if self._num_host_chunks:
@@ -145,13 +145,13 @@ class OffloadWorker:
             leaves this class once it is built: without caches there is nothing to go on with. All of the plan that
             had not begun has failed then, and no `end_step` follows; the next plan comes with new caches.
         """
-        plan = sound_plan(plan, last=self._step_id)
-        self._step_id = plan.step_id
-        tier = self._tier
+        given, tier = plan, self._tier
+        plan = sound_plan(plan, last=self._plan[1].step_id)
+        self._plan = given, plan
         if not plan.saves:  # else `end_step` starts the last of them
             self._jobs.see_all_below(plan.next_job_id)
-        if plan.empty and (tier is None or not (tier.has_flights or tier.awaits_pass)):
-            return kv_caches
+            if plan.empty and (tier is None or not (tier.has_flights or tier.awaits_pass)):
+                return kv_caches
         if tier is not None:
             tier.abandon_pass()
         try:
@@ -205,12 +205,13 @@ class OffloadWorker:
           kv_caches: the caches as the forward pass left them; only read.
           outcome: what the forward pass returned of its copies, if it took `fused_step()` along.
         """
-        plan = sound_plan(plan, last=self._step_id)
+        given, sound = self._plan
+        plan = sound if plan is given else sound_plan(plan, last=sound.step_id)
         if self._tier is None:
             self._refuse(plan.saves, _OFF)
         elif plan.saves or self._tier.awaits_pass:
             self._tier.end(plan, list(kv_caches), outcome)
-        self._jobs.see_all_below(plan.next_job_id)
+            self._jobs.see_all_below(plan.next_job_id)
 
     def poll(self, *, wait: bool = False) -> StepReport:
         """Says what ended since the last call.

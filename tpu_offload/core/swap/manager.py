@@ -127,7 +127,7 @@ class RequestSwap:
         Raises:
           RequestError: it is swapped out already, or a number makes no sense; nothing was changed.
         """
-        check_request(request_id, num_computed_tokens=num_computed_tokens)
+        check_request(request_id, num_computed_tokens, names=("num_computed_tokens",))
         check_hashes(request_id, block_hashes)
         check_keys(request_id, block_hashes)
         if request_id in self._swapped:
