@@ -38,9 +38,9 @@ class OffloadStats:
       save_s: sum over finished saves of the slowest worker's time from dispatch to seen finished.
       load_s: the same for loads.
       dropped_save_blocks: blocks never saved because staging buffer or host tier had no room while the
-        request held them.
+        request held them, or because saves were suspended.
       dropped_load_blocks: blocks in the host tier that a request computed because the staging buffer
-        had no room.
+        had no room, or because loads were suspended.
       deferred_save_blocks: times that a block was refused in a step; it was offered again later.
       num_failed_jobs: jobs that failed, timed-out ones included.
       num_timed_out_jobs: jobs that some worker did not report in time.
@@ -191,18 +191,29 @@ class StatsLogger:
             return
         self._next_s = now_s + self._interval_s
         stats = get_stats()
-        moved = stats.saved_nbytes + stats.loaded_nbytes + stats.num_failed_jobs
+        moved = stats.saved_nbytes + stats.loaded_nbytes + stats.num_failed_jobs + stats.num_open_breakers
         moved += stats.num_swapped_out + stats.num_recomputed
         if moved == self._last_moved:
             return
         self._last_moved = moved
         _logger.info(
             "saved %d MiB, loaded %d MiB (%d tokens), host tier %d/%d chunks (%d evicted), staging peak %d/%d blocks, "
-            "dropped %d save and %d load blocks, %d jobs failed%s",
+            "dropped %d save and %d load blocks, %d jobs failed%s%s",
             stats.saved_nbytes >> 20, stats.loaded_nbytes >> 20, stats.loaded_tokens, stats.num_resident_chunks,
             stats.num_host_chunks, stats.num_evicted_chunks, stats.staging_peak_blocks, stats.staging_budget_blocks,
-            stats.dropped_save_blocks, stats.dropped_load_blocks, stats.num_failed_jobs, _swap_text(stats),
+            stats.dropped_save_blocks, stats.dropped_load_blocks, stats.num_failed_jobs,
+            _trouble_text(stats), _swap_text(stats),
         )  # fmt: skip
+
+
+def _trouble_text(stats: OffloadStats) -> str:
+    """What the log line says of copies that are suspended and memory that waits for late ones; mostly nothing."""
+    text = ""
+    if stats.num_open_breakers:
+        text += f", {stats.num_open_breakers} of saves, loads, swaps out and swaps in suspended"
+    if stats.num_quarantined_chunks:
+        text += f", {stats.num_quarantined_chunks} chunks in quarantine"
+    return text
 
 
 def _swap_text(stats: OffloadStats) -> str:

@@ -33,7 +33,7 @@ class ScheduledRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FailedLoad:
-    """A load that brought nothing.
+    """A load that did not bring all that it should have.
 
     Attributes:
       request_id: whose load it was.
