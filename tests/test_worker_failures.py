@@ -5,7 +5,18 @@ import time
 import jax
 import pytest
 
-from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, PATHS, Engine, Poisoned, Slow, broken, split_path
+from tests.worker_engine import (
+    FAILED,
+    FINISHED,
+    NUM_HOST_BLOCKS,
+    PATHS,
+    Engine,
+    Poisoned,
+    Slow,
+    broken,
+    slow_down,
+    split_path,
+)
 from tpu_offload.errors import CachesLostError, TransferError
 from tpu_offload.memory import host_pool
 from tpu_offload.types import Direction, StepPlan, TransferJob
@@ -270,3 +281,25 @@ def test_a_worker_says_that_it_is_through_with_jobs_that_never_reached_it():
     engine.worker.end_step(plan, engine.caches)
     assert engine.worker.poll(wait=True).results[0].job_id == 9
     assert engine.worker.poll().oldest_job_id == 10
+
+
+def test_copies_that_are_late_keep_their_part_of_the_staging_buffer_whatever_the_scheduler_thinks():
+    engine = Engine("staged")
+    engine.step(saves=[saved := engine.save([0, 1], [8, 9])])
+    engine.expect_saved(saved)
+    engine.states()
+    engine.step(saves=[late := engine.save([0, 1, 2, 3], [0, 1, 2, 3])])  # of six blocks
+    flights = list(engine.worker._tier._flights)
+    arrays = [slow_down(engine, i) for i in range(len(flights))]
+    # The scheduler has given it up and plans as if nothing were in flight.
+    engine.step(saves=[too_much := engine.save([4, 5, 6], [4, 5, 6])], loads=[fits := engine.load([8, 9], [8, 9])])
+    report = engine.worker.poll()
+    assert [(r.job_id, r.state) for r in report.results if r.job_id == too_much.job_id] == [(too_much.job_id, FAILED)]
+    assert "the staging buffer of 6 blocks holds" in report.results[0].error
+    for flight, array in zip(flights, arrays, strict=True):
+        flight.waiting_on = array.array
+    results = engine.drain()
+    assert results[late.job_id].state is results[fits.job_id].state is FINISHED
+    engine.expect_saved(late)
+    engine.expect_loaded(fits)
+    engine.check_round_trip()

@@ -142,6 +142,11 @@ class FaultyCopier(Copier):
         """See `Copier`."""
         return self._copier.hbm_blocks
 
+    @property
+    def stages(self) -> bool:
+        """See `Copier`."""
+        return self._copier.stages
+
     def compile(self) -> None:
         """See `Copier`."""
         self._copier.compile()

@@ -74,6 +74,7 @@ class Flight:
       host_staging: an array of the staged path to use again when the flight has ended.
       step_id: the plan that dispatched it.
       fused: the engine's own step copies it.
+      num_staged: staging blocks of HBM that it takes until it has ended; 0 on the direct path.
     """
 
     direction: Direction
@@ -84,6 +85,7 @@ class Flight:
     host_staging: jax.Array | None = None
     step_id: int = 0
     fused: bool = False
+    num_staged: int = 0
 
 
 def fetch_early(token: jax.Array, spec: TransferSpec) -> jax.Array:
@@ -106,6 +108,11 @@ class Copier(abc.ABC):
     @abc.abstractmethod
     def hbm_blocks(self) -> int:
         """Blocks' worth of HBM that it takes at most, whatever is in flight within the staging budget."""
+
+    @property
+    @abc.abstractmethod
+    def stages(self) -> bool:
+        """Whether its flights take a staging block of HBM for each block that they copy."""
 
     @abc.abstractmethod
     def compile(self) -> None:

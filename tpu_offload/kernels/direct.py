@@ -46,6 +46,11 @@ class DirectCopier(Copier):
         """See `Copier`; temporaries of the one program that runs."""
         return 2
 
+    @property
+    def stages(self) -> bool:
+        """See `Copier`."""
+        return False
+
     def compile(self) -> None:
         """See `Copier`."""
         for direction in self._directions:

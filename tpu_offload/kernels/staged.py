@@ -67,6 +67,11 @@ class StagedCopier(Copier):
         """See `Copier`; the staging arrays, and the temporaries of the one program that runs."""
         return self._spec.capacity + 1
 
+    @property
+    def stages(self) -> bool:
+        """See `Copier`."""
+        return True
+
     def compile(self) -> None:
         """See `Copier`."""
         for bucket in self._buckets:
@@ -87,7 +92,7 @@ class StagedCopier(Copier):
         staging, _ = self._program(programs.gather, len(rows))(kv_caches, rows.block_ids)
         # The runtime keeps the HBM staging array until the transfer has read it; this reference ends here.
         in_transit = jax.device_put(staging, self._host_sharding)
-        return Flight(Direction.SAVE, segment_id, rows, Phase.TRANSIT, in_transit)
+        return Flight(Direction.SAVE, segment_id, rows, Phase.TRANSIT, in_transit, num_staged=len(rows))
 
     def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
         """See `Copier`; the caches come back as they were, `resume_load` writes them."""
@@ -95,7 +100,8 @@ class StagedCopier(Copier):
         host_staging = self._host_staging(len(rows))
         host_staging, _ = self._program(programs.pick, len(rows))(host_staging, segment, rows.host_block_ids)
         in_transit = jax.device_put(host_staging, self._device_sharding)
-        return Flight(Direction.LOAD, segment_id, rows, Phase.TRANSIT, in_transit, host_staging), kv_caches
+        flight = Flight(Direction.LOAD, segment_id, rows, Phase.TRANSIT, in_transit, host_staging, num_staged=len(rows))
+        return flight, kv_caches
 
     def resume_save(self, flight: Flight) -> None:
         """See `Copier`."""

@@ -16,6 +16,7 @@ import numpy as np
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import (
+    Copier,
     DirectCopier,
     Flight,
     FusedOutcome,
@@ -105,6 +106,7 @@ class TierCopies:
             # No dispatch copies more blocks than there are, however generous the budget: ids are padded to this.
             capacity=min(config.staging_blocks(layout), kv_caches[0].shape[0]),
         )
+        self._staging_blocks = config.staging_blocks(layout)
         # Hosts that share one model must dispatch in one order, and readiness differs between them.
         self._lockstep = not self._spec.cache_sharding.is_fully_addressable
         paths = choose_paths(config, self._spec, fused=fused)  # before memory is taken: it may refuse
@@ -321,14 +323,15 @@ class TierCopies:
         return [(int(i), rows.take(segment_ids == i)) for i in np.unique(segment_ids)]
 
     def _start(self, direction: Direction, segment_id: int, piece: Rows, step_id: int, kv_caches: Caches) -> Caches:
-        job_ids = piece.jobs()
+        job_ids, copier = piece.jobs(), self._copiers[direction]
         self._jobs.add_part(job_ids)
         try:
+            self._check_staging(copier, len(piece))
             if direction is Direction.SAVE:
-                flight = self._copiers[direction].save(segment_id, piece, kv_caches)
+                flight = copier.save(segment_id, piece, kv_caches)
                 self._places(segment_id)[piece.host_block_ids] = False
             else:
-                flight, kv_caches = self._copiers[direction].load(segment_id, piece, kv_caches)
+                flight, kv_caches = copier.load(segment_id, piece, kv_caches)
         except Exception as e:
             self._fail(piece, segment_id, e)
             check_alive(kv_caches, e)
@@ -338,6 +341,21 @@ class TierCopies:
             if direction is Direction.LOAD and flight.phase is Phase.COPYING:
                 self._jobs.write_part(job_ids)
         return kv_caches
+
+    def _check_staging(self, copier: Copier, num_blocks: int) -> None:
+        """Raises TransferError if a copy would take more HBM than the staging buffer has.
+
+        The scheduler plans within the budget, but it gives up on copies that are late, and these still take theirs. Not
+        on hosts that share one model: which flights are over differs between them, and what they dispatch must not.
+        """
+        if not copier.stages or self._lockstep:
+            return
+        num_staged = sum(flight.num_staged for flight in self._flights)
+        if num_staged + num_blocks > self._staging_blocks:
+            raise TransferError(
+                f"the staging buffer of {self._staging_blocks} blocks holds {num_staged} of copies that are late; no "
+                f"room for {num_blocks}"
+            )
 
     # Copies inside the forward pass.
 
