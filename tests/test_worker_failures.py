@@ -291,7 +291,7 @@ def test_copies_that_are_late_keep_their_part_of_the_staging_buffer_whatever_the
     engine.step(saves=[late := engine.save([0, 1, 2, 3], [0, 1, 2, 3])])  # of six blocks
     flights = list(engine.worker._tier._flights)
     arrays = [slow_down(engine, i) for i in range(len(flights))]
-    # The scheduler has given it up and plans as if nothing were in flight.
+    engine.clock.now += 61  # the scheduler has given it up and plans as if nothing were in flight
     engine.step(saves=[too_much := engine.save([4, 5, 6], [4, 5, 6])], loads=[fits := engine.load([8, 9], [8, 9])])
     report = engine.worker.poll()
     assert [(r.job_id, r.state) for r in report.results if r.job_id == too_much.job_id] == [(too_much.job_id, FAILED)]

@@ -76,6 +76,11 @@ class WorkerJobs:
         """No job with a smaller id is in flight, or will be: ids rise from plan to plan."""
         return min(self._jobs) if self._jobs else self._num_seen
 
+    @property
+    def oldest_age_s(self) -> float:
+        """For how long the job that was started first has been in flight; 0 when none is."""
+        return self._clock() - next(iter(self._jobs.values())).started_s if self._jobs else 0.0
+
     def start(self, job_id: int, block_ids: tuple[int, ...] = ()) -> None:
         """A job begins, with one part: its own dispatch."""
         self._jobs[job_id] = _Job(self._clock(), block_ids)

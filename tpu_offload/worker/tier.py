@@ -107,6 +107,7 @@ class TierCopies:
             capacity=min(config.staging_blocks(layout), kv_caches[0].shape[0]),
         )
         self._staging_blocks = config.staging_blocks(layout)
+        self._timeout_s = config.job_timeout_s
         # Hosts that share one model must dispatch in one order, and readiness differs between them.
         self._lockstep = not self._spec.cache_sharding.is_fully_addressable
         paths = choose_paths(config, self._spec, fused=fused)  # before memory is taken: it may refuse
@@ -348,7 +349,7 @@ class TierCopies:
         The scheduler plans within the budget, but it gives up on copies that are late, and these still take theirs. Not
         on hosts that share one model: which flights are over differs between them, and what they dispatch must not.
         """
-        if not copier.stages or self._lockstep:
+        if not copier.stages or self._lockstep or self._jobs.oldest_age_s <= self._timeout_s:
             return
         num_staged = sum(flight.num_staged for flight in self._flights)
         if num_staged + num_blocks > self._staging_blocks:
