@@ -150,12 +150,12 @@ class SchedulerSide:
         preempted, matched, self._matched = output.preempted_req_ids or (), self._matched, set()
         for request_id in preempted:
             self._drop_stale(request_id)
-        spoilt, self._spoilt_block_ids = frozenset(self._spoilt_block_ids), set()
-        self._is_unsure = bool(self._config.sync_load or spoilt)
             if request_id not in matched:  # else it was given up when it was matched, and may hold blocks again
                 self._forget(request_id)
                 if self._offload is not None:
                     self._offload.preempt(request_id)
+        spoilt, self._spoilt_block_ids = frozenset(self._spoilt_block_ids), set()
+        self._is_unsure = bool(self._config.sync_load or spoilt)
         if self._offload is None:
             self._num_early_steps += 1
             return PlanMessage(StepPlan(self._num_early_steps), idle, spoilt)
