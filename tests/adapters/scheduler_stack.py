@@ -165,6 +165,7 @@ class Stack:
         self.num_spoilt = 0
         self._spoilt_before: set[str] = set()
         self._invalid_before: set[int] = set()
+        self._ends_before: dict[str, int] = {}
         self.events = []
         self.meddle = lambda outputs: outputs
 
@@ -310,6 +311,7 @@ class Stack:
         num_computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         num_computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self._check_places(output, num_computed)
         may_be_spoilt = {
             request_id
             for request_id in output.num_scheduled_tokens
@@ -347,6 +349,16 @@ class Stack:
         return {
             request_id: self._sample(request_id, *inputs[request_id], wrong=request_id in spoilt)
             for request_id in output.num_scheduled_tokens
+        }
+
+    def _check_places(self, output, num_computed: dict[str, int]) -> None:
+        """tpu-inference writes the last token of the step before at the end of who is in both steps."""
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        for request_id, end in self._ends_before.items():
+            assert not self.is_async or request_id in resumed or num_computed.get(request_id, end) == end, request_id
+        self._ends_before = {
+            request_id: num_computed[request_id] + num_scheduled
+            for request_id, num_scheduled in output.num_scheduled_tokens.items()
         }
 
     def _holds(self, request_id: str, block_ids: set[int]) -> bool:

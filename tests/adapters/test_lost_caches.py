@@ -65,7 +65,8 @@ def test_everybody_computes_again(sync_load, async_scheduling, policy, load_path
     for name, again in (("e", [*tokens, 7]), ("f", [*prompt(20, seed=9), 7])):
         stack.serve(name, again)
         assert stack.requests[name].status is RequestStatus.FINISHED_LENGTH_CAPPED
-    assert stack.offload.stats().loaded_blocks > 0
+    # With the policy `fail` it may be that nobody has saved anything, and chunks whose loads failed twice have a rest.
+    assert stack.offload.stats().loaded_blocks > 0 or policy == "fail"
     stack.check_end()
 
 

@@ -7,22 +7,15 @@ When it asks, the request's hashes are vLLM's own: they cover LoRA, cache salt a
 are known, so that neither a placeholder of async scheduling nor a draft is ever in one. What a step will have
 computed is the other half of what may be saved; it is counted as if every draft were accepted, and of the two
 the smaller counts.
-
-When blocks turn out not to hold what they should (`spoil`), requests that computed on them go back to before the first
-one. With async scheduling a step is on its way by then. What vLLM does with a request that it preempts is done to these
-as well: the tokens of that step are dropped when they come. Until then they are held back, because tpu-inference
-writes the last token of a step over the tokens of whoever is in the next one.
 """
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.request import RequestStatus
 
 from tpu_offload import (
     FinishedTransfer,
@@ -35,6 +28,7 @@ from tpu_offload import (
     TierEventKind,
 )
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
+from tpu_offload.adapters.vllm.rollback import Rollback
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats
 
 if TYPE_CHECKING:
@@ -93,17 +87,13 @@ class SchedulerSide:
         self._promised: set[str] = set()  # matched in this pass and not admitted
         self._matched: set[str] = set()  # matched in this pass
         self._waiting_since_s: dict[str, float] = {}  # requests that wait for a save
-        self._held_back: list["Request"] = []  # until a step that computed on spoilt blocks has ended
-        self._spoilt_sessions: dict[str, set[int]] = {}  # that wait for more input, and the blocks they go on with
-        self._spoilt_block_ids: set[int] = set()  # that the coming step computes on
-        self._is_unsure = False  # whether what the last step computed may turn out to rest on spoilt blocks
         self._told = OffloadStats()
         self._has_news = False  # something may have been counted since then
         self._transfers: list[FinishedTransfer] = []
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         """vLLM's cache manager, before the first step."""
-        self._kv_cache_manager = kv_cache_manager
+        self._rollback = Rollback(kv_cache_manager, block_size=self._block_size, is_unsure=bool(self._config.sync_load))
 
     def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens past `num_computed_tokens` in the host tier, and whether they arrive between steps.
@@ -138,7 +128,7 @@ class SchedulerSide:
         """vLLM granted blocks, with which the request waits for a load if it has one."""
         request_id = request.request_id
         self._watched[request_id] = self._offering[request_id] = _Watched(request)
-        self._spoilt_block_ids |= self._spoilt_sessions.pop(request_id, set())
+        self._rollback.admit(request_id)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
         if self._offload is not None:
@@ -149,21 +139,22 @@ class SchedulerSide:
         idle = output.total_num_scheduled_tokens == 0
         preempted, matched, self._matched = output.preempted_req_ids or (), self._matched, set()
         for request_id in preempted:
-            self._drop_stale(request_id)
+            if request_id in self._watched:
+                self._rollback.preempt(self._watched[request_id].request)
             if request_id not in matched:  # else it was given up when it was matched, and may hold blocks again
                 self._forget(request_id)
                 if self._offload is not None:
                     self._offload.preempt(request_id)
-        spoilt, self._spoilt_block_ids = frozenset(self._spoilt_block_ids), set()
-        self._is_unsure = bool(self._config.sync_load or spoilt)
+        spoilt = self._rollback.begin_step()
         if self._offload is None:
             self._num_early_steps += 1
             return PlanMessage(StepPlan(self._num_early_steps), idle, spoilt)
         for request_id in self._promised:
             self._offload.release(request_id)
         self._promised.clear()
+        self._has_news |= self._offload.has_jobs  # asked before they time out
         plan = self._offload.plan_step(self._changed(output))
-        self._has_news |= not plan.empty or self._offload.has_jobs
+        self._has_news |= not plan.empty
         return PlanMessage(plan, idle, spoilt)
 
     def apply(self, message: "KVConnectorWorkerMetadata | None") -> None:
@@ -187,69 +178,13 @@ class SchedulerSide:
 
     def end_step(self) -> None:
         """A step has ended, and vLLM has taken its tokens or dropped them."""
-        if self._held_back:
-            waiting = [request for request in self._held_back if request.num_stale_output_tokens]
-            for request in self._held_back:
-                if not request.num_stale_output_tokens:
-                    request.next_decode_eligible_step = 0
-            self._held_back = waiting
+        self._rollback.end_step()
 
     def spoil(self, block_ids: set[int]) -> None:
-        """Blocks do not hold what they should: some worker failed to load them, or has lost its caches.
-
-        A step has computed on them by now if loads are synchronous or all caches are lost, and requests that share them
-        may have, too. vLLM has one request compute each again, and goes on to find them in its prefix cache before
-        that has happened. So they are taken out of it, and each request computes them for itself.
-        """
-        manager = self._kv_cache_manager
-        spoilt = {block_id for block_id in block_ids if block_id < manager.block_pool.num_gpu_blocks}
-        tables = {request_id: manager.get_block_ids(request_id)[0] for request_id in self._watched}
-        firsts: dict[str, int] = {}
-        num_before = -1
-        while num_before < len(spoilt):  # what rests on these blocks has gone bad, too, and may be shared in turn
-            num_before = len(spoilt)
-            for request_id, table in tables.items():
-                first = next((i for i, block_id in enumerate(table) if block_id in spoilt), None)
-                if first is not None:
-                    firsts[request_id] = first
-                    spoilt.update(table[first:])
-        manager.evict_blocks(spoilt)
-        for request_id, first in firsts.items():
-            self._roll_back(self._watched[request_id].request, tables[request_id], first)
+        """Blocks do not hold what they should: some worker failed to load them, or has lost its caches."""
+        requests = {request_id: entry.request for request_id, entry in self._watched.items()}
+        for request_id in self._rollback.spoil(block_ids, requests):
             self._offer_anew(request_id)
-
-    def _roll_back(self, request: "Request", table: Sequence[int], first: int) -> None:
-        """A request computes again from block `first` of its table on."""
-        num_tokens = first * self._block_size
-        if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
-            # Its computed tokens are those that vLLM keeps of it. A step is wasted on it when it goes on.
-            if request.num_computed_tokens > num_tokens:
-                self._spoilt_sessions.setdefault(request.request_id, set()).update(table[first:])
-            return
-        request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
-        if request.status is RequestStatus.RUNNING:
-            self._drop_step_under_way(request)
-        elif request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS and not request.num_computed_tokens:
-            self._kv_cache_manager.free(request)  # it will be matched again, and given others
-
-    def _drop_step_under_way(self, request: "Request") -> None:
-        """What the scheduler does when it preempts; it keeps its blocks."""
-        request.num_output_placeholders = 0
-        if request.num_in_flight_tokens:
-            request.spec_token_ids = []
-            request.num_stale_output_tokens = request.num_in_flight_tokens
-            request.drop_stale_output = True
-            request.next_decode_eligible_step = sys.maxsize
-            self._held_back.append(request)
-
-    def _drop_stale(self, request_id: str) -> None:
-        """A request was preempted while a step is on its way that may turn out to have computed on spoilt blocks.
-
-        By then vLLM looks at those only that run: the tokens would be taken for right.
-        """
-        entry = self._watched.get(request_id)
-        if self._is_unsure and entry is not None and entry.request.num_stale_output_tokens:
-            entry.request.drop_stale_output = True
 
     def _offer_anew(self, request_id: str) -> None:
         """Nothing of a request is saved until it says anew how far it has computed.
@@ -268,7 +203,7 @@ class SchedulerSide:
         self._forget(request_id)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
-        self._spoilt_sessions.pop(request_id, None)
+        self._rollback.finish(request_id)
         self._has_news = True
         if self._offload is not None:
             self._offload.finish(request_id)
