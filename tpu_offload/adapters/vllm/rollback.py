@@ -9,9 +9,7 @@ vLLM does a part of it: it is told which blocks are invalid, and with the policy
     the step after it   is on its way with async scheduling, and vLLM would take its tokens. What it does with a request
                         that it preempts is done to these: the tokens are dropped when they come. Until then they
                         run in no further step, because tpu-inference writes the last token of a step over those
-                        of whoever is in the next one.
-    preempted requests  vLLM looks at those only that run, and takes their tokens when they come. While it may turn out
-                        that a step computed on spoilt blocks, those are dropped in any case.
+                        of whoever is in the next one. (Requests of a step on its way are never preempted.)
     waiting requests    that hold blocks give them back, to be matched again.
     sessions            that wait for more input cannot be set back, for their computed tokens are those that vLLM keeps
                         of them. A step is wasted on them when they go on: a worker reports the blocks with it.
@@ -35,13 +33,11 @@ class Rollback:
     Args:
       manager: vLLM's cache manager.
       block_size: tokens in a block.
-      is_unsure: whether a step may turn out to have computed on blocks that were not loaded: with synchronous loads.
     """
 
-    def __init__(self, manager: "KVCacheManager", *, block_size: int, is_unsure: bool) -> None:
+    def __init__(self, manager: "KVCacheManager", *, block_size: int) -> None:
         self._manager = manager
         self._block_size = block_size
-        self._is_always_unsure = self._is_unsure = is_unsure
         self._held_back: list[Request] = []
         self._sessions: dict[str, set[int]] = {}
         self._spoilt_block_ids: set[int] = set()  # that the coming step computes on
@@ -50,11 +46,6 @@ class Rollback:
         """A request goes on with the blocks that it holds."""
         self._spoilt_block_ids |= self._sessions.pop(request_id, set())
 
-    def preempt(self, request: "Request") -> None:
-        """A request was preempted in this pass."""
-        if self._is_unsure and request.num_stale_output_tokens:
-            request.drop_stale_output = True
-
     def finish(self, request_id: str) -> None:
         """A request ended."""
         self._sessions.pop(request_id, None)
@@ -62,7 +53,6 @@ class Rollback:
     def begin_step(self) -> frozenset[int]:
         """A step was scheduled; the spoilt blocks that it computes on."""
         spoilt, self._spoilt_block_ids = frozenset(self._spoilt_block_ids), set()
-        self._is_unsure = self._is_always_unsure or bool(spoilt)
         return spoilt
 
     def end_step(self) -> None:

@@ -93,7 +93,7 @@ class SchedulerSide:
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         """vLLM's cache manager, before the first step."""
-        self._rollback = Rollback(kv_cache_manager, block_size=self._block_size, is_unsure=bool(self._config.sync_load))
+        self._rollback = Rollback(kv_cache_manager, block_size=self._block_size)
 
     def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens past `num_computed_tokens` in the host tier, and whether they arrive between steps.
@@ -139,8 +139,6 @@ class SchedulerSide:
         idle = output.total_num_scheduled_tokens == 0
         preempted, matched, self._matched = output.preempted_req_ids or (), self._matched, set()
         for request_id in preempted:
-            if request_id in self._watched:
-                self._rollback.preempt(self._watched[request_id].request)
             if request_id not in matched:  # else it was given up when it was matched, and may hold blocks again
                 self._forget(request_id)
                 if self._offload is not None:
