@@ -3,12 +3,14 @@
 import time
 
 import jax
+import numpy as np
 import pytest
 
 from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, PATHS, Engine, Poisoned, broken, split_path
 from tpu_offload.errors import CachesLostError, TransferError
 from tpu_offload.memory import host_pool
 from tpu_offload.types import Direction, StepPlan, TransferJob
+from tpu_offload.worker.arrays import renew
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -202,3 +204,20 @@ def test_staged_transfer_that_fails_on_the_device_spoils_nothing(path, direction
     engine.expect_saved(good)
     assert engine.states() == {2: FINISHED}
     engine.check()
+
+
+def test_new_caches_are_like_the_old_ones():
+    devices = jax.devices()
+    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+    single = jax.sharding.SingleDeviceSharding(devices[0])
+    old = [
+        jax.device_put(np.full((6, 8 * len(devices), 4), 3, dtype), sharding)
+        for dtype, sharding in ((np.int8, spread), (np.float32, single), (np.int8, spread))
+    ]
+    old[1].delete()
+    shapes = [(cache.shape, cache.dtype, cache.sharding) for cache in old]
+    new = renew(old)
+    assert all(cache.is_deleted() for cache in old)
+    assert [(cache.shape, cache.dtype, cache.sharding) for cache in new] == shapes
+    assert all(not np.asarray(cache).any() for cache in new)

@@ -3,15 +3,12 @@
 import itertools
 import logging
 
-import jax
-import numpy as np
 import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import Stack, lose_caches, make_stack, prompt, save_prompt
 from tpu_offload import CachesLostError
 from tpu_offload.adapters.vllm import worker_side
-from tpu_offload.worker.arrays import renew
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
 
@@ -243,20 +240,3 @@ def test_one_line_says_so(caplog):
     (record,) = [r for r in caplog.records if r.name == worker_side.__name__]
     assert "took the KV caches with it (RuntimeError: injected)" in record.getMessage()
     assert "New caches are made" in record.getMessage()
-
-
-def test_new_caches_are_like_the_old_ones():
-    devices = jax.devices()
-    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
-    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
-    single = jax.sharding.SingleDeviceSharding(devices[0])
-    old = [
-        jax.device_put(np.full((6, 8 * len(devices), 4), 3, dtype), sharding)
-        for dtype, sharding in ((np.int8, spread), (np.float32, single), (np.int8, spread))
-    ]
-    old[1].delete()
-    shapes = [(cache.shape, cache.dtype, cache.sharding) for cache in old]
-    new = renew(old)
-    assert all(cache.is_deleted() for cache in old)
-    assert [(cache.shape, cache.dtype, cache.sharding) for cache in new] == shapes
-    assert all(not np.asarray(cache).any() for cache in new)
