@@ -3,9 +3,11 @@
 import time
 
 import jax
+import numpy as np
 import pytest
 
 from tests.worker_engine import (
+    CANCELLED,
     FAILED,
     FINISHED,
     NUM_HOST_BLOCKS,
@@ -20,6 +22,7 @@ from tests.worker_engine import (
 from tpu_offload.errors import CachesLostError, TransferError
 from tpu_offload.memory import host_pool
 from tpu_offload.types import Direction, StepPlan, TransferJob
+from tpu_offload.worker.arrays import renew
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -183,7 +186,10 @@ def test_every_job_of_a_plan_has_its_end_when_the_caches_are_lost(path):
         engine.worker.begin_step(plan, engine.caches, fuse=path != "fused")
     report = engine.worker.poll()
     assert sorted(r.job_id for r in report.results) == [1, 2, 3, 4]
-    assert {r.state for r in report.results} == {FAILED}
+    ends = {r.job_id: r.state for r in report.results}
+    assert {ends[job.job_id] for job in loads} == {FAILED}
+    assert {ends[job.job_id] for job in saves} <= {FAILED, CANCELLED}
+    assert CANCELLED in ends.values() or path == "fused", "what had not begun is nobody's failure"
     assert not engine.worker.has_flights
     other = Engine(path)
     other.worker.close()
@@ -303,3 +309,20 @@ def test_copies_that_are_late_keep_their_part_of_the_staging_buffer_whatever_the
     engine.expect_saved(late)
     engine.expect_loaded(fits)
     engine.check_round_trip()
+
+
+def test_new_caches_are_like_the_old_ones():
+    devices = jax.devices()
+    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+    single = jax.sharding.SingleDeviceSharding(devices[0])
+    old = [
+        jax.device_put(np.full((6, 8 * len(devices), 4), 3, dtype), sharding)
+        for dtype, sharding in ((np.int8, spread), (np.float32, single), (np.int8, spread))
+    ]
+    old[1].delete()
+    shapes = [(cache.shape, cache.dtype, cache.sharding) for cache in old]
+    new = renew(old)
+    assert all(cache.is_deleted() for cache in old)
+    assert [(cache.shape, cache.dtype, cache.sharding) for cache in new] == shapes
+    assert all(not np.asarray(cache).any() for cache in new)

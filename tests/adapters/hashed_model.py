@@ -96,6 +96,16 @@ class Runner:
                 self.num_checked += 1
         return ok
 
+    def write_step(self, starts: dict[str, int], inputs: dict[str, Prefix], spoilt: set[str]) -> None:
+        """Writes the KV of what a step computes, from each request's start on."""
+        rows = []
+        for request_id, prefix in inputs.items():
+            table = self.tables[request_id]
+            for position in range(starts[request_id], len(prefix.tokens)):
+                digest = b"spoilt" if request_id in spoilt else prefix.digests[position]
+                rows.append((table[position // BLOCK_SIZE], position % BLOCK_SIZE, digest))
+        self.write(rows)
+
     def write(self, rows) -> None:
         """Writes the KV of (block id, offset, digest)s."""
         for start in range(0, len(rows), _ROWS):

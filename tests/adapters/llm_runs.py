@@ -214,6 +214,25 @@ class Life:
 
         setattr(copier, method, fail)
 
+    def lose_caches(self, skip: list[int], method: str = "load") -> None:
+        """After so many loads, one takes the KV caches with it; and so on."""
+        from tpu_offload.types import Direction
+
+        copier, left = self.worker._tier._copiers[Direction.LOAD], list(skip)
+        load = getattr(copier, method)
+
+        def fail(*args: Any) -> Any:
+            if not left:
+                return load(*args)
+            left[0] -= 1
+            if left[0] >= 0:
+                return load(*args)
+            del left[0]
+            args[-1][0].delete()
+            raise RuntimeError("made to fail")
+
+        setattr(copier, method, fail)
+
     def reset(self) -> bool:
         """Forgets all that is cached, in HBM and in the host tier."""
         return self._llm.reset_prefix_cache(reset_connector=True)

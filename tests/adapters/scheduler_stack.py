@@ -42,6 +42,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, VOCABULARY, Prefix, Runner, continued, next_token
+from tpu_offload import CopyPath
 from tpu_offload.adapters.vllm import worker_side
 from tpu_offload.adapters.vllm.messages import ReportMessage
 from tpu_offload.types import Direction
@@ -163,6 +164,8 @@ class Stack:
         self.num_steps = 0
         self.num_spoilt = 0
         self._spoilt_before: set[str] = set()
+        self._invalid_before: set[int] = set()
+        self._ends_before: dict[str, int] = {}
         self.events = []
         self.meddle = lambda outputs: outputs
 
@@ -274,70 +277,105 @@ class Stack:
     # A step of the workers.
 
     def _execute(self, output) -> ModelRunnerOutput:
-        results = []
-        for connector, runner in zip(self.connectors, self.runners, strict=True):
-            with (
-                _agent(connector),
-                set_forward_context(None, self.config),
-                KVConnectorModelRunnerMixin._get_kv_connector_output(output) as kv_output,
-            ):
+        kv_outputs, ids = [], list(output.num_scheduled_tokens)
+        with set_forward_context(None, self.config), contextlib.ExitStack() as connected:
+            for connector, runner in zip(self.connectors, self.runners, strict=True):
+                with _agent(connector):
+                    begun = KVConnectorModelRunnerMixin._get_kv_connector_output(output)
+                    kv_outputs.append(connected.enter_context(begun))
                 runner.update_tables(output)
-                # With synchronous loads, those that failed are known when the pass begins.
-                spoilt = set(connector.worker_side._invalid_block_ids)
-                sampled = self._forward(runner, output, spoilt)
-            ids = list(output.num_scheduled_tokens)
-            results.append(
-                ModelRunnerOutput(
-                    req_ids=ids,
-                    req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-                    sampled_token_ids=[sampled[request_id] for request_id in ids],
-                    logprobs=None,
-                    prompt_logprobs_dict={},
-                    pooler_output=None,
-                    kv_connector_output=kv_output,
-                )
+            # With synchronous loads, those that failed are known when the pass begins.
+            invalid = set().union(*(connector.worker_side._invalid_block_ids for connector in self.connectors))
+            sampled = self._forward(output, invalid)
+        self._invalid_before = set().union(*(kv_output.invalid_block_ids for kv_output in kv_outputs))
+        results = [
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+                sampled_token_ids=[sampled[request_id] for request_id in ids],
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=None,
+                kv_connector_output=kv_output,
             )
+            for kv_output in kv_outputs
+        ]
         return self.aggregator.aggregate(self.meddle(results))
 
-    def _forward(self, runner: Runner, output, spoilt: set[int]) -> dict[str, list[int]]:
+    def _forward(self, output, invalid: set[int]) -> dict[str, list[int]]:
+        """The pass on all workers; what reads wrong KV computes wrong KV and samples wrong tokens.
+
+        That may happen only to who computes on blocks that a worker reports with this step, and in the step after it if
+        that was scheduled before the report was heard.
+        """
         num_computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         num_computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        sampled, rows, reads = {}, [], []
-        now_spoilt: set[str] = set()
+        self._check_places(output, num_computed)
+        may_be_spoilt = {
+            request_id
+            for request_id in output.num_scheduled_tokens
+            if self._holds(request_id, invalid)
+            or (self.is_async and (request_id in self._spoilt_before or self._holds(request_id, self._invalid_before)))
+        }
+        inputs = {}
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
-            table, sequence, start = runner.tables[request_id], self.sequence(request_id), num_computed[request_id]
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             drafts = [max(draft, 0) for draft in drafts]  # -1 pads; no right token is 0
-            end = start + num_scheduled
-            # A step that was scheduled before the failure was known computes on it too.
-            is_spoilt = bool(spoilt & set(table)) or (self.is_async and request_id in self._spoilt_before)
-            if is_spoilt:
-                self.num_spoilt += 1
-                now_spoilt.add(request_id)
-            else:
-                reads.append((request_id, sequence, start))
-            inputs = Prefix(sequence.tokens[: end - len(drafts)] + list(drafts))
-            for position in range(start, end):
-                block_id = table[position // BLOCK_SIZE]
-                digest = b"spoilt" if is_spoilt else inputs.digests[position]
-                rows.append((block_id, position % BLOCK_SIZE, digest))
-            if self.requests[request_id].is_prefill_chunk:
-                sampled[request_id] = []
-            else:
-                tokens = [next_token(inputs.digests[end - len(drafts) - 1])]
-                for i, draft in enumerate(drafts):
-                    if draft != tokens[-1]:
-                        break
-                    tokens.append(next_token(inputs.digests[end - len(drafts) + i]))
-                sampled[request_id] = tokens
-        runner.write(rows)
+            end = num_computed[request_id] + num_scheduled
+            tokens = self.sequence(request_id).tokens[: end - len(drafts)]
+            inputs[request_id] = Prefix(tokens + drafts), len(drafts)
         # As in a layer of a real model: every request's KV is written before any attention reads, so that one may
         # share blocks with another of the same pass.
-        for request_id, sequence, start in reads:
-            assert runner.check(request_id, sequence, start), f"{request_id} reads KV that is not its own"
-        self._spoilt_before = now_spoilt
-        return sampled
+        spoilt: set[str] = set()
+        while True:
+            for runner in self.runners:
+                runner.write_step(num_computed, {name: prefix for name, (prefix, _) in inputs.items()}, spoilt)
+            now_spoilt = {
+                request_id
+                for request_id in output.num_scheduled_tokens
+                if request_id not in spoilt
+                and not all(
+                    runner.check(request_id, self.sequence(request_id), num_computed[request_id])
+                    for runner in self.runners
+                )
+            }
+            assert now_spoilt <= may_be_spoilt, f"{now_spoilt - may_be_spoilt} read KV that is not their own"
+            if not now_spoilt:
+                break
+            spoilt |= now_spoilt
+        self.num_spoilt += len(spoilt)
+        self._spoilt_before = spoilt
+        return {
+            request_id: self._sample(request_id, *inputs[request_id], wrong=request_id in spoilt)
+            for request_id in output.num_scheduled_tokens
+        }
+
+    def _check_places(self, output, num_computed: dict[str, int]) -> None:
+        """tpu-inference writes the last token of the step before at the end of who is in both steps."""
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        for request_id, end in self._ends_before.items():
+            assert not self.is_async or request_id in resumed or num_computed.get(request_id, end) == end, request_id
+        self._ends_before = {
+            request_id: num_computed[request_id] + num_scheduled
+            for request_id, num_scheduled in output.num_scheduled_tokens.items()
+        }
+
+    def _holds(self, request_id: str, block_ids: set[int]) -> bool:
+        return any(not block_ids.isdisjoint(runner.tables[request_id]) for runner in self.runners)
+
+    def _sample(self, request_id: str, prefix: Prefix, num_drafts: int, *, wrong: bool) -> list[int]:
+        if self.requests[request_id].is_prefill_chunk:
+            return []
+        first = len(prefix.tokens) - num_drafts
+        if wrong:
+            return [VOCABULARY + 3]  # in no sequence
+        tokens = [next_token(prefix.digests[first - 1])]
+        for i, draft in enumerate(prefix.tokens[first:]):
+            if draft != tokens[-1]:
+                break
+            tokens.append(next_token(prefix.digests[first + i]))
+        return tokens
 
     def _propose(self, output) -> None:
         speculative = self.config.speculative_config
@@ -398,3 +436,22 @@ def broken(*_args):
 
 def break_loads(stack: Stack, worker: int = 0) -> None:
     stack.workers[worker]._tier._copiers[Direction.LOAD].load = broken
+
+
+def take_caches(kv_caches) -> None:
+    """What is left of donated caches when the program that took them fails."""
+    for cache in kv_caches[:1]:
+        cache.delete()
+    raise RuntimeError("injected")
+
+
+def lose_caches(stack: Stack, worker: int = 0) -> None:
+    """The next load takes the caches with it; those after it do not."""
+    copier = stack.workers[worker]._tier._copiers[Direction.LOAD]
+    name = "resume_load" if stack.side._config.load_path is CopyPath.STAGED else "load"
+
+    def fail(*args):
+        delattr(copier, name)
+        take_caches(args[-1])
+
+    setattr(copier, name, fail)

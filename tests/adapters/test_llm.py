@@ -270,6 +270,25 @@ def test_what_could_not_be_loaded_is_computed(process, plain, engine, settings, 
     assert outcome["end"]["stats"]["loaded_tokens"] > 0  # the last time
 
 
+@pytest.mark.parametrize("skip", [[0], [2]])
+@pytest.mark.parametrize(
+    ("engine", "settings", "method"),
+    [
+        ({}, {}, "load"),
+        (ASYNC, {}, "load"),
+        ({}, {"sync_load": True}, "load"),
+        (ASYNC, STAGED, "resume_load"),
+    ],
+    ids=["direct", "async scheduling", "synchronous", "async scheduling, staged"],
+)
+def test_a_load_takes_the_caches_with_it(process, plain, engine, settings, method, skip):
+    steps = [GENERATE, *FORGET_HBM, {"do": "lose_caches", "skip": skip, "method": method}, GENERATE]
+    outcome = process.live({"engine": engine, "connector": ours(**settings), "steps": [*steps, *FORGET_HBM, GENERATE]})
+    assert answers(outcome) == answers(plain([GENERATE], engine)) * 3
+    assert_nothing_is_left(outcome, failed=True)
+    assert sum("took the KV caches with it" in line for line in outcome["log"]) == len(skip)
+
+
 @pytest.mark.parametrize("sync", [False, True])
 def test_a_failed_load_ends_its_request_if_vllm_is_told_so(process, plain, sync):
     steps = [GENERATE, *FORGET_HBM, {"do": "break_loads", "times": 1}, GENERATE, GENERATE]

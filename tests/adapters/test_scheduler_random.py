@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
-from tests.adapters.scheduler_stack import BLOCK_SIZE, VOCABULARY, Stack
+from tests.adapters.scheduler_stack import BLOCK_SIZE, VOCABULARY, Stack, take_caches
 from tpu_offload import StepReport
 from tpu_offload.types import Direction
 
@@ -16,20 +16,22 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
 
 
 class Faults:
-    """Makes copies of a worker raise before they do anything, now and then."""
+    """Makes copies of a worker raise before they do anything, now and then, and loads take the caches with them."""
 
-    def __init__(self, stack: Stack, rng: random.Random, rate: float) -> None:
-        self.rng, self.rate, self.num_raised = rng, rate, 0
-        if rate:
-            for worker in stack.workers:
-                for direction, copier in worker._tier._copiers.items():
-                    name = "save" if direction is Direction.SAVE else "load"
-                    setattr(copier, name, functools.partial(self.maybe, getattr(copier, name)))
+    def __init__(self, stack: Stack, rng: random.Random, rate: float, loss_rate: float) -> None:
+        self.rng, self.rate, self.loss_rate, self.num_lost = rng, rate, loss_rate, 0
+        for worker in stack.workers if rate or loss_rate else ():
+            for direction, copier in worker._tier._copiers.items():
+                for method in ("save",) if direction is Direction.SAVE else ("load", "resume_load"):
+                    if hasattr(copier, method):
+                        setattr(copier, method, functools.partial(self.maybe, method, getattr(copier, method)))
 
-    def maybe(self, real, *args):
+    def maybe(self, method, real, *args):
         if self.rng.random() < self.rate:
-            self.num_raised += 1
             raise RuntimeError("injected")
+        if method != "save" and self.rng.random() < self.loss_rate:
+            self.num_lost += 1
+            take_caches(args[-1])
         return real(*args)
 
 
@@ -73,7 +75,7 @@ class Life:
             sync_load=mode in ("sync", "sync and async"),
             save_wait_s=rng.choice([0.0, 0.5]),
         )
-        self.faults = Faults(self.stack, rng, self.fault_rate)
+        self.faults = Faults(self.stack, rng, self.fault_rate, rng.choice([0.0, 0.0, 0.1]))
         rate = rng.choice([0.0, 0.7])
         for worker in self.stack.workers:
             delay(worker, rng, rate)
@@ -103,9 +105,7 @@ class Life:
             stack.step()
             stack.side.check_invariants()
         stack.drain()
-        if self.fault_rate and any(
-            request.status is RequestStatus.FINISHED_ERROR for request in stack.requests.values()
-        ):
+        if any(request.status is RequestStatus.FINISHED_ERROR for request in stack.requests.values()):
             assert stack.config.kv_transfer_config.kv_load_failure_policy == "fail"
         stack.check_end()
         assert all(runner.num_checked for runner in stack.runners)
@@ -125,6 +125,7 @@ class Life:
 
 # "sync" is of loads, "async" of scheduling.
 _loads = {"plain": 0, "sync": 0, "async": 0, "sync and async": 0, "speculative": 0}
+_losses = dict.fromkeys(_loads, 0)
 
 
 @pytest.mark.parametrize("mode", list(_loads))
@@ -134,7 +135,9 @@ def test_random_life(mode, seed):
     life = Life(seed, mode)
     life.run(40)
     _loads[mode] += life.stack.offload.stats().loaded_blocks
+    _losses[mode] += life.faults.num_lost
 
 
-def test_the_lives_loaded():
+def test_the_lives_loaded_and_lost():
     assert all(num_blocks > 100 for num_blocks in _loads.values()), _loads
+    assert all(_losses.values()), _losses

@@ -1,10 +1,11 @@
-"""Asking arrays whether they are computed yet, and waiting for them, never for ever."""
+"""Asking arrays whether they are computed yet, waiting for them, never for ever, and what to do when they are gone."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tpu_offload.errors import CachesLostError
 
@@ -19,6 +20,30 @@ def check_alive(kv_caches: Iterable[jax.Array], error: Exception) -> None:
             f"a load failed and took the KV caches with it ({type(error).__name__}: {error}); the engine has to make "
             "new caches and compute every running request again"
         ) from error
+
+
+def renew(kv_caches: Sequence[jax.Array]) -> list[jax.Array]:
+    """Caches of zeros in place of these, some of which a program that failed has taken.
+
+    What is left of the old ones goes first and each shard is made where it belongs, so that no device ever holds more
+    than before. Every process makes its own shards and waits for no other, which may have kept its caches.
+    """
+    for cache in kv_caches:
+        if not cache.is_deleted():
+            cache.delete()
+    programs: dict[Any, Any] = {}
+    return [_zeros(cache.shape, cache.dtype, cache.sharding, programs) for cache in kv_caches]
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding, programs: dict[Any, Any]) -> jax.Array:
+    shard_shape, shards = sharding.shard_shape(shape), []
+    for device in sharding.addressable_devices:
+        key = shard_shape, dtype, device
+        if key not in programs:
+            place = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            programs[key] = jax.jit(lambda: jnp.zeros(shard_shape, dtype), out_shardings=place)
+        shards.append(programs[key]())
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def is_ready(array: Any) -> bool:

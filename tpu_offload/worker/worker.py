@@ -174,11 +174,15 @@ class OffloadWorker:
         return kv_caches
 
     def _give_up(self, plan: StepPlan) -> None:
-        """The step will not be. Each of its jobs that has not begun gets its end all the same."""
+        """The step will not be. Each of its jobs that has not begun ends all the same, and counts as nobody's failure."""
         if self._tier is not None:
             self._tier.abandon_pass()
         jobs: list[TransferJob | SwapJob] = [*plan.loads, *plan.saves, *plan.swap_outs, *plan.swap_ins]
-        self._refuse(jobs, "the KV caches were lost before it was dispatched")
+        for job in jobs:
+            if not self._jobs.knows(job.job_id):
+                self._jobs.start(job.job_id)
+                self._jobs.cancel(job.job_id, unwritten=True)
+                self._jobs.end_part([job.job_id])
 
     @property
     def offers_fused(self) -> bool:

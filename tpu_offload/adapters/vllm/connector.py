@@ -124,6 +124,7 @@ class TPUOffloadConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """See the base class."""
+        self.scheduler_side.end_step()
         self.scheduler_side.apply(connector_output.kv_connector_worker_meta)
         if connector_output.invalid_block_ids:
             self.scheduler_side.spoil(connector_output.invalid_block_ids)

@@ -16,10 +16,13 @@ class PlanMessage(KVConnectorMetadata):
     Attributes:
       plan: what the library's worker does.
       idle: nothing is computed in this step, so that there is time to wait a little for a copy.
+      spoilt_block_ids: blocks that this step computes on and that do not hold what they should. vLLM has no way to be
+        told so but by a worker.
     """
 
     plan: StepPlan
     idle: bool
+    spoilt_block_ids: frozenset[int] = frozenset()
 
 
 @final

@@ -28,6 +28,7 @@ from tpu_offload import (
     TierEventKind,
 )
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
+from tpu_offload.adapters.vllm.rollback import Rollback
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class SchedulerSide:
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         """vLLM's cache manager, before the first step."""
-        self._kv_cache_manager = kv_cache_manager
+        self._rollback = Rollback(kv_cache_manager, block_size=self._block_size)
 
     def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens past `num_computed_tokens` in the host tier, and whether they arrive between steps.
@@ -127,6 +128,7 @@ class SchedulerSide:
         """vLLM granted blocks, with which the request waits for a load if it has one."""
         request_id = request.request_id
         self._watched[request_id] = self._offering[request_id] = _Watched(request)
+        self._rollback.admit(request_id)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
         if self._offload is not None:
@@ -141,15 +143,17 @@ class SchedulerSide:
                 self._forget(request_id)
                 if self._offload is not None:
                     self._offload.preempt(request_id)
+        spoilt = self._rollback.begin_step()
         if self._offload is None:
             self._num_early_steps += 1
-            return PlanMessage(StepPlan(self._num_early_steps), idle)
+            return PlanMessage(StepPlan(self._num_early_steps), idle, spoilt)
         for request_id in self._promised:
             self._offload.release(request_id)
         self._promised.clear()
+        self._has_news |= self._offload.has_jobs  # asked before they time out
         plan = self._offload.plan_step(self._changed(output))
-        self._has_news |= not plan.empty or self._offload.has_jobs
-        return PlanMessage(plan, idle)
+        self._has_news |= not plan.empty
+        return PlanMessage(plan, idle, spoilt)
 
     def apply(self, message: "KVConnectorWorkerMetadata | None") -> None:
         """Takes what the workers reported after a step.
@@ -170,20 +174,15 @@ class SchedulerSide:
             for failed in update.failed_loads:
                 self._offer_anew(failed.request_id)
 
-    def spoil(self, block_ids: set[int]) -> None:
-        """Some worker failed to load these blocks.
+    def end_step(self) -> None:
+        """A step has ended, and vLLM has taken its tokens or dropped them."""
+        self._rollback.end_step()
 
-        With synchronous loads a step has computed on them by now, and requests that share them may have, too. vLLM
-        has one request compute each again, and goes on to find them in its prefix cache before that has happened.
-        So they are taken out of it, and each request computes them for itself.
-        """
-        for request_id, entry in list(self._watched.items()):
-            (table,) = self._kv_cache_manager.get_block_ids(request_id)
-            first = next((i for i, block_id in enumerate(table) if block_id in block_ids), None)
-            if first is not None:
-                self._kv_cache_manager.evict_blocks(set(table[first:]))
-                entry.request.num_computed_tokens = min(entry.request.num_computed_tokens, first * self._block_size)
-                self._offer_anew(request_id)
+    def spoil(self, block_ids: set[int]) -> None:
+        """Blocks do not hold what they should: some worker failed to load them, or has lost its caches."""
+        requests = {request_id: entry.request for request_id, entry in self._watched.items()}
+        for request_id in self._rollback.spoil(block_ids, requests):
+            self._offer_anew(request_id)
 
     def _offer_anew(self, request_id: str) -> None:
         """Nothing of a request is saved until it says anew how far it has computed.
@@ -202,6 +201,7 @@ class SchedulerSide:
         self._forget(request_id)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
+        self._rollback.finish(request_id)
         self._has_news = True
         if self._offload is not None:
             self._offload.finish(request_id)

@@ -34,6 +34,12 @@ _HELP = {
     "num_failed_jobs": "Copies that failed.",
     "num_timed_out_jobs": "Copies that some worker did not report in time.",
     "num_ignored_results": "Reported results that fitted no copy.",
+    "num_rejected_reports": "Reports of workers that made no sense and were ignored.",
+    "num_lost_results": "Copies that a worker had done with and whose result never came.",
+    "num_worker_restarts": "Workers that were started anew, with an empty host tier.",
+    "num_quarantined_chunks": "Slots of the host tier that a copy which timed out may still write.",
+    "num_breaker_openings": "Times that saves or loads were suspended because they kept failing.",
+    "num_open_breakers": "Whether saves, loads or both are suspended now: 0 to 2.",
     "staging_budget_blocks": "Size of the staging buffer.",
     "staging_reserved_blocks": "Staging blocks held now.",
     "staging_peak_blocks": "The most staging blocks that were ever held.",
@@ -85,6 +91,8 @@ class OffloadConnectorStats(KVConnectorStats):
             "Dropped load blocks": data.get("dropped_load_blocks", 0),
             "Failed copies": data.get("num_failed_jobs", 0),
         }
+        if data.get("num_open_breakers"):
+            line["Suspended kinds of copies"] = data["num_open_breakers"]
         for name, label in (("load_seconds", "Longest load (ms)"), ("save_seconds", "Longest save (ms)")):
             if data.get(name):
                 line[label] = round(1000 * max(data[name]), 2)

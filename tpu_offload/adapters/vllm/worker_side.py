@@ -10,19 +10,35 @@ The order of calls in a step, by vLLM's mixin for model runners:
 A load that was started behind the pass is ordered before all later passes by the device, so its request is
 reported as soon as the last write is dispatched: it can be in the next pass. `OffloadWorker` reports the job
 to the scheduler's books when the copy is really over.
+
+When a load takes the caches with it there are new ones, and vLLM is told that every block is invalid, once, with the
+step at hand. That would not be enough for vLLM alone, which looks only at tokens computed before a step: of a load that
+was started behind the pass, what this very pass computed is lost as well, though its tokens are right. The scheduler
+side (`spoil`) sees to it, and to steps on their way by then, so that nothing is left to say with the next step.
 """
 
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import jax
 
-from tpu_offload import ConfigError, JobResult, JobState, KVLayout, OffloadWorker, StepPlan, StepReport, TransferJob
+from tpu_offload import (
+    CachesLostError,
+    ConfigError,
+    JobResult,
+    JobState,
+    KVLayout,
+    OffloadWorker,
+    StepPlan,
+    StepReport,
+    TransferJob,
+)
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config
+from tpu_offload.worker.arrays import renew
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +63,7 @@ class WorkerSide:
         # Loads that vLLM has not been told about, and those that it has and whose result is not there yet.
         self._loading: dict[int, TransferJob] = {}
         self._told: dict[int, TransferJob] = {}
+        self._lost_job_ids: set[int] = set()  # loads into caches that are gone, whose copy may be a success
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._reports: list[StepReport] = []
@@ -55,7 +72,6 @@ class WorkerSide:
         # The last plan whose steps may have computed on blocks that a failed load left as they were.
         self._last_spoilt_step_id = -1
         self._num_steps_ahead = 0
-        self._ends_failed_requests = False
 
     def register(self, runner: Any) -> None:
         """Makes the worker for a runner's caches.
@@ -88,7 +104,6 @@ class WorkerSide:
         self._runner, self._worker, self._sync = runner, worker, bool(config.sync_load)
         # With async scheduling the next plan is made before the scheduler hears of a failure.
         self._num_steps_ahead = int(vllm_config.scheduler_config.async_scheduling)
-        self._ends_failed_requests = vllm_config.kv_transfer_config.kv_load_failure_policy == "fail"
         self._last_spoilt_step_id = -1
         self._layout = layout
         self._num_told_chunks = -1
@@ -121,27 +136,31 @@ class WorkerSide:
             job = self._loading.pop(job_id, None)
             if job is not None:
                 self._fail(job)
+        if message.spoilt_block_ids:
+            self._spoil(message.spoilt_block_ids)
 
     def start_loads(self) -> None:
         """Dispatches the loads; those that the coming pass needs are written when it returns, or have failed."""
-        plan, runner = self._plan, self._runner
+        plan = self._plan
         self._loading.update((job.job_id, job) for job in plan.loads)
-        runner.kv_caches = self.worker.begin_step(plan, runner.kv_caches)
+        if not self._begin(plan):  # the worker fails the saves of the plan, and wants no more of it
+            self._plan = dataclasses.replace(plan, saves=())
         if self._sync:
             self._collect()  # direct loads are written, or have failed: nothing waits for the copies themselves
             while any(job.job_id in self._loading for job in plan.loads):
                 self._collect(wait=True)
                 # Staged loads go on here; as if of the next step, which on several hosts makes each go on at once.
-                runner.kv_caches = self.worker.begin_step(StepPlan(plan.step_id + 1), runner.kv_caches)
+                self._begin(StepPlan(plan.step_id + 1))
                 self._take_written()
 
     def start_saves(self) -> None:
-        """Dispatches the saves, unless the pass ran on blocks that a failed load has left as they were."""
+        """Dispatches the saves, unless the pass ran on blocks that a failed load has left as they were, or is lost."""
         if self._plan.step_id > self._last_spoilt_step_id:
             self.worker.end_step(self._plan, self._runner.kv_caches)
         elif self._plan.saves:
+            # Not as failed: it says nothing of the next copy.
             error = "the step computed on blocks whose load failed"
-            results = tuple(JobResult(job.job_id, JobState.FAILED, error) for job in self._plan.saves)
+            results = tuple(JobResult(job.job_id, JobState.CANCELLED, error) for job in self._plan.saves)
             self._collect()
             self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=()))
         self._plan = StepPlan(self._plan.step_id)
@@ -177,15 +196,40 @@ class WorkerSide:
             worker.close()
         self._loading.clear()
         self._told.clear()
+        self._lost_job_ids.clear()
         self._received.clear()
         self._invalid_block_ids.clear()
         self._reports.clear()
+
+    def _begin(self, plan: StepPlan) -> bool:
+        """Begins a step of the library's worker; False when the caches were lost and there are new ones."""
+        runner = self._runner
+        try:
+            runner.kv_caches = self.worker.begin_step(plan, runner.kv_caches)
+        except CachesLostError as e:
+            _logger.error("tpu_offload: %s. New caches are made, and vLLM is told", e)
+            num_blocks = runner.kv_caches[0].shape[0]
+            runner.kv_caches = renew(runner.kv_caches)
+            # Loads on their way go on, into blocks of which vLLM has been told by then.
+            self._lost_job_ids.update(self._loading, self._told)
+            for job in self._loading.values():
+                self._receive(job)
+            self._loading.clear()
+            self._told.clear()
+            self._spoil(range(num_blocks))
+            return False
+        return True
+
+    def _spoil(self, block_ids: Iterable[int]) -> None:
+        """The step at hand computes on these blocks, or has, and so may those that are on their way by then."""
+        self._invalid_block_ids.update(block_ids)
+        self._last_spoilt_step_id = self._plan.step_id + self._num_steps_ahead
 
     def _worker_is_busy(self) -> bool:
         return self.worker.has_flights and not (self._received or self._reports)
 
     def _collect(self, *, wait: bool = False) -> None:
-        report = self._last_report = self.worker.poll(wait=wait)
+        report = self._last_report = self._without_lost(self.worker.poll(wait=wait))
         if report.results or report.lost_slots or report.num_host_chunks != self._num_told_chunks:
             self._num_told_chunks = report.num_host_chunks
             self._reports.append(report)
@@ -199,6 +243,20 @@ class WorkerSide:
                 self._fail(job, result.failed_blocks)
         self._take_written()
 
+    def _without_lost(self, report: StepReport) -> StepReport:
+        """A load into caches that are gone has brought nothing, however well its copy went."""
+        lost = self._lost_job_ids.intersection(result.job_id for result in report.results)
+        if not lost:
+            return report
+        self._lost_job_ids -= lost
+        results = (
+            dataclasses.replace(result, state=JobState.CANCELLED, error="the KV caches were lost", failed_blocks=())
+            if result.job_id in lost and result.state is JobState.FINISHED
+            else result
+            for result in report.results
+        )
+        return dataclasses.replace(report, results=tuple(results))
+
     def _take_written(self) -> None:
         for job_id in self.worker.take_written_loads():
             job = self._loading.pop(job_id, None)
@@ -209,13 +267,11 @@ class WorkerSide:
     def _fail_late(self, job: TransferJob, error: str) -> None:
         """A load went wrong on the device, after steps that rest on it were dispatched.
 
-        An error of the device takes the caches along, and the engine with them. What is left is a copy that says it
-        did less than it was asked to, which nobody has seen. Tokens that are out stay out; the rest is made good,
-        unless vLLM could not take back the step that is on its way.
+        An error of the device takes the caches along. What is left is a copy that says it
+        did less than it was asked to, which nobody has seen. Tokens that are out stay out; the rest is made good.
         """
         _logger.error("tpu_offload: the load of request %s failed after it was used: %s", job.request_id, error)
-        if not self._num_steps_ahead or self._ends_failed_requests:
-            self._invalid_block_ids.update(job.block_ids)
+        self._spoil(job.block_ids)
 
     def _receive(self, job: TransferJob) -> None:
         if not self._sync:  # else vLLM does not wait for it
@@ -223,9 +279,11 @@ class WorkerSide:
 
     def _fail(self, job: TransferJob, positions: Sequence[int] = ()) -> None:
         """A load brought nothing, or all but the blocks at these positions of it: what is before them is used."""
-        self._invalid_block_ids.update([job.block_ids[i] for i in positions] or job.block_ids)
+        invalid = [job.block_ids[i] for i in positions] or job.block_ids
         if self._sync:
-            self._last_spoilt_step_id = self._plan.step_id + self._num_steps_ahead
+            self._spoil(invalid)
+        else:  # nothing has computed on them
+            self._invalid_block_ids.update(invalid)
         self._receive(job)
 
 
