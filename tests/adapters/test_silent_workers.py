@@ -98,7 +98,7 @@ def test_a_worker_whose_load_never_arrives(async_scheduling):
     stack.serve("a", prompt(40))
     stack.scheduler.reset_prefix_cache()
     stuck = stack.workers[1]
-    stuck._resume_load = lambda flight, caches: caches
+    stuck._tier._resume_load = lambda flight, caches: caches
     stack.add("other", prompt(16, seed=4), max_tokens=20)
     request = stack.add("b", prompt(41))
     for _ in range(int(TIMEOUT_S)):
@@ -108,7 +108,7 @@ def test_a_worker_whose_load_never_arrives(async_scheduling):
     for _ in range(4):
         stack.step()
     assert request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
-    del stuck._resume_load
+    del stuck._tier._resume_load
     stack.drain(max_steps=60)
     assert stack.offload.stats().num_timed_out_jobs == 1
     assert len(stack.outputs["b"]) == 3

@@ -174,7 +174,7 @@ class OffloadWorker:
         return kv_caches
 
     def _give_up(self, plan: StepPlan) -> None:
-        """The step will not be. Each of its jobs that has not begun ends all the same, and counts as nobody's failure."""
+        """The step will not be. Each of its jobs that has not begun ends all the same, as nobody's failure."""
         if self._tier is not None:
             self._tier.abandon_pass()
         jobs: list[TransferJob | SwapJob] = [*plan.loads, *plan.saves, *plan.swap_outs, *plan.swap_ins]
