@@ -156,7 +156,7 @@ class Stack:
                 connector.register_runner(runner)
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, num_workers)
         for worker in self.workers:
-            worker._tier._pool and worker._tier._pool.wait_until_allocated()
+            worker.wait_until_allocated()
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.errors: set[str] = set()
