@@ -145,8 +145,8 @@ class OffloadConfig(pydantic.BaseModel):
         5,
         ge=0,
         le=2**31 - 1,
-        description="After this many failed or late transfers in a row (saves, loads and swaps each on their own) "
-        "there are none for a while; 0 means there always are.",
+        description="After this many failed or late transfers in a row (saves, loads, swaps out and swaps in each on "
+        "their own) there are none for a while; 0 means there always are.",
     )
     breaker_retry_s: float = Field(
         5.0,
