@@ -7,7 +7,9 @@ import pytest
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tests.engine.test_cache_loss import check_at_rest, make_engine
 from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
-from tpu_offload.engine import Engine
+from tests.engine.test_swap import FakeSwap
+from tpu_offload import OffloadConfig
+from tpu_offload.engine import Engine, Seams
 from tpu_offload.engine.request import PromptTokens
 from tpu_offload.engine.sequence import Phase, Sequence
 
@@ -46,7 +48,9 @@ def computed(num_tokens):
 
 @both_schedulings
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
-@pytest.mark.parametrize("config", [ROOMY, dataclasses.replace(ROOMY, max_num_batched_tokens=16)], ids=["one", "chunks"])
+@pytest.mark.parametrize(
+    "config", [ROOMY, dataclasses.replace(ROOMY, max_num_batched_tokens=16)], ids=["one", "chunks"]
+)
 def test_a_running_request_shares_nothing_that_it_computes(config, num_steps, asynchronous):
     engine = make_engine(config=config, asynchronous=asynchronous, decode_save=True)
     engine.add_request(make_request("old", PROMPT, max_tokens=40, seed=1))
@@ -94,10 +98,9 @@ def test_a_request_that_waits_for_blocks_is_as_good_as_a_new_one(asynchronous):
 
 
 @both_schedulings
-@pytest.mark.parametrize("max_num_seqs", [4, 2], ids=["at once", "one after the other"])
-def test_samples_share_the_prompt_among_themselves_only(max_num_seqs, asynchronous):
-    """Some are forked before the reset and some after it, when they are new to the library."""
-    config = dataclasses.replace(ROOMY, max_num_seqs=max_num_seqs)
+@pytest.mark.parametrize("num_steps", [1, 4], ids=["forked after", "forked before"])
+def test_samples_share_the_prompt_among_themselves_only(num_steps, asynchronous):
+    """Those that are forked after the reset are new to the library, which would save what they share."""
     request = make_request("old", PROMPT, max_tokens=24, temperature=1.0, seed=3, n=3)
     alone = [dataclasses.replace(request, request_id=f"{i}") for i in range(3)]
     alone = [
@@ -105,11 +108,15 @@ def test_samples_share_the_prompt_among_themselves_only(max_num_seqs, asynchrono
         for i, one in enumerate(alone)
     ]
     expected = tokens_of(serve(Engine(TINY, ROOMY), alone))
-    engine = make_engine(config=config, asynchronous=asynchronous, decode_save=True)
+    engine = make_engine(config=ROOMY, asynchronous=asynchronous, decode_save=True)
     engine.add_request(request)
-    engine.step()
+    for _ in range(num_steps):
+        engine.step()
+    assert engine.stats().num_active == (1 if num_steps == 1 else 3)
     engine.reset_cache()
-    before = engine.offload_stats().saved_blocks
+    for _ in range(3):
+        engine.step()
+    before = engine.offload_stats().saved_blocks  # with what was on its way, which is not published
     outputs = {}
     while len(outputs) < 3:
         outputs |= {o.index: o for o in engine.step() if o.finished}
@@ -127,7 +134,11 @@ def test_samples_share_the_prompt_among_themselves_only(max_num_seqs, asynchrono
 @both_schedulings
 def test_a_load_in_flight(asynchronous):
     """With a part of the prompt in HBM already, of before the reset as well."""
-    engine = make_engine(config=dataclasses.replace(ROOMY, num_blocks=40), asynchronous=asynchronous)
+    silent = False
+    offload = OffloadConfig.create(num_cpu_chunks=256, staging_buffer_tokens=256)
+    config = dataclasses.replace(ROOMY, num_blocks=40, async_scheduling=asynchronous)
+    engine = Engine(TINY, config, offload=offload, seams=Seams(relay=lambda report: [] if silent else [report]))
+    engine.wait_for_host_memory()
     long = random_tokens(7, 80)
     answer = serve(engine, [make_request("first", long, max_tokens=4)])["first"].tokens
     push_out(engine)
@@ -137,7 +148,9 @@ def test_a_load_in_flight(asynchronous):
             push_out(engine)
             ask(engine, "part", long[:num_hbm])
         engine.add_request(make_request("loads", long, max_tokens=4))
+        silent = True
         engine.step()
+        silent = False
         (loading,) = engine._scheduler._active
         assert (loading.phase, loading.num_computed_tokens) == (Phase.LOADING, num_hbm)
         engine.reset_cache()
@@ -146,7 +159,7 @@ def test_a_load_in_flight(asynchronous):
         assert output.stats.prompt_tokens.host == 0
         # Without a part in HBM the failed load leaves nothing of before, and what is computed instead can be shared.
         assert ask(engine, "new", long).hbm == (0 if num_hbm else 76)
-    check_at_rest(engine)
+    engine.close()
 
 
 SWAPS = {"swap_gb": 0.01, "swap_mode": "swap", "num_cpu_chunks": 64, "decode_save": True}
@@ -215,6 +228,42 @@ def test_what_is_swapped_out_after_a_reset_is_known_by_no_hash():
     outputs = finish(engine, "old", "new")
     assert outputs["old"].tokens == outputs["new"].tokens
     check_at_rest(engine)
+
+
+def test_one_that_comes_back_takes_no_part_of_what_others_have_computed_since():
+    offload = FakeSwap()
+    scheduler = make_scheduler(offload=offload)
+    old = add(scheduler, "old", 24, seed=1)
+    step(scheduler)
+    scheduler.forget_prefixes()
+    scheduler._preempt(old)
+    new = add(scheduler, "new", 24, seed=1)
+    step_until(scheduler, lambda: new.phase is Phase.RUNNING)
+    offload.can.add("old")
+    step_until(scheduler, lambda: old.phase is Phase.RETURNING)
+    assert offload.events[-1] == ("swap_in", "old", {})
+    scheduler.end_return("old")
+    step(scheduler)
+    assert not set(old.block_ids) & set(new.block_ids)
+
+
+def test_a_sample_that_was_computed_again_shares_with_none_that_was_not():
+    offload = FakeSwap(swaps=False)
+    scheduler = make_scheduler(enable_prefix_caching=False, offload=offload)
+    request = make_request("a", PROMPT, max_tokens=30, n=2)
+    leader, fork = (Sequence(request, 0.0, list(PROMPT), i) for i in range(2))
+    scheduler.add(leader, fork)
+    step_until(scheduler, lambda: fork.phase is Phase.RUNNING)
+    assert fork.block_ids[:5] == leader.block_ids[:5]
+    scheduler.forget_prefixes()
+    scheduler._preempt(fork)
+    step_until(scheduler, lambda: fork.phase is Phase.RUNNING)
+    assert (leader.is_stale, fork.is_stale) == (True, False)
+    offload.swaps = True
+    scheduler._preempt(fork)
+    offload.can.add("a#1")
+    step_until(scheduler, lambda: fork.phase is Phase.RETURNING)
+    assert offload.events[-1] == ("swap_in", "a#1", {})
 
 
 def test_one_that_is_computed_again_shares_again():
