@@ -43,8 +43,8 @@ class Sequence:
       num_computed_tokens: leading tokens whose KV is computed by the steps dispatched so far, and in the blocks or
         swapped out.
       num_in_flight: steps on their way that sample a token of it: one between steps, two while the next is chosen.
-      is_stale: whether some of that KV is of before a reset of the cache. It is good enough for the sequence itself, and
-        for samples that share its prompt, but for no request that comes after the reset.
+      is_stale: whether some of that KV is of before a reset of the cache. It serves the sequence itself and samples
+        that share its prompt, but no request that comes after the reset.
       num_loading_tokens: tokens after those that are on their way from the host tier, while LOADING.
       next_offer_tokens: computed tokens from which on there is something new to offer for saving.
       prompt_tokens: where the KV of its prompt came from so far.
