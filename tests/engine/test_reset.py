@@ -266,6 +266,21 @@ def test_a_sample_that_was_computed_again_shares_with_none_that_was_not():
     assert offload.events[-1] == ("swap_in", "a#1", {})
 
 
+def test_one_that_was_swapped_out_before_and_comes_back_is_not_shared():
+    """The library loses it, and says so; the scheduler does not count on that."""
+    offload = FakeSwap()
+    scheduler = make_scheduler(offload=offload)
+    old = add(scheduler, "old", 24)
+    step(scheduler)
+    scheduler._preempt(old)
+    scheduler.forget_prefixes()
+    offload.can.add("old")
+    step_until(scheduler, lambda: old.phase is Phase.RETURNING)
+    scheduler.end_return("old")
+    step(scheduler)
+    assert scheduler._blocks.find_prefix(old.block_hashes) == []
+
+
 def test_one_that_is_computed_again_shares_again():
     scheduler = make_scheduler()
     old = add(scheduler, "old", 24)
