@@ -148,3 +148,11 @@ def test_a_seed_decides():
 def test_every_fault_has_a_rate():
     assert set(RATES) == set(Fault)
     assert all(0 < rate < 0.1 for rate in RATES.values())
+
+
+def test_a_rare_fault_can_be_certain():
+    faults = Faults(1, job_timeout_s=10.0, clock=Clock(), rates={}, certain={Fault.RESET: 3})
+    assert not any(faults.strikes(Fault.RESET) for _ in range(5)), "nothing is active"
+    faults.active = True
+    assert [faults.strikes(Fault.RESET) for _ in range(6)] == [False, False, True, False, False, False]
+    assert (faults.counts[Fault.RESET], faults.strikes(Fault.ABORT)) == (1, False)

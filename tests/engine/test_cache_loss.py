@@ -1,6 +1,7 @@
 """A load that fails and takes the KV caches with it costs time, and no token."""
 
 import dataclasses
+import time
 
 import pytest
 
@@ -226,3 +227,37 @@ def test_a_reset_forgets_what_is_cached_and_no_token(answers, asynchronous, num_
     (output,) = serve(engine, some_requests(1)).values()
     assert output.stats.prompt_tokens.hbm == output.stats.prompt_tokens.host == 0
     check_at_rest(engine)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("settings", [{}, {**SWAPS, "num_cpu_chunks": 60, "decode_save": True}], ids=str)
+def test_reports_may_stop_coming(settings, asynchronous):
+    """Then loads and swaps time out, and those that wait for them are computed again."""
+    num_silent, silent = 0, False
+
+    def relay(report):
+        nonlocal num_silent
+        num_silent += silent
+        return [] if silent else [report]
+
+    config = dataclasses.replace(SMALL_ENGINE, num_blocks=20, num_spare_blocks=0, async_scheduling=asynchronous)
+    requests = [make_request(f"r{i}", random_tokens(i, 9), max_tokens=50, temperature=1.0, seed=i) for i in range(6)]
+    expected = tokens_of(serve(Engine(TINY, config), requests))
+    settings = {"num_cpu_chunks": 256, "staging_buffer_tokens": 256, "job_timeout_s": 1} | settings
+    engine = Engine(TINY, config, offload=OffloadConfig.create(**settings), seams=Seams(relay=relay))
+    engine.wait_for_host_memory()
+    assert tokens_of(serve(engine, requests)) == expected
+    for request in requests:
+        engine.add_request(request)
+    waits, outputs = False, {}
+    until_s = time.monotonic() + 60
+    while engine.has_unfinished and time.monotonic() < until_s:
+        silent = silent or engine.stats().num_swapped > 0 or not settings.get("swap_gb")
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+        engine.check_invariants()
+        waits = waits or engine._scheduler.awaits_copies
+    assert tokens_of(outputs) == expected
+    assert waits, "nobody waited for a report"
+    assert num_silent > 0
+    assert engine.offload_stats().num_timed_out_jobs > 0
+    engine.close()

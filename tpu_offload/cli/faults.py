@@ -8,6 +8,7 @@ out hold what they held before. Copies inside the engine's own step (the `fused`
 import collections
 import enum
 import random
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -66,6 +67,8 @@ class Faults:
       job_timeout_s: what a job may take.
       clock: monotonic seconds.
       rates: how likely each fault is; one that is not there never happens.
+      certain: faults that are too rare for a short soak, and the chance, counted from 1, at which each happens
+        whatever its rate.
 
     Attributes:
       counts: how often each has happened.
@@ -73,18 +76,28 @@ class Faults:
     """
 
     def __init__(
-        self, seed: int, *, job_timeout_s: float, clock: Callable[[], float], rates: Mapping[Fault, float] = RATES
+        self,
+        seed: int,
+        *,
+        job_timeout_s: float,
+        clock: Callable[[], float],
+        rates: Mapping[Fault, float] = RATES,
+        certain: Mapping[Fault, int] = types.MappingProxyType({}),
     ) -> None:
         self.counts: collections.Counter[Fault] = collections.Counter()
         self.active = False
         self.random = random.Random(seed)
         self.clock = clock
         self._rates = rates
+        self._until_certain = dict(certain)
         self._job_timeout_s = job_timeout_s
 
     def strikes(self, fault: Fault) -> bool:
         """Whether this one happens now; counts it."""
         happens = self.active and self.random.random() < self._rates.get(fault, 0.0)
+        if self.active and fault in self._until_certain:
+            self._until_certain[fault] -= 1
+            happens |= self._until_certain[fault] == 0
         self.counts[fault] += happens
         return happens
 

@@ -42,6 +42,7 @@ from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import Engine, Request, RequestOutput
 
 _STUCK_S = 60.0  # without a request that ends
+_CERTAIN = {Fault.RESET: 100}  # a step of the first round, by which there is something to forget
 _REST_JOBS = 4  # times what a job may take, an engine is given to come to rest
 
 
@@ -125,7 +126,7 @@ class _Side:
 
 @contextlib.contextmanager
 def _engine(setup: Setup, name: str, config: OffloadConfig, *, seed: int) -> Iterator[_Side]:
-    faults = Faults(seed, job_timeout_s=config.job_timeout_s, clock=time.perf_counter)
+    faults = Faults(seed, job_timeout_s=config.job_timeout_s, clock=time.perf_counter, certain=_CERTAIN)
     engine = Engine(setup.model, setup.engine, offload=config, clock=time.perf_counter, seams=faults.seams())
     with contextlib.closing(engine):
         engine.warm_up()

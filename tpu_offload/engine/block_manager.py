@@ -88,6 +88,10 @@ class BlockManager:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
 
+    def is_registered(self, block_id: int) -> bool:
+        """Whether a block can be found by its hash."""
+        return block_id in self._hash_of
+
     def forget(self) -> None:
         """Forgets what the blocks cache; those that are held stay held."""
         self._hash_of.clear()

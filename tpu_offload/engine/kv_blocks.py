@@ -79,14 +79,17 @@ class KVBlocks:
 
         Args:
           sequence: whose computed tokens fill blocks.
-          samples: running sequences of the same prompt, which hold it.
+          samples: running sequences of the same prompt, which hold it; of use only if all or none of it is of before a
+            reset, as with this sequence.
         """
         num_full = sequence.num_computed_tokens // self._block_size
         found = {}
-        if self._prefix_caching:
+        if self._prefix_caching and not sequence.is_stale:
             blocks = enumerate(map(self._full.get, sequence.block_hashes[:num_full]))
             found = {i: block_id for i, block_id in blocks if block_id is not None}
         for sample in samples:
+            if sample.is_stale != sequence.is_stale:
+                continue
             computed = min(sequence.num_prompt_tokens, sequence.num_computed_tokens, sample.num_computed_tokens)
             found = dict(enumerate(sample.block_ids[: computed // self._block_size])) | found
         own = sequence.block_ids
@@ -156,8 +159,11 @@ class KVBlocks:
         return newest - self._ring_blocks < oldest_needed
 
     def register(self, sequence: Sequence, first: int, end: int) -> None:
-        """The KV of these full blocks of the table is in place: they can be found by their hashes."""
-        if self._prefix_caching:
+        """The KV of these full blocks of the table is in place: they can be found by their hashes.
+
+        Those of a stale sequence cannot: what the steps after the reset compute rests on KV of before it.
+        """
+        if self._prefix_caching and not sequence.is_stale:
             for i in range(first, end):
                 self._full.register(sequence.block_ids[i], sequence.block_hashes[i])
 
@@ -190,5 +196,7 @@ class KVBlocks:
         ):
             manager.check_invariants()
             assert manager.num_free == manager.num_blocks - len({block for table in tables for block in table})
+        stale = [block for sequence in active if sequence.is_stale for block in sequence.block_ids]
+        assert not any(map(self._full.is_registered, stale)), "KV of before a reset can be found"
         rings = [block for sequence in active for block in sequence.window_block_ids]
         assert len(rings) == len(set(rings)), "two sequences write into one ring"

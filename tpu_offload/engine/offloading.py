@@ -120,7 +120,7 @@ class Offloading:
         swapped = sequence.phase is Phase.RUNNING and self._scheduler.swap.swap_out(
             name,
             [sequence.block_ids, sequence.window_block_ids][: self._num_groups],
-            sequence.block_hashes,
+            () if sequence.is_stale else sequence.block_hashes,
             num_computed_tokens=sequence.num_computed_tokens,
         )
         self._scheduler.preempt(name)
@@ -180,7 +180,11 @@ class Offloading:
         """
         changed: list[ScheduledRequest] = []
         if self._watched:
-            changed = [self._offer(run.sequence, run.end) for run in batch if run.end >= run.sequence.next_offer_tokens]
+            changed = [
+                self._offer(run.sequence, run.end)
+                for run in batch
+                if run.end >= run.sequence.next_offer_tokens and not run.sequence.is_stale
+            ]
         plan = self._scheduler.plan_step(changed)
         return plan, self._worker.begin_step(plan, kv_caches, fuse=bool(batch))
 
@@ -211,6 +215,8 @@ class Offloading:
         reports = self._relay(self._worker.poll(wait=wait))
         if len(reports) == 1:
             return self._scheduler.apply(reports[0])
+        if not reports:
+            return self._scheduler.take_update()
         updates = [self._scheduler.apply(report) for report in reports]
         return Update(*(tuple(itertools.chain(*news)) for news in zip(*map(_fields, updates), strict=True)))
 

@@ -225,6 +225,7 @@ class Scheduler:
         if num_valid_tokens is not None:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_valid_tokens)
             num_loaded = num_valid_tokens - sequence.num_computed_tokens
+            sequence.is_stale = sequence.is_stale and num_valid_tokens > 0
         first_block = sequence.num_computed_tokens // self._config.block_size
         sequence.advance(num_loaded, source="host")
         self._blocks.register(sequence, first_block, sequence.num_computed_tokens // self._config.block_size)
@@ -268,7 +269,9 @@ class Scheduler:
         return len(lost)
 
     def forget_prefixes(self) -> None:
-        """No block in HBM is found by its contents any more; sequences keep those that they hold."""
+        """No KV that is in HBM or swapped out now serves any other request; sequences keep what they have."""
+        for sequence in self._sequences.values():
+            sequence.is_stale |= sequence.phase is Phase.SWAPPED or sequence.phase.holds_blocks
         self._blocks.forget()
 
     def check_invariants(self) -> None:
@@ -340,6 +343,7 @@ class Scheduler:
         if copies is None:
             return False
         self._copies += copies
+        sequence.is_stale = leader.is_stale
         sequence.advance(len(sequence.tokens) - 1, source="hbm")
         if self._offload:
             self._offload.start_load(sequence)
@@ -406,6 +410,7 @@ class Scheduler:
     def _start_over(self, sequence: Sequence) -> None:
         """Nothing of it is computed any more."""
         sequence.phase = Phase.WAITING
+        sequence.is_stale = False
         sequence.num_computed_tokens = sequence.num_loading_tokens = 0
 
     def _take_blocks(self, sequence: Sequence) -> None:

@@ -43,6 +43,8 @@ class Sequence:
       num_computed_tokens: leading tokens whose KV is computed by the steps dispatched so far, and in the blocks or
         swapped out.
       num_in_flight: steps on their way that sample a token of it: one between steps, two while the next is chosen.
+      is_stale: whether some of that KV is of before a reset of the cache. It serves the sequence itself and samples
+        that share its prompt, but no request that comes after the reset.
       num_loading_tokens: tokens after those that are on their way from the host tier, while LOADING.
       next_offer_tokens: computed tokens from which on there is something new to offer for saving.
       prompt_tokens: where the KV of its prompt came from so far.
@@ -66,6 +68,7 @@ class Sequence:
     block_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0
+    is_stale: bool = False
     num_loading_tokens: int = 0
     next_offer_tokens: int = 0
     prompt_tokens: PromptTokens = dataclasses.field(default_factory=PromptTokens)
