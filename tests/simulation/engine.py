@@ -60,8 +60,6 @@ class SimEngine:
         setup = self.setup
         if len(self.requests) >= setup.max_requests:
             return
-        self._num_arrived += 1
-        name = next(name for i in range(9) if (name := f"r{(self._num_arrived + i) % 9}") not in self.requests)
         limit = min(44, setup.num_blocks * setup.block_size - 8)
         salt = mix(a, 3) % setup.num_salts
         tokens = [a >> i // 6 & 1 for i in range(1 + b % 40)]
@@ -69,8 +67,13 @@ class SimEngine:
             former = self.ended[a % len(self.ended)]
             salt, tokens = former.salt, [*former.tokens[: 1 + mix(b, 1) % len(former.tokens)], a & 1]
         tokens = tokens[: limit - 6]
-        request = Request(name, self._num_arrived, salt, [], [], len(tokens), len(tokens) + 1 + mix(b, 2) % 14)
-        request.max_tokens = min(request.max_tokens, limit)
+        self.submit(tokens, salt=salt, max_tokens=min(limit, len(tokens) + 1 + mix(b, 2) % 14))
+
+    def submit(self, tokens: list[int], *, salt: int, max_tokens: int) -> None:
+        """A request with this prompt."""
+        self._num_arrived += 1
+        name = next(name for i in range(9) if (name := f"r{(self._num_arrived + i) % 9}") not in self.requests)
+        request = Request(name, self._num_arrived, salt, [], [], len(tokens), max_tokens)
         for token in tokens:
             self._append(request, token)
         self.requests[name] = request

@@ -15,6 +15,7 @@ from tests.simulation.request import Request
 from tests.simulation.trace import Setup
 from tests.simulation.worker import SimWorker
 from tpu_offload import BlockHash, ChunkKey, OffloadScheduler, StepPlan, StepReport
+from tpu_offload.core.breaker import BreakerState
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import Direction
 
@@ -213,8 +214,34 @@ class Model:
             raise Violation(
                 f"{stats.staging_reserved_blocks} staging blocks are reserved; jobs and promises hold {held}"
             )
+        self.probing()
         if stats.staging_peak_blocks > self.budget:
             raise Violation(f"{stats.staging_peak_blocks} staging blocks were held at once, of {self.budget}")
+
+    def probing(self) -> list[str]:
+        """Breakers that wait for a probe.
+
+        Raises:
+          Violation: one waits for a probe that is not there, and would for ever.
+        """
+        scheduler, swap = self.scheduler, self.scheduler.swap
+        jobs = {(job.job_id, job.direction) for job in scheduler._jobs}
+        swaps = {(job.job_id, job.direction) for job in swap._jobs}
+        promised = {(r.account, Direction.LOAD) for r in scheduler._requests.values() if r.promise}
+        out = {(name, Direction.LOAD) for name in swap._swapped}
+        waiting = []
+        for kind, breakers, probes in (
+            ("", scheduler._breakers, jobs | promised),
+            ("swap ", swap._breakers, swaps | out),
+        ):
+            for direction, breaker in breakers.items():
+                if breaker._state is BreakerState.PROBING:
+                    waiting.append(f"{kind}{direction.value}")
+                    if (breaker._probe, direction) not in probes:
+                        raise Violation(
+                            f"the breaker {waiting[-1]} waits for the probe {breaker._probe}, which is gone"
+                        )
+        return waiting
 
     # Inside.
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tpu_offload.config import SwapMode
+
 Action = tuple[str, int, int]
 
 # Kind of fault or event: how often, of ten thousand steps, in a life that has it at all.
@@ -33,6 +35,8 @@ RATES = {
 }
 _EVERYDAY = ("abort", "preempt")
 
+KINDS = ("step", "arrive", *RATES)
+
 # Lives in which most that happens is of one kind.
 _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "swap": lambda rng: {
@@ -48,14 +52,38 @@ _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "loads": lambda rng: {
         "num_slots": rng.choice([20, 48]),
         "num_staging_blocks": rng.choice([16, 32]),
-        "hbm_cache": False,
+        "num_blocks": rng.choice([24, 40]),
+        "block_size": 2,
+        "hbm_cache": rng.random() < 0.2,
         "max_requests": 8,
         "delays": tuple(rng.choice([0, 2, 5, 9]) for _ in range(4)),
     },
 }
 _FOCUSED_RATES = {
     "swap": {"preempt": 2500, "reset": 400, "restart": 400, "lose_swap": 300, "fail": 1000},
-    "loads": {"tick": 500, "stall": 300, "fail": 1000, "lose_slots": 200, "drop": 300},
+    "loads": {"tick": 500, "stall": 300, "fail": 1500, "lose_slots": 200, "drop": 300, "reset": 300},
+}
+
+
+MAX_WORKERS = 4
+MIN_TOKENS = 16  # that HBM has to hold, so that a request of some tokens fits
+
+_RANGES = {
+    "seed": (0, 2**63),
+    "block_size": (1, 64),
+    "blocks_per_chunk": (1, 16),
+    "num_workers": (1, MAX_WORKERS),
+    "num_blocks": (1, 10_000),
+    "num_slots": (0, 10_000),
+    "num_staging_blocks": (1, 10_000),
+    "num_swap_blocks": (0, 10_000),
+    "max_batch": (1, 10_000),
+    "max_drafts": (0, 100),
+    "max_requests": (1, 9),  # the names there are
+    "num_salts": (1, 100),
+    "staged": (0, 255),
+    "growth": (1, 10_000),
+    "breaker_failures": (0, 1000),
 }
 
 
@@ -83,6 +111,10 @@ class Setup:
       delays: for each worker, steps from the dispatch of a copy to its end.
       report_delays: for each worker, steps that a report travels.
       growth: slots (and swap blocks) that each worker allocates in a step.
+      breaker_failures: as in the settings.
+      breaker_retry_s: as in the settings.
+    Raises:
+      ValueError: a size or habit is out of range.
     """
 
     seed: int = 0
@@ -104,6 +136,38 @@ class Setup:
     delays: tuple[int, ...] = (0, 0, 0, 0)
     report_delays: tuple[int, ...] = (0, 0, 0, 0)
     growth: int = 1000
+    breaker_failures: int = 5
+    breaker_retry_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            _check(name, getattr(self, name), isinstance(getattr(self, name), int), f"{least} to {most}", least, most)
+        for name in ("hbm_cache", "decode_save"):
+            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false", False, True)
+        for name in ("delays", "report_delays"):
+            values = getattr(self, name)
+            _check(name, values, isinstance(values, tuple) and len(values) == MAX_WORKERS, "four numbers of steps")
+            for value in values:
+                _check(name, value, isinstance(value, int), "0 to 100", 0, 100)
+        modes = [mode.value for mode in SwapMode]
+        _check("swap_mode", self.swap_mode, self.swap_mode in modes, f"one of {', '.join(modes)}")
+        retry_s = self.breaker_retry_s
+        _check("breaker_retry_s", retry_s, isinstance(retry_s, int | float), "0.1 to 100", 0.1, 100)
+        if self.num_staging_blocks < self.blocks_per_chunk:
+            raise ValueError(
+                f"num_staging_blocks={self.num_staging_blocks} is under one chunk; expected at least "
+                f"{self.blocks_per_chunk}, which is blocks_per_chunk"
+            )
+        if self.num_blocks * self.block_size < MIN_TOKENS:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} of {self.block_size} tokens are too few for a request; "
+                f"expected {MIN_TOKENS} tokens or more"
+            )
+
+
+def _check(name: str, value: Any, good: bool, expected: str, least: float = 0, most: float = 0) -> None:
+    if not good or (most and not least <= value <= most):
+        raise ValueError(f"{name}={value!r:.60}; expected {expected}")
 
 
 def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
@@ -138,6 +202,8 @@ def _draw_setup(rng: random.Random, seed: int) -> Setup:
         delays=tuple(rng.choice([0, 1, 2, 5, 9]) for _ in range(4)),
         report_delays=tuple(rng.choice([0, 0, 1, 2, 4]) for _ in range(4)),
         growth=rng.choice([1000, 1000, 1, 3]),
+        breaker_failures=rng.choice([5, 5, 2, 1, 0]),
+        breaker_retry_s=rng.choice([5.0, 1.0]),
     )
 
 
@@ -177,7 +243,22 @@ def load(path: Path) -> tuple[Setup, list[Action]]:
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data["setup"].items()}
-        actions = [(str(kind), int(a), int(b)) for kind, a, b in data["actions"]]
-        return Setup(**fields), actions
-    except (KeyError, TypeError, AttributeError) as e:
+        return Setup(**fields), [_action(entry) for entry in data["actions"]]
+    except KeyError as e:
+        raise ValueError(f"{path} is no trace of the simulation: it has no {e}") from e
+    except (ValueError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{path} is no trace of the simulation: {e}") from e
+
+
+def _action(entry: Any) -> Action:
+    """An action, from JSON.
+
+    Raises:
+      ValueError, TypeError: it is none.
+    """
+    kind, *numbers = entry
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r:.60} is no action; expected one of {', '.join(KINDS)}")
+    if len(numbers) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise ValueError(f"the action {kind} has the numbers {numbers!r:.60}; expected two from 0 to 2**63 - 1")
+    return kind, numbers[0], numbers[1]
