@@ -142,7 +142,7 @@ class SimEngine:
                 if run is not None:
                     runs.append(run)
                     budget -= run.end - run.start
-        if number and mix(number, 4242) % 6 == 0:
+        if number and mix(number, 4242) % 14 == 0:
             self._change_mind(mix(number, 4243))
         return [run for run in runs if run.request.phase is Phase.RUNNING and run.request.blocks]
 
@@ -319,8 +319,9 @@ class SimEngine:
                 self._release(request)
                 return False
         missing = -(-num_tokens // size) - len(cached)
-        if missing > self.pool.num_free_without(cached) or dice % 5 == 2:
-            if (dice >> 20) % 2 or cached or not request.num_promised:
+        lingers = dice % 5 == 2 or (request.phase is Phase.PARKED and dice % 2)
+        if missing > self.pool.num_free_without(cached) or lingers:
+            if (request.phase is Phase.WAITING and dice >> 20 & 1) or cached or not request.num_promised:
                 self._release(request)
             else:
                 request.phase = Phase.PARKED

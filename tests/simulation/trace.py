@@ -23,6 +23,7 @@ RATES = {
     "reset": 160,
     "tick": 300,
     "fail": 1000,
+    "fail_load": 1500,
     "stall": 200,
     "drop": 200,
     "double": 200,
@@ -31,7 +32,7 @@ RATES = {
     "lose_slots": 60,
     "lose_swap": 80,
     "restart": 60,
-    "dead": 20,
+    "dead": 40,
 }
 _EVERYDAY = ("abort", "preempt")
 
@@ -56,12 +57,21 @@ _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "block_size": 2,
         "hbm_cache": rng.random() < 0.2,
         "max_requests": 8,
-        "delays": tuple(rng.choice([0, 2, 5, 9]) for _ in range(4)),
+        "delays": tuple(rng.choice([0, 0, 2, 6]) for _ in range(4)),
     },
 }
 _FOCUSED_RATES = {
     "swap": {"preempt": 2500, "reset": 400, "restart": 400, "lose_swap": 300, "fail": 1000},
-    "loads": {"tick": 500, "stall": 300, "fail": 1500, "lose_slots": 200, "drop": 300, "reset": 300},
+    "loads": {
+        "tick": 500,
+        "stall": 300,
+        "fail": 300,
+        "fail_load": 5000,
+        "lose_slots": 200,
+        "drop": 200,
+        "reset": 300,
+        "preempt": 200,
+    },
 }
 
 
@@ -141,18 +151,18 @@ class Setup:
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
-            _check(name, getattr(self, name), isinstance(getattr(self, name), int), f"{least} to {most}", least, most)
+            _check(name, getattr(self, name), type(getattr(self, name)) is int, f"{least} to {most}", least, most)
         for name in ("hbm_cache", "decode_save"):
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false", False, True)
         for name in ("delays", "report_delays"):
             values = getattr(self, name)
             _check(name, values, isinstance(values, tuple) and len(values) == MAX_WORKERS, "four numbers of steps")
             for value in values:
-                _check(name, value, isinstance(value, int), "0 to 100", 0, 100)
+                _check(name, value, type(value) is int, "0 to 100", 0, 100)
         modes = [mode.value for mode in SwapMode]
         _check("swap_mode", self.swap_mode, self.swap_mode in modes, f"one of {', '.join(modes)}")
         retry_s = self.breaker_retry_s
-        _check("breaker_retry_s", retry_s, isinstance(retry_s, int | float), "0.1 to 100", 0.1, 100)
+        _check("breaker_retry_s", retry_s, type(retry_s) in (int, float), "0.1 to 100", 0.1, 100)
         if self.num_staging_blocks < self.blocks_per_chunk:
             raise ValueError(
                 f"num_staging_blocks={self.num_staging_blocks} is under one chunk; expected at least "
@@ -174,7 +184,7 @@ def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     """The life that a seed stands for."""
     rng = random.Random(seed)
     setup = _draw_setup(rng, seed)
-    focus = rng.choice(["", "", "swap", "loads"])
+    focus = rng.choice(["", "", "swap", "loads", "loads"])
     if focus:
         setup = dataclasses.replace(setup, **_FOCUSED[focus](rng))
     return setup, _draw_actions(rng, num_steps, _FOCUSED_RATES.get(focus, {}))

@@ -12,7 +12,7 @@ from tests.simulation.memory import Junk, Violation, mix
 from tests.simulation.model import Model
 from tests.simulation.request import Phase, Run
 from tests.simulation.trace import Action, Setup
-from tests.simulation.worker import FAULTY, SimWorker
+from tests.simulation.worker import FAULTY, NUM_KINDS, PARTIAL, SimWorker
 from tpu_offload import KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler
 
 TIMEOUT_S = 10.0
@@ -72,6 +72,7 @@ class World:
             "reset": lambda a, b: self.engine.reset(a),
             "tick": self._tick,
             "fail": self._fail,
+            "fail_load": self._fail_load,
             "stall": self._stall,
             "drop": self._drop,
             "double": self._double,
@@ -195,7 +196,12 @@ class World:
         worker = self._worker(a)
         what = FAULTY[mix(b, 4) % len(FAULTY)]
         worker.faults[what].append(b)
-        self._note("fail", f"the next {what} of worker {worker.worker_id} fails ({b % 5})")
+        self._note("fail", f"the next {what} of worker {worker.worker_id} fails ({b % NUM_KINDS})")
+
+    def _fail_load(self, a: int, b: int) -> None:
+        worker, kind = self._worker(a), PARTIAL[b % len(PARTIAL)]
+        worker.faults["load"].append(b - b % NUM_KINDS + kind)
+        self._note("fail_load", f"the next load of worker {worker.worker_id} fails in part ({kind})")
 
     def _stall(self, a: int, b: int) -> None:
         worker = self._worker(a)
