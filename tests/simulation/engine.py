@@ -198,6 +198,7 @@ class SimEngine:
         for name in update.loaded:
             request = self._waiting_for(name, Phase.LOADING, "loaded")
             first = request.num_computed // self.setup.block_size
+            self.model.on_end_of_load(name, request.num_loading, finished=True)
             self._come(request, request.num_computed + request.num_loading)
             self._register(request, first)
             self.counts["loaded requests"] += 1
@@ -208,6 +209,7 @@ class SimEngine:
                 raise Violation(f"{failed} of a load from {request.num_computed} to {loaded}")
             first = min(request.num_computed, failed.num_valid_tokens) // self.setup.block_size
             self.counts["loads used in part"] += request.num_computed < failed.num_valid_tokens
+            self.model.on_end_of_load(request.name, failed.num_valid_tokens - request.num_computed, finished=False)
             self._come(request, failed.num_valid_tokens)
             self._register(request, first)
             self.counts["failed loads"] += 1
@@ -405,5 +407,6 @@ class SimEngine:
         self.scheduler.finish(request.name)
         self.scheduler.swap.discard([request.name])
         self.model.on_gone(request.name)
+        self.model.loads.end(request.name)
         self.pool.free(request.blocks)
         request.blocks = []
