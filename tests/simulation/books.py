@@ -42,7 +42,7 @@ class LoadBooks:
     def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
         self._loadings: dict[str, Loading] = {}
-        self._shunned: dict[str, set[BlockHash | None]] = {}  # chunks that a request has seen fail
+        self._shunned: dict[str, set[BlockHash]] = {}  # chunks that a request has seen fail
 
     def start(self, name: str, loading: Loading) -> None:
         self._loadings[name] = loading
@@ -57,7 +57,12 @@ class LoadBooks:
         self._shunned.pop(name, None)
 
     def reset(self) -> None:
+        """What is on its way is of no use, and what failed goes by other names."""
         self._shunned.clear()
+        for loading in self._loadings.values():
+            loading.num_good = 0
+            loading.bad.clear()
+            loading.chunks = [None] * len(loading.chunks)
 
     def fail(self, job_id: int, positions: Collection[int]) -> None:
         """Copies of these blocks failed or were late; of none in particular means of all."""
@@ -79,7 +84,7 @@ class LoadBooks:
         if not self._shunned.get(name, set()).isdisjoint(chunks):
             raise Violation(f"{name} is promised a chunk again whose load failed for it")
 
-    def take(self, name: str, num_tokens: int, *, finished: bool, ended: bool) -> None:
+    def take(self, name: str, num_tokens: int, *, finished: bool, ended: bool) -> set[BlockHash]:
         """The engine hears of the end of a load.
 
         Args:
@@ -87,20 +92,27 @@ class LoadBooks:
           num_tokens: tokens that it brought.
           finished: all of them.
           ended: the workers are through with it.
+        Returns:
+          Chunks whose copies failed, when the workers are through with it.
         Raises:
           Violation: it uses what failed or was lost.
         """
         loading = self._loadings.pop(name, None)
         if loading is None:  # never sent
-            return
+            return set()
         good = loading.num_good * self._block_size
         if num_tokens > good or (finished and loading.num_good < len(loading.slots)):
             raise Violation(f"{name} uses {num_tokens} tokens of load {loading.job_id}; {good} of them are there")
         if finished:
+            for other in self._loadings.values():  # its end may have come before, in the same report
+                other.bad.difference_update(loading.chunks)
             for shunned in self._shunned.values():
-                shunned.difference_update(loading.chunks)
-        elif ended and loading.bad:
-            self._shunned.setdefault(name, set()).update(loading.bad)
+                shunned.difference_update(chunk for chunk in loading.chunks if chunk is not None)
+        if finished or not ended:
+            return set()
+        bad = {chunk for chunk in loading.bad if chunk is not None}
+        self._shunned.setdefault(name, set()).update(bad)
+        return bad
 
     def job_of(self, name: str) -> int:
         """The load that a request waits for; -1 without one."""

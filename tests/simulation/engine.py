@@ -16,6 +16,8 @@ from tests.simulation.request import Phase, Request, Run
 from tests.simulation.trace import Setup
 from tpu_offload import BlockHasher, KVLayout, OffloadScheduler, ScheduledRequest, Update
 
+_WAITS = (Phase.LOADING, Phase.OUT, Phase.RETURNING)
+
 
 @final
 class SimEngine:
@@ -142,7 +144,7 @@ class SimEngine:
                 if run is not None:
                     runs.append(run)
                     budget -= run.end - run.start
-        if number and mix(number, 4242) % 14 == 0:
+        if number and mix(number, 4242) % 10 == 0:
             self._change_mind(mix(number, 4243))
         return [run for run in runs if run.request.phase is Phase.RUNNING and run.request.blocks]
 
@@ -233,7 +235,7 @@ class SimEngine:
 
     def _change_mind(self, dice: int) -> None:
         """A request goes that waits for a copy, maybe before the workers have heard of that."""
-        request = self._pick(dice >> 4, (r for r in self.requests.values() if r.phase in (Phase.LOADING, Phase.OUT)))
+        request = self._pick(dice >> 4, (r for r in self.requests.values() if r.phase in _WAITS))
         if request is not None and (dice % 4 == 0 or request.phase is Phase.OUT):
             self.log(f"{request.name} is aborted while {request.phase.value}")
             self.counts[f"aborts while {request.phase.value}"] += 1

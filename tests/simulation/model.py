@@ -122,7 +122,10 @@ class Model:
 
     def on_end_of_load(self, name: str, num_tokens: int, *, finished: bool) -> None:
         """The engine is told that so many tokens of a load are there."""
-        self.loads.take(name, num_tokens, finished=finished, ended=self.loads.job_of(name) not in self.jobs)
+        ended = self.loads.job_of(name) not in self.jobs
+        bad = self.loads.take(name, num_tokens, finished=finished, ended=ended)
+        if bad - {last_block_hash(key) for key in self.scheduler._suspects._suspects}:
+            raise Violation(f"a chunk whose load failed for {name} is trusted all the same")
 
     def on_reset(self) -> None:
         self.epoch += 1

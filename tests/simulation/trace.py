@@ -53,15 +53,16 @@ _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "loads": lambda rng: {
         "num_slots": rng.choice([20, 48]),
         "num_staging_blocks": rng.choice([16, 32]),
-        "num_blocks": rng.choice([24, 40]),
+        "num_blocks": rng.choice([20, 24, 40]),
         "block_size": 2,
-        "hbm_cache": rng.random() < 0.2,
+        "hbm_cache": rng.random() < 0.4,
+        "blocks_per_chunk": rng.choice([1, 1, 2, 3]),
         "max_requests": 8,
         "delays": tuple(rng.choice([0, 0, 2, 6]) for _ in range(4)),
     },
 }
 _FOCUSED_RATES = {
-    "swap": {"preempt": 2500, "reset": 400, "restart": 400, "lose_swap": 300, "fail": 1000},
+    "swap": {"preempt": 2500, "reset": 400, "restart": 400, "lose_swap": 300, "fail": 2000},
     "loads": {
         "tick": 500,
         "stall": 300,
