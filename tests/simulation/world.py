@@ -286,6 +286,8 @@ class World:
         if not self.setup.num_slots:
             return
         self.log("a long time passes")
+        while min(self.model.num_ready.values()) < self.setup.num_slots:  # it may have been young
+            self.step(0)
         self.now_s += 4 * MAX_BACKOFF * self.setup.breaker_retry_s
         size = self.setup.block_size * self.setup.blocks_per_chunk
         if size + 2 > self.setup.num_blocks * self.setup.block_size:
