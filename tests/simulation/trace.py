@@ -50,6 +50,14 @@ _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "swap_mode": "swap",
         "max_requests": 8,
     },
+    "late": lambda rng: {
+        "num_workers": rng.choice([2, 3, 4]),
+        "num_slots": rng.choice([3, 8]),
+        "staged": 255,
+        "hbm_cache": False,
+        "breaker_failures": 0,
+        "delays": tuple(rng.choice([0, 2, 9]) for _ in range(4)),
+    },
     "loads": lambda rng: {
         "num_slots": rng.choice([20, 48]),
         "num_staging_blocks": rng.choice([16, 32]),
@@ -63,6 +71,7 @@ _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 }
 _FOCUSED_RATES = {
     "swap": {"preempt": 2500, "reset": 400, "restart": 400, "lose_swap": 300, "fail": 2000},
+    "late": {"tick": 600, "stall": 800, "fail": 300, "reset": 100},
     "loads": {
         "tick": 500,
         "stall": 300,
@@ -185,7 +194,7 @@ def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     """The life that a seed stands for."""
     rng = random.Random(seed)
     setup = _draw_setup(rng, seed)
-    focus = rng.choice(["", "", "swap", "loads", "loads"])
+    focus = rng.choice(["", "", "swap", "loads", "loads", "late"])
     if focus:
         setup = dataclasses.replace(setup, **_FOCUSED[focus](rng))
     return setup, _draw_actions(rng, num_steps, _FOCUSED_RATES.get(focus, {}))
