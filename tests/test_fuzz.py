@@ -124,7 +124,7 @@ def test_fifty_thousand_reports_that_make_no_sense_or_name_unknown_jobs_change_n
         assert state(scheduler) == before, report
     stats = scheduler.stats()
     assert stats.num_rejected_reports > 20_000
-    assert stats.num_ignored_results > 4_000
+    assert stats.num_ignored_results > 1_000
     engine.scheduler.release("promised")
     engine.settle()
     scheduler.check_invariants()

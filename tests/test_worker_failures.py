@@ -326,3 +326,23 @@ def test_new_caches_are_like_the_old_ones():
     assert all(cache.is_deleted() for cache in old)
     assert [(cache.shape, cache.dtype, cache.sharding) for cache in new] == shapes
     assert all(not np.asarray(cache).any() for cache in new)
+
+
+def test_a_new_worker_gives_nobody_the_memory_that_nothing_was_saved_to():
+    engine = Engine(wait=False)
+    engine.worker.wait_until_allocated()
+    load = engine.load([1], [0])
+    engine.step(loads=[load])
+    assert engine.worker.take_written_loads() == ()
+    assert "never saved to: nothing is in host block 0" in engine.drain()[load.job_id].error
+
+
+def test_a_job_that_makes_no_sense_says_nothing_of_others():
+    engine = Engine()
+    bad = TransferJob(10**9, Direction.SAVE, 0, (-1,), (0,))
+    plan = StepPlan(0, saves=(bad,), next_job_id=3)
+    engine.caches = engine.worker.begin_step(plan, engine.caches)
+    engine.worker.end_step(plan, engine.caches)
+    report = engine.worker.poll()
+    assert report.results[0].state is FAILED
+    assert report.oldest_job_id == 3

@@ -81,6 +81,7 @@ class Engine:
         )
         if wait and self.worker._tier:
             self.worker._tier._pool.wait_until_allocated()
+            self.worker._tier._lost_places[:] = False  # what was never saved is zeros, and may be loaded here
         self.step_id = 0
         self.next_job_id = 0
         self.num_fused = 0
@@ -107,11 +108,13 @@ class Engine:
 
     def begin(self, *loads, cancel=()):
         self.step_id += 1
-        self.plan = StepPlan(self.step_id, loads=loads, cancelled_job_ids=tuple(cancel))
+        self.plan = StepPlan(
+            self.step_id, loads=loads, cancelled_job_ids=tuple(cancel), next_job_id=self.next_job_id + 1
+        )
         self.caches = self.worker.begin_step(self.plan, self.caches)
 
     def end(self, *saves):
-        self.worker.end_step(StepPlan(self.step_id, saves=saves), self.caches)
+        self.worker.end_step(StepPlan(self.step_id, saves=saves, next_job_id=self.next_job_id + 1), self.caches)
 
     def step(self, *, loads=(), saves=(), cancel=()):
         if not self.worker.offers_fused:

@@ -27,6 +27,7 @@ ENV_PREFIX = "TPU_OFFLOAD_"
 DEFAULT_STAGING_BUFFER_TOKENS = 8192
 DEFAULT_NUM_CPU_CHUNKS = 1024
 _GB = 2**30
+_MAX_AUTO_SWAP_BLOCKS = 2**22
 
 # Fields that give one size in different units; at most one of each may be set.
 _STAGING_SIZES = ("staging_buffer_tokens", "num_staging_blocks", "staging_buffer_gb")
@@ -144,8 +145,8 @@ class OffloadConfig(pydantic.BaseModel):
         5,
         ge=0,
         le=2**31 - 1,
-        description="After this many failed or late transfers in a row (saves, loads and swaps each on their own) "
-        "there are none for a while; 0 means there always are.",
+        description="After this many failed or late transfers in a row (saves, loads, swaps out and swaps in each on "
+        "their own) there are none for a while; 0 means there always are.",
     )
     breaker_retry_s: float = Field(
         5.0,
@@ -309,6 +310,13 @@ class OffloadConfig(pydantic.BaseModel):
                 "or to 0 to turn offloading off"
             )
         return num_blocks
+
+    def max_swap_blocks(self, layout: KVLayout) -> int:
+        """More blocks of one layer group than the swap pool can have; what a worker says beyond that is not so."""
+        if self.swap_gb == "auto":
+            return _MAX_AUTO_SWAP_BLOCKS
+        least = min(layout.group_nbytes_per_host(group) for group in layout.groups)
+        return int(self.swap_gb * _GB) // least
 
     def host_chunks(self, layout: KVLayout) -> int:
         """The size of the host tier in chunks, before it is capped by the memory that is there.

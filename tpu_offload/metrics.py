@@ -45,12 +45,12 @@ class OffloadStats:
       num_failed_jobs: jobs that failed, timed-out ones included.
       num_timed_out_jobs: jobs that some worker did not report in time.
       num_ignored_results: reported results that fitted no job: late, doubled or unknown ones.
-      num_rejected_reports: reports that made no sense and were ignored whole.
+      num_rejected_reports: reports that made no sense, or were of an earlier life of their worker, and were ignored.
       num_lost_results: jobs that a worker had done with and whose result never came.
       num_worker_restarts: workers that were started anew, with an empty host pool.
       num_quarantined_chunks: slots of the host tier that a copy which is not waited for any more may still write.
-      num_breaker_openings: times that saves, loads or swaps were suspended because they kept failing.
-      num_open_breakers: how many of the three are suspended now.
+      num_breaker_openings: times that saves, loads, swaps out or swaps in were suspended because they kept failing.
+      num_open_breakers: how many of these four are suspended now.
       swap_pool_blocks: blocks of the swap pool that are usable by now, of all layer groups.
       swap_held_blocks: those that hold something now.
       swap_peak_blocks: the most that ever did.

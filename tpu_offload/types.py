@@ -189,10 +189,10 @@ class StepReport:
     Attributes:
       worker_id: 0 to num_workers - 1.
       results: jobs that ended.
-      num_host_chunks: slots of the host pool that are allocated and usable by now; it only grows.
+      num_host_chunks: slots of the host pool that are allocated and usable by now; in one life it only grows.
       lost_slots: ranges (first, end) of slots whose bytes are gone since the last report.
-      num_swap_blocks: per layer group, blocks of the swap pool that are usable by now; they only grow. Empty
-        without request swap.
+      num_swap_blocks: per layer group, blocks of the swap pool that are usable by now; likewise. Empty without
+        request swap.
       lost_swap_blocks: ranges (group_id, first, end) of those whose bytes are gone since the last report.
       oldest_job_id: no job with a smaller id is in flight on this worker, nor will be: each that it was ever sent
         has been reported, here or earlier. A job under it whose result never came is known to be over.

@@ -294,3 +294,198 @@ def test_plans_say_which_ids_are_given_so_that_a_worker_that_missed_some_can_say
     assert plan.next_job_id == plan.saves[0].job_id + 1
     assert engine.step()[0].next_job_id == plan.next_job_id
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def loading_engine(**settings):
+    engine = FakeEngine(job_timeout_s=5.0, **settings)
+    engine.serve("a", tokens(8))
+    engine.scheduler.apply(StepReport(0, (), 64, incarnation=1000))
+    engine.add("b", tokens(8))
+    engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("said", [{"incarnation": 999}, {"worker_id": 7}, {"num_host_chunks": -1}, {"results": None}])
+def test_who_waits_is_told_also_when_no_report_is_taken(said):
+    engine = loading_engine()
+    engine.clock.now_s += 6
+    engine.step()
+    assert engine.scheduler.has_jobs, "there is news"
+    report = dataclasses.replace(StepReport(0, (), 64, incarnation=1000), **said)
+    assert engine.scheduler.apply(report).failed_loads == (FailedLoad("b", 0),)
+    assert not engine.scheduler.has_jobs
+
+
+def test_there_is_something_to_do_while_there_is_news():
+    engine = FakeEngine()
+    engine.serve("a", tokens(8))
+    match(engine, "b", tokens(8))
+    engine.scheduler.reset()
+    engine.scheduler.admit("b", [1, 2], num_loaded_tokens=7)
+    assert engine.scheduler.has_jobs
+    assert engine.scheduler.take_update().failed_loads == (FailedLoad("b", 0),)
+    assert not engine.scheduler.has_jobs
+    swaps = SwapEngine()
+    swaps.start("a", tokens(9))
+    swaps.swap_out("a")
+    swaps.settle()
+    swaps.scheduler.reset()
+    assert swaps.scheduler.has_jobs
+
+
+def test_a_worker_that_is_through_with_jobs_that_were_never_given_is_heard_otherwise():
+    engine = loading_engine()
+    (job,) = engine.scheduler._jobs
+    report = StepReport(0, (JobResult(job.job_id, FINISHED),), 64, oldest_job_id=10**9, incarnation=1000)
+    assert engine.scheduler.apply(report).loaded == ("b",)
+    assert engine.scheduler.stats().num_rejected_reports == 1
+
+
+def test_a_report_cannot_make_the_swap_pool_larger_than_its_setting():
+    engine = SwapEngine(swap_gb=0.001)
+    most = engine.config.max_swap_blocks(engine.layout)
+    before = engine.scheduler.stats().swap_pool_blocks
+    for num_blocks in (most + 1, 2**40):
+        engine.scheduler.apply(StepReport(0, (), 0, num_swap_blocks=(num_blocks,)))
+    assert engine.scheduler.stats().swap_pool_blocks == before
+    engine.scheduler.apply(StepReport(0, (), 0, num_swap_blocks=(most,)))
+    assert engine.scheduler.stats().swap_pool_blocks == most
+
+
+def test_a_finished_job_has_no_error():
+    engine = loading_engine()
+    (job,) = engine.scheduler._jobs
+    for result in (JobResult(job.job_id, FINISHED, "halted"), JobResult(job.job_id, FINISHED, failed_blocks=(0,))):
+        assert report(engine, 0, result).loaded == ()
+    assert engine.scheduler.stats().num_rejected_reports == 2
+
+
+def test_the_swap_pool_of_a_worker_that_started_anew_grows_again():
+    engine = SwapEngine(pool=(8,))
+    base = StepReport(0, (), 0, num_swap_blocks=(8,), incarnation=1)
+    engine.scheduler.apply(base)
+    engine.start("a", tokens(9))
+    engine.swap_out("a")
+    engine.settle()
+    update = engine.scheduler.apply(dataclasses.replace(base, incarnation=2, num_swap_blocks=(2,)))
+    assert update.lost_swaps == ("a",)
+    engine.out.clear()
+    assert engine.scheduler.stats().swap_pool_blocks == 2
+    engine.start("b", tokens(13))
+    assert not engine.swap_out("b"), "three blocks"
+    engine.scheduler.check_invariants()
+    engine.scheduler.apply(dataclasses.replace(base, incarnation=2, num_swap_blocks=(8,)))
+    engine.start("c", tokens(9))
+    assert engine.swap_out("c")
+    engine.scheduler.check_invariants()
+
+
+def test_kv_of_before_a_reset_is_not_shared_in_the_swap_pool():
+    engine = SwapEngine(num_host_chunks=12)
+    stale = engine.start("stale", tokens(9))
+    engine.step([engine.scheduled(stale)])
+    engine.report(engine.workers[0])
+    engine.scheduler.reset()
+    engine.swap_out("stale")
+    engine.settle()
+    fresh = engine.start("fresh", tokens(9))
+    fresh.contents = [("new", i) for i in range(3)]
+    for worker in engine.workers:
+        worker.hbm[0].update(zip(fresh.block_ids, fresh.contents, strict=True))
+    engine.swap_out("fresh")
+    engine.settle()
+    engine.swap_in("fresh")
+    engine.settle()
+    engine.check(fresh)
+
+
+def test_blocks_of_the_pool_are_not_found_after_a_reset():
+    engine = SwapEngine()
+    first = engine.start("x", tokens(9))
+    engine.swap_out("x")
+    engine.settle()
+    engine.swap_in("x")
+    engine.step()
+    engine.scheduler.reset()
+    fresh = engine.start("y", tokens(9))
+    fresh.contents = [("new", i) for i in range(3)]
+    for worker in engine.workers:
+        worker.hbm[0].update(zip(fresh.block_ids, fresh.contents, strict=True))
+    engine.swap_out("y")
+    engine.settle()
+    engine.swap_in("y")
+    engine.settle()
+    engine.check(fresh)
+    assert first.hashes == fresh.hashes
+
+
+def test_finish_forgets_who_is_swapped_out():
+    engine = SwapEngine()
+    engine.start("a", tokens(9))
+    engine.swap_out("a")
+    engine.settle()
+    engine.scheduler.finish("a")
+    engine.out.clear()
+    engine.check_empty()
+
+
+def test_who_saw_a_load_fail_does_not_load_that_chunk_again_and_others_do():
+    engine = FakeEngine(num_blocks=64)
+    engine.serve("a", tokens(12))
+    worker = engine.workers[0]
+    engine.add("b", tokens(12))
+    engine.step()
+    engine.apply(worker, worker.finish(fail=True, failed_blocks=(1,)))
+    engine.remove("b", preempt=True)
+    assert engine.add("b", tokens(12)).num_computed == 4, "up to the chunk that failed"
+    engine.remove("b")
+    assert engine.add("c", tokens(12)).num_computed == 11
+    engine.settle()
+    engine.add("d", tokens(12))
+    assert engine.requests["d"].num_computed == 11, "a success clears it"
+
+
+def test_memory_that_is_lost_under_a_load_inside_a_chunk_makes_the_hole_where_it_is():
+    engine = FakeEngine(blocks_per_chunk=2)
+    prompt = tokens(24)
+    engine.serve("a", prompt)
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, prompt)
+    assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4) == 19
+    engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=19)
+    (load,) = engine.step()[0].loads
+    lost = load.host_block_ids[1] // 2  # of the second chunk, whose first block is the load's second
+    update = report(engine, 0, *engine.workers[0].finish(), lost_slots=((lost, lost + 1),))
+    assert update.failed_loads == (FailedLoad("b", 8),)
+
+
+def test_many_failed_saves_of_long_prompts_in_one_report_take_no_longer_than_one():
+    engine = FakeEngine(num_blocks=40_000, num_staging_blocks=40_000, num_cpu_chunks=40_000,
+                        workers=[FakeWorker(num_host_chunks=40_000)], breaker_failures=0)  # fmt: skip
+    for i in range(30):
+        engine.add(f"r{i}", tokens(4000, start=10_000 * i))
+    engine.step({f"r{i}": 4000 for i in range(30)})
+    worker, looked = engine.workers[0], []
+    rewind = engine.scheduler._saves.rewind
+    engine.scheduler._saves.rewind = lambda *args: looked.append(1) or rewind(*args)
+    engine.apply(worker, worker.finish(fail=True))
+    engine.step()
+    assert len(worker.in_flight) > 4, "most of them alone"
+    engine.apply(worker, worker.finish(fail=True))
+    assert len(looked) == 2
+
+
+def test_a_request_with_a_chunk_that_rests_costs_nothing_meanwhile():
+    engine = FakeEngine(breaker_failures=0, breaker_retry_s=100.0)
+    engine.add("a", tokens(16))
+    worker = engine.workers[0]
+    for _ in range(2):
+        engine.step({"a": 16} if not engine.requests["a"].num_computed else None)
+        engine.apply(worker, worker.finish(fail=True))
+    engine.step()
+    engine.scheduler._index.touch = None  # would raise
+    for _ in range(10):
+        assert engine.step()[0].saves == ()
+    del engine.scheduler._index.touch
+    engine.clock.now_s += 101
+    assert len(engine.step()[0].saves) == 1

@@ -10,6 +10,7 @@ _BOUNDED = (
     "_index",  # slots and resident chunks; `check_invariants` holds them together
     "_num_host_chunks", "_num_swap_blocks", "_incarnations", "_oldest", "_breakers", "_to_send",  # one entry each
     "_swap._pool._free", "_swap._pool._doubtful", "_swap._pool._num_blocks",  # places of the swap pool
+    "_swap._pool._num_known", "_swap._pool._unusable",
     "_swap._returned_at",  # the last 32 steps
     "_suspects._suspects",  # the last chunks that failed, at most 4096
     "_costs",  # the last measurements

@@ -13,7 +13,7 @@ _ENDS = (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
 _MAX = 2**63 - 1
 
 
-def report_error(report: Any, *, num_workers: int, num_groups: int, num_jobs: int) -> str:
+def report_error(report: Any, *, num_workers: int, num_groups: int, max_swap_blocks: int) -> str:
     """Why a report makes no sense, in one line; empty when it does.
 
     A job that is not known, or not any more, is no error: reports may be late or doubled.
@@ -22,31 +22,29 @@ def report_error(report: Any, *, num_workers: int, num_groups: int, num_jobs: in
       report: anything.
       num_workers: its worker id is below this.
       num_groups: the layout's layer groups.
-      num_jobs: no job was ever given this id or a greater one.
+      max_swap_blocks: blocks that the swap pool can have of one layer group.
     """
     if type(report) is not StepReport:
         return f"a report is a {type(report).__name__}; expected a StepReport"
     try:
-        return _report_error(report, num_workers=num_workers, num_groups=num_groups, num_jobs=num_jobs)
+        return _report_error(report, num_workers=num_workers, num_groups=num_groups, max_swap_blocks=max_swap_blocks)
     except AttributeError as e:  # unpickled from something else
         return f"a report has no {e.name}"
 
 
-def _report_error(report: StepReport, *, num_workers: int, num_groups: int, num_jobs: int) -> str:
+def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_swap_blocks: int) -> str:
     numbers = (report.worker_id, report.num_host_chunks, report.oldest_job_id, report.incarnation)
     if not _are_counts(numbers):
         return f"worker id, chunks, oldest job and incarnation are {numbers!r:.100}; expected integers from 0 on"
     if report.worker_id >= num_workers:
         return f"a report of worker {report.worker_id}; expected 0 to {num_workers - 1}"
-    if report.oldest_job_id > num_jobs:
-        return f"the oldest job is {report.oldest_job_id}, but there were {num_jobs} so far"
     if type(report.results) is not tuple:
         return f"results are a {type(report.results).__name__}; expected a tuple"
     for result in report.results:
         error = _result_error(result)
         if error:
             return error
-    return _memory_error(report, num_groups=num_groups)
+    return _memory_error(report, num_groups=num_groups, max_swap_blocks=max_swap_blocks)
 
 
 def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> None:
@@ -165,14 +163,18 @@ def _result_error(result: Any) -> str:
     failed = result.failed_blocks
     if failed != () and (type(failed) is not tuple or not _are_counts(failed)):
         return f"the failed blocks of job {result.job_id} are {failed!r:.100}; expected positions from 0 on"
+    if result.state is JobState.FINISHED and (result.error or failed):
+        return f"job {result.job_id} finished with an error: {result.error!r:.100}, failed blocks {failed!r:.100}"
     return ""
 
 
-def _memory_error(report: StepReport, *, num_groups: int) -> str:
+def _memory_error(report: StepReport, *, num_groups: int, max_swap_blocks: int) -> str:
     """What is wrong with what it says of host memory."""
     blocks, lost, lost_blocks = report.num_swap_blocks, report.lost_slots, report.lost_swap_blocks
     if type(blocks) is not tuple or len(blocks) not in (0, num_groups) or not _are_counts(blocks):
         return f"blocks of the swap pool are {blocks!r:.100}; expected a count for each of {num_groups} layer groups"
+    if blocks and max(blocks) > max_swap_blocks:
+        return f"blocks of the swap pool are {blocks!r:.100}; expected at most {max_swap_blocks}"
     if type(lost) is not tuple or not all(type(r) is tuple and len(r) == 2 and _is_range(*r) for r in lost):
         return f"lost slots are {lost!r:.100}; expected ranges (first, end)"
     if type(lost_blocks) is not tuple or not all(

@@ -160,17 +160,19 @@ class ChunkIndex(Residents):
         assert self._slots[tail] >= 0 or tail in self._condemned, "only a complete chunk can be pinned"
         self._pins[tail] = self._pins.get(tail, 0) + 1
 
-    def unpin(self, keys: Sequence[ChunkKey]) -> None:
+    def unpin(self, keys: Sequence[ChunkKey], *, sweep: bool = True) -> None:
         """Takes back the pin that these keys, or others with the same last one, were given. O(1).
 
-        Condemned chunks go with the last pin that covers them.
+        Condemned chunks go with the last pin that covers them; without `sweep` only when `sweep` is called, which costs
+        as much as one of these calls while there are any: O(chunks that pins cover).
         """
         tail = keys[-1]
         assert tail in self._pins, "unpinned more often than pinned"
         self._pins[tail] -= 1
         if not self._pins[tail]:
             del self._pins[tail]
-        self._sweep()
+        if sweep:
+            self.sweep()
 
     def touch(self, keys: Sequence[ChunkKey], num_chunks: int) -> None:
         """A request used the first `num_chunks` of `keys`, head first; chunks that are not here are passed over."""
@@ -228,7 +230,7 @@ class ChunkIndex(Residents):
             self._quarantined.update(slots)
         for key in reversed(keys):  # so that few of them lose what they hang on first
             self._remove(key)
-        self._sweep()
+        self.sweep()
 
     def end_quarantine(self, slots: Iterable[int]) -> None:
         """No copy is going to write these slots any more: they are free."""
@@ -322,7 +324,7 @@ class ChunkIndex(Residents):
                 key = self._parents[_place(self._slots[key])]
         return covered
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Takes out the condemned chunks that no pin covers any more."""
         if self._condemned:
             for key in sorted(self._condemned - self._covered()):  # not in the order of a set, which no seed repeats

@@ -166,14 +166,17 @@ class SavePlanner:
         if num_chunks <= request.num_saved_chunks or not request.saving:
             request.num_refused_chunks = 0
             return 0
-        if not room and request.num_refused_chunks and request.num_looked_at_chunks == num_chunks:
-            return 0  # nothing new, and still no room: waiting costs no more than this
+        resting = request.rests_until_s and self._suspects.now_s() < request.rests_until_s
+        if (not room or resting) and request.num_refused_chunks and request.num_looked_at_chunks == num_chunks:
+            return 0  # nothing new, and still no room or a chunk that rests: waiting costs no more than this
         # What was saved earlier may have been evicted since, from the tail on: going back to the last
         # chunk that is still there closes the gap, because the request still holds those blocks too.
         first = request.num_saved_chunks
         while first > 0 and keys[first - 1] not in self._index:
             first -= 1
-        missing, end = self._index.missing(keys, first, self._suspects.num_copyable(keys, first, num_chunks))
+        copyable = self._suspects.num_copyable(keys, first, num_chunks)
+        request.rests_until_s = self._suspects.until_s(keys[copyable]) if copyable < num_chunks else 0.0
+        missing, end = self._index.missing(keys, first, copyable)
         saved = missing[:room]
         own: Container[ChunkKey] = ()
         if len(saved) > self._index.num_free_slots:

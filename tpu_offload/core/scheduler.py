@@ -94,6 +94,7 @@ class OffloadScheduler:
         if self._enabled:
             layout.check_tier()
         self._max_host_chunks = config.host_chunks(layout)
+        self._max_swap_blocks = config.max_swap_blocks(layout)
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
         self._index = ChunkIndex(policy or LRUPolicy(), record=record_events)
         self._job_ids = JobIds()
@@ -133,6 +134,7 @@ class OffloadScheduler:
                 Direction.LOAD: self._make_breaker("swaps in", clock),
             },
             namespace=lambda: self._namespace,
+            is_trusted=lambda request_id: request_id not in self._requests or self._requests[request_id].saving,
             clock=clock,
         )
         self._requests: dict[str, TrackedRequest] = {}
@@ -276,9 +278,10 @@ class OffloadScheduler:
             request.saving = former is None or former.saving
 
     def finish(self, request_id: str) -> None:
-        """A request ended, in whatever state it was. Unknown requests are fine."""
+        """A request ended, in whatever state it was, also swapped out. Unknown requests are fine."""
         self._forget(request_id)
         self._transfers.forget(request_id)
+        self._swap.discard((request_id,))
 
     def reset(self) -> None:
         """Forgets every chunk, because what they hold is no longer what the model would compute.
@@ -318,6 +321,7 @@ class OffloadScheduler:
         """
         now_s = self._clock()
         self._transfers.expire(now_s)
+        self._transfers.settle()
         saves: list[Job] = []
         if self._enabled:
             self._offer(changed)
@@ -344,15 +348,19 @@ class OffloadScheduler:
             report,
             num_workers=self._num_workers,
             num_groups=len(self._layout.groups),
-            num_jobs=self._job_ids.num_given,
+            max_swap_blocks=self._max_swap_blocks,
         )
         if error:
             self._reject(error)
-            return _NO_UPDATE
-        worker_id = report.worker_id
-        if not self._is_alive(report):
+        elif not self._is_alive(report):
             self._counts.num_ignored_results += len(report.results)
-            return _NO_UPDATE
+        else:
+            self._take(report)
+        return self.take_update()
+
+    def _take(self, report: StepReport) -> None:
+        """Takes a report that makes sense, of the life of its worker that is known."""
+        worker_id = report.worker_id
         if report.num_host_chunks > self._num_host_chunks[worker_id]:
             # A slot is usable once every worker has it.
             self._num_host_chunks[worker_id] = report.num_host_chunks
@@ -369,27 +377,29 @@ class OffloadScheduler:
             else:
                 self._swap.report_late(worker_id, result.job_id)
                 self._transfers.report(worker_id, result)
-        self._pass_over(worker_id, report.oldest_job_id, "what came of it on worker {} was never heard")
+        if report.oldest_job_id <= self._job_ids.num_given:
+            self._pass_over(worker_id, report.oldest_job_id, "what came of it on worker {} was never heard")
+        else:  # it has been told of jobs that are not ours: another scheduler's, before this one
+            self._reject(f"worker {worker_id} is through with job {report.oldest_job_id}, which was never given")
+        self._transfers.settle()
         if not (report.results or report.lost_slots or report.lost_swap_blocks):
             self._repeated = report
-        return self.take_update()
 
     def take_update(self) -> Update:
         """What there is to tell without a report: what timed out, or a reset gave up, since the last call.
 
         `apply` tells it as well. An engine whose reports may stop coming calls this after `plan_step`.
         """
-        swapped_in, lost_swaps = self._swap.take_news()
-        if not self._transfers.has_news and not swapped_in and not lost_swaps:
+        if not self._transfers.has_news and not self._swap.has_news:
             return _NO_UPDATE
-        return Update(*self._transfers.take_news(), swapped_in, lost_swaps)
+        return Update(*self._transfers.take_news(), *self._swap.take_news())
 
     # State.
 
     @property
     def has_jobs(self) -> bool:
-        """Whether any job is planned or in flight, so that plans and reports should go on."""
-        return bool(self._jobs) or self._swap.has_jobs
+        """Whether any job is planned or in flight, or there is news, so that plans and updates should go on."""
+        return bool(self._jobs) or self._swap.has_jobs or self._transfers.has_news or self._swap.has_news
 
     def take_events(self) -> list[TierEvent]:
         """What changed in the host tier since the last call, in order; nothing without `record_events`."""
@@ -510,10 +520,13 @@ class OffloadScheduler:
         if not report.incarnation:
             return True
         known = self._incarnations.get(report.worker_id, report.incarnation)
-        self._incarnations[report.worker_id] = max(known, report.incarnation)
+        if report.incarnation < known:
+            self._reject(f"worker {report.worker_id} speaks from an earlier life ({report.incarnation}; now {known})")
+            return False
+        self._incarnations[report.worker_id] = report.incarnation
         if report.incarnation > known:
             self._start_anew(report)
-        return report.incarnation >= known
+        return True
 
     def _start_anew(self, report: StepReport) -> None:
         """A worker has lost its memory: so are all chunks, because each has a part there, and its jobs."""
@@ -522,6 +535,8 @@ class OffloadScheduler:
         self._counts.num_worker_restarts += 1
         self._lose_slots(0, self._max_host_chunks)
         self._swap.lose_all()
+        self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * len(self._layout.groups)
+        self._swap.limit(self._num_swap_blocks[worker_id])
         # Not over: plans that were made before this report came may be on their way to the new life.
         self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
         self._num_host_chunks[worker_id] = report.num_host_chunks

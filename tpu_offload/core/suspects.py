@@ -61,6 +61,15 @@ class Suspects:
                 return i
         return end
 
+    def until_s(self, key: ChunkKey) -> float:
+        """When a chunk that rests may be copied again."""
+        suspect = self._suspects.get(key)
+        return suspect.until_s if suspect is not None else 0.0
+
+    def now_s(self) -> float:
+        """The time by which chunks rest."""
+        return self._clock()
+
     def num_trusted(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
         """Where the chunks `first` to `end - 1` of a prefix stop to be trusted: `end`, or the first that failed."""
         if not self._suspects:

@@ -50,6 +50,7 @@ class TrackedRequest:
       num_saved_chunks: leading chunks that are in the host tier or on the way, as last seen.
       num_refused_chunks: chunks after those that found no room when it was last tried; drops if the request
         ends now.
+      rests_until_s: before this time a chunk that it offers may not be copied, and nothing of it is to be looked at.
       num_cut_load_blocks: blocks that its last match found but had no staging blocks for; they become
         drops when the request ends, because until then it may be matched again.
       revoked: what it was promised and had not taken when a reset took it back.
@@ -68,6 +69,7 @@ class TrackedRequest:
     num_found_chunks: int = 0
     num_saved_chunks: int = 0
     num_refused_chunks: int = 0
+    rests_until_s: float = 0.0
     num_cut_load_blocks: int = 0
     revoked: Promise | None = None
     saving: bool = True

@@ -75,6 +75,7 @@ class Transfers:
         self._loaded: list[str] = []
         self._failed_loads: list[FailedLoad] = []
         self._finished: list[FinishedTransfer] = []
+        self._lost_keys: set[ChunkKey] = set()
         # Requests that have seen a load fail: they compute what failed, others may try it once more.
         self._wary: set[str] = set()
 
@@ -103,6 +104,7 @@ class Transfers:
         if load.state is JobState.PLANNED:  # never told to a worker: it ends here
             self._loads_to_send.remove(load)
             self._end(self._jobs.end(load))
+            self._index.sweep()
         else:
             self._job_ids_to_cancel.append(load.job_id)
 
@@ -191,15 +193,21 @@ class Transfers:
         """Host memory is gone: what was about to use it fails, its other blocks do not."""
         self.lose(self._index.lose_slots(first, end))
         for job in self._jobs:
-            gone = [i for i, slot in enumerate(job.slots) if first <= slot < end]
+            gone = {i for i, slot in enumerate(job.slots) if first <= slot < end}
             if gone:
                 job.error = job.error or "the host memory of its chunks was lost"
                 job.failed_blocks.update(i for i in range(job.num_parts) if self._chunk_of(job, i) in gone)
 
     def lose(self, keys: Sequence[ChunkKey]) -> None:
-        """Requests that counted on these chunks in the host tier save them again."""
-        if keys:
-            self._saves.rewind(self._requests.values(), set(keys))
+        """Requests that counted on these chunks in the host tier save them again, from the next `settle` on."""
+        self._lost_keys.update(keys)
+
+    def settle(self) -> None:
+        """What follows from all that was lost and has ended since the last call, once for all of it."""
+        self._index.sweep()
+        if self._lost_keys:
+            lost, self._lost_keys = self._lost_keys, set()
+            self._saves.rewind(self._requests.values(), lost)
 
     # Inside.
 
@@ -219,7 +227,7 @@ class Transfers:
         """The only place where what a job held is given back."""
         self._staging.release(job.account, job.transfer.num_blocks, job.direction)
         if job.direction is Direction.LOAD:
-            self._index.unpin(job.keys)
+            self._index.unpin(job.keys, sweep=False)
         if job.state is JobState.FINISHED:
             self._count_moved(job)
         elif job.state is not JobState.CANCELLED:
@@ -257,7 +265,8 @@ class Transfers:
 
     def _end_save(self, job: Job, bad: Sequence[int]) -> None:
         """Publishes the chunks whose bytes every worker has; the others go."""
-        ended = [(key, slot) for i, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)) if i not in bad]
+        failed = set(bad)
+        ended = [(key, slot) for i, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)) if i not in failed]
         if ended:
             self._index.complete(*zip(*ended, strict=True), success=True)
         if bad:

@@ -56,7 +56,14 @@ def swap_error(job: SwapJob, direction: Direction) -> str:
     try:
         if job.direction is not direction or type(job.parts) is not tuple:
             return f"direction and parts are {(job.direction, job.parts)!r:.100}"
-        return next(filter(None, map(_part_error, job.parts)), "")
+        error = next(filter(None, map(_part_error, job.parts)), "")
+        if error or direction is Direction.LOAD:
+            return error
+        for group_id in {part.group_id for part in job.parts}:
+            places = [place for part in job.parts if part.group_id == group_id for place in part.host_block_ids]
+            if len(set(places)) < len(places):
+                return "it writes to one place twice"
+        return ""
     except AttributeError as e:
         return f"it has no {e.name}"
 

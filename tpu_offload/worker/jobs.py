@@ -55,7 +55,7 @@ class WorkerJobs:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._jobs: dict[int, _Job] = {}
-        self._num_seen = 0  # one more than the largest id
+        self._num_seen = 0  # every job with a smaller id that there will be has been started
         self._results: list[JobResult] = []
         self._written: list[int] = []
 
@@ -74,7 +74,7 @@ class WorkerJobs:
     @property
     def oldest_id(self) -> int:
         """No job with a smaller id is in flight, or will be: ids rise from plan to plan."""
-        return min(self._jobs) if self._jobs else self._num_seen
+        return min(self._num_seen, *self._jobs) if self._jobs else self._num_seen
 
     @property
     def oldest_age_s(self) -> float:
@@ -84,7 +84,6 @@ class WorkerJobs:
     def start(self, job_id: int, block_ids: tuple[int, ...] = ()) -> None:
         """A job begins, with one part: its own dispatch."""
         self._jobs[job_id] = _Job(self._clock(), block_ids)
-        self._num_seen = max(self._num_seen, job_id + 1)
 
     def see_all_below(self, job_id: int) -> None:
         """Every job with a smaller id that this worker is ever to do has been started."""

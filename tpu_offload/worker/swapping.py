@@ -49,7 +49,7 @@ class SwapSource:
       spec: what is copied.
       pool: the memory.
       copier: copies.
-      lost: bool[places]; whether what was there is lost, and nothing written since.
+      lost: bool[places]; whether nothing was written there, or what was is lost.
     """
 
     layer_ids: tuple[int, ...]
@@ -71,7 +71,7 @@ class SwapSource:
             if ids and (min(ids) < 0 or max(ids) >= limit):
                 return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
         lost = [i for i in part.host_block_ids if self.lost[i]] if reads else []
-        return f"what was in host block {lost[0]} of {part.store.value} is lost" if lost else ""
+        return f"what was in host block {lost[0]} of {part.store.value} is lost, or nothing ever was" if lost else ""
 
     def pieces(self, job_id: int, part: SwapPart) -> Iterator[tuple[int, Rows]]:
         """What one dispatch each copies: the segment, and blocks of it."""
@@ -147,7 +147,7 @@ class SwapCopies:
                 chunks_per_segment=segment_blocks,
                 num_chunks=num_blocks,
             )
-            lost = np.zeros(num_segments * segment_blocks, np.bool_)
+            lost = np.ones(num_segments * segment_blocks, np.bool_)
             copier = wrap_copier(DirectCopier(spec, pool), pool)
             self._groups.append(SwapSource(group.layer_ids, spec, pool, copier, lost))
         if not config.skip_jax_precompile:

@@ -97,9 +97,9 @@ class TierCopies:
         )
         self._blocks_per_chunk = config.blocks_per_chunk
         self._num_segments = num_segments
-        # By place in the pool: whether what was there is lost, and nothing saved since. A plan that was made before
-        # the loss was known asks for it, and would be given the zeros of the new memory.
-        self._lost_places = np.zeros(num_segments * chunks_per_segment * config.blocks_per_chunk, np.bool_)
+        # By place in the pool: whether nothing was saved there, or what was is lost. A plan that was made before the
+        # loss was known, or for an earlier life of this worker, asks for it, and would be given zeros.
+        self._lost_places = np.ones(num_segments * chunks_per_segment * config.blocks_per_chunk, np.bool_)
         self._spec = TransferSpec.from_caches(
             kv_caches,
             segment_blocks=chunks_per_segment * config.blocks_per_chunk,
@@ -297,7 +297,7 @@ class TierCopies:
             lost = [i for i in job.host_block_ids if self._lost_places[i]]
             if lost:
                 segment_id = lost[0] // self._spec.segment_blocks
-                return f"host pool segment {segment_id} was lost, and nothing saved since to host block {lost[0]}"
+                return f"host pool segment {segment_id} was lost, or never saved to: nothing is in host block {lost[0]}"
         return ""
 
     def _places(self, segment_id: int) -> Any:

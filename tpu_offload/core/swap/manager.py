@@ -56,6 +56,7 @@ class RequestSwap:
       jobs: an empty table, with job ids that no other table has.
       breakers: of the copies out and of those back.
       namespace: returns what ends the chunk keys of today.
+      is_trusted: whether a request's KV is what its hashes say; not if it is of before a reset.
       clock: monotonic seconds.
     """
 
@@ -68,6 +69,7 @@ class RequestSwap:
         jobs: JobTable[PlannedSwap],
         breakers: Mapping[Direction, CircuitBreaker],
         namespace: Callable[[], bytes],
+        is_trusted: Callable[[str], bool],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -76,6 +78,7 @@ class RequestSwap:
         # Whether blocks of the first group stay what they are once they are full, so that a hash can name them.
         self._has_prefix = layout.groups[0].kind is LayerGroupKind.FULL_ATTENTION
         self._namespace = namespace
+        self._is_trusted = is_trusted
         self._pool = SwapPool(num_groups=len(layout.groups))
         self._jobs = PlannedSwaps(
             jobs, layout, pool=self._pool, index=index, clock=clock, timeout_s=config.job_timeout_s
@@ -137,7 +140,9 @@ class RequestSwap:
         if not self._config.swap_enabled or num_computed_tokens == 0 or suspended:
             self._counts.num_recomputed += 1
             return False
-        num_full = min(num_computed_tokens // self._layout.block_size, len(block_hashes)) if self._has_prefix else 0
+        num_full = 0
+        if self._has_prefix and self._is_trusted(request_id):
+            num_full = min(num_computed_tokens // self._layout.block_size, len(block_hashes))
         tier_keys, tier_slots = self._find_in_tier(block_hashes[:num_full])
         num_tier = len(tier_keys) * self._config.blocks_per_chunk
         known = {i: self._pool.find(block_hashes[i]) for i in range(num_tier, num_full)}
@@ -314,10 +319,13 @@ class RequestSwap:
             self._end(job)
         return len(lost)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_news` would return anything."""
+        return bool(self._swapped_in or self._lost)
+
     def take_news(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Requests that are back, and those that must be recomputed, since the last call."""
-        if not self._swapped_in and not self._lost:
-            return (), ()
         swapped_in, self._swapped_in = tuple(self._swapped_in), []
         lost, self._lost = tuple(self._lost), []
         return swapped_in, lost
@@ -338,6 +346,10 @@ class RequestSwap:
         for swapped in list(self._swapped.values()):
             if not gone.isdisjoint(swapped.pool_blocks[group_id]):
                 self._lose(swapped)
+
+    def limit(self, num_blocks: Sequence[int]) -> None:
+        """Some worker has no more than this of the pool by now, per layer group; all of it is lost already."""
+        self._pool.limit(num_blocks)
 
     def lose_all(self) -> None:
         """All memory of the pool is gone."""

@@ -32,7 +32,9 @@ class SwapPool:
     def __init__(self, *, num_groups: int) -> None:
         self._free: list[deque[int]] = [deque() for _ in range(num_groups)]  # taken from the end
         self._doubtful: list[set[int]] = [set() for _ in range(num_groups)]
-        self._num_blocks = [0] * num_groups
+        self._num_blocks = [0] * num_groups  # that can be had
+        self._num_known = [0] * num_groups  # that ever could
+        self._unusable: list[set[int]] = [set() for _ in range(num_groups)]
         self._num_holders: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self._block_of: dict[BlockHash, int] = {}  # of group 0
         self._hash_of: dict[int, BlockHash] = {}
@@ -57,11 +59,21 @@ class SwapPool:
         """Raises the number of blocks of each group to `num_blocks`; a smaller number changes nothing."""
         for g, wanted in enumerate(num_blocks):
             if wanted > self._num_blocks[g]:
+                back = sorted(block for block in self._unusable[g] if block < wanted)
+                self._unusable[g].difference_update(back)
                 # Low places are handed out first, so that a pool that is never full touches little memory.
-                self._free[g].extendleft(range(self._num_blocks[g], wanted))
+                self._free[g].extendleft([*back, *range(self._num_known[g], wanted)])
+                self._num_known[g] = max(self._num_known[g], wanted)
                 self._num_blocks[g] = wanted
                 if self._doubtful[g]:
                     self._sort_free(g)
+
+    def limit(self, num_blocks: Sequence[int]) -> None:
+        """Lowers the number of blocks of each group: what is held beyond comes back only with `grow`."""
+        for g, most in enumerate(num_blocks):
+            if most < self._num_blocks[g]:
+                self._num_blocks[g] = most
+                self._sort_free(g)
 
     def allocate(self, num_blocks: Sequence[int]) -> HostBlocks | None:
         """Takes so many free blocks of each group, with one holder each; None, and nothing, if any is short."""
@@ -110,7 +122,9 @@ class SwapPool:
             self._set_free(group_id, block)
 
     def _set_free(self, group_id: int, block: int) -> None:
-        if block in self._doubtful[group_id]:
+        if block >= self._num_blocks[group_id]:
+            self._unusable[group_id].add(block)
+        elif block in self._doubtful[group_id]:
             self._free[group_id].appendleft(block)
         else:
             self._free[group_id].append(block)
@@ -136,6 +150,8 @@ class SwapPool:
         """Raises AssertionError unless these, per group, are the blocks held and their holders. For tests."""
         assert list(expected) == self._num_holders
         for g, free in enumerate(self._free):
-            assert sorted([*free, *self._num_holders[g]]) == list(range(self._num_blocks[g])), "a block got lost"
+            owners = [*free, *self._num_holders[g], *self._unusable[g]]
+            assert sorted(owners) == list(range(self._num_known[g])), "a block got lost"
+            assert all(block < self._num_blocks[g] for block in free), "a block is free that a worker does not have"
         assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
         assert self._hash_of.keys() <= self._num_holders[0].keys()
