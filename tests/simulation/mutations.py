@@ -50,17 +50,17 @@ MUTATIONS = (
     Mutation(
         "staging blocks of a cancelled load are released twice",
         "transfers",
-        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys)\n",
-        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys)\n"
+        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n",
+        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n"
         "        if job.state is JobState.CANCELLED:\n"
         "            self._staging.release(job.account, job.transfer.num_blocks, job.direction)\n",
     ),
     Mutation(
         "the unpin is skipped when a load fails",
         "transfers",
-        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys)\n",
+        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n",
         "        if job.direction is Direction.LOAD and job.state is not JobState.FAILED:\n"
-        "            self._index.unpin(job.keys)\n",
+        "            self._index.unpin(job.keys, sweep=False)\n",
     ),
     Mutation(
         "a late load is not cancelled on the workers",
@@ -180,8 +180,8 @@ MUTATIONS = (
     Mutation(
         "a former life of a worker is listened to",
         "scheduler",
-        "        return report.incarnation >= known\n",
-        "        return True\n",
+        "        if report.incarnation < known:\n",
+        "        if False:\n",
     ),
     Mutation(
         "nobody notices that a worker was started anew",
