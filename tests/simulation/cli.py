@@ -65,7 +65,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--seeds", type=int_flag(1), metavar="N", default=200, help="lives to run (default 200)")
     what.add_argument("--seed", type=int_flag(0, 2**63), metavar="K", help="runs this one and tells all of it")
     what.add_argument("--replay", type=Path, metavar="FILE", help="runs a trace that was saved and tells all of it")
-    parser.add_argument("--first-seed", type=int_flag(0, 2**63), metavar="K", default=0, help="the first (default 0)")
+    parser.add_argument("--first-seed", type=int_flag(0, 2**63), metavar="K", help="the first (default 0)")
     parser.add_argument(
         "--steps",
         type=int_flag(1),
@@ -84,6 +84,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--save", type=Path, metavar="DIR", default=Path(), help="where to save the traces of violations (default .)"
     )
     args = parser.parse_args(argv)
+    if args.first_seed is not None and (args.seed is not None or args.replay is not None):
+        other = "--replay" if args.seed is None else "--seed"
+        raise _Usage(f"argument --first-seed: not allowed with argument {other} (see {_PROG} --help)")
+    args.first_seed = args.first_seed or 0
     if not args.save.is_dir():
         raise _Usage(f"--save {args.save} is no directory")
     return args

@@ -16,6 +16,8 @@ from tests.simulation.request import Phase, Request, Run
 from tests.simulation.trace import Setup
 from tpu_offload import BlockHasher, KVLayout, OffloadScheduler, ScheduledRequest, Update
 
+_WAITS = (Phase.LOADING, Phase.OUT, Phase.RETURNING)
+
 
 @final
 class SimEngine:
@@ -60,8 +62,6 @@ class SimEngine:
         setup = self.setup
         if len(self.requests) >= setup.max_requests:
             return
-        self._num_arrived += 1
-        name = next(name for i in range(9) if (name := f"r{(self._num_arrived + i) % 9}") not in self.requests)
         limit = min(44, setup.num_blocks * setup.block_size - 8)
         salt = mix(a, 3) % setup.num_salts
         tokens = [a >> i // 6 & 1 for i in range(1 + b % 40)]
@@ -69,8 +69,13 @@ class SimEngine:
             former = self.ended[a % len(self.ended)]
             salt, tokens = former.salt, [*former.tokens[: 1 + mix(b, 1) % len(former.tokens)], a & 1]
         tokens = tokens[: limit - 6]
-        request = Request(name, self._num_arrived, salt, [], [], len(tokens), len(tokens) + 1 + mix(b, 2) % 14)
-        request.max_tokens = min(request.max_tokens, limit)
+        self.submit(tokens, salt=salt, max_tokens=min(limit, len(tokens) + 1 + mix(b, 2) % 14))
+
+    def submit(self, tokens: list[int], *, salt: int, max_tokens: int) -> None:
+        """A request with this prompt."""
+        self._num_arrived += 1
+        name = next(name for i in range(9) if (name := f"r{(self._num_arrived + i) % 9}") not in self.requests)
+        request = Request(name, self._num_arrived, salt, [], [], len(tokens), max_tokens)
         for token in tokens:
             self._append(request, token)
         self.requests[name] = request
@@ -139,7 +144,7 @@ class SimEngine:
                 if run is not None:
                     runs.append(run)
                     budget -= run.end - run.start
-        if number and mix(number, 4242) % 6 == 0:
+        if number and mix(number, 4242) % 10 == 0:
             self._change_mind(mix(number, 4243))
         return [run for run in runs if run.request.phase is Phase.RUNNING and run.request.blocks]
 
@@ -195,6 +200,7 @@ class SimEngine:
         for name in update.loaded:
             request = self._waiting_for(name, Phase.LOADING, "loaded")
             first = request.num_computed // self.setup.block_size
+            self.model.on_end_of_load(name, request.num_loading, finished=True)
             self._come(request, request.num_computed + request.num_loading)
             self._register(request, first)
             self.counts["loaded requests"] += 1
@@ -205,6 +211,7 @@ class SimEngine:
                 raise Violation(f"{failed} of a load from {request.num_computed} to {loaded}")
             first = min(request.num_computed, failed.num_valid_tokens) // self.setup.block_size
             self.counts["loads used in part"] += request.num_computed < failed.num_valid_tokens
+            self.model.on_end_of_load(request.name, failed.num_valid_tokens - request.num_computed, finished=False)
             self._come(request, failed.num_valid_tokens)
             self._register(request, first)
             self.counts["failed loads"] += 1
@@ -228,7 +235,7 @@ class SimEngine:
 
     def _change_mind(self, dice: int) -> None:
         """A request goes that waits for a copy, maybe before the workers have heard of that."""
-        request = self._pick(dice >> 4, (r for r in self.requests.values() if r.phase in (Phase.LOADING, Phase.OUT)))
+        request = self._pick(dice >> 4, (r for r in self.requests.values() if r.phase in _WAITS))
         if request is not None and (dice % 4 == 0 or request.phase is Phase.OUT):
             self.log(f"{request.name} is aborted while {request.phase.value}")
             self.counts[f"aborts while {request.phase.value}"] += 1
@@ -316,8 +323,9 @@ class SimEngine:
                 self._release(request)
                 return False
         missing = -(-num_tokens // size) - len(cached)
-        if missing > self.pool.num_free_without(cached) or dice % 5 == 2:
-            if (dice >> 20) % 2 or cached or not request.num_promised:
+        lingers = dice % 5 == 2 or (request.phase is Phase.PARKED and dice % 2)
+        if missing > self.pool.num_free_without(cached) or lingers:
+            if (request.phase is Phase.WAITING and dice >> 20 & 1) or cached or not request.num_promised:
                 self._release(request)
             else:
                 request.phase = Phase.PARKED
@@ -401,5 +409,6 @@ class SimEngine:
         self.scheduler.finish(request.name)
         self.scheduler.swap.discard([request.name])
         self.model.on_gone(request.name)
+        self.model.loads.end(request.name)
         self.pool.free(request.blocks)
         request.blocks = []

@@ -6,15 +6,18 @@ lookup, as a request would do it.
 """
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import final
 
+from tests.simulation.books import LoadBooks, Loading
 from tests.simulation.memory import Violation, kv
 from tests.simulation.request import Request
 from tests.simulation.trace import Setup
 from tests.simulation.worker import SimWorker
-from tpu_offload import BlockHash, ChunkKey, OffloadScheduler, StepPlan, StepReport
+from tpu_offload import BlockHash, ChunkKey, JobState, OffloadScheduler, StepPlan, StepReport
+from tpu_offload.core.breaker import BreakerState
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import Direction
 
@@ -71,6 +74,7 @@ class Model:
         self.budget = setup.num_staging_blocks if setup.num_slots else 0
         self.blocks: dict[BlockHash, tuple[tuple[int, ...], BlockHash | None]] = {}
         self.epoch = 0
+        self.loads = LoadBooks(block_size=setup.block_size)
         self.jobs: dict[int, OpenJob] = {}
         self.promises: dict[str, tuple[int, tuple[int, ...]]] = {}  # staging blocks, and slots
         self.admitted: dict[str, tuple[int, float]] = {}  # not sent: staging blocks, and deadline
@@ -99,6 +103,7 @@ class Model:
             if block_hash not in by_hash:
                 raise Violation(f"{request.name} is promised chunk {chunk}, which is not visible")
             slots.append(by_hash[block_hash])
+            self.loads.check_match(request.name, (block_hash,))
         self.promises[request.name] = num_blocks, tuple(slots)
         self.counts["promises"] += 1
 
@@ -113,12 +118,23 @@ class Model:
     def on_gone(self, name: str) -> None:
         self.promises.pop(name, None)
         self.admitted.pop(name, None)
+        self.loads.forget(name)
+
+    def on_end_of_load(self, name: str, num_tokens: int, *, finished: bool) -> None:
+        """The engine is told that so many tokens of a load are there."""
+        ended = self.loads.job_of(name) not in self.jobs
+        bad = self.loads.take(name, num_tokens, finished=finished, ended=ended)
+        if bad - {last_block_hash(key) for key in self.scheduler._suspects._suspects}:
+            raise Violation(f"a chunk whose load failed for {name} is trusted all the same")
 
     def on_reset(self) -> None:
         self.epoch += 1
         self.promises.clear()
         self.admitted.clear()
+        self.loads.reset()
         self.look()
+        if self.scheduler.swap._pool._block_of:
+            raise Violation("blocks of the swap pool are found by their contents after the reset")
         if self.visible:
             raise Violation(f"{len(self.visible)} chunks of the time before the reset are visible after it")
 
@@ -129,6 +145,7 @@ class Model:
         now_s = self.clock()
         for job_id in [i for i, job in self.jobs.items() if job.deadline_s <= now_s]:
             del self.jobs[job_id]
+            self.loads.fail(job_id, ())
             self.counts["timeouts"] += 1
 
     def on_plan(self, plan: StepPlan) -> None:
@@ -140,7 +157,10 @@ class Model:
             num_blocks, deadline_s = self.admitted.pop(job.request_id, (-1, 0.0))
             if num_blocks != job.num_blocks:
                 raise Violation(f"load {job.job_id} of {job.num_blocks} blocks; {job.request_id} admitted {num_blocks}")
-            slots = {place // self.size for place in job.host_block_ids}
+            places = [place // self.size for place in job.host_block_ids]
+            chunks = [last_block_hash(self.key_in[slot]) if slot in self.key_in else None for slot in places]
+            self.loads.start(job.request_id, Loading(job.job_id, places, chunks, num_blocks))
+            slots = set(places)
             self._open(job.job_id, OpenJob(Direction.LOAD, num_blocks, slots, self._everybody(), deadline_s))
         for job in plan.saves:
             slots = {place // self.size for place in job.host_block_ids}
@@ -173,8 +193,14 @@ class Model:
         if report.incarnation > known:
             self.num_ready[worker_id] = 0
         self.num_ready[worker_id] = max(self.num_ready[worker_id], report.num_host_chunks)
+        if report.incarnation > known:
+            self.loads.lose_slots(0, sys.maxsize)
+        for first, end in report.lost_slots:
+            self.loads.lose_slots(first, end)
         for result in report.results:
             if result.job_id in self.jobs:
+                if result.state is JobState.FAILED and worker_id in self.jobs[result.job_id].waiting_for:
+                    self.loads.fail(result.job_id, result.failed_blocks)
                 self._report(result.job_id, worker_id)
         for job_id in [i for i in self.jobs if i < report.oldest_job_id]:
             self._report(job_id, worker_id)
@@ -185,6 +211,9 @@ class Model:
             for slot in range(first, end):
                 if slot in self.key_in:
                     raise Violation(f"slot {slot} was lost, and is visible after the report of that")
+        for group_id, first, end in report.lost_swap_blocks:
+            if group_id == 0 and not self.scheduler.swap._pool._hash_of.keys().isdisjoint(range(first, end)):
+                raise Violation(f"some of the blocks {first} to {end - 1} of the swap pool were lost and are found")
 
     def look(self) -> None:
         """Follows what lookups find, and checks the bytes of what they have begun to find."""
@@ -213,8 +242,34 @@ class Model:
             raise Violation(
                 f"{stats.staging_reserved_blocks} staging blocks are reserved; jobs and promises hold {held}"
             )
+        self.probing()
         if stats.staging_peak_blocks > self.budget:
             raise Violation(f"{stats.staging_peak_blocks} staging blocks were held at once, of {self.budget}")
+
+    def probing(self) -> list[str]:
+        """Breakers that wait for a probe.
+
+        Raises:
+          Violation: one waits for a probe that is not there, and would for ever.
+        """
+        scheduler, swap = self.scheduler, self.scheduler.swap
+        jobs = {(job.job_id, job.direction) for job in scheduler._jobs}
+        swaps = {(job.job_id, job.direction) for job in swap._jobs}
+        promised = {(r.account, Direction.LOAD) for r in scheduler._requests.values() if r.promise}
+        out = {(name, Direction.LOAD) for name in swap._swapped}
+        waiting = []
+        for kind, breakers, probes in (
+            ("", scheduler._breakers, jobs | promised),
+            ("swap ", swap._breakers, swaps | out),
+        ):
+            for direction, breaker in breakers.items():
+                if breaker._state is BreakerState.PROBING:
+                    waiting.append(f"{kind}{direction.value}")
+                    if (breaker._probe, direction) not in probes:
+                        raise Violation(
+                            f"the breaker {waiting[-1]} waits for the probe {breaker._probe}, which is gone"
+                        )
+        return waiting
 
     # Inside.
 

@@ -50,17 +50,17 @@ MUTATIONS = (
     Mutation(
         "staging blocks of a cancelled load are released twice",
         "transfers",
-        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys)\n",
-        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys)\n"
+        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n",
+        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n"
         "        if job.state is JobState.CANCELLED:\n"
         "            self._staging.release(job.account, job.transfer.num_blocks, job.direction)\n",
     ),
     Mutation(
         "the unpin is skipped when a load fails",
         "transfers",
-        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys)\n",
+        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n",
         "        if job.direction is Direction.LOAD and job.state is not JobState.FAILED:\n"
-        "            self._index.unpin(job.keys)\n",
+        "            self._index.unpin(job.keys, sweep=False)\n",
     ),
     Mutation(
         "a late load is not cancelled on the workers",
@@ -180,8 +180,8 @@ MUTATIONS = (
     Mutation(
         "a former life of a worker is listened to",
         "scheduler",
-        "        return report.incarnation >= known\n",
-        "        return True\n",
+        "        if report.incarnation < known:\n",
+        "        if False:\n",
     ),
     Mutation(
         "nobody notices that a worker was started anew",
@@ -384,6 +384,61 @@ MUTATIONS = (
         "swap/pool",
         "                    if g == 0:\n                        self.forget((block,))\n",
         "",
+    ),
+    # Probes, and what failed before.
+    Mutation(
+        "a request is promised again what failed for it",
+        "loading",
+        "        if wary:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "the chunks of a load that begins inside one are counted from its first block",
+        "transfers",
+        "(first_block % self._blocks_per_chunk + position) //",
+        "(position) //",
+    ),
+    Mutation(
+        "a probe that was promised is not withdrawn",
+        "loading",
+        "            self._breaker.withdraw(request.account)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "a load is no probe when its promise was",
+        "loading",
+        "        self._breaker.hand_over(request.account, request.load.job_id)\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "blocks of before a reset are found in the swap pool",
+        "swap/manager",
+        "            self._pool.forget(job.pool_blocks[0])\n        for swapped",
+        "            pass\n        for swapped",
+    ),
+    Mutation(
+        "lost blocks of the swap pool are found",
+        "swap/manager",
+        "            self._pool.forget(gone)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "the probe of an ended request is not withdrawn",
+        "swap/manager",
+        "                self._breakers[Direction.LOAD].withdraw(request_id)\n",
+        "                pass\n",
+    ),
+    Mutation(
+        "the probe of a lost request is not withdrawn",
+        "swap/manager",
+        "        self._breakers[Direction.LOAD].withdraw(swapped.request_id)\n        self._lost",
+        "        self._lost",
+    ),
+    Mutation(
+        "the probe of a copy back that nobody waits for is not withdrawn",
+        "swap/manager",
+        "            self._breakers[Direction.LOAD].withdraw(job.job_id)\n",
+        "            pass\n",
     ),
 )
 

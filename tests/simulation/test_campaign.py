@@ -15,10 +15,11 @@ NUM_STEPS = 200
 
 OFTEN = {
     "load jobs": 1000, "save jobs": 3000, "num_evicted_chunks": 1500, "swap-outs": 500, "swap-ins": 300,
-    "loads used in part": 3, "failed loads": 100, "failed partly": 50, "failed wholly": 300, "refused": 20,
+    "loads used in part": 40, "failed loads": 100, "failed partly": 50, "failed wholly": 300, "refused": 20,
     "num_timed_out_jobs": 300, "num_lost_results": 200, "num_ignored_results": 200, "cancelled": 100,
     "steps with slots in quarantine": 1000, "num_worker_restarts": 50, "reports of a former life": 5,
-    "resets": 100, "resets with loads in flight": 20, "promises that a reset took back": 1, "num_breaker_openings": 30,
+    "resets": 100, "resets with loads in flight": 20, "promises that a reset took back": 5,
+    "steps with all workers dead": 500, "num_breaker_openings": 30,
     "lost swaps": 100, "aborts while loading": 50, "aborts while out": 10, "aborts while parked": 5,
     "aborts while returning": 20, "aborts while running": 200, "aborts while waiting": 100,
     "preempted while loading": 100, "preempted while parked": 10, "preempted while returning": 50,

@@ -1,6 +1,7 @@
 """The simulation itself: traces, cutting down, the command."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -60,6 +61,80 @@ def test_a_file_that_is_no_trace_is_an_error(tmp_path, text, capsys):
         trace.load(tmp_path / "t.json")
     assert cli.main(["--replay", str(tmp_path / "t.json")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"num_workers": 0}, "num_workers=0; expected 1 to 4"),
+        ({"num_workers": 9}, "num_workers=9; expected 1 to 4"),
+        ({"num_workers": True}, "num_workers=True; expected 1 to 4"),
+        ({"num_blocks": "x"}, "num_blocks='x'; expected 1 to"),
+        ({"num_blocks": 2}, "too few for a request"),
+        ({"num_staging_blocks": 1, "blocks_per_chunk": 2}, "under one chunk"),
+        ({"hbm_cache": 1}, "hbm_cache=1; expected true or false"),
+        ({"swap_mode": "maybe"}, "swap_mode='maybe'; expected one of auto, swap, recompute"),
+        ({"delays": [1, 2]}, "delays=(1, 2); expected four"),
+        ({"delays": [0, 0, 0, -1]}, "delays=-1; expected 0 to 100"),
+        ({"breaker_retry_s": 0.0}, "breaker_retry_s=0.0; expected"),
+        ({"breaker_retry_s": float("nan")}, "breaker_retry_s=nan; expected"),
+    ],
+)
+def test_a_setup_that_makes_no_sense_is_one_line(change, expected, tmp_path, capsys):
+    setup = dataclasses.asdict(Setup()) | change
+    assert replay_status(tmp_path, {"setup": setup, "actions": []}) == 2
+    assert_one_line(capsys, tmp_path, expected)
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        (["dance", 0, 0], "'dance' is no action; expected one of step, arrive"),
+        ([["step"], 0, 0], "is no action"),
+        (["step", 0], "expected two from 0"),
+        (["step", 0, -1], "expected two from 0"),
+        (["step", 0, 1.5], "expected two from 0"),
+        (7, "is no trace"),
+        ([], "is no trace"),
+    ],
+)
+def test_an_action_that_makes_no_sense_is_one_line(action, expected, tmp_path, capsys):
+    assert replay_status(tmp_path, {"setup": {}, "actions": [action]}) == 2
+    assert_one_line(capsys, tmp_path, expected)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[" * 100_000, b'{"setup": {"growth": 1e999}}'])
+def test_a_file_of_anything_is_one_line(content, tmp_path, capsys):
+    (tmp_path / "t.json").write_bytes(content)
+    assert cli.main(["--replay", str(tmp_path / "t.json")]) == 2
+    assert_one_line(capsys, tmp_path, "is no trace")
+
+
+def replay_status(directory, data):
+    (directory / "t.json").write_text(json.dumps(data))
+    return cli.main(["--replay", str(directory / "t.json")])
+
+
+def assert_one_line(capsys, directory, expected):
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"simulate: error: {directory / 't.json'} ")
+    assert expected in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_every_action_of_a_trace_is_known():
+    assert set(World(Setup())._actions) == set(trace.KINDS)
+
+
+def test_requests_finish_when_no_worker_is_heard_of_again():
+    setup = Setup(num_blocks=24, num_swap_blocks=16, hbm_cache=False)
+    step = ("step", 0, 0)
+    life = [("arrive", 0, 19), *[step] * 30, ("arrive", 0, 19), step, ("dead", 0, 0), ("arrive", 0, 19), step]
+    world = run(setup, life)
+    assert world.dead == {0}
+    assert world.counts["steps with all workers dead"]
+    assert world.engine.counts["finished"] == 3
 
 
 def test_any_part_of_a_trace_can_be_run():
@@ -123,7 +198,8 @@ def test_a_good_seed_is_told(capsys):
 @pytest.mark.parametrize(
     "argv",
     [["--seeds", "0"], ["--seeds", "x"], ["--bogus"], ["--seed", "1", "--seeds", "2"], ["--steps", "-1"],
-     ["--jobs", "0"], ["--replay", "/nonexistent/file"], ["--save", "/nonexistent"], ["--first-seed", "-1"], ["what"]],
+     ["--jobs", "0"], ["--replay", "/nonexistent/file"], ["--save", "/nonexistent"], ["--first-seed", "-1"], ["what"],
+     ["--first-seed", "3", "--seed", "1"], ["--first-seed", "0", "--replay", "x"]],
 )  # fmt: skip
 def test_a_bad_flag_is_one_line(argv, capsys):
     assert cli.main(argv) == 2

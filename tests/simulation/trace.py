@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tpu_offload.config import SwapMode
+
 Action = tuple[str, int, int]
 
 # Kind of fault or event: how often, of ten thousand steps, in a life that has it at all.
@@ -21,6 +23,7 @@ RATES = {
     "reset": 160,
     "tick": 300,
     "fail": 1000,
+    "fail_load": 1500,
     "stall": 200,
     "drop": 200,
     "double": 200,
@@ -29,9 +32,11 @@ RATES = {
     "lose_slots": 60,
     "lose_swap": 80,
     "restart": 60,
-    "dead": 20,
+    "dead": 40,
 }
 _EVERYDAY = ("abort", "preempt")
+
+KINDS = ("step", "arrive", *RATES)
 
 # Lives in which most that happens is of one kind.
 _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
@@ -45,17 +50,60 @@ _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "swap_mode": "swap",
         "max_requests": 8,
     },
+    "late": lambda rng: {
+        "num_workers": rng.choice([2, 3, 4]),
+        "num_slots": rng.choice([3, 8]),
+        "staged": 255,
+        "hbm_cache": False,
+        "breaker_failures": 0,
+        "delays": tuple(rng.choice([0, 2, 9]) for _ in range(4)),
+    },
     "loads": lambda rng: {
         "num_slots": rng.choice([20, 48]),
         "num_staging_blocks": rng.choice([16, 32]),
-        "hbm_cache": False,
+        "num_blocks": rng.choice([20, 24, 40]),
+        "block_size": 2,
+        "hbm_cache": rng.random() < 0.4,
+        "blocks_per_chunk": rng.choice([1, 1, 2, 3]),
         "max_requests": 8,
-        "delays": tuple(rng.choice([0, 2, 5, 9]) for _ in range(4)),
+        "delays": tuple(rng.choice([0, 0, 2, 6]) for _ in range(4)),
     },
 }
 _FOCUSED_RATES = {
-    "swap": {"preempt": 2500, "reset": 400, "restart": 400, "lose_swap": 300, "fail": 1000},
-    "loads": {"tick": 500, "stall": 300, "fail": 1000, "lose_slots": 200, "drop": 300},
+    "swap": {"preempt": 2500, "reset": 400, "restart": 400, "lose_swap": 300, "fail": 2000},
+    "late": {"tick": 600, "stall": 800, "fail": 300, "reset": 100},
+    "loads": {
+        "tick": 500,
+        "stall": 300,
+        "fail": 300,
+        "fail_load": 5000,
+        "lose_slots": 200,
+        "drop": 200,
+        "reset": 300,
+        "preempt": 200,
+    },
+}
+
+
+MAX_WORKERS = 4
+MIN_TOKENS = 16  # that HBM has to hold, so that a request of some tokens fits
+
+_RANGES = {
+    "seed": (0, 2**63),
+    "block_size": (1, 64),
+    "blocks_per_chunk": (1, 16),
+    "num_workers": (1, MAX_WORKERS),
+    "num_blocks": (1, 10_000),
+    "num_slots": (0, 10_000),
+    "num_staging_blocks": (1, 10_000),
+    "num_swap_blocks": (0, 10_000),
+    "max_batch": (1, 10_000),
+    "max_drafts": (0, 100),
+    "max_requests": (1, 9),  # the names there are
+    "num_salts": (1, 100),
+    "staged": (0, 255),
+    "growth": (1, 10_000),
+    "breaker_failures": (0, 1000),
 }
 
 
@@ -83,6 +131,10 @@ class Setup:
       delays: for each worker, steps from the dispatch of a copy to its end.
       report_delays: for each worker, steps that a report travels.
       growth: slots (and swap blocks) that each worker allocates in a step.
+      breaker_failures: as in the settings.
+      breaker_retry_s: as in the settings.
+    Raises:
+      ValueError: a size or habit is out of range.
     """
 
     seed: int = 0
@@ -104,13 +156,45 @@ class Setup:
     delays: tuple[int, ...] = (0, 0, 0, 0)
     report_delays: tuple[int, ...] = (0, 0, 0, 0)
     growth: int = 1000
+    breaker_failures: int = 5
+    breaker_retry_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _RANGES.items():
+            _check(name, getattr(self, name), type(getattr(self, name)) is int, f"{least} to {most}", least, most)
+        for name in ("hbm_cache", "decode_save"):
+            _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false", False, True)
+        for name in ("delays", "report_delays"):
+            values = getattr(self, name)
+            _check(name, values, isinstance(values, tuple) and len(values) == MAX_WORKERS, "four numbers of steps")
+            for value in values:
+                _check(name, value, type(value) is int, "0 to 100", 0, 100)
+        modes = [mode.value for mode in SwapMode]
+        _check("swap_mode", self.swap_mode, self.swap_mode in modes, f"one of {', '.join(modes)}")
+        retry_s = self.breaker_retry_s
+        _check("breaker_retry_s", retry_s, type(retry_s) in (int, float), "0.1 to 100", 0.1, 100)
+        if self.num_staging_blocks < self.blocks_per_chunk:
+            raise ValueError(
+                f"num_staging_blocks={self.num_staging_blocks} is under one chunk; expected at least "
+                f"{self.blocks_per_chunk}, which is blocks_per_chunk"
+            )
+        if self.num_blocks * self.block_size < MIN_TOKENS:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} of {self.block_size} tokens are too few for a request; "
+                f"expected {MIN_TOKENS} tokens or more"
+            )
+
+
+def _check(name: str, value: Any, good: bool, expected: str, least: float = 0, most: float = 0) -> None:
+    if not good or (most and not least <= value <= most):
+        raise ValueError(f"{name}={value!r:.60}; expected {expected}")
 
 
 def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     """The life that a seed stands for."""
     rng = random.Random(seed)
     setup = _draw_setup(rng, seed)
-    focus = rng.choice(["", "", "swap", "loads"])
+    focus = rng.choice(["", "", "swap", "loads", "loads", "late"])
     if focus:
         setup = dataclasses.replace(setup, **_FOCUSED[focus](rng))
     return setup, _draw_actions(rng, num_steps, _FOCUSED_RATES.get(focus, {}))
@@ -138,6 +222,8 @@ def _draw_setup(rng: random.Random, seed: int) -> Setup:
         delays=tuple(rng.choice([0, 1, 2, 5, 9]) for _ in range(4)),
         report_delays=tuple(rng.choice([0, 0, 1, 2, 4]) for _ in range(4)),
         growth=rng.choice([1000, 1000, 1, 3]),
+        breaker_failures=rng.choice([5, 5, 2, 1, 0]),
+        breaker_retry_s=rng.choice([5.0, 1.0]),
     )
 
 
@@ -177,7 +263,22 @@ def load(path: Path) -> tuple[Setup, list[Action]]:
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data["setup"].items()}
-        actions = [(str(kind), int(a), int(b)) for kind, a, b in data["actions"]]
-        return Setup(**fields), actions
-    except (KeyError, TypeError, AttributeError) as e:
+        return Setup(**fields), [_action(entry) for entry in data["actions"]]
+    except KeyError as e:
+        raise ValueError(f"{path} is no trace of the simulation: it has no {e}") from e
+    except (ValueError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{path} is no trace of the simulation: {e}") from e
+
+
+def _action(entry: Any) -> Action:
+    """An action, from JSON.
+
+    Raises:
+      ValueError, TypeError: it is none.
+    """
+    kind, *numbers = entry
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r:.60} is no action; expected one of {', '.join(KINDS)}")
+    if len(numbers) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise ValueError(f"the action {kind} has the numbers {numbers!r:.60}; expected two from 0 to 2**63 - 1")
+    return kind, numbers[0], numbers[1]

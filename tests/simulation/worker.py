@@ -17,7 +17,8 @@ from tests.simulation.trace import Setup
 from tpu_offload import HostStore, JobResult, JobState, StepPlan, StepReport, SwapJob, TransferJob
 
 _FINISHED, _FAILED, _CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
-_PARTIAL = range(2, 5)  # kinds of fault that spare some blocks
+NUM_KINDS = 8  # of faults; of those above 1 some blocks are spared, and all but 4 say which
+PARTIAL = (2, 3, 5, 6, 7)  # kinds of fault that spare some blocks
 FAULTY = ("save", "load", "swap")  # copies that faults can be armed for
 
 
@@ -247,11 +248,12 @@ class SimWorker:
             return writes, JobResult(job_id, _FINISHED, "", 0.5, 0.25)
         fault = faults.popleft()
         partly = faults is not self.faults["swap"]
-        kind = fault % 5
+        kind = fault % NUM_KINDS
         failed = set(range(len(targets)))
-        if partly and kind in _PARTIAL and len(targets) > 1:
-            failed = {i for i in failed if not mix(fault, i) % 3} or {fault % len(targets)}
-        leaves_junk = kind in (1, 3)
+        if partly and kind > 1 and len(targets) > 1:
+            first = 0 if not mix(fault, 9) % 5 else 1 + mix(fault, 8) % (len(targets) - 1)  # the first hole
+            failed = {i for i in failed if i == first or (i > first and not mix(fault, i) % 3)}
+        leaves_junk = kind in (1, 3, 5)
         for i in failed:
             if leaves_junk:
                 writes[targets[i]] = self.junk.block(self.block_size)

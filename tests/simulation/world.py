@@ -12,11 +12,13 @@ from tests.simulation.memory import Junk, Violation, mix
 from tests.simulation.model import Model
 from tests.simulation.request import Phase, Run
 from tests.simulation.trace import Action, Setup
-from tests.simulation.worker import FAULTY, SimWorker
+from tests.simulation.worker import FAULTY, NUM_KINDS, PARTIAL, SimWorker
 from tpu_offload import KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler
 
 TIMEOUT_S = 10.0
 STEP_S = 0.1
+NEW_TOKEN = 2  # no other prompt has it
+MAX_BACKOFF = 64  # a breaker's longest wait, and a chunk's longest rest, in its first
 _MAX_STEPS_TO_FINISH = 4000
 
 
@@ -48,6 +50,8 @@ class World:
                 swap_gb=1.0 if setup.num_swap_blocks else 0.0,
                 swap_mode=setup.swap_mode,
                 job_timeout_s=TIMEOUT_S,
+                breaker_failures=setup.breaker_failures,
+                breaker_retry_s=setup.breaker_retry_s,
                 metrics_log_interval=0.0,
             ),
             layout,
@@ -68,6 +72,7 @@ class World:
             "reset": lambda a, b: self.engine.reset(a),
             "tick": self._tick,
             "fail": self._fail,
+            "fail_load": self._fail_load,
             "stall": self._stall,
             "drop": self._drop,
             "double": self._double,
@@ -101,6 +106,8 @@ class World:
         model.before_plan()
         plan = self.scheduler.plan_step(named)
         model.on_plan(plan)
+        engine.take(self.scheduler.take_update())
+        runs = [run for run in runs if run.request.phase is Phase.RUNNING and run.request.blocks]
         if not plan.empty:
             self._log_plan(plan)
         for worker in self.workers:
@@ -121,6 +128,7 @@ class World:
                 channel.send(report, self.num_steps)
         self.scheduler.check_invariants()
         model.check()
+        self.counts["steps with all workers dead"] += len(self.dead) == len(self.workers)
         self.counts["steps with slots in quarantine"] += self.scheduler.stats().num_quarantined_chunks > 0
 
     def deliver(self) -> None:
@@ -148,11 +156,11 @@ class World:
                 raise Violation(f"not finished {_MAX_STEPS_TO_FINISH} steps after the last fault: {stuck}")
             self.step(0)
         self.counts["most steps to finish"] = self.num_steps - first_step
-        quiet = 3 * TIMEOUT_S / STEP_S
-        first_step = self.num_steps
-        while self.num_steps - first_step < quiet and not self._is_quiet():
-            self.step(0)
+        self._settle()
         self._check_empty()
+        if not self.dead:
+            self._check_works_again()
+            self._check_empty()
 
     def totals(self) -> Counter[str]:
         """What happened."""
@@ -188,7 +196,12 @@ class World:
         worker = self._worker(a)
         what = FAULTY[mix(b, 4) % len(FAULTY)]
         worker.faults[what].append(b)
-        self._note("fail", f"the next {what} of worker {worker.worker_id} fails ({b % 5})")
+        self._note("fail", f"the next {what} of worker {worker.worker_id} fails ({b % NUM_KINDS})")
+
+    def _fail_load(self, a: int, b: int) -> None:
+        worker, kind = self._worker(a), PARTIAL[b % len(PARTIAL)]
+        worker.faults["load"].append(b - b % NUM_KINDS + kind)
+        self._note("fail_load", f"the next load of worker {worker.worker_id} fails in part ({kind})")
 
     def _stall(self, a: int, b: int) -> None:
         worker = self._worker(a)
@@ -247,9 +260,8 @@ class World:
 
     def _die(self, a: int, b: int) -> None:
         i = a % len(self.workers)
-        if len(self.dead) + 1 < len(self.workers):  # of the last one nothing would be heard ever after
-            self.dead.add(i)
-            self._note("dead", f"worker {i} is not heard of again")
+        self.dead.add(i)
+        self._note("dead", f"worker {i} is not heard of again")
 
     # The end.
 
@@ -259,6 +271,37 @@ class World:
                 faults.clear()
             worker.stalled_until = 0
             channel.mute_until = channel.num_to_drop = channel.num_to_double = channel.hold_for = 0
+
+    def _settle(self) -> None:
+        """Steps until nothing is on its way, or for so long that it never will be."""
+        quiet, first_step = 3 * TIMEOUT_S / STEP_S, self.num_steps
+        while self.num_steps - first_step < quiet and not self._is_quiet():
+            self.step(0)
+
+    def _check_works_again(self) -> None:
+        """With all faults over, and rests and waits too, the tier saves a new prompt and loads it."""
+        probing = self.model.probing()
+        if probing:
+            raise Violation(f"at the end, breakers wait for a probe: {', '.join(probing)}")
+        if not self.setup.num_slots:
+            return
+        self.log("a long time passes")
+        while min(self.model.num_ready.values()) < self.setup.num_slots:  # it may have been young
+            self.step(0)
+        self.now_s += 4 * MAX_BACKOFF * self.setup.breaker_retry_s
+        size = self.setup.block_size * self.setup.blocks_per_chunk
+        if size + 2 > self.setup.num_blocks * self.setup.block_size:
+            return
+        for what, count in (("saved", "saved_blocks"), ("loaded", "loaded_blocks")):
+            before = getattr(self.scheduler.stats(), count)
+            self.engine.pool.forget()
+            self.engine.submit([NEW_TOKEN] * (size + 1), salt=0, max_tokens=size + 2)
+            while self.engine.requests:
+                self.step(0)
+            self._settle()
+            moved = getattr(self.scheduler.stats(), count) - before
+            if moved != self.setup.blocks_per_chunk:
+                raise Violation(f"long after the last fault, {moved} blocks of a new prompt are {what}")
 
     def _is_quiet(self) -> bool:
         stats = self.scheduler.stats()
