@@ -4,6 +4,7 @@
 machine can do at all is in `transfer_limits`.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -121,6 +122,16 @@ class WorkerCopies:
             raise InputError("no memory for a host pool; make the blocks or their number smaller")
         self._next_place = 0
         self._next_id = 0
+        with contextlib.suppress(TransferError):  # a path that fails does so again when it is measured
+            self._fill(caches)
+
+    def _fill(self, caches: Caches) -> None:
+        """Saves to every place once: a worker loads nothing that it has not saved."""
+        most = min(self.max_job_blocks, caches[0].shape[0])
+        for first in range(0, self.num_host_blocks, most):
+            num_blocks = min(most, self.num_host_blocks - first)
+            self.finish(self.dispatch(self.plan(Direction.SAVE, list(range(num_blocks))), caches))
+        self._next_place = 0
 
     def plan(self, direction: Direction, block_ids: list[int]) -> StepPlan:
         """A plan with one job.

@@ -213,12 +213,12 @@ class TransferBench:
             except Exception as e:
                 if name == "limit":  # there is nothing to measure by
                     raise
+                self._renew_caches()
                 if isinstance(name, CopyPath):
                     self._fail(name, direction, e)
                     self._renew_worker(name)
                 else:
                     self._leave_out_peer(e)
-                self._renew_caches()
         return times
 
     def _time_path(self, path: CopyPath, direction: Direction, block_ids: list[int]) -> JobTimes:

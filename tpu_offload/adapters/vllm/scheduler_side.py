@@ -26,6 +26,7 @@ from tpu_offload import (
     ScheduledRequest,
     StepPlan,
     TierEventKind,
+    Update,
 )
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.rollback import Rollback
@@ -152,6 +153,7 @@ class SchedulerSide:
         self._promised.clear()
         self._has_news |= self._offload.has_jobs  # asked before they time out
         plan = self._offload.plan_step(self._changed(output))
+        self._hear(self._offload.take_update())  # a worker may never say anything again
         self._has_news |= not plan.empty
         return PlanMessage(plan, idle, spoilt)
 
@@ -169,10 +171,12 @@ class SchedulerSide:
             self._offload = self._start(message.layout)
         self._has_news = True
         for report in message.reports:
-            update = self._offload.apply(report)
-            self._transfers += update.transfers
-            for failed in update.failed_loads:
-                self._offer_anew(failed.request_id)
+            self._hear(self._offload.apply(report))
+
+    def _hear(self, update: Update) -> None:
+        self._transfers += update.transfers
+        for failed in update.failed_loads:
+            self._offer_anew(failed.request_id)
 
     def end_step(self) -> None:
         """A step has ended, and vLLM has taken its tokens or dropped them."""
