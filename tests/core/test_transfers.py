@@ -229,24 +229,44 @@ def test_a_chunk_whose_save_failed_twice_rests_for_every_request():
 
 
 def test_suspects_are_few_and_rest_longer_each_time():
-    now_s = 0.0
+    now_s, job_id = 0.0, 0
     suspects = Suspects(retry_s=10.0, clock=lambda: now_s)
     key = [ChunkKey(b"k")]
+
+    def fail(keys, direction):
+        nonlocal job_id
+        job_id += 1
+        return suspects.failed(keys, direction, job_id=job_id, next_job_id=job_id + 1)
+
     waits = []
     for _ in range(10):
-        suspects.failed(key, Direction.SAVE)
+        fail(key, Direction.SAVE)
         start_s = now_s
         while suspects.num_copyable(key, 0, 1) == 0:
             now_s += 10.0
         waits.append(now_s - start_s)
     assert waits == [0, 10, 20, 40, 80, 160, 320, 640, 640, 640]
-    suspects.failed(key, Direction.LOAD)
+    fail(key, Direction.LOAD)
     suspects.succeeded(key, Direction.SAVE)
     assert key[0] in suspects, "only a load clears who failed to be loaded"
     suspects.succeeded(key, Direction.LOAD)
     assert len(suspects) == 0
-    suspects.failed([ChunkKey(bytes([i // 256, i % 256])) for i in range(5000)], Direction.SAVE)
+    fail([ChunkKey(bytes([i // 256, i % 256])) for i in range(5000)], Direction.SAVE)
     assert len(suspects) == 4096
+
+
+def test_loads_of_one_chunk_that_fail_together_are_one_failure_of_it():
+    engine = FakeEngine(num_blocks=64, num_staging_blocks=64)
+    engine.serve("a", tokens(12))
+    for name in "bcd":
+        engine.add(name, [*tokens(12), ord(name)])
+    engine.step()
+    worker = engine.workers[0]
+    assert len(engine.apply(worker, worker.finish(fail=True)).failed_loads) == 3
+    assert engine.add("e", tokens(13)).num_computed == 12, "tried once more"
+    engine.step()
+    engine.apply(worker, worker.finish(fail=True))
+    assert engine.add("f", tokens(13)).num_computed == 0
 
 
 def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_was_never_matched():

@@ -170,6 +170,11 @@ class JobTable[J: TrackedJob]:
         """An id for a new job."""
         return next(self._ids)
 
+    @property
+    def num_given(self) -> int:
+        """No job has this id or a greater one."""
+        return self._ids.num_given
+
     def workers(self) -> set[int]:
         """Those that a new job waits for."""
         return set(range(self._num_workers))

@@ -17,12 +17,14 @@ class _Suspect:
     """A chunk that failed.
 
     Attributes:
-      num_failures: since it last succeeded.
+      num_failures: since it last succeeded; those of copies that were on their way together count once.
+      known_from: jobs with smaller ids were planned before its last failure was known.
       failed_load: a load was among them, so that only a load can clear it.
       until_s: it is not copied before this time.
     """
 
     num_failures: int = 0
+    known_from: int = 0
     failed_load: bool = False
     until_s: float = 0.0
 
@@ -76,14 +78,28 @@ class Suspects:
             return end
         return next((i for i in range(first, end) if keys[i] in self._suspects), end)
 
-    def failed(self, keys: Iterable[ChunkKey], direction: Direction) -> list[ChunkKey]:
-        """Copies of these chunks failed. Returns those that have failed too often."""
+    def failed(
+        self, keys: Iterable[ChunkKey], direction: Direction, *, job_id: int, next_job_id: int
+    ) -> list[ChunkKey]:
+        """Copies of these chunks failed.
+
+        Args:
+          keys: the chunks.
+          direction: of the copies.
+          job_id: their job's.
+          next_job_id: of the jobs to come.
+        Returns:
+          Those that have failed too often.
+        """
         now_s, too_often = self._clock(), []
         for key in keys:
             suspect = self._suspects.setdefault(key, _Suspect())
             self._suspects.move_to_end(key)
-            suspect.num_failures += 1
             suspect.failed_load |= direction is Direction.LOAD
+            if job_id < suspect.known_from:  # requests that share a chunk, in one step: one failure has hit them all
+                continue
+            suspect.known_from = next_job_id
+            suspect.num_failures += 1
             if suspect.num_failures >= _MAX_FAILURES:
                 backoff = min(2 ** (suspect.num_failures - _MAX_FAILURES), _MAX_BACKOFF)
                 suspect.until_s = now_s + backoff * self._retry_s

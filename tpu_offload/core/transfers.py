@@ -258,7 +258,7 @@ class Transfers:
             self._suspects.succeeded(job.keys, job.direction)
         elif job.copy_failed:
             breaker.failed(job.job_id, job.error)
-            return self._suspects.failed(bad, job.direction)
+            return self._suspects.failed(bad, job.direction, job_id=job.job_id, next_job_id=self._jobs.num_given)
         else:
             breaker.withdraw(job.job_id)
         return []
