@@ -40,7 +40,7 @@ def test_a_step_with_fused_copies():
     }
     exec(setup, names)
     assert len(names["programs"]) == 8
-    names["worker"]._pool.wait_until_allocated()
+    names["worker"].wait_until_allocated()
     for plan in (
         StepPlan(1, saves=(engine.save([3, 1], [4, 5]),)),
         StepPlan(2, loads=(engine.load([0, 2], [4, 5]),)),

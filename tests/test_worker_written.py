@@ -104,7 +104,7 @@ def test_a_plan_from_before_a_loss_was_known_is_given_no_zeros():
         pass
     engine.step(loads=[engine.load([8], [5])])
     results = engine.drain()
-    assert "segment 0 was lost, and nothing saved since to host block 5" in results[3].error
+    assert "host pool segment 0 was lost, or never saved to: nothing is in host block 5" in results[3].error
     engine.step(saves=[engine.save([1], [5])])
     engine.step(loads=[engine.load([8], [5])])
     assert set(engine.states().values()) == {FINISHED}
