@@ -80,6 +80,7 @@ class Model:
         self.admitted: dict[str, tuple[int, float]] = {}  # not sent: staging blocks, and deadline
         self.visible: dict[ChunkKey, int] = {}
         self.key_in: dict[int, ChunkKey] = {}
+        self.last_key_in: dict[int, ChunkKey] = {}  # also of chunks that are gone: what is promised stays in its slot
         self.lives: dict[int, int] = {}
         self.num_ready = dict.fromkeys(range(setup.num_workers), 0)  # slots that each worker said it has
         self.counts: Counter[str] = Counter()
@@ -158,7 +159,7 @@ class Model:
             if num_blocks != job.num_blocks:
                 raise Violation(f"load {job.job_id} of {job.num_blocks} blocks; {job.request_id} admitted {num_blocks}")
             places = [place // self.size for place in job.host_block_ids]
-            chunks = [last_block_hash(self.key_in[slot]) if slot in self.key_in else None for slot in places]
+            chunks = [last_block_hash(self.last_key_in[slot]) if slot in self.last_key_in else None for slot in places]
             self.loads.start(job.request_id, Loading(job.job_id, places, chunks, num_blocks))
             slots = set(places)
             self._open(job.job_id, OpenJob(Direction.LOAD, num_blocks, slots, self._everybody(), deadline_s))
@@ -230,7 +231,7 @@ class Model:
                 continue  # it has gone again at once; the removal follows
             self._check_visible(key, slots[0])
             self.visible[key] = slots[0]
-            self.key_in[slots[0]] = key
+            self.key_in[slots[0]] = self.last_key_in[slots[0]] = key
             self.counts["stored chunks"] += 1
 
     def check(self) -> None:

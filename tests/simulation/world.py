@@ -289,6 +289,8 @@ class World:
         while min(self.model.num_ready.values()) < self.setup.num_slots:  # it may have been young
             self.step(0)
         self.now_s += 4 * MAX_BACKOFF * self.setup.breaker_retry_s
+        for _ in range(10):  # a worker that was started anew at the very end is heard of
+            self.step(0)
         size = self.setup.block_size * self.setup.blocks_per_chunk
         if size + 2 > self.setup.num_blocks * self.setup.block_size:
             return
