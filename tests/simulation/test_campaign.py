@@ -10,7 +10,7 @@ from tests.simulation import shrink
 from tests.simulation.campaign import run_seeds
 from tests.simulation.trace import RATES, generate
 
-SEEDS = range(300)
+SEEDS = range(500)
 NUM_STEPS = 200
 
 OFTEN = {
