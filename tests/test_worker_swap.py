@@ -237,7 +237,7 @@ def test_a_lost_segment_comes_back_empty_and_works_again():
     engine.step(outs=[engine.out((0, POOL, [2], [1]))])
     assert engine.states() == {1: FAILED}
     del copier._save
-    while not engine.groups[0].pool._rebuilt:
+    while not engine.groups[0].memory.pool._rebuilt:
         pass
     pages = engine.pages(0, [3])
     engine.step(outs=[engine.out((0, POOL, [3], [2]))])

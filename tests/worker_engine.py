@@ -81,7 +81,7 @@ class Engine:
         )
         if wait and self.worker._tier:
             self.worker._tier._pool.wait_until_allocated()
-            self.worker._tier._lost_places[:] = False  # what was never saved is zeros, and may be loaded here
+            self.worker._tier._memory.lost[:] = False  # what was never saved is zeros, and may be loaded here
         self.step_id = 0
         self.next_job_id = 0
         self.num_fused = 0

@@ -285,7 +285,7 @@ def test_closing_the_engine_while_copies_fly():
     worker = engine._offload._worker
     engine.close()
     assert not worker.has_flights
-    assert not any(group.pool._segments for group in worker._swap._groups)
+    assert not any(group.memory.pool._segments for group in worker._swap._groups)
     other, _ = engine_with_one_out()  # a second engine in this process
     finish(other)
 
@@ -370,7 +370,7 @@ def test_rates_are_measured_while_serving(asynchronous):
     assert min(stats.swap_out_nbytes_per_s, stats.swap_in_nbytes_per_s, stats.prefill_tokens_per_s) > 0
     assert (
         stats.swapped_out_nbytes
-        == stats.swapped_out_blocks * engine._offload._worker._swap._groups[0].spec.block_nbytes_per_device
+        == stats.swapped_out_blocks * engine._offload._worker._swap._groups[0].memory.spec.block_nbytes_per_device
     )
 
 

@@ -112,9 +112,10 @@ class LoadPlanner:
 
     def admit_revoked(self, request: TrackedRequest, *, num_loaded_tokens: int) -> FailedLoad | None:
         """What becomes of a load whose promise a reset took back; None when none did."""
-        promise, request.revoked = request.revoked, None
+        promise = request.revoked
         if promise is None or not 0 < num_loaded_tokens <= promise.num_tokens:
             return None
+        request.revoked = None
         return FailedLoad(request.request_id, promise.first_block * self._block_size)
 
     def admit(

@@ -1,6 +1,7 @@
 """What a plan from another process must be before anything is copied."""
 
 import logging
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,12 +39,9 @@ def transfer_error(job: TransferJob, direction: Direction) -> str:
         if job.direction is not direction or type(job.group_id) is not int or type(job.request_id) is not str:
             return f"direction, group and request are {(job.direction, job.group_id, job.request_id)!r:.100}"
         blocks, places = job.block_ids, job.host_block_ids
-        if not (type(blocks) is type(places) is tuple and set(map(type, blocks + places)) <= _INTS):
-            error = _ids_error(blocks, places)
-            if error:
-                return error
-        if len(blocks) != len(places):
-            return f"{len(blocks)} blocks for {len(places)} host blocks; expected as many of each"
+        error = _ids_error(blocks, places)
+        if error:
+            return error
         # Two writes to one place in one program have no order.
         written = places if direction is Direction.SAVE else blocks
         return "it writes to one place twice" if len(set(written)) < len(written) else ""
@@ -82,7 +80,7 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
     cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
     kept = tuple(job_id for job_id in cancelled if _is_count(job_id))
     numbers = plan.step_id, plan.next_job_id
-    if all(map(_is_count, numbers)) and kept == plan.cancelled_job_ids and all(map(_same, answered, fields)):
+    if all(map(_is_count, numbers)) and kept == plan.cancelled_job_ids and all(map(operator.is_, answered, fields)):
         return plan
     _logger.error("plan %r has jobs without an id, or fields that are no tuples of jobs: left out", plan.step_id)
     loads, saves, outs, ins = answered
@@ -101,11 +99,13 @@ def _answerable(jobs: Any, kind: Any) -> tuple[Any, ...]:
     return tuple(job for job in jobs if type(job) is kind and _is_count(getattr(job, "job_id", None)))
 
 
-def _same(a: Any, b: Any) -> bool:
-    return a is b
-
-
 def _ids_error(block_ids: Any, host_block_ids: Any) -> str:
+    if (
+        type(block_ids) is type(host_block_ids) is tuple
+        and len(block_ids) == len(host_block_ids)
+        and set(map(type, block_ids + host_block_ids)) <= _INTS
+    ):  # nearly always, and this is looked at for each job
+        return ""
     for name, ids in (("block ids", block_ids), ("host block ids", host_block_ids)):
         if type(ids) is not tuple or not _are_ints(ids):
             return f"{name} are {ids!r:.100}; expected a tuple of integers"

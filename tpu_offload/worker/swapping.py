@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from tpu_offload.config import OffloadConfig
-from tpu_offload.errors import TransferError
 from tpu_offload.kernels import Copier, DirectCopier, Flight, Rows, SegmentStore, TransferSpec
 from tpu_offload.layout import KVLayout
-from tpu_offload.memory import HostPool, plan_segments, size_swap_pool
+from tpu_offload.memory import plan_segments, size_swap_pool
 from tpu_offload.types import Direction, HostStore, SwapJob, SwapPart
 from tpu_offload.worker.arrays import check_alive, is_ready, wait_for_all
 from tpu_offload.worker.boundary import swap_error
+from tpu_offload.worker.host_memory import HostMemory, check_copied, one_line
 from tpu_offload.worker.jobs import WorkerJobs
 
 _logger = logging.getLogger(__name__)
@@ -46,17 +46,13 @@ class SwapSource:
 
     Attributes:
       layer_ids: positions of the group's arrays in the list of KV caches.
-      spec: what is copied.
-      pool: the memory.
+      memory: the memory.
       copier: copies.
-      lost: bool[places]; whether nothing was written there, or what was is lost.
     """
 
     layer_ids: tuple[int, ...]
-    spec: TransferSpec
-    pool: HostPool
+    memory: HostMemory
     copier: Copier
-    lost: np.ndarray[Any, np.dtype[np.bool_]]
 
     def caches(self, kv_caches: Caches) -> Caches:
         """Those of the group."""
@@ -65,27 +61,23 @@ class SwapSource:
     def why_impossible(self, part: SwapPart, *, reads: bool, num_ready: int) -> str:
         """Why a part cannot be copied, in one line; empty when it can."""
         for name, ids, limit in (
-            ("block ids", part.block_ids, self.spec.num_blocks),
+            ("block ids", part.block_ids, self.memory.spec.num_blocks),
             (f"host block ids of {part.store.value}", part.host_block_ids, num_ready),
         ):
             if ids and (min(ids) < 0 or max(ids) >= limit):
                 return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
-        lost = [i for i in part.host_block_ids if self.lost[i]] if reads else []
+        lost = [i for i in part.host_block_ids if self.memory.lost[i]] if reads else []
         return f"what was in host block {lost[0]} of {part.store.value} is lost, or nothing ever was" if lost else ""
 
     def pieces(self, job_id: int, part: SwapPart) -> Iterator[tuple[int, Rows]]:
         """What one dispatch each copies: the segment, and blocks of it."""
-        segment_ids, places = np.divmod(np.array(part.host_block_ids, np.int32), np.int32(self.spec.segment_blocks))
+        segment_blocks = np.int32(self.memory.spec.segment_blocks)
+        segment_ids, places = np.divmod(np.array(part.host_block_ids, np.int32), segment_blocks)
         job_ids = np.full(len(places), job_id, np.int64)
         rows = Rows(job_ids, np.array(part.block_ids, np.int32), places)
         for segment_id in np.unique(segment_ids):
             for piece in self.copier.split(rows.take(segment_ids == segment_id)):
                 yield int(segment_id), piece
-
-    def mark(self, segment_id: int, places: Any, *, lost: bool) -> None:
-        """Says of places of a segment whether what is there is lost."""
-        first = segment_id * self.spec.segment_blocks
-        self.lost[first : first + self.spec.segment_blocks][places] = lost
 
 
 @final
@@ -141,15 +133,11 @@ class SwapCopies:
             caches = [kv_caches[i] for i in group.layer_ids]
             capacity = min(_MAX_BLOCKS, caches[0].shape[0])
             spec = TransferSpec.from_caches(caches, segment_blocks=segment_blocks, capacity=capacity)
-            pool = HostPool(
-                spec.segment_structs(),
-                num_segments=num_segments,
-                chunks_per_segment=segment_blocks,
-                num_chunks=num_blocks,
+            memory = HostMemory.allocate(
+                spec, num_segments=num_segments, chunks_per_segment=segment_blocks, num_chunks=num_blocks
             )
-            lost = np.ones(num_segments * segment_blocks, np.bool_)
-            copier = wrap_copier(DirectCopier(spec, pool), pool)
-            self._groups.append(SwapSource(group.layer_ids, spec, pool, copier, lost))
+            copier = wrap_copier(DirectCopier(spec, memory.pool), memory.pool)
+            self._groups.append(SwapSource(group.layer_ids, memory, copier))
         if not config.skip_jax_precompile:
             for source in self._sources():
                 source.copier.compile()
@@ -157,7 +145,7 @@ class SwapCopies:
     @property
     def num_blocks_ready(self) -> tuple[int, ...]:
         """Per layer group, the blocks of the pool whose memory is there; grows to the size of the pool."""
-        return tuple(group.pool.num_chunks_ready for group in self._groups)
+        return tuple(group.memory.pool.num_chunks_ready for group in self._groups)
 
     @property
     def has_flights(self) -> bool:
@@ -168,14 +156,14 @@ class SwapCopies:
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that the copies take on each device: those of one program, for they run one by one."""
         return max(
-            (max(_MIN_HBM_NBYTES, g.copier.hbm_blocks * g.spec.block_nbytes_per_device) for g in self._groups),
+            (max(_MIN_HBM_NBYTES, g.copier.hbm_blocks * g.memory.spec.block_nbytes_per_device) for g in self._groups),
             default=0,
         )
 
     def wait_until_allocated(self) -> None:
         """Blocks until all of the pool is there or its allocation has failed; for warm-up, benchmarks and tests."""
         for group in self._groups:
-            group.pool.wait_until_allocated()
+            group.memory.pool.wait_until_allocated()
 
     def swap_out(self, jobs: Sequence[SwapJob], kv_caches: Caches) -> None:
         """Dispatches copies out; the caches are read in program order."""
@@ -210,13 +198,15 @@ class SwapCopies:
 
     def take_lost(self) -> tuple[tuple[int, int, int], ...]:
         """Ranges (group_id, first, end) of blocks of the pool lost since the last call."""
-        return tuple((g, first, end) for g, group in enumerate(self._groups) for first, end in group.pool.take_lost())
+        return tuple(
+            (g, first, end) for g, group in enumerate(self._groups) for first, end in group.memory.pool.take_lost()
+        )
 
     def close(self) -> None:
         """Frees the pool. Whoever owns this has waited for the copies in flight for as long as it wants to."""
         self._flights.clear()
         for group in self._groups:
-            group.pool.close()
+            group.memory.pool.close()
 
     # Inside.
 
@@ -265,7 +255,7 @@ class SwapCopies:
     def _start(self, direction: Direction, source: SwapSource, segment_id: int, piece: Rows, kv_caches: Caches) -> None:
         if direction is Direction.SAVE:
             flight = source.copier.save(segment_id, piece, source.caches(kv_caches))
-            source.mark(segment_id, piece.host_block_ids, lost=False)
+            source.memory.mark(segment_id, piece.host_block_ids, lost=False)
         else:
             flight, written = source.copier.load(segment_id, piece, source.caches(kv_caches))
             for i, cache in zip(source.layer_ids, written, strict=True):
@@ -291,7 +281,7 @@ class SwapCopies:
                 return (
                     f"a swap {verb} layer group {part.group_id} of {part.store.value}: this worker has no such memory"
                 )
-            num_ready = source.pool.num_chunks_ready * (self._blocks_per_chunk if in_tier else 1)
+            num_ready = source.memory.pool.num_chunks_ready * (self._blocks_per_chunk if in_tier else 1)
             error = source.why_impossible(part, reads=reads, num_ready=num_ready)
             if error:
                 return error
@@ -301,9 +291,7 @@ class SwapCopies:
         """Ends a flight whose token is ready."""
         self._flights.remove((flight, source))
         try:
-            num_copied = int(np.asarray(flight.waiting_on))
-            if num_copied != len(flight.rows):
-                raise TransferError(f"the device copied {num_copied} of {len(flight.rows)} blocks")
+            check_copied(flight)
         except Exception as e:
             # A program that failed on the device has taken the donated segment with it.
             self._fail(flight.rows, source, flight.segment_id, e, lost=flight.direction is Direction.SAVE)
@@ -312,11 +300,5 @@ class SwapCopies:
 
     def _fail(self, rows: Rows, source: SwapSource, segment_id: int, error: Exception, *, lost: bool = False) -> None:
         """Ends a job's part with an error, and gives up the segment if it is gone."""
-        try:
-            lost = lost or any(part.is_deleted() for part in source.pool.segment(segment_id))
-        except TransferError:  # lost before
-            lost = False
-        if lost:
-            source.pool.mark_lost(segment_id)
-            source.mark(segment_id, slice(None), lost=True)
-        self._jobs.end_part(rows.jobs(), f"{type(error).__name__}: {error}".splitlines()[0])
+        source.memory.give_up(segment_id, lost=lost)
+        self._jobs.end_part(rows.jobs(), one_line(error))

@@ -32,10 +32,11 @@ from tpu_offload.kernels import (
     make_copiers,
 )
 from tpu_offload.layout import KVLayout
-from tpu_offload.memory import HostPool, pinned_zeros, plan_segments
+from tpu_offload.memory import pinned_zeros, plan_segments
 from tpu_offload.types import Direction, StepPlan, TransferJob
 from tpu_offload.worker.arrays import check_alive, is_ready
 from tpu_offload.worker.boundary import transfer_error
+from tpu_offload.worker.host_memory import HostMemory, check_copied, one_line
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.swapping import SwapSource, WrapCopier
 
@@ -97,9 +98,6 @@ class TierCopies:
         )
         self._blocks_per_chunk = config.blocks_per_chunk
         self._num_segments = num_segments
-        # By place in the pool: whether nothing was saved there, or what was is lost. A plan that was made before the
-        # loss was known, or for an earlier life of this worker, asks for it, and would be given zeros.
-        self._lost_places = np.ones(num_segments * chunks_per_segment * config.blocks_per_chunk, np.bool_)
         self._spec = TransferSpec.from_caches(
             kv_caches,
             segment_blocks=chunks_per_segment * config.blocks_per_chunk,
@@ -111,12 +109,10 @@ class TierCopies:
         # Hosts that share one model must dispatch in one order, and readiness differs between them.
         self._lockstep = not self._spec.cache_sharding.is_fully_addressable
         paths = choose_paths(config, self._spec, fused=fused)  # before memory is taken: it may refuse
-        self._pool = HostPool(
-            self._spec.segment_structs(),
-            num_segments=num_segments,
-            chunks_per_segment=chunks_per_segment,
-            num_chunks=num_chunks,
+        self._memory = HostMemory.allocate(
+            self._spec, num_segments=num_segments, chunks_per_segment=chunks_per_segment, num_chunks=num_chunks
         )
+        self._pool = self._memory.pool
         copiers = make_copiers(paths, self._spec, self._pool, allocate=pinned_zeros, buckets=config.block_size_buckets)
         wrapped = {copier: self._wrap_copier(copier, self._pool) for copier in copiers.values()}
         self._copiers = {direction: wrapped[copier] for direction, copier in copiers.items()}
@@ -135,7 +131,7 @@ class TierCopies:
         if not isinstance(copier, DirectCopier):
             direct = DirectCopier(self._spec, self._pool, directions=(Direction.LOAD,))
             copier = self._wrap_copier(direct, self._pool)
-        return SwapSource(tuple(range(self._spec.num_layers)), self._spec, self._pool, copier, self._lost_places)
+        return SwapSource(tuple(range(self._spec.num_layers)), self._memory, copier)
 
     @property
     def num_chunks_ready(self) -> int:
@@ -294,16 +290,11 @@ class TierCopies:
             if min(ids) < 0 or max(ids) >= limit:
                 return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
         if job.direction is Direction.LOAD:
-            lost = [i for i in job.host_block_ids if self._lost_places[i]]
+            lost = [i for i in job.host_block_ids if self._memory.lost[i]]
             if lost:
                 segment_id = lost[0] // self._spec.segment_blocks
                 return f"host pool segment {segment_id} was lost, or never saved to: nothing is in host block {lost[0]}"
         return ""
-
-    def _places(self, segment_id: int) -> Any:
-        """Which places of a segment are lost; a view."""
-        first = segment_id * self._spec.segment_blocks
-        return self._lost_places[first : first + self._spec.segment_blocks]
 
     def _rows_by_segment(self, jobs: Sequence[TransferJob]) -> Groups:
         if not jobs:
@@ -330,7 +321,7 @@ class TierCopies:
             self._check_staging(copier, len(piece))
             if direction is Direction.SAVE:
                 flight = copier.save(segment_id, piece, kv_caches)
-                self._places(segment_id)[piece.host_block_ids] = False
+                self._memory.mark(segment_id, piece.host_block_ids, lost=False)
             else:
                 flight, kv_caches = copier.load(segment_id, piece, kv_caches)
         except Exception as e:
@@ -386,7 +377,7 @@ class TierCopies:
             saving = direction is Direction.SAVE
             if saving:
                 self._pool.replace(segment_id, outcome.segment)
-                self._places(segment_id)[rows.host_block_ids] = False
+                self._memory.mark(segment_id, rows.host_block_ids, lost=False)
             else:
                 self._jobs.write_part(rows.jobs())
             token = fetch_early(outcome.save_token if saving else outcome.load_token, self._spec)
@@ -482,9 +473,7 @@ class TierCopies:
         """Ends a flight whose token is ready."""
         self._drop(flight)
         try:
-            num_copied = int(np.asarray(flight.waiting_on))
-            if num_copied != len(flight.rows):
-                raise TransferError(f"the device copied {num_copied} of {len(flight.rows)} blocks")
+            check_copied(flight)
         except Exception as e:
             # A program that failed on the device has taken the donated segment with it.
             self._fail(flight.rows, flight.segment_id, e, lost=flight.direction is Direction.SAVE)
@@ -497,16 +486,9 @@ class TierCopies:
 
     def _fail(self, rows: Rows, segment_id: int, error: Exception, *, lost: bool = False) -> None:
         """Ends the jobs' parts in a flight with an error, and gives up the segment if it is gone."""
-        message = f"{type(error).__name__}: {error}".splitlines()[0]
-        try:
-            lost = lost or any(part.is_deleted() for part in self._pool.segment(segment_id))
-        except TransferError:  # lost before
-            lost = False
-        if lost:
-            self._pool.mark_lost(segment_id)
-            self._places(segment_id)[:] = True
+        self._memory.give_up(segment_id, lost=lost)
         for job_id in rows.jobs():
-            self._jobs.end_part([job_id], message, block_ids=rows.block_ids[rows.job_ids == job_id].tolist())
+            self._jobs.end_part([job_id], one_line(error), block_ids=rows.block_ids[rows.job_ids == job_id].tolist())
 
     def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
         """The arrays whose readiness lets `collect` go on; or all, those that need a `begin` included."""

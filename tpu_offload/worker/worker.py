@@ -143,7 +143,7 @@ class OffloadWorker:
         Raises:
           CachesLostError: a load failed after its program had taken the donated caches. The only error that
             leaves this class once it is built: without caches there is nothing to go on with. All of the plan that
-            had not begun has failed then, and no `end_step` follows; the next plan comes with new caches.
+            had not begun has ended then, and no `end_step` follows; the next plan comes with new caches.
         """
         given, tier = plan, self._tier
         plan = sound_plan(plan, last=self._plan[1].step_id)

@@ -1,0 +1,65 @@
+"""Pinned host memory of one process beside what is known of it: whether a place holds anything that may be read."""
+
+import dataclasses
+from typing import Any, Self, final
+
+import numpy as np
+
+from tpu_offload.errors import TransferError
+from tpu_offload.kernels import Flight, TransferSpec
+from tpu_offload.memory import HostPool
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Segments that blocks of one kind are copied to and from.
+
+    Attributes:
+      spec: what is copied.
+      pool: the segments.
+      lost: bool[places]; whether nothing was written there, or what was is lost. A plan that was made before the loss
+        was known, or for an earlier life of this worker, asks for it, and would be given zeros.
+    """
+
+    spec: TransferSpec
+    pool: HostPool
+    lost: np.ndarray[Any, np.dtype[np.bool_]]
+
+    @classmethod
+    def allocate(cls, spec: TransferSpec, *, num_segments: int, chunks_per_segment: int, num_chunks: int) -> Self:
+        """Has it allocated in the background; see `HostPool`."""
+        pool = HostPool(
+            spec.segment_structs(),
+            num_segments=num_segments,
+            chunks_per_segment=chunks_per_segment,
+            num_chunks=num_chunks,
+        )
+        return cls(spec, pool, np.ones(num_segments * spec.segment_blocks, np.bool_))
+
+    def mark(self, segment_id: int, places: Any, *, lost: bool) -> None:
+        """Says of places of a segment whether what is there is lost."""
+        first = segment_id * self.spec.segment_blocks
+        self.lost[first : first + self.spec.segment_blocks][places] = lost
+
+    def give_up(self, segment_id: int, *, lost: bool) -> None:
+        """A copy has failed: gives the segment up if it is `lost`, or if the program has taken it along."""
+        try:
+            lost = lost or any(part.is_deleted() for part in self.pool.segment(segment_id))
+        except TransferError:  # lost before
+            return
+        if lost:
+            self.pool.mark_lost(segment_id)
+            self.mark(segment_id, slice(None), lost=True)
+
+
+def check_copied(flight: Flight) -> None:
+    """Raises what went wrong with a flight whose token is ready."""
+    num_copied = int(np.asarray(flight.waiting_on))
+    if num_copied != len(flight.rows):
+        raise TransferError(f"the device copied {num_copied} of {len(flight.rows)} blocks")
+
+
+def one_line(error: Exception) -> str:
+    """What a report says of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
