@@ -27,7 +27,7 @@ import numpy as np
 
 from tpu_offload import JobResult, JobState, OffloadConfig, OffloadScheduler, ScheduledRequest, StepReport, hashing
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.policies import LRUPolicy
+from tpu_offload.core.policies import LRUPolicy, Use
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 
 BLOCK_SIZE = 16
@@ -121,7 +121,7 @@ def chain(rng, num):
 
 
 def fill(index, peer, keys):
-    index.complete(keys, index.allocate(keys, range(len(keys))), success=True)
+    index.complete(keys, index.allocate(Use(0), keys, range(len(keys))), success=True)
     peer.allocate(keys)
     peer.complete(keys)
 
@@ -154,7 +154,7 @@ def measure(num_indexed, num_chunks, *, num_requests, seed):
     for _ in range(num_indexed // num_chunks):
         hashes = chain(rng, num_chunks)
         keys = [h + namespace for h in hashes]
-        scheduler._index.complete(keys, scheduler._index.allocate(keys, range(num_chunks)), success=True)
+        scheduler._index.complete(keys, scheduler._index.allocate(Use(0), keys, range(num_chunks)), success=True)
         fill(alone, peer, keys)
         resident.append(hashes)
     del hashes, keys
@@ -220,7 +220,7 @@ def memory(num_indexed, num_chunks):
         for _ in range(num_indexed // num_chunks):
             keys = [rng.randbytes(24) for _ in range(num_chunks)]
             if name == "ours":
-                index.complete(keys, index.allocate(keys, range(num_chunks)), success=True)
+                index.complete(keys, index.allocate(Use(0), keys, range(num_chunks)), success=True)
             else:
                 peer.allocate(keys)
                 peer.complete(keys)

@@ -3,7 +3,7 @@
 import pytest
 
 from tpu_offload.core.index import ChunkIndex, ChunkState
-from tpu_offload.core.policies import LRUPolicy
+from tpu_offload.core.policies import LRUPolicy, Use
 
 
 def chain(prefix: str, num: int) -> list[bytes]:
@@ -11,7 +11,7 @@ def chain(prefix: str, num: int) -> list[bytes]:
 
 
 def allocate(index: ChunkIndex, keys: list[bytes], first: int = 0, *, protected=()) -> list[int]:
-    return index.allocate(keys, range(first, len(keys)), protected={*protected, *keys[:first]})
+    return index.allocate(Use(0), keys, range(first, len(keys)), protected={*protected, *keys[:first]})
 
 
 def complete(index: ChunkIndex, keys: list[bytes], *, success: bool) -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 from tests.core.plain_index import CONDEMNED, PENDING, READY, PlainIndex, Resident
 from tests.core.policies.test_conformance import POLICIES
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
+from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
 
 SETTINGS = settings(max_examples=300, stateful_step_count=60, derandomize=True, deadline=None)
 MAX_SLOTS = 9
@@ -45,6 +45,7 @@ class IndexMachine(RuleBasedStateMachine):
     def begin(self, num_slots, served, faulty):
         self.index = ChunkIndex(self.policy(), record=True)
         self.plain = PlainIndex(PREFIXES)
+        self.num_uses = 0
         self.saves: list[tuple[list[bytes], list[int]]] = []
         self.doomed: set[int] = set()  # slots that a save in flight may not fill any more
         self.found: set[bytes] = set()  # by the changes that the index has told
@@ -52,6 +53,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.grow(num_slots)
         for prefix in served:
             self.serve(prefix, len(prefix))
+
+    def new_use(self) -> Use:
+        self.num_uses += 1
+        return Use(self.num_uses)
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """Chunks that the last call added to the lookups, and those that it took from them, in order."""
@@ -132,7 +137,7 @@ class IndexMachine(RuleBasedStateMachine):
     def allocate(self, prefix, numbers, protected):
         plain = self.plain
         num_evicted = max(0, min(len(numbers) - len(plain.free), plain.num_that_may_go(protected)))
-        granted = self.index.allocate(prefix, numbers, protected=protected)
+        granted = self.index.allocate(self.new_use(), prefix, numbers, protected=protected)
         added, evicted = self.changes()
         assert len(evicted) == num_evicted
         assert added == []
@@ -211,7 +216,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(prefix=prefixes, num=st.integers(1, 5))
     def touch(self, prefix, num):
         num = min(num, len(prefix))
-        self.index.touch(prefix, num)
+        self.index.touch(self.new_use(), prefix, num)
         self.plain.recency.use(prefix[:num])
 
     @precondition(lambda self: self.plain.pins)

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from typing import final
 
-from tpu_offload.core.policies import EvictionPolicy, Residents
+from tpu_offload.core.policies import EvictionPolicy, Residents, Use
 from tpu_offload.types import ChunkKey
 
 
@@ -100,6 +100,7 @@ class ChunkIndex(Residents):
         if num_slots <= self._num_usable:
             return
         self._num_usable = num_slots
+        self._policy.resize(num_slots)
         back = sorted(slot for slot in self._unusable if slot < num_slots)
         self._unusable.difference_update(back)
         # Low slots are handed out first, so that a pool that is never full touches little memory.
@@ -112,6 +113,7 @@ class ChunkIndex(Residents):
         What a pin or an unfinished copy keeps there goes when that lets go, and its slot comes back with `grow`.
         """
         self._num_usable = min(self._num_usable, num_slots)
+        self._policy.resize(self._num_usable)
         self._unusable.update(slot for slot in self._free_slots if slot >= num_slots)
         self._free_slots = deque(slot for slot in self._free_slots if slot < num_slots)
 
@@ -174,16 +176,17 @@ class ChunkIndex(Residents):
         if sweep:
             self.sweep()
 
-    def touch(self, keys: Sequence[ChunkKey], num_chunks: int) -> None:
+    def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int) -> None:
         """A request used the first `num_chunks` of `keys`, head first; chunks that are not here are passed over."""
-        self._policy.touch(keys, num_chunks, self)
+        self._policy.touch(use, keys, num_chunks, self)
 
     def allocate(
-        self, keys: Sequence[ChunkKey], numbers: Sequence[int], *, protected: Container[ChunkKey] = ()
+        self, use: Use, keys: Sequence[ChunkKey], numbers: Sequence[int], *, protected: Container[ChunkKey] = ()
     ) -> list[int]:
         """Gives slots to chunks that are about to be saved, evicting others where it must.
 
         Args:
+          use: whose request saves them.
           keys: a prefix, head first.
           numbers: which of it are to be saved, ascending: they are not here, and what is between them is.
           protected: chunks that may not go for this, and so none before them in their prefixes: the last ones
@@ -204,9 +207,9 @@ class ChunkIndex(Residents):
         slots = [free.pop() for _ in range(num_chunks)]
         first = numbers[0]
         if numbers[num_chunks - 1] - first == num_chunks - 1:
-            self._insert(keys[first - 1] if first else None, keys[first : first + num_chunks], slots)
+            self._insert(use, keys[first - 1] if first else None, keys[first : first + num_chunks], slots)
         else:
-            self._insert_parts(keys, numbers[:num_chunks], slots)
+            self._insert_parts(use, keys, numbers[:num_chunks], slots)
         return slots
 
     def complete(
@@ -331,7 +334,7 @@ class ChunkIndex(Residents):
                 self._condemned.remove(key)
                 self._remove(key)
 
-    def _insert(self, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+    def _insert(self, use: Use, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """Makes chunks that follow each other resident, PENDING."""
         table, parents, before = self._slots, self._parents, parent
         num_chunks = len(table) + len(keys)
@@ -348,15 +351,15 @@ class ChunkIndex(Residents):
             for key in keys:
                 for _ in range(self._num_orphans.pop(key, 0)):
                     self._add_child(key)
-        self._policy.insert(keys)
+        self._policy.insert(use, keys, parent)
 
-    def _insert_parts(self, keys: Sequence[ChunkKey], numbers: Sequence[int], slots: Sequence[int]) -> None:
+    def _insert_parts(self, use: Use, keys: Sequence[ChunkKey], numbers: Sequence[int], slots: Sequence[int]) -> None:
         """Makes the chunks `numbers` of a prefix with holes resident."""
         starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1] + 1]
         for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True):
             first = numbers[start]
             parent = keys[first - 1] if first else None
-            self._insert(parent, [keys[i] for i in numbers[start:end]], slots[start:end])
+            self._insert(use, parent, [keys[i] for i in numbers[start:end]], slots[start:end])
 
     def _add_child(self, parent: ChunkKey) -> None:
         if parent not in self._slots:

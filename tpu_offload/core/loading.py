@@ -140,7 +140,7 @@ class LoadPlanner:
         if len(keys) < len(promise.keys):
             self._index.pin(keys)
             self._index.unpin(promise.keys)
-        self._index.touch(request.keys, end_chunk)
+        self._index.touch(request.use, request.keys, end_chunk)
         request.promise = None
         request.load = transfer_job(
             self._jobs,

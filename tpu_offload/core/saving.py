@@ -184,13 +184,13 @@ class SavePlanner:
             # before those that are missing holds on to all before it.
             before = first - 1 if first else 0
             own = keys[before:first] if len(missing) == end - first else set(keys[before:end])
-        slots = self._index.allocate(keys, saved, protected=own)
+        slots = self._index.allocate(request.use, keys, saved, protected=own)
         request.num_looked_at_chunks = num_chunks
         num_saved = len(slots)
         request.num_saved_chunks = end if num_saved == len(missing) else missing[num_saved]
         request.num_refused_chunks = len(missing) - num_saved + num_chunks - end
         if not num_saved:
-            self._index.touch(keys, num_chunks)
+            self._index.touch(request.use, keys, num_chunks)
             return 0
         first = saved[0]
         if saved[num_saved - 1] - first == num_saved - 1:

@@ -42,7 +42,7 @@ from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobIds, JobTable
 from tpu_offload.core.loading import LoadPlanner
-from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
+from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
 from tpu_offload.core.requests import ScheduledRequest, TierEvent, TierEventKind, Update
 from tpu_offload.core.save_policy import SaveAll, SavePrompt
 from tpu_offload.core.saving import SavePlanner
@@ -466,7 +466,8 @@ class OffloadScheduler:
         request = self._requests.get(request_id)
         if request is None:
             account = f"{request_id}#{self._num_requests_seen}"
-            request = TrackedRequest(request_id, account=account, namespace=self._namespace)
+            use = Use(self._num_requests_seen)
+            request = TrackedRequest(request_id, account=account, use=use, namespace=self._namespace)
             self._num_requests_seen += 1
         return request
 
@@ -480,7 +481,7 @@ class OffloadScheduler:
         self._transfers.forget_news(request_id)
         self._counts.dropped_load_blocks += request.num_cut_load_blocks
         self._loads.release(request)
-        self._index.touch(request.keys, max(request.num_saved_chunks, request.num_found_chunks))
+        self._index.touch(request.use, request.keys, max(request.num_saved_chunks, request.num_found_chunks))
         if request.load is not None:
             self._transfers.detach(request.load)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from tpu_offload import hashing
 from tpu_offload.core.boundary import check_keys
 from tpu_offload.core.jobs import Job
+from tpu_offload.core.policies import Use
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
 
@@ -39,6 +40,7 @@ class TrackedRequest:
       request_id: the engine's name for it.
       account: holder of its staging blocks; unlike the request id it is never used twice, so a request
         that comes back after a preemption does not meet its own old load.
+      use: what policies are told of it.
       namespace: ends its keys (see `hashing.key_namespace`).
       keys: keys of its chunks, as far as they were needed.
       promise: what it was promised and has not taken.
@@ -59,6 +61,7 @@ class TrackedRequest:
 
     request_id: str
     account: str
+    use: Use
     namespace: bytes
     keys: list[ChunkKey] = dataclasses.field(default_factory=list)
     promise: Promise | None = None

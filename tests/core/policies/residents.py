@@ -1,6 +1,14 @@
 """Resident chunks as plain sets, and least recently used as it is defined."""
 
-from tpu_offload.core.policies import Residents
+import itertools
+
+from tpu_offload.core.policies import Residents, Use
+
+_numbers = itertools.count()
+
+
+def new_use() -> Use:
+    return Use(next(_numbers))
 
 
 class FakeResidents(Residents):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.core.policies.residents import FakeResidents
+from tests.core.policies.residents import FakeResidents, new_use
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
 
 POLICIES = [LRUPolicy]
@@ -27,16 +27,16 @@ def keys(prefix: str, num: int) -> list[bytes]:
 def test_evicts_the_tail_of_a_prefix_before_its_head(policy, residents) -> None:
     chain = keys("a", 5)
     residents.add(chain)
-    policy.insert(chain[:3])
-    policy.insert(chain[3:])
-    policy.touch(chain, 5, residents)
+    policy.insert(new_use(), chain[:3], None)
+    policy.insert(new_use(), chain[3:], chain[2])
+    policy.touch(new_use(), chain, 5, residents)
     policy.evict(5, residents)
     assert residents.evicted == chain[::-1]
 
 
 def test_evicts_no_more_than_it_is_asked_to(policy, residents) -> None:
     residents.add(keys("a", 10))
-    policy.insert(keys("a", 10))
+    policy.insert(new_use(), keys("a", 10), None)
     policy.evict(2, residents)
     assert len(residents.evicted) == 2
     policy.check_invariants(residents.leaves(), residents)
@@ -45,7 +45,7 @@ def test_evicts_no_more_than_it_is_asked_to(policy, residents) -> None:
 def test_what_may_not_go_stays_and_goes_later(policy, residents) -> None:
     for name in "ab":
         residents.add(keys(name, 4))
-        policy.insert(keys(name, 4))
+        policy.insert(new_use(), keys(name, 4), None)
     residents.blocked = {b"a2", b"b3"}
     policy.evict(8, residents)
     assert residents.evicted == [b"a3"]
@@ -56,9 +56,9 @@ def test_what_may_not_go_stays_and_goes_later(policy, residents) -> None:
 
 def test_touch_passes_over_what_is_not_resident(policy, residents) -> None:
     residents.add(keys("a", 2))
-    policy.insert(keys("a", 2))
-    policy.touch([b"a0", b"a1", b"gone", b"never used"], 3, residents)
-    policy.touch([b"gone"], 1, residents)
+    policy.insert(new_use(), keys("a", 2), None)
+    policy.touch(new_use(), [b"a0", b"a1", b"gone", b"never used"], 3, residents)
+    policy.touch(new_use(), [b"gone"], 1, residents)
     policy.check_invariants(residents.leaves(), residents)
     policy.evict(2, residents)
     assert residents.evicted == [b"a1", b"a0"]
@@ -71,14 +71,15 @@ def test_whatever_happens_every_chunk_can_be_evicted(policy, residents) -> None:
         what = rng.random()
         if what < 0.4 or not known:
             chain = keys(f"{i}-", rng.randint(1, 5))
-            residents.add(chain, parent=rng.choice([*known, None]))
-            policy.insert(chain)
+            parent = rng.choice([*known, None])
+            residents.add(chain, parent=parent)
+            policy.insert(new_use(), chain, parent)
         elif what < 0.6:
             gone = rng.choice(known)
             parent = residents.parents.pop(gone)
             policy.remove(gone, parent if parent in residents else None)
         elif what < 0.8:
-            policy.touch(known, rng.randint(1, len(known)), residents)
+            policy.touch(new_use(), known, rng.randint(1, len(known)), residents)
         else:
             residents.blocked = {key for key in known if rng.random() < 0.3}
             policy.evict(rng.randint(1, 6), residents)

@@ -1,9 +1,25 @@
 """What an eviction policy is asked, and what it is told."""
 
 import abc
+import dataclasses
 from collections.abc import Collection, Container, Sequence
+from typing import final
 
 from tpu_offload.types import ChunkKey
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """One request's use of chunks: all that a policy is told between its match and its end is the same use.
+
+    Attributes:
+      use_id: grows from one use to the next; never used again.
+      priority: what a request of higher priority uses is kept longer than all that only lower ones have used.
+    """
+
+    use_id: int
+    priority: int = 0
 
 
 class Residents(abc.ABC):
@@ -40,18 +56,26 @@ class EvictionPolicy(abc.ABC):
     without every chunk before it: nothing but the tail of a prefix can be evicted. So a policy that
     orders prefixes may look at their tails only and pay nothing for each chunk, and one that orders
     chunks has all their keys.
+
+    A request is told of several times: when it loads, with each part of it that is saved, at its end. They
+    carry the same `Use`, so that a policy that counts uses counts one.
     """
 
+    def resize(self, num_chunks: int) -> None:  # noqa: B027 (most do not ask)
+        """The tier has room for this many chunks from now on; told before any chunk, and whenever it changes."""
+
     @abc.abstractmethod
-    def insert(self, keys: Sequence[ChunkKey]) -> None:
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
         """A request saved these chunks and uses them and all before them. They follow each other, head first.
 
         Args:
-          keys: at least one; none is known.
+          use: the request's.
+          keys: at least one; none is known. A chunk that hung on one of them before that was lost hangs on it again.
+          parent: the chunk before them, which is resident; None when they begin a prompt.
         """
 
     @abc.abstractmethod
-    def touch(self, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
+    def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
         """A request used the first `num_chunks` of `keys`, head first. Those that are not resident are passed over."""
 
     @abc.abstractmethod

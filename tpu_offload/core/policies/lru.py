@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
-from tpu_offload.core.policies.base import EvictionPolicy, Residents
+from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.types import ChunkKey
 
 
@@ -23,11 +23,11 @@ class LRUPolicy(EvictionPolicy):
         # uses that a longer one followed, or will be leaves when what hangs on them, used earlier, is gone.
         self._tails: OrderedDict[ChunkKey, None] = OrderedDict()
 
-    def insert(self, keys: Sequence[ChunkKey]) -> None:
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
         """See the base class. O(1)."""
         self._tails[keys[-1]] = None
 
-    def touch(self, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
+    def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
         """See the base class. O(1 + chunks at the end that are not resident)."""
         for i in range(num_chunks - 1, -1, -1):
             key = keys[i]
