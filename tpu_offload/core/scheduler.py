@@ -44,7 +44,7 @@ from tpu_offload.core.jobs import Job, JobIds, JobTable
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
 from tpu_offload.core.requests import ScheduledRequest, TierEvent, TierEventKind, Update
-from tpu_offload.core.save_policy import SaveAll, SavePrompt
+from tpu_offload.core.save_policy import make_save_policy
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.suspects import Suspects
@@ -118,7 +118,7 @@ class OffloadScheduler:
             self._index,
             self._staging,
             self._jobs,
-            SaveAll() if config.decode_save else SavePrompt(),
+            make_save_policy(config),
             self._breakers[Direction.SAVE],
             self._suspects,
             block_size=layout.block_size,
