@@ -9,6 +9,9 @@ each gap is a hit, and of gaps that overlap too many at one time, the one that e
 fewest others (the largest k-colourable subgraph of an interval graph). That a block needs those before it
 costs nothing: they are used whenever it is, so their gaps end no later, and they are held longer.
 
+With HBM in front a gap begins when the block leaves HBM, and there is none when it comes back before that. So this
+bounds every way of saving, also those that leave to HBM what HBM has.
+
 References:
   Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 1966.
   Yannakakis and Gavril, The maximum k-colorable subgraph problem for chordal graphs, 1987.
@@ -17,44 +20,56 @@ References:
 import heapq
 from collections.abc import Sequence
 
+from tpu_offload.sim.hbm import Front, no_front
 from tpu_offload.sim.trace import Trace
 
 
-def belady_hits(trace: Trace, num_chunks: int, *, first_counted: int = 0) -> list[int]:
+def belady_hits(trace: Trace, num_chunks: int, *, first_counted: int = 0, front: Front | None = None) -> list[int]:
     """Plays a trace with the best choice at every moment. O(blocks x log blocks).
 
     Args:
       trace: what is played.
       num_chunks: blocks that the cache has room for.
       first_counted: what is best is the number of hits from this request on; what hits before it does not count.
+      front: HBM, whose hits are none of the cache behind it.
     Returns:
       Hits of each request.
     """
+    front = front or no_front(trace)
+    depths = _depths(trace.parents)
     prompts = [request.blocks for request in trace.requests]
     never = len(prompts)
-    next_uses = _next_uses(prompts, never)
+    next_use: dict[int, int] = {}  # after the request that is played
     held: dict[int, int] = {}  # block -> its next use
     # Furthest next use first, deeper first. What was used since is in here twice, and its old entry is skipped.
     heap: list[tuple[int, int, int]] = []
     hits = []
-    for number, blocks in enumerate(prompts):
-        num_hits = 0
-        for block in blocks:
-            if block not in held:
-                break
-            num_hits += 1
-        hits.append(num_hits)
-        for depth, (block, use) in enumerate(zip(blocks, next_uses[number], strict=True)):
-            if use < never and use >= first_counted:
+    for blocks, uses, first, left in zip(prompts, _next_uses(prompts, never), front.hits, front.left, strict=True):
+        end = first
+        while end < len(blocks) and blocks[end] in held:
+            end += 1
+        hits.append(end - first)
+        for block, use in zip(blocks, uses, strict=True):
+            next_use[block] = use
+            held.pop(block, None)
+        for block in left:
+            use = next_use[block]
+            if first_counted <= use < never:  # else nothing is lost with it, and nothing needs to go for it
                 held[block] = use
-                heapq.heappush(heap, (-use, -depth, block))
-            else:
-                held.pop(block, None)  # nothing is lost with it, so nothing needs to go for it
+                heapq.heappush(heap, (-use, -depths[block], block))
         while len(held) > num_chunks:
             use, _, block = heapq.heappop(heap)
             if held.get(block) == -use:
                 del held[block]
     return hits
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    """Of each block how many come before it; each has a higher number than the one before it."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths
 
 
 def _next_uses(prompts: Sequence[Sequence[int]], never: int) -> list[list[int]]:

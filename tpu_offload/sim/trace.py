@@ -11,6 +11,7 @@ another, whatever its ids.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -85,7 +86,7 @@ class Trace:
             )
         return dataclasses.replace(self, requests=requests)
 
-    def index_at(self, time_s: float) -> int:
+    def num_before(self, time_s: float) -> int:
         """How many requests come before a time."""
         return sum(request.time_s < time_s for request in self.requests)
 
@@ -132,7 +133,7 @@ class _Builder:
             requests.append(Request(time_s, blocks, num_tokens, num_output_tokens))
         if not requests:
             raise InputError(f"{path} has no request; expected one JSON object a line")
-        if any(b.time_s < a.time_s for a, b in zip(requests, requests[1:], strict=False)):
+        if any(b.time_s < a.time_s for a, b in itertools.pairwise(requests)):
             self._notes.append(f"{path}: requests are not in the order of time; they are played in it")
         self._notes += [note for note in (not_chained, wrong_length) if note]
         first_s = min(request.time_s for request in requests)
