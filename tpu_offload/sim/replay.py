@@ -10,6 +10,7 @@ counted for the host tier where HBM had the block.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import final
 
@@ -77,7 +78,7 @@ def replay(trace: Trace, policy: EvictionPolicy, setup: Setup, *, front: Front |
     keys_of = trace.keys
     for number, request in enumerate(trace.requests):
         keys = [keys_of[block] for block in request.blocks]
-        replayed.serve(Use(number), keys, in_hbm=front.hits[number], left=front.left[number])
+        replayed.serve(keys, in_hbm=front.hits[number], left=front.left[number])
     return replayed.outcome()
 
 
@@ -91,11 +92,13 @@ class _Replay:
         self._secondary = SecondaryTier(setup.num_secondary_chunks) if has_secondary else None
         self._saves: SavePolicy = SaveBySightings(events=(setup.save_on,), num_sightings=setup.num_sightings)
         self._saves.resize(setup.num_chunks)
+        self._uses = map(Use, itertools.count())
         self._hits: list[tuple[int, int]] = []
 
-    def serve(self, use: Use, keys: Sequence[ChunkKey], *, in_hbm: int, left: Sequence[int]) -> None:
+    def serve(self, keys: Sequence[ChunkKey], *, in_hbm: int, left: Sequence[int]) -> None:
         """One request, from its lookup to its end."""
         host, secondary, saves = self._host, self._secondary, self._saves
+        use = next(self._uses)
         saves.see(use, keys)
         in_host = host.find(keys)
         found = max(in_hbm, in_host)
@@ -106,7 +109,7 @@ class _Replay:
         if saves.saves_on(SaveEvent.HBM_EVICTION):
             host.pin(promised)
             for prefix in self._prefixes(left):
-                self._save(use, prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
+                self._save(next(self._uses), prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
             host.unpin(promised)
         found += in_secondary
         end = found if in_secondary else 0  # what comes from the secondary tier comes through the host tier
