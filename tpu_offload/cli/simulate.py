@@ -193,7 +193,7 @@ def _runs(args: argparse.Namespace, sizes: Iterable[Size], *, num_unique_blocks:
         share = size.value if size.unit is Unit.SHARE else num_chunks / num_unique_blocks
         shares_and_setups.append((share, dataclasses.replace(common, num_chunks=num_chunks)))
     policies = _flat(args.policies) or (*POLICIES, BOUND)
-    return [Run(policy, share, setup) for policy in policies for share, setup in shares_and_setups]
+    return [Run(policy, share, setup) for policy in policies for share, setup in dict.fromkeys(shares_and_setups)]
 
 
 def _num_chunks(size: Size | None, num_unique_blocks: int, nbytes: int | None) -> int:

@@ -29,6 +29,7 @@ def _record(scene: Scene, result: Result, chunk_nbytes: int | None) -> dict[str,
         "default": result.run.policy == DEFAULT_POLICY,
         "size_share": result.run.size_share,
         "num_chunks": result.run.setup.num_chunks,
+        "nbytes": result.run.setup.num_chunks * chunk_nbytes if chunk_nbytes else None,
         "prefix_hit_rate": _rate(counted.num_host_hits, counted),
         "first_part_hit_rate": _rate(result.first.num_host_hits, result.first),
         "second_part_hit_rate": _rate(result.second.num_host_hits, result.second),
@@ -131,9 +132,9 @@ def _matrix(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Ta
     """A line for each policy, a column for each size."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    sizes = dict.fromkeys((row["size_share"], row["num_chunks"]) for row in rows)
-    for share, _ in sizes:
-        table.add_column(f"{100 * share:.3g} %", justify="right")
+    for share, nbytes in dict.fromkeys((row["size_share"], row["nbytes"]) for row in rows):
+        in_gb = f"\n{nbytes / GB:.3g} GB" if nbytes else ""
+        table.add_column(f"{100 * share:.3g} %{in_gb}", justify="right")
     for policy in dict.fromkeys(row["policy"] for row in rows):
         mine = [row for row in rows if row["policy"] == policy]
         table.add_row(policy + (" *" if mine[0]["default"] else ""), *map(cell, mine))
