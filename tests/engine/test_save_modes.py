@@ -133,36 +133,33 @@ def test_without_need_nothing_is_saved():
 def test_what_was_preempted_finds_prompt_and_answer_when_it_comes_back():
     engine = Engine(TINY, CROWDED, offload=make_offload("preemption"))
     engine.wait_for_host_memory()
-    outputs = serve(engine, rounds(1, max_tokens=40)[0])
-    again = [output for output in outputs.values() if output.stats.num_preemptions]
-    assert again
-    for output in again:
-        sources = output.stats.prompt_tokens
-        # A prompt that is served again counts again; but for the last block all of it is found.
-        assert sources.computed <= 2 * CROWDED.block_size * output.stats.num_preemptions + 60
-        assert sources.host + sources.hbm > 0
-    stats = engine.offload_stats()
-    assert stats.loaded_tokens > 0
-    # Generated tokens too, though decode_save is off.
-    assert stats.loaded_tokens > sum(output.stats.prompt_tokens.host for output in again)
+    (requests,) = rounds(1, max_tokens=40)
+    outputs = serve(engine, requests)
+    stats = [outputs[request.request_id].stats for request in requests]
+    assert sum(s.num_preemptions for s in stats) >= 4
+    for request, s in zip(requests, stats, strict=True):
+        assert s.prompt_tokens.computed == len(request.prompt_tokens), "once, though it was served again"
+    # Generated tokens come back too, though decode_save is off.
+    assert engine.offload_stats().loaded_tokens > sum(s.prompt_tokens.host for s in stats)
     engine.close()
 
 
 def test_a_host_tier_as_small_as_hbm_is_of_use_only_for_what_hbm_evicts():
-    """Six prompts in turn, and room for two thirds of them in HBM and host tier together."""
+    """Three prompts of 13 blocks in turn, with 28 blocks in HBM and as many in the host tier."""
     loaded, saved = {}, {}
     for save_on in ("compute", "eviction"):
         engine = Engine(
             TINY, dataclasses.replace(TIGHT, max_num_seqs=1), offload=make_offload(save_on, num_cpu_chunks=28)
         )
         engine.wait_for_host_memory()
-        order = [[0, 1, 2, 1, 0, 2, 1, 0, 2, 0, 1]]
         outputs = {}
-        for turn, i in enumerate(order[0] * 3):
+        for turn, i in enumerate([0, 1, 2, 1, 0, 2, 1, 0, 2, 0, 1] * 3):
             outputs |= serve(engine, [make_request(f"{turn}", random_tokens(i, 50), max_tokens=4)])
         loaded[save_on], saved[save_on] = num_loaded(outputs), engine.offload_stats().saved_blocks
         engine.close()
-    assert loaded["eviction"] > 1.2 * loaded["compute"], (loaded, saved)
+    # 540 of 1650 tokens are found in HBM, and at most 960 could come from anywhere else. Seen: 260 and 804.
+    assert loaded["eviction"] > 2 * loaded["compute"], (loaded, saved)
+    assert saved["eviction"] < saved["compute"]
 
 
 # --- one request and another ----------------------------------------------------------------------
