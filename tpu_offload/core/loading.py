@@ -78,7 +78,7 @@ class LoadPlanner:
         wanted = -(-(end_tokens - num_computed_tokens) // self._block_size)
         if request.limits.max_load_tokens is not None:
             allowed = request.limits.max_load_tokens // self._block_size
-            request.at_load_limit = wanted >= allowed
+            request.at_load_limit = max(0, wanted) >= allowed
             wanted = min(wanted, allowed)
         if not slots or wanted < 1:
             return 0

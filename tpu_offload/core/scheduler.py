@@ -157,6 +157,7 @@ class OffloadScheduler:
             clock=clock,
         )
         self._requests: dict[str, TrackedRequest] = {}
+        self._limits_of: dict[str, RequestLimits] = {}  # of unfinished requests that came with some
         self._counts = OffloadStats()
         self._transfers = Transfers(
             self._jobs,
@@ -219,7 +220,7 @@ class OffloadScheduler:
           block_hashes: hashes of its full blocks, from the first on.
           num_tokens: tokens that it needs before it can sample the next one.
           num_computed_tokens: leading tokens that are in HBM already.
-          limits: the request's own, beside those of the settings; they hold until it is matched again.
+          limits: the request's own, beside those of the settings. They hold until it ends, or is matched with others.
         Returns:
           Tokens past `num_computed_tokens` that can be loaded. One token is always left to compute, so
           a request whose every block is here gets one less; its last block is loaded all the same.
@@ -238,7 +239,9 @@ class OffloadScheduler:
         if not self._enabled:
             return 0
         request = self._request(request_id)
-        self._limit(request, limits)
+        if limits is not None:
+            self._limits_of[request_id] = limits.within(self._limits)
+            request.limit(self._limits_of[request_id])
         found = self._loads.match(
             request,
             block_hashes,
@@ -310,7 +313,7 @@ class OffloadScheduler:
         check_prefix(prefix)
         if self._enabled and self._save_policy.saves_on(SaveEvent.HBM_EVICTION):
             request = self._new_request("the prefix cache")
-            self._limit(request, prefix.limits)
+            request.limit(prefix.limits.within(self._limits))
             self._saves.evict(prefix, request)
 
     def preempt(self, request_id: str, *, held: ScheduledRequest | None = None) -> None:
@@ -339,6 +342,7 @@ class OffloadScheduler:
         self._forget(request_id)
         self._transfers.forget(request_id)
         self._saves.forget(request_id)
+        self._limits_of.pop(request_id, None)
         self._swap.discard((request_id,))
 
     def reset(self) -> None:
@@ -529,19 +533,10 @@ class OffloadScheduler:
     def _new_request(self, request_id: str) -> TrackedRequest:
         number = self._num_requests_seen
         self._num_requests_seen += 1
-        return TrackedRequest(
-            request_id,
-            account=f"{request_id}#{number}",
-            use=Use(number),
-            namespace=self._namespace,
-            limits=self._limits,
-        )
-
-    def _limit(self, request: TrackedRequest, limits: RequestLimits | None) -> None:
-        """From now on these limits hold for a request, beside those of the settings."""
-        request.limits = self._limits if limits is None else limits.within(self._limits)
-        if request.use.priority != request.limits.priority:
-            request.use = Use(request.use.use_id, request.limits.priority)
+        account = f"{request_id}#{number}"
+        request = TrackedRequest(request_id, account=account, use=Use(number), namespace=self._namespace)
+        request.limit(self._limits_of.get(request_id, self._limits))
+        return request
 
     def _forget(self, request_id: str) -> None:
         check_request(request_id)
@@ -561,7 +556,7 @@ class OffloadScheduler:
         for scheduled in changed:
             check_scheduled(scheduled)
             request = self._requests.get(scheduled.request_id)
-            limits = self._limits if request is None else request.limits
+            limits = request.limits if request else self._limits_of.get(scheduled.request_id, self._limits)
             num_chunks = self._saves.num_chunks_to_save(scheduled, limits)
             if request is None and num_chunks:
                 request = self._request(scheduled.request_id)

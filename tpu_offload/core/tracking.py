@@ -82,6 +82,12 @@ class TrackedRequest:
     revoked: Promise | None = None
     saving: bool = True
 
+    def limit(self, limits: RequestLimits) -> None:
+        """These limits hold from now on."""
+        self.limits = limits
+        if self.use.priority != limits.priority:
+            self.use = dataclasses.replace(self.use, priority=limits.priority)
+
     def extend_keys(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
         """Adds the keys of the full chunks of `block_hashes` that are not there yet.
 
