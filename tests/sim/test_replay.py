@@ -83,6 +83,8 @@ def test_every_policy_keeps_the_invariants_of_the_index(chat_trace, name):
         tier.touch(Use(number), keys, tier.find(keys))
         tier.save(Use(number), keys, len(keys))
         tier.check_invariants()
+        tier.settle()
+        tier.check_invariants()
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -41,6 +41,7 @@ def play_hbm(trace: Trace, num_blocks: int) -> Front:
         hits.append(num_hits)
         hbm.touch(use, keys, num_hits)
         num_new = len(hbm.save(use, keys, len(keys)))
+        hbm.settle()
         hbm.touch(use, keys, len(keys))
         without_room = request.blocks[num_hits + num_new :][::-1]
         left.append(without_room + tuple(numbers[key] for key in hbm.take_evicted()))

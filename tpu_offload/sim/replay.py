@@ -110,12 +110,14 @@ class _Replay:
             host.pin(promised)
             for prefix in self._prefixes(left):
                 self._save(next(self._uses), prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
+            host.settle()
             host.unpin(promised)
         found += in_secondary
         end = found if in_secondary else 0  # what comes from the secondary tier comes through the host tier
         if saves.saves_on(SaveEvent.COMPUTE):
             end = max(end, saves.num_chunks_worth_saving(keys, 0, len(keys)))
         self._save(use, keys, end)
+        host.settle()
         host.touch(use, keys, max(end, found))
         if secondary:
             secondary.touch(keys)

@@ -10,7 +10,7 @@ from tpu_offload.types import ChunkKey
 
 @final
 class Tier:
-    """Chunks of one block each. Copies take no time: what is allocated is complete at once.
+    """Chunks of one block each. What is saved is on its way until `settle`, and cannot be evicted or found before.
 
     Args:
       policy: decides which chunk goes.
@@ -21,6 +21,7 @@ class Tier:
     def __init__(self, policy: EvictionPolicy, *, num_chunks: int, record: bool = False) -> None:
         self._index = ChunkIndex(policy, record=record)
         self._index.grow(num_chunks)
+        self._on_the_way: list[tuple[Sequence[ChunkKey], list[int]]] = []
         self.num_saved = 0
         self.num_dropped = 0
 
@@ -60,8 +61,14 @@ class Tier:
         self.num_saved += len(slots)
         new = keys[first : first + len(slots)]
         if new:
-            self._index.complete(new, slots, success=True)
+            self._on_the_way.append((new, slots))
         return new
+
+    def settle(self) -> None:
+        """The copies of all that was saved are done."""
+        for keys, slots in self._on_the_way:
+            self._index.complete(keys, slots, success=True)
+        self._on_the_way.clear()
 
     def take_evicted(self) -> list[ChunkKey]:
         """What was evicted since the last call, in order."""
