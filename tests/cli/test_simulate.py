@@ -12,7 +12,8 @@ import pytest
 
 from tests.sim.traces import chats, write_trace
 from tpu_offload.cli.main import main
-from tpu_offload.sim import BOUND, DEFAULT_POLICY, POLICIES, Setup, belady_hits, read_traces, replay
+from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES
+from tpu_offload.sim import BOUND, Setup, belady_hits, read_traces, replay
 
 MODEL = ("--num-layers", "4", "--num-kv-heads", "2", "--head-size", "128")
 

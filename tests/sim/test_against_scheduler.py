@@ -8,9 +8,9 @@ from tests.core.fakes import BLOCK_SIZE, LAYOUT
 from tests.sim.traces import chats, make_trace
 from tpu_offload import CachedPrefix, JobResult, JobState, OffloadConfig, OffloadScheduler, ScheduledRequest, StepReport
 from tpu_offload.config import SaveEvent
-from tpu_offload.core.policies import LRUPolicy
+from tpu_offload.core.policies import POLICIES, LRUPolicy
 from tpu_offload.hashing import last_block_hash
-from tpu_offload.sim import POLICIES, Setup, no_front, play_hbm, replay
+from tpu_offload.sim import Setup, no_front, play_hbm, replay
 
 
 class Engine:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.sim.traces import chats, make_trace, random_trace
 from tpu_offload.config import SaveEvent
-from tpu_offload.core.policies import LRUPolicy, Use
-from tpu_offload.sim import POLICIES, SecondaryMode, Setup, belady_hits, play_hbm, replay
+from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
+from tpu_offload.sim import SecondaryMode, Setup, belady_hits, play_hbm, replay
 from tpu_offload.sim.tier import Tier
 
 SIZES = (1, 2, 5, 11, 23, 60, 200)

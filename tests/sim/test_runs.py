@@ -9,8 +9,9 @@ import time
 import pytest
 
 from tests.sim.traces import chats, make_trace
+from tpu_offload.core.policies import POLICIES
 from tpu_offload.errors import InputError
-from tpu_offload.sim import BOUND, POLICIES, Part, Run, Scene, Setup, belady_hits, no_front, play_all, play_hbm, runs
+from tpu_offload.sim import BOUND, Part, Run, Scene, Setup, belady_hits, no_front, play_all, play_hbm, runs
 
 
 @pytest.fixture

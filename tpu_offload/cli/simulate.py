@@ -24,10 +24,10 @@ from tpu_offload.cli.simulate_sizes import (
 )
 from tpu_offload.cli.terminal import progress
 from tpu_offload.config import SaveEvent
+from tpu_offload.core.policies import POLICIES
 from tpu_offload.errors import InputError
 from tpu_offload.sim import (
     BOUND,
-    POLICIES,
     Result,
     Run,
     Scene,

@@ -7,7 +7,8 @@ from rich.table import Table
 
 from tpu_offload.cli.simulate_sizes import GB
 from tpu_offload.cli.terminal import ReportConsole
-from tpu_offload.sim import BOUND, DEFAULT_POLICY, Part, Result, Scene
+from tpu_offload.core.policies import DEFAULT_POLICY
+from tpu_offload.sim import BOUND, Part, Result, Scene
 
 _BASE = "lru"  # what the way to the bound begins at
 

@@ -3,14 +3,12 @@
 from tpu_offload.sim.belady import belady_hits
 from tpu_offload.sim.hbm import Front, no_front, play_hbm
 from tpu_offload.sim.replay import Outcome, Setup, replay
-from tpu_offload.sim.runs import BOUND, DEFAULT_POLICY, POLICIES, Part, Result, Run, Scene, play_all
+from tpu_offload.sim.runs import BOUND, Part, Result, Run, Scene, play_all
 from tpu_offload.sim.secondary import SecondaryMode
 from tpu_offload.sim.trace import Request, Trace, read_traces
 
 __all__ = [
     "BOUND",
-    "DEFAULT_POLICY",
-    "POLICIES",
     "Front",
     "Outcome",
     "Part",

@@ -40,8 +40,9 @@ def belady_hits(trace: Trace, num_chunks: int, *, first_counted: int = 0, front:
     prompts = [request.blocks for request in trace.requests]
     never = len(prompts)
     next_use: dict[int, int] = {}  # after the request that is played
-    held: dict[int, int] = {}  # block -> its next use
-    # Furthest next use first, deeper first. What was used since is in here twice, and its old entry is skipped.
+    held: set[int] = set()
+    # Furthest next use first, deeper first. Entries of what was used since stay in here: their time is past, so they
+    # come after all that is held.
     heap: list[tuple[int, int, int]] = []
     hits = []
     for blocks, uses, first, left in zip(prompts, _next_uses(prompts, never), front.hits, front.left, strict=True):
@@ -51,16 +52,14 @@ def belady_hits(trace: Trace, num_chunks: int, *, first_counted: int = 0, front:
         hits.append(end - first)
         for block, use in zip(blocks, uses, strict=True):
             next_use[block] = use
-            held.pop(block, None)
+            held.discard(block)
         for block in left:
             use = next_use[block]
             if first_counted <= use < never:  # else nothing is lost with it, and nothing needs to go for it
-                held[block] = use
+                held.add(block)
                 heapq.heappush(heap, (-use, -depths[block], block))
         while len(held) > num_chunks:
-            use, _, block = heapq.heappop(heap)
-            if held.get(block) == -use:
-                del held[block]
+            held.discard(heapq.heappop(heap)[2])
     return hits
 
 

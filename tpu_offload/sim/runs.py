@@ -10,8 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import final
 
-from tpu_offload.core import policies as policies_lib
-from tpu_offload.core.policies import LRUPolicy
+from tpu_offload.core.policies import POLICIES
 from tpu_offload.errors import InputError
 from tpu_offload.sim.belady import belady_hits
 from tpu_offload.sim.hbm import Front
@@ -19,8 +18,6 @@ from tpu_offload.sim.replay import Outcome, Setup, replay
 from tpu_offload.sim.trace import Trace
 
 BOUND = "belady"
-POLICIES = getattr(policies_lib, "POLICIES", {"lru": LRUPolicy})
-DEFAULT_POLICY = getattr(policies_lib, "DEFAULT_POLICY", "lru")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
