@@ -68,7 +68,7 @@ def test_json_has_all_policies_and_sizes(tmp_path, trace_path, capsys):
     assert report["num_hbm_blocks"] == 0
     assert report["num_unique_blocks"] == trace.num_unique_blocks
     out = capsys.readouterr().out
-    assert f"│ {DEFAULT_POLICY} * │" in out
+    assert f"│ {DEFAULT_POLICY} * " in out
     assert f"200 requests, {trace.num_blocks} blocks of prompts, {trace.num_unique_blocks} unique" in out
 
 

@@ -1,5 +1,6 @@
 """The real scheduler, serving the same requests one after another, hits what the simulation says."""
 
+import dataclasses
 import random
 
 import pytest
@@ -9,7 +10,7 @@ from tests.sim.traces import chats, make_trace
 from tpu_offload import CachedPrefix, JobResult, JobState, OffloadConfig, OffloadScheduler, ScheduledRequest, StepReport
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy
-from tpu_offload.hashing import last_block_hash
+from tpu_offload.hashing import key_namespace, last_block_hash
 from tpu_offload.sim import Setup, no_front, play_hbm, replay
 
 
@@ -54,6 +55,13 @@ class Engine:
         return found // BLOCK_SIZE
 
 
+def chat_trace(tmp_path, seed):
+    """With the keys that the scheduler makes: policies may make hashes of them."""
+    trace = make_trace(tmp_path, chats(random.Random(seed), num_requests=150))
+    namespace = key_namespace(LAYOUT.fingerprint(), blocks_per_chunk=1)
+    return dataclasses.replace(trace, keys=tuple(last_block_hash(key) + namespace for key in trace.keys))
+
+
 def hashes_of(trace, block):
     """Those of the prefix that ends at a block."""
     hashes = []
@@ -67,7 +75,7 @@ def hashes_of(trace, block):
 @pytest.mark.parametrize("hbm", [0, 45])
 @pytest.mark.parametrize("num_sightings", [1, 2])
 def test_the_same_hits(tmp_path, name, hbm, num_sightings):
-    trace = make_trace(tmp_path, chats(random.Random(6), num_requests=150))
+    trace = chat_trace(tmp_path, 6)
     front = play_hbm(trace, hbm) if hbm else no_front(trace)
     for num_chunks in (40, 70, 150):
         engine = Engine(POLICIES[name](), num_chunks=num_chunks, num_sightings=num_sightings)
@@ -87,7 +95,7 @@ def test_the_same_hits(tmp_path, name, hbm, num_sightings):
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("num_sightings", [1, 2])
 def test_the_same_hits_when_hbm_evicts(tmp_path, name, num_sightings):
-    trace = make_trace(tmp_path, chats(random.Random(7), num_requests=150))
+    trace = chat_trace(tmp_path, 7)
     front = play_hbm(trace, 45)
     for num_chunks in (40, 70, 150):
         setup = Setup(num_chunks, save_on=SaveEvent.HBM_EVICTION, num_sightings=num_sightings)
