@@ -124,7 +124,10 @@ def _way(results: Sequence[_Row]) -> Callable[[_Row], str]:
 
     def way(row: _Row) -> str:
         base, bound = (rates[name, row["num_chunks"]] for name in (_BASE, BOUND))
-        return f"{(row['prefix_hit_rate'] - base) / (bound - base):.0%}" if bound > base else "-"
+        if bound <= base:
+            return "-"
+        part = (row["prefix_hit_rate"] - base) / (bound - base)
+        return f"{part:.0%}" if part >= -1 else "< -100%"
 
     return way
 
