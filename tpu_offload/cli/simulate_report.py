@@ -112,7 +112,8 @@ def _decimals(name: str) -> Callable[[_Row], str]:
 
 
 def _count(name: str) -> Callable[[_Row], str]:
-    return lambda row: str(row[name])
+    # Eight columns of these are to fit in a narrow terminal.
+    return lambda row: str(row[name]) if row[name] < 100_000 else f"{row[name] / 1000:.0f}k"
 
 
 def _gb(name: str) -> Callable[[_Row], str]:
