@@ -251,9 +251,7 @@ class DensityPolicy(EvictionPolicy):
         """Leaves a run its first chunks and returns one of the others."""
         keys = run.keys[num_chunks:]
         num_resident = max(0, run.num_resident - num_chunks)
-        rest = _Run(
-            keys, num_resident=num_resident, num_uses=run.num_uses, at_end=run.at_end, use_id=run.use_id
-        )
+        rest = _Run(keys, num_resident=num_resident, num_uses=run.num_uses, at_end=run.at_end, use_id=run.use_id)
         rest.time, rest.class_id, rest.slice = run.time, run.class_id, run.slice
         rest.end, run.end, run.at_end = run.end, None, False
         del run.keys[num_chunks:]
@@ -375,9 +373,7 @@ class DensityPolicy(EvictionPolicy):
                 if run.ticket != ticket:
                     queue.popleft()
                     continue
-                num_evicted, rest = residents.evict(
-                    run.keys[run.num_resident - 1], min(num_chunks, run.num_resident)
-                )
+                num_evicted, rest = residents.evict(run.keys[run.num_resident - 1], min(num_chunks, run.num_resident))
                 if num_evicted:
                     num_chunks -= num_evicted
                     self._num_resident -= num_evicted
