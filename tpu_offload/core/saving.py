@@ -114,8 +114,12 @@ class SavePlanner:
 
     def reset(self) -> None:
         """What was to be saved is worthless, and so are the keys that the policy was told of."""
-        self._leaving.clear()
+        self.drop_leaving()
         self._num_seen.clear()
+
+    def drop_leaving(self) -> None:
+        """What has left its blocks since the last plan is not to be saved."""
+        self._leaving.clear()
 
     def withdraw(self, request: TrackedRequest) -> None:
         """Nothing of the request is read any more, unless it is offered again."""

@@ -316,6 +316,13 @@ class OffloadScheduler:
             request.limit(prefix.limits.within(self._limits))
             self._saves.evict(prefix, request)
 
+    def lose_caches(self) -> None:
+        """All KV in HBM is gone. Whoever holds blocks has to be preempted, without `held`; here goes what has left.
+
+        Needed only where the caches can be lost between a call of `evict` or `preempt` and the next plan.
+        """
+        self._saves.drop_leaving()
+
     def preempt(self, request_id: str, *, held: ScheduledRequest | None = None) -> None:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine.
 
