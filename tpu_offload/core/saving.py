@@ -140,7 +140,7 @@ class SavePlanner:
 
         Generated tokens too, and seen or not: it is certain to come back for them.
         """
-        if not self._policy.saves_on(SaveEvent.PREEMPTION) or not request.saving:
+        if not self._policy.saves_on(SaveEvent.PREEMPTION):
             return
         num_tokens = held.num_computed_tokens
         if request.load is not None:  # what that was to bring may be half written
