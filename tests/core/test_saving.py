@@ -1,5 +1,7 @@
 """When the scheduler saves, of whom, and in which order."""
 
+import dataclasses
+
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker, tokens
@@ -12,9 +14,9 @@ def blocks(jobs) -> list[int]:
 
 
 def prefix(request, num_blocks=None, *, gone=0, limits=None) -> CachedPrefix:
-    hashes = request.hashes[:num_blocks]
-    limits = limits or RequestLimits()
-    return CachedPrefix(hashes, request.block_ids[gone : len(hashes)], len(request.tokens), limits)
+    block_of = dict(list(zip(request.hashes, request.block_ids, strict=False))[gone:])
+    num_blocks = num_blocks or len(request.hashes)
+    return CachedPrefix(request.hashes, num_blocks, block_of.get, len(request.tokens), limits or RequestLimits())
 
 
 def computed(engine: FakeEngine, name: str, prompt: list[int], **kwargs):
@@ -80,7 +82,7 @@ def test_the_prompt_or_the_answer_too() -> None:
         engine = FakeEngine(save_on="eviction", decode_save=decode_save)
         request = engine.add("a", tokens(16))
         engine.step({"a": 16})
-        engine.scheduler.evict(CachedPrefix(request.hashes[:3], request.block_ids[:3], 10))
+        engine.scheduler.evict(dataclasses.replace(prefix(request, 3), num_prompt_tokens=10))
         assert len(blocks(engine.step()[0].early_saves)) == num_saved
 
 
@@ -132,14 +134,17 @@ def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
     "wrong",
     [
         "nothing",
-        CachedPrefix([b"1"], [1, 2], 4),
-        CachedPrefix(7, [1], 4),
-        CachedPrefix([b"1"], [-1], 4),
-        CachedPrefix([b"1"], [1], -4),
-        CachedPrefix([1], [1], 4),
-        CachedPrefix([b"1"], [1], 4, "limits"),
+        CachedPrefix([b"1"], 2, lambda h: 1, 4),
+        CachedPrefix([b"1"], 0, lambda h: 1, 4),
+        CachedPrefix(7, 1, lambda h: 1, 4),
+        CachedPrefix([b"1"], 1, 7, 4),
+        CachedPrefix([b"1"], 1, lambda h: -1, 4),
+        CachedPrefix([b"1"], 1, lambda h: h, 4),
+        CachedPrefix([b"1"], 1, lambda h: 1, -4),
+        CachedPrefix([1], 1, lambda h: 1, 4),
+        CachedPrefix([b"1"], 1, lambda h: 1, 4, "limits"),
     ],
-    ids=repr,
+    ids=str,
 )
 def test_what_makes_no_sense_is_refused(wrong) -> None:
     engine = FakeEngine(save_on="eviction")

@@ -341,10 +341,7 @@ class SimEngine:
         """Takes free blocks, and tells of what is cached there."""
         for block_hash in self.pool.next_to_go(num_blocks):
             request, number = self._origins.pop(block_hash)
-            hashes = request.hashes[: number + 1]
-            blocks = [block for h in reversed(hashes) if (block := self.pool.get(h)) is not None]
-            first = next((i for i, h in enumerate(reversed(hashes)) if self.pool.get(h) is None), len(hashes))
-            self.scheduler.evict(CachedPrefix(hashes, blocks[:first][::-1], request.num_prompt))
+            self.scheduler.evict(CachedPrefix(request.hashes, number + 1, self.pool.get, request.num_prompt))
         return self.pool.allocate(num_blocks)
 
     def _release(self, request: Request) -> None:

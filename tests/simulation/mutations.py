@@ -346,8 +346,8 @@ MUTATIONS = (
     Mutation(
         "a prefix without its head in HBM saves the wrong blocks",
         "saving",
-        "        request.block_ids = (-1,) * num_gone_blocks + tuple(prefix.block_ids)\n",
-        "        request.block_ids = tuple(prefix.block_ids) + (-1,) * num_gone_blocks\n",
+        "        request.block_ids = [-1] * num_gone_blocks + block_ids[::-1]\n",
+        "        request.block_ids = block_ids[::-1] + [-1] * num_gone_blocks\n",
     ),
     Mutation(
         "a preempted request saves the block of its last, sampled token",

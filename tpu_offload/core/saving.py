@@ -8,7 +8,7 @@ They are saved in the coming plan, before anything can be written into them, or 
 import dataclasses
 from collections.abc import Container, Iterable
 
-from tpu_offload.core.boundary import check_keys
+from tpu_offload.core.boundary import check_blocks, check_keys
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
@@ -167,17 +167,25 @@ class SavePlanner:
           prefix: it.
           request: stands for it: a new one, with its limits.
         """
-        size, num_blocks = self._blocks_per_chunk, len(prefix.block_hashes)
+        size, num_blocks = self._blocks_per_chunk, prefix.num_blocks
         num_tokens = self._policy.num_tokens_to_save(
             num_prompt_tokens=prefix.num_prompt_tokens, num_computed_tokens=num_blocks * self._block_size
         )
         num_chunks = self._num_chunks(prefix.limits.num_savable_tokens(num_tokens), num_blocks)
-        num_gone_blocks = num_blocks - len(prefix.block_ids)
-        num_gone_chunks = -(-num_gone_blocks // size)
-        if num_chunks <= num_gone_chunks or self._is_resident(prefix, num_chunks, request):
+        if not num_chunks or self._is_resident(prefix, num_chunks, request):
             return
-        request.extend_keys(prefix.block_hashes[: num_chunks * size], blocks_per_chunk=size)
-        request.block_ids = (-1,) * num_gone_blocks + tuple(prefix.block_ids)
+        hashes = prefix.block_hashes[: num_chunks * size]
+        request.extend_keys(hashes, blocks_per_chunk=size)
+        block_ids: list[int] = []
+        for block_hash in reversed(hashes):
+            block_id = prefix.block_of(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        check_blocks(request.request_id, block_ids)
+        num_gone_blocks = len(hashes) - len(block_ids)
+        num_gone_chunks = -(-num_gone_blocks // size)
+        request.block_ids = [-1] * num_gone_blocks + block_ids[::-1]
         request.num_saved_chunks = num_gone_chunks
         request.num_offered_chunks = self._num_worth_saving(request, num_chunks)
         self._leaving.append((request, num_gone_chunks))
