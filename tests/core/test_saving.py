@@ -57,6 +57,21 @@ def test_what_lost_its_head_is_saved_only_behind_what_is_there() -> None:
     assert engine.add("b", tokens(17)).num_computed == 16
 
 
+def test_a_head_that_goes_for_another_save_of_the_plan_takes_its_tail_along() -> None:
+    engine = FakeEngine(save_on="eviction", num_cpu_chunks=2, workers=[FakeWorker(num_host_chunks=2)])
+    first = computed(engine, "a", tokens(8))
+    engine.scheduler.evict(prefix(first, 1))
+    engine.step()
+    engine.settle()
+    other = computed(engine, "b", tokens(8, start=100))
+    engine.scheduler.evict(prefix(other))
+    engine.scheduler.evict(prefix(first, gone=1))
+    assert blocks(engine.step()[0].early_saves) == other.block_ids
+    engine.settle()
+    assert engine.scheduler.stats().num_failed_jobs == 0
+    engine.scheduler.check_invariants()
+
+
 def test_of_one_prefix_that_is_told_of_twice_each_block_is_saved_once() -> None:
     engine = FakeEngine(save_on="eviction")
     request = computed(engine, "a", tokens(16))
