@@ -155,15 +155,8 @@ class FakeEngine:
         for block_id in granted:
             if block_id in self.cached:
                 request, i = self.cached[block_id]
-                gone = next((j for j in range(i, -1, -1) if request.hashes[j] not in block_of), -1) + 1
-                self.scheduler.evict(
-                    CachedPrefix(
-                        request.hashes[: i + 1],
-                        [block_of[block_hash] for block_hash in request.hashes[gone : i + 1]],
-                        len(request.tokens),
-                        request.limits or RequestLimits(),
-                    )
-                )
+                limits = request.limits or RequestLimits()
+                self.scheduler.evict(CachedPrefix(request.hashes, i + 1, block_of.get, len(request.tokens), limits))
         for block_id in granted:
             self.cached.pop(block_id, None)
         return granted

@@ -132,13 +132,12 @@ def check_prefix(prefix: Any) -> None:
         raise RequestError(f"what is evicted is {prefix!r:.100}; expected a CachedPrefix")
     name = "of a cached prefix"
     check_hashes(name, prefix.block_hashes)
-    check_blocks(name, prefix.block_ids)
-    check_request(name, prefix.num_prompt_tokens, names=("num_prompt_tokens",))
+    check_request(name, prefix.num_blocks, prefix.num_prompt_tokens, names=("num_blocks", "num_prompt_tokens"))
     check_limits(name, prefix.limits)
-    if len(prefix.block_ids) > len(prefix.block_hashes):
+    if not 0 < prefix.num_blocks <= len(prefix.block_hashes) or not callable(prefix.block_of):
         raise RequestError(
-            f"a cached prefix has {len(prefix.block_ids)} blocks and {len(prefix.block_hashes)} hashes; expected no "
-            "more blocks than hashes"
+            f"a cached prefix has {prefix.num_blocks} blocks, {len(prefix.block_hashes)} hashes and "
+            f"{prefix.block_of!r:.100} to find blocks; expected at least a block, as many hashes, and a function"
         )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from tpu_offload.errors import RequestError
@@ -94,15 +94,17 @@ class CachedPrefix:
     """A prefix in the engine's HBM cache, the last block of which is about to be granted to somebody else.
 
     Attributes:
-      block_hashes: hashes of its blocks, from the first of the prompt to the one that goes.
-      block_ids: the last blocks of it, in token order, as many as are in HBM without a gap; all of them if its head is
-        there too. Their KV is computed.
+      block_hashes: hashes of its blocks, from the first of the prompt on; may run past its end.
+      num_blocks: its length: the block that goes is number `num_blocks - 1`.
+      block_of: the block in HBM that holds the KV of these contents, None if there is none: a lookup in the prefix
+        cache. It is called during `OffloadScheduler.evict` only, and mostly not at all.
       num_prompt_tokens: how many of its leading tokens were a request's prompt. The others were generated.
       limits: those of the request that computed it.
     """
 
     block_hashes: Sequence[BlockHash]
-    block_ids: Sequence[int]
+    num_blocks: int
+    block_of: Callable[[BlockHash], int | None]
     num_prompt_tokens: int
     limits: RequestLimits = NO_LIMITS
 

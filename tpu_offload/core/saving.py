@@ -1,18 +1,17 @@
 """From computed blocks to save jobs: what is worth saving, is not there yet, and fits.
 
-Most blocks are saved after the step that computes them, or any later one, while their request holds them. Others are
-about to be granted to somebody else: those of a preempted request, and those that the engine's prefix cache gives up.
-They are saved in the coming plan, before anything can be written into them, or never (`SavePlan.early`).
+Most blocks are saved after the step that computes them, or any later one, while their request holds them. Those that
+are about to be granted to somebody else (`core.leaving`) are saved before the step, or never.
 """
 
 import dataclasses
 from collections.abc import Container, Iterable
 
-from tpu_offload.core.boundary import check_keys
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
-from tpu_offload.core.requests import CachedPrefix, RequestLimits, ScheduledRequest
+from tpu_offload.core.leaving import LeavingBlocks, num_worth_saving
+from tpu_offload.core.requests import RequestLimits, ScheduledRequest
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.suspects import Suspects
@@ -50,6 +49,9 @@ class SavePlan:
     num_refused_chunks: int = 0
 
 
+NO_SAVES = SavePlan()
+
+
 class SavePlanner:
     """The save half of the scheduler.
 
@@ -84,8 +86,7 @@ class SavePlanner:
         self._blocks_per_chunk = blocks_per_chunk
         # Requests with something to save, by account. All others cost a step nothing.
         self._to_look_at: dict[str, TrackedRequest] = {}
-        # What gives its blocks up, and how many leading chunks of it have no blocks in HBM any more.
-        self._leaving: list[tuple[TrackedRequest, int]] = []
+        self.leaving = LeavingBlocks(index, policy, block_size=block_size, blocks_per_chunk=blocks_per_chunk)
         self._num_seen: dict[str, int] = {}  # by request id: chunks of it that the policy was told of
         self._saves_on_compute = policy.saves_on(SaveEvent.COMPUTE)
 
@@ -98,7 +99,8 @@ class SavePlanner:
             request.extend_keys(scheduled.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         request.block_ids = scheduled.block_ids
         self.see(request, num_chunks)
-        request.num_offered_chunks = self._num_worth_saving(request, num_chunks) if self._saves_on_compute else 0
+        worth = num_worth_saving(self._policy, request, num_chunks) if self._saves_on_compute else 0
+        request.num_offered_chunks = worth
         self._look_at(request)
 
     def see(self, request: TrackedRequest, num_chunks: int) -> None:
@@ -114,7 +116,7 @@ class SavePlanner:
 
     def reset(self) -> None:
         """What was to be saved is worthless, and so are the keys that the policy was told of."""
-        self._leaving.clear()
+        self.leaving.clear()
         self._num_seen.clear()
 
     def withdraw(self, request: TrackedRequest) -> None:
@@ -129,54 +131,14 @@ class SavePlanner:
             num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
         )
         num_blocks = min(len(scheduled.block_hashes), len(scheduled.block_ids))
-        return self._num_chunks(limits.num_savable_tokens(num_tokens), num_blocks)
+        num_blocks = min(limits.num_savable_tokens(num_tokens) // self._block_size, num_blocks)
+        return num_blocks // self._blocks_per_chunk
 
-    def leave(self, request: TrackedRequest, held: ScheduledRequest) -> None:
-        """A request is preempted: what it has computed is saved in the coming plan or never, if that is done at all.
-
-        Generated tokens too, and seen or not: it is certain to come back for them.
-        """
-        if not self._policy.saves_on(SaveEvent.PREEMPTION) or not request.saving:
-            return
-        num_tokens = held.num_computed_tokens
-        if request.load is not None:  # what that was to bring may be half written
-            num_tokens = min(num_tokens, request.load.num_valid_tokens)
-        num_blocks = min(len(held.block_hashes), len(held.block_ids))
-        num_chunks = self._num_chunks(request.limits.num_savable_tokens(num_tokens), num_blocks)
-        if num_chunks > len(request.keys):
-            request.extend_keys(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        leaving = dataclasses.replace(request, promise=None, load=None, revoked=None)
-        leaving.block_ids = tuple(held.block_ids[: num_chunks * self._blocks_per_chunk])
-        leaving.num_offered_chunks = num_chunks
-        leaving.num_saved_chunks = leaving.num_looked_at_chunks = leaving.num_refused_chunks = 0
-        self._leaving.append((leaving, 0))
-        request.num_refused_chunks = 0  # not dropped yet
-        self.withdraw(request)
-
-    def evict(self, prefix: CachedPrefix, request: TrackedRequest) -> None:
-        """The engine's prefix cache gives up the last block of a prefix: saved in the coming plan or never.
-
-        All of the prefix that the host tier has not got is saved with it, as nothing can be saved but behind what is
-        there. Most often that is also about to go: HBM too evicts the tail first.
-
-        Args:
-          prefix: it.
-          request: stands for it: a new one, with its limits.
-        """
-        size, num_blocks = self._blocks_per_chunk, len(prefix.block_hashes)
-        num_tokens = self._policy.num_tokens_to_save(
-            num_prompt_tokens=prefix.num_prompt_tokens, num_computed_tokens=num_blocks * self._block_size
-        )
-        num_chunks = self._num_chunks(prefix.limits.num_savable_tokens(num_tokens), num_blocks)
-        num_gone_blocks = num_blocks - len(prefix.block_ids)
-        num_gone_chunks = -(-num_gone_blocks // size)
-        if num_chunks <= num_gone_chunks or self._is_resident(prefix, num_chunks, request):
-            return
-        request.extend_keys(prefix.block_hashes[: num_chunks * size], blocks_per_chunk=size)
-        request.block_ids = (-1,) * num_gone_blocks + tuple(prefix.block_ids)
-        request.num_saved_chunks = num_gone_chunks
-        request.num_offered_chunks = self._num_worth_saving(request, num_chunks)
-        self._leaving.append((request, num_gone_chunks))
+    def preempt(self, request: TrackedRequest, held: ScheduledRequest) -> None:
+        """A request gives its blocks back and will return: what it holds is saved now or never, if that is done."""
+        if self.leaving.preempt(request, held):
+            request.num_refused_chunks = 0  # not dropped yet
+            self.withdraw(request)
 
     def plan(self, *, deadline_s: float) -> SavePlan:
         """Plans the saves of what is on offer and not saved: what leaves first, then what has waited longest.
@@ -186,17 +148,17 @@ class SavePlanner:
         Raises:
           RequestError: a block table has become shorter than what was on offer; nothing was planned.
         """
+        if not self._to_look_at and not self.leaving:
+            return NO_SAVES
         plan = SavePlan()
-        if not self._to_look_at and not self._leaving:
-            return plan
         for request in self._to_look_at.values():
             self._check_blocks(request)
         room = self._staging.num_free // self._blocks_per_chunk
         if not self._breaker.closed:
             room = min(room, 1)
         admitted = self._breaker.admits(_ACCOUNT)
-        if self._leaving:
-            leaving = self._take_leaving()
+        if self.leaving:
+            leaving = _by_priority(self.leaving.take())
             plan.early, used = self._plan_all(leaving, room if admitted else 0, deadline_s=deadline_s, is_use=False)
             plan.num_dropped_chunks = sum(request.num_refused_chunks for request in leaving)
             room -= used
@@ -231,29 +193,6 @@ class SavePlanner:
         waiting = {r.account for r in requests if r.saving and r.num_offered_chunks > r.num_saved_chunks}
         assert waiting <= self._to_look_at.keys(), "a request that has something to save would be forgotten"
         assert self._to_look_at.keys() <= {r.account for r in requests}, "a request that is gone is looked at"
-
-    def _num_chunks(self, num_tokens: int, num_blocks: int) -> int:
-        """The chunks that so many tokens in so many blocks fill."""
-        num_blocks = min(num_tokens // self._block_size, num_blocks)
-        return num_blocks // self._blocks_per_chunk
-
-    def _is_resident(self, prefix: CachedPrefix, num_chunks: int, request: TrackedRequest) -> bool:
-        """Whether the host tier has the last of so many chunks. O(1), and mostly true: tails go block by block."""
-        block_hash = prefix.block_hashes[num_chunks * self._blocks_per_chunk - 1]
-        check_keys(request.request_id, (block_hash,))
-        return block_hash + request.namespace in self._index
-
-    def _num_worth_saving(self, request: TrackedRequest, num_chunks: int) -> int:
-        """How many leading chunks of a request to save, of so many that may be."""
-        first = request.num_saved_chunks
-        if num_chunks <= first:
-            return num_chunks
-        return first + self._policy.num_chunks_worth_saving(request.keys, first, num_chunks)
-
-    def _take_leaving(self) -> list[TrackedRequest]:
-        """What leaves and can be saved: of what has no head in HBM, the host tier has it."""
-        leaving, self._leaving = self._leaving, []
-        return _by_priority(request for request, gone in leaving if not gone or request.keys[gone - 1] in self._index)
 
     def _plan_all(
         self, requests: Iterable[TrackedRequest], room: int, *, deadline_s: float, is_use: bool = True
@@ -306,6 +245,8 @@ class SavePlanner:
         first = request.num_saved_chunks
         while first > 0 and keys[first - 1] not in self._index:
             first -= 1
+        if first < request.num_gone_chunks:
+            return 0  # its head is nowhere: no lookup could reach it
         copyable = self._suspects.num_copyable(keys, first, num_chunks)
         request.rests_until_s = self._suspects.until_s(keys[copyable]) if copyable < num_chunks else 0.0
         missing, end = self._index.missing(keys, first, copyable)

@@ -61,7 +61,7 @@ from tpu_offload.core.requests import (
     Update,
 )
 from tpu_offload.core.save_policy import SaveEvent, make_save_policy
-from tpu_offload.core.saving import SavePlan, SavePlanner
+from tpu_offload.core.saving import NO_SAVES, SavePlan, SavePlanner
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.swap import RequestSwap
@@ -75,7 +75,6 @@ from tpu_offload.types import BlockHash, ChunkKey, Direction, JobState, StepPlan
 _logger = logging.getLogger(__name__)
 
 _NO_UPDATE = Update()
-_NO_SAVES = SavePlan()
 
 
 class OffloadScheduler:
@@ -314,7 +313,14 @@ class OffloadScheduler:
         if self._enabled and self._save_policy.saves_on(SaveEvent.HBM_EVICTION):
             request = self._new_request("the prefix cache")
             request.limit(prefix.limits.within(self._limits))
-            self._saves.evict(prefix, request)
+            self._saves.leaving.evict(prefix, request)
+
+    def lose_caches(self) -> None:
+        """All KV in HBM is gone. Whoever holds blocks has to be preempted, without `held`; here goes what has left.
+
+        Needed only where the caches can be lost between a call of `evict` or `preempt` and the next plan.
+        """
+        self._saves.leaving.clear()
 
     def preempt(self, request_id: str, *, held: ScheduledRequest | None = None) -> None:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine.
@@ -329,7 +335,7 @@ class OffloadScheduler:
         if held is not None:
             check_scheduled(held)
             if self._enabled:
-                self._saves.leave(self._request(request_id), held)
+                self._saves.preempt(self._request(request_id), held)
         former = self._requests.get(request_id)
         self._forget(request_id)
         if self._swap.can_return(request_id):
@@ -385,7 +391,7 @@ class OffloadScheduler:
         now_s = self._clock()
         self._transfers.expire(now_s)
         self._transfers.settle()
-        saves = _NO_SAVES
+        saves = NO_SAVES
         if self._enabled:
             self._offer(changed)
             saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)

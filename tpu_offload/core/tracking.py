@@ -49,6 +49,7 @@ class TrackedRequest:
       load: its load, planned or in flight.
       block_ids: its blocks, as the engine last offered them: the engine's own list, which may grow.
       num_offered_chunks: leading chunks of those that should be in the host tier by now; their keys are known.
+      num_gone_chunks: leading chunks that have no blocks in HBM any more (of a prefix that HBM evicts).
       num_looked_at_chunks: how many were offered when it was last tried to save them.
       num_found_chunks: leading chunks that its last match found in the host tier, or that it had in HBM then.
       num_saved_chunks: leading chunks that are in the host tier or on the way, as last seen.
@@ -72,6 +73,7 @@ class TrackedRequest:
     load: Job | None = None
     block_ids: Sequence[int] = ()
     num_offered_chunks: int = 0
+    num_gone_chunks: int = 0
     num_looked_at_chunks: int = 0
     num_found_chunks: int = 0
     num_saved_chunks: int = 0

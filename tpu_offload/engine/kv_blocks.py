@@ -200,14 +200,9 @@ class KVBlocks:
             if number < longest.get(id(origin), -1):
                 continue
             longest[id(origin)] = number
-            found: list[int] = []
-            for block_hash in reversed(origin.block_hashes[: number + 1]):
-                cached = self._full.get(block_hash)
-                if cached is None:
-                    break
-                found.append(cached)
-            hashes = origin.block_hashes[: number + 1]
-            self._on_evict(CachedPrefix(hashes, found[::-1], origin.num_prompt_tokens, origin.limits))
+            self._on_evict(
+                CachedPrefix(origin.block_hashes, number + 1, self._full.get, origin.num_prompt_tokens, origin.limits)
+            )
 
     def take(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; what is cached in them can be found until they are granted again."""
