@@ -46,7 +46,7 @@ class Engine:
         in_hbm = num_hbm_blocks * BLOCK_SIZE
         found = self.scheduler.match(name, hashes, num_tokens=num_tokens, num_computed_tokens=in_hbm)
         for prefix in left:
-            self.scheduler.evict(CachedPrefix(prefix, range(len(prefix)), len(prefix) * BLOCK_SIZE))
+            self.scheduler.evict(CachedPrefix(prefix, len(prefix), prefix.index, len(prefix) * BLOCK_SIZE))
         block_ids = list(range(len(hashes)))
         self.scheduler.admit(name, block_ids, num_loaded_tokens=found)
         self.step()
