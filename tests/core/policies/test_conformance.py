@@ -20,6 +20,7 @@ from tpu_offload.core.policies import (
     EvictionPolicy,
     PriorityPolicy,
     Use,
+    density,
     make_policy,
 )
 from tpu_offload.errors import ConfigError
@@ -185,7 +186,8 @@ def deep_nbytes(policy: EvictionPolicy) -> int:
 
 
 @pytest.mark.parametrize("priorities", [(0,), tuple(range(-50, 50))], ids=["one", "many"])
-def test_what_it_remembers_is_bounded_by_the_tier(make, priorities) -> None:
+def test_what_it_remembers_is_bounded_by_the_tier(make, priorities, monkeypatch) -> None:
+    monkeypatch.setattr(density, "_MIN_WATCHED", 0)
     size = 500
     policy = make()
     index = ChunkIndex(policy)

@@ -52,7 +52,7 @@ class PriorityPolicy(EvictionPolicy):
             self._base.touch(use, keys, num_chunks, residents)
             return
         to = _clamped(use.priority)
-        parts: dict[int, list[ChunkKey]] = {}
+        parts: list[tuple[int, list[ChunkKey]]] = []  # of one level each, without holes
         lifted: list[tuple[ChunkKey | None, list[ChunkKey]]] = []  # runs, each with the chunk before it
         before: ChunkKey | None = None
         follows = False
@@ -60,8 +60,10 @@ class PriorityPolicy(EvictionPolicy):
             here = key in residents
             level = self._level_of.get(key, 0)
             if not here or level >= to:
-                if here:
-                    parts.setdefault(level, []).append(key)
+                if here and before is not None and parts and parts[-1][1][-1] == before and parts[-1][0] == level:
+                    parts[-1][1].append(key)
+                elif here:
+                    parts.append((level, [key]))
                 follows = False
             elif follows:
                 lifted[-1][1].append(key)
@@ -71,7 +73,7 @@ class PriorityPolicy(EvictionPolicy):
             before = key if here else None
         for parent, run in lifted:
             self._lift(use, run, parent, to)
-        for level, part in parts.items():
+        for level, part in parts:
             self._policy(level).touch(use, part, len(part), residents)
 
     def _lift(self, use: Use, keys: list[ChunkKey], parent: ChunkKey | None, to: int) -> None:
