@@ -6,10 +6,12 @@ next to go of the main part, by how often a sketch has seen them used; the loser
 
 The published algorithm decides about one entry at a time, and an entry of the request that it is working on can be
 the loser. Here a request's chunks all come in, so more of them than the window is long push some of the main part out
-without a comparison, and the window stays longer than its share until chunks that win have refilled the main part:
+without a comparison (rather those that were used once: 0.129 against 0.117 of the blocks of the shared trace at 2 %),
+and the window stays longer than its share until chunks that win have refilled the main part:
 into that gap also goes a chunk of the window that is used again. Protected are four fifths of what the main part really
-has, or nothing could prove itself on probation while it is short (0.0545 against 0.0584 of the blocks of the shared
-trace at 0.5 %).
+has, or nothing could prove itself on probation while it is short (0.058 against 0.055 at 0.5 %).
+With requests of a quarter of the tier it still hits less than the published one, which keeps next to nothing of
+such a request (0.059 against 0.063 at 0.5 %); from 1 % on it hits more.
 
 References:
   Einziger, Friedman, Manes: "TinyLFU: a highly efficient cache admission policy", ACM ToS 13 (2017).
@@ -25,6 +27,7 @@ from tpu_offload.types import ChunkKey
 
 _WINDOW_SHARE = 0.01
 _PROTECTED_SHARE = 0.8
+_NUM_SPARED = 4
 
 
 @final
@@ -118,11 +121,21 @@ class WTinyLFUPolicy(EvictionPolicy):
                     continue
                 num_chunks -= self._evict(window, residents)
             elif main.order or window.order:
-                num_chunks -= self._evict(main if main.order else window, residents)
+                num_chunks -= self._evict_uncompared(main, residents) if main.order else self._evict(window, residents)
             else:
                 break
         for queue in self._queues:
             queue.end_eviction()
+
+    def _evict_uncompared(self, main: ChunkQueue, residents: Residents) -> bool:
+        """Evicts one of the main part; the first few have another round if they were used more than once."""
+        order = main.order
+        for _ in range(_NUM_SPARED):
+            key = next(iter(order))
+            if self._sketch.estimate(key) <= 1:
+                break
+            order.move_to_end(key)
+        return self._evict(main, residents)
 
     def _wins(self, candidate: ChunkKey, victim: ChunkKey) -> bool:
         return self._sketch.estimate(candidate) > self._sketch.estimate(victim)
