@@ -69,7 +69,7 @@ class ARC:
 
 
 class S3FIFO:
-    """Algorithm 1 of Yang et al., SOSP 2023, with `used_again` uses after the first to leave the small queue upwards."""
+    """Algorithm 1 of Yang et al., SOSP 2023; `used_again` uses after the first lead to the main queue."""
 
     def __init__(self, size: int, used_again: int = 1) -> None:
         self.size, self.used_again = size, used_again
@@ -148,6 +148,8 @@ class WTinyLFU:
                 self.admit(self.window.popitem(last=False)[0])
 
     def admit(self, candidate: object) -> None:
+        if not self.main_size:
+            return
         if len(self.probation) + len(self.protected) >= self.main_size:
             main = self.probation or self.protected
             victim = next(iter(main))
