@@ -112,6 +112,7 @@ def test_public_interface():
 PUBLIC = [
     "BlockHash",
     "BlockHasher",
+    "CachedPrefix",
     "CachesLostError",
     "Candidate",
     "ChunkKey",
@@ -137,7 +138,9 @@ PUBLIC = [
     "OffloadStats",
     "OffloadWorker",
     "RequestError",
+    "RequestLimits",
     "RequestSwap",
+    "SaveEvent",
     "ScheduledRequest",
     "StagingError",
     "StatsCollector",

@@ -19,6 +19,7 @@ from tpu_offload.config import (
     CopyPath,
     EvictionPolicyName,
     OffloadConfig,
+    SaveEvent,
     SwapMode,
 )
 from tpu_offload.errors import ConfigError
@@ -43,6 +44,10 @@ GOOD = {
     "load_path": ("fused", CopyPath.FUSED),
     "profile": ("profiles/v6e.json", Path("profiles/v6e.json")),
     "decode_save": ("1", True),
+    "save_on": ("preemption, eviction", (SaveEvent.PREEMPTION, SaveEvent.HBM_EVICTION)),
+    "save_after_sightings": ("2", 2),
+    "max_save_tokens": ("4096", 4096),
+    "max_load_tokens": ("8192", 8192),
     "skip_jax_precompile": ("true", True),
     "block_size_buckets": ("1, 2,8", (1, 2, 8)),
     "sync_load": ("1", True),
@@ -94,6 +99,18 @@ BAD = {
     "load_path": [("STAGED", "'direct', 'staged', 'fused' or 'auto'"), ("auto", "set TPU_OFFLOAD_PROFILE")],
     "profile": [("", "expected the path of a file")],
     "decode_save": [("maybe", "0 or 1")],
+    "save_on": [
+        ("evict", "'compute', 'eviction' or 'preemption'"),
+        ("", "one or more of compute, eviction and preemption"),
+        ("compute,compute", "none twice"),
+    ],
+    "save_after_sightings": [
+        ("0", "greater than or equal to 1"),
+        ("16", "less than or equal to 15"),
+        ("often", "integer"),
+    ],
+    "max_save_tokens": [("-1", "greater than or equal to 0"), ("all", "integer")],
+    "max_load_tokens": [("-1", "greater than or equal to 0"), ("1.5", "integer")],
     "skip_jax_precompile": [("2", "0 or 1")],
     "block_size_buckets": [
         ("2,4", "start with 1"),
@@ -322,7 +339,9 @@ def type_in_words(annotation):
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
     if typing.get_origin(annotation) is tuple:
-        return "list of int"
+        return f"list of {type_in_words(typing.get_args(annotation)[0])}"
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
     if issubclass(annotation, enum.Enum):
         return " or ".join(f"`{member.value}`" for member in annotation)
     return "file" if annotation is Path else annotation.__name__
@@ -337,6 +356,8 @@ def default_in_words(field):
         return "unset"
     if isinstance(default, enum.Enum):
         return default.value
+    if isinstance(default, tuple):
+        return ",".join(member.value for member in default)
     return f"{default:g}" if isinstance(default, float) else str(int(default))
 
 

@@ -207,7 +207,7 @@ def test_fifteen_thousand_plans_that_make_no_sense_leave_worker_and_caches_as_th
     for step_id in range(15_000):
         fields = {
             name: tuple(strange_job(rng) for _ in range(rng.randint(0, 2)))
-            for name in ("loads", "saves", "swap_outs", "swap_ins")
+            for name in ("loads", "saves", "swap_outs", "swap_ins", "early_saves")
         }
         plan = broken(
             StepPlan,

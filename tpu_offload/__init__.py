@@ -1,9 +1,11 @@
 """Moves the KV cache of language-model inference between TPU HBM, host memory and storage."""
 
-from tpu_offload.config import CopyPath, OffloadConfig, SwapMode
+from tpu_offload.config import CopyPath, OffloadConfig, SaveEvent, SwapMode
 from tpu_offload.core.requests import (
+    CachedPrefix,
     FailedLoad,
     FinishedTransfer,
+    RequestLimits,
     ScheduledRequest,
     TierEvent,
     TierEventKind,
@@ -41,6 +43,7 @@ from tpu_offload.worker import OffloadWorker
 __all__ = [
     "BlockHash",
     "BlockHasher",
+    "CachedPrefix",
     "CachesLostError",
     "Candidate",
     "ChunkKey",
@@ -66,7 +69,9 @@ __all__ = [
     "OffloadStats",
     "OffloadWorker",
     "RequestError",
+    "RequestLimits",
     "RequestSwap",
+    "SaveEvent",
     "ScheduledRequest",
     "StagingError",
     "StatsCollector",

@@ -51,6 +51,14 @@ class SwapMode(enum.Enum):
     RECOMPUTE = "recompute"  # thrown away and computed again
 
 
+class SaveEvent(enum.Enum):
+    """When KV is saved (see `tpu_offload.core.save_policy`)."""
+
+    COMPUTE = "compute"  # in the step that computes it
+    HBM_EVICTION = "eviction"  # when HBM is about to give its blocks to others
+    PREEMPTION = "preemption"  # when its request has to give its blocks back and will return
+
+
 class EvictionPolicyName(enum.Enum):
     """Which chunk of a full host tier goes (see `tpu_offload.core.policies`)."""
 
@@ -113,6 +121,20 @@ class OffloadConfig(pydantic.BaseModel):
     load_path: CopyPath = Field(CopyPath.DIRECT, description="How loads move blocks, likewise.")
     profile: Path | None = Field(None, description="The file that `tpu-offload bench` wrote on this kind of machine.")
     decode_save: bool = Field(False, description="Also save blocks that hold generated tokens.")
+    save_on: tuple[SaveEvent, ...] = Field(
+        (SaveEvent.COMPUTE,),
+        description="When blocks are saved: when computed, when HBM is about to reuse them, when their request "
+        "is preempted; comma-separated.",
+    )
+    save_after_sightings: int = Field(
+        1, ge=1, le=15, description="Only blocks that this many requests have come by with are saved; 1 means all."
+    )
+    max_save_tokens: int = Field(
+        0, ge=0, le=2**40, description="Of each request at most so many leading tokens are saved; 0 means all."
+    )
+    max_load_tokens: int = Field(
+        0, ge=0, le=2**40, description="For each request at most so many tokens are loaded; 0 means all."
+    )
     skip_jax_precompile: bool = Field(False, description="Compile transfer programs on first use, not at start.")
     block_size_buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (),
@@ -180,10 +202,17 @@ class OffloadConfig(pydantic.BaseModel):
         None, description="Accepted and ignored: the host pool is pinned, as unpinned memory corrupted bfloat16 on TPU."
     )
 
-    @pydantic.field_validator("block_size_buckets", mode="before")
+    @pydantic.field_validator("block_size_buckets", "save_on", mode="before")
     @classmethod
     def _split_list(cls, value: Any) -> Any:
-        return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @pydantic.field_validator("save_on")
+    @classmethod
+    def _has_events(cls, value: tuple[SaveEvent, ...]) -> tuple[SaveEvent, ...]:
+        if not value or len(set(value)) < len(value):
+            raise ValueError("expected one or more of compute, eviction and preemption, none twice")
+        return value
 
     @pydantic.field_validator("swap_gb", mode="plain")
     @classmethod

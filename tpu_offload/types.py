@@ -135,10 +135,11 @@ class StepPlan:
       cancelled_job_ids: loads whose blocks the engine has taken back. A worker must not write into
         their blocks from this plan on; it reports the job as cancelled, or as finished when it had
         dispatched the last write before.
-      swap_outs: dispatched before anything else, because their blocks are others' from this step on.
+      swap_outs: dispatched before any load, because their blocks are others' from this step on.
       swap_ins: dispatched before the forward pass, after `swap_outs`.
       next_job_id: jobs with smaller ids have been sent, with this plan or before; a worker that does not have them
         never will, and says so with `StepReport.oldest_job_id`.
+      early_saves: like `swap_outs`: dispatched before any load, because their blocks are others' from this step on.
     """
 
     step_id: int
@@ -148,16 +149,19 @@ class StepPlan:
     swap_outs: tuple[SwapJob, ...] = ()
     swap_ins: tuple[SwapJob, ...] = ()
     next_job_id: int = 0
+    early_saves: tuple[TransferJob, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.loads or self.saves or self.cancelled_job_ids or self.swap_outs or self.swap_ins)
+        return not (
+            self.loads or self.saves or self.cancelled_job_ids or self.swap_outs or self.swap_ins or self.early_saves
+        )
 
     def __reduce__(self) -> tuple[type["StepPlan"], tuple[Any, ...]]:
         """A plan is pickled every step, and what dataclasses do for slots takes longer."""
         jobs = self.loads, self.saves, self.cancelled_job_ids, self.swap_outs, self.swap_ins
-        return StepPlan, (self.step_id, *jobs, self.next_job_id)
+        return StepPlan, (self.step_id, *jobs, self.next_job_id, self.early_saves)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -45,6 +45,9 @@ def test_the_environment_is_read_and_the_extra_config_wins(monkeypatch):
         ({"host_gb": 1, "num_cpu_chunks": 3}, "give one size in two ways"),
         ({"host_gb": -1}, "host_gb=-1"),
         ({"load_path": "teleport"}, "load_path='teleport'"),
+        ({"save_on": "never"}, "save_on='never'"),
+        ({"save_on": "eviction"}, "TPU_OFFLOAD_SAVE_ON=eviction: vLLM does not tell a connector in time of blocks"),
+        ({"save_on": "compute,preemption"}, "in time of requests that it preempts; leave it out"),
     ],
 )
 def test_a_wrong_setting_is_one_line(extra, said):

@@ -5,6 +5,7 @@ import random
 
 from tpu_offload import (
     BlockHasher,
+    CachedPrefix,
     JobResult,
     JobState,
     KVLayout,
@@ -12,6 +13,7 @@ from tpu_offload import (
     LayerGroupKind,
     OffloadConfig,
     OffloadScheduler,
+    RequestLimits,
     ScheduledRequest,
     StepPlan,
     StepReport,
@@ -52,6 +54,8 @@ class FakeWorker:
 
     def begin_step(self, plan: StepPlan) -> list[JobResult]:
         results = []
+        for job in plan.early_saves:
+            self.in_flight.append((job, [self.hbm[b] for b in job.block_ids]))
         for job_id in plan.cancelled_job_ids:
             for entry in list(self.in_flight):
                 if entry[0].job_id == job_id:
@@ -110,10 +114,14 @@ class FakeRequest:
     num_computed: int = 0
     loading: bool = False
     num_named_blocks: int = 0
+    limits: RequestLimits | None = None
 
 
 class FakeEngine:
-    """The smallest engine: a block table a request, prefill in chunks, no HBM prefix cache.
+    """The smallest engine: a block table a request, prefill in chunks.
+
+    Its prefix cache is never looked up: it is there to be evicted. What a request had computed is cached when it ends,
+    until the blocks are granted again.
 
     A step names the requests that complete a block in it, and others for which `also_names()` is true.
     """
@@ -131,6 +139,7 @@ class FakeEngine:
         self.rng = random.Random(seed)
         self.also_names = lambda: False
         self.free_blocks = list(range(num_blocks))
+        self.cached: dict[int, tuple[FakeRequest, int]] = {}  # by block: whose it was, and its number there
         self.requests: dict[str, FakeRequest] = {}
         for worker in self.workers:
             worker.hbm = dict.fromkeys(range(num_blocks), POISON)
@@ -139,16 +148,38 @@ class FakeEngine:
     def grow_hashes(self, request: FakeRequest) -> None:
         self.hasher.extend(request.hashes, request.tokens)
 
-    def add(self, request_id: str, tokens: list[int]) -> FakeRequest | None:
+    def grant(self, num_blocks: int) -> list[int]:
+        """Takes free blocks, and tells of what is cached there."""
+        granted = [self.free_blocks.pop() for _ in range(num_blocks)]
+        block_of = {request.hashes[i]: block_id for block_id, (request, i) in self.cached.items()}
+        for block_id in granted:
+            if block_id in self.cached:
+                request, i = self.cached[block_id]
+                limits = request.limits or RequestLimits()
+                self.scheduler.evict(CachedPrefix(request.hashes, i + 1, block_of.get, len(request.tokens), limits))
+        for block_id in granted:
+            self.cached.pop(block_id, None)
+        return granted
+
+    def held(self, request: FakeRequest) -> ScheduledRequest:
+        return ScheduledRequest(
+            request.request_id, request.block_ids, request.hashes, len(request.tokens), request.num_computed
+        )
+
+    def add(
+        self, request_id: str, tokens: list[int], *, limits: RequestLimits | None = None, cache_salt: str = ""
+    ) -> FakeRequest | None:
         """Matches and admits a request; None when the blocks are not there."""
         hashes: list[bytes] = []
-        self.hasher.extend(hashes, tokens)
-        num_loaded = self.scheduler.match(request_id, hashes, num_tokens=len(tokens), num_computed_tokens=0)
+        self.hasher.extend(hashes, tokens, cache_salt=cache_salt)
+        num_loaded = self.scheduler.match(
+            request_id, hashes, num_tokens=len(tokens), num_computed_tokens=0, limits=limits
+        )
         num_blocks = -(-len(tokens) // BLOCK_SIZE)
         if num_blocks > len(self.free_blocks):
             self.scheduler.release(request_id)
             return None
-        request = FakeRequest(request_id, list(tokens), [self.free_blocks.pop() for _ in range(num_blocks)], hashes)
+        request = FakeRequest(request_id, list(tokens), self.grant(num_blocks), hashes, limits=limits)
         self.scheduler.admit(request_id, request.block_ids, num_loaded_tokens=num_loaded)
         request.loading = num_loaded > 0
         request.num_computed = num_loaded
@@ -157,7 +188,12 @@ class FakeEngine:
 
     def remove(self, request_id: str, *, preempt: bool = False) -> FakeRequest:
         request = self.requests.pop(request_id)
-        (self.scheduler.preempt if preempt else self.scheduler.finish)(request_id)
+        if preempt:
+            self.scheduler.preempt(request_id, held=self.held(request))
+        else:
+            self.scheduler.finish(request_id)
+        if not request.loading:
+            self.cached |= {request.block_ids[i]: (request, i) for i in range(request.num_computed // BLOCK_SIZE)}
         self.free_blocks += request.block_ids
         self.rng.shuffle(self.free_blocks)
         return request

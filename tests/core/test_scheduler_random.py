@@ -12,7 +12,7 @@ from tpu_offload import StepPlan
 class RandomLife:
     """One seed decides everything: arrivals with shared prefixes, step sizes, aborts, faults and delays."""
 
-    def __init__(self, seed: int, *, also_named: float = 0.0) -> None:
+    def __init__(self, seed: int, *, also_named: float = 0.0, **settings) -> None:
         self.rng = rng = random.Random(seed)
         num_slots = rng.choice([4, 12, 40])
         workers = [
@@ -28,6 +28,7 @@ class RandomLife:
             num_cpu_chunks=num_slots,
             decode_save=rng.random() < 0.5,
             job_timeout_s=20.0,
+            **settings,
         )
         others = random.Random(seed)
         self.engine.also_names = lambda: others.random() < also_named
@@ -91,7 +92,7 @@ class RandomLife:
                 if len(request.tokens) % BLOCK_SIZE == 0:
                     if not engine.free_blocks:
                         continue
-                    request.block_ids.append(engine.free_blocks.pop())
+                    request.block_ids += engine.grant(1)
                 request.tokens.append(self.rng.randint(0, 1))
                 engine.grow_hashes(request)
 
@@ -107,6 +108,7 @@ class RandomLife:
                     engine.add(gone.request_id, gone.tokens)
             if rng.random() < 0.01:
                 engine.scheduler.reset()
+                engine.cached.clear()
             self.step()
             self.check()
         for i, worker in enumerate(engine.workers):
@@ -128,6 +130,28 @@ def test_random_life(seed) -> None:
     life = RandomLife(seed)
     life.run(120)
     assert life.checked > 50
+
+
+@pytest.mark.parametrize("save_after_sightings", [1, 2])
+@pytest.mark.parametrize("save_on", ["eviction", "preemption", "eviction,preemption", "compute,eviction,preemption"])
+@pytest.mark.parametrize("seed", range(15))
+def test_random_life_that_saves_at_other_times(seed, save_on, save_after_sightings) -> None:
+    life = RandomLife(seed, save_on=save_on, save_after_sightings=save_after_sightings)
+    life.run(100)
+    assert life.checked > 50
+    if "compute" not in save_on:
+        assert not any(plan.saves for plan in life.plans)
+
+
+def test_the_random_lives_do_save_early_and_load_that() -> None:
+    for save_on in ("eviction", "preemption"):
+        num_early = num_loaded = 0
+        for seed in range(15):
+            life = RandomLife(seed, save_on=save_on)
+            life.run(100)
+            num_early += sum(len(plan.early_saves) for plan in life.plans)
+            num_loaded += life.num_loaded_tokens
+        assert num_early > 50 < num_loaded, (save_on, num_early, num_loaded)
 
 
 @pytest.mark.parametrize("seed", range(10))

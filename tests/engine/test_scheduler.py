@@ -13,6 +13,8 @@ from tpu_offload.hashing import BlockHasher
 class FakeOffloading:
     """Promises `num_tokens` for every request that asks."""
 
+    saves_on_eviction = False
+
     def __init__(self, num_tokens: int = 0) -> None:
         self.num_tokens = num_tokens
         self.events: list[tuple[str, str]] = []

@@ -1,5 +1,6 @@
 """The simulated engine's blocks of HBM: reference counts, and a prefix cache by hash."""
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import final
@@ -44,6 +45,11 @@ class BlockPool:
             if not self._refs[block]:
                 del self._free[block]
             self._refs[block] += 1
+
+    def next_to_go(self, num_blocks: int) -> list[BlockHash]:
+        """What is cached in the blocks that would be granted next."""
+        blocks = itertools.islice(self._free, num_blocks)
+        return [self._hash_of[block] for block in blocks if block in self._hash_of]
 
     def allocate(self, num_blocks: int) -> list[int]:
         blocks = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]

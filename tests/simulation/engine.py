@@ -14,7 +14,7 @@ from tests.simulation.memory import Junk, Prefixes, Violation, kv, mix
 from tests.simulation.model import Model
 from tests.simulation.request import Phase, Request, Run
 from tests.simulation.trace import Setup
-from tpu_offload import BlockHasher, KVLayout, OffloadScheduler, ScheduledRequest, Update
+from tpu_offload import BlockHash, BlockHasher, CachedPrefix, KVLayout, OffloadScheduler, ScheduledRequest, Update
 
 _WAITS = (Phase.LOADING, Phase.OUT, Phase.RETURNING)
 
@@ -54,6 +54,7 @@ class SimEngine:
         self.counts: Counter[str] = Counter()
         self.epoch = 0
         self._num_arrived = 0
+        self._origins: dict[BlockHash, tuple[Request, int]] = {}  # of cached contents, and some that are no more
 
     # What happens from outside.
 
@@ -118,8 +119,9 @@ class SimEngine:
         """A worker has lost the KV caches: everybody starts over."""
         for request in self._queue():
             if request.phase.holds_blocks:
-                self._preempt(request, swap=False)
+                self._preempt(request, swap=False, is_lost=True)
         self.pool.forget()
+        self.scheduler.lose_caches()
 
     # The step.
 
@@ -283,6 +285,7 @@ class SimEngine:
         if not request.tainted and self.setup.hbm_cache:
             for i in range(first, request.num_computed // self.setup.block_size):
                 self.pool.register(request.blocks[i], request.hashes[i])
+                self._origins.setdefault(request.hashes[i], (request, i))
 
     def _plan_run(self, request: Request, dice: int, budget: int) -> Run | None:
         """One request's part in the step, with the blocks for it; None if it had to give up its own."""
@@ -302,7 +305,7 @@ class SimEngine:
             if victim is request:
                 return None
         if missing > 0:
-            request.blocks += self.pool.allocate(missing)
+            request.blocks += self._allocate(missing)
         return run
 
     def _enter(self, request: Request, dice: int) -> bool:
@@ -331,8 +334,15 @@ class SimEngine:
                 request.phase = Phase.PARKED
             return False
         self.pool.share(cached)
-        self._admit(request, [*cached, *self.pool.allocate(missing)], len(cached) * size, dice)
+        self._admit(request, [*cached, *self._allocate(missing)], len(cached) * size, dice)
         return True
+
+    def _allocate(self, num_blocks: int) -> list[int]:
+        """Takes free blocks, and tells of what is cached there."""
+        for block_hash in self.pool.next_to_go(num_blocks):
+            request, number = self._origins.pop(block_hash)
+            self.scheduler.evict(CachedPrefix(request.hashes, number + 1, self.pool.get, request.num_prompt))
+        return self.pool.allocate(num_blocks)
 
     def _release(self, request: Request) -> None:
         self.scheduler.release(request.name)
@@ -366,7 +376,7 @@ class SimEngine:
         if needed - len(present) > self.pool.num_free_without(list(present.values())):
             return False
         self.pool.share(list(present.values()))
-        new = iter(self.pool.allocate(needed - len(present)))
+        new = iter(self._allocate(needed - len(present)))
         request.blocks = [present[i] if i in present else next(new) for i in range(needed)]
         request.num_named = 0
         waits = swap.swap_in(request.name, [request.blocks], present=present)
@@ -375,7 +385,7 @@ class SimEngine:
         self.log(f"{request.name} is brought back, {len(present)} blocks are in HBM")
         return True
 
-    def _preempt(self, request: Request, *, swap: bool) -> None:
+    def _preempt(self, request: Request, *, swap: bool, is_lost: bool = False) -> None:
         """The request gives its blocks, or its promise, back."""
         self.counts[f"preempted while {request.phase.value}"] += 1
         out = False
@@ -390,7 +400,12 @@ class SimEngine:
             self.counts["swap-outs"] += out
         self.log(f"{request.name} is preempted while {request.phase.value}; {'swapped out' if out else 'recompute'}")
         if request.phase is not Phase.RETURNING:
-            self.scheduler.preempt(request.name)
+            held = None
+            if request.blocks and not (out or is_lost):
+                held = ScheduledRequest(
+                    request.name, request.blocks, request.hashes, request.num_prompt, request.num_computed
+                )
+            self.scheduler.preempt(request.name, held=held)
             self.model.on_gone(request.name)
         self._give_blocks_back(request, out=out)
 

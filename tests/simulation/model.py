@@ -163,7 +163,8 @@ class Model:
             self.loads.start(job.request_id, Loading(job.job_id, places, chunks, num_blocks))
             slots = set(places)
             self._open(job.job_id, OpenJob(Direction.LOAD, num_blocks, slots, self._everybody(), deadline_s))
-        for job in plan.saves:
+        self.counts["early saves"] += len(plan.early_saves)
+        for job in (*plan.early_saves, *plan.saves):
             slots = {place // self.size for place in job.host_block_ids}
             if len(slots) * self.size != job.num_blocks:
                 raise Violation(f"save {job.job_id} has two chunks for one slot, or half a chunk")

@@ -324,6 +324,44 @@ MUTATIONS = (
         "[request.block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]",
         "[request.block_ids[(first + i) * size + j] for i in range(num_saved) for j in range(size)]",
     ),
+    # Early saves.
+    Mutation(
+        "what left its blocks before a reset is saved after it",
+        "saving",
+        "        self.leaving.clear()\n        self._num_seen.clear()\n",
+        "        self._num_seen.clear()\n",
+    ),
+    Mutation(
+        "a preempted request saves KV of before a reset",
+        "leaving",
+        "dataclasses.replace(request, promise=None, load=None, revoked=None)",
+        "dataclasses.replace(request, promise=None, load=None, revoked=None, saving=True)",
+    ),
+    Mutation(
+        "a tail is saved whose head is nowhere",
+        "saving",
+        "        if first < request.num_gone_chunks:\n",
+        "        if False:\n",
+    ),
+    Mutation(
+        "a prefix without its head in HBM saves the wrong blocks",
+        "leaving",
+        "        request.block_ids = [-1] * num_gone_blocks + block_ids[::-1]\n",
+        "        request.block_ids = block_ids[::-1] + [-1] * num_gone_blocks\n",
+    ),
+    Mutation(
+        "a preempted request saves the block of its last, sampled token",
+        "leaving",
+        "        num_tokens = held.num_computed_tokens\n",
+        "        num_tokens = held.num_computed_tokens + 1\n",
+    ),
+    Mutation(
+        "what leaves its blocks is copied after the step",
+        "scheduler",
+        "            saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)\n",
+        "            saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)\n"
+        "            saves.jobs, saves.early = [*saves.early, *saves.jobs], []\n",
+    ),
     # Request swap.
     Mutation(
         "blocks of a late swap are free at once",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpu_offload.config import SwapMode
+from tpu_offload.config import SaveEvent, SwapMode
 
 Action = tuple[str, int, int]
 
@@ -104,6 +104,7 @@ _RANGES = {
     "staged": (0, 255),
     "growth": (1, 10_000),
     "breaker_failures": (0, 1000),
+    "save_after_sightings": (1, 15),
 }
 
 
@@ -123,6 +124,8 @@ class Setup:
       swap_mode: as in the settings.
       hbm_cache: whether freed blocks of HBM are found again.
       decode_save: as in the settings.
+      save_on: as in the settings.
+      save_after_sightings: as in the settings.
       max_batch: tokens that a step computes at most.
       max_drafts: draft tokens that a decoding request guesses at most.
       max_requests: requests in the engine at most.
@@ -148,6 +151,8 @@ class Setup:
     swap_mode: str = "swap"
     hbm_cache: bool = True
     decode_save: bool = False
+    save_on: str = "compute"
+    save_after_sightings: int = 1
     max_batch: int = 16
     max_drafts: int = 0
     max_requests: int = 8
@@ -171,6 +176,9 @@ class Setup:
                 _check(name, value, type(value) is int, "0 to 100", 0, 100)
         modes = [mode.value for mode in SwapMode]
         _check("swap_mode", self.swap_mode, self.swap_mode in modes, f"one of {', '.join(modes)}")
+        events = {event.value for event in SaveEvent}
+        known = isinstance(self.save_on, str) and set(self.save_on.split(",")) <= events
+        _check("save_on", self.save_on, known, f"some of {', '.join(sorted(events))}")
         retry_s = self.breaker_retry_s
         _check("breaker_retry_s", retry_s, type(retry_s) in (int, float), "0.1 to 100", 0.1, 100)
         if self.num_staging_blocks < self.blocks_per_chunk:
@@ -193,7 +201,7 @@ def _check(name: str, value: Any, good: bool, expected: str, least: float = 0, m
 def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     """The life that a seed stands for."""
     rng = random.Random(seed)
-    setup = _draw_setup(rng, seed)
+    setup = dataclasses.replace(_draw_setup(rng, seed), **_draw_saving(random.Random(f"saving {seed}")))
     focus = rng.choice(["", "", "swap", "loads", "loads", "late"])
     if focus:
         setup = dataclasses.replace(setup, **_FOCUSED[focus](rng))
@@ -225,6 +233,13 @@ def _draw_setup(rng: random.Random, seed: int) -> Setup:
         breaker_failures=rng.choice([5, 5, 2, 1, 0]),
         breaker_retry_s=rng.choice([5.0, 1.0]),
     )
+
+
+def _draw_saving(rng: random.Random) -> dict[str, Any]:
+    """When to save: most lives when it is computed, half of them at other times too, a few only then."""
+    others = rng.choice([("eviction",), ("preemption",), ("eviction", "preemption")])
+    events = rng.choice([("compute",)] * 3 + [("compute", *others)] * 3 + [others])
+    return {"save_on": ",".join(events), "save_after_sightings": rng.choice([1] * 7 + [2])}
 
 
 def _draw_actions(rng: random.Random, num_steps: int, focused: dict[str, int]) -> list[Action]:

@@ -123,6 +123,8 @@ class SimWorker:
     def begin_step(self, plan: StepPlan, step: int) -> None:
         """Everything before the forward pass."""
         self.step = step
+        for job in plan.early_saves:
+            self._save(job)
         for swap in plan.swap_outs:
             self._swap_out(swap)
         for job_id in plan.cancelled_job_ids:

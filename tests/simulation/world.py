@@ -47,6 +47,8 @@ class World:
                 num_cpu_chunks=setup.num_slots,
                 blocks_per_chunk=setup.blocks_per_chunk,
                 decode_save=setup.decode_save,
+                save_on=setup.save_on,
+                save_after_sightings=setup.save_after_sightings,
                 swap_gb=1.0 if setup.num_swap_blocks else 0.0,
                 swap_mode=setup.swap_mode,
                 job_timeout_s=TIMEOUT_S,
@@ -294,6 +296,8 @@ class World:
         size = self.setup.block_size * self.setup.blocks_per_chunk
         if size + 2 > self.setup.num_blocks * self.setup.block_size:
             return
+        if "compute" not in self.setup.save_on or self.setup.save_after_sightings > 1:
+            return  # one new prompt is not saved
         for what, count in (("saved", "saved_blocks"), ("loaded", "loaded_blocks")):
             before = getattr(self.scheduler.stats(), count)
             self.engine.pool.forget()
@@ -353,7 +357,8 @@ class World:
         parts = [
             f"load {j.job_id} for {j.request_id}: {list(j.host_block_ids)} -> {list(j.block_ids)}" for j in plan.loads
         ]
-        parts += [f"save {j.job_id}: {list(j.block_ids)} -> {list(j.host_block_ids)}" for j in plan.saves]
+        for what, jobs in (("early save", plan.early_saves), ("save", plan.saves)):
+            parts += [f"{what} {j.job_id}: {list(j.block_ids)} -> {list(j.host_block_ids)}" for j in jobs]
         parts += [f"cancel {i}" for i in plan.cancelled_job_ids]
         parts += [f"swap {j.direction.value} {j.job_id} of {j.request_id}" for j in (*plan.swap_outs, *plan.swap_ins)]
         self.log(f"plan {plan.step_id}: {'; '.join(parts)}")

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tpu_offload.core.requests import ScheduledRequest
+from tpu_offload.core.requests import CachedPrefix, RequestLimits, ScheduledRequest
 from tpu_offload.errors import RequestError
 from tpu_offload.types import JobResult, JobState, StepReport
 
@@ -118,6 +118,27 @@ def check_scheduled(scheduled: Any) -> None:
     )
     check_hashes(request_id, scheduled.block_hashes)
     check_table(request_id, scheduled.block_ids)
+
+
+def check_limits(request_id: str, limits: Any) -> None:
+    """Raises RequestError unless these are limits, or None."""
+    if limits is not None and type(limits) is not RequestLimits:
+        raise RequestError(f"the limits of request {request_id} are {limits!r:.100}; expected RequestLimits, or None")
+
+
+def check_prefix(prefix: Any) -> None:
+    """Raises RequestError unless this is a CachedPrefix whose fields are what they should be."""
+    if type(prefix) is not CachedPrefix:
+        raise RequestError(f"what is evicted is {prefix!r:.100}; expected a CachedPrefix")
+    name = "of a cached prefix"
+    check_hashes(name, prefix.block_hashes)
+    check_request(name, prefix.num_blocks, prefix.num_prompt_tokens, names=("num_blocks", "num_prompt_tokens"))
+    check_limits(name, prefix.limits)
+    if not 0 < prefix.num_blocks <= len(prefix.block_hashes) or not callable(prefix.block_of):
+        raise RequestError(
+            f"a cached prefix has {prefix.num_blocks} blocks, {len(prefix.block_hashes)} hashes and "
+            f"{prefix.block_of!r:.100} to find blocks; expected at least a block, as many hashes, and a function"
+        )
 
 
 def check_hashes(request_id: str, block_hashes: Any) -> None:

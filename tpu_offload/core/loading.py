@@ -60,7 +60,11 @@ class LoadPlanner:
         if num_computed_tokens == 0:
             request.saving = True  # a reset has found it waiting, with nothing in HBM that it could have spoilt
         request.num_cut_load_blocks = 0
+        request.at_load_limit = not request.limits.cache
         if num_computed_tokens % self._block_size:
+            return 0
+        if not request.limits.cache:
+            request.num_found_chunks = 0
             return 0
         first_block = num_computed_tokens // self._block_size
         first_chunk = self._chunk(first_block)
@@ -72,6 +76,10 @@ class LoadPlanner:
         chunk_size = self._blocks_per_chunk * self._block_size
         end_tokens = min((first_chunk + len(slots)) * chunk_size, num_tokens - 1)
         wanted = -(-(end_tokens - num_computed_tokens) // self._block_size)
+        if request.limits.max_load_tokens is not None:
+            allowed = request.limits.max_load_tokens // self._block_size
+            request.at_load_limit = max(0, wanted) >= allowed
+            wanted = min(wanted, allowed)
         if not slots or wanted < 1:
             return 0
         num_blocks = 0
@@ -94,7 +102,11 @@ class LoadPlanner:
     def ends_at_a_save(self, request: TrackedRequest) -> bool:
         """See `OffloadScheduler.is_saving_next`."""
         end = request.num_found_chunks
-        return end < len(request.keys) and self._index.state(request.keys[end]) is ChunkState.PENDING
+        return (
+            not request.at_load_limit
+            and end < len(request.keys)
+            and self._index.state(request.keys[end]) is ChunkState.PENDING
+        )
 
     def release(self, request: TrackedRequest) -> None:
         """Gives a promise back, if there is one."""

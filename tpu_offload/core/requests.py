@@ -2,9 +2,67 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import final
 
+from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, Direction
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What the host tier may do for one request.
+
+    Attributes:
+      max_save_tokens: of its leading tokens at most so many are saved; None sets no limit.
+      max_load_tokens: at most so many of its tokens are loaded, each time that it is matched; None sets no limit.
+      priority: what it uses is kept longer than what only requests of lower priority use, and its saves come first when
+        there is too little room for all.
+      cache: False for a request that the host tier takes no notice of: nothing of it is saved, nothing is loaded for
+        it, and it is not counted as having come by.
+
+    Raises:
+      RequestError: a value that cannot be.
+    """
+
+    max_save_tokens: int | None = None
+    max_load_tokens: int | None = None
+    priority: int = 0
+    cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_save_tokens", "max_load_tokens"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 0):
+                raise RequestError(f"{name}={value!r:.100}; expected an integer from 0 on, or None for no limit")
+        if type(self.priority) is not int or abs(self.priority) >= 2**31:
+            raise RequestError(f"priority={self.priority!r:.100}; expected an integer of at most 31 bits")
+        if type(self.cache) is not bool:
+            raise RequestError(f"cache={self.cache!r:.100}; expected True or False")
+
+    def within(self, others: "RequestLimits") -> "RequestLimits":
+        """These, with the token limits no higher than those of `others`."""
+        return dataclasses.replace(
+            self,
+            max_save_tokens=_least(self.max_save_tokens, others.max_save_tokens),
+            max_load_tokens=_least(self.max_load_tokens, others.max_load_tokens),
+        )
+
+    def num_savable_tokens(self, num_tokens: int) -> int:
+        """How many of so many leading tokens may be saved."""
+        if not self.cache:
+            return 0
+        return num_tokens if self.max_save_tokens is None else min(num_tokens, self.max_save_tokens)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
+NO_LIMITS = RequestLimits()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +87,26 @@ class ScheduledRequest:
     block_hashes: Sequence[BlockHash]
     num_prompt_tokens: int
     num_computed_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """A prefix in the engine's HBM cache, the last block of which is about to be granted to somebody else.
+
+    Attributes:
+      block_hashes: hashes of its blocks, from the first of the prompt on; may run past its end.
+      num_blocks: its length: the block that goes is number `num_blocks - 1`.
+      block_of: the block in HBM that holds the KV of these contents, None if there is none: a lookup in the prefix
+        cache. It is called during `OffloadScheduler.evict` only, and mostly not at all.
+      num_prompt_tokens: how many of its leading tokens were a request's prompt. The others were generated.
+      limits: those of the request that computed it.
+    """
+
+    block_hashes: Sequence[BlockHash]
+    num_blocks: int
+    block_of: Callable[[BlockHash], int | None]
+    num_prompt_tokens: int
+    limits: RequestLimits = NO_LIMITS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""From computed blocks to save jobs: what is worth saving, is not there yet, and fits."""
+"""From computed blocks to save jobs: what is worth saving, is not there yet, and fits.
+
+Most blocks are saved after the step that computes them, or any later one, while their request holds them. Those that
+are about to be granted to somebody else (`core.leaving`) are saved before the step, or never.
+"""
 
 import dataclasses
 from collections.abc import Container, Iterable
@@ -6,8 +10,9 @@ from collections.abc import Container, Iterable
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
-from tpu_offload.core.requests import ScheduledRequest
-from tpu_offload.core.save_policy import SavePolicy
+from tpu_offload.core.leaving import LeavingBlocks, num_worth_saving
+from tpu_offload.core.requests import RequestLimits, ScheduledRequest
+from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.tracking import TrackedRequest
@@ -25,6 +30,26 @@ class _Save:
     keys: list[ChunkKey] = dataclasses.field(default_factory=list)
     slots: list[int] = dataclasses.field(default_factory=list)
     request_ids: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class SavePlan:
+    """The saves of a step.
+
+    Attributes:
+      early: of blocks that are others' from this step on.
+      jobs: of blocks that their requests hold on to.
+      num_dropped_chunks: chunks for which it was now or never, and that found no room.
+      num_refused_chunks: chunks that found no room and will be tried again.
+    """
+
+    early: list[Job] = dataclasses.field(default_factory=list)
+    jobs: list[Job] = dataclasses.field(default_factory=list)
+    num_dropped_chunks: int = 0
+    num_refused_chunks: int = 0
+
+
+NO_SAVES = SavePlan()
 
 
 class SavePlanner:
@@ -61,6 +86,9 @@ class SavePlanner:
         self._blocks_per_chunk = blocks_per_chunk
         # Requests with something to save, by account. All others cost a step nothing.
         self._to_look_at: dict[str, TrackedRequest] = {}
+        self.leaving = LeavingBlocks(index, policy, block_size=block_size, blocks_per_chunk=blocks_per_chunk)
+        self._num_seen: dict[str, int] = {}  # by request id: chunks of it that the policy was told of
+        self._saves_on_compute = policy.saves_on(SaveEvent.COMPUTE)
 
     def offer(self, request: TrackedRequest, scheduled: ScheduledRequest, num_chunks: int) -> None:
         """Takes note that the first `num_chunks` chunks of a request should be in the host tier after the coming step.
@@ -70,8 +98,26 @@ class SavePlanner:
         if num_chunks > len(request.keys):
             request.extend_keys(scheduled.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         request.block_ids = scheduled.block_ids
-        request.num_offered_chunks = num_chunks
+        self.see(request, num_chunks)
+        worth = num_worth_saving(self._policy, request, num_chunks) if self._saves_on_compute else 0
+        request.num_offered_chunks = worth
         self._look_at(request)
+
+    def see(self, request: TrackedRequest, num_chunks: int) -> None:
+        """A request comes by with these leading chunks; their keys are known. Each is told of once, however often."""
+        num_seen = self._num_seen.get(request.request_id, 0)
+        if num_chunks > num_seen and request.limits.cache:
+            self._policy.see(request.use, request.keys[:num_chunks], num_seen)
+            self._num_seen[request.request_id] = num_chunks
+
+    def forget(self, request_id: str) -> None:
+        """A request ended. The next one of this id is another one."""
+        self._num_seen.pop(request_id, None)
+
+    def reset(self) -> None:
+        """What was to be saved is worthless, and so are the keys that the policy was told of."""
+        self.leaving.clear()
+        self._num_seen.clear()
 
     def withdraw(self, request: TrackedRequest) -> None:
         """Nothing of the request is read any more, unless it is offered again."""
@@ -79,46 +125,52 @@ class SavePlanner:
         request.num_offered_chunks = 0
         self._to_look_at.pop(request.account, None)
 
-    def num_chunks_to_save(self, scheduled: ScheduledRequest) -> int:
-        """Leading chunks of the request that should be in the host tier after the coming step."""
+    def num_chunks_to_save(self, scheduled: ScheduledRequest, limits: RequestLimits) -> int:
+        """Leading chunks of the request that may be in the host tier after the coming step."""
         num_tokens = self._policy.num_tokens_to_save(
             num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
         )
-        num_blocks = min(num_tokens // self._block_size, len(scheduled.block_hashes), len(scheduled.block_ids))
+        num_blocks = min(len(scheduled.block_hashes), len(scheduled.block_ids))
+        num_blocks = min(limits.num_savable_tokens(num_tokens) // self._block_size, num_blocks)
         return num_blocks // self._blocks_per_chunk
 
-    def plan(self, *, deadline_s: float) -> tuple[list[Job], int]:
-        """Plans the saves of what is on offer and not saved, those that have waited longest first.
+    def preempt(self, request: TrackedRequest, held: ScheduledRequest) -> None:
+        """A request gives its blocks back and will return: what it holds is saved now or never, if that is done."""
+        if self.leaving.preempt(request, held):
+            request.num_refused_chunks = 0  # not dropped yet
+            self.withdraw(request)
 
-        Returns:
-          The jobs, and the number of chunks that found no room. O(1) when there is nothing to save.
+    def plan(self, *, deadline_s: float) -> SavePlan:
+        """Plans the saves of what is on offer and not saved: what leaves first, then what has waited longest.
+
+        What has a higher priority goes before what has a lower one. O(1) when there is nothing to save.
+
         Raises:
           RequestError: a block table has become shorter than what was on offer; nothing was planned.
         """
-        jobs: list[Job] = []
-        if not self._to_look_at:
-            return jobs, 0
+        if not self._to_look_at and not self.leaving:
+            return NO_SAVES
+        plan = SavePlan()
         for request in self._to_look_at.values():
             self._check_blocks(request)
-        if not self._breaker.admits(_ACCOUNT):
-            return jobs, 0
-        num_refused = 0
         room = self._staging.num_free // self._blocks_per_chunk
         if not self._breaker.closed:
             room = min(room, 1)
-        shared = _Save()
-        for request in list(self._to_look_at.values()):
-            # One with chunks that failed gets a job of its own, so that it takes no other down again.
-            save = _Save() if self._has_suspects(request) else shared
-            room -= self._plan_one(request, save, room)
-            if save is not shared and save.slots:
-                jobs.append(self._make_job(save, deadline_s=deadline_s))
-            num_refused += request.num_refused_chunks
+        admitted = self._breaker.admits(_ACCOUNT)
+        if self.leaving:
+            leaving = _by_priority(self.leaving.take())
+            plan.early, used = self._plan_all(leaving, room if admitted else 0, deadline_s=deadline_s, is_use=False)
+            plan.num_dropped_chunks = sum(request.num_refused_chunks for request in leaving)
+            room -= used
+        if not self._to_look_at or not admitted:
+            return plan
+        requests = _by_priority(self._to_look_at.values())
+        plan.jobs, _ = self._plan_all(requests, room, deadline_s=deadline_s)
+        for request in requests:
+            plan.num_refused_chunks += request.num_refused_chunks
             if not request.num_refused_chunks:
                 del self._to_look_at[request.account]
-        if shared.slots:
-            jobs.append(self._make_job(shared, deadline_s=deadline_s))
-        return jobs, num_refused
+        return plan
 
     def num_dropped(self, request: TrackedRequest) -> int:
         """Chunks of a request that are on offer and would not be saved if it ended now."""
@@ -142,6 +194,22 @@ class SavePlanner:
         assert waiting <= self._to_look_at.keys(), "a request that has something to save would be forgotten"
         assert self._to_look_at.keys() <= {r.account for r in requests}, "a request that is gone is looked at"
 
+    def _plan_all(
+        self, requests: Iterable[TrackedRequest], room: int, *, deadline_s: float, is_use: bool = True
+    ) -> tuple[list[Job], int]:
+        """Plans the saves of these in this order, at most `room` chunks; returns the jobs, and how many chunks."""
+        jobs: list[Job] = []
+        shared, num_saved = _Save(), 0
+        for request in requests:
+            # One with chunks that failed gets a job of its own, so that it takes no other down again.
+            save = _Save() if self._has_suspects(request) else shared
+            num_saved += self._plan_one(request, save, room - num_saved, is_use=is_use)
+            if save is not shared and save.slots:
+                jobs.append(self._make_job(save, deadline_s=deadline_s))
+        if shared.slots:
+            jobs.append(self._make_job(shared, deadline_s=deadline_s))
+        return jobs, num_saved
+
     def _look_at(self, request: TrackedRequest) -> None:
         if request.num_offered_chunks > request.num_saved_chunks and request.saving:
             self._to_look_at[request.account] = request
@@ -160,8 +228,11 @@ class SavePlanner:
                 "for saving; call preempt() or finish() before its blocks are taken"
             )
 
-    def _plan_one(self, request: TrackedRequest, save: _Save, room: int) -> int:
-        """Adds to `save` what is missing of a request, at most `room` chunks of it; returns how many."""
+    def _plan_one(self, request: TrackedRequest, save: _Save, room: int, *, is_use: bool) -> int:
+        """Adds to `save` what is missing of a request, at most `room` chunks of it; returns how many.
+
+        What is there already counts as used, if this `is_use`.
+        """
         num_chunks, keys, size = request.num_offered_chunks, request.keys, self._blocks_per_chunk
         if num_chunks <= request.num_saved_chunks or not request.saving:
             request.num_refused_chunks = 0
@@ -174,6 +245,8 @@ class SavePlanner:
         first = request.num_saved_chunks
         while first > 0 and keys[first - 1] not in self._index:
             first -= 1
+        if first < request.num_gone_chunks:
+            return 0  # its head is nowhere: no lookup could reach it
         copyable = self._suspects.num_copyable(keys, first, num_chunks)
         request.rests_until_s = self._suspects.until_s(keys[copyable]) if copyable < num_chunks else 0.0
         missing, end = self._index.missing(keys, first, copyable)
@@ -190,7 +263,8 @@ class SavePlanner:
         request.num_saved_chunks = end if num_saved == len(missing) else missing[num_saved]
         request.num_refused_chunks = len(missing) - num_saved + num_chunks - end
         if not num_saved:
-            self._index.touch(request.use, keys, num_chunks)
+            if is_use:
+                self._index.touch(request.use, keys, num_chunks)
             return 0
         first = saved[0]
         if saved[num_saved - 1] - first == num_saved - 1:
@@ -220,3 +294,11 @@ class SavePlanner:
         )
         self._breaker.begin(job.job_id)
         return job
+
+
+def _by_priority(requests: Iterable[TrackedRequest]) -> list[TrackedRequest]:
+    """The highest first, equals in their order."""
+    ordered = list(requests)
+    if len({request.limits.priority for request in ordered}) > 1:
+        ordered.sort(key=lambda request: -request.limits.priority)
+    return ordered

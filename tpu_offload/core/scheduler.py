@@ -10,6 +10,7 @@ The life of a request, as the engine tells it:
                               loads to start, blocks to save, loads to cancel
     update = apply(report)    every step, one report a worker: which requests are loaded or must recompute
     preempt(...)/finish(...)  the request gives its blocks back, at any time
+    evict(...)                the prefix cache in HBM is about to give blocks to others
     swap                      takes a preempted request's KV out and back (see `core.swap`)
 
 The engine may free and grant a request's blocks again as soon as `preempt` or `finish` returns, also
@@ -37,15 +38,30 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
-from tpu_offload.core.boundary import check_hashes, check_request, check_scheduled, check_table, report_error
+from tpu_offload.core.boundary import (
+    check_hashes,
+    check_limits,
+    check_prefix,
+    check_request,
+    check_scheduled,
+    check_table,
+    report_error,
+)
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobIds, JobTable
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, Use, make_policy
-from tpu_offload.core.requests import ScheduledRequest, TierEvent, TierEventKind, Update
-from tpu_offload.core.save_policy import SaveAll, SavePrompt
-from tpu_offload.core.saving import SavePlanner
+from tpu_offload.core.requests import (
+    CachedPrefix,
+    RequestLimits,
+    ScheduledRequest,
+    TierEvent,
+    TierEventKind,
+    Update,
+)
+from tpu_offload.core.save_policy import SaveEvent, make_save_policy
+from tpu_offload.core.saving import NO_SAVES, SavePlan, SavePlanner
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.swap import RequestSwap
@@ -114,11 +130,13 @@ class OffloadScheduler:
             block_size=layout.block_size,
             blocks_per_chunk=config.blocks_per_chunk,
         )
+        self._save_policy = make_save_policy(config)
+        self._limits = RequestLimits(config.max_save_tokens or None, config.max_load_tokens or None)
         self._saves = SavePlanner(
             self._index,
             self._staging,
             self._jobs,
-            SaveAll() if config.decode_save else SavePrompt(),
+            self._save_policy,
             self._breakers[Direction.SAVE],
             self._suspects,
             block_size=layout.block_size,
@@ -138,6 +156,7 @@ class OffloadScheduler:
             clock=clock,
         )
         self._requests: dict[str, TrackedRequest] = {}
+        self._limits_of: dict[str, RequestLimits] = {}  # of unfinished requests that came with some
         self._counts = OffloadStats()
         self._transfers = Transfers(
             self._jobs,
@@ -182,7 +201,13 @@ class OffloadScheduler:
         return request is not None and self._loads.ends_at_a_save(request)
 
     def match(
-        self, request_id: str, block_hashes: Sequence[BlockHash], *, num_tokens: int, num_computed_tokens: int
+        self,
+        request_id: str,
+        block_hashes: Sequence[BlockHash],
+        *,
+        num_tokens: int,
+        num_computed_tokens: int,
+        limits: RequestLimits | None = None,
     ) -> int:
         """Finds how much of a request the host tier can load, and holds it ready.
 
@@ -194,6 +219,7 @@ class OffloadScheduler:
           block_hashes: hashes of its full blocks, from the first on.
           num_tokens: tokens that it needs before it can sample the next one.
           num_computed_tokens: leading tokens that are in HBM already.
+          limits: the request's own, beside those of the settings. They hold until it ends, or is matched with others.
         Returns:
           Tokens past `num_computed_tokens` that can be loaded. One token is always left to compute, so
           a request whose every block is here gets one less; its last block is loaded all the same.
@@ -208,9 +234,13 @@ class OffloadScheduler:
             raise RequestError(
                 f"request {request_id}: {num_computed_tokens=} of {num_tokens=}; expected 0 to num_tokens"
             )
+        check_limits(request_id, limits)
         if not self._enabled:
             return 0
         request = self._request(request_id)
+        if limits is not None:
+            self._limits_of[request_id] = limits.within(self._limits)
+            request.limit(self._limits_of[request_id])
         found = self._loads.match(
             request,
             block_hashes,
@@ -220,6 +250,7 @@ class OffloadScheduler:
         )
         self._requests[request_id] = request
         self._saves.withdraw(request)  # it may be given other blocks
+        self._saves.see(request, len(request.keys))
         return found
 
     def release(self, request_id: str) -> None:
@@ -268,8 +299,43 @@ class OffloadScheduler:
         self._transfers.send(job)
         self._counts.matched_tokens += num_loaded_tokens
 
-    def preempt(self, request_id: str) -> None:
-        """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine."""
+    def evict(self, prefix: CachedPrefix) -> None:
+        """The engine is about to grant blocks of its prefix cache to somebody else. Costs nothing unless saved then.
+
+        Called between two plans, before the blocks are granted. The coming plan saves what the host tier has not got of
+        the prefix, before the step writes anything, as far as there is room. Of several blocks of one prefix that go at
+        a time, the last one is enough.
+
+        Raises:
+          RequestError: what is said of the prefix makes no sense; nothing was changed.
+        """
+        check_prefix(prefix)
+        if self._enabled and self._save_policy.saves_on(SaveEvent.HBM_EVICTION):
+            request = self._new_request("the prefix cache")
+            request.limit(prefix.limits.within(self._limits))
+            self._saves.leaving.evict(prefix, request)
+
+    def lose_caches(self) -> None:
+        """All KV in HBM is gone. Whoever holds blocks has to be preempted, without `held`; here goes what has left.
+
+        Needed only where the caches can be lost between a call of `evict` or `preempt` and the next plan.
+        """
+        self._saves.leaving.clear()
+
+    def preempt(self, request_id: str, *, held: ScheduledRequest | None = None) -> None:
+        """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine.
+
+        Args:
+          request_id: the request.
+          held: what the steps dispatched so far have computed of it, in blocks that hold it until the coming step. That
+            is saved with the coming plan, if the settings have KV saved at preemption. None saves nothing.
+        Raises:
+          RequestError: what is said of the request makes no sense; nothing was changed.
+        """
+        if held is not None:
+            check_scheduled(held)
+            if self._enabled:
+                self._saves.preempt(self._request(request_id), held)
         former = self._requests.get(request_id)
         self._forget(request_id)
         if self._swap.can_return(request_id):
@@ -281,6 +347,8 @@ class OffloadScheduler:
         """A request ended, in whatever state it was, also swapped out. Unknown requests are fine."""
         self._forget(request_id)
         self._transfers.forget(request_id)
+        self._saves.forget(request_id)
+        self._limits_of.pop(request_id, None)
         self._swap.discard((request_id,))
 
     def reset(self) -> None:
@@ -297,6 +365,7 @@ class OffloadScheduler:
             self._loads.revoke(request)
             self._saves.withdraw(request)
             request.start_over(namespace=self._namespace)
+        self._saves.reset()
         self._transfers.reset()
         self._suspects.clear()
         self._swap.reset()
@@ -314,7 +383,7 @@ class OffloadScheduler:
             may be read in any step, until it is named again, preempted, finished or matched again. Naming
             others is harmless, but not free. Blocks past the prompt matter only with `decode_save`.
         Returns:
-          The plan for every worker: loads first, saves after the forward pass.
+          The plan for every worker: early saves and loads first, saves after the forward pass.
         Raises:
           RequestError: what is said of a request makes no sense, or its block table has become shorter than what it
             offered; nothing was planned.
@@ -322,13 +391,14 @@ class OffloadScheduler:
         now_s = self._clock()
         self._transfers.expire(now_s)
         self._transfers.settle()
-        saves: list[Job] = []
+        saves = NO_SAVES
         if self._enabled:
             self._offer(changed)
-            saves, num_refused = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
-            self._counts.deferred_save_blocks += num_refused * self._config.blocks_per_chunk
+            saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
+            self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
+            self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
         swaps = self._swap.take_jobs(now_s)
-        if self._transfers.has_plans or saves or any(swaps):
+        if self._transfers.has_plans or saves.early or saves.jobs or any(swaps):
             plan = self._make_plan(saves, swaps)
         else:
             plan = StepPlan(self._num_steps, next_job_id=self._job_ids.num_given)
@@ -365,6 +435,7 @@ class OffloadScheduler:
             # A slot is usable once every worker has it.
             self._num_host_chunks[worker_id] = report.num_host_chunks
             self._index.grow(min(self._max_host_chunks, *self._num_host_chunks.values()))
+            self._save_policy.resize(self._index.num_slots)
         if report.num_swap_blocks:
             self._grow_swap_pool(report)
         for first, end in report.lost_slots:
@@ -463,12 +534,14 @@ class OffloadScheduler:
 
     def _request(self, request_id: str) -> TrackedRequest:
         """The request of this id, or a new one; that is for the caller to keep."""
-        request = self._requests.get(request_id)
-        if request is None:
-            account = f"{request_id}#{self._num_requests_seen}"
-            use = Use(self._num_requests_seen)
-            request = TrackedRequest(request_id, account=account, use=use, namespace=self._namespace)
-            self._num_requests_seen += 1
+        return self._requests.get(request_id) or self._new_request(request_id)
+
+    def _new_request(self, request_id: str) -> TrackedRequest:
+        number = self._num_requests_seen
+        self._num_requests_seen += 1
+        account = f"{request_id}#{number}"
+        request = TrackedRequest(request_id, account=account, use=Use(number), namespace=self._namespace)
+        request.limit(self._limits_of.get(request_id, self._limits))
         return request
 
     def _forget(self, request_id: str) -> None:
@@ -488,26 +561,28 @@ class OffloadScheduler:
     def _offer(self, changed: Iterable[ScheduledRequest]) -> None:
         for scheduled in changed:
             check_scheduled(scheduled)
-            num_chunks = self._saves.num_chunks_to_save(scheduled)
             request = self._requests.get(scheduled.request_id)
+            limits = request.limits if request else self._limits_of.get(scheduled.request_id, self._limits)
+            num_chunks = self._saves.num_chunks_to_save(scheduled, limits)
             if request is None and num_chunks:
                 request = self._request(scheduled.request_id)
             if request is not None:
                 self._saves.offer(request, scheduled, num_chunks)
                 self._requests[scheduled.request_id] = request
 
-    def _make_plan(self, saves: list[Job], swaps: tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]) -> StepPlan:
+    def _make_plan(self, saves: SavePlan, swaps: tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]) -> StepPlan:
         loads, cancelled = self._transfers.take_plans()
-        for job in saves:
+        for job in (*saves.early, *saves.jobs):
             job.state = JobState.SENT
         return StepPlan(
             step_id=self._num_steps,
             loads=loads,
-            saves=tuple([job.transfer for job in saves]),
+            saves=tuple([job.transfer for job in saves.jobs]),
             cancelled_job_ids=cancelled,
             swap_outs=swaps[0],
             swap_ins=swaps[1],
             next_job_id=self._job_ids.num_given,
+            early_saves=tuple([job.transfer for job in saves.early]),
         )
 
     def _reject(self, error: str) -> None:

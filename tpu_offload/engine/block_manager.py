@@ -8,7 +8,7 @@ tail is still useful and a tail without its prefix never.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tpu_offload import BlockHash
 
@@ -18,10 +18,12 @@ class BlockManager:
 
     Args:
       num_blocks: blocks in the pool, ids 0 to `num_blocks - 1`.
+      on_evict: told of the cached blocks that are about to be granted, before they are forgotten, the next to go first.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, on_evict: Callable[[Sequence[int]], None] | None = None) -> None:
         self._num_blocks = num_blocks
+        self._on_evict = on_evict
         self._ref_counts = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
@@ -72,21 +74,29 @@ class BlockManager:
         if num_blocks > len(self._free):
             raise ValueError(f"{num_blocks} blocks asked for, {len(self._free)} of {self._num_blocks} are free")
         block_ids = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
+        cached = [block_id for block_id in block_ids if block_id in self._hash_of]
+        if cached and self._on_evict:
+            self._on_evict(cached)
+        for block_id in cached:
+            del self._block_of[self._hash_of.pop(block_id)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
-            if block_id in self._hash_of:
-                del self._block_of[self._hash_of.pop(block_id)]
         return block_ids
 
-    def register(self, block_id: int, block_hash: BlockHash) -> None:
+    def register(self, block_id: int, block_hash: BlockHash) -> bool:
         """Makes a held block findable. Its KV must be in place: the next step may share it.
 
         Two requests may have computed one prefix at the same time; the first block registered wins
         and the other stays private.
+
+        Returns:
+          Whether it is findable by this call.
         """
-        if block_hash not in self._block_of and block_id not in self._hash_of:
-            self._block_of[block_hash] = block_id
-            self._hash_of[block_id] = block_hash
+        if block_hash in self._block_of or block_id in self._hash_of:
+            return False
+        self._block_of[block_hash] = block_id
+        self._hash_of[block_id] = block_hash
+        return True
 
     def is_registered(self, block_id: int) -> bool:
         """Whether a block can be found by its hash."""

@@ -6,12 +6,13 @@ window is overwritten. Blocks of the first kind can be shared and found again by
 never: what is in them changes.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import final
 
-from tpu_offload import BlockHash
+from tpu_offload import BlockHash, CachedPrefix
 from tpu_offload.engine.block_manager import BlockManager
-from tpu_offload.engine.sequence import Sequence
+from tpu_offload.engine.sequence import Origin, Sequence
 
 type BlockCopy = tuple[int, int, int]  # layer group, block to read, block to write
 
@@ -29,6 +30,7 @@ class KVBlocks:
       num_spare_blocks: see `EngineConfig`.
       prefix_caching: whether full blocks are found by their hashes. Off with windows, whatever is said here: a prefix
         is of no use without the rings that go with it.
+      on_evict: told of every cached prefix whose last block is about to be granted.
     """
 
     def __init__(
@@ -41,13 +43,17 @@ class KVBlocks:
         window_tokens: int = 0,
         num_spare_blocks: int = 1,
         prefix_caching: bool = True,
+        on_evict: Callable[[CachedPrefix], None] | None = None,
     ) -> None:
         self._block_size = block_size
         self._ring_blocks = ring_blocks
         self._window_tokens = window_tokens
         self._num_spare_blocks = num_spare_blocks
         self._prefix_caching = prefix_caching and not ring_blocks
-        self._full = BlockManager(num_blocks)
+        self._on_evict = on_evict
+        # By cached block: what it was computed for, and its number there. Kept only if somebody wants to be told.
+        self._origins: dict[int, tuple[Origin, int]] = {}
+        self._full = BlockManager(num_blocks, on_evict=self._evict if on_evict else None)
         self._window = BlockManager(num_window_blocks)
 
     def num_blocks(self, num_tokens: int) -> tuple[int, int]:
@@ -165,7 +171,9 @@ class KVBlocks:
         """
         if self._prefix_caching and not sequence.is_stale:
             for i in range(first, end):
-                self._full.register(sequence.block_ids[i], sequence.block_hashes[i])
+                block_id = sequence.block_ids[i]
+                if self._full.register(block_id, sequence.block_hashes[i]) and self._on_evict:
+                    self._origins[block_id] = sequence.origin, i
 
     def deduplicate(self, sequence: Sequence, samples: List[Sequence]) -> None:
         """Like `register`, for all full blocks of a sequence that was away.
@@ -181,6 +189,20 @@ class KVBlocks:
     def forget(self) -> None:
         """No block can be found by its hash any more."""
         self._full.forget()
+        self._origins.clear()
+
+    def _evict(self, block_ids: List[int]) -> None:
+        """Tells of the prefixes that end with these blocks. Of one that loses several, once: the tail goes first."""
+        assert self._on_evict is not None
+        longest: dict[int, int] = {}
+        for block_id in block_ids:
+            origin, number = self._origins.pop(block_id)
+            if number < longest.get(id(origin), -1):
+                continue
+            longest[id(origin)] = number
+            self._on_evict(
+                CachedPrefix(origin.block_hashes, number + 1, self._full.get, origin.num_prompt_tokens, origin.limits)
+            )
 
     def take(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; what is cached in them can be found until they are granted again."""

@@ -1,8 +1,9 @@
 """How an engine uses tpu_offload: everything the library asks of it, in one place.
 
 The scheduler calls `start_load` when it admits a sequence, `preempt` or `finish` when it takes the sequence's
-blocks, and `can_return` and `swap_in` when it wants to bring one back that `preempt` has swapped out. The engine
-calls the other three once a step, whether or not anything is computed:
+blocks, and `can_return` and `swap_in` when it wants to bring one back that `preempt` has swapped out. Its block pool
+calls `evict` before it grants what is cached. The engine calls the other three once a step, whether or not anything is
+computed:
 
     plan, kv_caches = offloading.before_forward(batch, kv_caches)
     ... dispatch the forward pass with offloading.fused_step() ...
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 
 from tpu_offload import (
+    CachedPrefix,
     FusedOutcome,
     FusedStep,
     KVLayout,
@@ -27,6 +29,7 @@ from tpu_offload import (
     OffloadScheduler,
     OffloadStats,
     OffloadWorker,
+    SaveEvent,
     ScheduledRequest,
     StepPlan,
     StepReport,
@@ -78,6 +81,8 @@ class Offloading:
         self._block_size = layout.block_size
         self._num_groups = len(layout.groups)
         self._decode_save = config.decode_save
+        self._saves_on_compute = SaveEvent.COMPUTE in config.save_on
+        self._saves_on_eviction = SaveEvent.HBM_EVICTION in config.save_on and config.enabled
         # Sequences with blocks that may have to be saved. Of hundreds that generate it holds none, unless
         # generated tokens are saved as well: then looking for the few that complete a block is a comparison each.
         self._watched: set[Sequence] = set()
@@ -100,11 +105,26 @@ class Offloading:
             sequence.block_hashes,
             num_tokens=len(sequence.tokens),
             num_computed_tokens=sequence.num_computed_tokens,
+            limits=sequence.request.limits,
         )
         self._scheduler.admit(sequence.sequence_id, sequence.block_ids, num_loaded_tokens=num_tokens)
-        sequence.next_offer_tokens = 0
-        self._watched.add(sequence)
+        self._watch(sequence)
         return num_tokens
+
+    @property
+    def saves_on_eviction(self) -> bool:
+        """Whether `evict` does anything."""
+        return self._saves_on_eviction
+
+    def evict(self, prefix: CachedPrefix) -> None:
+        """The last block of a cached prefix is about to be granted to somebody else."""
+        self._scheduler.evict(prefix)
+
+    def _watch(self, sequence: Sequence) -> None:
+        """From now on what the sequence computes is offered."""
+        sequence.next_offer_tokens = 0
+        if self._saves_on_compute:
+            self._watched.add(sequence)
 
     def preempt(self, sequence: Sequence) -> bool:
         """Takes the sequence's blocks for others; they may be granted again at once, under pending copies.
@@ -123,7 +143,8 @@ class Offloading:
             () if sequence.is_stale else sequence.block_hashes,
             num_computed_tokens=sequence.num_computed_tokens,
         )
-        self._scheduler.preempt(name)
+        held = None if swapped or sequence.is_stale else self._held(sequence, sequence.num_computed_tokens)
+        self._scheduler.preempt(name, held=held)
         return swapped
 
     def abandon(self, sequence: Sequence) -> None:
@@ -151,8 +172,7 @@ class Offloading:
         Returns:
           Whether it may not run before `poll` names it.
         """
-        sequence.next_offer_tokens = 0
-        self._watched.add(sequence)
+        self._watch(sequence)
         block_ids = [sequence.block_ids, sequence.window_block_ids][: self._num_groups]
         return self._scheduler.swap.swap_in(sequence.sequence_id, block_ids, present=present)
 
@@ -221,20 +241,22 @@ class Offloading:
         return Update(*(tuple(itertools.chain(*news)) for news in zip(*map(_fields, updates), strict=True)))
 
     def _offer(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
-        num_prompt_tokens = sequence.num_prompt_tokens
-        num_computed_tokens = min(num_computed_tokens, len(sequence.tokens))  # without a token that is in flight
-        next_offer = num_computed_tokens - num_computed_tokens % self._block_size + self._block_size
+        held = self._held(sequence, num_computed_tokens)
+        next_offer = held.num_computed_tokens - held.num_computed_tokens % self._block_size + self._block_size
         # Without decode_save the library takes blocks of the prompt only.
-        if not self._decode_save and next_offer > num_prompt_tokens:
+        if not self._decode_save and next_offer > held.num_prompt_tokens:
             next_offer = _NEVER
             self._watched.discard(sequence)
         sequence.next_offer_tokens = next_offer
+        return held
+
+    def _held(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
         return ScheduledRequest(
             request_id=sequence.sequence_id,
             block_ids=sequence.block_ids,
             block_hashes=sequence.block_hashes,
-            num_prompt_tokens=num_prompt_tokens,
-            num_computed_tokens=num_computed_tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_computed_tokens=min(num_computed_tokens, len(sequence.tokens)),  # without a token that is in flight
         )
 
     def wait_until_allocated(self) -> None:

@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 
+from tpu_offload import RequestLimits
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -47,12 +49,14 @@ class Request:
       prompt_tokens: token ids.
       sampling: how to continue, and for how long.
       cache_salt: requests share KV only under equal salts.
+      limits: what the host tier may do for it. HBM's own prefix cache serves it in any case.
     """
 
     request_id: str
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str = ""
+    limits: RequestLimits = dataclasses.field(default_factory=RequestLimits)
 
 
 class FinishReason(enum.Enum):

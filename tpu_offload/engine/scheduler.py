@@ -62,6 +62,7 @@ class Scheduler:
             window_tokens=window_tokens,
             num_spare_blocks=config.num_spare_blocks,
             prefix_caching=config.enable_prefix_caching,
+            on_evict=offload.evict if offload and offload.saves_on_eviction else None,
         )
         # Both from the oldest to the newest.
         self._waiting: list[Sequence] = []  # WAITING or SWAPPED

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import NamedTuple
 
-from tpu_offload import BlockHash
+from tpu_offload import BlockHash, RequestLimits
 from tpu_offload.engine.request import FinishReason, PromptTokens, Request, RequestOutput, RequestStats, SamplingParams
 
 
@@ -23,6 +23,21 @@ class Phase(enum.Enum):
     def holds_blocks(self) -> bool:
         """Whether it has a block table."""
         return self in (Phase.LOADING, Phase.RETURNING, Phase.RUNNING)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """What is left of a sequence where blocks that it computed are still cached.
+
+    Attributes:
+      block_hashes: of its full blocks; the sequence's own list, which grows.
+      num_prompt_tokens: length of its prompt.
+      limits: of its request.
+    """
+
+    block_hashes: list[BlockHash]
+    num_prompt_tokens: int
+    limits: RequestLimits
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -55,6 +70,7 @@ class Sequence:
       leader: the sample that computes its prompt.
       forks: samples that wait for it to do so.
       sampling: how its tokens are chosen.
+      origin: goes with its blocks in the prefix cache.
     """
 
     request: Request
@@ -79,8 +95,10 @@ class Sequence:
     leader: "Sequence | None" = None
     forks: list["Sequence"] = dataclasses.field(default_factory=list)
     sampling: SamplingParams = dataclasses.field(init=False)
+    origin: Origin = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        self.origin = Origin(self.block_hashes, self.num_prompt_tokens, self.request.limits)
         sampling = self.request.sampling
         seed = (sampling.seed + self.index) % 2**32
         self.sampling = dataclasses.replace(sampling, seed=seed) if self.index else sampling

@@ -75,7 +75,7 @@ def _part_error(part: SwapPart) -> str:
 def _sound(plan: StepPlan, *, last: int) -> StepPlan:
     if plan.empty and _is_count(plan.step_id) and _is_count(plan.next_job_id):
         return plan
-    fields = (plan.loads, plan.saves, plan.swap_outs, plan.swap_ins)
+    fields = (plan.loads, plan.saves, plan.swap_outs, plan.swap_ins, plan.early_saves)
     answered = [_answerable(jobs, kind) for jobs, kind in zip(fields, _KINDS, strict=True)]
     cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
     kept = tuple(job_id for job_id in cancelled if _is_count(job_id))
@@ -83,12 +83,13 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
     if all(map(_is_count, numbers)) and kept == plan.cancelled_job_ids and all(map(operator.is_, answered, fields)):
         return plan
     _logger.error("plan %r has jobs without an id, or fields that are no tuples of jobs: left out", plan.step_id)
-    loads, saves, outs, ins = answered
-    return StepPlan(plan.step_id if _is_count(plan.step_id) else last, loads, saves, kept, outs, ins)
+    loads, saves, outs, ins, early = answered
+    step_id = plan.step_id if _is_count(plan.step_id) else last
+    return StepPlan(step_id, loads, saves, kept, outs, ins, early_saves=early)
 
 
 _INTS = {int}
-_KINDS = (TransferJob, TransferJob, SwapJob, SwapJob)
+_KINDS = (TransferJob, TransferJob, SwapJob, SwapJob, TransferJob)
 
 
 def _answerable(jobs: Any, kind: Any) -> tuple[Any, ...]:

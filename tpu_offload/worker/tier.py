@@ -174,6 +174,10 @@ class TierCopies:
 
     # What the worker asks in a step.
 
+    def save_early(self, plan: StepPlan, kv_caches: Caches) -> None:
+        """Dispatches the early saves, before anything else of the plan. They are never inside the forward pass."""
+        self._dispatch(*self._accept_saves(plan.early_saves), Direction.SAVE, plan.step_id, kv_caches)
+
     def begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool) -> Caches:
         """Takes back what is cancelled, goes on with what has arrived, and dispatches the loads.
 

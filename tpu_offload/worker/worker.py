@@ -1,6 +1,6 @@
 """The worker: does the copies that a `StepPlan` asks for, and says in a `StepReport` how they ended.
 
-    kv_caches = worker.begin_step(plan, kv_caches)   # loads
+    kv_caches = worker.begin_step(plan, kv_caches)   # early saves, loads
     kv_caches = forward(kv_caches, ...)
     worker.end_step(plan, kv_caches)                 # saves
     report = worker.poll()
@@ -129,7 +129,7 @@ class OffloadWorker:
         return self._num_host_chunks
 
     def begin_step(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool = False) -> Caches:
-        """Dispatches the loads of a plan, before the forward pass.
+        """Dispatches the early saves and loads of a plan, before the forward pass.
 
         Also with an empty plan: staged loads that have arrived are written into the caches here.
 
@@ -161,6 +161,11 @@ class OffloadWorker:
             raise
 
     def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool) -> Caches:
+        # What leaves its blocks is read before anything is written into them: loads, swap-ins, the forward pass.
+        if self._tier is None:
+            self._refuse(plan.early_saves, _OFF)
+        elif plan.early_saves:
+            self._tier.save_early(plan, kv_caches)
         if self._swap is not None and plan.swap_outs:
             self._swap.swap_out(plan.swap_outs, kv_caches)
         if self._tier is not None:
@@ -177,7 +182,13 @@ class OffloadWorker:
         """The step will not be. Each of its jobs that has not begun ends all the same, as nobody's failure."""
         if self._tier is not None:
             self._tier.abandon_pass()
-        jobs: list[TransferJob | SwapJob] = [*plan.loads, *plan.saves, *plan.swap_outs, *plan.swap_ins]
+        jobs: list[TransferJob | SwapJob] = [
+            *plan.early_saves,
+            *plan.loads,
+            *plan.saves,
+            *plan.swap_outs,
+            *plan.swap_ins,
+        ]
         for job in jobs:
             if not self._jobs.knows(job.job_id):
                 self._jobs.start(job.job_id)

@@ -23,11 +23,13 @@ from tpu_offload import (
     OffloadConfig,
     OffloadScheduler,
     OffloadStats,
+    RequestLimits,
     ScheduledRequest,
     StepPlan,
     TierEventKind,
     Update,
 )
+from tpu_offload.adapters.vllm.limits import read_limits
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.rollback import Rollback
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats
@@ -87,6 +89,7 @@ class SchedulerSide:
         self._offering: dict[str, _Watched] = {}
         self._promised: set[str] = set()  # matched in this pass and not admitted
         self._matched: set[str] = set()  # matched in this pass
+        self._limits: dict[str, RequestLimits | None] = {}  # of the unfinished requests that were matched
         self._waiting_since_s: dict[str, float] = {}  # requests that wait for a save
         self._told = OffloadStats()
         self._has_news = False  # something may have been counted since then
@@ -107,14 +110,20 @@ class SchedulerSide:
             # brought nothing. That load may be in flight still, on another worker or in the books only.
             self._offload.preempt(request_id)
         self._matched.add(request_id)
-        if self._offload is None or request.skip_reading_prefix_cache:
+        if request_id not in self._limits:
+            self._limits[request_id] = read_limits(request_id, request.kv_transfer_params)
+        limits = self._limits[request_id]
+        if self._offload is None:
             return 0, False
+        if request.skip_reading_prefix_cache:
+            limits = dataclasses.replace(limits or RequestLimits(), max_load_tokens=0)
         self._has_news = True
         num_tokens = self._offload.match(
             request_id,
             request.block_hashes,
             num_tokens=request.num_tokens,
             num_computed_tokens=num_computed_tokens,
+            limits=limits,
         )
         if self._config.save_wait_s and self._offload.is_saving_next(request_id):
             now_s = self._clock()
@@ -128,7 +137,9 @@ class SchedulerSide:
     def admit(self, request: "Request", block_ids: Sequence[int], num_loaded_tokens: int) -> None:
         """vLLM granted blocks, with which the request waits for a load if it has one."""
         request_id = request.request_id
-        self._watched[request_id] = self._offering[request_id] = _Watched(request)
+        self._watched[request_id] = entry = _Watched(request)
+        if self._offload is not None or not self._limits.get(request_id):  # else nobody is there to heed them
+            self._offering[request_id] = entry
         self._rollback.admit(request_id)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
@@ -205,6 +216,7 @@ class SchedulerSide:
         self._forget(request_id)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
+        self._limits.pop(request_id, None)
         self._rollback.finish(request_id)
         self._has_news = True
         if self._offload is not None:

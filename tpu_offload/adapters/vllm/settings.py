@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tpu_offload import ConfigError, CopyPath, OffloadConfig
+from tpu_offload import ConfigError, CopyPath, OffloadConfig, SaveEvent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _GB = 2**30
+_NEWS = {
+    SaveEvent.HBM_EVICTION: "blocks that its prefix cache gives up",
+    SaveEvent.PREEMPTION: "requests that it preempts",
+}
 
 
 def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> OffloadConfig:
@@ -72,6 +76,12 @@ def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", co
         return (
             f"swap_gb={config.swap_gb}: vLLM computes preempted requests again and has no way to swap them; leave "
             "TPU_OFFLOAD_SWAP_GB out, and set TPU_OFFLOAD_DECODE_SAVE=1 to have their blocks in the host tier"
+        )
+    others = [event for event in config.save_on if event is not SaveEvent.COMPUTE]
+    if others:
+        return (
+            f"TPU_OFFLOAD_SAVE_ON={','.join(event.value for event in config.save_on)}: vLLM does not tell a connector "
+            f"in time of {' and '.join(_NEWS[event] for event in others)}; leave it out, which saves what is computed"
         )
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:

@@ -1,0 +1,103 @@
+"""What a request says for itself in `kv_transfer_params`."""
+
+import logging
+
+import pytest
+
+from tests.adapters.scheduler_stack import make_stack, prompt, save_prompt
+from tpu_offload import RequestLimits
+from tpu_offload.adapters.vllm.limits import read_limits
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("params", "limits"),
+    [
+        (None, None),
+        ({}, None),
+        ({"do_remote_decode": True, "lmcache.skip_save": True}, None),
+        ({"tpu_offload.cache": False}, RequestLimits(cache=False)),
+        ({"tpu_offload.max_save_tokens": 16, "other": 3}, RequestLimits(max_save_tokens=16)),
+        ({"max_offload_tokens": 16, "max_load_tokens": 0}, RequestLimits(16, 0)),
+        ({"max_offload_tokens": 16, "tpu_offload.max_save_tokens": 8}, RequestLimits(8)),
+        ({"tpu_offload.priority": -2, "tpu_offload.max_load_tokens": None}, RequestLimits(priority=-2)),
+    ],
+    ids=str,
+)
+def test_reads(params, limits):
+    assert read_limits("r", params) == limits
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"tpu_offload.max_save_tokens": -1}, "max_save_tokens=-1; expected an integer from 0 on"),
+        ({"max_load_tokens": "many"}, "max_load_tokens='many'"),
+        ({"max_load_tokens": True}, "max_load_tokens=True"),
+        ({"tpu_offload.priority": 1.5}, "priority=1.5"),
+        ({"tpu_offload.cache": 0}, "cache=0; expected True or False"),
+        ({"tpu_offload.skip_save": True, "tpu_offload.cache": False}, "'tpu_offload.skip_save' is no limit; expected"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_the_request_is_served(params, said, caplog):
+    with caplog.at_level(logging.WARNING, logger="tpu_offload"):
+        assert read_limits("r7", params) is None
+    (record,) = caplog.records
+    assert said in record.getMessage()
+    assert "r7" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def serve(stack, name, tokens, **params):
+    """Serves a request with these limits, and returns how many of its tokens were loaded."""
+    before = stack.offload.stats().matched_tokens
+    stack.add(name, tokens, extra_args={"kv_transfer_params": params})
+    stack.drain()
+    stack.scheduler.reset_prefix_cache()
+    return stack.offload.stats().matched_tokens - before
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_limits_hold_under_the_real_scheduler(async_scheduling):
+    stack = make_stack(async_scheduling=async_scheduling)
+    save_prompt(stack, "warm")
+    saved = stack.offload.stats().saved_blocks
+    tokens = prompt(40, seed=3)
+    assert serve(stack, "a", tokens, **{"tpu_offload.cache": False}) == 0
+    assert stack.offload.stats().saved_blocks == saved
+    assert serve(stack, "b", tokens, max_offload_tokens=25) == 0
+    assert stack.offload.stats().saved_blocks == saved + 3, "blocks of 8 tokens"
+    assert serve(stack, "c", tokens, **{"tpu_offload.cache": False}) == 0
+    assert serve(stack, "d", tokens, max_load_tokens=17) == 16
+    assert serve(stack, "e", tokens, **{"tpu_offload.max_load_tokens": "x"}) == 39
+    stack.check_end()
+
+
+def test_limits_outlive_a_preemption_and_end_with_the_request():
+    stack = make_stack()
+    save_prompt(stack, "warm")
+    saved = stack.offload.stats().saved_blocks
+    request = stack.add("a", prompt(40, seed=3), extra_args={"kv_transfer_params": {"tpu_offload.cache": False}})
+    stack.step()
+    stack.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.num_preemptions == 1
+    stack.drain()
+    assert stack.offload.stats().saved_blocks == saved
+    assert stack.side._limits == {}
+    assert stack.offload._limits_of == {}
+    assert serve(stack, "a", prompt(40, seed=3)) == 0
+    assert stack.offload.stats().saved_blocks == saved + 5
+    stack.check_end()
+
+
+def test_a_request_of_the_very_first_step_is_saved_only_without_limits():
+    stack = make_stack()
+    stack.add("a", prompt(40, seed=3), extra_args={"kv_transfer_params": {"tpu_offload.cache": False}})
+    stack.add("b", prompt(40, seed=4))
+    stack.drain()
+    stack.scheduler.reset_prefix_cache()
+    assert serve(stack, "c", prompt(40, seed=3)) == 0
+    assert serve(stack, "d", prompt(40, seed=4)) == 39
+    stack.check_end()

@@ -1,0 +1,519 @@
+"""When the scheduler saves, of whom, and in which order."""
+
+import dataclasses
+
+import pytest
+
+from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker, tokens
+from tpu_offload import CachedPrefix, JobState, RequestError, RequestLimits, ScheduledRequest
+from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
+
+
+def blocks(jobs) -> list[int]:
+    return [block for job in jobs for block in job.block_ids]
+
+
+def prefix(request, num_blocks=None, *, gone=0, limits=None) -> CachedPrefix:
+    block_of = dict(list(zip(request.hashes, request.block_ids, strict=False))[gone:])
+    num_blocks = num_blocks or len(request.hashes)
+    return CachedPrefix(request.hashes, num_blocks, block_of.get, len(request.tokens), limits or RequestLimits())
+
+
+def computed(engine: FakeEngine, name: str, prompt: list[int], **kwargs):
+    """A request that has computed its prompt, and had nothing of it saved."""
+    request = engine.add(name, prompt, **kwargs)
+    plan, _ = engine.step({name: len(prompt)})
+    assert plan.saves == ()
+    return request
+
+
+# --- HBM eviction ---------------------------------------------------------------------------------
+
+
+def test_an_evicted_tail_is_saved_with_its_head_before_the_step() -> None:
+    engine = FakeEngine(save_on="eviction")
+    request = computed(engine, "a", tokens(16))
+    engine.scheduler.evict(prefix(request))
+    plan, _ = engine.step()
+    assert (blocks(plan.early_saves), plan.saves) == (request.block_ids, ())
+    engine.settle()
+    assert engine.add("b", tokens(17)).num_computed == 16
+    engine.scheduler.evict(prefix(request))
+    engine.scheduler.evict(prefix(request, 2))
+    assert engine.step()[0].early_saves == (), "it is there"
+    engine.scheduler.check_invariants()
+
+
+def test_what_lost_its_head_is_saved_only_behind_what_is_there() -> None:
+    engine = FakeEngine(save_on="eviction")
+    request = computed(engine, "a", tokens(16))
+    engine.scheduler.evict(prefix(request, 3, gone=2))
+    assert engine.step()[0].empty
+    engine.scheduler.evict(prefix(request, 2))
+    assert blocks(engine.step()[0].early_saves) == request.block_ids[:2]
+    engine.scheduler.evict(prefix(request, gone=2))
+    assert blocks(engine.step()[0].early_saves) == request.block_ids[2:], "its head is on the way"
+    engine.settle()
+    assert engine.add("b", tokens(17)).num_computed == 16
+
+
+def test_a_head_that_goes_for_another_save_of_the_plan_takes_its_tail_along() -> None:
+    engine = FakeEngine(save_on="eviction", num_cpu_chunks=2, workers=[FakeWorker(num_host_chunks=2)])
+    first = computed(engine, "a", tokens(8))
+    engine.scheduler.evict(prefix(first, 1))
+    engine.step()
+    engine.settle()
+    other = computed(engine, "b", tokens(8, start=100))
+    engine.scheduler.evict(prefix(other))
+    engine.scheduler.evict(prefix(first, gone=1))
+    assert blocks(engine.step()[0].early_saves) == other.block_ids
+    engine.settle()
+    assert engine.scheduler.stats().num_failed_jobs == 0
+    engine.scheduler.check_invariants()
+
+
+def test_of_one_prefix_that_is_told_of_twice_each_block_is_saved_once() -> None:
+    engine = FakeEngine(save_on="eviction")
+    request = computed(engine, "a", tokens(16))
+    for num_blocks in (2, 4, 3, 4):
+        engine.scheduler.evict(prefix(request, num_blocks))
+    assert sorted(blocks(engine.step()[0].early_saves)) == sorted(request.block_ids)
+
+
+def test_what_finds_no_room_is_dropped_and_counted_and_its_head_is_saved() -> None:
+    engine = FakeEngine(save_on="eviction", num_staging_blocks=3)
+    request = computed(engine, "a", tokens(16))
+    engine.scheduler.evict(prefix(request))
+    plan, _ = engine.step()
+    assert blocks(plan.early_saves) == request.block_ids[:3]
+    assert engine.scheduler.stats().dropped_save_blocks == 1
+    assert engine.scheduler.stats().deferred_save_blocks == 0
+    engine.settle()
+    assert engine.step()[0].empty, "it is not tried again"
+
+
+def test_the_prompt_or_the_answer_too() -> None:
+    for decode_save, num_saved in ((False, 2), (True, 3)):
+        engine = FakeEngine(save_on="eviction", decode_save=decode_save)
+        request = engine.add("a", tokens(16))
+        engine.step({"a": 16})
+        engine.scheduler.evict(dataclasses.replace(prefix(request, 3), num_prompt_tokens=10))
+        assert len(blocks(engine.step()[0].early_saves)) == num_saved
+
+
+def test_only_whole_chunks() -> None:
+    engine = FakeEngine(save_on="eviction", blocks_per_chunk=2)
+    request = computed(engine, "a", tokens(24))
+    engine.scheduler.evict(prefix(request, 1))
+    assert engine.step()[0].empty
+    engine.scheduler.evict(prefix(request, 3))
+    assert blocks(engine.step()[0].early_saves) == request.block_ids[:2]
+    engine.scheduler.evict(prefix(request, 6, gone=1))
+    assert blocks(engine.step()[0].early_saves) == request.block_ids[2:6], "the first chunk is there"
+
+
+def test_an_eviction_is_no_use_of_what_is_there() -> None:
+    """Being evicted from HBM makes nothing more recent in the host tier."""
+    engine = FakeEngine(
+        save_on="eviction,compute", num_staging_blocks=1, num_cpu_chunks=3, workers=[FakeWorker(num_host_chunks=3)]
+    )
+    old = engine.add("old", tokens(8))
+    engine.step({"old": 8})  # there is room for its first chunk only
+    engine.remove("old")
+    engine.settle()
+    engine.serve("young", tokens(4, start=100))
+    engine.add("busy", tokens(4, start=200))
+    engine.step({"busy": 4})
+    engine.scheduler.evict(prefix(old))
+    assert engine.step()[0].empty
+    assert engine.scheduler.stats().dropped_save_blocks == 2
+    engine.settle()
+    engine.serve("new", tokens(4, start=300))
+    assert engine.add("x", tokens(5)).num_computed == 0
+    assert engine.add("y", tokens(5, start=100)).num_computed == 4
+
+
+def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
+    engine = FakeEngine(save_on="eviction,preemption")
+    request = computed(engine, "a", tokens(16))
+    engine.scheduler.evict(prefix(request))
+    engine.scheduler.reset()
+    assert engine.step()[0].early_saves == ()
+    engine.scheduler.evict(prefix(request))
+    engine.scheduler.preempt("a", held=engine.held(request))
+    engine.scheduler.lose_caches()
+    assert engine.step()[0].early_saves == ()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "nothing",
+        CachedPrefix([b"1"], 2, lambda h: 1, 4),
+        CachedPrefix([b"1"], 0, lambda h: 1, 4),
+        CachedPrefix(7, 1, lambda h: 1, 4),
+        CachedPrefix([b"1"], 1, 7, 4),
+        CachedPrefix([b"1"], 1, lambda h: -1, 4),
+        CachedPrefix([b"1"], 1, lambda h: h, 4),
+        CachedPrefix([b"1"], 1, lambda h: 1, -4),
+        CachedPrefix([1], 1, lambda h: 1, 4),
+        CachedPrefix([b"1"], 1, lambda h: 1, 4, "limits"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(wrong) -> None:
+    engine = FakeEngine(save_on="eviction")
+    with pytest.raises(RequestError):
+        engine.scheduler.evict(wrong)
+    assert engine.step()[0].empty
+
+
+@pytest.mark.parametrize("save_on", ["compute", "preemption"])
+def test_in_other_modes_an_eviction_is_nothing(save_on) -> None:
+    engine = FakeEngine(save_on=save_on)
+    request = engine.add("a", tokens(16))
+    engine.scheduler.evict(prefix(request))
+    assert engine.step()[0].empty
+
+
+# --- preemption -----------------------------------------------------------------------------------
+
+
+def test_a_preempted_request_finds_prompt_and_answer() -> None:
+    engine = FakeEngine(save_on="preemption")
+    request = computed(engine, "a", tokens(18))
+    request.tokens += tokens(8, start=500)
+    engine.grow_hashes(request)
+    request.block_ids += engine.grant(2)
+    engine.step({"a": 5})
+    engine.remove("a", preempt=True)
+    plan, _ = engine.step()
+    assert blocks(plan.early_saves) == request.block_ids[:5], "23 tokens are computed"
+    engine.settle()
+    assert engine.add("a", request.tokens).num_computed == 20
+    assert engine.scheduler.stats().dropped_save_blocks == 0
+
+
+def test_a_finished_request_is_not_saved() -> None:
+    engine = FakeEngine(save_on="preemption")
+    computed(engine, "a", tokens(16))
+    engine.remove("a")
+    assert engine.step()[0].empty
+
+
+def test_what_waited_for_room_is_not_a_drop_if_it_is_saved_at_preemption() -> None:
+    engine = FakeEngine(save_on="compute,preemption", num_staging_blocks=2)
+    request = engine.add("a", tokens(16))
+    plan, _ = engine.step({"a": 16})
+    assert blocks(plan.saves) == request.block_ids[:2]
+    (worker,) = engine.workers
+    engine.apply(worker, worker.finish())
+    engine.remove("a", preempt=True)
+    assert engine.scheduler.stats().dropped_save_blocks == 0
+    assert blocks(engine.step()[0].early_saves) == request.block_ids[2:]
+
+
+def test_what_a_load_was_still_bringing_is_not_saved() -> None:
+    engine = FakeEngine(save_on="compute,preemption")
+    engine.serve("a", tokens(8))
+    request = engine.add("b", tokens(16))
+    assert (request.loading, request.num_computed) == (True, 8)
+    engine.step()
+    engine.scheduler.lose_caches()
+    request.num_computed = 16  # whatever the engine says
+    engine.scheduler.preempt("b", held=engine.held(request))
+    engine.scheduler.reset()
+    assert engine.step()[0].early_saves == ()
+
+
+def test_what_is_said_of_a_preempted_request_is_looked_at() -> None:
+    engine = FakeEngine(save_on="preemption")
+    computed(engine, "a", tokens(16))
+    for wrong in ("nothing", ScheduledRequest("a", 5, [], 4, 4), ScheduledRequest("b", [1], [7], 4, 4)):
+        with pytest.raises(RequestError):
+            engine.scheduler.preempt(getattr(wrong, "request_id", "a"), held=wrong)
+    engine.remove("a", preempt=True)
+    assert len(blocks(engine.step()[0].early_saves)) == 4
+
+
+# --- worth saving ---------------------------------------------------------------------------------
+
+
+def test_what_two_requests_come_by_with_is_saved() -> None:
+    engine = FakeEngine(save_after_sightings=2, num_blocks=64)
+    shared = tokens(8)
+    engine.serve("a", [*shared, *tokens(8, start=100)])
+    assert engine.scheduler.stats().saved_blocks == 0
+    engine.serve("b", [*shared, *tokens(8, start=200)])
+    assert engine.scheduler.stats().saved_blocks == 2
+    assert engine.serve("c", [*shared, *tokens(8, start=200)]) == 8
+    assert engine.scheduler.stats().saved_blocks == 4
+    stats = engine.scheduler.stats()
+    assert (stats.dropped_save_blocks, stats.deferred_save_blocks) == (0, 0), "what is not worth it is no drop"
+
+
+def test_a_request_counts_once_however_often_it_is_asked_for_and_preempted() -> None:
+    engine = FakeEngine(save_after_sightings=2, num_blocks=64)
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(16))
+    for _ in range(5):
+        engine.scheduler.match("a", hashes, num_tokens=16, num_computed_tokens=0)
+        engine.scheduler.release("a")
+    for _ in range(3):
+        engine.add("a", tokens(16))
+        assert engine.step({"a": 16})[0].saves == ()
+        engine.remove("a", preempt=True)
+    engine.add("a", tokens(16))
+    engine.remove("a")
+    engine.add("a", tokens(16))  # another one
+    assert len(blocks(engine.step({"a": 16})[0].saves)) == 4
+
+
+def test_what_is_found_in_hbm_is_seen() -> None:
+    engine = FakeEngine(save_after_sightings=2, save_on="compute,eviction")
+    request = computed(engine, "a", tokens(16))
+    hashes = request.hashes
+    engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=16)
+    engine.scheduler.evict(prefix(request))
+    assert len(blocks(engine.step()[0].early_saves)) == 4
+
+
+def test_a_preempted_request_is_saved_whoever_has_seen_it() -> None:
+    engine = FakeEngine(save_after_sightings=5, save_on="preemption")
+    computed(engine, "a", tokens(16))
+    engine.remove("a", preempt=True)
+    assert len(blocks(engine.step()[0].early_saves)) == 4
+
+
+# --- limits of a request --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save_on", ["compute", "eviction", "preemption"])
+@pytest.mark.parametrize(
+    ("limits", "num_saved"),
+    [
+        (RequestLimits(), 4),
+        (RequestLimits(max_save_tokens=16), 4),
+        (RequestLimits(max_save_tokens=11), 2),
+        (RequestLimits(max_save_tokens=3), 0),
+        (RequestLimits(cache=False), 0),
+    ],
+)
+def test_so_much_is_saved_of_a_request(save_on, limits, num_saved) -> None:
+    engine = FakeEngine(save_on=save_on)
+    request = engine.add("a", tokens(16), limits=limits)
+    saves = list(engine.step({"a": 16})[0].saves)
+    engine.remove("a", preempt=save_on == "preemption")
+    if save_on == "eviction":
+        engine.scheduler.evict(prefix(request, limits=limits))
+    saves += engine.step()[0].early_saves
+    assert len(blocks(saves)) == num_saved
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_loaded"),
+    [
+        (RequestLimits(), 15),
+        (RequestLimits(max_load_tokens=15), 12),
+        (RequestLimits(max_load_tokens=8), 8),
+        (RequestLimits(max_load_tokens=0), 0),
+        (RequestLimits(cache=False), 0),
+    ],
+)
+def test_so_much_is_loaded_for_a_request(limits, num_loaded) -> None:
+    engine = FakeEngine()
+    engine.serve("a", tokens(16))
+    assert engine.add("b", tokens(16), limits=limits).num_computed == num_loaded
+    engine.settle()
+    engine.remove("b")
+    assert engine.scheduler.stats().dropped_load_blocks == 0, "a limit is no drop"
+    engine.scheduler.check_invariants()
+
+
+def test_limits_of_the_settings_hold_for_all() -> None:
+    engine = FakeEngine(max_save_tokens=12, max_load_tokens=8)
+    engine.add("a", tokens(16), limits=RequestLimits(max_save_tokens=100))
+    assert len(blocks(engine.step({"a": 16})[0].saves)) == 3
+    engine.settle()
+    assert engine.add("b", tokens(16), limits=RequestLimits(max_load_tokens=100)).num_computed == 8
+    assert engine.add("c", tokens(16), limits=RequestLimits(max_load_tokens=4)).num_computed == 4
+
+
+def test_limits_last_until_the_request_ends() -> None:
+    engine = FakeEngine(num_blocks=64)
+    engine.add("a", tokens(16), limits=RequestLimits(cache=False))
+    engine.remove("a", preempt=True)
+    engine.add("a", tokens(16))
+    assert engine.step({"a": 16})[0].empty
+    engine.remove("a", preempt=True)
+    # Also of one that is not matched again.
+    request = engine.add("x", tokens(16, start=50))
+    named = ScheduledRequest("a", request.block_ids, request.hashes, 16, 16)
+    assert engine.scheduler.plan_step([named]).saves == ()
+    engine.scheduler.finish("a")
+    engine.add("a", tokens(16))
+    assert len(blocks(engine.step({"a": 16})[0].saves)) == 4
+
+
+def test_one_that_is_not_to_be_cached_is_not_seen() -> None:
+    engine = FakeEngine(save_after_sightings=2)
+    engine.add("a", tokens(16), limits=RequestLimits(cache=False))
+    engine.remove("a")
+    engine.add("b", tokens(16))
+    assert engine.step({"b": 16})[0].empty
+
+
+@pytest.mark.parametrize("limits", [RequestLimits(cache=False), RequestLimits(max_load_tokens=0)])
+def test_one_that_may_not_load_waits_for_no_save(limits) -> None:
+    engine = FakeEngine()
+    engine.add("a", tokens(16))
+    engine.step({"a": 16})
+    engine.add("b", tokens(17), limits=limits)
+    assert not engine.scheduler.is_saving_next("b")
+    engine.add("c", tokens(17))
+    assert engine.scheduler.is_saving_next("c")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_highest_priority_is_saved_first(early) -> None:
+    engine = FakeEngine(save_on="preemption" if early else "compute", num_staging_blocks=6)
+    names = {"low": -1, "usual": 0, "high": 2}
+    for i, (name, priority) in enumerate(names.items()):
+        engine.add(name, tokens(12, start=100 * i), limits=RequestLimits(priority=priority))
+    requests = dict(engine.requests)
+    plan, _ = engine.step(dict.fromkeys(names, 12))
+    if early:
+        for name in names:
+            engine.remove(name, preempt=True)
+        plan, _ = engine.step()
+    assert blocks(plan.early_saves if early else plan.saves) == [
+        block for name in ("high", "usual") for block in requests[name].block_ids
+    ]
+
+
+class Uses(EvictionPolicy):
+    """LRU that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.lru, self.uses = LRUPolicy(), []
+
+    def insert(self, use, keys, parent) -> None:
+        self.uses.append(use)
+        self.lru.insert(use, keys, parent)
+
+    def touch(self, use, keys, num_chunks, residents) -> None:
+        self.uses.append(use)
+        self.lru.touch(use, keys, num_chunks, residents)
+
+    def remove(self, key, parent) -> None:
+        self.lru.remove(key, parent)
+
+    def evict(self, num_chunks, residents) -> None:
+        self.lru.evict(num_chunks, residents)
+
+    def check_invariants(self, leaves, residents) -> None:
+        self.lru.check_invariants(leaves, residents)
+
+
+def test_policies_are_told_of_the_priority() -> None:
+    engine = FakeEngine()
+    policy = engine.scheduler._index._policy = Uses()
+    engine.add("a", tokens(16), limits=RequestLimits(priority=3))
+    engine.step({"a": 16})
+    engine.settle()
+    engine.remove("a")
+    assert {use.priority for use in policy.uses} == {3}
+    assert len({use.use_id for use in policy.uses}) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_save_tokens": -1},
+        {"max_load_tokens": 1.5},
+        {"max_load_tokens": True},
+        {"priority": "high"},
+        {"priority": 2**40},
+        {"cache": 1},
+    ],
+    ids=str,
+)
+def test_limits_that_cannot_be(wrong) -> None:
+    with pytest.raises(RequestError) as e:
+        RequestLimits(**wrong)
+    (name, value), *_ = wrong.items()
+    assert f"{name}={value!r}" in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_limits_of_another_type_are_refused() -> None:
+    engine = FakeEngine()
+    with pytest.raises(RequestError, match="expected RequestLimits"):
+        engine.add("a", tokens(16), limits={"cache": False})
+
+
+# --- tenants --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save_on", ["compute", "eviction", "preemption"])
+def test_tenants_share_nothing(save_on) -> None:
+    engine = FakeEngine(save_on=save_on, num_blocks=64)
+    for name in ("red", "blue"):
+        request = engine.add(name, tokens(16), cache_salt=name)
+        assert request.num_computed == 0
+        engine.step({name: 16})
+        engine.remove(name, preempt=save_on == "preemption")
+        if save_on == "eviction":
+            engine.scheduler.evict(prefix(request))
+        engine.step()
+        engine.settle()
+    for name in ("red", "blue"):
+        assert engine.add(f"{name} again", tokens(17), cache_salt=name).num_computed == 16
+    assert engine.add("nobody", tokens(17)).num_computed == 0
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_an_early_save_that_fails_is_not_published() -> None:
+    engine = FakeEngine(save_on="eviction")
+    request = computed(engine, "a", tokens(16))
+    engine.scheduler.evict(prefix(request))
+    engine.step()
+    (worker,) = engine.workers
+    engine.apply(worker, worker.finish(fail=True, failed_blocks=(2,)))
+    engine.scheduler.check_invariants()
+    assert engine.add("b", tokens(17)).num_computed == 2 * BLOCK_SIZE
+
+
+def test_suspended_saves_are_drops() -> None:
+    engine = FakeEngine(save_on="eviction", breaker_failures=1)
+    (worker,) = engine.workers
+    first = computed(engine, "a", tokens(16))
+    engine.scheduler.evict(prefix(first))
+    engine.step()
+    engine.apply(worker, worker.finish(fail=True))
+    second = computed(engine, "b", tokens(16, start=100))
+    engine.scheduler.evict(prefix(second))
+    assert engine.step()[0].early_saves == ()
+    assert engine.scheduler.stats().dropped_save_blocks == 4
+    engine.clock.now_s += 10
+    engine.scheduler.evict(prefix(second))
+    assert len(blocks(engine.step()[0].early_saves)) == 1, "a probe"
+
+
+def test_an_early_save_comes_before_others_when_there_is_room_for_one() -> None:
+    engine = FakeEngine(save_on="compute,eviction", num_staging_blocks=4)
+    request = engine.add("a", tokens(16))
+    other = engine.add("b", tokens(16, start=100))
+    request.num_computed = 16
+    for worker in engine.workers:
+        worker.hbm.update(zip(request.block_ids, request.hashes, strict=True))
+    engine.scheduler.evict(prefix(request))
+    plan, _ = engine.step({"b": 16})
+    assert blocks(plan.early_saves) == request.block_ids
+    assert plan.saves == ()
+    (worker,) = engine.workers
+    engine.apply(worker, worker.finish())
+    assert blocks(engine.step()[0].saves) == other.block_ids
+    assert all(job.state is not JobState.PLANNED for job in engine.scheduler._jobs)

@@ -1,0 +1,105 @@
+"""Blocks that are about to be granted to somebody else: they are saved in the coming plan, or never.
+
+There are two kinds. A preempted request gives its blocks back and will return: all that it has computed is saved,
+generated tokens too, and seen or not, for it is certain to come back for them. And the engine's own prefix cache gives
+blocks up. Nothing can be saved but behind what the host tier has, so with a block goes all of its prefix that is not
+there. Most of that is the next to go anyway: HBM too evicts the tail of a prefix before its head.
+"""
+
+import dataclasses
+from typing import final
+
+from tpu_offload.core.boundary import check_blocks, check_keys
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.requests import CachedPrefix, ScheduledRequest
+from tpu_offload.core.save_policy import SaveEvent, SavePolicy
+from tpu_offload.core.tracking import TrackedRequest
+
+
+@final
+class LeavingBlocks:
+    """What was told of since the last plan. Each is a request of its own, which nobody else knows."""
+
+    def __init__(self, index: ChunkIndex, policy: SavePolicy, *, block_size: int, blocks_per_chunk: int) -> None:
+        self._index = index
+        self._policy = policy
+        self._block_size = block_size
+        self._blocks_per_chunk = blocks_per_chunk
+        self._leaving: list[TrackedRequest] = []
+
+    def __len__(self) -> int:
+        return len(self._leaving)
+
+    def clear(self) -> None:
+        """Nothing of it is to be saved."""
+        self._leaving.clear()
+
+    def take(self) -> list[TrackedRequest]:
+        """All of it, for the plan at hand."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    def preempt(self, request: TrackedRequest, held: ScheduledRequest) -> bool:
+        """A request gives its blocks back, and is tracked no more; returns whether it is saved."""
+        if not self._policy.saves_on(SaveEvent.PREEMPTION):
+            return False
+        num_tokens = held.num_computed_tokens
+        if request.load is not None:  # what that was to bring may be half written
+            num_tokens = min(num_tokens, request.load.num_valid_tokens)
+        num_blocks = min(len(held.block_hashes), len(held.block_ids))
+        num_chunks = self._num_chunks(request.limits.num_savable_tokens(num_tokens), num_blocks)
+        if num_chunks > len(request.keys):
+            request.extend_keys(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
+        leaving = dataclasses.replace(request, promise=None, load=None, revoked=None)
+        leaving.block_ids = tuple(held.block_ids[: num_chunks * self._blocks_per_chunk])
+        leaving.num_offered_chunks = num_chunks
+        leaving.num_saved_chunks = leaving.num_looked_at_chunks = leaving.num_refused_chunks = 0
+        self._leaving.append(leaving)
+        return True
+
+    def evict(self, prefix: CachedPrefix, request: TrackedRequest) -> None:
+        """The prefix cache gives up the last block of a prefix.
+
+        Args:
+          prefix: it.
+          request: stands for it: a new one, with its limits.
+        """
+        size, num_blocks = self._blocks_per_chunk, prefix.num_blocks
+        num_tokens = self._policy.num_tokens_to_save(
+            num_prompt_tokens=prefix.num_prompt_tokens, num_computed_tokens=num_blocks * self._block_size
+        )
+        num_chunks = self._num_chunks(prefix.limits.num_savable_tokens(num_tokens), num_blocks)
+        if not num_chunks or self._is_resident(prefix, num_chunks, request):
+            return
+        hashes = prefix.block_hashes[: num_chunks * size]
+        request.extend_keys(hashes, blocks_per_chunk=size)
+        block_ids: list[int] = []
+        for block_hash in reversed(hashes):
+            block_id = prefix.block_of(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        check_blocks(request.request_id, block_ids)
+        num_gone_blocks = len(hashes) - len(block_ids)
+        request.block_ids = [-1] * num_gone_blocks + block_ids[::-1]
+        request.num_saved_chunks = request.num_gone_chunks = -(-num_gone_blocks // size)
+        request.num_offered_chunks = num_worth_saving(self._policy, request, num_chunks)
+        self._leaving.append(request)
+
+    def _num_chunks(self, num_tokens: int, num_blocks: int) -> int:
+        """The chunks that so many tokens in so many blocks fill."""
+        return min(num_tokens // self._block_size, num_blocks) // self._blocks_per_chunk
+
+    def _is_resident(self, prefix: CachedPrefix, num_chunks: int, request: TrackedRequest) -> bool:
+        """Whether the host tier has the last of so many chunks. O(1), and mostly true: tails go block by block."""
+        block_hash = prefix.block_hashes[num_chunks * self._blocks_per_chunk - 1]
+        check_keys(request.request_id, (block_hash,))
+        return block_hash + request.namespace in self._index
+
+
+def num_worth_saving(policy: SavePolicy, request: TrackedRequest, num_chunks: int) -> int:
+    """How many leading chunks of a request to save, of so many that may be. Those that are saved stay."""
+    first = request.num_saved_chunks
+    if num_chunks <= first:
+        return num_chunks
+    return first + policy.num_chunks_worth_saving(request.keys, first, num_chunks)
