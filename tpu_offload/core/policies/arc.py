@@ -94,7 +94,12 @@ class ARCPolicy(EvictionPolicy):
         self._once.take(key)
         self._again.take(key)
         if parent is not None:
-            self._recall(parent)
+            self.uncover(parent)
+
+    def uncover(self, key: ChunkKey) -> None:
+        """See the base class. O(1)."""
+        self._once.recall(key)
+        self._again.recall(key)
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks set aside + those that may not go)."""
@@ -129,15 +134,11 @@ class ARCPolicy(EvictionPolicy):
         while queue.order:
             gone, leaf = queue.evict_run(num_chunks, residents)
             if leaf is not None:
-                self._recall(leaf)
+                self.uncover(leaf)
             if gone:
                 ghosts.update(dict.fromkeys(gone))
                 return len(gone)
         return 0
-
-    def _recall(self, key: ChunkKey) -> None:
-        self._once.recall(key)
-        self._again.recall(key)
 
     def _forget_ghosts(self) -> None:
         """As the paper has it: a list and its ghosts are no longer than the tier, all four no longer than two."""

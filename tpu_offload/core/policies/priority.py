@@ -44,6 +44,11 @@ class PriorityPolicy(EvictionPolicy):
         level = _clamped(use.priority)
         if level:
             self._join(level, keys)
+        self._insert(level, use, keys, parent)
+
+    def _insert(self, level: int, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+        if parent is not None and self._level_of.get(parent, 0) != level:
+            parent = None
         self._policy(level).insert(use, keys, parent)
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
@@ -81,7 +86,7 @@ class PriorityPolicy(EvictionPolicy):
         self._drop_empty()
         if to:
             self._join(to, keys)
-        self._policy(to).insert(use, keys, parent)
+        self._insert(to, use, keys, parent)
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         """See the base class."""
@@ -89,11 +94,16 @@ class PriorityPolicy(EvictionPolicy):
             self._base.remove(key, parent)
             return
         level = self._leave(key)
-        parent_level = 0 if parent is None else self._level_of.get(parent, 0)
-        self._policy(level).remove(key, parent if parent_level == level else None)
-        if parent_level != level:
-            self._policy(parent_level).remove(key, parent)
+        if parent is None or self._level_of.get(parent, 0) == level:
+            self._policy(level).remove(key, parent)
+        else:
+            self._policy(level).remove(key, None)
+            self.uncover(parent)
         self._drop_empty()
+
+    def uncover(self, key: ChunkKey) -> None:
+        """See the base class."""
+        self._policy(self._level_of.get(key, 0)).uncover(key)
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. One by one from a level while there are chunks of lower ones, which may become free."""
@@ -126,10 +136,6 @@ class PriorityPolicy(EvictionPolicy):
     def note_evicted(self, key: ChunkKey) -> None:
         """The policy of its level has evicted this chunk."""
         self._leave(key)
-
-    def note_leaf(self, key: ChunkKey, child: ChunkKey) -> None:
-        """Nothing hangs on this chunk any more, as `child`, of another level, has been evicted."""
-        self._policy(self._level_of.get(key, 0)).remove(child, key)
 
     def _policy(self, level: int) -> EvictionPolicy:
         return self._others[level] if level else self._base
@@ -204,7 +210,7 @@ class _Level(Residents):
             self._priorities.note_evicted(key)
             if rest is not None and not self._is_here(rest):
                 if residents.is_leaf(rest):
-                    self._priorities.note_leaf(rest, key)
+                    self._priorities.uncover(rest)
                 rest = None
             if rest is None or num_evicted == num_chunks or rest in stop:
                 break

@@ -85,7 +85,12 @@ class S3FIFOPolicy(EvictionPolicy):
         self._small.take(key)
         self._main.take(key)
         if parent is not None:
-            self._recall(parent)
+            self.uncover(parent)
+
+    def uncover(self, key: ChunkKey) -> None:
+        """See the base class. O(1)."""
+        self._small.recall(key)
+        self._main.recall(key)
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks that go on or have another round + those that may not go)."""
@@ -117,7 +122,7 @@ class S3FIFOPolicy(EvictionPolicy):
                 continue
             gone, leaf = small.evict_run(num_chunks, residents, stays=_was_used_again)
             if leaf is not None:
-                self._recall(leaf)
+                self.uncover(leaf)
             if gone:
                 self._ghosts.update(dict.fromkeys(gone))
                 return len(gone)
@@ -135,14 +140,10 @@ class S3FIFOPolicy(EvictionPolicy):
                 continue
             gone, leaf = main.evict_run(num_chunks, residents, stays=_was_used_again)
             if leaf is not None:
-                self._recall(leaf)
+                self.uncover(leaf)
             if gone:
                 return len(gone)
         return 0
-
-    def _recall(self, key: ChunkKey) -> None:
-        self._small.recall(key)
-        self._main.recall(key)
 
     def _forget_ghosts(self) -> None:
         while len(self._ghosts) > self._max_ghosts:

@@ -102,8 +102,13 @@ class WTinyLFUPolicy(EvictionPolicy):
         """See the base class. O(1)."""
         for queue in self._queues:
             queue.take(key)
-            if parent is not None:
-                queue.recall(parent)
+        if parent is not None:
+            self.uncover(parent)
+
+    def uncover(self, key: ChunkKey) -> None:
+        """See the base class. O(1)."""
+        for queue in self._queues:
+            queue.recall(key)
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks that win, are set aside or may not go)."""
@@ -154,8 +159,7 @@ class WTinyLFUPolicy(EvictionPolicy):
         """Evicts chunks that follow each other, at most this many; 0 when the first may not go."""
         gone, leaf = queue.evict_run(num_chunks, residents, stays=stays)
         if leaf is not None:
-            for other in self._queues:
-                other.recall(leaf)
+            self.uncover(leaf)
         return len(gone)
 
     def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
