@@ -57,27 +57,25 @@ class PriorityPolicy(EvictionPolicy):
             self._base.touch(use, keys, num_chunks, residents)
             return
         to = _clamped(use.priority)
-        parts: dict[int, list[ChunkKey]] = {}
-        lifted: list[tuple[ChunkKey | None, list[ChunkKey]]] = []  # runs, each with the chunk before it
+        # Chunks that follow each other on one level, with that, and with the chunk before them.
+        parts: list[tuple[int, ChunkKey | None, list[ChunkKey]]] = []
         before: ChunkKey | None = None
-        follows = False
         for key in keys[:num_chunks]:
-            here = key in residents
+            if key not in residents:
+                before = None
+                continue
             level = self._level_of.get(key, 0)
-            if not here or level >= to:
-                if here:
-                    parts.setdefault(level, []).append(key)
-                follows = False
-            elif follows:
-                lifted[-1][1].append(key)
+            if before is not None and parts[-1][0] == level:
+                parts[-1][2].append(key)
             else:
-                lifted.append((before, [key]))
-                follows = True
-            before = key if here else None
-        for parent, run in lifted:
-            self._lift(use, run, parent, to)
-        for level, part in parts.items():
-            self._policy(level).touch(use, part, len(part), residents)
+                parts.append((level, before, [key]))
+            before = key
+        for level, _, part in reversed(parts):  # the tail before the head
+            if level >= to:
+                self._policy(level).touch(use, part, len(part), residents)
+        for level, parent, part in parts:
+            if level < to:
+                self._lift(use, part, parent, to)
 
     def _lift(self, use: Use, keys: list[ChunkKey], parent: ChunkKey | None, to: int) -> None:
         """Moves resident chunks that follow each other to a higher level."""
