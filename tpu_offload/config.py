@@ -62,13 +62,14 @@ class SaveEvent(enum.Enum):
 class EvictionPolicyName(enum.Enum):
     """Which chunk of a full host tier goes (see `tpu_offload.core.policies`)."""
 
+    DENSITY = "density"
     LRU = "lru"
     ARC = "arc"
     S3FIFO = "s3fifo"
     WTINYLFU = "wtinylfu"
 
 
-DEFAULT_EVICTION_POLICY = EvictionPolicyName.LRU
+DEFAULT_EVICTION_POLICY = EvictionPolicyName.DENSITY
 
 
 # The description of each field is its line in the README table; a test holds the two together.

@@ -247,7 +247,7 @@ def test_a_third_of_the_tier_pinned_costs_little(make, num_at_once) -> None:
 def test_every_name_that_the_settings_know_is_a_policy() -> None:
     assert list(POLICIES) == [name.value for name in EvictionPolicyName]
     assert OffloadConfig.create().eviction_policy.value == DEFAULT_POLICY
-    with pytest.raises(ConfigError, match="'fifo' is no eviction policy; expected one of lru, arc"):
+    with pytest.raises(ConfigError, match="'fifo' is no eviction policy; expected one of density, lru, arc"):
         make_policy("fifo")
 
 

@@ -2,6 +2,7 @@
 
 from tpu_offload.core.policies.arc import ARCPolicy
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
+from tpu_offload.core.policies.density import DensityPolicy
 from tpu_offload.core.policies.lru import LRUPolicy
 from tpu_offload.core.policies.priority import PriorityPolicy
 from tpu_offload.core.policies.registry import DEFAULT_POLICY, POLICIES, make_policy
@@ -12,6 +13,7 @@ __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
     "ARCPolicy",
+    "DensityPolicy",
     "EvictionPolicy",
     "LRUPolicy",
     "PriorityPolicy",

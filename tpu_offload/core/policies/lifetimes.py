@@ -10,6 +10,10 @@ What a chunk is worth is the number of uses for the room and time that it takes 
 (Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018), taken up to
 the age at which it is highest, after which a wise keeper gives up (the index of Gittins, "Bandit processes and
 dynamic allocation indices", 1979).
+
+Before anything is known, and where little is, the chance of a use is taken to be the same in each age group, of
+which each is longer than the one before, and proportional to the number of uses so far: worth falls with age,
+as with LRU, and grows with uses, as with LFU (together: Blankstein, Sen and Freedman, "Hyperbolic Caching", 2017).
 """
 
 from bisect import bisect
@@ -21,16 +25,14 @@ import numpy as np
 type _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _PER_OCTAVE = 2
-_AGES = [2.0 ** (i / _PER_OCTAVE) for i in range(8 * _PER_OCTAVE, 48 * _PER_OCTAVE)]  # where age groups begin
+_AGES = [2.0 ** (i / _PER_OCTAVE) for i in range(4 * _PER_OCTAVE, 44 * _PER_OCTAVE)]  # where age groups begin
 _NUM_GROUPS = len(_AGES) + 1
 _STARTS = np.array([0.0, *_AGES])
 _WIDTHS = np.diff(np.append(_STARTS, 2 * _STARTS[-1]))
-# Before anything is known one in twenty is used in each age group, of which each is longer than the one before:
-# the older, the less it is worth, as with LRU. It counts as much as four runs of each class.
-_PRIOR = 0.05
-_PRIOR_RUNS = 8.0
+_PRIOR_CHANCE = 0.05  # of a use in an age group, for what was used once
+_PRIOR_RUNS = 8.0  # what is assumed counts as much as so many runs of a class
+_MAX_PRIOR = 0.9
 _MAX_CHANCE = 0.999
-_MAXP = 0.9
 
 
 @final
@@ -38,19 +40,20 @@ class Lifetimes:
     """Counts lives by class and age. Time and ages are counted in chunks that were used, by all requests together.
 
     Args:
-      num_classes: classes are 0 to `num_classes - 1`.
+      num_uses: of each class, how often about its chunks have been used.
       half_life: after so many ended lives of runs, what was counted before counts half.
     """
 
-    def __init__(self, num_classes: int, *, half_life: int, factors=None) -> None:
-        self._factors = np.array(factors, float)
-        self._num_classes = num_classes
+    def __init__(self, num_uses: Sequence[float], *, half_life: int) -> None:
+        self._factors = np.array(num_uses, np.float64)[:, None]
         self._half_life = half_life
         self._num_ended = 0
         # [class][age group], in chunks.
-        self._uses = [[0.0] * _NUM_GROUPS for _ in range(num_classes)]
-        self._ends = [[0.0] * _NUM_GROUPS for _ in range(num_classes)]
+        self._uses = [[0.0] * _NUM_GROUPS for _ in num_uses]
+        self._ends = [[0.0] * _NUM_GROUPS for _ in num_uses]
         self._run_size = 1.0  # chunks, a running mean
+        self._worth = np.zeros((_NUM_GROUPS, len(num_uses)))
+        self.learn([1], [[0.0] * len(num_uses)])
 
     def end(self, class_id: int, num_chunks: int, age: int, *, used: bool) -> None:
         """Chunks of one run end their life at an age: used, or forgotten."""
@@ -61,43 +64,52 @@ class Lifetimes:
         self._run_size += 0.001 * (num_chunks - self._run_size)
         self._num_ended += 1
 
-    def densities(self, ages: Sequence[int], alive: Sequence[Sequence[float]]) -> _Floats:
-        """What a chunk of each class is worth: uses expected for each chunk of room and unit of time.
+    def worth(self, ages: Sequence[int]) -> _Floats:
+        """What a chunk is worth, as last learnt: uses expected for each chunk of room and unit of time.
 
-        Args:
-          ages: some, of chunks whose life goes on; those of the youngest also stand for younger ones.
-          alive: how many chunks of each class are of that age.
         Returns:
           float64[ages, classes].
+        """
+        worth: _Floats = self._worth[np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1]
+        return worth
+
+    def learn(self, ages: Sequence[int], alive: Sequence[Sequence[float]]) -> None:
+        """Works out what chunks are worth.
+
+        Args:
+          ages: some, of chunks whose life goes on; younger than the youngest are not told apart.
+          alive: how many chunks of each class are of that age.
         """
         if self._num_ended >= self._half_life:
             self._num_ended = 0
             for row in (*self._uses, *self._ends):
                 row[:] = [count / 2 for count in row]
         groups = np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1
-        first, end = groups.min(), groups.max() + 1
+        first = groups.min()
         uses, ends = np.array(self._uses), np.array(self._ends)
-        still = np.zeros((_NUM_GROUPS, self._num_classes))
-        np.add.at(still, groups, np.asarray(alive))
-        ends += still.T
-        widths = _from(_WIDTHS, first)[: end - first]
-        uses, ends = _from(uses, first)[:, : end - first], _from(ends, first)
-        reached = ends[:, ::-1].cumsum(1)[:, ::-1][:, : end - first]
-        reached -= (ends[:, : end - first] - uses) / 2  # who ends otherwise was there for half of the time
-        weight = _PRIOR_RUNS * self._run_size
-        share = reached.sum(0) + weight
-        mean = (self._factors[:, None] * reached).sum(0) + weight
-        prior = _chances(uses.sum(0), reached.sum(0), _PRIOR, weight)
-        prior = np.minimum(prior * self._factors[:, None] * share / mean, _MAXP)
-        chances = _chances(uses, reached, prior, weight)
+        np.add.at(ends.T, groups, np.asarray(alive))
+        uses, ends, widths = (_from(counts, first) for counts in (uses, ends, _WIDTHS))
+        end = int(ends.sum(0).nonzero()[0].max(initial=0)) + 1  # nothing is known of what is older
+        uses, ends, widths = uses[:, :end], ends[:, :end], widths[:end]
+        reached = ends[:, ::-1].cumsum(1)[:, ::-1] - (ends - uses) / 2  # who ends otherwise was there half of the time
+        chances = self._chances(uses, reached)
         left = np.cumprod(1 - chances, axis=1)
-        before = np.concatenate([np.ones((self._num_classes, 1)), left[:, :-1]], axis=1)
+        before = np.concatenate([np.ones_like(left[:, :1]), left[:, :-1]], axis=1)
         used, room = before * chances, (before + left) / 2 * widths
-        densities = np.empty((end - first, self._num_classes))
-        for group in range(end - first):
-            worth = used[:, group:].cumsum(1) / np.maximum(room[:, group:].cumsum(1), 1e-300)
-            densities[group] = worth.max(1)
-        return densities[groups - first]
+        for group in range(end):
+            rates = used[:, group:].cumsum(1) / np.maximum(room[:, group:].cumsum(1), 1e-300)
+            self._worth[first + group] = rates.max(1)
+        self._worth[:first] = self._worth[first]
+        self._worth[first + end :] = self._worth[first + end - 1]
+
+    def _chances(self, uses: _Floats, reached: _Floats) -> _Floats:
+        """The chance of a use in each age group of those that reach it, by class."""
+        weight = _PRIOR_RUNS * self._run_size
+        common = (uses.sum(0) + weight * _PRIOR_CHANCE) / (reached.sum(0) + weight)
+        mean_factor = ((self._factors * reached).sum(0) + weight) / (reached.sum(0) + weight)
+        prior = np.minimum(common * self._factors / mean_factor, _MAX_PRIOR)
+        chances: _Floats = np.minimum((uses + weight * prior) / (reached + weight), _MAX_CHANCE)
+        return chances
 
 
 def _from(counts: _Floats, first: int) -> _Floats:
@@ -105,8 +117,3 @@ def _from(counts: _Floats, first: int) -> _Floats:
     rest = counts[..., first:].copy()
     rest[..., 0] += counts[..., :first].sum(-1)
     return rest
-
-
-def _chances(uses: _Floats, reached: _Floats, prior: _Floats | float, weight: float) -> _Floats:
-    """The chance of a use in each age group of those that reach it; `prior` counts like `weight` chunks more."""
-    return np.minimum((uses + weight * prior) / (reached + weight), _MAX_CHANCE)

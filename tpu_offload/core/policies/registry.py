@@ -3,6 +3,7 @@
 from tpu_offload.config import DEFAULT_EVICTION_POLICY, EvictionPolicyName
 from tpu_offload.core.policies.arc import ARCPolicy
 from tpu_offload.core.policies.base import EvictionPolicy
+from tpu_offload.core.policies.density import DensityPolicy
 from tpu_offload.core.policies.lru import LRUPolicy
 from tpu_offload.core.policies.priority import PriorityPolicy
 from tpu_offload.core.policies.s3fifo import S3FIFOPolicy
@@ -10,6 +11,7 @@ from tpu_offload.core.policies.wtinylfu import WTinyLFUPolicy
 from tpu_offload.errors import ConfigError
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
+    EvictionPolicyName.DENSITY.value: DensityPolicy,
     EvictionPolicyName.LRU.value: LRUPolicy,
     EvictionPolicyName.ARC.value: ARCPolicy,
     EvictionPolicyName.S3FIFO.value: S3FIFOPolicy,

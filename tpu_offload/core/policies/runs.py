@@ -1,0 +1,203 @@
+"""Runs of chunks, and the queues in which they wait for their eviction.
+
+Runs of one class that began their life in the same slice of time wait in one queue. When a slice ends the queues
+are put in order by what their runs are worth, so that the next victim is found without looking at all runs, and
+no run is moved because it grows older. Old slices are merged: the older, the less ages have to be told apart.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+from tpu_offload.core.policies.lifetimes import Lifetimes
+from tpu_offload.types import ChunkKey
+
+_MIN_SLICE = 256  # chunks used
+_SLICES = 16  # for as many uses as there is room for chunks
+_LEARN_EVERY = 2048  # chunks used
+_HALF_LIFE = 2**14  # runs
+
+
+@final
+class Run:
+    """Chunks of one prefix, head first, with one history. The first `num_resident` of them are resident.
+
+    Attributes:
+      num_uses: how often they have been used.
+      use_id: the last use.
+      origin: a class for runs that have been used once only.
+      at_end: the last of them was the last of the prompt that brought them.
+      end: that one, if it was evicted before its turn.
+      class_id: its class, since its life began.
+      time: when that was.
+      slice: the slice of time of that.
+      ticket: an entry of a queue with another is void.
+    """
+
+    __slots__ = (
+        "at_end",
+        "class_id",
+        "end",
+        "keys",
+        "num_resident",
+        "num_uses",
+        "origin",
+        "slice",
+        "ticket",
+        "time",
+        "use_id",
+    )
+
+    slice: "_Slice"
+    class_id: int
+    time: int
+
+    def __init__(self, keys: list[ChunkKey], *, num_resident: int, use_id: int, origin: int, num_uses: int = 1) -> None:
+        self.keys = keys
+        self.num_resident = num_resident
+        self.use_id = use_id
+        self.origin = origin
+        self.num_uses = num_uses
+        self.at_end = False
+        self.end: ChunkKey | None = None
+        self.ticket = 0
+
+
+type Queue = deque[tuple[Run, int]]
+
+
+@final
+class _Slice:
+    """A slice of time, and the lives that began in it, by class."""
+
+    __slots__ = ("alive", "merged", "queues", "start")
+
+    def __init__(self, start: int, num_classes: int) -> None:
+        self.start = start
+        self.alive = [0] * num_classes  # chunks
+        self.queues: list[Queue] = [deque() for _ in range(num_classes)]
+        self.merged: _Slice | None = None  # the later one that it has become a part of
+
+    def take_in(self, older: "_Slice") -> None:
+        self.start = older.start
+        self.alive = [a + b for a, b in zip(self.alive, older.alive, strict=True)]
+        for mine, theirs in zip(self.queues, older.queues, strict=True):
+            mine.extendleft(reversed(theirs))
+        older.merged = self
+
+
+@final
+class RunQueues:
+    """Lives of runs, from their begin to their end, and the order in which runs are evicted.
+
+    Args:
+      num_uses: of each class, how often about its chunks have been used.
+    """
+
+    def __init__(self, num_uses: Sequence[float]) -> None:
+        self._num_classes = len(num_uses)
+        self._lifetimes = Lifetimes(num_uses, half_life=_HALF_LIFE)
+        self._now = 0
+        self._slices = [_Slice(0, self._num_classes)]  # oldest first
+        self._young = 0  # younger ages are not told apart
+        self._slice_size = _MIN_SLICE
+        self._next_slice = _MIN_SLICE
+        self._learn_every = _LEARN_EVERY
+        self._next_learn = _LEARN_EVERY
+        self._order = list(self._slices[0].queues)
+
+    @property
+    def order(self) -> Sequence[Queue]:
+        """The queues to evict from, one after another; what has been put into an empty one since may be missing."""
+        return self._order
+
+    def resize(self, num_chunks: int) -> None:
+        """There is room for so many chunks."""
+        self._young = num_chunks // _SLICES
+        self._slice_size = max(_MIN_SLICE, self._young)
+        self._learn_every = max(_LEARN_EVERY, self._slice_size)
+
+    def advance(self, num_chunks: int) -> None:
+        """Time goes on: so many chunks are used. O(1), and O(queues) where a slice ends."""
+        self._now += num_chunks
+        if self._now >= self._next_slice:
+            self._begin_slice()
+
+    def begin(self, run: Run, class_id: int) -> None:
+        """A run begins a life. It waits for its eviction only once it is placed."""
+        run.class_id = class_id
+        run.time = self._now
+        run.slice = self._slices[-1]
+        run.slice.alive[class_id] += len(run.keys)
+
+    def end(self, run: Run, num_chunks: int, *, used: bool) -> None:
+        """Chunks of a run end their life, by a use or because they are forgotten."""
+        self.resize_run(run, -num_chunks)
+        self._lifetimes.end(run.class_id, num_chunks, self._now - run.time, used=used)
+
+    def resize_run(self, run: Run, num_chunks: int) -> None:
+        """A run has become longer or shorter, without a use."""
+        self._slice_of(run).alive[run.class_id] += num_chunks
+
+    def place(self, run: Run) -> None:
+        """Has a run wait for its eviction, at the end of its queue, and nowhere else."""
+        run.ticket = ticket = run.ticket + 1
+        self._slice_of(run).queues[run.class_id].append((run, ticket))
+
+    def reorder(self) -> None:
+        """Puts the queues in order, those that were empty too. O(queues)."""
+        slices = self._slices
+        starts = [part.start for part in slices] + [self._now]
+        ages = [self._now - (a + b) // 2 for a, b in itertools.pairwise(starts)]
+        if self._now >= self._next_learn:
+            self._next_learn = self._now + self._learn_every
+            self._lifetimes.learn([max(age, self._young) for age in ages], [part.alive for part in slices])
+            self._throw_away_void()
+        by_worth = self._lifetimes.worth(ages).ravel().argsort(kind="stable").tolist()
+        queues = [queue for part in slices for queue in part.queues]
+        newest = len(queues) - self._num_classes
+        self._order = [queues[i] for i in by_worth if queues[i] or i >= newest]
+
+    def check_invariants(self, runs: Sequence[Run]) -> None:
+        """Raises AssertionError unless exactly the lives of these runs go on. For tests."""
+        alive: dict[tuple[int, int], int] = {}
+        for run in runs:
+            where = id(self._slice_of(run)), run.class_id
+            alive[where] = alive.get(where, 0) + len(run.keys)
+        for part in self._slices:
+            for class_id, num_alive in enumerate(part.alive):
+                assert alive.pop((id(part), class_id), 0) == num_alive, "a life was not begun or not ended"
+        assert not any(alive.values()), "a life is in a slice that is gone"
+
+    def waiting(self) -> set[int]:
+        """The ids, as of `id()`, of the runs that wait for their eviction. For tests."""
+        queues = [queue for part in self._slices for queue in part.queues]
+        return {id(run) for queue in queues for run, ticket in queue if run.ticket == ticket}
+
+    def num_entries(self) -> int:
+        """Entries of all queues, void ones too. For tests."""
+        return sum(len(queue) for part in self._slices for queue in part.queues)
+
+    def _slice_of(self, run: Run) -> _Slice:
+        part = run.slice
+        while part.merged is not None:
+            part = run.slice = part.merged
+        return part
+
+    def _begin_slice(self) -> None:
+        merged = self._slices[:1]
+        for part in self._slices[1:]:
+            if part.start - merged[-1].start + self._slice_size <= (self._now - part.start) // 8:
+                part.take_in(merged.pop())
+            merged.append(part)
+        self._slices = [*merged, _Slice(self._now, self._num_classes)]
+        self._next_slice = self._now + self._slice_size
+        self.reorder()
+
+    def _throw_away_void(self) -> None:
+        """What is void is at the old end mostly; what is not goes with its slice's turn."""
+        for part in self._slices:
+            for queue in part.queues:
+                while queue and queue[0][0].ticket != queue[0][1]:
+                    queue.popleft()
