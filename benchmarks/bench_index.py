@@ -169,7 +169,7 @@ def measure(num_indexed, num_chunks, *, num_requests, seed):
         keys = [h + namespace for h in hashes]
         slots = watch("index_lookup", alone.find, keys)
         watch("index_pin", alone.pin, keys)
-        watch("index_touch", alone.touch, keys, len(keys))
+        watch("index_touch", alone.touch, Use(i), keys, len(keys))
         watch("index_release", alone.unpin, keys)
         keys = fresh(keys)
         assert len(slots) == watch("peer_lookup", peer.lookup, keys) == num_chunks
@@ -178,7 +178,7 @@ def measure(num_indexed, num_chunks, *, num_requests, seed):
         hashes = chain(rng, num_chunks)
         assert serve(scheduler, watch, "miss", f"miss{i}", fresh(hashes)) == 0
         keys = [h + namespace for h in hashes]
-        slots = watch("index_allocate", alone.allocate, keys, range(num_chunks))
+        slots = watch("index_allocate", alone.allocate, Use(num_requests + i), keys, range(num_chunks))
         watch("index_complete", alone.complete, keys, slots, success=True)
         keys = fresh(keys)
         peer.lookup(keys)

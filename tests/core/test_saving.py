@@ -408,6 +408,9 @@ class Uses(EvictionPolicy):
     def remove(self, key, parent) -> None:
         self.lru.remove(key, parent)
 
+    def uncover(self, key) -> None:
+        self.lru.uncover(key)
+
     def evict(self, num_chunks, residents) -> None:
         self.lru.evict(num_chunks, residents)
 

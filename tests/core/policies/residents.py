@@ -97,12 +97,15 @@ class _Counting(EvictionPolicy):
     def __init__(self, policy: EvictionPolicy, residents: CountedResidents) -> None:
         self.policy, self.residents = policy, residents
         self.resize, self.insert, self.remove = policy.resize, policy.insert, policy.remove
+        self.uncover = policy.uncover
 
     def resize(self, num_chunks): ...
 
     def insert(self, use, keys, parent): ...
 
     def remove(self, key, parent): ...
+
+    def uncover(self, key): ...
 
     def touch(self, use, keys, num_chunks, residents):
         self.policy.touch(use, keys, num_chunks, self.residents)

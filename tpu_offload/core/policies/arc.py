@@ -29,7 +29,7 @@ class ARCPolicy(EvictionPolicy):
     """
 
     def __init__(self) -> None:
-        # T1, T2, B1 and B2 of the paper; the number of a chunk is the last use that counted.
+        # T1, T2, B1 and B2 of the paper; the number of a chunk in T1 is the last use that it was told of.
         self._once = ChunkQueue()
         self._again = ChunkQueue()
         self._once_ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
@@ -48,6 +48,10 @@ class ARCPolicy(EvictionPolicy):
         once, again = self._once.order, self._again.order
         once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
         use_id = use.use_id
+        if once_ghosts.keys().isdisjoint(keys) and again_ghosts.keys().isdisjoint(keys):
+            once.update(dict.fromkeys(reversed(keys), use_id))
+            self._forget_ghosts()
+            return
         for key in reversed(keys):
             if key in once_ghosts:
                 step = max(1.0, len(again_ghosts) / len(once_ghosts))
@@ -65,54 +69,76 @@ class ARCPolicy(EvictionPolicy):
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks)."""
-        once, again = self._once, self._again
-        again_order = again.order
+        once, again = self._once.order, self._again.order
+        once_aside, again_aside = self._once.aside, self._again.aside
+        once_get, to_end = once.get, again.move_to_end
         use_id = use.use_id
         for key in reversed(keys[:num_chunks]):
-            if key in again_order or key in again.aside:
-                again.aside.pop(key, None)
-                again_order[key] = use_id
-                again_order.move_to_end(key)
-                continue
-            last = once.take(key)
-            if last is not None:
+            if key in again:
+                to_end(key)
+            elif (last := once_get(key)) is not None:
                 # A use counts once, and not at all after a later one: they ran side by side.
-                (again_order if last < use_id else once.order)[key] = max(last, use_id)
+                if last < use_id:
+                    del once[key]
+                    again[key] = use_id
+                else:
+                    once.move_to_end(key)
+            elif key in again_aside:
+                again[key] = again_aside.pop(key)
+            elif key in once_aside:
+                last = once_aside.pop(key)
+                (again if last < use_id else once)[key] = max(last, use_id)
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         """See the base class. O(1)."""
         self._once.take(key)
         self._again.take(key)
         if parent is not None:
-            self._recall(parent)
+            self.uncover(parent)
+
+    def uncover(self, key: ChunkKey) -> None:
+        """See the base class. O(1)."""
+        self._once.recall(key)
+        self._again.recall(key)
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks set aside + those that may not go)."""
         once, again = self._once, self._again
-        for num_evicted in range(num_chunks):
-            lists = [(once, self._once_ghosts), (again, self._again_ghosts)]
-            if len(once) + num_evicted <= self._target:
-                lists.reverse()
-            # The first again: what hung on its chunks may have been in the other.
-            if not any(self._evict(*pair, residents) for pair in (*lists, lists[0])):
+        num_left = num_chunks
+        while num_left:
+            num_short = int(self._target) - (len(once) + num_chunks - num_left) + 1
+            if num_short > 0:  # what is used once may have more room
+                num_evicted = self._evict_again(min(num_left, num_short), residents)
+                num_evicted = num_evicted or self._evict_once(num_left, residents)
+            else:
+                num_evicted = self._evict_once(num_left, residents) or self._evict_again(num_left, residents)
+            # What hung on chunks of one list may have been in the other.
+            num_evicted = num_evicted or self._evict_once(1, residents) or self._evict_again(1, residents)
+            if not num_evicted:
                 break
+            num_left -= num_evicted
         once.end_eviction()
         again.end_eviction()
         self._forget_ghosts()
 
-    def _evict(self, queue: ChunkQueue, ghosts: OrderedDict[ChunkKey, None], residents: Residents) -> bool:
-        while queue.order:
-            gone, leaf = queue.evict_first(residents)
-            if leaf is not None:
-                self._recall(leaf)
-            if gone is not None:
-                ghosts[gone] = None
-                return True
-        return False
+    def _evict_once(self, num_chunks: int, residents: Residents) -> int:
+        return self._evict(self._once, self._once_ghosts, num_chunks, residents)
 
-    def _recall(self, key: ChunkKey) -> None:
-        self._once.recall(key)
-        self._again.recall(key)
+    def _evict_again(self, num_chunks: int, residents: Residents) -> int:
+        return self._evict(self._again, self._again_ghosts, num_chunks, residents)
+
+    def _evict(
+        self, queue: ChunkQueue, ghosts: OrderedDict[ChunkKey, None], num_chunks: int, residents: Residents
+    ) -> int:
+        """Evicts chunks that follow each other, at most this many; 0 when none may go."""
+        while queue.order:
+            gone, leaf = queue.evict_run(num_chunks, residents)
+            if leaf is not None:
+                self.uncover(leaf)
+            if gone:
+                ghosts.update(dict.fromkeys(gone))
+                return len(gone)
+        return 0
 
     def _forget_ghosts(self) -> None:
         """As the paper has it: a list and its ghosts are no longer than the tier, all four no longer than two."""

@@ -75,7 +75,7 @@ class EvictionPolicy(abc.ABC):
         Args:
           use: the request's.
           keys: at least one; none is known. A chunk that hung on one of them before that was lost hangs on it again.
-          parent: the chunk before them, which is resident; None when they begin a prompt.
+          parent: the chunk before them, which is resident; None when they begin a prompt, or it has another priority.
         """
 
     @abc.abstractmethod
@@ -87,9 +87,13 @@ class EvictionPolicy(abc.ABC):
         """A chunk is gone for another reason than `evict`: its bytes were lost or never came.
 
         Args:
-          key: the chunk. Where priorities keep it in another policy than `parent`, this one never knew it.
+          key: the chunk.
           parent: the chunk before it in its prefix, if that is resident; it may be a leaf now.
         """
+
+    @abc.abstractmethod
+    def uncover(self, key: ChunkKey) -> None:
+        """A chunk of this policy may be a leaf now: one of another priority, and policy, that hung on it is gone."""
 
     @abc.abstractmethod
     def evict(self, num_chunks: int, residents: Residents) -> None:

@@ -112,6 +112,10 @@ class DensityPolicy(EvictionPolicy):
             self._queues.place(self._runs[parent])
         self._forget_oldest()
 
+    def uncover(self, key: ChunkKey) -> None:
+        """See the base class. O(1)."""
+        self._place(self._runs[key])
+
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + queues + runs that may not go)."""
         if self._end_chance < 0.5:

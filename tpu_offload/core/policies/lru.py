@@ -40,7 +40,11 @@ class LRUPolicy(EvictionPolicy):
         """See the base class. O(1)."""
         self._tails.pop(key, None)
         if parent is not None:
-            self._tails.setdefault(parent, None)  # it may be a leaf now; losses are rare, so it counts as recent
+            self.uncover(parent)
+
+    def uncover(self, key: ChunkKey) -> None:
+        """See the base class. O(1). It is rare, so the chunk counts as recent."""
+        self._tails.setdefault(key, None)
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + tails that may not go)."""

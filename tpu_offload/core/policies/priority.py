@@ -44,6 +44,11 @@ class PriorityPolicy(EvictionPolicy):
         level = _clamped(use.priority)
         if level:
             self._join(level, keys)
+        self._insert(level, use, keys, parent)
+
+    def _insert(self, level: int, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+        if parent is not None and self._level_of.get(parent, 0) != level:
+            parent = None
         self._policy(level).insert(use, keys, parent)
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
@@ -52,29 +57,25 @@ class PriorityPolicy(EvictionPolicy):
             self._base.touch(use, keys, num_chunks, residents)
             return
         to = _clamped(use.priority)
-        parts: list[tuple[int, list[ChunkKey]]] = []  # of one level each, without holes
-        lifted: list[tuple[ChunkKey | None, list[ChunkKey]]] = []  # runs, each with the chunk before it
+        # Chunks that follow each other on one level, with that, and with the chunk before them.
+        parts: list[tuple[int, ChunkKey | None, list[ChunkKey]]] = []
         before: ChunkKey | None = None
-        follows = False
         for key in keys[:num_chunks]:
-            here = key in residents
+            if key not in residents:
+                before = None
+                continue
             level = self._level_of.get(key, 0)
-            if not here or level >= to:
-                if here and before is not None and parts and parts[-1][1][-1] == before and parts[-1][0] == level:
-                    parts[-1][1].append(key)
-                elif here:
-                    parts.append((level, [key]))
-                follows = False
-            elif follows:
-                lifted[-1][1].append(key)
+            if before is not None and parts[-1][0] == level:
+                parts[-1][2].append(key)
             else:
-                lifted.append((before, [key]))
-                follows = True
-            before = key if here else None
-        for parent, run in lifted:
-            self._lift(use, run, parent, to)
-        for level, part in parts:
-            self._policy(level).touch(use, part, len(part), residents)
+                parts.append((level, before, [key]))
+            before = key
+        for level, _, part in reversed(parts):  # the tail before the head
+            if level >= to:
+                self._policy(level).touch(use, part, len(part), residents)
+        for level, parent, part in parts:
+            if level < to:
+                self._lift(use, part, parent, to)
 
     def _lift(self, use: Use, keys: list[ChunkKey], parent: ChunkKey | None, to: int) -> None:
         """Moves resident chunks that follow each other to a higher level."""
@@ -83,7 +84,7 @@ class PriorityPolicy(EvictionPolicy):
         self._drop_empty()
         if to:
             self._join(to, keys)
-        self._policy(to).insert(use, keys, parent)
+        self._insert(to, use, keys, parent)
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         """See the base class."""
@@ -91,11 +92,16 @@ class PriorityPolicy(EvictionPolicy):
             self._base.remove(key, parent)
             return
         level = self._leave(key)
-        parent_level = 0 if parent is None else self._level_of.get(parent, 0)
-        self._policy(level).remove(key, parent if parent_level == level else None)
-        if parent_level != level:
-            self._policy(parent_level).remove(key, parent)
+        if parent is None or self._level_of.get(parent, 0) == level:
+            self._policy(level).remove(key, parent)
+        else:
+            self._policy(level).remove(key, None)
+            self.uncover(parent)
         self._drop_empty()
+
+    def uncover(self, key: ChunkKey) -> None:
+        """See the base class."""
+        self._policy(self._level_of.get(key, 0)).uncover(key)
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. One by one from a level while there are chunks of lower ones, which may become free."""
@@ -128,10 +134,6 @@ class PriorityPolicy(EvictionPolicy):
     def note_evicted(self, key: ChunkKey) -> None:
         """The policy of its level has evicted this chunk."""
         self._leave(key)
-
-    def note_leaf(self, key: ChunkKey, child: ChunkKey) -> None:
-        """Nothing hangs on this chunk any more, as `child`, of another level, has been evicted."""
-        self._policy(self._level_of.get(key, 0)).remove(child, key)
 
     def _policy(self, level: int) -> EvictionPolicy:
         return self._others[level] if level else self._base
@@ -206,7 +208,7 @@ class _Level(Residents):
             self._priorities.note_evicted(key)
             if rest is not None and not self._is_here(rest):
                 if residents.is_leaf(rest):
-                    self._priorities.note_leaf(rest, key)
+                    self._priorities.uncover(rest)
                 rest = None
             if rest is None or num_evicted == num_chunks or rest in stop:
                 break

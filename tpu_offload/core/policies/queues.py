@@ -8,7 +8,7 @@ Chunks that may not go for another reason (pinned, unfinished) keep their place.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import final
 
 from tpu_offload.core.policies.base import Residents
@@ -46,21 +46,32 @@ class ChunkQueue:
             self.order[key] = number
             self.order.move_to_end(key, last=False)
 
-    def evict_first(self, residents: Residents) -> tuple[ChunkKey | None, ChunkKey | None]:
-        """Evicts the first chunk of `order`; where it may not go it is kept or set aside until `end_eviction`.
+    def evict_run(
+        self, num_chunks: int, residents: Residents, *, stays: Callable[[ChunkKey, int], bool] | None = None
+    ) -> tuple[list[ChunkKey], ChunkKey | None]:
+        """Evicts the first chunk of `order`, and those that come next as long as each hangs on the one after it.
 
+        If the first may not go, it is kept or set aside until `end_eviction`.
+
+        Args:
+          num_chunks: at most this many.
+          residents: where they are.
+          stays: whether a chunk, with its number, is not to go now; not asked about the first.
         Returns:
-          The chunk that went, None if it may not, and the one before it in its prefix if nothing hangs on that now.
+          The chunks that went, and the one before them in their prefix if nothing hangs on that now.
         """
-        key, number = self.order.popitem(last=False)
-        num_evicted, rest = residents.evict(key, 1)
-        if num_evicted:
-            return key, rest if rest is not None and residents.is_leaf(rest) else None
-        if residents.is_leaf(key):
-            self._kept.append((key, number))
-        else:
-            self.aside[key] = number
-        return None, None
+        run = _Run(self.order, num_chunks, stays)
+        num_evicted, rest = residents.evict(run.keys[0], num_chunks, stop=run)
+        keys = run.keys
+        if num_evicted < len(keys):  # the last of them is pinned or unfinished, or another hangs on it
+            key = keys.pop()
+            if residents.is_leaf(key):
+                self._kept.append((key, run.number))
+            else:
+                self.aside[key] = run.number
+        elif rest is not None and residents.is_leaf(rest):
+            return keys, rest
+        return keys, None
 
     def end_eviction(self) -> None:
         """Gives those that may not go their places back. O(their number)."""
@@ -68,6 +79,35 @@ class ChunkQueue:
             self.order[key] = number
             self.order.move_to_end(key, last=False)
         self._kept.clear()
+
+
+@final
+class _Run:
+    """Chunks popped from the old end of an order, and what an eviction that walks up their prefix is to stop at."""
+
+    __slots__ = ("_max_chunks", "_order", "_stays", "keys", "number")
+
+    def __init__(
+        self, order: OrderedDict[ChunkKey, int], max_chunks: int, stays: Callable[[ChunkKey, int], bool] | None
+    ) -> None:
+        self._order = order
+        self._max_chunks = max_chunks
+        self._stays = stays
+        key, self.number = order.popitem(last=False)
+        self.keys = [key]
+
+    def __contains__(self, key: object) -> bool:
+        """Whether `key` is not the next in the order, or stays; if it goes, it is popped."""
+        order = self._order
+        if next(iter(order), None) != key or len(self.keys) == self._max_chunks:
+            return True
+        number = order[key]  # type: ignore[index]
+        if self._stays is not None and self._stays(key, number):  # type: ignore[arg-type]
+            return True
+        del order[key]  # type: ignore[arg-type]
+        self.number = number
+        self.keys.append(key)  # type: ignore[arg-type]
+        return False
 
 
 def check_queues(queues: Iterable[ChunkQueue], leaves: Collection[ChunkKey], residents: Residents) -> None:

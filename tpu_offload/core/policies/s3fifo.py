@@ -52,6 +52,9 @@ class S3FIFOPolicy(EvictionPolicy):
         """See the base class. O(chunks)."""
         small, main, ghosts = self._small.order, self._main.order, self._ghosts
         number = use.use_id << _COUNT_BITS
+        if ghosts.keys().isdisjoint(keys):
+            small.update(dict.fromkeys(reversed(keys), number))
+            return
         for key in reversed(keys):
             if key in ghosts:
                 del ghosts[key]
@@ -62,38 +65,54 @@ class S3FIFOPolicy(EvictionPolicy):
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks)."""
         number = use.use_id << _COUNT_BITS
-        places = (self._main.order, self._small.order, self._main.aside, self._small.aside)
+        small, main = self._small.order, self._main.order
+        small_get, main_get = small.get, main.get
         for key in keys[:num_chunks]:
-            for place in places:
-                last = place.get(key)
-                if last is not None:
-                    if last < number:  # a use counts once, and not at all after a later one: they ran side by side
-                        place[key] = number + min((last & _MAX_COUNT) + 1, _MAX_COUNT)
-                    break
+            # A use counts once, and not at all after a later one: they ran side by side.
+            if (last := main_get(key)) is not None:
+                if last < number:
+                    main[key] = number + min((last & _MAX_COUNT) + 1, _MAX_COUNT)
+            elif (last := small_get(key)) is not None:
+                if last < number:
+                    small[key] = number + min((last & _MAX_COUNT) + 1, _MAX_COUNT)
+            else:
+                for aside in (self._main.aside, self._small.aside):
+                    if aside.get(key, number) < number:
+                        aside[key] = number + min((aside[key] & _MAX_COUNT) + 1, _MAX_COUNT)
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         """See the base class. O(1)."""
         self._small.take(key)
         self._main.take(key)
         if parent is not None:
-            self._recall(parent)
+            self.uncover(parent)
+
+    def uncover(self, key: ChunkKey) -> None:
+        """See the base class. O(1)."""
+        self._small.recall(key)
+        self._main.recall(key)
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks that go on or have another round + those that may not go)."""
         small, main = self._small, self._main
         while num_chunks:
-            ways = [self._evict_main, self._evict_small]
-            if len(small) >= self._max_small:
-                ways.reverse()
-            # The first again: what hung on its chunks may have been in the other, and chunks go from small to main.
-            if not any(evict(residents) for evict in (*ways, ways[0])):
+            num_over = len(small) - self._max_small + 1
+            if num_over > 0:
+                num_evicted = self._evict_small(min(num_chunks, num_over), residents)
+                num_evicted = num_evicted or self._evict_main(num_chunks, residents)
+            else:
+                num_evicted = self._evict_main(num_chunks, residents) or self._evict_small(num_chunks, residents)
+            # What hung on chunks of one queue may have been in the other, and chunks go from the small to the main one.
+            num_evicted = num_evicted or self._evict_small(1, residents) or self._evict_main(1, residents)
+            if not num_evicted:
                 break
-            num_chunks -= 1
+            num_chunks -= num_evicted
         small.end_eviction()
         main.end_eviction()
         self._forget_ghosts()
 
-    def _evict_small(self, residents: Residents) -> bool:
+    def _evict_small(self, num_chunks: int, residents: Residents) -> int:
+        """Evicts chunks that follow each other, at most this many; 0 when none may go."""
         small, main = self._small, self._main
         order = small.order
         while order:
@@ -101,15 +120,16 @@ class S3FIFOPolicy(EvictionPolicy):
             if order[key] & _MAX_COUNT:
                 main.order[key] = order.pop(key) & ~_MAX_COUNT
                 continue
-            gone, leaf = small.evict_first(residents)
+            gone, leaf = small.evict_run(num_chunks, residents, stays=_was_used_again)
             if leaf is not None:
-                self._recall(leaf)
-            if gone is not None:
-                self._ghosts[gone] = None
-                return True
-        return False
+                self.uncover(leaf)
+            if gone:
+                self._ghosts.update(dict.fromkeys(gone))
+                return len(gone)
+        return 0
 
-    def _evict_main(self, residents: Residents) -> bool:
+    def _evict_main(self, num_chunks: int, residents: Residents) -> int:
+        """Likewise."""
         main = self._main
         order = main.order
         while order:
@@ -118,16 +138,12 @@ class S3FIFOPolicy(EvictionPolicy):
                 order[key] -= 1
                 order.move_to_end(key)
                 continue
-            gone, leaf = main.evict_first(residents)
+            gone, leaf = main.evict_run(num_chunks, residents, stays=_was_used_again)
             if leaf is not None:
-                self._recall(leaf)
-            if gone is not None:
-                return True
-        return False
-
-    def _recall(self, key: ChunkKey) -> None:
-        self._small.recall(key)
-        self._main.recall(key)
+                self.uncover(leaf)
+            if gone:
+                return len(gone)
+        return 0
 
     def _forget_ghosts(self) -> None:
         while len(self._ghosts) > self._max_ghosts:
@@ -138,3 +154,7 @@ class S3FIFOPolicy(EvictionPolicy):
         check_queues((self._small, self._main), leaves, residents)
         assert len(self._ghosts) <= self._max_ghosts, "more ghosts than chunks"
         assert not any(key in residents for key in self._ghosts), "a chunk and its ghost"
+
+
+def _was_used_again(key: ChunkKey, number: int) -> bool:
+    return bool(number & _MAX_COUNT)

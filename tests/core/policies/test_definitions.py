@@ -1,0 +1,113 @@
+"""Policies of the literature, chunk by chunk, against plain versions of what they are defined to be.
+
+Prompts of one chunk have no prefixes that could be shared, so nothing but the textbook decides.
+"""
+
+import random
+
+import pytest
+
+from tests.core.policies import textbook
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.policies import ARCPolicy, LRUPolicy, S3FIFOPolicy, Use, WTinyLFUPolicy
+
+
+class LateARC(textbook.ARC):
+    """Room is made before anyone knows for whom, so the target moves after that."""
+
+    def use(self, key) -> None:
+        if key in self:
+            super().use(key)
+            return
+        t1, t2, b1, b2, c = self.t1, self.t2, self.b1, self.b2, self.c
+        if len(t1) + len(t2) == c:
+            self.replace(None)
+        if key in b1:
+            self.p = min(c, self.p + max(1, len(b2) / len(b1)))
+            del b1[key]
+            t2[key] = None
+        elif key in b2:
+            self.p = max(0, self.p - max(1, len(b1) / len(b2)))
+            del b2[key]
+            t2[key] = None
+        else:
+            t1[key] = None
+        while len(t1) + len(b1) > c:
+            b1.popitem(last=False)
+        while len(t1) + len(t2) + len(b1) + len(b2) > 2 * c:
+            b2.popitem(last=False)
+
+
+class FillingWTinyLFU(textbook.WTinyLFU):
+    """Four fifths of what the main part has are protected, also while it fills up."""
+
+    def use(self, key) -> None:
+        super().use(key)
+        while len(self.protected) > max(0, int(0.8 * (len(self.protected) + len(self.probation)))):
+            self.probation[self.protected.popitem(last=False)[0]] = None
+
+
+class ExactCounts:
+    """In place of the sketch."""
+
+    def __init__(self, reference) -> None:
+        self.reference = reference
+
+    def resize(self, num_chunks) -> None: ...
+
+    def add(self, keys) -> None: ...
+
+    def estimate(self, key) -> int:
+        return self.reference.counts.get(key, 0)
+
+
+def wtinylfu(reference) -> WTinyLFUPolicy:
+    policy = WTinyLFUPolicy()
+    policy._sketch = ExactCounts(reference)
+    return policy
+
+
+PAIRS = {
+    "lru": (textbook.LRU, lambda _: LRUPolicy()),
+    "arc": (LateARC, lambda _: ARCPolicy()),
+    "s3fifo": (textbook.S3FIFO, lambda _: S3FIFOPolicy()),
+    "wtinylfu": (FillingWTinyLFU, wtinylfu),
+}
+
+
+def prompts(kind: str, rng: random.Random, size: int) -> list[bytes]:
+    """Chunks that come back: by how popular they are, in loops a bit too long for the tier, or both in turn."""
+    popular = [int(rng.paretovariate(0.4)) % (10 * size) for _ in range(20 * size)]
+    loops = [i % (size + 1 + size // 4) for i in range(20 * size)]
+    if kind == "turns":
+        parts = [popular[i : i + size] if (i // size) % 2 else loops[i : i + size] for i in range(0, 20 * size, size)]
+        return [b"%d" % key for part in parts for key in part]
+    return [b"%d" % key for key in {"popular": popular, "loops": loops}[kind]]
+
+
+@pytest.mark.parametrize("kind", ["popular", "loops", "turns"])
+@pytest.mark.parametrize("size", [2, 7, 30, 200])
+@pytest.mark.parametrize("name", PAIRS)
+def test_as_defined(name, size, kind) -> None:
+    make_reference, make_policy = PAIRS[name]
+    reference = make_reference(size)
+    index = ChunkIndex(make_policy(reference))
+    index.grow(size)
+    num_hits = 0
+    chunks = prompts(kind, random.Random(size), size)
+    for i, key in enumerate(chunks):
+        use, hit = Use(i), key in index
+        num_hits += hit
+        assert hit == (key in reference), f"use {i}"
+        if name == "wtinylfu":
+            reference.use(key)  # counts first, as both do
+        if hit:
+            index.touch(use, [key], 1)
+        else:
+            index.complete([key], index.allocate(use, [key], [0]), success=True)
+        index.touch(use, [key], 1)
+        if name != "wtinylfu":
+            reference.use(key)
+    assert {key for key in chunks if key in index} == {key for key in chunks if key in reference}
+    assert index.num_evicted > 10
+    assert num_hits or kind == "loops"

@@ -1,0 +1,102 @@
+"""Priorities: who goes first, what is lifted, and that nothing is paid without them."""
+
+import random
+
+import pytest
+
+from tests.core.policies.residents import FakeResidents, new_use
+from tpu_offload.core.policies import POLICIES, LRUPolicy, PriorityPolicy
+
+
+@pytest.fixture
+def residents() -> FakeResidents:
+    return FakeResidents()
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request) -> PriorityPolicy:
+    policy = PriorityPolicy(POLICIES[request.param])
+    policy.resize(100)
+    return policy
+
+
+def test_a_use_of_higher_priority_lifts_what_it_uses(policy, residents) -> None:
+    for chain in ([b"a0", b"a1", b"a2"], [b"b0", b"b1"]):
+        residents.add(chain)
+        policy.insert(new_use(), chain, None)
+    policy.touch(new_use(1), [b"a0", b"a1", b"a2"], 2, residents)
+    policy.check_invariants(residents.leaves(), residents)
+    policy.evict(5, residents)
+    assert set(residents.evicted[:3]) == {b"a2", b"b0", b"b1"}
+    assert residents.evicted[3:] == [b"a1", b"a0"]
+
+
+def test_nothing_sinks_by_a_use_of_lower_priority(policy, residents) -> None:
+    for chain, priority in (([b"a0", b"a1"], 2), ([b"b0"], 1)):
+        residents.add(chain)
+        policy.insert(new_use(priority), chain, None)
+    for _ in range(3):
+        policy.touch(new_use(), [b"a0", b"a1"], 2, residents)
+    policy.evict(2, residents)
+    assert residents.evicted == [b"b0", b"a1"]
+
+
+def test_what_hung_on_a_lower_chunk_goes_and_then_that_one_before_others(policy, residents) -> None:
+    residents.add([b"low"])
+    policy.insert(new_use(), [b"low"], None)
+    for tail in (b"x", b"y"):
+        residents.add([tail], parent=b"low" if tail == b"x" else None)
+        policy.insert(new_use(1), [tail], b"low" if tail == b"x" else None)
+    policy.evict(3, residents)
+    order = residents.evicted
+    assert order.index(b"low") == order.index(b"x") + 1
+
+
+def test_priorities_without_limit_are_taken_for_the_last_ones(residents) -> None:
+    made = []
+    policy = PriorityPolicy(lambda: made.append(LRUPolicy()) or made[-1])
+    policy.resize(1000)
+    for i in range(500):
+        key = b"%d" % i
+        residents.add([key])
+        policy.insert(new_use((-1) ** i * 2**i), [key], None)
+    assert len(made) <= 17
+    policy.evict(250, residents)
+    assert all(int(key) % 2 for key in residents.evicted)
+    policy.evict(250, residents)
+    assert not residents.parents
+
+
+def test_a_level_that_is_empty_is_forgotten(policy, residents) -> None:
+    residents.add([b"a"])
+    policy.insert(new_use(3), [b"a"], None)
+    assert policy._others
+    policy.evict(1, residents)
+    assert not policy._others
+    assert not policy._level_of
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_with_one_priority_it_decides_as_without(name) -> None:
+    evicted = []
+    makers = (
+        (0, POLICIES[name]),
+        (0, lambda: PriorityPolicy(POLICIES[name])),
+        (5, lambda: PriorityPolicy(POLICIES[name])),
+    )
+    for priority, make in makers:
+        rng, residents, policy = random.Random(0), FakeResidents(), make()
+        policy.resize(60)
+        for i in range(300):
+            if rng.random() < 0.5 or not residents.parents:
+                chain = [b"%d-%d" % (i, j) for j in range(rng.randint(1, 5))]
+                if len(residents) + len(chain) > 60:
+                    policy.evict(len(residents) + len(chain) - 60, residents)
+                residents.add(chain)
+                policy.insert(new_use(priority), chain, None)
+            else:
+                chain = residents.prefix(rng.choice(sorted(residents.parents)))
+                policy.touch(new_use(priority), chain, len(chain), residents)
+        evicted.append(residents.evicted)
+    assert evicted[0] == evicted[1] == evicted[2]
+    assert len(evicted[0]) > 100
