@@ -203,15 +203,10 @@ def deep_nbytes(policy: EvictionPolicy) -> int:
     return sum(seen.values())
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("priorities", [(0,), tuple(range(-50, 50))], ids=["one", "many"])
-def test_what_it_remembers_is_bounded_by_the_tier(make, priorities, monkeypatch) -> None:
-    monkeypatch.setattr(density, "_MIN_WATCHED", 0)
-=======
 @pytest.mark.parametrize("name", [*POLICIES, "priorities"])
-def test_what_it_remembers_is_bounded_by_the_tier(name) -> None:
+def test_what_it_remembers_is_bounded_by_the_tier(name, monkeypatch) -> None:
+    monkeypatch.setattr(density, "_MIN_WATCHED", 0)
     make, priorities = MAKERS["lru, priorities" if name == "priorities" else name], range(-50, 50)
->>>>>>> pol
     size = 500
     policy = make()
     index = ChunkIndex(policy)

@@ -96,25 +96,30 @@ class DensityPolicy(EvictionPolicy):
             i += num
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
-        """See the base class. O(chunks of its run)."""
-        run = self._runs.get(key)
-        place = -1 if run is None else run.keys.index(key)
-        if run is not None and place < run.num_resident:
-            if place + 1 < len(run.keys):
+        """See the base class. O(chunks of its run), but for the first and the last one: a long prompt may be lost."""
+        run = self._runs[key]
+        keys = run.keys
+        if keys[0] == key:
+            del keys[0]
+        else:
+            last = run.num_resident - 1
+            place = last if keys[last] == key else keys.index(key)
+            if place + 1 < len(keys):
                 self._split(run, place + 1)
-            if place:
-                run = self._split(run, place)
-            self._num_resident -= 1
-            run.num_resident = 0
+            keys.pop()
+            run.at_end = False
+        del self._runs[key]
+        self._queues.resize_run(run, -1)
+        self._num_resident -= 1
+        run.num_resident -= 1
+        if not run.num_resident:
             run.ticket += 1
-            self._watched.append((run, run.time))
         if parent is not None:
-            self._queues.place(self._runs[parent])
-        self._forget_oldest()
+            self.uncover(parent)
 
     def uncover(self, key: ChunkKey) -> None:
         """See the base class. O(1)."""
-        self._place(self._runs[key])
+        self._queues.place(self._runs[key])
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + queues + runs that may not go)."""
