@@ -395,10 +395,11 @@ class OffloadScheduler:
         if self._enabled:
             self._offer(changed)
             saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
-            self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
-            self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
+            if saves is not NO_SAVES:
+                self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
+                self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
         swaps = self._swap.take_jobs(now_s)
-        if self._transfers.has_plans or saves.early or saves.jobs or any(swaps):
+        if self._transfers.has_plans or saves is not NO_SAVES or any(swaps):
             plan = self._make_plan(saves, swaps)
         else:
             plan = StepPlan(self._num_steps, next_job_id=self._job_ids.num_given)
