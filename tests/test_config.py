@@ -17,6 +17,7 @@ from tpu_offload.config import (
     DEFAULT_NUM_CPU_CHUNKS,
     DEFAULT_STAGING_BUFFER_TOKENS,
     CopyPath,
+    EvictionPolicyName,
     OffloadConfig,
     SaveEvent,
     SwapMode,
@@ -37,6 +38,7 @@ GOOD = {
     "host_gb": ("1.5", 1.5),
     "host_memory_fraction": ("0.25", 0.25),
     "host_segment_gb": ("0.125", 0.125),
+    "eviction_policy": ("s3fifo", EvictionPolicyName.S3FIFO),
     "blocks_per_chunk": ("4", 4),
     "save_path": ("staged", CopyPath.STAGED),
     "load_path": ("fused", CopyPath.FUSED),
@@ -84,6 +86,10 @@ BAD = {
         ("0", "greater than or equal to 1"),
         ("4097", "less than or equal to 4096"),
         ("two", "integer"),
+    ],
+    "eviction_policy": [
+        ("fifo", "TPU_OFFLOAD_EVICTION_POLICY='fifo': expected 'lru', 'arc', 's3fifo' or 'wtinylfu'"),
+        ("", "TPU_OFFLOAD_EVICTION_POLICY='': expected 'lru', 'arc', 's3fifo' or 'wtinylfu'"),
     ],
     "save_path": [
         ("diagonal", "'direct', 'staged', 'fused' or 'auto'"),

@@ -59,6 +59,18 @@ class SaveEvent(enum.Enum):
     PREEMPTION = "preemption"  # when its request has to give its blocks back and will return
 
 
+class EvictionPolicyName(enum.Enum):
+    """Which chunk of a full host tier goes (see `tpu_offload.core.policies`)."""
+
+    LRU = "lru"
+    ARC = "arc"
+    S3FIFO = "s3fifo"
+    WTINYLFU = "wtinylfu"
+
+
+DEFAULT_EVICTION_POLICY = EvictionPolicyName.LRU
+
+
 # The description of each field is its line in the README table; a test holds the two together.
 class OffloadConfig(pydantic.BaseModel):
     """Every setting of the library. Field `x` is set by the environment variable `TPU_OFFLOAD_X`.
@@ -97,6 +109,9 @@ class OffloadConfig(pydantic.BaseModel):
         le=2**20,
         allow_inf_nan=False,
         description="The host pool is allocated in segments this big, in the background.",
+    )
+    eviction_policy: EvictionPolicyName = Field(
+        DEFAULT_EVICTION_POLICY, description="Which chunk goes when the host tier is full."
     )
     blocks_per_chunk: int = Field(1, ge=1, le=4096, description="Blocks in a chunk, the unit of keys and eviction.")
     save_path: CopyPath = Field(

@@ -51,7 +51,7 @@ from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobIds, JobTable
 from tpu_offload.core.loading import LoadPlanner
-from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
+from tpu_offload.core.policies import EvictionPolicy, Use, make_policy
 from tpu_offload.core.requests import (
     CachedPrefix,
     RequestLimits,
@@ -84,7 +84,7 @@ class OffloadScheduler:
       config: the settings. With a size of zero nothing is ever matched or saved.
       layout: what a block is made of.
       num_workers: workers that report each step; a job ends when all have reported it.
-      policy: eviction policy of the host tier, LRU by default.
+      policy: eviction policy of the host tier; by default the one that the settings name.
       clock: monotonic seconds.
       record_events: keeps what `take_events` returns; somebody has to call it then.
     Raises:
@@ -112,7 +112,7 @@ class OffloadScheduler:
         self._max_host_chunks = config.host_chunks(layout)
         self._max_swap_blocks = config.max_swap_blocks(layout)
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
-        self._index = ChunkIndex(policy or LRUPolicy(), record=record_events)
+        self._index = ChunkIndex(policy or make_policy(config.eviction_policy.value), record=record_events)
         self._job_ids = JobIds()
         self._num_workers = num_workers
         self._jobs: JobTable[Job] = JobTable(num_workers=num_workers, ids=self._job_ids)

@@ -5,9 +5,12 @@ import random
 import pytest
 
 from tests.core.policies.residents import FakeResidents, new_use
-from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
+from tpu_offload.config import EvictionPolicyName, OffloadConfig
+from tpu_offload.core.policies import DEFAULT_POLICY, EvictionPolicy, make_policy
+from tpu_offload.core.policies import POLICIES as BY_NAME
+from tpu_offload.errors import ConfigError
 
-POLICIES = [LRUPolicy]
+POLICIES = list(BY_NAME.values())
 
 
 @pytest.fixture(params=POLICIES, ids=lambda p: p.__name__)
@@ -87,3 +90,12 @@ def test_whatever_happens_every_chunk_can_be_evicted(policy, residents) -> None:
     residents.blocked = set()
     policy.evict(1000, residents)
     assert not residents.parents
+
+
+def test_every_name_that_the_settings_know_is_a_policy() -> None:
+    assert list(BY_NAME) == [name.value for name in EvictionPolicyName]
+    assert OffloadConfig.create().eviction_policy.value == DEFAULT_POLICY
+    assert all(type(make_policy(name)) is policy for name, policy in BY_NAME.items())
+    assert type(make_policy()) is BY_NAME[DEFAULT_POLICY]
+    with pytest.raises(ConfigError, match=r"'fifo' is no eviction policy; expected one of lru, arc"):
+        make_policy("fifo")

@@ -1,6 +1,21 @@
 """Eviction policies: they decide which chunk goes, and nothing else."""
 
+from tpu_offload.core.policies.arc import ARCPolicy
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.lru import LRUPolicy
+from tpu_offload.core.policies.registry import DEFAULT_POLICY, POLICIES, make_policy
+from tpu_offload.core.policies.s3fifo import S3FIFOPolicy
+from tpu_offload.core.policies.wtinylfu import WTinyLFUPolicy
 
-__all__ = ["EvictionPolicy", "LRUPolicy", "Residents", "Use"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "ARCPolicy",
+    "EvictionPolicy",
+    "LRUPolicy",
+    "Residents",
+    "S3FIFOPolicy",
+    "Use",
+    "WTinyLFUPolicy",
+    "make_policy",
+]

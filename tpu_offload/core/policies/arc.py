@@ -1,0 +1,131 @@
+"""ARC: recency and frequency share the tier, and ghosts say who should have more of it.
+
+Chunks used once are in one list, those used again in another, each with the least recently used first, and each
+with a list of ghosts: keys of chunks that were evicted from it. A chunk that comes back while its ghost is
+there would have been hit in a longer list, so the target length of that list grows.
+
+The published algorithm makes room for one page at a time, and shifts the target for a ghost that it finds before it
+evicts for it. Here a request's evictions come first, all at once, and its ghosts are looked at as it is inserted.
+While a request makes room, the chunks that it will insert count as used once already.
+
+References:
+  Megiddo, Modha: "ARC: a self-tuning, low overhead replacement cache", FAST 2003.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import final
+
+from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
+from tpu_offload.core.policies.queues import ChunkQueue, check_queues
+from tpu_offload.types import ChunkKey
+
+
+@final
+class ARCPolicy(EvictionPolicy):
+    """ARC at the level of chunks, tails before heads.
+
+    A chunk at the old end of its list on which others hang is set aside until they are gone (see `queues`).
+    """
+
+    def __init__(self) -> None:
+        # T1, T2, B1 and B2 of the paper; the number of a chunk is the last use that counted.
+        self._once = ChunkQueue()
+        self._again = ChunkQueue()
+        self._once_ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._again_ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._max_chunks = 0
+        self._target = 0.0  # of the length of `_once`
+
+    def resize(self, num_chunks: int) -> None:
+        """See the base class. O(ghosts that go)."""
+        self._max_chunks = num_chunks
+        self._target = min(self._target, num_chunks)
+        self._forget_ghosts()
+
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+        """See the base class. O(chunks)."""
+        once, again = self._once.order, self._again.order
+        once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
+        use_id = use.use_id
+        for key in reversed(keys):
+            if key in once_ghosts:
+                step = max(1.0, len(again_ghosts) / len(once_ghosts))
+                self._target = min(self._max_chunks, self._target + step)
+                del once_ghosts[key]
+                again[key] = use_id
+            elif key in again_ghosts:
+                step = max(1.0, len(once_ghosts) / len(again_ghosts))
+                self._target = max(0.0, self._target - step)
+                del again_ghosts[key]
+                again[key] = use_id
+            else:
+                once[key] = use_id
+        self._forget_ghosts()
+
+    def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
+        """See the base class. O(num_chunks)."""
+        once, again = self._once, self._again
+        again_order = again.order
+        use_id = use.use_id
+        for key in reversed(keys[:num_chunks]):
+            if key in again_order or key in again.aside:
+                again.aside.pop(key, None)
+                again_order[key] = use_id
+                again_order.move_to_end(key)
+                continue
+            last = once.take(key)
+            if last is not None:
+                # A use counts once, and not at all after a later one: they ran side by side.
+                (again_order if last < use_id else once.order)[key] = max(last, use_id)
+
+    def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+        """See the base class. O(1)."""
+        self._once.take(key)
+        self._again.take(key)
+        if parent is not None:
+            self._recall(parent)
+
+    def evict(self, num_chunks: int, residents: Residents) -> None:
+        """See the base class. O(num_chunks + chunks set aside + those that may not go)."""
+        once, again = self._once, self._again
+        for num_evicted in range(num_chunks):
+            lists = [(once, self._once_ghosts), (again, self._again_ghosts)]
+            if len(once) + num_evicted <= self._target:
+                lists.reverse()
+            # The first again: what hung on its chunks may have been in the other.
+            if not any(self._evict(*pair, residents) for pair in (*lists, lists[0])):
+                break
+        once.end_eviction()
+        again.end_eviction()
+        self._forget_ghosts()
+
+    def _evict(self, queue: ChunkQueue, ghosts: OrderedDict[ChunkKey, None], residents: Residents) -> bool:
+        while queue.order:
+            gone, leaf = queue.evict_first(residents)
+            if leaf is not None:
+                self._recall(leaf)
+            if gone is not None:
+                ghosts[gone] = None
+                return True
+        return False
+
+    def _recall(self, key: ChunkKey) -> None:
+        self._once.recall(key)
+        self._again.recall(key)
+
+    def _forget_ghosts(self) -> None:
+        """As the paper has it: a list and its ghosts are no longer than the tier, all four no longer than two."""
+        most, num_once = self._max_chunks, len(self._once)
+        while self._once_ghosts and num_once + len(self._once_ghosts) > most:
+            self._once_ghosts.popitem(last=False)
+        num_left = max(0, 2 * most - num_once - len(self._again) - len(self._once_ghosts))
+        while len(self._again_ghosts) > num_left:
+            self._again_ghosts.popitem(last=False)
+
+    def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
+        """See the base class."""
+        check_queues((self._once, self._again), leaves, residents)
+        ghosts = [*self._once_ghosts, *self._again_ghosts]
+        assert len(set(ghosts)) == len(ghosts) <= 2 * self._max_chunks, "too many ghosts"
+        assert not any(key in residents for key in ghosts), "a chunk and its ghost"
