@@ -381,7 +381,8 @@ class OffloadScheduler:
             whose tokens are all computed then and whose hash and block id are known. Also one whose blocks
             changed, or whose computed tokens became fewer. What is said of a request stands, and its blocks
             may be read in any step, until it is named again, preempted, finished or matched again. Naming
-            others is harmless, but not free. Blocks past the prompt matter only with `decode_save`.
+            others is harmless, but not free. Blocks past the prompt matter only with `decode_save`, and nothing of it
+            does where nothing is saved when it is computed (`save_on`).
         Returns:
           The plan for every worker: early saves and loads first, saves after the forward pass.
         Raises:
