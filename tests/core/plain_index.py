@@ -3,6 +3,7 @@
 import dataclasses
 
 from tpu_offload.core.index import ChunkState
+from tpu_offload.core.policies import Use
 
 PENDING, READY, CONDEMNED = ChunkState.PENDING, ChunkState.READY, ChunkState.CONDEMNED
 
@@ -30,6 +31,7 @@ class PlainIndex:
         self.num_slots = self.most_slots = 0
         self.num_evicted = 0
         self.recency = Recency(self)
+        self.priorities: dict[bytes, int] = {}  # the highest of a chunk's uses
 
     # Questions.
 
@@ -69,7 +71,18 @@ class PlainIndex:
             left = [key for key in left if key not in gone]
         return len(self.chunks) - len(left)
 
+    def check_priority(self, victim: bytes, candidates: list[bytes]) -> None:
+        """Raises AssertionError if something that only lower priorities have used could have gone."""
+        priority = min(self.priorities[key] for key in candidates)
+        assert self.priorities[victim] == priority, f"{victim!r} went although others have priority {priority}"
+
     # Events.
+
+    def use(self, use: Use, keys: list[bytes]) -> None:
+        priority = max(-8, min(use.priority, 8))
+        for key in keys:
+            if key in self.chunks:
+                self.priorities[key] = max(self.priorities.get(key, priority), priority)
 
     def grow(self, num_slots: int) -> None:
         if num_slots > self.num_slots:
@@ -85,11 +98,13 @@ class PlainIndex:
 
     def evict(self, key: bytes) -> None:
         self.free.insert(0, self.chunks.pop(key).slot)
+        del self.priorities[key]
         self.num_evicted += 1
 
     def lose(self, key: bytes, *, quarantine: bool = False) -> None:
         """A chunk goes whose bytes are lost or never came; its slot is tried last."""
         slot = self.chunks.pop(key).slot
+        del self.priorities[key]
         if quarantine:
             self.quarantined.append(slot)
         else:

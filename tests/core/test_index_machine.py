@@ -13,11 +13,10 @@ from hypothesis.stateful import (
 )
 
 from tests.core.plain_index import CONDEMNED, PENDING, READY, PlainIndex, Resident
-from tests.core.policies.test_conformance import POLICIES
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
+from tpu_offload.core.policies import POLICIES, PriorityPolicy, Use
 
-SETTINGS = settings(max_examples=300, stateful_step_count=60, derandomize=True, deadline=None)
+SETTINGS = settings(max_examples=150, stateful_step_count=60, derandomize=True, deadline=None)
 MAX_SLOTS = 9
 
 
@@ -30,6 +29,7 @@ PREFIXES = [_prefix(names) for names in ("s0 s1 q2 q3 q4", "s0 s1 b2 b3", "s0 m1
 KEYS = sorted({key for prefix in PREFIXES for key in prefix})
 
 prefixes = st.sampled_from(PREFIXES)
+ages = st.sampled_from([0, 0, 1, 2, 5])
 slots = st.integers(0, MAX_SLOTS)
 many_slots = st.sampled_from([6, 7, 8, MAX_SLOTS, 5, 4, 3, 2, 1, 0])
 
@@ -39,24 +39,37 @@ faulty = precondition(lambda self: self.faulty)
 class IndexMachine(RuleBasedStateMachine):
     """Requests of six prefixes compete for a few slots."""
 
-    policy: type[EvictionPolicy]
+    def make_policy(self):
+        return PriorityPolicy(POLICIES[self.name])
 
-    @initialize(num_slots=many_slots, served=st.lists(prefixes, min_size=2, max_size=4), faulty=st.booleans())
-    def begin(self, num_slots, served, faulty):
-        self.index = ChunkIndex(self.policy(), record=True)
+    def check_order(self, victim, candidates):
+        """What is known of the order whatever the policy."""
+        self.plain.check_priority(victim, candidates)
+
+    @initialize(
+        num_slots=many_slots, served=st.lists(prefixes, min_size=2, max_size=4), faulty=st.booleans(),
+        priorities=st.sampled_from([(0,), (0, 1), (5,), (-1, 0, 2), (-100, 7, 100)]),
+    )  # fmt: skip
+    def begin(self, num_slots, served, faulty, priorities):
+        self.index = ChunkIndex(self.make_policy(), record=True)
         self.plain = PlainIndex(PREFIXES)
-        self.num_uses = 0
+        self.uses: list[Use] = []
         self.saves: list[tuple[list[bytes], list[int]]] = []
         self.doomed: set[int] = set()  # slots that a save in flight may not fill any more
         self.found: set[bytes] = set()  # by the changes that the index has told
         self.faulty = faulty
+        self.priorities = priorities
         self.grow(num_slots)
         for prefix in served:
             self.serve(prefix, len(prefix))
 
-    def new_use(self) -> Use:
-        self.num_uses += 1
-        return Use(self.num_uses)
+    def use_of(self, age):
+        """The use of a request that has just come, or of one that came `age` before."""
+        if 0 < age < len(self.uses):
+            return self.uses[-age]
+        number = len(self.uses)
+        self.uses.append(Use(number, priority=self.priorities[number % len(self.priorities)]))
+        return self.uses[-1]
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """Chunks that the last call added to the lookups, and those that it took from them, in order."""
@@ -111,15 +124,16 @@ class IndexMachine(RuleBasedStateMachine):
     def serve(self, prefix, num):
         """A request from its match to the end of its save, or of the last one that is in flight."""
         self.match(prefix, 0, use=True, pin=False, num=num)
-        self.save(prefix, 0, num, num, own=True, others=set())
+        self.save(prefix, 0, num, num, own=True, others=set(), age=1)
+        self.touch(prefix, num, age=1)
         if self.saves:
             self.end_save(-1, [True] * 5)
 
     @rule(
         prefix=prefixes, first=st.integers(0, 4), num=st.integers(1, 5), room=st.integers(1, 5),
-        own=st.booleans(), others=st.sets(st.sampled_from(KEYS), max_size=2),
+        own=st.booleans(), others=st.sets(st.sampled_from(KEYS), max_size=2), age=ages,
     )  # fmt: skip
-    def save(self, prefix, first, num, room, own, others):
+    def save(self, prefix, first, num, room, own, others, age=0):
         plain = self.plain
         while first and (first > len(prefix) or prefix[first - 1] not in plain.chunks):
             first -= 1
@@ -132,12 +146,12 @@ class IndexMachine(RuleBasedStateMachine):
             # As the scheduler does it: the chunk before the hole holds on to all before it, if there is but one hole.
             one_hole = not own and missing == list(range(first, reached))
             protected = others | set(prefix[max(first - 1, 0) : first] if one_hole else prefix[:end])
-            self.allocate(prefix, missing[:room], protected)
+            self.allocate(self.use_of(age), prefix, missing[:room], protected)
 
-    def allocate(self, prefix, numbers, protected):
+    def allocate(self, use, prefix, numbers, protected):
         plain = self.plain
         num_evicted = max(0, min(len(numbers) - len(plain.free), plain.num_that_may_go(protected)))
-        granted = self.index.allocate(self.new_use(), prefix, numbers, protected=protected)
+        granted = self.index.allocate(use, prefix, numbers, protected=protected)
         added, evicted = self.changes()
         assert len(evicted) == num_evicted
         assert added == []
@@ -153,10 +167,8 @@ class IndexMachine(RuleBasedStateMachine):
         if keys:
             plain.chunks.update(zip(keys, map(Resident, granted), strict=True))
             plain.recency.use(prefix[: numbers[num_granted - 1] + 1])
+            plain.use(use, keys)
             self.saves.append((keys, granted))
-
-    def check_order(self, victim, candidates):
-        """What a policy that has an order adds."""
 
     @precondition(lambda self: self.saves)
     @rule(
@@ -206,18 +218,20 @@ class IndexMachine(RuleBasedStateMachine):
                 break
             found.append(plain.chunks[key].slot)
         assert self.index.find(prefix, first) == found
-        if use:
+        if use and first + len(found):
             self.touch(prefix, first + len(found))
         if pin and found:
             keys = prefix[first : first + min(num, len(found))]
             self.index.pin(keys)
             plain.pins.append(keys)
 
-    @rule(prefix=prefixes, num=st.integers(1, 5))
-    def touch(self, prefix, num):
+    @rule(prefix=prefixes, num=st.integers(1, 5), age=ages)
+    def touch(self, prefix, num, age=0):
         num = min(num, len(prefix))
-        self.index.touch(self.new_use(), prefix, num)
+        use = self.use_of(age)
+        self.index.touch(use, prefix, num)
         self.plain.recency.use(prefix[:num])
+        self.plain.use(use, prefix[:num])
 
     @precondition(lambda self: self.plain.pins)
     @rule(data=st.data(), shorter=st.integers(1, 4))
@@ -314,14 +328,17 @@ class IndexMachine(RuleBasedStateMachine):
 class LRUIndexMachine(IndexMachine):
     """Which of those that may go is the next is told by who used them last."""
 
+    def make_policy(self):
+        return POLICIES["lru"]()
+
     def check_order(self, victim, candidates):
         self.plain.recency.check(victim, candidates)
 
 
-MACHINES = {LRUPolicy: LRUIndexMachine}
+@pytest.mark.parametrize("name", POLICIES)
+def test_index(name):
+    run_state_machine_as_test(type(name, (IndexMachine,), {"name": name}), settings=SETTINGS)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.__name__)
-def test_index(policy):
-    machine = type(policy.__name__, (MACHINES.get(policy, IndexMachine),), {"policy": policy})
-    run_state_machine_as_test(machine, settings=SETTINGS)
+def test_index_with_lru_and_no_priorities():
+    run_state_machine_as_test(LRUIndexMachine, settings=SETTINGS)

@@ -35,3 +35,12 @@ def float_flag(low: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def list_flag[T](parse: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Values with commas between them."""
+
+    def parse_all(text: str) -> list[T]:
+        return [parse(part) for part in text.split(",")]
+
+    return parse_all

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tpu_offload.cli import bench, replay
+from tpu_offload.cli import bench, replay, simulate
 from tpu_offload.cli.compiling import COMPILE_THREAD
 from tpu_offload.cli.terminal import interrupt_once, open_missing_streams
 from tpu_offload.errors import InputError, OffloadError
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
         replay.add_command(commands)
         bench.add_command(commands)
+        simulate.add_command(commands)
         args = parser.parse_args(argv)
         status: int = args.run(args, sys.argv[1:] if argv is None else list(argv))
         return status

@@ -233,16 +233,24 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
     Raises:
       InputError: the file cannot be written.
     """
-    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    write_file(path, (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+      InputError: it cannot be written.
+    """
     path = path.resolve()
     try:
         if path.exists() and not path.is_file():  # a pipe or a terminal
-            path.write_text(text)
+            path.write_bytes(content)
             return
         # Beside the target, so that the rename stays within one file system.
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            temporary.write_text(text)
+            temporary.write_bytes(content)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

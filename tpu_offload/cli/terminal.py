@@ -74,11 +74,12 @@ def open_missing_streams() -> None:
 
 
 @contextlib.contextmanager
-def progress(num_requests: int | None) -> Iterator[Callable[[str], Callable[[], None]]]:
+def progress(num_requests: int | None, *, what: str = "requests") -> Iterator[Callable[[str], Callable[[], None]]]:
     """Shows how far runs are: a bar on a terminal, elsewhere a line at times.
 
     Args:
       num_requests: of each run; None if nobody knows.
+      what: what is counted, if not requests.
 
     Yields:
       A function to call with a run's name; it returns one to call after each of the run's requests.
@@ -102,7 +103,7 @@ def progress(num_requests: int | None) -> Iterator[Callable[[str], Callable[[], 
                 if not console.is_terminal and time.monotonic() >= next_line_s:
                     next_line_s = time.monotonic() + _LINE_INTERVAL_S
                     of_all = "" if num_requests is None else f" of {num_requests}"
-                    sys.stderr.write(f"{name}: {num_finished}{of_all} requests\n")
+                    sys.stderr.write(f"{name}: {num_finished}{of_all} {what}\n")
 
             return on_finish
 

@@ -2,13 +2,14 @@
 
 import itertools
 
-from tpu_offload.core.policies import Residents, Use
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.policies import EvictionPolicy, Residents, Use
 
 _numbers = itertools.count()
 
 
-def new_use() -> Use:
-    return Use(next(_numbers))
+def new_use(priority: int = 0) -> Use:
+    return Use(next(_numbers), priority)
 
 
 class FakeResidents(Residents):
@@ -27,11 +28,29 @@ class FakeResidents(Residents):
     def __contains__(self, key) -> bool:
         return key in self.parents
 
+    def __len__(self) -> int:
+        return len(self.parents)
+
     def is_leaf(self, key: bytes) -> bool:
         return key not in self.parents.values()
 
     def leaves(self) -> list[bytes]:
         return [key for key in self.parents if self.is_leaf(key)]
+
+    def prefix(self, key: bytes) -> list[bytes]:
+        """The chunk and those before it, head first, as far as they are resident."""
+        chain: list[bytes] = []
+        step: bytes | None = key
+        while step in self.parents:
+            chain.append(step)
+            step = self.parents[step]
+        return chain[::-1]
+
+    def num_that_may_go(self) -> int:
+        left = dict(self.parents)
+        while free := left.keys() - left.values() - self.blocked:
+            left = {key: parent for key, parent in left.items() if key not in free}
+        return len(self.parents) - len(left)
 
     def evict(self, key, num_chunks, *, stop=()):
         assert num_chunks >= 1
@@ -46,6 +65,53 @@ class FakeResidents(Residents):
             if key in stop:
                 break
         return num_evicted, key
+
+
+class CountedResidents(Residents):
+    """An index whose policy's questions are counted."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self.index = ChunkIndex(_Counting(policy, self))
+        self.num_asked = 0
+
+    def __contains__(self, key) -> bool:
+        self.num_asked += 1
+        return key in self.index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def is_leaf(self, key) -> bool:
+        self.num_asked += 1
+        return self.index.is_leaf(key)
+
+    def evict(self, key, num_chunks, *, stop=()):
+        self.num_asked += 1
+        return self.index.evict(key, num_chunks, stop=stop)
+
+
+class _Counting(EvictionPolicy):
+    """Hands everything on, with residents that count."""
+
+    def __init__(self, policy: EvictionPolicy, residents: CountedResidents) -> None:
+        self.policy, self.residents = policy, residents
+        self.resize, self.insert, self.remove = policy.resize, policy.insert, policy.remove
+
+    def resize(self, num_chunks): ...
+
+    def insert(self, use, keys, parent): ...
+
+    def remove(self, key, parent): ...
+
+    def touch(self, use, keys, num_chunks, residents):
+        self.policy.touch(use, keys, num_chunks, self.residents)
+
+    def evict(self, num_chunks, residents):
+        self.policy.evict(num_chunks, self.residents)
+
+    def check_invariants(self, leaves, residents):
+        self.policy.check_invariants(leaves, self.residents)
 
 
 class LRUByDefinition:

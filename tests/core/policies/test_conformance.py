@@ -1,21 +1,45 @@
 """What every eviction policy must do."""
 
+import gc
+import os
 import random
+import subprocess
+import sys
+import types
+from pathlib import Path
 
 import pytest
 
-from tests.core.policies.residents import FakeResidents, new_use
+from tests.core.policies import decisions
+from tests.core.policies.residents import CountedResidents, FakeResidents, new_use
 from tpu_offload.config import EvictionPolicyName, OffloadConfig
-from tpu_offload.core.policies import DEFAULT_POLICY, EvictionPolicy, make_policy
-from tpu_offload.core.policies import POLICIES as BY_NAME
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.policies import (
+    DEFAULT_POLICY,
+    POLICIES,
+    EvictionPolicy,
+    PriorityPolicy,
+    Use,
+    make_policy,
+)
 from tpu_offload.errors import ConfigError
 
-POLICIES = list(BY_NAME.values())
+MAKERS = {
+    **POLICIES,
+    **{f"{name}, priorities": lambda make=make: PriorityPolicy(make) for name, make in POLICIES.items()},
+}
 
 
-@pytest.fixture(params=POLICIES, ids=lambda p: p.__name__)
-def policy(request) -> EvictionPolicy:
-    return request.param()
+@pytest.fixture(params=MAKERS)
+def make(request):
+    return MAKERS[request.param]
+
+
+@pytest.fixture
+def policy(make) -> EvictionPolicy:
+    policy = make()
+    policy.resize(1000)
+    return policy
 
 
 @pytest.fixture
@@ -67,35 +91,155 @@ def test_touch_passes_over_what_is_not_resident(policy, residents) -> None:
     assert residents.evicted == [b"a1", b"a0"]
 
 
-def test_whatever_happens_every_chunk_can_be_evicted(policy, residents) -> None:
+@pytest.mark.parametrize("priorities", [(0,), (0, 1), (-3, 5, 100)], ids=str)
+@pytest.mark.parametrize("size", [0, 3, 40])
+def test_whatever_happens_every_chunk_can_be_evicted(policy, residents, size, priorities) -> None:
+    """And a batch evicts exactly what it is asked for as long as that many may go, whatever room it was told of."""
     rng = random.Random(0)
+    lost: dict[bytes, bytes | None] = {}
     for i in range(600):
         known = sorted(residents.parents)
         what = rng.random()
-        if what < 0.4 or not known:
+        use = new_use(rng.choice(priorities))
+        back = next((key for key, parent in lost.items() if parent is None or parent in residents), None)
+        if back is not None and what < 0.2:
+            parent = lost.pop(back)
+            residents.add([back], parent=parent)
+            policy.insert(use, [back], parent)
+        elif what < 0.4 or not known:
             chain = keys(f"{i}-", rng.randint(1, 5))
             parent = rng.choice([*known, None])
             residents.add(chain, parent=parent)
-            policy.insert(new_use(), chain, parent)
+            policy.insert(use, chain, parent)
         elif what < 0.6:
             gone = rng.choice(known)
-            parent = residents.parents.pop(gone)
+            lost[gone] = parent = residents.parents.pop(gone)
             policy.remove(gone, parent if parent in residents else None)
         elif what < 0.8:
-            policy.touch(new_use(), known, rng.randint(1, len(known)), residents)
+            chain = residents.prefix(rng.choice(known))
+            policy.touch(use, chain, rng.randint(1, len(chain)), residents)
         else:
             residents.blocked = {key for key in known if rng.random() < 0.3}
-            policy.evict(rng.randint(1, 6), residents)
+            num, num_free = rng.randint(1, 6), residents.num_that_may_go()
+            residents.evicted.clear()
+            policy.evict(num, residents)
+            assert len(residents.evicted) == min(num, num_free)
+        if rng.random() < 0.02:
+            policy.resize(rng.choice([0, 1, size]))
         policy.check_invariants(residents.leaves(), residents)
     residents.blocked = set()
     policy.evict(1000, residents)
     assert not residents.parents
 
 
+def test_each_chunk_can_go_alone(policy, residents) -> None:
+    for name in "abc":
+        residents.add(keys(name, 7))
+        policy.insert(new_use(), keys(name, 7), None)
+        residents.add(keys(name + "x", 3), parent=f"{name}2".encode())
+        policy.insert(new_use(), keys(name + "x", 3), f"{name}2".encode())
+        policy.touch(new_use(), keys(name, 4), 4, residents)
+    for num_left in reversed(range(30)):
+        policy.evict(1, residents)
+        assert len(residents) == num_left
+
+
+# --- a use is one use, however often it is told of ------------------------------------------------
+
+
+def test_saying_again_what_a_use_did_changes_nothing(make) -> None:
+    """A request is told of when it loads, with each part that it saves and at its end."""
+    assert decisions.run(make(), repeats=0) == decisions.run(make(), repeats=3)
+
+
+def test_the_same_calls_are_decided_alike(make) -> None:
+    assert decisions.run(make()) == decisions.run(make())
+
+
+def test_nothing_depends_on_the_seed_of_hashes() -> None:
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", "from tests.core.policies import decisions; decisions.show()"]
+    outputs = []
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0].splitlines()) == len(POLICIES) * 2
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+def deep_nbytes(policy: EvictionPolicy) -> int:
+    seen: dict[int, int] = {}
+    todo: list[object] = [policy]
+    while todo:
+        thing = todo.pop()
+        if id(thing) not in seen and not isinstance(thing, type | types.ModuleType | types.FunctionType):
+            seen[id(thing)] = sys.getsizeof(thing)
+            todo += gc.get_referents(thing)
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("priorities", [(0,), tuple(range(-50, 50))], ids=["one", "many"])
+def test_what_it_remembers_is_bounded_by_the_tier(make, priorities) -> None:
+    size = 500
+    policy = make()
+    index = ChunkIndex(policy)
+    index.grow(size)
+    nbytes = []
+    for i in range(6000):
+        use = Use(i, priority=priorities[i % len(priorities)])
+        chain = [b"%d-%d-filled up to a length" % (i, j) for j in range(1 + i % 9)]
+        index.complete(chain, index.allocate(use, chain, range(len(chain))), success=True)
+        index.touch(use, chain, len(chain))
+        if i % 3:
+            index.touch(Use(i), chain, len(chain) // 2)
+        if i % 1000 == 999:
+            nbytes.append(deep_nbytes(policy))
+    levels = 17 if len(priorities) > 1 and isinstance(policy, PriorityPolicy) else 1
+    assert max(nbytes) < 1200 * size * levels
+    assert max(nbytes[3:]) < 1.3 * max(nbytes[:3]) + 50_000, "it grows and grows"
+
+
+@pytest.mark.parametrize("num_at_once", [1, 50])
+@pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+def test_a_third_of_the_tier_pinned_costs_little(make, num_at_once) -> None:
+    """Evictions look at what may not go, but not at all of it for each chunk."""
+    residents = CountedResidents(make())
+    index, rng = residents.index, random.Random(0)
+    index.grow(100_000)
+    chains = [[b"%d-%d" % (i, j) for j in range(100)] for i in range(1000)]
+    for i, chain in enumerate(chains):
+        index.complete(chain, index.allocate(Use(i), chain, range(100)), success=True)
+    for chain in rng.sample(chains, 300):
+        index.pin(chain)
+    for i in range(20_000 // num_at_once):
+        chain = [b"new %d-%d" % (i, j) for j in range(num_at_once)]
+        index.complete(chain, index.allocate(Use(1000 + i), chain, range(num_at_once)), success=True)
+    assert index.num_evicted == 20_000 // num_at_once * num_at_once
+    assert residents.num_asked / index.num_evicted < 100 / num_at_once * 3 + 5
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
 def test_every_name_that_the_settings_know_is_a_policy() -> None:
-    assert list(BY_NAME) == [name.value for name in EvictionPolicyName]
+    assert list(POLICIES) == [name.value for name in EvictionPolicyName]
     assert OffloadConfig.create().eviction_policy.value == DEFAULT_POLICY
-    assert all(type(make_policy(name)) is policy for name, policy in BY_NAME.items())
-    assert type(make_policy()) is BY_NAME[DEFAULT_POLICY]
-    with pytest.raises(ConfigError, match=r"'fifo' is no eviction policy; expected one of lru, arc"):
+    with pytest.raises(ConfigError, match="'fifo' is no eviction policy; expected one of lru, arc"):
         make_policy("fifo")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_by_name_keeps_to_priorities(name, residents) -> None:
+    policy = make_policy(name)
+    policy.resize(10)
+    for i, priority in enumerate((1, 0, 2)):
+        residents.add(keys("abc"[i], 2))
+        policy.insert(new_use(priority), keys("abc"[i], 2), None)
+    policy.evict(6, residents)
+    assert residents.evicted == [b"b1", b"b0", b"a1", b"a0", b"c1", b"c0"]

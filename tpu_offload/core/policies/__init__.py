@@ -3,6 +3,7 @@
 from tpu_offload.core.policies.arc import ARCPolicy
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.lru import LRUPolicy
+from tpu_offload.core.policies.priority import PriorityPolicy
 from tpu_offload.core.policies.registry import DEFAULT_POLICY, POLICIES, make_policy
 from tpu_offload.core.policies.s3fifo import S3FIFOPolicy
 from tpu_offload.core.policies.wtinylfu import WTinyLFUPolicy
@@ -13,6 +14,7 @@ __all__ = [
     "ARCPolicy",
     "EvictionPolicy",
     "LRUPolicy",
+    "PriorityPolicy",
     "Residents",
     "S3FIFOPolicy",
     "Use",

@@ -30,6 +30,10 @@ class Residents(abc.ABC):
         """Whether the chunk is resident. O(1)."""
 
     @abc.abstractmethod
+    def __len__(self) -> int:
+        """How many chunks are resident. O(1)."""
+
+    @abc.abstractmethod
     def is_leaf(self, key: ChunkKey) -> bool:
         """Whether no resident chunk hangs on this resident one. O(1)."""
 
@@ -83,8 +87,8 @@ class EvictionPolicy(abc.ABC):
         """A chunk is gone for another reason than `evict`: its bytes were lost or never came.
 
         Args:
-          key: the chunk.
-          parent: the chunk before it in its prefix, if that is resident.
+          key: the chunk. Where priorities keep it in another policy than `parent`, this one never knew it.
+          parent: the chunk before it in its prefix, if that is resident; it may be a leaf now.
         """
 
     @abc.abstractmethod

@@ -23,8 +23,13 @@ from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.lifetimes import Lifetimes
 from tpu_offload.types import ChunkKey
 
-_NUM_CLASSES = 9  # by the power of two below the number of uses; the last is 256 and more
-_WATCHED = 4  # chunks that are known after their eviction, for each that there is room for
+_MAXF=256
+_POW=1.
+_NUM_ORIGINS = 5
+_NUM_USES = 9
+_NUM_CLASSES = _NUM_ORIGINS + _NUM_USES - 1  # by the power of two below the number of uses; the last is 256 and more
+_WATCHED = 4
+_MIN_WATCHED=2**15  # chunks that are known after their eviction, for each that there is room for
 _HALF_LIFE = 2**14  # runs
 _MIN_SLICE = 1024  # chunks used
 _SLICES = 16  # for as many uses as there is room for chunks
@@ -63,7 +68,7 @@ class _Run:
       slice: the slice that it began in.
     """
 
-    __slots__ = ("at_end", "class_id", "end", "keys", "num_resident", "num_uses", "slice", "ticket", "time", "use_id")
+    __slots__ = ("at_end", "class_id", "end", "keys", "num_resident", "num_uses", "slice", "ticket", "time", "use_id", "origin")
 
     def __init__(self, keys: list[ChunkKey], *, num_resident: int, num_uses: int, at_end: bool, use_id: int) -> None:
         self.keys = keys
@@ -73,6 +78,7 @@ class _Run:
         self.use_id = use_id
         self.end: ChunkKey | None = None
         self.ticket = 0
+        self.origin = 0
 
 
 @final
@@ -84,7 +90,7 @@ class DensityPolicy(EvictionPolicy):
         self._num_resident = 0
         self._now = 0  # chunks used so far
         self._newest_use_id = -1
-        self._lifetimes = Lifetimes(_NUM_CLASSES, half_life=_HALF_LIFE)
+        self._lifetimes = Lifetimes(_NUM_CLASSES, half_life=_HALF_LIFE, factors=[1]*_NUM_ORIGINS+[min(2**i, _MAXF)**_POW for i in range(1,_NUM_USES)])
         self._watched: deque[tuple[_Run, int]] = deque()  # runs of which something was evicted, and of which life
         self._max_watched = 0
         # Runs whose last chunk is the last of a prompt, and how often such a one is used with what is before it.
@@ -97,7 +103,7 @@ class DensityPolicy(EvictionPolicy):
 
     def resize(self, num_chunks: int) -> None:
         """See the base class. O(1)."""
-        self._max_watched = num_chunks * _WATCHED
+        self._max_watched = max(_MIN_WATCHED, num_chunks * _WATCHED)
         self._slice_size = max(_MIN_SLICE, num_chunks // _SLICES)
 
     def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
@@ -105,11 +111,11 @@ class DensityPolicy(EvictionPolicy):
         self._advance(use, len(keys))
         self._num_resident += len(keys)
         if not self._runs.keys().isdisjoint(keys):
-            self._insert_known(use, keys)
+            self._insert_known(use, keys, parent)
         else:
             run = None if parent is None else self._runs[parent]
             if run is None or run.use_id != use.use_id or not self._ends_here(run):
-                run = self._add(use, keys)
+                run = self._add(use, keys, run)
             else:  # the prompt goes on, or its answer does
                 self._extend(run, keys, num_resident=len(keys))
                 run.slice.alive[run.class_id] += len(keys)
@@ -197,8 +203,9 @@ class DensityPolicy(EvictionPolicy):
 
     # Runs.
 
-    def _add(self, use: Use, keys: Sequence[ChunkKey]) -> _Run:
+    def _add(self, use: Use, keys: Sequence[ChunkKey], parent: _Run | None) -> _Run:
         run = _Run(list(keys), num_resident=len(keys), num_uses=1, at_end=False, use_id=use.use_id)
+        run.origin = min(parent.num_uses.bit_length(), _NUM_ORIGINS - 1) if parent else 0
         self._runs.update(dict.fromkeys(keys, run))
         self._begin(run)
         return run
@@ -207,15 +214,15 @@ class DensityPolicy(EvictionPolicy):
         """Whether what the same use saves next belongs to a run."""
         return run.at_end and run.end is None and run.num_uses == 1 and run.num_resident == len(run.keys)
 
-    def _insert_known(self, use: Use, keys: Sequence[ChunkKey]) -> None:
+    def _insert_known(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
         """Some of the chunks were here before and are watched."""
         runs, i, num_keys = self._runs, 0, len(keys)
-        run: _Run | None = None
+        run = None if parent is None else runs[parent]
         while i < num_keys:
-            run = runs.get(keys[i])
+            before, run = run, runs.get(keys[i])
             if run is None:
                 end = next((j for j in range(i + 1, num_keys) if keys[j] in runs), num_keys)
-                run = self._add(use, keys[i:end])
+                run = self._add(use, keys[i:end], before)
             else:
                 if run.keys[0] != keys[i]:  # what was before it in its run is resident by now
                     run = self._split(run, run.keys.index(keys[i]))
@@ -251,8 +258,10 @@ class DensityPolicy(EvictionPolicy):
         """Leaves a run its first chunks and returns one of the others."""
         keys = run.keys[num_chunks:]
         num_resident = max(0, run.num_resident - num_chunks)
-        rest = _Run(keys, num_resident=num_resident, num_uses=run.num_uses, at_end=run.at_end, use_id=run.use_id)
-        rest.time, rest.class_id, rest.slice = run.time, run.class_id, run.slice
+        rest = _Run(
+            keys, num_resident=num_resident, num_uses=run.num_uses, at_end=run.at_end, use_id=run.use_id
+        )
+        rest.time, rest.class_id, rest.slice, rest.origin = run.time, run.class_id, run.slice, run.origin
         rest.end, run.end, run.at_end = run.end, None, False
         del run.keys[num_chunks:]
         run.num_resident -= num_resident
@@ -291,7 +300,10 @@ class DensityPolicy(EvictionPolicy):
 
     def _begin(self, run: _Run) -> None:
         run.time = self._now
-        run.class_id = min(run.num_uses.bit_length(), _NUM_CLASSES) - 1
+        if run.num_uses == 1:
+            run.class_id = run.origin
+        else:
+            run.class_id = _NUM_ORIGINS + min(run.num_uses.bit_length(), _NUM_USES) - 2
         run.slice = self._slices[-1]
         run.slice.alive[run.class_id] += len(run.keys)
 
@@ -373,7 +385,9 @@ class DensityPolicy(EvictionPolicy):
                 if run.ticket != ticket:
                     queue.popleft()
                     continue
-                num_evicted, rest = residents.evict(run.keys[run.num_resident - 1], min(num_chunks, run.num_resident))
+                num_evicted, rest = residents.evict(
+                    run.keys[run.num_resident - 1], min(num_chunks, run.num_resident)
+                )
                 if num_evicted:
                     num_chunks -= num_evicted
                     self._num_resident -= num_evicted

@@ -28,8 +28,9 @@ _WIDTHS = np.diff(np.append(_STARTS, 2 * _STARTS[-1]))
 # Before anything is known one in twenty is used in each age group, of which each is longer than the one before:
 # the older, the less it is worth, as with LRU. It counts as much as four runs of each class.
 _PRIOR = 0.05
-_PRIOR_RUNS = 4.0
+_PRIOR_RUNS = 8.0
 _MAX_CHANCE = 0.999
+_MAXP = 0.9
 
 
 @final
@@ -41,7 +42,8 @@ class Lifetimes:
       half_life: after so many ended lives of runs, what was counted before counts half.
     """
 
-    def __init__(self, num_classes: int, *, half_life: int) -> None:
+    def __init__(self, num_classes: int, *, half_life: int, factors=None) -> None:
+        self._factors = np.array(factors, float)
         self._num_classes = num_classes
         self._half_life = half_life
         self._num_ended = 0
@@ -83,7 +85,10 @@ class Lifetimes:
         reached = ends[:, ::-1].cumsum(1)[:, ::-1][:, : end - first]
         reached -= (ends[:, : end - first] - uses) / 2  # who ends otherwise was there for half of the time
         weight = _PRIOR_RUNS * self._run_size
+        share = reached.sum(0) + weight
+        mean = (self._factors[:, None] * reached).sum(0) + weight
         prior = _chances(uses.sum(0), reached.sum(0), _PRIOR, weight)
+        prior = np.minimum(prior * self._factors[:, None] * share / mean, _MAXP)
         chances = _chances(uses, reached, prior, weight)
         left = np.cumprod(1 - chances, axis=1)
         before = np.concatenate([np.ones((self._num_classes, 1)), left[:, :-1]], axis=1)

@@ -1,0 +1,256 @@
+"""The command as a person runs it: flags in, tables, a file and a picture out."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.sim.traces import chats, write_trace
+from tpu_offload.cli.main import main
+from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES
+from tpu_offload.sim import BOUND, Setup, belady_hits, read_traces, replay
+
+MODEL = ("--num-layers", "4", "--num-kv-heads", "2", "--head-size", "128")
+
+
+@pytest.fixture
+def trace_path(tmp_path):
+    return write_trace(tmp_path / "chats.jsonl", chats(random.Random(4), num_requests=200))
+
+
+def simulate(path, *flags):
+    return main(["simulate", "--trace", str(path), "--jobs", "1", *flags])
+
+
+def report_of(tmp_path, path, *flags):
+    assert simulate(path, "--json", str(tmp_path / "r.json"), *flags) == 0
+    return json.loads((tmp_path / "r.json").read_text())
+
+
+@pytest.fixture
+def error_of(capsys):
+    """Runs a command that must end in one line and status 2; returns the line."""
+
+    def run(path, *flags):
+        capsys.readouterr()
+        assert simulate(path, *flags) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("tpu-offload: error: ")
+        assert err.count("\n") == 1
+        return err
+
+    return run
+
+
+def test_json_has_all_policies_and_sizes(tmp_path, trace_path, capsys):
+    report = report_of(tmp_path, trace_path)
+    trace = read_traces([trace_path])
+    rows = {(row["policy"], row["size_share"]): row for row in report["results"]}
+    shares = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1]
+    assert list(rows) == [(policy, share) for policy in (*POLICIES, BOUND) for share in shares]
+    assert {row["policy"] for row in report["results"] if row["default"]} == {DEFAULT_POLICY}
+    for (policy, share), row in rows.items():
+        num_chunks = max(1, round(share * trace.num_unique_blocks))
+        assert row["num_chunks"] == num_chunks
+        if policy == BOUND:
+            hits = belady_hits(trace, num_chunks)
+        else:
+            hits = replay(trace, POLICIES[policy](), Setup(num_chunks)).host_hits
+        assert row["prefix_hit_rate"] == sum(hits) / trace.num_blocks
+        assert row["prefix_hit_rate"] <= rows[BOUND, share]["prefix_hit_rate"]
+        assert row["saved_nbytes"] is None
+    assert report["num_hbm_blocks"] == 0
+    assert report["num_unique_blocks"] == trace.num_unique_blocks
+    out = capsys.readouterr().out
+    assert f"│ {DEFAULT_POLICY} * " in out
+    assert f"200 requests, {trace.num_blocks} blocks of prompts, {trace.num_unique_blocks} unique" in out
+
+
+def test_policies_and_sizes_with_commas_or_spaces(tmp_path, trace_path):
+    one = report_of(tmp_path, trace_path, "--policies", "lru,belady", "--sizes", "0.1", "0.3,1")
+    other = report_of(tmp_path, trace_path, "--policies", "lru", "belady", "lru", "--sizes", "0.1,0.3", "1")
+    assert [(row["policy"], row["size_share"]) for row in one["results"]] == [
+        (policy, share) for policy in ("lru", "belady") for share in (0.1, 0.3, 1)
+    ]
+    assert [row | {"run_s": 0} for row in one["results"]] == [row | {"run_s": 0} for row in other["results"]]
+
+
+def test_parts_and_split(tmp_path, trace_path):
+    flags = ("--policies", "lru", "--sizes", "0.3")
+    trace = read_traces([trace_path])  # requests 0 to 199, a second apart
+    hits = replay(trace, POLICIES["lru"](), Setup(round(0.3 * trace.num_unique_blocks))).host_hits
+
+    def rate(first, end):
+        return sum(hits[first:end]) / sum(len(request.blocks) for request in trace.requests[first:end])
+
+    (row,) = report_of(tmp_path, trace_path, *flags)["results"]
+    assert row["first_part_hit_rate"] == rate(0, 100)
+    assert row["second_part_hit_rate"] == rate(100, 200)
+    assert row["prefix_hit_rate"] == rate(0, 200)
+    for split in ("0.8040201", "160"):  # of 199 seconds
+        (row,) = report_of(tmp_path, trace_path, *flags, "--split", split)["results"]
+        assert row["first_part_hit_rate"] == rate(0, 160)
+        assert row["prefix_hit_rate"] == row["second_part_hit_rate"] == rate(160, 200)
+
+
+def test_time_range(tmp_path, trace_path):
+    report = report_of(tmp_path, trace_path, "--policies", "lru", "--sizes", "1", "--start", "50", "--end", "80")
+    assert report["num_requests"] == 30
+    assert (report["first_request_s"], report["last_request_s"], report["second_part_s"]) == (50, 79, 65)
+    assert report["num_unique_blocks"] < read_traces([trace_path]).num_unique_blocks
+
+
+def test_several_traces(tmp_path, trace_path):
+    report = report_of(tmp_path, trace_path, "--trace", str(trace_path), str(trace_path), "--policies", "belady")
+    assert report["traces"] == [str(trace_path)] * 3
+    assert report["num_unique_blocks"] == 3 * read_traces([trace_path]).num_unique_blocks
+
+
+def test_sizes_in_gb(tmp_path, trace_path, capsys):
+    """A chunk is 512 tokens x 4 layers x 2 heads x 128 x keys and values x 2 bytes: 2 MiB."""
+    flags = ("--policies", "lru", "--hbm", "0.05GB", *MODEL)
+    report = report_of(tmp_path, trace_path, *flags, "--sizes-gb", "0.1,0.5")
+    assert report["chunk_nbytes"] == 2 * 2**20
+    assert report["num_hbm_blocks"] == 25
+    assert [row["num_chunks"] for row in report["results"]] == [51, 256]
+    for row in report["results"]:
+        assert row["saved_nbytes"] == row["num_saved_chunks"] * report["chunk_nbytes"]
+        assert row["loaded_nbytes"] == row["num_loaded_chunks"] * report["chunk_nbytes"]
+    out = capsys.readouterr().out
+    assert "Saved GB" in out
+    assert "0.5 GB" in out
+    assert "HBM in front: 25 blocks" in out
+    flags += ("--dtype", "float8_e4m3fn", "--trace-block-tokens", "1024")
+    assert report_of(tmp_path, trace_path, *flags, "--sizes-gb", "1")["chunk_nbytes"] == 2 * 2**20
+
+
+def test_hbm_and_secondary(tmp_path, trace_path, capsys):
+    flags = ("--policies", "lru", "--sizes", "0.1", "--hbm", "0.05", "--save-on", "eviction")
+    report = report_of(tmp_path, trace_path, *flags, "--secondary", "200", "--secondary-mode", "demote")
+    (row,) = report["results"]
+    assert row["hbm_hit_rate"] > 0
+    assert row["prefix_hit_rate"] > 0
+    assert row["secondary_hit_rate"] > 0
+    assert row["num_secondary_saved_chunks"] > 0
+    out = capsys.readouterr().out
+    assert "saved on eviction" in out
+    assert "Prefix hit rate of the secondary tier" in out
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_plot(tmp_path, trace_path, suffix, begins):
+    pictures = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.{suffix}"
+        assert simulate(trace_path, "--policies", "lru,belady", "--plot", str(path)) == 0
+        pictures.append(path.read_bytes())
+    assert pictures[0] == pictures[1]
+    assert pictures[0].startswith(begins)
+    if suffix == "svg":
+        assert b"belady (the bound)" in pictures[0]
+        assert (b"lru (default)" in pictures[0]) == (DEFAULT_POLICY == "lru")
+
+
+def test_wrong_flags(tmp_path, trace_path, error_of):
+    assert "'clock'; expected one of lru" in error_of(trace_path, "--policies", "clock")
+    assert "'0'; expected a share of the unique blocks, above 0 and at most 1" in error_of(trace_path, "--sizes", "0")
+    assert "'2'; expected a share" in error_of(trace_path, "--sizes", "2")
+    assert "'40TB'; expected a share of the unique blocks (0.05), a num" in error_of(trace_path, "--hbm", "40TB")
+    assert "needs a model: give --num-layers, --num-kv-heads, --head-size" in error_of(trace_path, "--hbm", "40GB")
+    assert "a model needs --head-size as well" in error_of(trace_path, *MODEL[:4])
+    assert "no room for a chunk of" in error_of(trace_path, "--sizes-gb", "0.001", *MODEL)
+    assert "expected the name of a type" in error_of(trace_path, *MODEL, "--dtype", "bf17")
+    assert "give its size with --hbm" in error_of(trace_path, "--save-on", "eviction")
+    assert "nothing without --secondary" in error_of(trace_path, "--secondary-mode", "demote")
+    assert "not allowed with argument" in error_of(trace_path, "--sizes", "1", "--sizes-gb", "1")
+    assert "no request from 900 s" in error_of(trace_path, "--start", "900")
+    assert "the last request is at 199 s" in error_of(trace_path, "--split", "200")
+    assert "ends with none of .png, .svg, .pdf" in error_of(trace_path, "--plot", str(tmp_path / "a.gif"))
+    assert "there is no directory" in error_of(trace_path, "--json", str(tmp_path / "none" / "a.json"))
+    assert "it is a directory" in error_of(trace_path, "--plot", str(tmp_path))
+    assert "cannot read" in error_of(tmp_path / "none.jsonl")
+
+
+def test_bad_traces(tmp_path, error_of):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"timestamp": 1, "hash_ids": [1]}\n{"timestamp": 2}\n')
+    assert f'{path} line 2: expected "hash_ids" to be a list' in error_of(path)
+    assert "no request has a block" in error_of(write_trace(tmp_path / "empty.jsonl", [[], []]))
+
+
+def test_notes_are_told(tmp_path, capsys, caplog):
+    path = write_trace(tmp_path / "plain.jsonl", [[1, 2], [2, 1]])
+    assert simulate(path, "--policies", "lru", "--sizes", "1") == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} line 2: hash_ids are not prefix-chained; id 2 follows another one than before; each id is taken as "
+        "another block after each prefix"
+    ]
+
+
+def test_a_trace_in_which_all_comes_at_once(tmp_path, capsys):
+    path = write_trace(tmp_path / "t.jsonl", [[1], [1]], times_ms=[5, 5])
+    (row,) = report_of(tmp_path, path, "--policies", "lru", "--sizes", "1")["results"]
+    assert (row["prefix_hit_rate"], row["first_part_hit_rate"], row["second_part_hit_rate"]) == (0.5, None, 0.5)
+
+
+def run_command(*argv, hash_seed):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": hash_seed, "COLUMNS": "100"}
+    command = [sys.executable, "-m", "tpu_offload.cli.main", "simulate", *argv]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_results_depend_on_no_hash_seed(tmp_path, trace_path):
+    flags = ("--sizes", "0.05", "0.2", "--save-after-sightings", "2", "--hbm", "30", "--secondary", "40", "--jobs", "1")
+    processes = [
+        run_command("--trace", str(trace_path), *flags, "--json", str(tmp_path / f"{seed}.json"), hash_seed=seed)
+        for seed in ("1", "2")
+    ]
+    outs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    one, other = (json.loads((tmp_path / f"{seed}.json").read_text())["results"] for seed in ("1", "2"))
+    assert [row | {"run_s": 0} for row in one] == [row | {"run_s": 0} for row in other]
+    assert outs[0][0] == outs[1][0]
+
+
+def test_ctrl_c_ends_it_at_once(tmp_path):
+    """With processes at work; as a terminal does it, the signal goes to all of them."""
+    path = write_trace(tmp_path / "long.jsonl", chats(random.Random(4), num_requests=20_000, num_chats=500))
+    sizes = ",".join(str(i / 1000) for i in range(1, 400))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tpu_offload.cli.main", "simulate", "--trace", str(path), "--sizes", sizes]
+    with subprocess.Popen(
+        [*command, "--jobs", "2", "--json", str(tmp_path / "r.json")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stderr.readline().startswith("simulate: 1 of")
+            os.killpg(process.pid, signal.SIGINT)
+            begin_s = time.monotonic()
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert time.monotonic() - begin_s < 10
+    assert (out, err) == ("", "tpu-offload: interrupted\n")
+    assert not (tmp_path / "r.json").exists()
+    assert is_gone(process.pid)
+
+
+def is_gone(process_group):
+    for _ in range(200):
+        try:
+            os.killpg(process_group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,125 @@
+"""The real scheduler, serving the same requests one after another, hits what the simulation says."""
+
+import dataclasses
+import random
+
+import pytest
+
+from tests.core.fakes import BLOCK_SIZE, LAYOUT
+from tests.sim.traces import chats, make_trace
+from tpu_offload import CachedPrefix, JobResult, JobState, OffloadConfig, OffloadScheduler, ScheduledRequest, StepReport
+from tpu_offload.config import SaveEvent
+from tpu_offload.core.policies import POLICIES, LRUPolicy
+from tpu_offload.hashing import key_namespace, last_block_hash
+from tpu_offload.sim import Setup, no_front, play_hbm, replay
+
+
+class Engine:
+    """Computes a whole prompt in a step. Copies are done at once."""
+
+    def __init__(self, policy, *, num_chunks, num_sightings, save_on=SaveEvent.COMPUTE):
+        config = OffloadConfig.create(
+            num_staging_blocks=10_000,
+            num_cpu_chunks=num_chunks,
+            save_after_sightings=num_sightings,
+            save_on=(save_on,),
+        )
+        self.scheduler = OffloadScheduler(config, LAYOUT, policy=policy)
+        self.num_chunks = num_chunks
+        self.scheduler.apply(StepReport(0, (), num_chunks))
+
+    def step(self, *scheduled):
+        plan = self.scheduler.plan_step(scheduled)
+        results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in plan.early_saves + plan.loads + plan.saves)
+        self.scheduler.apply(StepReport(0, results, self.num_chunks))
+
+    def serve(self, name, hashes, *, num_hbm_blocks, left=()):
+        """Returns how many blocks were loaded.
+
+        Args:
+          name: the request's.
+          hashes: of its blocks.
+          num_hbm_blocks: leading blocks of it that are in HBM.
+          left: hashes of the prefixes whose last blocks go for it.
+        """
+        num_tokens = len(hashes) * BLOCK_SIZE + 1  # so that the last block is one like the others
+        in_hbm = num_hbm_blocks * BLOCK_SIZE
+        found = self.scheduler.match(name, hashes, num_tokens=num_tokens, num_computed_tokens=in_hbm)
+        for prefix in left:
+            self.scheduler.evict(CachedPrefix(prefix, len(prefix), prefix.index, len(prefix) * BLOCK_SIZE))
+        block_ids = list(range(len(hashes)))
+        self.scheduler.admit(name, block_ids, num_loaded_tokens=found)
+        self.step()
+        self.step(ScheduledRequest(name, hashes, block_ids, num_tokens, num_tokens))
+        self.scheduler.finish(name)
+        return found // BLOCK_SIZE
+
+
+def chat_trace(tmp_path, seed):
+    """With the keys that the scheduler makes: policies may make hashes of them."""
+    trace = make_trace(tmp_path, chats(random.Random(seed), num_requests=150))
+    namespace = key_namespace(LAYOUT.fingerprint(), blocks_per_chunk=1)
+    return dataclasses.replace(trace, keys=tuple(last_block_hash(key) + namespace for key in trace.keys))
+
+
+def hashes_of(trace, block):
+    """Those of the prefix that ends at a block."""
+    hashes = []
+    while block >= 0:
+        hashes.append(last_block_hash(trace.keys[block]))
+        block = trace.parents[block]
+    return hashes[::-1]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("hbm", [0, 45])
+@pytest.mark.parametrize("num_sightings", [1, 2])
+def test_the_same_hits(tmp_path, name, hbm, num_sightings):
+    trace = chat_trace(tmp_path, 6)
+    front = play_hbm(trace, hbm) if hbm else no_front(trace)
+    for num_chunks in (40, 70, 150):
+        engine = Engine(POLICIES[name](), num_chunks=num_chunks, num_sightings=num_sightings)
+        hits = []
+        for number, request in enumerate(trace.requests):
+            hashes = hashes_of(trace, request.blocks[-1])
+            hits.append(engine.serve(f"r{number}", hashes, num_hbm_blocks=front.hits[number]))
+        setup = Setup(num_chunks, num_sightings=num_sightings)
+        outcome = replay(trace, POLICIES[name](), setup, front=front)
+        assert outcome.host_hits == tuple(hits)
+        assert sum(hits) > 0 or hbm > num_chunks
+        stats = engine.scheduler.stats()
+        assert stats.saved_blocks == outcome.num_saved
+        assert stats.num_evicted_chunks == outcome.num_evicted
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("num_sightings", [1, 2])
+def test_the_same_hits_when_hbm_evicts(tmp_path, name, num_sightings):
+    trace = chat_trace(tmp_path, 7)
+    front = play_hbm(trace, 45)
+    for num_chunks in (40, 70, 150):
+        setup = Setup(num_chunks, save_on=SaveEvent.HBM_EVICTION, num_sightings=num_sightings)
+        engine = Engine(
+            POLICIES[name](), num_chunks=num_chunks, num_sightings=num_sightings, save_on=SaveEvent.HBM_EVICTION
+        )
+        hits = []
+        for number, request in enumerate(trace.requests):
+            left = [hashes_of(trace, block) for block in front.left[number]]
+            hashes = hashes_of(trace, request.blocks[-1])
+            hits.append(engine.serve(f"r{number}", hashes, num_hbm_blocks=front.hits[number], left=left))
+        outcome = replay(trace, POLICIES[name](), setup, front=front)
+        assert outcome.host_hits == tuple(hits)
+        assert sum(hits) > 0
+        assert engine.scheduler.stats().saved_blocks == outcome.num_saved
+
+
+def test_prompts_that_find_no_room(tmp_path):
+    trace = make_trace(tmp_path, [[*range(i * 10, i * 10 + 8)] for i in (0, 1, 0, 0)])
+    engine = Engine(LRUPolicy(), num_chunks=5, num_sightings=1)
+    hits = []
+    for number, request in enumerate(trace.requests):
+        hashes = hashes_of(trace, request.blocks[-1])
+        hits.append(engine.serve(f"r{number}", hashes, num_hbm_blocks=0))
+    outcome = replay(trace, LRUPolicy(), Setup(5))
+    assert outcome.host_hits == tuple(hits)
+    assert outcome.num_dropped == engine.scheduler.stats().dropped_save_blocks > 0

@@ -1,0 +1,160 @@
+"""Replays against plain references: caches as ordered dictionaries, without the index and its policies."""
+
+import itertools
+import random
+from collections import OrderedDict
+
+import pytest
+
+from tests.sim.traces import chats, make_trace, random_trace
+from tpu_offload.config import SaveEvent
+from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
+from tpu_offload.sim import SecondaryMode, Setup, belady_hits, play_hbm, replay
+from tpu_offload.sim.tier import Tier
+
+SIZES = (1, 2, 5, 11, 23, 60, 200)
+
+
+class PlainLRU:
+    """Every block by itself, the head of a prompt more recent than its tail."""
+
+    def __init__(self, size):
+        self.size, self.blocks = size, OrderedDict()
+
+    def find(self, blocks, first=0):
+        return len(list(itertools.takewhile(self.blocks.__contains__, blocks[first:])))
+
+    def use(self, blocks):
+        """Returns what goes for it."""
+        for block in reversed(blocks):
+            self.blocks[block] = None
+            self.blocks.move_to_end(block)
+        return [self.blocks.popitem(last=False)[0] for _ in range(len(self.blocks) - self.size)]
+
+
+def plain_hits(trace, size):
+    cache, hits = PlainLRU(size), []
+    for request in trace.requests:
+        hits.append(cache.find(request.blocks))
+        cache.use(request.blocks)
+    return tuple(hits)
+
+
+def longest(trace):
+    return max(len(request.blocks) for request in trace.requests)
+
+
+@pytest.fixture
+def chat_trace(tmp_path):
+    return make_trace(tmp_path, chats(random.Random(5), num_requests=300))
+
+
+def unlimited_hits(trace):
+    return plain_hits(trace, trace.num_unique_blocks)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_lru_is_lru(seed):
+    rng = random.Random(seed)
+    trace = random_trace(rng, num_requests=200, num_blocks=rng.randint(3, 60))
+    for size in SIZES:
+        outcome = replay(trace, LRUPolicy(), Setup(size))
+        if size >= longest(trace):
+            assert outcome.host_hits == plain_hits(trace, size)
+            assert outcome.num_dropped == 0
+        assert sum(outcome.host_hits) + outcome.num_saved + outcome.num_dropped == trace.num_blocks
+        assert 0 <= outcome.num_saved - outcome.num_evicted <= size
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_stays_below_the_bound(chat_trace, name):
+    for size in SIZES:
+        hits = replay(chat_trace, POLICIES[name](), Setup(size)).host_hits
+        assert sum(hits) <= sum(belady_hits(chat_trace, size))
+        assert hits == replay(chat_trace, POLICIES[name](), Setup(size)).host_hits
+    assert replay(chat_trace, POLICIES[name](), Setup(10**4)).host_hits == unlimited_hits(chat_trace)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_keeps_the_invariants_of_the_index(chat_trace, name):
+    tier = Tier(POLICIES[name](), num_chunks=25)
+    for number, request in enumerate(chat_trace.requests):
+        keys = [chat_trace.keys[block] for block in request.blocks]
+        tier.touch(Use(number), keys, tier.find(keys))
+        tier.save(Use(number), keys, len(keys))
+        tier.check_invariants()
+        tier.settle()
+        tier.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_hbm_in_front(seed):
+    rng = random.Random(seed)
+    trace = random_trace(rng, num_requests=200, num_blocks=50)
+    for hbm_size, size in itertools.product((5, 15, 30), (8, 20, 40)):
+        if min(hbm_size, size) < longest(trace):
+            continue
+        front = play_hbm(trace, hbm_size)
+        hbm, host, hits = PlainLRU(hbm_size), PlainLRU(size), []
+        for number, request in enumerate(trace.requests):
+            in_hbm = hbm.find(request.blocks)
+            assert front.hits[number] == in_hbm
+            hits.append(host.find(request.blocks, in_hbm))
+            assert set(front.left[number]) == set(hbm.use(request.blocks))
+            host.use(request.blocks)
+        assert replay(trace, LRUPolicy(), Setup(size), front=front).host_hits == tuple(hits)
+
+
+def test_write_through_is_of_no_use_below_the_size_of_hbm(chat_trace):
+    """It holds what HBM holds. Saved when HBM evicts, as many chunks hit."""
+    front = play_hbm(chat_trace, 60)
+    for size in (35, 60):
+        assert sum(replay(chat_trace, LRUPolicy(), Setup(size), front=front).host_hits) == 0
+    on_eviction = Setup(60, save_on=SaveEvent.HBM_EVICTION)
+    hits = replay(chat_trace, LRUPolicy(), on_eviction, front=front).host_hits
+    assert 0 < sum(hits) <= sum(belady_hits(chat_trace, 60, front=front))
+
+
+def test_saved_when_hbm_evicts_is_never_lost_with_room_for_all(chat_trace):
+    """Every block that was computed once is in HBM or in the host tier."""
+    front = play_hbm(chat_trace, 60)
+    outcome = replay(chat_trace, LRUPolicy(), Setup(10**4, save_on=SaveEvent.HBM_EVICTION), front=front)
+    hits = tuple(a + b for a, b in zip(front.hits, outcome.host_hits, strict=True))
+    assert hits == unlimited_hits(chat_trace)
+    assert outcome.num_saved < chat_trace.num_unique_blocks
+
+
+def test_a_prompt_larger_than_hbm(chat_trace):
+    front = play_hbm(chat_trace, 10)
+    on_eviction = Setup(10**4, save_on=SaveEvent.HBM_EVICTION)
+    hits = replay(chat_trace, LRUPolicy(), on_eviction, front=front).host_hits
+    assert tuple(a + b for a, b in zip(front.hits, hits, strict=True)) == unlimited_hits(chat_trace)
+
+
+def test_saved_at_the_second_sighting(tmp_path):
+    trace = make_trace(tmp_path, [[1, 2], [1, 3], [1, 3], [1, 3]])
+    outcome = replay(trace, LRUPolicy(), Setup(10, num_sightings=2))
+    assert outcome.host_hits == (0, 0, 1, 2)
+    assert outcome.num_saved == 2
+
+
+@pytest.mark.parametrize("mode", SecondaryMode)
+def test_a_secondary_tier_with_room_for_all(chat_trace, mode):
+    """Whatever was ever saved hits, in the one tier or the other."""
+    for size in (35, 60, 200):
+        setup = Setup(size, num_secondary_chunks=10**4, secondary_mode=mode)
+        outcome = replay(chat_trace, LRUPolicy(), setup)
+        hits = tuple(a + b for a, b in zip(outcome.host_hits, outcome.secondary_hits, strict=True))
+        assert hits == unlimited_hits(chat_trace)
+        assert outcome.host_hits == plain_hits(chat_trace, size)
+        most = outcome.num_evicted if mode is SecondaryMode.DEMOTE else chat_trace.num_unique_blocks
+        assert 0 < outcome.num_secondary_saved <= most
+
+
+def test_a_small_secondary_tier(chat_trace):
+    """Filled on eviction it holds other chunks than the host tier, filled on save mostly the same ones."""
+    sums = {}
+    for mode in SecondaryMode:
+        outcome = replay(chat_trace, LRUPolicy(), Setup(60, num_secondary_chunks=60, secondary_mode=mode))
+        sums[mode] = sum(outcome.secondary_hits)
+    assert sums[SecondaryMode.DEMOTE] > 2 * sums[SecondaryMode.CASCADE]

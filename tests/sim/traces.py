@@ -1,0 +1,63 @@
+"""Small traces, and files of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tpu_offload.sim import Request, Trace, read_traces
+
+SHARED_TRACE = Path(__file__).parents[2].parent / "shared" / "traces" / "conversation_trace.jsonl"
+needs_shared_trace = pytest.mark.skipif(
+    not SHARED_TRACE.exists(), reason="the shared trace is not beside this checkout (../shared/traces)"
+)
+
+
+def write_trace(path, prompts, *, times_ms=None):
+    """One request a prompt, a second apart by default."""
+    times_ms = times_ms or [1000 * i for i in range(len(prompts))]
+    lines = [
+        {"timestamp": time, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": list(ids)}
+        for time, ids in zip(times_ms, prompts, strict=True)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def make_trace(tmp_path, prompts):
+    return read_traces([write_trace(tmp_path / "trace.jsonl", prompts)])
+
+
+def random_trace(rng, *, num_requests, num_blocks):
+    """Prompts that are paths in a random tree, made without a file: nodes are numbered as they first appear."""
+    parents = [rng.randrange(i) if i and rng.random() < 0.8 else -1 for i in range(num_blocks)]
+    paths = []
+    for _ in range(num_requests):
+        path, block = [], rng.randrange(num_blocks)
+        while block >= 0:
+            path.append(block)
+            block = parents[block]
+        paths.append(path[::-1])
+    numbers = {}
+    for path in paths:
+        for block in path:
+            numbers.setdefault(block, len(numbers))
+    known = {-1: -1} | numbers
+    requests = tuple(
+        Request(float(i), tuple(numbers[block] for block in path), 512 * len(path), 1) for i, path in enumerate(paths)
+    )
+    keys = tuple(number.to_bytes(24, "big") for number in range(len(numbers)))
+    return Trace(requests, keys, tuple(known[parents[block]] for block in numbers))
+
+
+def chats(rng, *, num_requests, num_chats=12):
+    """Prompts of conversations that grow, over two system prompts; as ids."""
+    histories = [[f"system-{i % 2}-{j}" for j in range(3)] for i in range(num_chats)]
+    prompts = []
+    for number in range(num_requests):
+        history = histories[rng.randrange(num_chats)]
+        history += [f"{number}-{j}" for j in range(rng.randint(1, 4))]
+        prompts.append(tuple(history))
+        if len(history) > 30:
+            del history[3:]
+    return prompts

@@ -1,0 +1,146 @@
+"""What a simulation came to: numbers for a file, tables for a person."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from tpu_offload.cli.simulate_sizes import GB
+from tpu_offload.cli.terminal import ReportConsole
+from tpu_offload.core.policies import DEFAULT_POLICY
+from tpu_offload.sim import BOUND, Part, Result, Scene
+
+_BASE = "lru"  # what the way to the bound begins at
+
+type _Row = Mapping[str, Any]
+
+
+def as_json(scene: Scene, results: Sequence[Result], *, chunk_nbytes: int | None) -> list[dict[str, Any]]:
+    """A record for each run. Rates are shares of the blocks of the prompts; what is not known is None."""
+    return [_record(scene, result, chunk_nbytes) for result in results]
+
+
+def _record(scene: Scene, result: Result, chunk_nbytes: int | None) -> dict[str, Any]:
+    counted = result.second if scene.only_second else result.first + result.second
+    whole = result.first + result.second
+    moves = {"saved": result.num_saved, "loaded": whole.num_host_hits}
+    moves |= {"secondary_saved": result.num_secondary_saved, "secondary_loaded": whole.num_secondary_hits}
+    return {
+        "policy": result.run.policy,
+        "default": result.run.policy == DEFAULT_POLICY,
+        "size_share": result.run.size_share,
+        "num_chunks": result.run.setup.num_chunks,
+        "nbytes": result.run.setup.num_chunks * chunk_nbytes if chunk_nbytes else None,
+        "prefix_hit_rate": _rate(counted.num_host_hits, counted),
+        "first_part_hit_rate": _rate(result.first.num_host_hits, result.first),
+        "second_part_hit_rate": _rate(result.second.num_host_hits, result.second),
+        "hbm_hit_rate": _rate(counted.num_hbm_hits, counted),
+        "secondary_hit_rate": _rate(counted.num_secondary_hits, counted),
+        **{f"num_{name}_chunks": num for name, num in moves.items()},
+        "num_evicted_chunks": result.num_evicted,
+        "num_dropped_chunks": result.num_dropped,
+        **{f"{name}_nbytes": num * chunk_nbytes if chunk_nbytes else None for name, num in moves.items()},
+        "run_s": result.run_s,
+    }
+
+
+def _rate(num_hits: int, part: Part) -> float | None:
+    return num_hits / part.num_blocks if part.num_blocks else None
+
+
+def describe(scene: Scene, *, num_hbm_blocks: int, chunk_nbytes: int | None) -> dict[str, Any]:
+    """What was played, for whoever compares two files."""
+    trace, split = scene.trace, scene.split
+    requests = trace.requests
+    return {
+        "num_requests": len(requests),
+        "num_blocks": trace.num_blocks,
+        "num_unique_blocks": trace.num_unique_blocks,
+        "first_request_s": requests[0].time_s,
+        "last_request_s": requests[-1].time_s,
+        "second_part_s": requests[split].time_s if split < len(requests) else None,
+        "num_first_part_requests": split,
+        "counts_second_part_only": scene.only_second,
+        "num_hbm_blocks": num_hbm_blocks,
+        "chunk_nbytes": chunk_nbytes,
+        "notes": list(trace.notes),
+    }
+
+
+def tell(report: Mapping[str, Any]) -> None:
+    """Prints the tables."""
+    console = ReportConsole()
+    results: Sequence[_Row] = report["results"]
+    console.print(
+        f"{report['num_requests']} requests, {report['num_blocks']} blocks of prompts, {report['num_unique_blocks']} "
+        f"unique; second part from {report['second_part_s'] or 0:g} s on. * is the default policy, {BOUND} the bound."
+    )
+    where = ", second part only" if report["counts_second_part_only"] else ""
+    if report["num_hbm_blocks"]:
+        console.print(
+            f"HBM in front: {report['num_hbm_blocks']} blocks, which alone hit {results[0]['hbm_hit_rate']:.3f} of the "
+            f"blocks{where}; saved on {report['save_on']}, after {report['save_after_sightings']} sightings."
+        )
+    console.print(_matrix(results, f"Prefix hit rate of the host tier{where}", _decimals("prefix_hit_rate")))
+    if {_BASE, BOUND} <= {row["policy"] for row in results}:
+        others = [row for row in results if row["policy"] not in (_BASE, BOUND)]
+        if others:
+            console.print(_matrix(others, f"Part of the way from {_BASE} to the bound{where}", _way(results)))
+    for part in ("first", "second"):
+        console.print(_matrix(results, f"Prefix hit rate, {part} part", _decimals(f"{part}_part_hit_rate")))
+    played = [row for row in results if row["policy"] != BOUND]
+    if played:
+        _tell_traffic(console, played, has_secondary=any(row["secondary_hit_rate"] for row in played))
+
+
+def _tell_traffic(console: ReportConsole, played: Sequence[_Row], *, has_secondary: bool) -> None:
+    if has_secondary:
+        console.print(_matrix(played, "Prefix hit rate of the secondary tier", _decimals("secondary_hit_rate")))
+    moves = ["saved", "loaded", *(["secondary_saved", "secondary_loaded"] if has_secondary else [])]
+    for name in moves:
+        what = name.capitalize().replace("_", " tier, ")
+        in_gb = played[0][f"{name}_nbytes"] is not None
+        cell = _gb(f"{name}_nbytes") if in_gb else _count(f"num_{name}_chunks")
+        console.print(_matrix(played, f"{what} {'GB' if in_gb else 'chunks'}", cell))
+    console.print(_matrix(played, "Evicted chunks", _count("num_evicted_chunks")))
+    if any(row["num_dropped_chunks"] for row in played):
+        console.print(_matrix(played, "Dropped chunks", _count("num_dropped_chunks")))
+
+
+def _decimals(name: str) -> Callable[[_Row], str]:
+    return lambda row: "-" if row[name] is None else f"{row[name]:.3f}"
+
+
+def _count(name: str) -> Callable[[_Row], str]:
+    # Eight columns of these are to fit in a narrow terminal.
+    return lambda row: str(row[name]) if row[name] < 100_000 else f"{row[name] / 1000:.0f}k"
+
+
+def _gb(name: str) -> Callable[[_Row], str]:
+    return lambda row: f"{row[name] / GB:.1f}"
+
+
+def _way(results: Sequence[_Row]) -> Callable[[_Row], str]:
+    rates = {(row["policy"], row["num_chunks"]): row["prefix_hit_rate"] for row in results}
+
+    def way(row: _Row) -> str:
+        base, bound = (rates[name, row["num_chunks"]] for name in (_BASE, BOUND))
+        if bound <= base:
+            return "-"
+        part = (row["prefix_hit_rate"] - base) / (bound - base)
+        return f"{part:.0%}" if part >= -1 else "< -100%"
+
+    return way
+
+
+def _matrix(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Table:
+    """A line for each policy, a column for each size."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for share, nbytes in dict.fromkeys((row["size_share"], row["nbytes"]) for row in rows):
+        in_gb = f"\n{nbytes / GB:.3g} GB" if nbytes else ""
+        table.add_column(f"{100 * share:.3g} %{in_gb}", justify="right")
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        mine = [row for row in rows if row["policy"] == policy]
+        table.add_row(policy + (" *" if mine[0]["default"] else ""), *map(cell, mine))
+    return table

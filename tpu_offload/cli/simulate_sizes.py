@@ -1,0 +1,109 @@
+"""Sizes of simulated tiers as a person gives them: shares, chunks, or GB of a model."""
+
+import argparse
+import dataclasses
+import enum
+import re
+from typing import final
+
+import jax.numpy as jnp
+
+from tpu_offload.cli.flags import float_flag, int_flag
+from tpu_offload.errors import InputError
+
+GB = 2**30
+_MODEL_FLAGS = ("num_layers", "num_kv_heads", "head_size")
+
+
+class Unit(enum.Enum):
+    """What a size is given in; the value is what ends it."""
+
+    SHARE = ""  # of the unique blocks
+    CHUNKS = " chunks"
+    GB = "GB"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Size:
+    """How large a tier is."""
+
+    value: float
+    unit: Unit
+
+    def __str__(self) -> str:
+        return f"{self.value:g}{self.unit.value}"
+
+    def num_chunks(self, *, num_unique_blocks: int, chunk_nbytes: int | None) -> int:
+        """How many chunks have room.
+
+        Raises:
+          InputError: it is in GB and no model is given, or there is no room for a chunk.
+        """
+        if self.unit is Unit.SHARE:
+            return max(1, round(self.value * num_unique_blocks))
+        if self.unit is Unit.CHUNKS:
+            return int(self.value)
+        if chunk_nbytes is None:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in _MODEL_FLAGS)
+            raise InputError(f"a size of {self} needs a model: give {flags}")
+        num_chunks = int(self.value * GB) // chunk_nbytes
+        if num_chunks < 1:
+            raise InputError(f"a size of {self} has no room for a chunk of {chunk_nbytes} bytes")
+        return num_chunks
+
+
+def share_flag(text: str) -> Size:
+    """A share of the unique blocks."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a share of the unique blocks, above 0 and at most 1")
+    return Size(value, Unit.SHARE)
+
+
+def gb_flag(text: str) -> Size:
+    """A size in GB, without the unit."""
+    return Size(float_flag(0)(text), Unit.GB)
+
+
+def size_flag(text: str) -> Size:
+    """A size in any unit: 0.05 is a share, 9000 a number of chunks, 40GB that."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(GB)?", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected a share of the unique blocks (0.05), a number of chunks (9000) or GB (40GB), above 0"
+        )
+    if match[2]:
+        return gb_flag(match[1])
+    return share_flag(text) if "." in text else Size(int(text), Unit.CHUNKS)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say how large a chunk is."""
+    add = parser.add_argument
+    add("--num-layers", type=int_flag(1), metavar="N", help="model, for sizes in GB and bytes: layers")
+    add("--num-kv-heads", type=int_flag(1), metavar="N", help="model: key and value heads")
+    add("--head-size", type=int_flag(1), metavar="N", help="model: width of a head")
+    add("--dtype", default="bfloat16", metavar="NAME", help="model: type of the KV cache (bfloat16)")
+
+
+def chunk_nbytes(args: argparse.Namespace) -> int | None:
+    """Bytes of a chunk, keys and values of all layers; None if no model is given.
+
+    Raises:
+      InputError: the model is given in part, or its dtype is none.
+    """
+    sizes = {name: getattr(args, name) for name in _MODEL_FLAGS}
+    if not any(sizes.values()):
+        return None
+    for name, size in sizes.items():
+        if size is None:
+            raise InputError(f"a model needs --{name.replace('_', '-')} as well")
+    try:
+        itemsize: int = jnp.dtype(args.dtype).itemsize
+    except TypeError as e:
+        raise InputError(f"--dtype {args.dtype!r}; expected the name of a type, like bfloat16 or float8_e4m3fn") from e
+    return int(2 * args.num_layers * args.num_kv_heads * args.head_size * itemsize * args.trace_block_tokens)

@@ -1,0 +1,213 @@
+"""Priorities on top of any eviction policy: what low ones used goes first, whatever the policy says of the rest.
+
+There is one policy for each priority in use, and each orders the chunks of its own only. A use of higher priority
+lifts what it uses; nothing sinks again. So a chunk can hang on one of another level: each level sees the
+chunks of the others as if they were not there, and is told when the last of them that hung on one of its own is gone.
+"""
+
+from collections.abc import Callable, Collection, Container, Sequence
+from typing import final
+
+from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
+from tpu_offload.types import ChunkKey
+
+_MAX_PRIORITY = 8  # each level has ghosts and counts of its own: their number must not grow with what users send
+
+
+@final
+class PriorityPolicy(EvictionPolicy):
+    """One policy for each priority; lower ones are evicted first.
+
+    While all uses have priority 0 it hands the calls on and that is all. Priorities below -8 count as -8, above 8 as 8.
+
+    Args:
+      make: a new policy, for one level.
+    """
+
+    def __init__(self, make: Callable[[], EvictionPolicy]) -> None:
+        self._make = make
+        self._base = make()
+        self._num_chunks = 0
+        # By priority: the policies of the others, while they have chunks.
+        self._others: dict[int, EvictionPolicy] = {}
+        self._sizes: dict[int, int] = {}  # their chunks
+        self._level_of: dict[ChunkKey, int] = {}  # 0 where it says nothing
+
+    def resize(self, num_chunks: int) -> None:
+        """See the base class; each level may have the whole tier."""
+        self._num_chunks = num_chunks
+        for policy in (self._base, *self._others.values()):
+            policy.resize(num_chunks)
+
+    def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
+        """See the base class."""
+        level = _clamped(use.priority)
+        if level:
+            self._join(level, keys)
+        self._policy(level).insert(use, keys, parent)
+
+    def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
+        """See the base class. O(num_chunks) in Python itself where there is more than one level."""
+        if not self._others and not use.priority:
+            self._base.touch(use, keys, num_chunks, residents)
+            return
+        to = _clamped(use.priority)
+        parts: dict[int, list[ChunkKey]] = {}
+        lifted: list[tuple[ChunkKey | None, list[ChunkKey]]] = []  # runs, each with the chunk before it
+        before: ChunkKey | None = None
+        follows = False
+        for key in keys[:num_chunks]:
+            here = key in residents
+            level = self._level_of.get(key, 0)
+            if not here or level >= to:
+                if here:
+                    parts.setdefault(level, []).append(key)
+                follows = False
+            elif follows:
+                lifted[-1][1].append(key)
+            else:
+                lifted.append((before, [key]))
+                follows = True
+            before = key if here else None
+        for parent, run in lifted:
+            self._lift(use, run, parent, to)
+        for level, part in parts.items():
+            self._policy(level).touch(use, part, len(part), residents)
+
+    def _lift(self, use: Use, keys: list[ChunkKey], parent: ChunkKey | None, to: int) -> None:
+        """Moves resident chunks that follow each other to a higher level."""
+        for key in reversed(keys):
+            self._policy(self._leave(key)).remove(key, None)
+        self._drop_empty()
+        if to:
+            self._join(to, keys)
+        self._policy(to).insert(use, keys, parent)
+
+    def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+        """See the base class."""
+        if not self._others:
+            self._base.remove(key, parent)
+            return
+        level = self._leave(key)
+        parent_level = 0 if parent is None else self._level_of.get(parent, 0)
+        self._policy(level).remove(key, parent if parent_level == level else None)
+        if parent_level != level:
+            self._policy(parent_level).remove(key, parent)
+        self._drop_empty()
+
+    def evict(self, num_chunks: int, residents: Residents) -> None:
+        """See the base class. One by one from a level while there are chunks of lower ones, which may become free."""
+        if not self._others:
+            self._base.evict(num_chunks, residents)
+            return
+        while num_chunks:
+            num_lower = 0
+            for level in sorted([*self._others, 0]):
+                view = _Level(self, level, residents)
+                if num_here := len(view):
+                    self._policy(level).evict(1 if num_lower else num_chunks, view)
+                if view.num_evicted:
+                    num_chunks -= view.num_evicted
+                    break
+                num_lower += num_here
+            else:
+                break
+        self._drop_empty()
+
+    @property
+    def num_above_and_below(self) -> int:
+        """Resident chunks of all levels but 0."""
+        return len(self._level_of)
+
+    def num_at(self, level: int) -> int:
+        """Resident chunks of a level, not 0."""
+        return self._sizes[level]
+
+    def note_evicted(self, key: ChunkKey) -> None:
+        """The policy of its level has evicted this chunk."""
+        self._leave(key)
+
+    def note_leaf(self, key: ChunkKey, child: ChunkKey) -> None:
+        """Nothing hangs on this chunk any more, as `child`, of another level, has been evicted."""
+        self._policy(self._level_of.get(key, 0)).remove(child, key)
+
+    def _policy(self, level: int) -> EvictionPolicy:
+        return self._others[level] if level else self._base
+
+    def _join(self, level: int, keys: Sequence[ChunkKey]) -> None:
+        if level not in self._others:
+            policy = self._others[level] = self._make()
+            policy.resize(self._num_chunks)
+            self._sizes[level] = 0
+        self._sizes[level] += len(keys)
+        self._level_of.update(dict.fromkeys(keys, level))
+
+    def _leave(self, key: ChunkKey) -> int:
+        level = self._level_of.pop(key, 0)
+        if level:
+            self._sizes[level] -= 1
+        return level
+
+    def _drop_empty(self) -> None:
+        for level in [level for level, size in self._sizes.items() if not size]:
+            del self._others[level], self._sizes[level]
+
+    def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
+        """See the base class."""
+        assert all(key in residents for key in self._level_of), "a chunk that is gone has a priority"
+        levels = list(self._level_of.values())
+        assert self._sizes == {level: levels.count(level) for level in self._others}
+        assert all(self._sizes.values()), "a level without chunks"
+        for level in [*self._others, 0]:
+            own = [key for key in leaves if self._level_of.get(key, 0) == level]
+            self._policy(level).check_invariants(own, _Level(self, level, residents))
+
+
+def _clamped(priority: int) -> int:
+    return max(-_MAX_PRIORITY, min(priority, _MAX_PRIORITY))
+
+
+@final
+class _Level(Residents):
+    """The chunks of one level, as its policy sees and evicts them."""
+
+    def __init__(self, policy: PriorityPolicy, level: int, residents: Residents) -> None:
+        self._priorities = policy
+        self._level_of = policy._level_of
+        self._level = level
+        self._residents = residents
+        self.num_evicted = 0
+
+    def _is_here(self, key: ChunkKey) -> bool:
+        return self._level_of.get(key, 0) == self._level
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._residents and self._level_of.get(key, 0) == self._level  # type: ignore[call-overload]
+
+    def __len__(self) -> int:
+        if self._level:
+            return self._priorities.num_at(self._level)
+        return len(self._residents) - self._priorities.num_above_and_below
+
+    def is_leaf(self, key: ChunkKey) -> bool:
+        return self._residents.is_leaf(key)
+
+    def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
+        """As the base class says, up to the first chunk of another level, as if the prefix began after that."""
+        residents, num_evicted = self._residents, 0
+        while True:
+            gone, rest = residents.evict(key, 1)
+            if not gone:
+                rest = key
+                break
+            num_evicted += 1
+            self._priorities.note_evicted(key)
+            if rest is not None and not self._is_here(rest):
+                if residents.is_leaf(rest):
+                    self._priorities.note_leaf(rest, key)
+                rest = None
+            if rest is None or num_evicted == num_chunks or rest in stop:
+                break
+            key = rest
+        self.num_evicted += num_evicted
+        return num_evicted, rest

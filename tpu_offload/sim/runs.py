@@ -1,0 +1,180 @@
+"""Many runs over one trace, in as many processes as there are cores."""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import signal
+import time
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import final
+
+from tpu_offload.core.policies import POLICIES
+from tpu_offload.errors import InputError
+from tpu_offload.sim.belady import belady_hits
+from tpu_offload.sim.hbm import Front
+from tpu_offload.sim.replay import Outcome, Setup, replay
+from tpu_offload.sim.trace import Trace
+
+BOUND = "belady"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One policy at one size.
+
+    Attributes:
+      policy: its name in `POLICIES`, or `BOUND`.
+      size_share: the host tier's room as a share of the unique blocks, as it was asked for.
+      setup: what it runs in.
+    """
+
+    policy: str
+    size_share: float
+    setup: Setup
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Hits of consecutive requests, in blocks."""
+
+    num_blocks: int
+    num_hbm_hits: int
+    num_host_hits: int
+    num_secondary_hits: int
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+      run: which.
+      first: the requests before the split.
+      second: those after it.
+      num_saved: as in `Outcome`, like those below; of the bound they are 0.
+      run_s: how long it took.
+    """
+
+    run: Run
+    first: Part
+    second: Part
+    num_saved: int
+    num_evicted: int
+    num_dropped: int
+    num_secondary_saved: int
+    run_s: float
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scene:
+    """What all runs have in common; goes to each process once.
+
+    Attributes:
+      trace: what is played.
+      split: requests before the split.
+      only_second: whether what is best for the requests after the split is the bound.
+      front: HBM.
+    """
+
+    trace: Trace
+    split: int
+    only_second: bool
+    front: Front
+
+    def play(self, run: Run) -> Result:
+        """One run, from empty tiers on."""
+        start_s = time.perf_counter()
+        if run.policy == BOUND:
+            hits = belady_hits(
+                self.trace,
+                run.setup.num_chunks,
+                first_counted=self.split if self.only_second else 0,
+                front=self.front,
+            )
+            outcome = Outcome(tuple(hits), (0,) * len(hits))
+        else:
+            outcome = replay(self.trace, POLICIES[run.policy](), run.setup, front=self.front)
+        run_s = time.perf_counter() - start_s
+        return Result(
+            run,
+            self._part(outcome, 0, self.split),
+            self._part(outcome, self.split, len(self.trace.requests)),
+            outcome.num_saved,
+            outcome.num_evicted,
+            outcome.num_dropped,
+            outcome.num_secondary_saved,
+            run_s,
+        )
+
+    def _part(self, outcome: Outcome, start: int, end: int) -> Part:
+        return Part(
+            sum(len(request.blocks) for request in self.trace.requests[start:end]),
+            sum(self.front.hits[start:end]),
+            sum(outcome.host_hits[start:end]),
+            sum(outcome.secondary_hits[start:end]),
+        )
+
+
+def play_all(scene: Scene, runs: Sequence[Run], *, num_jobs: int) -> Generator[tuple[int, Result]]:
+    """Plays runs in `num_jobs` processes; yields their numbers and results as they come.
+
+    An exception, Ctrl-C among them, ends the processes at once.
+
+    Raises:
+      InputError: a process was killed.
+    """
+    num_jobs = min(num_jobs, len(runs))
+    if num_jobs <= 1:
+        yield from ((number, scene.play(run)) for number, run in enumerate(runs))
+        return
+    # Not forked: threads of jax may hold locks, and a forked child would wait for them for ever.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_jobs, context, initializer=_enter, initargs=(scene,)) as pool, _ended():
+        with _deaf_to_interrupts():
+            numbers = {pool.submit(_play, run): number for number, run in enumerate(runs)}
+        try:
+            for future in as_completed(numbers):
+                yield numbers[future], future.result()
+        except BrokenProcessPool as e:
+            raise InputError("a process of the simulation was killed; with --jobs 1 it takes the least memory") from e
+
+
+@contextlib.contextmanager
+def _ended() -> Iterator[None]:
+    """Ends the processes started inside when that is left by an exception; else they would finish their runs."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.terminate()
+        raise
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes started inside never hear Ctrl-C, which reaches all of them: the first one ends the others."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_scene: Scene | None = None  # of a process that `play_all` has started
+
+
+def _enter(scene: Scene) -> None:
+    global _scene
+    _scene = scene
+
+
+def _play(run: Run) -> Result:
+    assert _scene is not None, "only for processes of `play_all`"
+    return _scene.play(run)

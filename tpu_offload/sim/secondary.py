@@ -1,0 +1,58 @@
+"""A secondary tier in a simulation: chunks one by one, least recently used.
+
+It has no prefix rule of its own. A lookup goes on in it where the host tier ends, and while it has the tail of a
+prefix whose head is in host memory, that tail is found.
+"""
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from tpu_offload.types import ChunkKey
+
+
+class SecondaryMode(enum.Enum):
+    """When a chunk goes to the secondary tier."""
+
+    CASCADE = "cascade"  # when it is saved to the host tier
+    DEMOTE = "demote"  # when the host tier evicts it
+
+
+@final
+class SecondaryTier:
+    """Chunks of a secondary tier.
+
+    Args:
+      num_chunks: room.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        self._num_chunks = num_chunks
+        self._chunks: OrderedDict[ChunkKey, None] = OrderedDict()
+        self.num_saved = 0
+        self.num_evicted = 0
+
+    def find(self, keys: Sequence[ChunkKey], first: int) -> int:
+        """How many chunks of a prefix are here, from chunk `first` on up to the first that is not."""
+        for i in range(first, len(keys)):
+            if keys[i] not in self._chunks:
+                return i - first
+        return len(keys) - first if first < len(keys) else 0
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """A request uses a prefix. The head is touched last, so that the tail goes first."""
+        for key in reversed(keys):
+            if key in self._chunks:
+                self._chunks.move_to_end(key)
+
+    def save(self, keys: Iterable[ChunkKey]) -> None:
+        """Brings chunks in here, the tail of a prefix first; those that are here already cost nothing."""
+        for key in keys:
+            if key not in self._chunks:
+                self.num_saved += 1
+                self._chunks[key] = None
+            self._chunks.move_to_end(key)
+        while len(self._chunks) > self._num_chunks:
+            self._chunks.popitem(last=False)
+            self.num_evicted += 1

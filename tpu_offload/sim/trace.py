@@ -1,0 +1,245 @@
+"""Request traces: prompts as lists of block numbers, in the order of time.
+
+A trace file has one JSON object a line, in the format of the Mooncake traces: `timestamp`, `input_length`,
+`output_length`, and `hash_ids` with one id for each block of the prompt. An id is meant to stand for a block
+after one certain prefix. Files whose ids stand for the tokens of a block alone exist too, so blocks are always
+numbered by their place in the tree of all prompts: the same id after another prefix is another block.
+
+Several files are services that run side by side: each begins at its own time 0, and none shares a block with
+another, whatever its ids.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from tpu_offload.errors import InputError
+from tpu_offload.types import ChunkKey
+
+_DIGEST_NBYTES = 16
+_NAMESPACE = b"simulate"  # as long as what ends the keys of the real scheduler
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt.
+
+    Attributes:
+      time_s: since the first request of its file.
+      blocks: numbers of its blocks, head first.
+      num_prompt_tokens: as the file has it.
+      num_output_tokens: as the file has it.
+    """
+
+    time_s: float
+    blocks: tuple[int, ...]
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of time.
+
+    Attributes:
+      requests: all of them.
+      keys: of each block, by its number.
+      parents: of each block the number of the one before it in its prompts; -1 for the first.
+      notes: what a person should know of the files, a line each.
+    """
+
+    requests: tuple[Request, ...]
+    keys: tuple[ChunkKey, ...]
+    parents: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all prompts."""
+        return sum(len(request.blocks) for request in self.requests)
+
+    @property
+    def num_unique_blocks(self) -> int:
+        """Blocks that a cache needs to keep everything. O(blocks)."""
+        return len({block for request in self.requests for block in request.blocks})
+
+    @property
+    def duration_s(self) -> float:
+        """The time of the last request."""
+        return self.requests[-1].time_s if self.requests else 0.0
+
+    def between(self, start_s: float, end_s: float) -> Self:
+        """The requests from `start_s` on, before `end_s`.
+
+        Raises:
+          InputError: there are none.
+        """
+        requests = tuple(request for request in self.requests if start_s <= request.time_s < end_s)
+        if not requests:
+            raise InputError(
+                f"no request from {start_s:g} s to {end_s:g} s; the trace goes from 0 to {self.duration_s:g} s"
+            )
+        return dataclasses.replace(self, requests=requests)
+
+    def num_before(self, time_s: float) -> int:
+        """How many requests come before a time."""
+        return sum(request.time_s < time_s for request in self.requests)
+
+
+def read_traces(paths: Sequence[Path], *, block_tokens: int = 512) -> Trace:
+    """Reads trace files and merges them by time.
+
+    Args:
+      paths: at least one.
+      block_tokens: tokens of a block, to check the lengths by.
+    Raises:
+      InputError: a file cannot be read or has no request, or a line is none; the line is named.
+    """
+    builder = _Builder(block_tokens=block_tokens)
+    for number, path in enumerate(paths):
+        builder.add(path, number)
+    return builder.build()
+
+
+class _Builder:
+    """Numbers the blocks of all files by their place in the tree of prompts."""
+
+    def __init__(self, *, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._requests: list[Request] = []
+        self._keys: list[ChunkKey] = []
+        self._parents: list[int] = []
+        self._notes: list[str] = []
+
+    def add(self, path: Path, number: int) -> None:
+        requests: list[Request] = []
+        root = hashlib.blake2b(f"trace {number}".encode(), digest_size=_DIGEST_NBYTES).digest()
+        tree = _Tree(self._keys, self._parents, root)
+        not_chained = wrong_length = ""
+        for line, value in _parse_lines(path):
+            time_s, num_prompt_tokens, num_output_tokens, ids = value
+            num_others = tree.num_others
+            blocks = tree.number(ids)
+            if tree.num_others > num_others and not not_chained:
+                not_chained = f"{path} line {line}: hash_ids are not prefix-chained; {tree.example}; {_CHAINED}"
+            if not wrong_length and num_prompt_tokens is not None:
+                wrong_length = self._check_length(path, line, num_prompt_tokens, len(ids))
+            num_tokens = len(ids) * self._block_tokens if num_prompt_tokens is None else num_prompt_tokens
+            requests.append(Request(time_s, blocks, num_tokens, num_output_tokens))
+        if not requests:
+            raise InputError(f"{path} has no request; expected one JSON object a line")
+        if any(b.time_s < a.time_s for a, b in itertools.pairwise(requests)):
+            self._notes.append(f"{path}: requests are not in the order of time; they are played in it")
+        self._notes += [note for note in (not_chained, wrong_length) if note]
+        first_s = min(request.time_s for request in requests)
+        self._requests += [dataclasses.replace(request, time_s=request.time_s - first_s) for request in requests]
+
+    def _check_length(self, path: Path, line: int, num_tokens: int, num_ids: int) -> str:
+        """A note if the length fits no such number of blocks, whether or not a last one that is not full has an id."""
+        if num_tokens // self._block_tokens <= num_ids <= -(-num_tokens // self._block_tokens):
+            return ""
+        return (
+            f"{path} line {line}: input_length {num_tokens} with {num_ids} hash_ids of {self._block_tokens} tokens; "
+            "--trace-block-tokens says how many tokens an id stands for"
+        )
+
+    def build(self) -> Trace:
+        requests = sorted(self._requests, key=lambda request: request.time_s)  # stable: the order of the files
+        return Trace(tuple(requests), tuple(self._keys), tuple(self._parents), tuple(self._notes))
+
+
+_CHAINED = "each id is taken as another block after each prefix"
+
+
+class _Tree:
+    """The tree of one file's prompts. Its blocks are appended to lists that it shares with others."""
+
+    def __init__(self, keys: list[ChunkKey], parents: list[int], root: bytes) -> None:
+        self._keys = keys
+        self._parents = parents
+        self._root = root
+        # Where ids are prefix-chained, one block for each is all there is.
+        self._first: dict[int | str, int] = {}
+        self._others: dict[tuple[int, int | str], int] = {}
+        self.example = ""
+
+    @property
+    def num_others(self) -> int:
+        """Blocks whose id is that of another as well."""
+        return len(self._others)
+
+    def number(self, ids: Sequence[int | str]) -> tuple[int, ...]:
+        """The numbers of a prompt's blocks."""
+        blocks = []
+        parent = -1
+        for hash_id in ids:
+            block = self._first.get(hash_id)
+            if block is None:
+                block = self._first[hash_id] = self._add(parent, hash_id)
+            elif self._parents[block] != parent:
+                block = self._other(parent, hash_id)
+            blocks.append(block)
+            parent = block
+        return tuple(blocks)
+
+    def _other(self, parent: int, hash_id: int | str) -> int:
+        block = self._others.get((parent, hash_id))
+        if block is None:
+            self.example = self.example or f"id {hash_id!r:.40} follows another one than before"
+            block = self._others[parent, hash_id] = self._add(parent, hash_id)
+        return block
+
+    def _add(self, parent: int, hash_id: int | str) -> int:
+        before = self._root if parent < 0 else self._keys[parent][:_DIGEST_NBYTES]
+        digest = hashlib.blake2b(before + repr(hash_id).encode(), digest_size=_DIGEST_NBYTES).digest()
+        self._keys.append(ChunkKey(digest + _NAMESPACE))
+        self._parents.append(parent)
+        return len(self._parents) - 1
+
+
+type _Line = tuple[float, int | None, int, Sequence[int | str]]
+
+
+def _parse_lines(path: Path) -> Iterator[tuple[int, _Line]]:
+    """Yields line numbers from 1 and what is in the lines; blank lines are passed over."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield number, _parse(json.loads(line))
+                except (ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
+                    reason = f"not JSON ({e.msg} at column {e.colno})" if isinstance(e, json.JSONDecodeError) else e
+                    raise InputError(f"{path} line {number}: {reason}; got {_excerpt(line)}") from None
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e.strerror or e}") from e
+
+
+def _excerpt(line: bytes) -> str:
+    text = line.strip().decode(errors="replace")
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _parse(value: Any) -> _Line:
+    if not isinstance(value, dict):
+        raise ValueError('expected an object with "timestamp", "input_length", "output_length" and "hash_ids"')
+    timestamp = value.get("timestamp")
+    if isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not abs(timestamp) < math.inf:
+        raise ValueError('expected "timestamp" to be a number of milliseconds')
+    ids = value.get("hash_ids")
+    if not isinstance(ids, list) or not all(type(hash_id) in (int, str) for hash_id in ids):
+        raise ValueError('expected "hash_ids" to be a list of numbers or strings, one a block')
+    return timestamp / 1e3, _length(value, "input_length"), _length(value, "output_length") or 0, ids
+
+
+def _length(value: dict[str, Any], name: str) -> int | None:
+    length = value.get(name)
+    if length is not None and (type(length) is not int or length < 0):
+        raise ValueError(f'expected "{name}" to be a number of tokens, 0 or more')
+    return length
