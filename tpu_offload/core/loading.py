@@ -1,5 +1,6 @@
 """From a request's hashes to its load job: find the prefix, promise what fits, turn a promise into a job."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from tpu_offload.core.breaker import CircuitBreaker
@@ -68,6 +69,8 @@ class LoadPlanner:
             return 0
         first_block = num_computed_tokens // self._block_size
         first_chunk = self._chunk(first_block)
+        if request.use.num_in_hbm != first_chunk:
+            request.use = dataclasses.replace(request.use, num_in_hbm=first_chunk)
         slots = self._index.find(request.keys, first_chunk)
         if wary:
             del slots[self._suspects.num_trusted(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]

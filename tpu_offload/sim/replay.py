@@ -98,7 +98,7 @@ class _Replay:
     def serve(self, keys: Sequence[ChunkKey], *, in_hbm: int, left: Sequence[int]) -> None:
         """One request, from its lookup to its end."""
         host, secondary, saves = self._host, self._secondary, self._saves
-        use = next(self._uses)
+        use = dataclasses.replace(next(self._uses), num_in_hbm=in_hbm)
         saves.see(use, keys)
         in_host = host.find(keys)
         found = max(in_hbm, in_host)

@@ -16,10 +16,12 @@ class Use:
     Attributes:
       use_id: grows from one use to the next; never used again.
       priority: what a request of higher priority uses is kept longer than all that only lower ones have used.
+      num_in_hbm: so many leading chunks of its prompt were in HBM: this tier was not asked for them.
     """
 
     use_id: int
     priority: int = 0
+    num_in_hbm: int = 0
 
 
 class Residents(abc.ABC):

@@ -58,14 +58,15 @@ class DensityPolicy(EvictionPolicy):
         self._advance(use, len(keys))
         self._num_resident += len(keys)
         before = None if parent is None else self._runs.get(parent)
+        depth = 0 if before is None or parent is None else before.depth + _place(before, parent) + 1
         if not self._runs.keys().isdisjoint(keys):
-            run = self._insert_known(use, keys, before)
+            run = self._insert_known(use, keys, before, depth)
         elif before is not None and before.use_id == use.use_id and before.keys[-1] == parent and _goes_on(before):
             run = before
             self._extend(run, keys, num_resident=len(keys))
             self._queues.resize_run(run, len(keys))
         else:
-            run = self._add(use, keys, before)
+            run = self._add(use, keys, before, depth)
         self._queues.place(run)
         if run.num_uses == 1:
             run.at_end = True
@@ -89,7 +90,9 @@ class DensityPolicy(EvictionPolicy):
                 continue
             num = _num_common(run, keys, i, num_chunks)
             if use_id > run.use_id:
-                self._use(run, num, keys, i + num, use_id)
+                if run.depth < use.num_in_hbm < run.depth + num:
+                    num = use.num_in_hbm - run.depth
+                self._use(run, num, keys, i + num, use)
                 if last is not None and self._join(last, run):
                     run = last
             last = run
@@ -101,9 +104,9 @@ class DensityPolicy(EvictionPolicy):
         keys = run.keys
         if keys[0] == key:
             del keys[0]
+            run.depth += 1
         else:
-            last = run.num_resident - 1
-            place = last if keys[last] == key else keys.index(key)
+            place = _place(run, key)
             if place + 1 < len(keys):
                 self._split(run, place + 1)
             keys.pop()
@@ -154,15 +157,15 @@ class DensityPolicy(EvictionPolicy):
 
     # Runs.
 
-    def _add(self, use: Use, keys: Sequence[ChunkKey], before: Run | None) -> Run:
+    def _add(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run:
         """A run of chunks that nobody knows."""
         origin = 0 if before is None else min(before.num_uses.bit_length(), _NUM_ORIGINS - 1)
-        run = Run(list(keys), num_resident=len(keys), use_id=use.use_id, origin=origin)
+        run = Run(list(keys), depth=depth, num_resident=len(keys), use_id=use.use_id, origin=origin)
         self._runs.update(dict.fromkeys(keys, run))
         self._queues.begin(run, origin)
         return run
 
-    def _insert_known(self, use: Use, keys: Sequence[ChunkKey], before: Run | None) -> Run:
+    def _insert_known(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run:
         """Some of the chunks were here before and are watched. Returns the run of the last."""
         runs, i, num_keys = self._runs, 0, len(keys)
         run = before
@@ -170,25 +173,29 @@ class DensityPolicy(EvictionPolicy):
             before, run = run, runs.get(keys[i])
             if run is None:
                 end = next((j for j in range(i + 1, num_keys) if keys[j] in runs), num_keys)
-                run = self._add(use, keys[i:end], before)
+                run = self._add(use, keys[i:end], before, depth + i)
             else:
                 if run.keys[0] != keys[i]:  # what was before it in its run is resident by now
                     run = self._split(run, run.keys.index(keys[i]))
                 end = i + _num_common(run, keys, i, num_keys)
-                self._use(run, end - i, keys, end, use.use_id)
+                self._use(run, end - i, keys, end, use)
                 run.num_resident = len(run.keys)
             i = end
         assert run is not None
         return run
 
-    def _use(self, run: Run, num_chunks: int, keys: Sequence[ChunkKey], next_chunk: int, use_id: int) -> None:
-        """A prompt uses the first chunks of a run, and goes on with `keys[next_chunk]`."""
+    def _use(self, run: Run, num_chunks: int, keys: Sequence[ChunkKey], next_chunk: int, use: Use) -> None:
+        """A prompt uses the first chunks of a run, and goes on with `keys[next_chunk]`.
+
+        A use that HBM could serve begins a new life too, as HBM has the chunks once more, but is nothing that this
+        tier was kept for.
+        """
         self._learn_end(run, num_chunks, keys, next_chunk)
         if num_chunks < len(run.keys):
             self._split(run, num_chunks)
-        self._queues.end(run, len(run.keys), used=True)
+        self._queues.end(run, len(run.keys), used=run.depth >= use.num_in_hbm)
         run.num_uses += 1
-        run.use_id = use_id
+        run.use_id = use.use_id
         run.at_end = False
         self._queues.begin(run, min(_NUM_ORIGINS + run.num_uses.bit_length() - 2, _NUM_CLASSES - 1))
         self._place_and_watch(run)
@@ -197,7 +204,14 @@ class DensityPolicy(EvictionPolicy):
         """Leaves a run its first chunks and returns one of the others."""
         keys = run.keys[num_chunks:]
         num_resident = max(0, run.num_resident - num_chunks)
-        rest = Run(keys, num_resident=num_resident, use_id=run.use_id, origin=run.origin, num_uses=run.num_uses)
+        rest = Run(
+            keys,
+            depth=run.depth + num_chunks,
+            num_resident=num_resident,
+            use_id=run.use_id,
+            origin=run.origin,
+            num_uses=run.num_uses,
+        )
         rest.time, rest.class_id, rest.slice = run.time, run.class_id, run.slice
         rest.at_end, rest.end, run.at_end, run.end = run.at_end, run.end, False, None
         del run.keys[num_chunks:]
@@ -306,6 +320,12 @@ class DensityPolicy(EvictionPolicy):
 def _goes_on(run: Run) -> bool:
     """Whether what the same use saves next belongs to a run as well."""
     return run.at_end and run.end is None and run.num_uses == 1 and run.num_resident == len(run.keys)
+
+
+def _place(run: Run, key: ChunkKey) -> int:
+    """The place of a chunk in its run; the last resident one is asked for most."""
+    last = max(0, run.num_resident - 1)
+    return last if run.keys[last] == key else run.keys.index(key)
 
 
 def _num_common(run: Run, keys: Sequence[ChunkKey], first: int, end: int) -> int:

@@ -24,6 +24,7 @@ class Run:
     """Chunks of one prefix, head first, with one history. The first `num_resident` of them are resident.
 
     Attributes:
+      depth: chunks before it in its prefix.
       num_uses: how often they have been used.
       use_id: the last use.
       origin: a class for runs that have been used once only.
@@ -38,6 +39,7 @@ class Run:
     __slots__ = (
         "at_end",
         "class_id",
+        "depth",
         "end",
         "keys",
         "num_resident",
@@ -53,8 +55,11 @@ class Run:
     class_id: int
     time: int
 
-    def __init__(self, keys: list[ChunkKey], *, num_resident: int, use_id: int, origin: int, num_uses: int = 1) -> None:
+    def __init__(
+        self, keys: list[ChunkKey], *, depth: int, num_resident: int, use_id: int, origin: int, num_uses: int = 1
+    ) -> None:
         self.keys = keys
+        self.depth = depth
         self.num_resident = num_resident
         self.use_id = use_id
         self.origin = origin
