@@ -88,8 +88,8 @@ BAD = {
         ("two", "integer"),
     ],
     "eviction_policy": [
-        ("fifo", "TPU_OFFLOAD_EVICTION_POLICY='fifo': expected 'lru', 'arc', 's3fifo' or 'wtinylfu'"),
-        ("", "TPU_OFFLOAD_EVICTION_POLICY='': expected 'lru', 'arc', 's3fifo' or 'wtinylfu'"),
+        ("fifo", "TPU_OFFLOAD_EVICTION_POLICY='fifo': expected 'density', 'lru', 'arc', 's3fifo' or 'wtinylfu'"),
+        ("", "TPU_OFFLOAD_EVICTION_POLICY='': expected 'density', 'lru', 'arc', 's3fifo' or 'wtinylfu'"),
     ],
     "save_path": [
         ("diagonal", "'direct', 'staged', 'fused' or 'auto'"),

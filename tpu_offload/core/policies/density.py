@@ -109,7 +109,7 @@ class DensityPolicy(EvictionPolicy):
 
     def uncover(self, key: ChunkKey) -> None:
         """See the base class. O(1)."""
-        self._place(self._runs[key])
+        self._queues.place(self._runs[key])
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + queues + runs that may not go)."""
