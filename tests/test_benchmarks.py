@@ -1,4 +1,4 @@
-"""The transfer benchmark still runs: its sweep, its file and its lines about the targets."""
+"""Benchmarks still run: their sweeps, their files and their lines about the targets."""
 
 import json
 import os
@@ -28,3 +28,26 @@ def test_transfer(tmp_path):
     base = {(path, 2, "bfloat16", 1, n) for path in ("direct", "staged") for n in (1, 2, 4)}
     varied = [(4, "bfloat16", 1), (2, "int8", 1), (2, "bfloat16", 2)]
     assert found == base | {("direct", *shape, n) for shape in varied for n in (1, 4)}
+
+
+def test_save_modes(tmp_path):
+    path = tmp_path / "s.json"
+    command = [
+        sys.executable,
+        "benchmarks/bench_save_modes.py",
+        "--json",
+        str(path),
+        "--modes",
+        "compute",
+        "eviction:2",
+    ]
+    sizes = ["--host-per-hbm", "1", "--num-requests", "60", "--num-documents", "6", "--hbm-blocks", "40"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *sizes], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    plain, most, compute, eviction = json.loads(path.read_text())["results"]
+    assert plain["computed"] > eviction["computed"] > most["computed"]
+    assert compute["gap"] < eviction["gap"]
+    assert compute["saved"] > eviction["saved"] > 0

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
-from tpu_offload import OffloadConfig, OffloadStats
+from tpu_offload import OffloadConfig, OffloadStats, RequestLimits
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.memory import host_pool
 
@@ -77,8 +77,11 @@ class Faults:
         return program
 
 
-def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0.0):
-    """Serves requests that come and go as the seed says; returns the library's counts at the end."""
+def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0.0, num_rounds=1, **settings):
+    """Serves requests that come and go as the seed says; returns the library's counts at the end.
+
+    With more than one round they come again, some with limits, and the cache is reset now and then.
+    """
     rng = random.Random(seed)
     config = dataclasses.replace(TIGHT, async_scheduling=asynchronous)
     nbytes = pool_blocks * 1.01 * 4 * TIGHT.block_size * 2 * TINY.num_kv_heads * TINY.head_dim  # 2 layers of 2 bytes
@@ -92,11 +95,29 @@ def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0
             decode_save=bool(tier) and seed % 2 == 0,
             num_staging_blocks=16,
             skip_jax_precompile=True,
+            **settings,
         ),
     )
     engine.wait_for_host_memory()
     if fault_rate and pool_blocks:
         Faults(engine, rng, fault_rate)
+    if num_rounds > 1:
+        for _ in range(num_rounds - 1):
+            serve_round(model, expected, engine, rng, limits=True)
+    aborted = serve_round(model, expected, engine, rng, limits=num_rounds > 1)
+    check_rest(engine)
+    stats = engine.offload_stats() or OffloadStats()  # without pool and tier the engine has no library
+    engine.close()
+    COUNTS.update(stats.as_dict())
+    COUNTS["lives"] += 1
+    COUNTS["preemptions"] += engine.stats().num_preemptions
+    COUNTS["aborted"] += len(aborted)
+    COUNTS[f"swaps of {'windows' if model is WINDOWED else 'full'}"] += stats.num_swapped_in
+    return stats
+
+
+def serve_round(model, expected, engine, rng, *, limits):
+    """Serves some of the requests, and returns those that were aborted."""
     waiting = rng.sample(REQUESTS, 12)
     asked = {request.request_id: request for request in waiting}
     unfinished, finished, aborted = set(), {}, set()
@@ -110,8 +131,13 @@ def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0
 
     for _ in range(3000):
         if waiting and rng.random() < 0.25:
-            unfinished.add(waiting[0].request_id)
-            engine.add_request(waiting.pop(0))
+            request = waiting.pop(0)
+            unfinished.add(request.request_id)
+            if limits and rng.random() < 0.3:
+                request = dataclasses.replace(request, limits=random_limits(rng))
+            engine.add_request(request)
+        if limits and rng.random() < 0.01:
+            engine.reset_cache()
         if unfinished and rng.random() < 0.02:
             names = rng.sample(sorted(unfinished), min(len(unfinished), rng.randint(1, 2)))
             for output in engine.abort(*names):
@@ -134,6 +160,20 @@ def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0
         else:
             assert result(output) == expected[key], key
     assert not engine.has_unfinished
+    return aborted
+
+
+def random_limits(rng):
+    return RequestLimits(
+        max_save_tokens=rng.choice([None, 0, 9, 20]),
+        max_load_tokens=rng.choice([None, 0, 9, 20]),
+        priority=rng.randint(-1, 1),
+        cache=rng.random() < 0.8,
+    )
+
+
+def check_rest(engine):
+    """Nothing is held when all requests have ended."""
     for _ in range(50):  # copies in flight at the end still have to be reported
         if (engine.offload_stats() or OffloadStats()).num_jobs_in_flight == 0:
             break
@@ -143,13 +183,6 @@ def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0
     assert stats.staging_reserved_blocks == 0
     assert engine._scheduler._blocks.num_free == engine._scheduler._blocks.total
     engine.check_invariants()
-    engine.close()
-    COUNTS.update(stats.as_dict())
-    COUNTS["lives"] += 1
-    COUNTS["preemptions"] += engine.stats().num_preemptions
-    COUNTS["aborted"] += len(aborted)
-    COUNTS[f"swaps of {'windows' if model is WINDOWED else 'full'}"] += stats.num_swapped_in
-    return stats
 
 
 def lives(max_examples):
@@ -178,6 +211,38 @@ def test_failing_copies_cost_a_recompute_and_no_token(reference, rebuilds, seed)
         if not rebuilds:
             monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)  # what is lost stays lost
         live(model, expected, seed, pool_blocks=30, asynchronous=seed % 2 == 0, tier=0, fault_rate=0.4)
+
+
+SAVING = Counter()
+
+
+@pytest.mark.parametrize("save_on", ["eviction", "preemption", "compute,eviction,preemption"])
+@pytest.mark.parametrize("reference", ["full"], indirect=True)
+@lives(5)
+def test_saving_at_other_times_costs_no_token(reference, save_on, seed):
+    model, expected = reference
+    stats = live(
+        model,
+        expected,
+        seed,
+        pool_blocks=20 * (seed % 4 == 0),
+        asynchronous=seed % 2 == 0,
+        tier=(12, 40, 200)[seed % 3],
+        num_rounds=3,
+        save_on=save_on,
+        save_after_sightings=1 + (seed % 5 == 0),
+        blocks_per_chunk=1 + seed % 2,
+    )
+    SAVING[f"saved on {save_on}"] += stats.saved_blocks
+    SAVING["loaded"] += stats.loaded_blocks
+    SAVING["lives"] += 1
+
+
+def test_those_lives_saved_and_loaded():
+    if SAVING["lives"] < 15:
+        pytest.skip("not all of the random lives did run")
+    assert all(count > 30 for name, count in SAVING.items() if name != "lives"), SAVING
+    assert len(SAVING) == 5
 
 
 def test_the_lives_were_lively():

@@ -381,7 +381,8 @@ class OffloadScheduler:
             whose tokens are all computed then and whose hash and block id are known. Also one whose blocks
             changed, or whose computed tokens became fewer. What is said of a request stands, and its blocks
             may be read in any step, until it is named again, preempted, finished or matched again. Naming
-            others is harmless, but not free. Blocks past the prompt matter only with `decode_save`.
+            others is harmless, but not free. Blocks past the prompt matter only with `decode_save`, and nothing of it
+            does where nothing is saved when it is computed (`save_on`).
         Returns:
           The plan for every worker: early saves and loads first, saves after the forward pass.
         Raises:
@@ -395,10 +396,11 @@ class OffloadScheduler:
         if self._enabled:
             self._offer(changed)
             saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
-            self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
-            self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
+            if saves is not NO_SAVES:
+                self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
+                self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
         swaps = self._swap.take_jobs(now_s)
-        if self._transfers.has_plans or saves.early or saves.jobs or any(swaps):
+        if self._transfers.has_plans or saves is not NO_SAVES or any(swaps):
             plan = self._make_plan(saves, swaps)
         else:
             plan = StepPlan(self._num_steps, next_job_id=self._job_ids.num_given)

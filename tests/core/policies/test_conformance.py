@@ -20,6 +20,7 @@ from tpu_offload.core.policies import (
     EvictionPolicy,
     PriorityPolicy,
     Use,
+    density,
     make_policy,
 )
 from tpu_offload.errors import ConfigError
@@ -203,7 +204,8 @@ def deep_nbytes(policy: EvictionPolicy) -> int:
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "priorities"])
-def test_what_it_remembers_is_bounded_by_the_tier(name) -> None:
+def test_what_it_remembers_is_bounded_by_the_tier(name, monkeypatch) -> None:
+    monkeypatch.setattr(density, "_MIN_WATCHED", 0)
     make, priorities = MAKERS["lru, priorities" if name == "priorities" else name], range(-50, 50)
     size = 500
     policy = make()

@@ -57,10 +57,10 @@ class DensityPolicy(EvictionPolicy):
         """See the base class. O(chunks), in loops inside the interpreter unless some were there before."""
         self._advance(use, len(keys))
         self._num_resident += len(keys)
-        before = None if parent is None else self._runs[parent]
+        before = None if parent is None else self._runs.get(parent)
         if not self._runs.keys().isdisjoint(keys):
             run = self._insert_known(use, keys, before)
-        elif before is not None and before.use_id == use.use_id and _goes_on(before):
+        elif before is not None and before.use_id == use.use_id and before.keys[-1] == parent and _goes_on(before):
             run = before
             self._extend(run, keys, num_resident=len(keys))
             self._queues.resize_run(run, len(keys))
@@ -70,6 +70,10 @@ class DensityPolicy(EvictionPolicy):
         if run.num_uses == 1:
             run.at_end = True
             self._ends.append((run, run.ticket))
+            while self._ends[0][0].ticket != self._ends[0][1]:
+                self._ends.popleft()
+            if len(self._ends) > 2 * self._num_resident + 64:  # void ones in the middle
+                self._ends = deque((run, ticket) for run, ticket in self._ends if run.ticket == ticket)
         self._forget_oldest()
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
@@ -92,20 +96,26 @@ class DensityPolicy(EvictionPolicy):
             i += num
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
-        """See the base class. O(chunks of its run)."""
+        """See the base class. O(chunks of its run), but for the first and the last one: a long prompt may be lost."""
         run = self._runs[key]
-        place = run.keys.index(key)
-        if place + 1 < len(run.keys):
-            self._split(run, place + 1)
-        if place:
-            run = self._split(run, place)
-        self._num_resident -= run.num_resident
-        run.num_resident = 0
-        run.ticket += 1
-        self._watched.append((run, run.time))
+        keys = run.keys
+        if keys[0] == key:
+            del keys[0]
+        else:
+            last = run.num_resident - 1
+            place = last if keys[last] == key else keys.index(key)
+            if place + 1 < len(keys):
+                self._split(run, place + 1)
+            keys.pop()
+            run.at_end = False
+        del self._runs[key]
+        self._queues.resize_run(run, -1)
+        self._num_resident -= 1
+        run.num_resident -= 1
+        if not run.num_resident:
+            run.ticket += 1
         if parent is not None:
-            self._queues.place(self._runs[parent])
-        self._forget_oldest()
+            self.uncover(parent)
 
     def uncover(self, key: ChunkKey) -> None:
         """See the base class. O(1)."""
@@ -216,6 +226,8 @@ class DensityPolicy(EvictionPolicy):
             self._queues.place(run)
         if run.num_resident < len(run.keys):
             self._watched.append((run, run.time))
+            if len(self._watched) > 2 * len(self._runs) + 64:
+                self._watched = deque((run, time) for run, time in self._watched if run.time == time)
 
     def _forget_oldest(self) -> None:
         """Forgets what was evicted longest ago, beyond what may be watched."""

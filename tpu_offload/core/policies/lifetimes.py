@@ -85,7 +85,7 @@ class Lifetimes:
             for row in (*self._uses, *self._ends):
                 row[:] = [count / 2 for count in row]
         groups = np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1
-        first = groups.min()
+        first = int(groups.min())
         uses, ends = np.array(self._uses), np.array(self._ends)
         np.add.at(ends.T, groups, np.asarray(alive))
         uses, ends, widths = (_from(counts, first) for counts in (uses, ends, _WIDTHS))

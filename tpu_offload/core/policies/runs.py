@@ -83,7 +83,7 @@ class _Slice:
         self.start = older.start
         self.alive = [a + b for a, b in zip(self.alive, older.alive, strict=True)]
         for mine, theirs in zip(self.queues, older.queues, strict=True):
-            mine.extendleft(reversed(theirs))
+            mine.extendleft([entry for entry in reversed(theirs) if entry[0].ticket == entry[1]])
         older.merged = self
 
 
