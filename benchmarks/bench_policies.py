@@ -79,7 +79,7 @@ class Server:
 def read_trace(path):
     with open(path) as file:
         prompts = [json.loads(line)["hash_ids"] for line in file]
-    keys = {block: hashlib.sha256(b"%d" % block).digest()[:24] for prompt in prompts for block in prompt}
+    keys = {block: hashlib.sha256(str(block).encode()).digest()[:24] for prompt in prompts for block in prompt}
     return [[keys[block] for block in prompt] for prompt in prompts if prompt], len(keys)
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks still run: their sweeps, their files and their lines about the targets."""
+"""The benchmarks still run: their sweeps, their files and what they say."""
 
 import json
 import os
@@ -51,3 +51,23 @@ def test_save_modes(tmp_path):
     assert plain["computed"] > eviction["computed"] > most["computed"]
     assert compute["gap"] < eviction["gap"]
     assert compute["saved"] > eviction["saved"] > 0
+
+
+def test_policies(tmp_path):
+    path = tmp_path / "p.json"
+    trace = tmp_path / "trace.jsonl"
+    requests = [list(range(i % 7, i % 7 + 5)) for i in range(80)]
+    trace.write_text("".join(json.dumps({"hash_ids": [f"{r[0]}-{block}" for block in r]}) + "\n" for r in requests))
+    command = [sys.executable, "benchmarks/bench_policies.py", "--json", str(path), "--trace", str(trace)]
+    sweep = ["--share", "0.5", "--num-chunks", "100", "--prompt-chunks", "5", "--chunks-timed", "400", "--slices", "4"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *sweep], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(path.read_text())["results"]
+    assert [result["requests"] for result in results] == ["trace", "synthetic"]
+    for result in results:
+        assert {"lru", "arc", "s3fifo", "wtinylfu", "lru with priorities"} <= result["policies"].keys()
+        assert result["policies"]["lru"]["index_ratio_to_lru"]["median"] == 1
+        assert all(figures["policy_us_per_chunk"]["median"] > 0 for figures in result["policies"].values())

@@ -540,7 +540,7 @@ def test_slots_become_usable_when_every_worker_has_them() -> None:
 
 
 def test_recency_follows_requests_not_the_order_in_which_copies_finish() -> None:
-    engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)])
+    engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)], eviction_policy="lru")
     engine.add("long", tokens(8))
     engine.step({"long": 8})
     engine.settle()

@@ -111,3 +111,15 @@ def test_as_defined(name, size, kind) -> None:
     assert {key for key in chunks if key in index} == {key for key in chunks if key in reference}
     assert index.num_evicted > 10
     assert num_hits or kind == "loops"
+
+
+@pytest.mark.parametrize("policy", [LRUPolicy(), ARCPolicy(), WTinyLFUPolicy()], ids=lambda p: type(p).__name__)
+def test_a_request_that_ends_late_was_used_late(policy) -> None:
+    """It is one use, but not over before it ends."""
+    index = ChunkIndex(policy)
+    index.grow(2)
+    for use, key in enumerate((b"a", b"b")):
+        index.complete([key], index.allocate(Use(use), [key], [0]), success=True)
+    index.touch(Use(0), [b"a"], 1)
+    index.allocate(Use(2), [b"c"], [0])
+    assert [key for key in (b"a", b"b") if key in index] == [b"a"]

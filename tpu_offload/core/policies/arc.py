@@ -112,8 +112,6 @@ class ARCPolicy(EvictionPolicy):
                 num_evicted = num_evicted or self._evict_once(num_left, residents)
             else:
                 num_evicted = self._evict_once(num_left, residents) or self._evict_again(num_left, residents)
-            # What hung on chunks of one list may have been in the other.
-            num_evicted = num_evicted or self._evict_once(1, residents) or self._evict_again(1, residents)
             if not num_evicted:
                 break
             num_left -= num_evicted
