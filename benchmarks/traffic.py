@@ -1,0 +1,232 @@
+"""Writes a made-up request trace of one kind, for `tpu-offload simulate --trace`.
+
+  python benchmarks/traffic.py agent > agent.jsonl
+  tpu-offload simulate --trace agent.jsonl
+
+The kinds differ in what is used again and when, so that a policy that suits one of them only is found out. Nothing in
+`tpu_offload` is tuned to them. Lines are as in the Mooncake traces: blocks of 512 tokens, the last one of each
+prompt partly filled.
+"""
+
+import argparse
+import heapq
+import itertools
+import json
+import math
+import random
+import sys
+from collections.abc import Callable
+
+type Blocks = list[int]
+type Event = Callable[[float], Blocks]
+
+
+class Clock:
+    """Requests in the order of time; each may plan others."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self._blocks = itertools.count()
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Event]] = []
+
+    def blocks(self, num: float) -> Blocks:
+        """Blocks that nobody has seen."""
+        return list(itertools.islice(self._blocks, max(0, int(num))))
+
+    def at(self, time_s: float, event: Event) -> None:
+        heapq.heappush(self._events, (time_s, next(self._numbers), event))
+
+    def arrivals(self, rate: float, end_s: float, event: Callable[[], Event]) -> None:
+        """Poisson arrivals."""
+        time_s = self.random.expovariate(rate)
+        while time_s < end_s:
+            self.at(time_s, event())
+            time_s += self.random.expovariate(rate)
+
+    def play(self, end_s: float) -> list[tuple[float, Blocks]]:
+        served = []
+        while self._events and self._events[0][0] <= end_s:
+            time_s, _, event = heapq.heappop(self._events)
+            served.append((time_s, event(time_s)))
+        return served
+
+
+def chat(clock: Clock) -> float:
+    """Conversations of a few turns with minutes between them; nothing is shared."""
+    rng = clock.random
+
+    def turn(time_s: float, prompt: Blocks) -> Blocks:
+        prompt = prompt + clock.blocks(rng.lognormvariate(1.5, 1))
+        if rng.random() < 0.7:
+            clock.at(time_s + rng.lognormvariate(4.2, 1.2), lambda t: turn(t, prompt + clock.blocks(1)))
+        return prompt + clock.blocks(1)
+
+    clock.arrivals(1, 2400, lambda: lambda t: turn(t, []))
+    return 2400
+
+
+def edits(clock: Clock) -> float:
+    """Chat whose users often go back and change an earlier turn, under a load that comes in waves."""
+    rng, system = clock.random, clock.blocks(1)
+
+    def turn(time_s: float, prompt: Blocks) -> Blocks:
+        if len(prompt) > 3 and rng.random() < 0.25:
+            prompt = prompt[: rng.randint(1, len(prompt))]
+        prompt = prompt + clock.blocks(rng.lognormvariate(1.2, 1))
+        if rng.random() < 0.75:
+            clock.at(time_s + rng.lognormvariate(3.5, 1), lambda t: turn(t, prompt + clock.blocks(1)))
+        return prompt + clock.blocks(1)
+
+    time_s = 0.0
+    while time_s < 2000:
+        time_s += rng.expovariate(1 + 0.8 * math.sin(time_s / 200))
+        clock.at(time_s, lambda t: turn(t, system))
+    return 2000
+
+
+def _apps(
+    clock: Clock, rate: float, end_s: float, num: int, power: float, size: tuple[int, int], step: Callable
+) -> float:
+    apps = [clock.blocks(clock.random.randint(*size)) for _ in range(num)]
+    weights = [(i + 1) ** -power for i in range(num)]
+
+    def start() -> Event:
+        app = clock.random.choices(apps, weights)[0]
+        return lambda t: step(t, app)
+
+    clock.arrivals(rate, end_s, start)
+    return end_s
+
+
+def agent(clock: Clock) -> float:
+    """Agents of 40 kinds with long system prompts; a step every ten seconds."""
+    rng = clock.random
+
+    def step(time_s: float, prompt: Blocks) -> Blocks:
+        prompt = prompt + clock.blocks(rng.randint(1, 6))
+        if rng.random() < 0.8:
+            clock.at(time_s + rng.lognormvariate(2.3, 0.8), lambda t: step(t, prompt))
+        return prompt + clock.blocks(1)
+
+    return _apps(clock, 3, 533, 40, 1.0, (6, 25), step)
+
+
+def tools(clock: Clock) -> float:
+    """Calls of 200 tools with system prompts of their own and private tails, few of which go on."""
+    rng = clock.random
+
+    def step(time_s: float, prompt: Blocks) -> Blocks:
+        prompt = prompt + clock.blocks(rng.randint(1, 10))
+        if rng.random() < 0.25:
+            clock.at(time_s + rng.lognormvariate(2.5, 0.8), lambda t: step(t, prompt))
+        return prompt + clock.blocks(1)
+
+    return _apps(clock, 6, 2000, 200, 1.1, (4, 16), step)
+
+
+def code(clock: Clock) -> float:
+    """Coding agents: long sessions under one system prompt, steps in seconds, now and then a pause."""
+    rng, system = clock.random, clock.blocks(20)
+
+    def step(time_s: float, prompt: Blocks, num_left: int) -> Blocks:
+        prompt = prompt + clock.blocks(rng.randint(1, 8))
+        if num_left:
+            pause_s = rng.expovariate(1 / 8) if rng.random() < 0.85 else rng.expovariate(1 / 300)
+            clock.at(time_s + pause_s, lambda t: step(t, prompt, num_left - 1))
+        return prompt + clock.blocks(1)
+
+    clock.arrivals(0.12, 3000, lambda: lambda t: step(t, system, int(rng.expovariate(1 / 25))))
+    return 3000
+
+
+def documents(clock: Clock) -> float:
+    """Questions about long documents, any time, among calls of tools and short prompts that never come back."""
+    rng = clock.random
+    apps = [clock.blocks(5) for _ in range(80)]
+    weights = [1 / (i + 1) for i in range(80)]
+
+    def ask(prompt: Blocks, most: int) -> Event:
+        return lambda _: prompt + clock.blocks(rng.randint(1, most))
+
+    for _ in range(1000):
+        kind = rng.random()
+        if kind < 0.25:
+            document = clock.blocks(min(200, rng.lognormvariate(3.4, 0.7)))
+            for _ in range(1 + int(rng.expovariate(1 / 6))):
+                clock.at(rng.uniform(0, 1000), ask(document, 4))
+        elif kind < 0.5:
+            for _ in range(9):
+                clock.at(rng.uniform(0, 1000), ask(rng.choices(apps, weights)[0], 2))
+        else:
+            for _ in range(3):
+                clock.at(rng.uniform(0, 1000), ask([], 1))
+    return 1000
+
+
+def bursts(clock: Clock) -> float:
+    """Documents about which a few questions are asked within a minute, and none after that."""
+    rng = clock.random
+
+    def burst() -> Event:
+        document = clock.blocks(rng.randint(5, 60))
+        num_left = int(rng.expovariate(1 / 4))
+
+        def ask(time_s: float) -> Blocks:
+            nonlocal num_left
+            if num_left:
+                num_left -= 1
+                clock.at(time_s + rng.expovariate(1 / 15), ask)
+            return document + clock.blocks(rng.randint(1, 3))
+
+        return ask
+
+    clock.arrivals(0.8, 2000, burst)
+    return 2000
+
+
+def popular(clock: Clock) -> float:
+    """Documents that are asked about at random, some of them much more often than others; nothing ever changes."""
+    rng = clock.random
+    documents = [clock.blocks(rng.randint(5, 40)) for _ in range(3000)]
+    for time_s, document in enumerate(rng.choices(documents, [(i + 1) ** -0.8 for i in range(3000)], k=8000)):
+        clock.at(time_s, lambda _, document=document: document + clock.blocks(2))
+    return 8000
+
+
+def loop(clock: Clock) -> float:
+    """An evaluation: the same 300 documents in the same order, twelve times."""
+    documents = [clock.blocks(clock.random.randint(10, 60)) for _ in range(300)]
+    for time_s, document in enumerate(documents * 12):
+        clock.at(time_s, lambda _, document=document: document + clock.blocks(1))
+    return 3600
+
+
+KINDS = {kind.__name__: kind for kind in (chat, edits, agent, tools, code, documents, bursts, popular, loop)}
+
+
+def make(kind: str, *, seed: int = 0) -> list[tuple[float, Blocks]]:
+    """The requests of a kind: times in seconds and blocks. `changing` is chat, then documents, then the loop."""
+    if kind != "changing":
+        clock = Clock(seed)
+        return clock.play(KINDS[kind](clock))
+    served: list[tuple[float, Blocks]] = []
+    for part in ("chat", "documents", "loop"):
+        start_s = served[-1][0] if served else 0.0
+        first = max((block for _, prompt in served for block in prompt), default=-1) + 1
+        served += [(start_s + t, [first + block for block in prompt]) for t, prompt in make(part, seed=seed)[:3000]]
+    return served
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=[*KINDS, "changing"])
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for time_s, prompt in make(args.kind, seed=args.seed):
+        line = {"timestamp": int(1000 * time_s), "input_length": 512 * len(prompt), "output_length": 1}
+        sys.stdout.write(json.dumps(line | {"hash_ids": prompt}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
