@@ -100,6 +100,23 @@ def test_what_may_not_go_keeps_its_place(make) -> None:
     assert orders[0] == orders[1]
 
 
+@pytest.mark.parametrize("name", ["lru", "arc", "s3fifo", "wtinylfu"])
+def test_a_head_whose_turn_came_and_that_is_used_then_is_young_again(name, residents) -> None:
+    policy = POLICIES[name]()
+    policy.resize(1000)
+    for chain in ([b"a0", b"a1"], [b"b0"]):
+        residents.add(chain)
+        policy.insert(new_use(), chain, None)
+    for chain in ([b"a0", b"a1"], [b"b0"]):
+        policy.touch(new_use(), chain, len(chain), residents)
+    residents.blocked = {b"a1", b"b0"}
+    policy.evict(1, residents)
+    policy.touch(new_use(), [b"a0"], 1, residents)
+    residents.blocked = set()
+    policy.evict(3, residents)
+    assert residents.evicted == [b"a1", b"b0", b"a0"]
+
+
 def test_touch_passes_over_what_is_not_resident(policy, residents) -> None:
     residents.add(keys("a", 2))
     policy.insert(new_use(), keys("a", 2), None)
