@@ -1,4 +1,4 @@
-"""Hit density as it is defined: each chunk alone, no runs, slices or queues, and every age exact. O(chunks) a victim."""
+"""Hit density as it is defined: each chunk alone, no runs, slices or queues, all ages exact. O(chunks) a victim."""
 
 from collections import Counter
 

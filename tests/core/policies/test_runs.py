@@ -1,5 +1,6 @@
 """The order in which runs wait, against a plain list of them."""
 
+import itertools
 import random
 
 import pytest
@@ -149,7 +150,7 @@ def test_slices_are_few_however_long_it_lasts_and_the_young_are_told_apart(queue
         queues.advance(size)
     starts = [part.start for part in queues._slices]
     assert len(starts) < 120
-    widths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    widths = [b - a for a, b in itertools.pairwise(starts)]
     ages = [queues._now - start for start in starts[1:]]
     assert all(width <= max(size, age / 3) for width, age in zip(widths, ages, strict=True)), "too coarse for its age"
     assert widths[-8:] == [size] * 8

@@ -28,6 +28,12 @@ class Tier:
     def serve_all(self, prompts) -> int:
         return sum(self.serve(prompt) for prompt in prompts)
 
+    def resize(self, num_chunks: int) -> None:
+        """What is in slots that are no more is lost."""
+        self.index.lose_slots(num_chunks, max(num_chunks, self.index.num_slots))
+        self.index.limit(num_chunks)
+        self.index.grow(num_chunks)
+
     def new_use(self, num_in_hbm: int = 0) -> Use:
         self.num_served += 1
         return Use(self.num_served, num_in_hbm=num_in_hbm)
@@ -69,5 +75,5 @@ def conversations(
         place = rng.randrange(len(going))
         going[place] = chain(f"turn {i}", rng.randint(1, 4), going[place])
         yield chain(f"end {i}", ends, going[place])
-        if rng.random() > comes_back:
+        if rng.random() > comes_back or len(going[place]) > 40:
             del going[place]
