@@ -38,7 +38,7 @@ def test_a_shared_beginning_stays_when_the_private_tails_go(tier) -> None:
     prompts = [chain(f"user {i}", 10, system) for i in range(3)]
     tier.serve_all(prompts)
     tier.serve_all(chain(f"other {i}", 10) for i in range(8))
-    assert [tier.num_kept(prompt) for prompt in prompts] == [20] * 3
+    assert min(tier.num_kept(prompt) for prompt in prompts) == 20
 
 
 def test_of_what_was_used_alike_the_oldest_goes(tier) -> None:
@@ -100,16 +100,17 @@ def serve_turns(tier: Tier, *, num_ends: int) -> int:
 
 
 def num_without_end(tier: Tier) -> int:
-    """Of ten new prompts, of which nothing is used again, how many have lost nothing but their last chunk."""
-    prompts = [chain(f"last {i}", 10) for i in range(10)]
+    """Of ten new conversations, how many have lost nothing but their last chunk."""
+    system = chain("system 1", 5)
+    prompts = [chain(f"last {i}", 4, system) for i in range(10)]
     tier.serve_all(prompts)
-    return sum(tier.num_kept(prompt) == 9 for prompt in prompts)
+    return sum(tier.num_kept(prompt) == 8 for prompt in prompts)
 
 
 def test_last_chunks_go_first_where_the_next_prompt_goes_on_without_them(tier) -> None:
     serve_turns(tier, num_ends=1)
     assert tier.policy._end_chance < 0.1
-    assert num_without_end(tier) >= 4
+    assert num_without_end(tier) >= 6
 
 
 def test_last_chunks_stay_where_the_next_prompt_goes_on_with_them(tier) -> None:
