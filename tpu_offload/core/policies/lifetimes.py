@@ -12,8 +12,9 @@ the age at which it is highest, after which a wise keeper gives up (the index of
 dynamic allocation indices", 1979).
 
 Before anything is known, and where little is, the chance of a use is taken to be the same in each age group, of
-which each is longer than the one before, and proportional to the number of uses so far: worth falls with age,
-as with LRU, and grows with uses, as with LFU (together: Blankstein, Sen and Freedman, "Hyperbolic Caching", 2017).
+which each is longer than the one before, and proportional to the number of uses so far: worth falls with age, as
+with LRU, and grows with uses, as with LFU (together: Blankstein, Sen and Freedman, "Hyperbolic Caching", 2017).
+Beyond the oldest age that was seen it falls as one over the age.
 """
 
 from bisect import bisect
@@ -28,7 +29,8 @@ _PER_OCTAVE = 2
 _AGES = [2.0 ** (i / _PER_OCTAVE) for i in range(4 * _PER_OCTAVE, 44 * _PER_OCTAVE)]  # where age groups begin
 _NUM_GROUPS = len(_AGES) + 1
 _STARTS = np.array([0.0, *_AGES])
-_WIDTHS = np.diff(np.append(_STARTS, 2 * _STARTS[-1]))
+_ENDS = np.append(_STARTS[1:], 2 * _STARTS[-1])
+_WIDTHS = _ENDS - _STARTS
 _PRIOR_CHANCE = 0.05  # of a use in an age group, for what was used once
 _PRIOR_RUNS = 8.0  # what is assumed counts as much as so many runs of a class
 _MAX_PRIOR = 0.9
@@ -89,7 +91,7 @@ class Lifetimes:
         uses, ends = np.array(self._uses), np.array(self._ends)
         np.add.at(ends.T, groups, np.asarray(alive))
         uses, ends, widths = (_from(counts, first) for counts in (uses, ends, _WIDTHS))
-        end = int(ends.sum(0).nonzero()[0].max(initial=0)) + 1  # nothing is known of what is older
+        end = int(ends.sum(0).nonzero()[0].max(initial=0)) + 1  # of what is older nothing is known
         uses, ends, widths = uses[:, :end], ends[:, :end], widths[:end]
         reached = ends[:, ::-1].cumsum(1)[:, ::-1] - (ends - uses) / 2  # who ends otherwise was there half of the time
         chances = self._chances(uses, reached)
@@ -100,7 +102,8 @@ class Lifetimes:
             rates = used[:, group:].cumsum(1) / np.maximum(room[:, group:].cumsum(1), 1e-300)
             self._worth[first + group] = rates.max(1)
         self._worth[:first] = self._worth[first]
-        self._worth[first + end :] = self._worth[first + end - 1]
+        last = first + end - 1
+        self._worth[last:] = self._worth[last] * (_ENDS[last] / _ENDS[last:, None])
 
     def _chances(self, uses: _Floats, reached: _Floats) -> _Floats:
         """The chance of a use in each age group of those that reach it, by class."""

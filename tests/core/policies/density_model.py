@@ -1,0 +1,167 @@
+"""Hit density as it is defined: each chunk alone, no runs, slices or queues, all ages exact. O(chunks) a victim."""
+
+from collections import Counter
+
+from tpu_offload.core.policies import density, lifetimes, runs
+
+AGES = lifetimes._AGES
+NUM_GROUPS = len(AGES) + 1
+STARTS = [0.0, *AGES, 2 * AGES[-1]]
+
+
+def group_of(age: int) -> int:
+    group = 0
+    while group < len(AGES) and AGES[group] <= age:
+        group += 1
+    return group
+
+
+class Chunk:
+    """A life, and what is known of those before it."""
+
+    def __init__(self, key: bytes, parent: bytes | None, use_id: int, origin: int) -> None:
+        self.key, self.parent, self.use_id, self.class_id = key, parent, use_id, origin
+        self.num_uses = 1
+        self.time = 0
+        self.resident = True
+
+
+class Worth:
+    """What is known of lives. Tables by class and age group."""
+
+    def __init__(self) -> None:
+        self.factors = density._CLASS_USES
+        self.uses: Counter[tuple[int, int]] = Counter()
+        self.ends: Counter[tuple[int, int]] = Counter()
+        self.run_size = 1.0
+        self.table: dict[tuple[int, int], float] = {}
+        self.learn([], 0)
+
+    def end(self, lives: list[tuple[int, int]], *, used: bool) -> None:
+        """Lives (class, age) end together: those alike weigh as one where little is known."""
+        for (class_id, age), num in Counter(lives).items():
+            self.ends[class_id, group_of(age)] += num
+            if used:
+                self.uses[class_id, group_of(age)] += num
+            self.run_size += 0.001 * (num - self.run_size)
+
+    def learn(self, alive: list[tuple[int, int]], youngest: int) -> None:
+        first = group_of(max(1, youngest))
+        uses, ends = Counter(), Counter()
+        for (class_id, group), num in self.uses.items():
+            uses[class_id, max(group, first)] += num
+        for (class_id, group), num in self.ends.items():
+            ends[class_id, max(group, first)] += num
+        for class_id, age in alive:
+            ends[class_id, max(group_of(age), first)] += 1
+        last = max((group for _, group in ends), default=first)
+        classes = range(len(self.factors))
+        weight = lifetimes._PRIOR_RUNS * self.run_size
+        chances = {}
+        for group in range(first, last + 1):
+            reached = [
+                sum(ends[c, g] for g in range(group, last + 1)) - (ends[c, group] - uses[c, group]) / 2 for c in classes
+            ]
+            used = [uses[c, group] for c in classes]
+            common = (sum(used) + weight * lifetimes._PRIOR_CHANCE) / (sum(reached) + weight)
+            mean = (sum(map(float.__mul__, self.factors, map(float, reached))) + weight) / (sum(reached) + weight)
+            for c in classes:
+                prior = min(common * self.factors[c] / mean, lifetimes._MAX_PRIOR)
+                chances[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes._MAX_CHANCE)
+        for c in classes:
+            for group in range(first, last + 1):
+                self.table[c, group] = best_rate(chances, c, group, first, last)
+            for group in range(first):
+                self.table[c, group] = self.table[c, first]
+            for group in range(last + 1, NUM_GROUPS):
+                self.table[c, group] = self.table[c, last] * STARTS[last + 1] / STARTS[group + 1]
+
+    def of(self, class_id: int, age: int) -> float:
+        return self.table[class_id, group_of(age)]
+
+
+def best_rate(chances, class_id: int, begin: int, first: int, last: int) -> float:
+    """Uses for the room, up to the best age to give up at."""
+    best, left, uses, room = 0.0, 1.0, 0.0, 0.0
+    for group in range(begin, last + 1):
+        used = left * chances[class_id, group]
+        uses += used
+        room += (left - used / 2) * (STARTS[group + 1] - (0.0 if group == first else STARTS[group]))
+        left -= used
+        best = max(best, uses / room)
+    return best
+
+
+class SlowDensity:
+    """A tier that evicts the leaf of the least worth."""
+
+    def __init__(self, num_chunks: int) -> None:
+        self.size = num_chunks
+        self.chunks: dict[bytes, Chunk] = {}
+        self.worth = Worth()
+        self.now = self.use_id = 0
+        self.next_learn = runs._LEARN_EVERY
+        self.ghosts: dict[bytes, None] = {}
+        self.end_chance = 1.0
+        self.ends: dict[bytes, tuple[int, bytes]] = {}  # by the chunk before it: the use that brought it, and the end
+
+    def is_resident(self, key: bytes | None) -> bool:
+        return key in self.chunks and self.chunks[key].resident
+
+    def serve(self, prompt: list[bytes]) -> int:
+        """Returns how many chunks were found."""
+        self.use_id += 1
+        self.now += len(prompt)
+        num_found = next((i for i, key in enumerate(prompt) if not self.is_resident(key)), len(prompt))
+        self.learn_ends(prompt)
+        num_resident = sum(chunk.resident for chunk in self.chunks.values())
+        for _ in range(num_resident + sum(not self.is_resident(key) for key in prompt) - self.size):
+            self.evict_one(set(prompt))
+        ended: list[tuple[int, int]] = []
+        origin = 0
+        for i, key in enumerate(prompt):
+            chunk = self.chunks.get(key)
+            if chunk is None:
+                chunk = self.chunks[key] = Chunk(key, prompt[i - 1] if i else None, self.use_id, origin)
+            else:
+                ended.append((chunk.class_id, self.now - chunk.time))
+                chunk.num_uses += 1
+                chunk.class_id = min(density._NUM_ORIGINS + chunk.num_uses.bit_length() - 2, density._NUM_CLASSES - 1)
+                origin = min(chunk.num_uses.bit_length(), density._NUM_ORIGINS - 1)
+            chunk.time, chunk.use_id, chunk.resident = self.now, self.use_id, True
+            self.ghosts.pop(key, None)
+        self.worth.end(ended, used=True)
+        if len(prompt) > 1 and all(self.chunks[key].num_uses == 1 for key in prompt[-2:]):
+            self.ends[prompt[-2]] = (self.use_id, prompt[-1])
+        self.forget()
+        if self.now >= self.next_learn:
+            self.next_learn = self.now + runs._LEARN_EVERY
+            alive = [(chunk.class_id, self.now - chunk.time) for chunk in self.chunks.values()]
+            self.worth.learn(alive, self.size // runs._SLICES)
+        return num_found
+
+    def learn_ends(self, prompt: list[bytes]) -> None:
+        for i, key in enumerate(prompt[:-1]):
+            if key in self.ends:
+                _, end = self.ends.pop(key)
+                self.end_chance += ((prompt[i + 1] == end) - self.end_chance) * density._END_WEIGHT
+
+    def evict_one(self, protected: set[bytes]) -> None:
+        inner = {chunk.parent for chunk in self.chunks.values() if chunk.resident}
+        leaves = [c for c in self.chunks.values() if c.resident and c.key not in inner and c.key not in protected]
+        if self.end_chance < 0.5:
+            ends = [chunk for chunk in leaves if self.ends.get(chunk.parent, (0, b""))[1] == chunk.key]
+            if ends:
+                del self.chunks[min(ends, key=lambda chunk: chunk.time).key]
+                return
+        victim = min(leaves, key=lambda chunk: (self.worth.of(chunk.class_id, self.now - chunk.time), chunk.time))
+        victim.resident = False
+        self.ghosts[victim.key] = None
+
+    def forget(self) -> None:
+        most = max(density._MIN_WATCHED, self.size * density._WATCHED)
+        while len(self.ghosts) > most:
+            key = next(iter(self.ghosts))
+            del self.ghosts[key]
+            chunk = self.chunks.pop(key)
+            self.worth.end([(chunk.class_id, self.now - chunk.time)], used=False)

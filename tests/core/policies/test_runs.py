@@ -1,0 +1,185 @@
+"""The order in which runs wait, against a plain list of them."""
+
+import itertools
+import random
+
+import pytest
+
+from tpu_offload.core.policies import runs
+from tpu_offload.core.policies.runs import Run, RunQueues
+
+NUM_USES = (1.0, 2.0, 4.0)
+
+
+def make_run(num_chunks: int = 1) -> Run:
+    return Run([b"%d" % i for i in range(num_chunks)], depth=0, num_resident=num_chunks, use_id=0, origin=0)
+
+
+def begin(queues: RunQueues, class_id: int, num_chunks: int = 1) -> Run:
+    run = make_run(num_chunks)
+    queues.begin(run, class_id)
+    queues.place(run)
+    return run
+
+
+def in_order(queues: RunQueues) -> list[Run]:
+    return [run for queue in queues.order for run, ticket in queue if run.ticket == ticket]
+
+
+@pytest.fixture
+def queues() -> RunQueues:
+    queues = RunQueues(NUM_USES)
+    queues.resize(1000)
+    return queues
+
+
+def test_within_a_class_the_oldest_goes_first_and_what_was_placed_again_last_of_its_slice(queues) -> None:
+    first, second, third = (begin(queues, 0) for _ in range(3))
+    queues.place(first)
+    queues.reorder()
+    assert in_order(queues) == [second, third, first]
+    queues.advance(100_000)
+    young = begin(queues, 0)
+    queues.place(second)
+    queues.reorder()
+    assert in_order(queues) == [third, first, second, young], "no run is younger because it was placed again"
+
+
+def test_a_new_life_is_no_part_of_the_old_slice(queues) -> None:
+    run, other = begin(queues, 0), begin(queues, 0)
+    queues.advance(50_000)
+    queues.end(run, 1, used=True)
+    queues.begin(run, 0)
+    queues.place(run)
+    queues.reorder()
+    assert in_order(queues) == [other, run]
+    queues.check_invariants([run, other])
+
+
+def test_what_comes_into_an_empty_queue_is_found_after_the_next_order(queues) -> None:
+    run = begin(queues, 2)
+    assert run in in_order(queues), "the newest slice is always in order"
+    queues.advance(100_000)
+    for _ in range(20):
+        queues.advance(1000)
+    queues.place(run)
+    queues.reorder()
+    assert in_order(queues) == [run]
+
+
+def test_the_class_that_comes_back_waits_longest(queues) -> None:
+    """Class 0 is used again soon and always, class 2 never, though the prior says the opposite."""
+    for _ in range(300):
+        gone, back = begin(queues, 2), begin(queues, 0)
+        queues.advance(100)
+        queues.end(back, 1, used=True)
+        queues.advance(5000)
+        queues.end(gone, 1, used=False)
+        back.ticket += 1
+        gone.ticket += 1
+    queues.advance(5000)
+    never, soon = begin(queues, 2), begin(queues, 0)
+    queues.advance(10)
+    queues.reorder()
+    assert in_order(queues) == [never, soon]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_chunks", [10, 1000, 20_000])
+def test_queues_hold_what_a_plain_list_holds(queues, seed, num_chunks) -> None:
+    """Each run once, each class in the order of its slices, and by worth from one queue to the next."""
+    rng = random.Random(seed)
+    queues.resize(num_chunks)
+    lives: list[Run] = []
+    placed: list[tuple[Run, int]] = []  # the plain list, and the class
+    now = 0
+    for i in range(3000):
+        step = rng.randint(1, 60)
+        queues.advance(step)
+        now += step
+        run = begin(queues, rng.randrange(3), rng.randint(1, 9))
+        lives.append(run)
+        placed.append((run, run.class_id))
+        for _ in range(rng.randint(0, 2)):
+            run = rng.choice(lives[-200:])
+            what = rng.random()
+            if what < 0.5:
+                queues.end(run, len(run.keys), used=what < 0.3)
+                placed = [entry for entry in placed if entry[0] is not run]
+                if what < 0.3:
+                    queues.begin(run, rng.randrange(3))
+                    queues.place(run)
+                    placed.append((run, run.class_id))
+                else:
+                    lives.remove(run)
+                    run.ticket += 1
+            elif what < 0.7:
+                queues.place(run)
+        if i % 500 == 499:
+            check(queues, lives, [run for run, _ in placed])
+
+
+def check(queues: RunQueues, lives: list[Run], placed: list[Run]) -> None:
+    queues.reorder()
+    queues.check_invariants(lives)
+    found = in_order(queues)
+    assert len(found) == len(placed)
+    assert {id(run) for run in found} == {id(run) for run in placed} == queues.waiting()
+    worths = [worth_of(queues, run) for run in found]
+    assert worths == sorted(worths)
+    for class_id in range(3):
+        starts = [queues._slice_of(run).start for run in sorted(placed, key=lambda run: run.time)]
+        assert starts == sorted(starts), "a slice has runs of another time"
+        assert class_id in {run.class_id for run in found}
+    for run in found:
+        assert queues._slice_of(run).start <= run.time
+
+
+def worth_of(queues: RunQueues, run: Run) -> float:
+    part = queues._slice_of(run)
+    place = queues._slices.index(part)
+    end = queues._slices[place + 1].start if place + 1 < len(queues._slices) else queues._now
+    assert run.time <= end
+    return queues._lifetimes.worth([queues._now - (part.start + end) // 2])[0, run.class_id]
+
+
+def test_slices_are_few_however_long_it_lasts_and_the_young_are_told_apart(queues) -> None:
+    queues.resize(100_000)
+    size = 100_000 // runs._SLICES
+    for _ in range(5000):
+        queues.advance(size)
+    starts = [part.start for part in queues._slices]
+    assert len(starts) < 120
+    widths = [b - a for a, b in itertools.pairwise(starts)]
+    ages = [queues._now - start for start in starts[1:]]
+    assert all(width <= max(size, age / 3) for width, age in zip(widths, ages, strict=True)), "too coarse for its age"
+    assert widths[-8:] == [size] * 8
+
+
+def test_runs_of_merged_slices_are_still_found(queues) -> None:
+    early = [begin(queues, i % 3) for i in range(9)]
+    for i in range(2000):
+        queues.advance(300)
+        early.append(begin(queues, i % 3))
+    assert len(queues._slices) < 150
+    queues.reorder()
+    assert {id(run) for run in in_order(queues)} == {id(run) for run in early}
+    queues.check_invariants(early)
+    for run in early:
+        queues.end(run, 1, used=False)
+        run.ticket += 1
+    queues.check_invariants([])
+
+
+def test_what_is_void_is_thrown_away_in_time(queues) -> None:
+    """Short lives by the thousand: entries stay a small multiple of the runs that live."""
+    lives = [begin(queues, 0) for _ in range(100)]
+    rng, most = random.Random(0), 0
+    for _ in range(50_000):
+        queues.advance(1)
+        run = rng.choice(lives)
+        queues.end(run, 1, used=True)
+        queues.begin(run, 1)
+        queues.place(run)
+        most = max(most, queues.num_entries())
+    assert most < 100 + 2 * runs._LEARN_EVERY + runs._MIN_SLICE

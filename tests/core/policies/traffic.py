@@ -1,0 +1,79 @@
+"""Requests as lists of chunk keys, and a tier that serves them."""
+
+import random
+from collections.abc import Iterator
+
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.policies import EvictionPolicy, Use
+
+
+class Tier:
+    """A chunk index with a policy; each prompt is looked up, loaded and saved, as the scheduler does it."""
+
+    def __init__(self, policy: EvictionPolicy, num_chunks: int) -> None:
+        self.policy = policy
+        self.index = ChunkIndex(policy)
+        self.index.grow(num_chunks)
+        self.num_served = 0
+
+    def serve(self, prompt: list[bytes], *, num_in_hbm: int = 0) -> int:
+        """Returns how many chunks were found."""
+        use = self.new_use(num_in_hbm)
+        num_found = len(self.index.find(prompt))
+        self.index.touch(use, prompt, num_found)
+        self.save(use, prompt, len(prompt))
+        self.index.touch(use, prompt, len(prompt))
+        return num_found
+
+    def serve_all(self, prompts) -> int:
+        return sum(self.serve(prompt) for prompt in prompts)
+
+    def resize(self, num_chunks: int) -> None:
+        """What is in slots that are no more is lost."""
+        self.index.lose_slots(num_chunks, max(num_chunks, self.index.num_slots))
+        self.index.limit(num_chunks)
+        self.index.grow(num_chunks)
+
+    def new_use(self, num_in_hbm: int = 0) -> Use:
+        self.num_served += 1
+        return Use(self.num_served, num_in_hbm=num_in_hbm)
+
+    def save(self, use: Use, prompt: list[bytes], end: int) -> None:
+        """Saves what is missing of the first `end` chunks."""
+        missing, _ = self.index.missing(prompt, 0, end)
+        if missing:
+            slots = self.index.allocate(use, prompt, missing, protected=set(prompt))
+            self.index.complete([prompt[i] for i in missing[: len(slots)]], slots, success=True)
+
+    def num_kept(self, prompt: list[bytes]) -> int:
+        return len(self.index.find(prompt))
+
+
+def chain(name: object, num: int, before: list[bytes] = []) -> list[bytes]:  # noqa: B006 (never changed)
+    """`before`, and so many chunks of this name."""
+    return before + [f"{name}/{i}".encode() for i in range(num)]
+
+
+def conversations(
+    rng: random.Random, num_requests: int, *, comes_back: float = 0.7, users: int = 40, ends: int = 0
+) -> Iterator[list[bytes]]:
+    """Users of three services with a system prompt each. A turn brings 1 to 4 chunks; one in three requests is alone.
+
+    Args:
+      comes_back: the chance of another turn.
+      users: so many conversations go on side by side.
+      ends: chunks that only this turn ends with.
+    """
+    systems = [chain(f"system {i}", 2 + 3 * i) for i in range(3)]
+    going: list[list[bytes]] = []
+    for i in range(num_requests):
+        if rng.random() < 1 / 3:
+            yield chain(f"alone {i}", rng.randint(1, 12))
+            continue
+        if len(going) < users:
+            going.append(rng.choice(systems))
+        place = rng.randrange(len(going))
+        going[place] = chain(f"turn {i}", rng.randint(1, 4), going[place])
+        yield chain(f"end {i}", ends, going[place])
+        if rng.random() > comes_back or len(going[place]) > 40:
+            del going[place]
