@@ -51,6 +51,14 @@ def test_save_modes(tmp_path):
     assert plain["computed"] > eviction["computed"] > most["computed"]
     assert compute["gap"] < eviction["gap"]
     assert compute["saved"] > eviction["saved"] > 0
+    evictions = [*command[:4], "--evicted-blocks", "2", "40", "--repeats", "3"]
+    done = subprocess.run(
+        evictions, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())["results"]
+    assert [row["num_blocks"] for row in found] == [2, 40]
+    assert all(row["first_eviction_s"] > row["later_eviction_s"] > 0 for row in found)
 
 
 def test_policies(tmp_path):

@@ -158,7 +158,7 @@ def test_plot(tmp_path, trace_path, suffix, begins):
 
 
 def test_wrong_flags(tmp_path, trace_path, error_of):
-    assert "'clock'; expected one of lru" in error_of(trace_path, "--policies", "clock")
+    assert f"'clock'; expected one of {', '.join(POLICIES)}, belady" in error_of(trace_path, "--policies", "clock")
     assert "'0'; expected a share of the unique blocks, above 0 and at most 1" in error_of(trace_path, "--sizes", "0")
     assert "'2'; expected a share" in error_of(trace_path, "--sizes", "2")
     assert "'40TB'; expected a share of the unique blocks (0.05), a num" in error_of(trace_path, "--hbm", "40TB")

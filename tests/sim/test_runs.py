@@ -41,8 +41,23 @@ def test_parts_add_up(trace):
     result = Scene(trace, split=60, only_second=False, front=no_front(trace)).play(Run(BOUND, 0.1, Setup(50)))
     assert (result.first.num_host_hits, result.second.num_host_hits) == (sum(hits[:60]), sum(hits[60:]))
     assert result.first + result.second == Part(trace.num_blocks, 0, sum(hits), 0)
-    only_second = Scene(trace, split=60, only_second=True, front=no_front(trace)).play(Run(BOUND, 0.1, Setup(50)))
-    assert only_second.second.num_host_hits >= result.second.num_host_hits
+
+
+@pytest.mark.parametrize("num_hbm_blocks", [0, 40])
+def test_with_a_split_each_part_has_its_own_bound(trace, num_hbm_blocks):
+    front = play_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_front(trace)
+    run = Run(BOUND, 0.1, Setup(50))
+    whole = Scene(trace, split=60, only_second=False, front=front).play(run)
+    split = Scene(trace, split=60, only_second=True, front=front).play(run)
+    before = dataclasses.replace(trace, requests=trace.requests[:60])
+    front_before = play_hbm(before, num_hbm_blocks) if num_hbm_blocks else no_front(before)
+    alone = Scene(before, split=60, only_second=False, front=front_before).play(run)
+    assert split.first == alone.first
+    assert split.first.num_host_hits >= whole.first.num_host_hits > 0
+    assert split.second.num_host_hits >= whole.second.num_host_hits
+    assert split.second.num_host_hits == sum(belady_hits(trace, 50, first_counted=60, front=front)[60:])
+    nothing_before = Scene(trace, split=0, only_second=True, front=front).play(run)
+    assert nothing_before.first == Part(0, 0, 0, 0)
 
 
 def test_what_is_left_early_ends_its_processes(trace):

@@ -107,8 +107,8 @@ class SaveBySightings(SavePolicy):
         """See the base class."""
         if self._sketch is None:
             return end - first
-        counts = self._sketch.counts(keys[first:end])
-        return next((i for i, count in enumerate(counts) if count < self._num_sightings), end - first)
+        count = self._sketch.count
+        return next((i for i in range(first, end) if count(keys[i]) < self._num_sightings), end) - first
 
 
 def make_save_policy(config: OffloadConfig) -> SavePolicy:

@@ -78,7 +78,8 @@ class Scene:
     Attributes:
       trace: what is played.
       split: requests before the split.
-      only_second: whether what is best for the requests after the split is the bound.
+      only_second: whether what is best for the requests after the split is the bound. What is best for those before
+        it is another run then, so that each part has its own bound.
       front: HBM.
     """
 
@@ -91,12 +92,7 @@ class Scene:
         """One run, from empty tiers on."""
         start_s = time.perf_counter()
         if run.policy == BOUND:
-            hits = belady_hits(
-                self.trace,
-                run.setup.num_chunks,
-                first_counted=self.split if self.only_second else 0,
-                front=self.front,
-            )
+            hits = self._bound_hits(run.setup.num_chunks)
             outcome = Outcome(tuple(hits), (0,) * len(hits))
         else:
             outcome = replay(self.trace, POLICIES[run.policy](), run.setup, front=self.front)
@@ -111,6 +107,15 @@ class Scene:
             outcome.num_secondary_saved,
             run_s,
         )
+
+    def _bound_hits(self, num_chunks: int) -> list[int]:
+        if not self.only_second:
+            return belady_hits(self.trace, num_chunks, front=self.front)
+        end = self.split
+        before = dataclasses.replace(self.trace, requests=self.trace.requests[:end])
+        first = belady_hits(before, num_chunks, front=Front(self.front.hits[:end], self.front.left[:end]))
+        second = belady_hits(self.trace, num_chunks, first_counted=end, front=self.front)
+        return [*first, *second[end:]]
 
     def _part(self, outcome: Outcome, start: int, end: int) -> Part:
         return Part(

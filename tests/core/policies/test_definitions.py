@@ -53,11 +53,11 @@ class ExactCounts:
     def __init__(self, reference) -> None:
         self.reference = reference
 
-    def resize(self, num_chunks) -> None: ...
+    def grow(self, num_keys) -> None: ...
 
     def add(self, keys) -> None: ...
 
-    def estimate(self, key) -> int:
+    def count(self, key) -> int:
         return self.reference.counts.get(key, 0)
 
 

@@ -22,7 +22,7 @@ from typing import final
 
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.queues import ChunkQueue, check_queues
-from tpu_offload.core.policies.sketch import CountSketch
+from tpu_offload.core.sketch import Sketch
 from tpu_offload.types import ChunkKey
 
 _WINDOW_SHARE = 0.01
@@ -43,7 +43,7 @@ class WTinyLFUPolicy(EvictionPolicy):
         self._probation = ChunkQueue()
         self._protected = ChunkQueue()
         self._queues = (self._protected, self._probation, self._window)
-        self._sketch = CountSketch()
+        self._sketch = Sketch()
         self._max_window = 1
         self._max_main = 0
         self._made_room = False  # for the next chunks
@@ -52,7 +52,7 @@ class WTinyLFUPolicy(EvictionPolicy):
         """See the base class. O(num_chunks) where the sketch grows."""
         self._max_window = max(1, int(num_chunks * _WINDOW_SHARE))
         self._max_main = max(0, num_chunks - self._max_window)
-        self._sketch.resize(num_chunks)
+        self._sketch.grow(num_chunks)
 
     @property
     def _num_main(self) -> int:
@@ -112,18 +112,18 @@ class WTinyLFUPolicy(EvictionPolicy):
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks that win, are set aside or may not go)."""
-        window, probation, estimate = self._window, self._probation, self._sketch.estimate
+        window, probation, count = self._window, self._probation, self._sketch.count
         self._made_room = True
         while num_chunks:
             main = probation if probation.order else self._protected
             # The chunks that this makes room for will be in the window, which then is too long.
             num_over = (len(window) + num_chunks - self._max_window + 1) // 2
             if num_over > 0 and window.order and main.order:
-                most = estimate(next(iter(main.order)))
+                most = count(next(iter(main.order)))
                 candidate = next(iter(window.order))
-                if estimate(candidate) <= most:
+                if count(candidate) <= most:
                     num_over = min(num_over, num_chunks)
-                    num_chunks -= self._evict(window, num_over, residents, lambda key, _: estimate(key) > most)  # noqa: B023
+                    num_chunks -= self._evict(window, num_over, residents, lambda key, _: count(key) > most)  # noqa: B023
                 elif self._num_main < self._max_main:
                     probation.order[candidate] = window.order.pop(candidate)
                 elif self._evict(main, 1, residents):
@@ -144,7 +144,7 @@ class WTinyLFUPolicy(EvictionPolicy):
         order = main.order
         for _ in range(_NUM_SPARED):
             key = next(iter(order))
-            if self._sketch.estimate(key) <= 1:
+            if self._sketch.count(key) <= 1:
                 break
             order.move_to_end(key)
         return self._evict(main, 1, residents)
