@@ -50,21 +50,12 @@ def ended_lives_only():
     )
 
 
-class Hazard:
-    """In place of the module `numpy` inside `lifetimes`: the sum over later ages stops at the first."""
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-    @staticmethod
-    def maximum(a, b):
-        return np.where(np.arange(np.shape(a)[-1]) == 0, np.maximum(a, b), np.inf) if b == 1e-300 else np.maximum(a, b)
-
-
 VARIANTS = {
     "default": contextlib.nullcontext,
     # Parts of it left out.
-    "no look ahead: the chance of a use now": lambda: constant(lifetimes, "np", Hazard()),
+    "no look ahead: the chance of a use now": lambda: constant(
+        lifetimes, "_best_rates", lambda used, room: used / np.maximum(room, 1e-300)
+    ),
     "ages only, one class": lambda: classes(lambda i: 0),
     "what is used once is one class": lambda: classes(lambda i: max(0, i - density._NUM_ORIGINS + 1)),
     "ends of prompts like the rest": lambda: constant(density, "_END_WEIGHT", 0.0),

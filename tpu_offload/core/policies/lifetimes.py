@@ -98,9 +98,7 @@ class Lifetimes:
         left = np.cumprod(1 - chances, axis=1)
         before = np.concatenate([np.ones_like(left[:, :1]), left[:, :-1]], axis=1)
         used, room = before * chances, (before + left) / 2 * widths
-        for group in range(end):
-            rates = used[:, group:].cumsum(1) / np.maximum(room[:, group:].cumsum(1), 1e-300)
-            self._worth[first + group] = rates.max(1)
+        self._worth[first : first + end] = _best_rates(used, room).T
         self._worth[:first] = self._worth[first]
         last = first + end - 1
         self._worth[last:] = self._worth[last] * (_ENDS[last] / _ENDS[last:, None])
@@ -113,6 +111,15 @@ class Lifetimes:
         prior = np.minimum(common * self._factors / mean_factor, _MAX_PRIOR)
         chances: _Floats = np.minimum((uses + weight * prior) / (reached + weight), _MAX_CHANCE)
         return chances
+
+
+def _best_rates(used: _Floats, room: _Floats) -> _Floats:
+    """The most uses for the room that could be had from each age group on, up to the best to give up after."""
+    best = np.empty_like(used)
+    for group in range(used.shape[1]):
+        rates = used[:, group:].cumsum(1) / np.maximum(room[:, group:].cumsum(1), 1e-300)
+        best[:, group] = rates.max(1)
+    return best
 
 
 def _from(counts: _Floats, first: int) -> _Floats:
