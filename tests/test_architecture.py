@@ -118,6 +118,8 @@ PUBLIC = [
     "ChunkKey",
     "ConfigError",
     "CopyPath",
+    "EvictionPolicy",
+    "EvictionPolicyName",
     "FailedLoad",
     "FinishedTransfer",
     "FusedCopies",
@@ -140,7 +142,9 @@ PUBLIC = [
     "RequestError",
     "RequestLimits",
     "RequestSwap",
+    "Residents",
     "SaveEvent",
+    "SavePolicy",
     "ScheduledRequest",
     "StagingError",
     "StatsCollector",
@@ -153,6 +157,7 @@ PUBLIC = [
     "TierEventKind",
     "TransferJob",
     "Update",
+    "Use",
     "choose_victims",
 ]
 

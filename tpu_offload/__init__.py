@@ -1,6 +1,7 @@
 """Moves the KV cache of language-model inference between TPU HBM, host memory and storage."""
 
-from tpu_offload.config import CopyPath, OffloadConfig, SaveEvent, SwapMode
+from tpu_offload.config import CopyPath, EvictionPolicyName, OffloadConfig, SaveEvent, SwapMode
+from tpu_offload.core.policies import EvictionPolicy, Residents, Use
 from tpu_offload.core.requests import (
     CachedPrefix,
     FailedLoad,
@@ -11,6 +12,7 @@ from tpu_offload.core.requests import (
     TierEventKind,
     Update,
 )
+from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.scheduler import OffloadScheduler
 from tpu_offload.core.swap import Candidate, RequestSwap, choose_victims
 from tpu_offload.errors import (
@@ -49,6 +51,8 @@ __all__ = [
     "ChunkKey",
     "ConfigError",
     "CopyPath",
+    "EvictionPolicy",
+    "EvictionPolicyName",
     "FailedLoad",
     "FinishedTransfer",
     "FusedCopies",
@@ -71,7 +75,9 @@ __all__ = [
     "RequestError",
     "RequestLimits",
     "RequestSwap",
+    "Residents",
     "SaveEvent",
+    "SavePolicy",
     "ScheduledRequest",
     "StagingError",
     "StatsCollector",
@@ -84,5 +90,6 @@ __all__ = [
     "TierEventKind",
     "TransferJob",
     "Update",
+    "Use",
     "choose_victims",
 ]

@@ -60,7 +60,7 @@ from tpu_offload.core.requests import (
     TierEventKind,
     Update,
 )
-from tpu_offload.core.save_policy import SaveEvent, make_save_policy
+from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_SAVES, SavePlan, SavePlanner
 from tpu_offload.core.staging import StagingBufferManager
 from tpu_offload.core.suspects import Suspects
@@ -85,6 +85,7 @@ class OffloadScheduler:
       layout: what a block is made of.
       num_workers: workers that report each step; a job ends when all have reported it.
       policy: eviction policy of the host tier; by default the one that the settings name.
+      save_policy: what is saved, and when; likewise.
       clock: monotonic seconds.
       record_events: keeps what `take_events` returns; somebody has to call it then.
     Raises:
@@ -99,6 +100,7 @@ class OffloadScheduler:
         *,
         num_workers: int = 1,
         policy: EvictionPolicy | None = None,
+        save_policy: SavePolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         record_events: bool = False,
     ) -> None:
@@ -130,7 +132,7 @@ class OffloadScheduler:
             block_size=layout.block_size,
             blocks_per_chunk=config.blocks_per_chunk,
         )
-        self._save_policy = make_save_policy(config)
+        self._save_policy = save_policy or make_save_policy(config)
         self._limits = RequestLimits(config.max_save_tokens or None, config.max_load_tokens or None)
         self._saves = SavePlanner(
             self._index,
