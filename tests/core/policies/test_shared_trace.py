@@ -1,8 +1,6 @@
 """An hour of a chat service's traffic: what the default policy is to reach on it, and the others against textbooks."""
 
 import functools
-import hashlib
-import json
 from pathlib import Path
 
 import pytest
