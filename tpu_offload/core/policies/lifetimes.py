@@ -17,6 +17,7 @@ with LRU, and grows with uses, as with LFU (together: Blankstein, Sen and Freedm
 Beyond the oldest age that was seen it falls as one over the age.
 """
 
+from array import array
 from bisect import bisect
 from collections.abc import Sequence
 from typing import Any, final
@@ -50,19 +51,21 @@ class Lifetimes:
         self._factors = np.array(num_uses, np.float64)[:, None]
         self._half_life = half_life
         self._num_ended = 0
-        # [class][age group], in chunks.
-        self._uses = [[0.0] * _NUM_GROUPS for _ in num_uses]
-        self._ends = [[0.0] * _NUM_GROUPS for _ in num_uses]
+        # Chunks by class and age group. A number at a time is counted in the array, all are seen at once by the view.
+        self._uses, self._ends = (array("d", [0.0]) * (len(num_uses) * _NUM_GROUPS) for _ in range(2))
+        self._all_uses, self._all_ends = (
+            np.frombuffer(counts).reshape(len(num_uses), _NUM_GROUPS) for counts in (self._uses, self._ends)
+        )
         self._run_size = 1.0  # chunks, a running mean
         self._worth = np.zeros((_NUM_GROUPS, len(num_uses)))
         self.learn([1], [[0.0] * len(num_uses)])
 
     def end(self, class_id: int, num_chunks: int, age: int, *, used: bool) -> None:
         """Chunks of one run end their life at an age: used, or forgotten."""
-        group = bisect(_AGES, age)
-        self._ends[class_id][group] += num_chunks
+        place = class_id * _NUM_GROUPS + bisect(_AGES, age)
+        self._ends[place] += num_chunks
         if used:
-            self._uses[class_id][group] += num_chunks
+            self._uses[place] += num_chunks
         self._run_size += 0.001 * (num_chunks - self._run_size)
         self._num_ended += 1
 
@@ -84,11 +87,11 @@ class Lifetimes:
         """
         if self._num_ended >= self._half_life:
             self._num_ended = 0
-            for row in (*self._uses, *self._ends):
-                row[:] = [count / 2 for count in row]
+            self._all_uses /= 2
+            self._all_ends /= 2
         groups = np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1
         first = int(groups.min())
-        uses, ends = np.array(self._uses), np.array(self._ends)
+        uses, ends = self._all_uses, self._all_ends.copy()
         np.add.at(ends.T, groups, np.asarray(alive))
         uses, ends, widths = (_from(counts, first) for counts in (uses, ends, _WIDTHS))
         end = int(ends.sum(0).nonzero()[0].max(initial=0)) + 1  # of what is older nothing is known
@@ -115,10 +118,9 @@ class Lifetimes:
 
 def _best_rates(used: _Floats, room: _Floats) -> _Floats:
     """The most uses for the room that could be had from each age group on, up to the best to give up after."""
-    best = np.empty_like(used)
-    for group in range(used.shape[1]):
-        rates = used[:, group:].cumsum(1) / np.maximum(room[:, group:].cumsum(1), 1e-300)
-        best[:, group] = rates.max(1)
+    later = np.triu(np.ones((used.shape[1], used.shape[1])))  # [from this age group, to that one]
+    used, room = (np.cumsum(amounts[:, None] * later, axis=2) for amounts in (used, room))
+    best: _Floats = (used / np.maximum(room, 1e-300)).max(2)
     return best
 
 
