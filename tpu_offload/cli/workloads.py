@@ -6,8 +6,6 @@ special ids above for the roles, so that no tokenizer is needed.
 """
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 
 from tpu_offload.errors import InputError
 from tpu_offload.hashing import BlockHasher
+from tpu_offload.sim.json_lines import parse_lines
 from tpu_offload.types import BlockHash
 
 NUM_TOKENS = 261  # 256 byte values, then the special ids
@@ -165,7 +164,7 @@ def prompts_workload(path: Path, *, num_requests: int | None, max_tokens: int) -
     """
     conversations: list[Conversation] = []
     left = num_requests
-    for number, turns in _parse_lines(path, lambda value: _parse_messages(value, max_tokens=max_tokens)):
+    for number, turns in parse_lines(path, lambda value: _parse_messages(value, max_tokens=max_tokens)):
         turns = turns[:left]
         conversations.append(Conversation(f"line-{number}", turns))
         if left is not None and (left := left - len(turns)) == 0:
@@ -193,7 +192,7 @@ def trace_workload(path: Path, *, num_requests: int | None, tokens_per_block: in
         return blocks[hash_id]
 
     conversations: list[Conversation] = []
-    for number, request in _parse_lines(path, _parse_trace_request):
+    for number, request in parse_lines(path, _parse_trace_request):
         input_length, output_length, hash_ids = request
         num_tokens = _scaled(input_length, tokens_per_block)
         tokens = [token for hash_id in hash_ids for token in block_tokens(hash_id)][:num_tokens]
@@ -216,31 +215,6 @@ def _nonempty(name: str, path: Path, conversations: list[Conversation]) -> Workl
     if not conversations:
         raise InputError(f"{path} is empty; expected one JSON value a line")
     return Workload(name, tuple(conversations))
-
-
-def _parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
-    """Yields line numbers from 1 and what `parse` made of the lines; blank lines are passed over.
-
-    Raises:
-      InputError: the file cannot be read, or a line is not what `parse` (which raises ValueError) expects.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield number, parse(json.loads(line))
-                except (ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
-                    reason = f"not JSON ({e.msg} at column {e.colno})" if isinstance(e, json.JSONDecodeError) else e
-                    raise InputError(f"{path} line {number}: {reason}; got {_excerpt(line)}") from None
-    except OSError as e:
-        raise InputError(f"cannot read {path}: {e.strerror or e}") from e
-
-
-def _excerpt(line: bytes) -> str:
-    text = line.strip().decode(errors="replace")
-    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 def _parse_messages(value: Any, *, max_tokens: int) -> tuple[Turn, ...]:

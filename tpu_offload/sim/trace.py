@@ -12,13 +12,13 @@ another, whatever its ids.
 import dataclasses
 import hashlib
 import itertools
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from tpu_offload.errors import InputError
+from tpu_offload.sim.json_lines import parse_lines
 from tpu_offload.types import ChunkKey
 
 _DIGEST_NBYTES = 16
@@ -121,7 +121,7 @@ class _Builder:
         root = hashlib.blake2b(f"trace {number}".encode(), digest_size=_DIGEST_NBYTES).digest()
         tree = _Tree(self._keys, self._parents, root)
         not_chained = wrong_length = ""
-        for line, value in _parse_lines(path):
+        for line, value in parse_lines(path, _parse):
             time_s, num_prompt_tokens, num_output_tokens, ids = value
             num_others = tree.num_others
             blocks = tree.number(ids)
@@ -203,27 +203,6 @@ class _Tree:
 
 
 type _Line = tuple[float, int | None, int, Sequence[int | str]]
-
-
-def _parse_lines(path: Path) -> Iterator[tuple[int, _Line]]:
-    """Yields line numbers from 1 and what is in the lines; blank lines are passed over."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield number, _parse(json.loads(line))
-                except (ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
-                    reason = f"not JSON ({e.msg} at column {e.colno})" if isinstance(e, json.JSONDecodeError) else e
-                    raise InputError(f"{path} line {number}: {reason}; got {_excerpt(line)}") from None
-    except OSError as e:
-        raise InputError(f"cannot read {path}: {e.strerror or e}") from e
-
-
-def _excerpt(line: bytes) -> str:
-    text = line.strip().decode(errors="replace")
-    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 def _parse(value: Any) -> _Line:

@@ -1,0 +1,33 @@
+"""Files with one JSON value a line: traces, conversations."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tpu_offload.errors import InputError
+
+
+def parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
+    """Yields line numbers from 1 and what `parse` made of the lines; blank lines are passed over.
+
+    Raises:
+      InputError: the file cannot be read, or a line is not what `parse` (which raises ValueError) expects.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield number, parse(json.loads(line))
+                except (ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
+                    reason = f"not JSON ({e.msg} at column {e.colno})" if isinstance(e, json.JSONDecodeError) else e
+                    raise InputError(f"{path} line {number}: {reason}; got {_excerpt(line)}") from None
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e.strerror or e}") from e
+
+
+def _excerpt(line: bytes) -> str:
+    text = line.strip().decode(errors="replace")
+    return repr(text if len(text) <= 60 else text[:57] + "...")
