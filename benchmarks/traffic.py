@@ -85,14 +85,31 @@ def edits(clock: Clock) -> float:
     return 2000
 
 
-def _apps(
-    clock: Clock, rate: float, end_s: float, num: int, power: float, size: tuple[int, int], step: Callable
+def _sessions(
+    clock: Clock,
+    *,
+    rate: float,
+    end_s: float,
+    num_apps: int,
+    power: float,
+    app_size: tuple[int, int],
+    step_size: int,
+    goes_on: float,
+    pause: tuple[float, float],
 ) -> float:
-    apps = [clock.blocks(clock.random.randint(*size)) for _ in range(num)]
-    weights = [(i + 1) ** -power for i in range(num)]
+    """Sessions of apps with a system prompt each, some apps more popular than others."""
+    rng = clock.random
+    apps = [clock.blocks(rng.randint(*app_size)) for _ in range(num_apps)]
+    weights = [(i + 1) ** -power for i in range(num_apps)]
+
+    def step(time_s: float, prompt: Blocks) -> Blocks:
+        prompt = prompt + clock.blocks(rng.randint(1, step_size))
+        if rng.random() < goes_on:
+            clock.at(time_s + rng.lognormvariate(*pause), lambda t: step(t, prompt))
+        return prompt + clock.blocks(1)
 
     def start() -> Event:
-        app = clock.random.choices(apps, weights)[0]
+        app = rng.choices(apps, weights)[0]
         return lambda t: step(t, app)
 
     clock.arrivals(rate, end_s, start)
@@ -101,28 +118,14 @@ def _apps(
 
 def agent(clock: Clock) -> float:
     """Agents of 40 kinds with long system prompts; a step every ten seconds."""
-    rng = clock.random
-
-    def step(time_s: float, prompt: Blocks) -> Blocks:
-        prompt = prompt + clock.blocks(rng.randint(1, 6))
-        if rng.random() < 0.8:
-            clock.at(time_s + rng.lognormvariate(2.3, 0.8), lambda t: step(t, prompt))
-        return prompt + clock.blocks(1)
-
-    return _apps(clock, 3, 533, 40, 1.0, (6, 25), step)
+    kinds = {"num_apps": 40, "power": 1.0, "app_size": (6, 25)}
+    return _sessions(clock, rate=3, end_s=533, **kinds, step_size=6, goes_on=0.8, pause=(2.3, 0.8))
 
 
 def tools(clock: Clock) -> float:
     """Calls of 200 tools with system prompts of their own and private tails, few of which go on."""
-    rng = clock.random
-
-    def step(time_s: float, prompt: Blocks) -> Blocks:
-        prompt = prompt + clock.blocks(rng.randint(1, 10))
-        if rng.random() < 0.25:
-            clock.at(time_s + rng.lognormvariate(2.5, 0.8), lambda t: step(t, prompt))
-        return prompt + clock.blocks(1)
-
-    return _apps(clock, 6, 2000, 200, 1.1, (4, 16), step)
+    kinds = {"num_apps": 200, "power": 1.1, "app_size": (4, 16)}
+    return _sessions(clock, rate=6, end_s=2000, **kinds, step_size=10, goes_on=0.25, pause=(2.5, 0.8))
 
 
 def code(clock: Clock) -> float:

@@ -1,5 +1,7 @@
 """A model that compiles fast, random requests, and a loop that serves them."""
 
+import dataclasses
+
 import numpy as np
 
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, Request, RequestOutput, SamplingParams
@@ -33,3 +35,34 @@ def serve(engine: Engine, requests: list[Request], *, max_steps: int = 2000) -> 
 
 def tokens_of(outputs: dict[str, RequestOutput]) -> dict[str, tuple[int, ...]]:
     return {name: output.tokens for name, output in outputs.items()}
+
+
+def rounds(num_rounds=3, *, max_tokens=6, num_prompts=6, **changes):
+    """The same prompts again and again, some greedy and some sampled."""
+    return [
+        [
+            dataclasses.replace(
+                make_request(
+                    f"{turn}-{i}",
+                    random_tokens(i, 40 + 3 * i),
+                    max_tokens=max_tokens + i,
+                    temperature=float(i % 2),
+                    seed=i,
+                ),
+                **changes,
+            )
+            for i in range(num_prompts)
+        ]
+        for turn in range(num_rounds)
+    ]
+
+
+def serve_rounds(engine, all_rounds):
+    outputs = {}
+    for requests in all_rounds:
+        outputs |= serve(engine, requests)
+    return outputs
+
+
+def num_loaded(outputs):
+    return sum(output.stats.prompt_tokens.host for output in outputs.values())

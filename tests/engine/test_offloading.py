@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
+from tests.engine.helpers import (
+    SMALL_ENGINE,
+    TINY,
+    make_request,
+    num_loaded,
+    random_tokens,
+    rounds,
+    serve,
+    serve_rounds,
+    tokens_of,
+)
 from tpu_offload import OffloadConfig, RequestError, Update
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.types import Direction
@@ -18,30 +28,6 @@ TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
 def make_offload(**changes) -> OffloadConfig:
     settings = {"num_cpu_chunks": 256, "staging_buffer_tokens": 256, "host_segment_gb": 0.001}
     return OffloadConfig.create(**(settings | changes))
-
-
-def rounds(num_rounds=3, *, num_prompts=6):
-    """The same prompts again and again, some greedy and some sampled."""
-    return [
-        [
-            make_request(
-                f"{turn}-{i}", random_tokens(i, 40 + 3 * i), max_tokens=6 + i, temperature=float(i % 2), seed=i
-            )
-            for i in range(num_prompts)
-        ]
-        for turn in range(num_rounds)
-    ]
-
-
-def serve_rounds(engine, all_rounds):
-    outputs = {}
-    for requests in all_rounds:
-        outputs |= serve(engine, requests)
-    return outputs
-
-
-def num_loaded(outputs):
-    return sum(output.stats.prompt_tokens.host for output in outputs.values())
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,17 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
+from tests.engine.helpers import (
+    SMALL_ENGINE,
+    TINY,
+    make_request,
+    num_loaded,
+    random_tokens,
+    rounds,
+    serve,
+    serve_rounds,
+    tokens_of,
+)
 from tpu_offload import OffloadConfig, RequestLimits
 from tpu_offload.engine import Engine
 
@@ -20,37 +30,6 @@ MODES = [",".join(events) for n in (1, 2, 3) for events in itertools.combination
 def make_offload(save_on="compute", **changes):
     settings = {"num_cpu_chunks": 256, "staging_buffer_tokens": 256, "host_segment_gb": 0.001, "save_on": save_on}
     return OffloadConfig.create(**(settings | changes))
-
-
-def rounds(num_rounds=3, *, max_tokens=6, num_prompts=6, **changes):
-    """The same prompts again and again, some greedy and some sampled."""
-    return [
-        [
-            dataclasses.replace(
-                make_request(
-                    f"{turn}-{i}",
-                    random_tokens(i, 40 + 3 * i),
-                    max_tokens=max_tokens + i,
-                    temperature=float(i % 2),
-                    seed=i,
-                ),
-                **changes,
-            )
-            for i in range(num_prompts)
-        ]
-        for turn in range(num_rounds)
-    ]
-
-
-def serve_rounds(engine, all_rounds):
-    outputs = {}
-    for requests in all_rounds:
-        outputs |= serve(engine, requests)
-    return outputs
-
-
-def num_loaded(outputs):
-    return sum(output.stats.prompt_tokens.host for output in outputs.values())
 
 
 def results(outputs):
