@@ -284,7 +284,7 @@ def test_09_what_is_pinned_is_never_a_victim_and_a_failed_allocation_evicts_noth
 @pytest.mark.parametrize("first_copied", ["a", "b"])
 @pytest.mark.parametrize("first_ended", ["a", "b"])
 def test_10_recency_follows_requests_not_the_order_in_which_copies_finish(first_ended, first_copied) -> None:
-    engine = make_engine(num_host_chunks=4)
+    engine = make_engine(num_host_chunks=4, eviction_policy="lru")
     (worker,) = engine.workers
     prompts = {"a": tokens(8), "b": tokens(8, start=500)}
     for name, prompt in prompts.items():

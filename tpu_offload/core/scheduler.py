@@ -31,7 +31,6 @@ are left alone (`core.suspects`); the engine computes what it would have loaded.
 
 import dataclasses
 import itertools
-import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -45,13 +44,13 @@ from tpu_offload.core.boundary import (
     check_request,
     check_scheduled,
     check_table,
-    report_error,
 )
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobIds, JobTable
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, Use, make_policy
+from tpu_offload.core.reports import Reports
 from tpu_offload.core.requests import (
     CachedPrefix,
     RequestLimits,
@@ -71,8 +70,6 @@ from tpu_offload.errors import ConfigError, RequestError
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats, StatsLogger
 from tpu_offload.types import BlockHash, ChunkKey, Direction, JobState, StepPlan, StepReport, SwapJob
-
-_logger = logging.getLogger(__name__)
 
 _NO_UPDATE = Update()
 
@@ -111,12 +108,9 @@ class OffloadScheduler:
             raise ConfigError(f"{num_workers=}; expected at least 1")
         if self._enabled:
             layout.check_tier()
-        self._max_host_chunks = config.host_chunks(layout)
-        self._max_swap_blocks = config.max_swap_blocks(layout)
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
         self._index = ChunkIndex(policy or make_policy(config.eviction_policy.value), record=record_events)
         self._job_ids = JobIds()
-        self._num_workers = num_workers
         self._jobs: JobTable[Job] = JobTable(num_workers=num_workers, ids=self._job_ids)
         self._breakers = {
             direction: self._make_breaker(f"{direction.value}s", clock)
@@ -174,10 +168,19 @@ class OffloadScheduler:
             blocks_per_chunk=config.blocks_per_chunk,
             timeout_s=config.job_timeout_s,
         )
-        self._num_swap_blocks = dict.fromkeys(range(num_workers), (0,) * len(layout.groups))
-        self._num_host_chunks = dict.fromkeys(range(num_workers), 0)
-        self._incarnations: dict[int, int] = {}
-        self._repeated: StepReport | None = None  # one that changes nothing when it comes again
+        self._reports = Reports(
+            num_workers=num_workers,
+            num_groups=len(layout.groups),
+            max_host_chunks=config.host_chunks(layout),
+            max_swap_blocks=config.max_swap_blocks(layout),
+            index=self._index,
+            save_policy=self._save_policy,
+            transfers=self._transfers,
+            swap=self._swap,
+            requests=self._requests,
+            job_ids=self._job_ids,
+            counts=self._counts,
+        )
         self._num_requests_seen = 0
         self._num_steps = 0
         self._num_resets = 0
@@ -416,49 +419,8 @@ class OffloadScheduler:
         One that makes no sense is ignored whole, and counted. Results that fit no job in flight (late, doubled,
         unknown) change nothing and are counted, but for what they say of memory that nobody writes any more.
         """
-        if report is self._repeated:  # what a worker next door says in most steps
-            return self.take_update()
-        error = report_error(
-            report,
-            num_workers=self._num_workers,
-            num_groups=len(self._layout.groups),
-            max_swap_blocks=self._max_swap_blocks,
-        )
-        if error:
-            self._reject(error)
-        elif not self._is_alive(report):
-            self._counts.num_ignored_results += len(report.results)
-        else:
-            self._take(report)
+        self._reports.apply(report)
         return self.take_update()
-
-    def _take(self, report: StepReport) -> None:
-        """Takes a report that makes sense, of the life of its worker that is known."""
-        worker_id = report.worker_id
-        if report.num_host_chunks > self._num_host_chunks[worker_id]:
-            # A slot is usable once every worker has it.
-            self._num_host_chunks[worker_id] = report.num_host_chunks
-            self._index.grow(min(self._max_host_chunks, *self._num_host_chunks.values()))
-            self._save_policy.resize(self._index.num_slots)
-        if report.num_swap_blocks:
-            self._grow_swap_pool(report)
-        for first, end in report.lost_slots:
-            self._lose_slots(first, end)
-        for group_id, first, end in report.lost_swap_blocks:
-            self._swap.lose_blocks(group_id, first, end)
-        for result in report.results:
-            if self._swap.expects(worker_id, result):
-                self._swap.report(worker_id, result)
-            else:
-                self._swap.report_late(worker_id, result.job_id)
-                self._transfers.report(worker_id, result)
-        if report.oldest_job_id <= self._job_ids.num_given:
-            self._pass_over(worker_id, report.oldest_job_id, "what came of it on worker {} was never heard")
-        else:  # it has been told of jobs that are not ours: another scheduler's, before this one
-            self._reject(f"worker {worker_id} is through with job {report.oldest_job_id}, which was never given")
-        self._transfers.settle()
-        if not (report.results or report.lost_slots or report.lost_swap_blocks):
-            self._repeated = report
 
     def take_update(self) -> Update:
         """What there is to tell without a report: what timed out, or a reset gave up, since the last call.
@@ -588,58 +550,6 @@ class OffloadScheduler:
             next_job_id=self._job_ids.num_given,
             early_saves=tuple([job.transfer for job in saves.early]),
         )
-
-    def _reject(self, error: str) -> None:
-        self._counts.num_rejected_reports += 1
-        if self._counts.num_rejected_reports.bit_count() == 1:  # 1, 2, 4, 8, ...: whoever sends many fills no log
-            count = self._counts.num_rejected_reports
-            _logger.error("report %d that makes no sense is ignored, as those before it: %s", count, error)
-
-    def _is_alive(self, report: StepReport) -> bool:
-        """Whether a report is of the life of its worker that is known, or of a new one; False for an earlier one."""
-        if not report.incarnation:
-            return True
-        known = self._incarnations.get(report.worker_id, report.incarnation)
-        if report.incarnation < known:
-            self._reject(f"worker {report.worker_id} speaks from an earlier life ({report.incarnation}; now {known})")
-            return False
-        self._incarnations[report.worker_id] = report.incarnation
-        if report.incarnation > known:
-            self._start_anew(report)
-        return True
-
-    def _start_anew(self, report: StepReport) -> None:
-        """A worker has lost its memory: so are all chunks, because each has a part there, and its jobs."""
-        worker_id = report.worker_id
-        _logger.error("worker %d was started anew; the host tier is empty", worker_id)
-        self._counts.num_worker_restarts += 1
-        self._lose_slots(0, self._max_host_chunks)
-        self._swap.lose_all()
-        self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * len(self._layout.groups)
-        self._swap.limit(self._num_swap_blocks[worker_id])
-        # Not over: plans that were made before this report came may be on their way to the new life.
-        self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
-        self._num_host_chunks[worker_id] = report.num_host_chunks
-        self._index.limit(report.num_host_chunks)
-
-    def _pass_over(self, worker_id: int, oldest_job_id: int, why: str) -> None:
-        """A worker says no more of jobs below this id than it has said."""
-        why = why.format(worker_id)
-        self._transfers.pass_over(worker_id, oldest_job_id, why=why)
-        self._counts.num_lost_results += self._swap.pass_over(worker_id, oldest_job_id, why=why)
-
-    def _grow_swap_pool(self, report: StepReport) -> None:
-        """A block of the swap pool is usable once every worker has it."""
-        self._num_swap_blocks[report.worker_id] = report.num_swap_blocks
-        self._swap.grow([min(counts) for counts in zip(*self._num_swap_blocks.values(), strict=True)])
-
-    def _lose_slots(self, first: int, end: int) -> None:
-        """Host memory is gone: forgets what was in it and fails what was about to use it."""
-        self._swap.lose_slots(first, end)
-        self._transfers.lose_slots(first, end)
-        for request in self._requests.values():
-            if request.promise and any(first <= slot < end for slot in request.promise.slots):
-                request.promise.lost = True
 
     def _make_breaker(self, what: str, clock: Callable[[], float]) -> CircuitBreaker:
         config = self._config

@@ -1,0 +1,167 @@
+"""What the workers' reports say of the memory that they have, the lives that they live and the jobs that they ended.
+
+A slot of the host tier, or a block of the swap pool, is usable once every worker has it, and gone when one has lost it:
+each chunk has a part on every worker. A worker that was started anew has lost all of them.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import final
+
+from tpu_offload.core.boundary import report_error
+from tpu_offload.core.index import ChunkIndex
+from tpu_offload.core.jobs import JobIds
+from tpu_offload.core.save_policy import SavePolicy
+from tpu_offload.core.swap import RequestSwap
+from tpu_offload.core.tracking import TrackedRequest
+from tpu_offload.core.transfers import Transfers
+from tpu_offload.metrics import OffloadStats
+from tpu_offload.types import StepReport
+
+_logger = logging.getLogger(__name__)
+
+
+@final
+class Reports:
+    """What is known of each worker, and what follows from its next report.
+
+    Args:
+      num_workers: those that report each step.
+      num_groups: layer groups.
+      max_host_chunks: slots that the host tier has at most.
+      max_swap_blocks: blocks that the swap pool has at most, per layer group.
+      index: grows with the host tier.
+      save_policy: told how large that is.
+      transfers: told what became of transfer jobs, and what was lost.
+      swap: told what became of swap jobs and their memory.
+      requests: by id, those that the scheduler knows; what they were promised may be lost.
+      job_ids: of the jobs that the workers may have been sent.
+      counts: where to count.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        num_groups: int,
+        max_host_chunks: int,
+        max_swap_blocks: int,
+        index: ChunkIndex,
+        save_policy: SavePolicy,
+        transfers: Transfers,
+        swap: RequestSwap,
+        requests: Mapping[str, TrackedRequest],
+        job_ids: JobIds,
+        counts: OffloadStats,
+    ) -> None:
+        self._num_groups = num_groups
+        self._max_host_chunks = max_host_chunks
+        self._max_swap_blocks = max_swap_blocks
+        self._index = index
+        self._save_policy = save_policy
+        self._transfers = transfers
+        self._swap = swap
+        self._requests = requests
+        self._job_ids = job_ids
+        self._counts = counts
+        self._num_swap_blocks = dict.fromkeys(range(num_workers), (0,) * num_groups)
+        self._num_host_chunks = dict.fromkeys(range(num_workers), 0)
+        self._incarnations: dict[int, int] = {}
+        self._repeated: StepReport | None = None  # one that changes nothing when it comes again
+
+    def apply(self, report: StepReport) -> None:
+        """Takes one worker's report; one that makes no sense is ignored whole, and counted."""
+        if report is self._repeated:  # what a worker next door says in most steps
+            return
+        error = report_error(
+            report,
+            num_workers=len(self._num_host_chunks),
+            num_groups=self._num_groups,
+            max_swap_blocks=self._max_swap_blocks,
+        )
+        if error:
+            self._reject(error)
+        elif not self._is_alive(report):
+            self._counts.num_ignored_results += len(report.results)
+        else:
+            self._take(report)
+
+    def _take(self, report: StepReport) -> None:
+        """Takes a report that makes sense, of the life of its worker that is known."""
+        worker_id = report.worker_id
+        if report.num_host_chunks > self._num_host_chunks[worker_id]:
+            # A slot is usable once every worker has it.
+            self._num_host_chunks[worker_id] = report.num_host_chunks
+            self._index.grow(min(self._max_host_chunks, *self._num_host_chunks.values()))
+            self._save_policy.resize(self._index.num_slots)
+        if report.num_swap_blocks:
+            self._grow_swap_pool(report)
+        for first, end in report.lost_slots:
+            self._lose_slots(first, end)
+        for group_id, first, end in report.lost_swap_blocks:
+            self._swap.lose_blocks(group_id, first, end)
+        for result in report.results:
+            if self._swap.expects(worker_id, result):
+                self._swap.report(worker_id, result)
+            else:
+                self._swap.report_late(worker_id, result.job_id)
+                self._transfers.report(worker_id, result)
+        if report.oldest_job_id <= self._job_ids.num_given:
+            self._pass_over(worker_id, report.oldest_job_id)
+        else:  # it has been told of jobs that are not ours: another scheduler's, before this one
+            self._reject(f"worker {worker_id} is through with job {report.oldest_job_id}, which was never given")
+        self._transfers.settle()
+        if not (report.results or report.lost_slots or report.lost_swap_blocks):
+            self._repeated = report
+
+    def _reject(self, error: str) -> None:
+        self._counts.num_rejected_reports += 1
+        if self._counts.num_rejected_reports.bit_count() == 1:  # 1, 2, 4, 8, ...: whoever sends many fills no log
+            count = self._counts.num_rejected_reports
+            _logger.error("report %d that makes no sense is ignored, as those before it: %s", count, error)
+
+    def _is_alive(self, report: StepReport) -> bool:
+        """Whether a report is of the life of its worker that is known, or of a new one; False for an earlier one."""
+        if not report.incarnation:
+            return True
+        known = self._incarnations.get(report.worker_id, report.incarnation)
+        if report.incarnation < known:
+            self._reject(f"worker {report.worker_id} speaks from an earlier life ({report.incarnation}; now {known})")
+            return False
+        self._incarnations[report.worker_id] = report.incarnation
+        if report.incarnation > known:
+            self._start_anew(report)
+        return True
+
+    def _start_anew(self, report: StepReport) -> None:
+        """A worker has lost its memory: so are all chunks, because each has a part there, and its jobs."""
+        worker_id = report.worker_id
+        _logger.error("worker %d was started anew; the host tier is empty", worker_id)
+        self._counts.num_worker_restarts += 1
+        self._lose_slots(0, self._max_host_chunks)
+        self._swap.lose_all()
+        self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
+        self._swap.limit(self._num_swap_blocks[worker_id])
+        # Not over: plans that were made before this report came may be on their way to the new life.
+        self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
+        self._num_host_chunks[worker_id] = report.num_host_chunks
+        self._index.limit(report.num_host_chunks)
+
+    def _pass_over(self, worker_id: int, oldest_job_id: int) -> None:
+        """A worker says no more of jobs below this id than it has said."""
+        why = f"what came of it on worker {worker_id} was never heard"
+        self._transfers.pass_over(worker_id, oldest_job_id, why=why)
+        self._counts.num_lost_results += self._swap.pass_over(worker_id, oldest_job_id, why=why)
+
+    def _grow_swap_pool(self, report: StepReport) -> None:
+        """A block of the swap pool is usable once every worker has it."""
+        self._num_swap_blocks[report.worker_id] = report.num_swap_blocks
+        self._swap.grow([min(counts) for counts in zip(*self._num_swap_blocks.values(), strict=True)])
+
+    def _lose_slots(self, first: int, end: int) -> None:
+        """Host memory is gone: forgets what was in it and fails what was about to use it."""
+        self._swap.lose_slots(first, end)
+        self._transfers.lose_slots(first, end)
+        for request in self._requests.values():
+            if request.promise and any(first <= slot < end for slot in request.promise.slots):
+                request.promise.lost = True
