@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 
 from tests.core.plain_index import CONDEMNED, PENDING, READY, PlainIndex, Resident
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.policies import POLICIES, PriorityPolicy, Use
+from tpu_offload.core.policies import POLICIES, PriorityPolicy, Use, density, runs
 
 SETTINGS = settings(max_examples=150, stateful_step_count=60, derandomize=True, deadline=None)
 MAX_SLOTS = 9
@@ -333,6 +333,14 @@ class LRUIndexMachine(IndexMachine):
 
     def check_order(self, victim, candidates):
         self.plain.recency.check(victim, candidates)
+
+
+@pytest.fixture(autouse=True)
+def _slices_end_soon(monkeypatch):
+    """Density learns, merges slices and forgets within the few chunks of this model."""
+    monkeypatch.setattr(runs, "_MIN_SLICE", 4)
+    monkeypatch.setattr(runs, "_LEARN_EVERY", 8)
+    monkeypatch.setattr(density, "_MIN_WATCHED", 4)
 
 
 @pytest.mark.parametrize("name", POLICIES)

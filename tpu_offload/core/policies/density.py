@@ -226,6 +226,8 @@ class DensityPolicy(EvictionPolicy):
             return False
         run.num_uses = max(run.num_uses, other.num_uses)
         other.ticket += 1
+        self._queues.resize_run(other, -len(other.keys))  # its life may have begun later: the use came in two parts
+        self._queues.resize_run(run, len(other.keys))
         self._extend(run, other.keys, num_resident=other.num_resident)
         self._place_and_watch(run)
         return True
