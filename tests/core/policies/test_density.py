@@ -201,8 +201,8 @@ def test_a_use_of_which_hbm_had_a_part_counts_the_rest(tier) -> None:
     prompt = chain("a", 20)
     tier.serve(prompt)
     ended = []
-    end = tier.policy._queues.end
-    tier.policy._queues.end = lambda run, num, *, used: (ended.append((num, used)), end(run, num, used=used))
+    known = tier.policy._queues._lifetimes
+    known.end = lambda class_id, num_chunks, age, *, used: ended.append((num_chunks, used))
     tier.serve(prompt, num_in_hbm=12)
     assert ended == [(12, False), (8, True)]
 
