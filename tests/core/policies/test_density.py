@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.core.policies.density_model import SlowDensity
-from tests.core.policies.residents import CountedResidents
+from tests.core.policies.residents import CountedResidents, FakeResidents
 from tests.core.policies.traffic import Tier, chain, conversations
 from tpu_offload.core.policies import POLICIES, Use, density
 from tpu_offload.core.policies.density import DensityPolicy
@@ -121,6 +121,18 @@ def test_last_chunks_stay_where_the_next_prompt_goes_on_with_them() -> None:
     assert num_without_end(tier) == 0
 
 
+def test_the_last_chunk_of_the_newest_prompt_is_none_yet() -> None:
+    """The request may save more, and it is the only one that can still go on from here."""
+    policy, residents = DensityPolicy(), FakeResidents()
+    policy.resize(100)
+    policy._end_chance = 0.0
+    for i, name in enumerate("ab"):
+        residents.add(chain(name, 4))
+        policy.insert(Use(i), chain(name, 4), None)
+    policy.evict(2, residents)
+    assert residents.evicted == [b"a/3", b"a/2"]
+
+
 def test_unlearns_that_last_chunks_are_never_used(tier) -> None:
     serve_turns(tier, num_ends=1)
     serve_turns(tier, num_ends=0)
@@ -201,8 +213,8 @@ def test_a_use_of_which_hbm_had_a_part_counts_the_rest(tier) -> None:
     prompt = chain("a", 20)
     tier.serve(prompt)
     ended = []
-    end = tier.policy._queues.end
-    tier.policy._queues.end = lambda run, num, *, used: (ended.append((num, used)), end(run, num, used=used))
+    known = tier.policy._queues._lifetimes
+    known.end = lambda class_id, num_chunks, age, *, used: ended.append((num_chunks, used))
     tier.serve(prompt, num_in_hbm=12)
     assert ended == [(12, False), (8, True)]
 
@@ -261,13 +273,17 @@ TRAFFIC = {
 @pytest.mark.parametrize("num_chunks", [80, 160])
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_hits_as_much_as_the_slow_model(traffic, num_chunks) -> None:
-    """Over 8 seeds the difference was -3.5 to 1.5 % of the hits for one, and -1.5 to 0.5 % for all."""
+    """With 8 seeds its hits were -5.5 to 1.6 % off for one of them, and -2.9 to 0.4 % for all; LRU's -2.9 to -12 %.
+
+    Most is lost where requests are few and long: so small a tier has one or two slices of time to tell ages apart
+    (with `_MIN_SLICE` at 16 the -2.6 % of six seeds there become +0.1 %).
+    """
     fast = slow = 0
     for seed in range(2):
         prompts = list(conversations(random.Random(seed), 1000, **TRAFFIC[traffic]))
         expected = sum(map(SlowDensity(num_chunks).serve, prompts))
         found = hits("density", num_chunks, prompts)
-        assert 0.94 < found / expected < 1.06
+        assert 0.93 < found / expected < 1.03
         fast, slow = fast + found, slow + expected
     assert fast / slow > 0.965
 

@@ -164,6 +164,9 @@ def test_runs_of_merged_slices_are_still_found(queues) -> None:
     assert len(queues._slices) < 150
     queues.reorder()
     assert {id(run) for run in in_order(queues)} == {id(run) for run in early}
+    for queue in queues.order:
+        times = [run.time for run, _ in queue]
+        assert times == sorted(times), "the oldest of a merged queue goes first"
     queues.check_invariants(early)
     for run in early:
         queues.end(run, 1, used=False)

@@ -88,7 +88,9 @@ class DensityPolicy(EvictionPolicy):
             if run is None:
                 i, last = i + 1, None
                 continue
-            num = _num_common(run, keys, i, num_chunks)
+            num = len(run.keys)
+            if num > num_chunks - i or run.keys[-1] != keys[i + num - 1]:
+                num = _num_common(run, keys, i, num_chunks)
             if use_id > run.use_id:
                 if run.depth < use.num_in_hbm < run.depth + num:
                     num = use.num_in_hbm - run.depth
@@ -190,14 +192,15 @@ class DensityPolicy(EvictionPolicy):
         A use that HBM could serve begins a new life too, as HBM has the chunks once more, but is nothing that this
         tier was kept for.
         """
-        self._learn_end(run, num_chunks, keys, next_chunk)
+        if run.at_end or run.end is not None:
+            self._learn_end(run, num_chunks, keys, next_chunk)
         if num_chunks < len(run.keys):
             self._split(run, num_chunks)
-        self._queues.end(run, len(run.keys), used=run.depth >= use.num_in_hbm)
+        run.at_end = False
         run.num_uses += 1
         run.use_id = use.use_id
-        run.at_end = False
-        self._queues.begin(run, min(_NUM_ORIGINS + run.num_uses.bit_length() - 2, _NUM_CLASSES - 1))
+        class_id = min(_NUM_ORIGINS + run.num_uses.bit_length() - 2, _NUM_CLASSES - 1)
+        self._queues.renew(run, class_id, used=run.depth >= use.num_in_hbm)
         self._place_and_watch(run)
 
     def _split(self, run: Run, num_chunks: int) -> Run:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import final
 
+import numpy as np
+
 from tpu_offload.core.policies.lifetimes import Lifetimes
 from tpu_offload.types import ChunkKey
 
@@ -141,6 +143,19 @@ class RunQueues:
         self.resize_run(run, -num_chunks)
         self._lifetimes.end(run.class_id, num_chunks, self._now - run.time, used=used)
 
+    def renew(self, run: Run, class_id: int, *, used: bool) -> None:
+        """As `end` and `begin`, which are most of what a use costs."""
+        num_chunks, now, newest = len(run.keys), self._now, self._slices[-1]
+        part = run.slice
+        if part is not newest:
+            if part.merged is not None:
+                part = self._slice_of(run)
+            run.slice = newest
+        part.alive[run.class_id] -= num_chunks
+        newest.alive[class_id] += num_chunks
+        self._lifetimes.end(run.class_id, num_chunks, now - run.time, used=used)
+        run.class_id, run.time = class_id, now
+
     def resize_run(self, run: Run, num_chunks: int) -> None:
         """A run has become longer or shorter, without a use."""
         self._slice_of(run).alive[run.class_id] += num_chunks
@@ -159,10 +174,12 @@ class RunQueues:
             self._next_learn = self._now + self._learn_every
             self._lifetimes.learn([max(age, self._young) for age in ages], [part.alive for part in slices])
             self._throw_away_void()
-        by_worth = self._lifetimes.worth(ages).ravel().argsort(kind="stable").tolist()
-        queues = [queue for part in slices for queue in part.queues]
-        newest = len(queues) - self._num_classes
-        self._order = [queues[i] for i in by_worth if queues[i] or i >= newest]
+        queues = list(itertools.chain.from_iterable(part.queues for part in slices))
+        nums = np.fromiter(map(len, queues), np.int64, len(queues))
+        nums[-self._num_classes :] = 1  # those of the newest slice get more
+        (some,) = nums.nonzero()
+        by_worth = some[self._lifetimes.worth(ages).ravel()[some].argsort(kind="stable")]
+        self._order = [queues[i] for i in by_worth.tolist()]
 
     def check_invariants(self, runs: Sequence[Run]) -> None:
         """Raises AssertionError unless exactly the lives of these runs go on. For tests."""
