@@ -52,6 +52,7 @@ class DensityPolicy(EvictionPolicy):
         """See the base class. O(1)."""
         self._max_watched = max(_MIN_WATCHED, num_chunks * _WATCHED)
         self._queues.resize(num_chunks)
+        self._forget_oldest()
 
     def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
         """See the base class. O(chunks), in loops inside the interpreter unless some were there before."""
