@@ -15,7 +15,7 @@ import numpy as np
 from tpu_offload.core.policies.lifetimes import Lifetimes
 from tpu_offload.types import ChunkKey
 
-_MIN_SLICE = 256  # chunks used; with 64 a tier of 100 chunks hits more in loops, and every small one costs more
+_MIN_SLICE = 128  # chunks used; with 64 a tier of 100 chunks hits more in loops, and every small one costs more
 _SLICES = 16  # for as many uses as there is room for chunks
 _LEARN_EVERY = 2048  # chunks used
 _HALF_LIFE = 2**14  # runs
@@ -112,11 +112,15 @@ class RunQueues:
         self._next_slice = _MIN_SLICE
         self._learn_every = _LEARN_EVERY
         self._next_learn = _LEARN_EVERY
+        self._next_throw = _LEARN_EVERY
         self._order = list(self._slices[0].queues)
+        self._ordered = True  # since the last slice began
 
     @property
     def order(self) -> Sequence[Queue]:
         """The queues to evict from, one after another; what has been put into an empty one since may be missing."""
+        if not self._ordered:
+            self.reorder()
         return self._order
 
     def resize(self, num_chunks: int) -> None:
@@ -167,13 +171,13 @@ class RunQueues:
 
     def reorder(self) -> None:
         """Puts the queues in order, those that were empty too. O(queues)."""
+        self._ordered = True
         slices = self._slices
         starts = [part.start for part in slices] + [self._now]
         ages = [self._now - (a + b) // 2 for a, b in itertools.pairwise(starts)]
         if self._now >= self._next_learn:
             self._next_learn = self._now + self._learn_every
             self._lifetimes.learn([max(age, self._young) for age in ages], [part.alive for part in slices])
-            self._throw_away_void()
         queues = list(itertools.chain.from_iterable(part.queues for part in slices))
         nums = np.fromiter(map(len, queues), np.int64, len(queues))
         nums[-self._num_classes :] = 1  # those of the newest slice get more
@@ -215,7 +219,10 @@ class RunQueues:
             merged.append(part)
         self._slices = [*merged, _Slice(self._now, self._num_classes)]
         self._next_slice = self._now + self._slice_size
-        self.reorder()
+        self._ordered = False  # until somebody asks: with room for all nobody does
+        if self._now >= self._next_throw:
+            self._next_throw = self._now + self._learn_every
+            self._throw_away_void()
 
     def _throw_away_void(self) -> None:
         """What is void is at the old end mostly; what is not goes with its slice's turn."""
