@@ -177,6 +177,27 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "cannot read" in error_of(tmp_path / "none.jsonl")
 
 
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_no_trace_is_written_over(tmp_path, trace_path, error_of, flag):
+    trace_path = trace_path.rename(tmp_path / "chats.svg")
+    before = trace_path.read_bytes()
+    link = tmp_path / "link.svg"
+    link.symlink_to(trace_path)
+    for path, other in ((trace_path, trace_path), (trace_path, link), (link, tmp_path / "." / "chats.svg")):
+        error = error_of(tmp_path / "none.jsonl", "--trace", str(path), flag, str(other))  # no file is looked at
+        assert f"{flag} {other} is the file that the trace {path} is read from; expected another file" in error
+    assert trace_path.read_bytes() == before
+    assert link.is_symlink()
+
+
+def test_the_two_outputs_are_two_files(tmp_path, trace_path, error_of):
+    path, link = tmp_path / "r.svg", tmp_path / "link.svg"
+    link.symlink_to(path)
+    error = error_of(trace_path, "--json", str(path), "--plot", str(link))
+    assert f"--plot {link} is the file that --json {path} is written to; expected another file" in error
+    assert not path.exists()
+
+
 def test_bad_traces(tmp_path, error_of):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"timestamp": 1, "hash_ids": [1]}\n{"timestamp": 2}\n')

@@ -146,9 +146,7 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """What can be known to be wrong before anything is read."""
-    for path in (args.json, args.plot):
-        if path is not None:
-            report_lib.check_writable(path)
+    _check_outputs(args)
     if args.plot is not None:
         check_plottable(args.plot)
     if args.save_on != SaveEvent.COMPUTE.value and args.hbm is None:
@@ -156,6 +154,19 @@ def _check(args: argparse.Namespace) -> None:
     if args.secondary_mode and args.secondary is None:
         raise InputError(f"--secondary-mode {args.secondary_mode} does nothing without --secondary")
     args.secondary_mode = args.secondary_mode or SecondaryMode.CASCADE.value
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Each file that is written can be, and is none that is read and not the other one, whatever it is called."""
+    taken = {os.path.realpath(path): f"the trace {path} is read from" for path in args.trace}
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is None:
+            continue
+        owner = taken.get(os.path.realpath(path))
+        if owner:
+            raise InputError(f"{flag} {path} is the file that {owner}; expected another file")
+        taken[os.path.realpath(path)] = f"{flag} {path} is written to"
+        report_lib.check_writable(path)
 
 
 def _read(args: argparse.Namespace) -> Trace:
