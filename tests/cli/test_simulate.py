@@ -1,5 +1,6 @@
 """The command as a person runs it: flags in, tables, a file and a picture out."""
 
+import gzip
 import json
 import os
 import random
@@ -130,6 +131,38 @@ def test_sizes_in_gb(tmp_path, trace_path, capsys):
     assert report_of(tmp_path, trace_path, *flags, "--sizes-gb", "1")["chunk_nbytes"] == 2 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"), [("float8_e4m3fn", 2**20), ("int4", 2**19), ("float4_e2m1fn", 2**19), ("float32", 2**22)]
+)
+def test_bits_of_the_type(tmp_path, trace_path, dtype, nbytes):
+    flags = ("--policies", "lru", "--sizes", "1", *MODEL, "--dtype", dtype)
+    assert report_of(tmp_path, trace_path, *flags)["chunk_nbytes"] == nbytes
+
+
+@pytest.mark.parametrize("save_on", ["compute", "eviction"])
+def test_huge_tiers_are_as_good_as_those_that_hold_all(tmp_path, trace_path, save_on):
+    """And take no more memory: a million million chunks would take all there is."""
+    flags = ("--save-on", save_on)
+    num_unique = read_traces([trace_path]).num_unique_blocks
+    sizes = []
+    for flag in ("--hbm", "--secondary"):
+        for size in (num_unique, 10**12):
+            hbm = ("--hbm", "9") if flag == "--secondary" else ()
+            sizes.append(report_of(tmp_path, trace_path, *flags, *hbm, flag, str(size), "--sizes", "0.05"))
+        assert results_of(sizes[-1]) == results_of(sizes[-2])
+    assert [report["num_hbm_blocks"] for report in sizes] == [num_unique, 10**12, 9, 9]
+    flags += ("--save-after-sightings", "2", "--hbm", "9")
+    all_ = report_of(tmp_path, trace_path, *flags, "--sizes", "1")
+    huge = report_of(tmp_path, trace_path, *flags, "--sizes-gb", "1e9", *MODEL)
+    assert {row["num_chunks"] for row in huge["results"]} == {10**9 * 2**30 // 2**21}
+    for name in ("prefix_hit_rate", "num_saved_chunks", "num_evicted_chunks", "num_dropped_chunks"):
+        assert [row[name] for row in huge["results"]] == [row[name] for row in all_["results"]]
+
+
+def results_of(report):
+    return [row | {"run_s": 0} for row in report["results"]]
+
+
 def test_hbm_and_secondary(tmp_path, trace_path, capsys):
     flags = ("--policies", "lru", "--sizes", "0.1", "--hbm", "0.05", "--save-on", "eviction")
     report = report_of(tmp_path, trace_path, *flags, "--secondary", "200", "--secondary-mode", "demote")
@@ -165,7 +198,14 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "needs a model: give --num-layers, --num-kv-heads, --head-size" in error_of(trace_path, "--hbm", "40GB")
     assert "a model needs --head-size as well" in error_of(trace_path, *MODEL[:4])
     assert "no room for a chunk of" in error_of(trace_path, "--sizes-gb", "0.001", *MODEL)
-    assert "expected the name of a type" in error_of(trace_path, *MODEL, "--dtype", "bf17")
+    for dtype in ("bf17", "str", "bool", "complex64", "object", "(2,)f4", "f4,(2", "timedelta64"):
+        error = error_of(tmp_path / "none.jsonl", "--dtype", dtype)  # before the trace is read, and without GB
+        assert f"--dtype {dtype!r}; expected the name of a type of real numbers" in error
+    for size in ("99999999999999999999", "9" * 400, "9" * 5000):
+        for flag in ("--hbm", "--secondary"):
+            assert f"{size!r}; expected at most 1000000000000 chunks" in error_of(trace_path, flag, size)
+    assert "'1e30'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e30", *MODEL)
+    assert "'1e308'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e308", *MODEL)
     assert "give its size with --hbm" in error_of(trace_path, "--save-on", "eviction")
     assert "nothing without --secondary" in error_of(trace_path, "--secondary-mode", "demote")
     assert "not allowed with argument" in error_of(trace_path, "--sizes", "1", "--sizes-gb", "1")
@@ -201,7 +241,9 @@ def test_the_two_outputs_are_two_files(tmp_path, trace_path, error_of):
 def test_bad_traces(tmp_path, error_of):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"timestamp": 1, "hash_ids": [1]}\n{"timestamp": 2}\n')
-    assert f'{path} line 2: expected "hash_ids" to be a list' in error_of(path)
+    assert f'{path} line 2: "hash_ids" is missing; expected a list' in error_of(path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    assert f"{path} is compressed (gzip)" in error_of(path)
     assert "no request has a block" in error_of(write_trace(tmp_path / "empty.jsonl", [[], []]))
 
 

@@ -1,7 +1,11 @@
 """What a file of requests is read as, and what is said of one that cannot be."""
 
+import bz2
+import gzip
 import json
+import lzma
 import random
+import sys
 
 import pytest
 
@@ -109,10 +113,15 @@ def test_lengths_that_do_not_fit_are_noted_once(tmp_path):
     [
         ('{"timestamp": 1,', "not JSON"),
         ("[1, 2]", "expected an object with"),
-        ({"hash_ids": [1]}, '"timestamp" to be a number of milliseconds'),
+        ({"hash_ids": [1]}, '"timestamp" is missing; expected a number of milliseconds'),
+        (request([1], None), '"timestamp" to be a number of milliseconds, at most 1.8e+308'),
+        (request([1], int("9" * 400)), '"timestamp" to be a number of milliseconds, at most 1.8e+308'),
+        (request([1], -int("9" * 400)), '"timestamp"'),
+        ('{"timestamp": 1e400, "hash_ids": []}', '"timestamp"'),
         (request([1], True), '"timestamp"'),
         ('{"timestamp": NaN, "hash_ids": []}', '"timestamp"'),
-        ({"timestamp": 1}, '"hash_ids" to be a list of numbers or strings'),
+        ({"timestamp": 1}, '"hash_ids" is missing; expected a list of numbers or strings'),
+        (request([], hash_ids=None), '"hash_ids" to be a list of numbers or strings'),
         (request([1.5]), '"hash_ids"'),
         (request([True]), '"hash_ids"'),
         (request([1], input_length=-1), '"input_length" to be a number of tokens'),
@@ -124,6 +133,22 @@ def test_a_bad_line_is_named(tmp_path, line, says):
         read(tmp_path, request([1]), line)
     assert says in str(error.value)
     assert "; got '" in str(error.value)
+
+
+def test_the_largest_times(tmp_path):
+    trace = read(tmp_path, request([1], -sys.float_info.max), request([2], int(sys.float_info.max)))
+    assert trace.duration_s == pytest.approx(2 * (sys.float_info.max / 1e3))
+
+
+@pytest.mark.parametrize(
+    ("compress", "name"), [(gzip.compress, "gzip"), (bz2.compress, "bzip2"), (lzma.compress, "xz")]
+)
+def test_a_compressed_file_is_called_so(tmp_path, compress, name):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(compress(json.dumps(request([1])).encode()))
+    with pytest.raises(InputError) as error:
+        read_traces([path])
+    assert str(error.value) == f"{path} is compressed ({name}); expected JSON lines: unpack it first"
 
 
 def test_files_that_hold_nothing(tmp_path):

@@ -119,8 +119,8 @@ def _policy(name: str) -> str:
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
     _check(args)
-    trace = _read(args)
     nbytes = chunk_nbytes(args)
+    trace = _read(args)
     sizes = _flat(args.sizes or args.sizes_gb) or [Size(size, Unit.SHARE) for size in _SIZES]
     runs = _runs(args, sizes, num_unique_blocks=trace.num_unique_blocks, nbytes=nbytes)
     num_hbm_blocks = _num_chunks(args.hbm, trace.num_unique_blocks, nbytes)

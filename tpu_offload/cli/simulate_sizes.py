@@ -12,6 +12,9 @@ from tpu_offload.cli.flags import float_flag, int_flag
 from tpu_offload.errors import InputError
 
 GB = 2**30
+# Far above all there is, and far below what numbers cannot hold.
+_MAX_GB = 10**9
+_MAX_CHUNKS = 10**12
 _MODEL_FLAGS = ("num_layers", "num_kv_heads", "head_size")
 
 
@@ -66,7 +69,10 @@ def share_flag(text: str) -> Size:
 
 def gb_flag(text: str) -> Size:
     """A size in GB, without the unit."""
-    return Size(float_flag(0)(text), Unit.GB)
+    value = float_flag(0)(text)
+    if value > _MAX_GB:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected at most {_MAX_GB} GB")
+    return Size(value, Unit.GB)
 
 
 def size_flag(text: str) -> Size:
@@ -78,7 +84,11 @@ def size_flag(text: str) -> Size:
         )
     if match[2]:
         return gb_flag(match[1])
-    return share_flag(text) if "." in text else Size(int(text), Unit.CHUNKS)
+    if "." in text:
+        return share_flag(text)
+    if float(text) > _MAX_CHUNKS:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected at most {_MAX_CHUNKS} chunks")
+    return Size(int(text), Unit.CHUNKS)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -94,16 +104,26 @@ def chunk_nbytes(args: argparse.Namespace) -> int | None:
     """Bytes of a chunk, keys and values of all layers; None if no model is given.
 
     Raises:
-      InputError: the model is given in part, or its dtype is none.
+      InputError: the model is given in part, or its dtype is none of numbers.
     """
+    num_bits = _num_bits(args.dtype)
     sizes = {name: getattr(args, name) for name in _MODEL_FLAGS}
     if not any(sizes.values()):
         return None
     for name, size in sizes.items():
         if size is None:
             raise InputError(f"a model needs --{name.replace('_', '-')} as well")
+    num_values: int = 2 * args.num_layers * args.num_kv_heads * args.head_size * args.trace_block_tokens
+    return -(-num_values * num_bits // 8)
+
+
+def _num_bits(dtype_name: str) -> int:
+    """Bits of a value. Not by `itemsize`, which is a whole byte for types of 4 bits; packed, two of them share one."""
     try:
-        itemsize: int = jnp.dtype(args.dtype).itemsize
-    except TypeError as e:
-        raise InputError(f"--dtype {args.dtype!r}; expected the name of a type, like bfloat16 or float8_e4m3fn") from e
-    return int(2 * args.num_layers * args.num_kv_heads * args.head_size * itemsize * args.trace_block_tokens)
+        dtype = jnp.dtype(dtype_name)
+        info = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+    except (TypeError, ValueError, SyntaxError) as e:
+        raise InputError(
+            f"--dtype {dtype_name!r}; expected the name of a type of real numbers, like bfloat16 or float8_e4m3fn"
+        ) from e
+    return int(info.bits)

@@ -27,11 +27,12 @@ def no_front(trace: Trace) -> Front:
 
 
 def play_hbm(trace: Trace, num_blocks: int) -> Front:
-    """Least recently used, under the prefix rule; a prompt's blocks stay cached after it.
+    """Least recently used, under the prefix rule; a prompt's blocks stay cached after it. Room for more than the
+    blocks of the trace is as good as room for all of them.
 
     Generated tokens take no room, as the trace does not say what became of them.
     """
-    hbm = Tier(LRUPolicy(), num_chunks=num_blocks, record=True)
+    hbm = Tier(LRUPolicy(), num_chunks=min(num_blocks, len(trace.keys)), record=True)
     numbers = {key: number for number, key in enumerate(trace.keys)}
     hits, left = [], []
     for number, request in enumerate(trace.requests):

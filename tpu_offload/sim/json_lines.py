@@ -7,16 +7,27 @@ from typing import Any
 
 from tpu_offload.errors import InputError
 
+# How files begin, none of which JSON can begin with.
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ": "xz",
+    b"BZh": "bzip2",
+    b"PK\x03\x04": "zip",
+}
+
 
 def parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
     """Yields line numbers from 1 and what `parse` made of the lines; blank lines are passed over.
 
     Raises:
-      InputError: the file cannot be read, or a line is not what `parse` (which raises ValueError) expects.
+      InputError: the file cannot be read or is compressed, or a line is not what `parse` (which raises ValueError) expects.
     """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                if number == 1:
+                    _check_unpacked(path, line)
                 if not line.strip():
                     continue
                 try:
@@ -26,6 +37,12 @@ def parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int,
                     raise InputError(f"{path} line {number}: {reason}; got {_excerpt(line)}") from None
     except OSError as e:
         raise InputError(f"cannot read {path}: {e.strerror or e}") from e
+
+
+def _check_unpacked(path: Path, head: bytes) -> None:
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            raise InputError(f"{path} is compressed ({name}); expected JSON lines: unpack it first")
 
 
 def _excerpt(line: bytes) -> str:

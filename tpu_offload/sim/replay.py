@@ -28,7 +28,7 @@ class Setup:
     """What is behind HBM. A chunk is a block of the trace.
 
     Attributes:
-      num_chunks: room in the host tier.
+      num_chunks: room in the host tier. More than the trace has blocks is as good as all of them, and costs no more.
       save_on: when blocks are saved.
       num_sightings: see `SaveBySightings`.
       num_secondary_chunks: room in the secondary tier; 0 has none.
@@ -88,10 +88,11 @@ class _Replay:
         self._trace = trace
         has_secondary = setup.num_secondary_chunks > 0
         self._demotes = has_secondary and setup.secondary_mode is SecondaryMode.DEMOTE
-        self._host = Tier(policy, num_chunks=setup.num_chunks, record=self._demotes)
+        self._host = Tier(policy, num_chunks=min(setup.num_chunks, len(trace.keys)), record=self._demotes)
         self._secondary = SecondaryTier(setup.num_secondary_chunks) if has_secondary else None
         self._saves: SavePolicy = SaveBySightings(events=(setup.save_on,), num_sightings=setup.num_sightings)
-        self._saves.resize(setup.num_chunks)
+        # It counts what is seen, again and again: only at the number of all blocks more would change nothing.
+        self._saves.resize(min(setup.num_chunks, trace.num_blocks))
         self._uses = map(Use, itertools.count())
         self._hits: list[tuple[int, int]] = []
 

@@ -12,7 +12,7 @@ another, whatever its ids.
 import dataclasses
 import hashlib
 import itertools
-import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -202,19 +202,31 @@ class _Tree:
         return len(self._parents) - 1
 
 
+_MAX_FLOAT = sys.float_info.max  # an integer may be larger, and is no float then
+_EXPECTED = {
+    "timestamp": "a number of milliseconds",
+    "hash_ids": "a list of numbers or strings, one a block",
+}
+
 type _Line = tuple[float, int | None, int, Sequence[int | str]]
 
 
 def _parse(value: Any) -> _Line:
     if not isinstance(value, dict):
         raise ValueError('expected an object with "timestamp", "input_length", "output_length" and "hash_ids"')
-    timestamp = value.get("timestamp")
-    if isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not abs(timestamp) < math.inf:
-        raise ValueError('expected "timestamp" to be a number of milliseconds')
-    ids = value.get("hash_ids")
+    for name in ("timestamp", "hash_ids"):
+        if name not in value:
+            raise ValueError(f'"{name}" is missing; expected {_EXPECTED[name]}')
+    ids = value["hash_ids"]
     if not isinstance(ids, list) or not all(type(hash_id) in (int, str) for hash_id in ids):
-        raise ValueError('expected "hash_ids" to be a list of numbers or strings, one a block')
-    return timestamp / 1e3, _length(value, "input_length"), _length(value, "output_length") or 0, ids
+        raise ValueError(f'expected "hash_ids" to be {_EXPECTED["hash_ids"]}')
+    return _time_s(value["timestamp"]), _length(value, "input_length"), _length(value, "output_length") or 0, ids
+
+
+def _time_s(timestamp: Any) -> float:
+    if type(timestamp) in (int, float) and abs(timestamp) <= _MAX_FLOAT:  # not so for NaN
+        return float(timestamp / 1e3)
+    raise ValueError(f'expected "timestamp" to be {_EXPECTED["timestamp"]}, at most {_MAX_FLOAT:.1e}')
 
 
 def _length(value: dict[str, Any], name: str) -> int | None:
