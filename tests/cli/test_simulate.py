@@ -100,6 +100,12 @@ def test_parts_and_split(tmp_path, trace_path):
         assert row["prefix_hit_rate"] == row["second_part_hit_rate"] == rate(160, 200)
 
 
+def test_many_jobs_start_no_process_for_little_work(tmp_path, trace_path, monkeypatch):
+    monkeypatch.setattr("tpu_offload.sim.runs.ProcessPoolExecutor", None)
+    one = report_of(tmp_path, trace_path)
+    assert results_of(report_of(tmp_path, trace_path, "--jobs", "100")) == results_of(one)
+
+
 def test_time_range(tmp_path, trace_path):
     report = report_of(tmp_path, trace_path, "--policies", "lru", "--sizes", "1", "--start", "50", "--end", "80")
     assert report["num_requests"] == 30

@@ -30,10 +30,30 @@ def without_times(results):
 def test_processes_change_nothing(trace):
     scene = Scene(trace, split=60, only_second=True, front=play_hbm(trace, 40))
     one = without_times(play_all(scene, all_runs(), num_jobs=1))
-    two = without_times(play_all(scene, all_runs(), num_jobs=2))
-    assert one == two
+    two = []
+    for number_and_result in play_all(scene, all_runs(), num_jobs=2, blocks_a_process=1):
+        two.append(number_and_result)
+        assert len(multiprocessing.active_children()) in (1, 2)
+    assert one == without_times(two)
     assert sorted(one) == list(range(len(all_runs())))
     assert multiprocessing.active_children() == []
+
+
+def num_processes(scene, runs, **kwargs):
+    """As they are when the first result comes."""
+    with contextlib.closing(play_all(scene, runs, **kwargs)) as results:
+        next(results)
+        return len(multiprocessing.active_children())
+
+
+def test_no_process_without_work_for_it(trace):
+    scene = Scene(trace, split=60, only_second=False, front=no_front(trace))
+    runs = all_runs()
+    assert num_processes(scene, runs, num_jobs=100) == 0
+    assert num_processes(scene, runs, num_jobs=1, blocks_a_process=1) == 0
+    assert num_processes(scene, runs[:2], num_jobs=100, blocks_a_process=1) == 2
+    assert num_processes(scene, runs, num_jobs=100, blocks_a_process=trace.num_blocks * len(runs) // 3) == 3
+    assert num_processes(scene, runs, num_jobs=100, blocks_a_process=trace.num_blocks * len(runs)) == 0
 
 
 def test_parts_add_up(trace):

@@ -6,6 +6,7 @@ import enum
 import re
 from typing import final
 
+import jax
 import jax.numpy as jnp
 
 from tpu_offload.cli.flags import float_flag, int_flag
@@ -121,9 +122,10 @@ def _num_bits(dtype_name: str) -> int:
     """Bits of a value. Not by `itemsize`, which is a whole byte for types of 4 bits; packed, two of them share one."""
     try:
         dtype = jnp.dtype(dtype_name)
-        info = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+        if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(f"{dtype} is no type of real numbers")
+        return jax.dtypes.itemsize_bits(dtype)
     except (TypeError, ValueError, SyntaxError) as e:
         raise InputError(
             f"--dtype {dtype_name!r}; expected the name of a type of real numbers, like bfloat16 or float8_e4m3fn"
         ) from e
-    return int(info.bits)

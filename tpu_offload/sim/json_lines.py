@@ -21,7 +21,8 @@ def parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int,
     """Yields line numbers from 1 and what `parse` made of the lines; blank lines are passed over.
 
     Raises:
-      InputError: the file cannot be read or is compressed, or a line is not what `parse` (which raises ValueError) expects.
+      InputError: the file cannot be read or is compressed, or a line is not what `parse` (which raises ValueError)
+        expects.
     """
     try:
         with path.open("rb") as file:

@@ -18,6 +18,7 @@ from tpu_offload.sim.replay import Outcome, Setup, replay
 from tpu_offload.sim.trace import Trace
 
 BOUND = "belady"
+_BLOCKS_A_PROCESS = 500_000  # about two seconds of work, for one to start and import jax
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,15 +127,23 @@ class Scene:
         )
 
 
-def play_all(scene: Scene, runs: Sequence[Run], *, num_jobs: int) -> Generator[tuple[int, Result]]:
-    """Plays runs in `num_jobs` processes; yields their numbers and results as they come.
+def play_all(
+    scene: Scene, runs: Sequence[Run], *, num_jobs: int, blocks_a_process: int = _BLOCKS_A_PROCESS
+) -> Generator[tuple[int, Result]]:
+    """Plays runs in several processes; yields their numbers and results as they come.
 
     An exception, Ctrl-C among them, ends the processes at once.
 
+    Args:
+      scene: what all runs have in common.
+      runs: what is played.
+      num_jobs: processes at most. There are never more than runs.
+      blocks_a_process: blocks of prompts, those of each run, that a process is worth its start for. Where there is
+        work for one only, none is started.
     Raises:
       InputError: a process was killed.
     """
-    num_jobs = min(num_jobs, len(runs))
+    num_jobs = min(num_jobs, len(runs), scene.trace.num_blocks * len(runs) // blocks_a_process)
     if num_jobs <= 1:
         yield from ((number, scene.play(run)) for number, run in enumerate(runs))
         return
