@@ -1,5 +1,6 @@
 """The command as a person runs it: flags in, tables, a file and a picture out."""
 
+import errno
 import gzip
 import json
 import os
@@ -221,6 +222,10 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "there is no directory" in error_of(trace_path, "--json", str(tmp_path / "none" / "a.json"))
     assert "it is a directory" in error_of(trace_path, "--plot", str(tmp_path))
     assert "cannot read" in error_of(tmp_path / "none.jsonl")
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert f"cannot write {loop}: {os.strerror(errno.ELOOP)}" in error_of(trace_path, "--json", str(loop))
+    assert "cannot read" in error_of(loop)
 
 
 @pytest.mark.parametrize("flag", ["--json", "--plot"])

@@ -223,6 +223,12 @@ def check_writable(path: Path) -> None:
         raise InputError(f"cannot write {path}: it is a directory")
     if not path.parent.is_dir():
         raise InputError(f"cannot write {path}: there is no directory {path.parent}")
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as e:  # symbolic links that lead back to themselves
+        raise InputError(f"cannot write {path}: {e.strerror or e}") from e
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InputError(f"cannot write {path}: permission denied")
 
