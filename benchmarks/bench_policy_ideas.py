@@ -37,10 +37,15 @@ def worth(rule):
     return mock.patch.object(lifetimes.Lifetimes, "worth", by_rule)
 
 
+@contextlib.contextmanager
 def classes(class_of):
     """Fewer classes."""
-    begin = runs.RunQueues.begin
-    return mock.patch.object(runs.RunQueues, "begin", lambda self, run, i: begin(self, run, class_of(i)))
+    begin, renew = runs.RunQueues.begin, runs.RunQueues.renew
+    with (
+        mock.patch.object(runs.RunQueues, "begin", lambda self, run, i: begin(self, run, class_of(i))),
+        mock.patch.object(runs.RunQueues, "renew", lambda self, run, i, **used: renew(self, run, class_of(i), **used)),
+    ):
+        yield
 
 
 def ended_lives_only():
