@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 
 from tests.core.plain_index import CONDEMNED, PENDING, READY, PlainIndex, Resident
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.policies import POLICIES, PriorityPolicy, Use, density, runs
+from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES, PriorityPolicy, Use, density, runs
 
 SETTINGS = settings(max_examples=150, stateful_step_count=60, derandomize=True, deadline=None)
 MAX_SLOTS = 9
@@ -345,7 +345,9 @@ def _slices_end_soon(monkeypatch):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_index(name):
-    run_state_machine_as_test(type(name, (IndexMachine,), {"name": name}), settings=SETTINGS)
+    num_examples = SETTINGS.max_examples if name == DEFAULT_POLICY else SETTINGS.max_examples // 3
+    machine = type(name, (IndexMachine,), {"name": name})
+    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=num_examples))
 
 
 def test_index_with_lru_and_no_priorities():
