@@ -62,9 +62,8 @@ def test_learns_that_some_never_come_back_and_conversations_do() -> None:
             tier.serve(talk)
     kept = [tier.num_kept(chain(f"again {i}", 4, chain(f"talk {i}", 4))) for i in range(1440, 1500, 2)]
     alone = [tier.num_kept(chain(f"alone {i}", 12)) for i in range(1440, 1500)]
-    assert sum(kept) >= 0.6 * 8 * len(kept), "with LRU a quarter"
+    assert sum(kept) >= 0.8 * 8 * len(kept), "with LRU a quarter"
     assert sum(alone) < 0.2 * 12 * len(alone)
-    assert sum(kept[-15:]) >= 0.75 * 8 * 15
 
 
 def test_learns_from_a_reuse_that_begins_only_after_the_eviction() -> None:
