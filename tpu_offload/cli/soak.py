@@ -43,7 +43,8 @@ from tpu_offload.engine import Engine, Request, RequestOutput
 
 _STUCK_S = 60.0  # without a request that ends
 # What eviction policies remember of evicted chunks is bounded by the tier, or by some thousands for a small one, and
-# takes longer than a short soak to fill up. tests/core/policies/test_conformance.py holds them to it.
+# takes longer than a short soak to fill up; slices of time grow in number with the logarithm of time.
+# tests/core/policies/test_conformance.py holds policies to a bound of their memory.
 _FILLS_SLOWLY = "._index._policy."
 _CERTAIN = {Fault.RESET: 100}  # a step of the first round, by which there is something to forget
 _REST_JOBS = 4  # times what a job may take, an engine is given to come to rest

@@ -4,9 +4,9 @@ Each request is looked up, loaded, computed and saved before the next one comes:
 no staging buffer. What the library decides is asked of the library itself, in the order in which its scheduler asks:
 `ChunkIndex` with the policy for what is kept, `SavePolicy` for what is saved.
 
-In the real scheduler a request uses its prompt as a whole, wherever its blocks were: those that HBM had count as
-used in the host tier too, and are saved again where the host tier has lost them. So it is here. Only hits are not
-counted for the host tier where HBM had the block.
+In the real scheduler a request uses its prompt as a whole, wherever its blocks were: those that HBM had are used in
+the host tier too (policies are told which those are), and saved again where the host tier has lost them. So it is here.
+Only hits are not counted for the host tier where HBM had the block.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Runs of chunks, and the queues in which they wait for their eviction.
 
-Runs of one class that began their life in the same slice of time wait in one queue. When a slice ends the queues
-are put in order by what their runs are worth, so that the next victim is found without looking at all runs, and
-no run is moved because it grows older. Old slices are merged: the older, the less ages have to be told apart.
+Runs of one class that began their life in the same slice of time wait in one queue. The first eviction after the end
+of a slice puts the queues in order by what their runs are worth. So the next victim is found without looking at all
+runs, and no run is moved because it grows older. Old slices are merged: the older, the less ages have to be told apart.
 """
 
 import itertools
@@ -130,7 +130,7 @@ class RunQueues:
         self._learn_every = max(_LEARN_EVERY, self._slice_size)
 
     def advance(self, num_chunks: int) -> None:
-        """Time goes on: so many chunks are used. O(1), and O(queues) where a slice ends."""
+        """Time goes on: so many chunks are used. O(1), and O(slices) where one ends."""
         self._now += num_chunks
         if self._now >= self._next_slice:
             self._begin_slice()
