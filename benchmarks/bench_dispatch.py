@@ -93,6 +93,7 @@ class Bench:
         glue = Offloading.__new__(Offloading)  # with this scheduler and worker
         glue._scheduler, glue._worker = self.scheduler, self.worker
         glue._block_size, glue._decode_save, glue._watched = BLOCK_SIZE, False, set()
+        glue._saves_on_compute, glue._num_groups = True, 1
         glue._relay = Seams().relay
         for sequence in sequences:
             glue.start_load(sequence)

@@ -34,6 +34,7 @@ class Stopwatch:
         for name in TIMED:
             setattr(self, name, self._timed(getattr(policy, name)))
         self.resize, self.remove, self.check_invariants = policy.resize, policy.remove, policy.check_invariants
+        self.clear, self.uncover = policy.clear, policy.uncover
 
     def _timed(self, call):
         def timed(*args):

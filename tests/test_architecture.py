@@ -8,7 +8,7 @@ import pytest
 import tpu_offload
 
 PACKAGE = Path(tpu_offload.__file__).parent
-FOUNDATION = {"errors", "types", "config", "layout", "hashing", "metrics", "profile"}
+FOUNDATION = {"errors", "types", "values", "config", "layout", "hashing", "metrics", "profile"}
 PARTS = {"core", "kernels", "memory", "tiers"}
 FRONTS = {"adapters", "sim"}
 
@@ -112,10 +112,12 @@ def test_public_interface():
 PUBLIC = [
     "BlockHash",
     "BlockHasher",
+    "CacheEpoch",
     "CachedPrefix",
     "CachesLostError",
     "Candidate",
     "ChunkKey",
+    "CompileError",
     "ConfigError",
     "CopyPath",
     "EvictionPolicy",
@@ -158,6 +160,7 @@ PUBLIC = [
     "TransferJob",
     "Update",
     "Use",
+    "WorkerSetup",
     "choose_victims",
 ]
 

@@ -79,3 +79,25 @@ def test_policies(tmp_path):
         assert {"lru", "arc", "s3fifo", "wtinylfu", "lru with priorities"} <= result["policies"].keys()
         assert result["policies"]["lru"]["index_ratio_to_lru"]["median"] == 1
         assert all(figures["policy_us_per_chunk"]["median"] > 0 for figures in result["policies"].values())
+
+
+def test_stalls(tmp_path):
+    path = tmp_path / "stalls.json"
+    command = [sys.executable, "benchmarks/bench_stalls.py", "--json", str(path), "--num-chunks", "400"]
+    sizes = ["--policies", "density", "lru", "--prompt-chunks", "20", "50", "--fill-chunks", "40"]
+    sizes += ["--staging-blocks", "16"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *sizes, "--num-steps", "3"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads(path.read_text())["results"]
+    assert [(r["policy"], r["record_events"]) for r in results] == [
+        (policy, events) for policy in ("density", "lru") for events in (False, True)
+    ]
+    for result in results:
+        assert {"reset", "apply restart", "apply lost segment", "match 50 hit", "plan_step 20 at once"} <= result[
+            "calls_ms"
+        ].keys()
+        assert result["num_resident"] > 300

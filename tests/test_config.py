@@ -52,6 +52,8 @@ GOOD = {
     "block_size_buckets": ("1, 2,8", (1, 2, 8)),
     "sync_load": ("1", True),
     "save_wait_s": ("0", 0.0),
+    "load_wait_s": ("0", 0.0),
+    "max_load_gb_per_step": ("0", 0.0),
     "swap_gb": (" auto", "auto"),
     "swap_safety": ("0.5", 0.5),
     "swap_mode": ("recompute", SwapMode.RECOMPUTE),
@@ -121,6 +123,8 @@ BAD = {
     ],
     "sync_load": [("never", "0 or 1")],
     "save_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
+    "load_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
+    "max_load_gb_per_step": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
     "swap_gb": [(text, "expected auto, or GB from 0 to 1048576") for text in ("-1", "nan", "inf", "AUTO", "", "1GB")],
     "swap_safety": [("0", "greater than 0"), ("1.5", "less than or equal to 1")],
     "swap_mode": [("copy", "'auto', 'swap' or 'recompute'")],
@@ -428,3 +432,19 @@ def test_a_wrong_override_goes_by_its_own_name(overrides, said):
 def test_beside_overrides_the_environment_goes_by_its_names():
     with pytest.raises(ConfigError, match=r"^TPU_OFFLOAD_HOST_GB='lots'"):
         OffloadConfig.from_env({"TPU_OFFLOAD_HOST_GB": "lots"}, overrides={"decode_save": True})
+
+
+@pytest.mark.parametrize(
+    ("environ", "overrides", "error"),
+    [
+        ([], None, "the environment and the overrides are a list and NoneType; expected mappings"),
+        ({}, 5, "the environment and the overrides are a dict and int; expected mappings"),
+        ({"TPU_OFFLOAD_NUM_CPU_CHUNKS": 4}, None, "TPU_OFFLOAD_NUM_CPU_CHUNKS=4; expected text, as an environment has"),
+        ({}, {5: 1}, "5 is no setting of tpu_offload"),
+    ],
+)
+def test_what_is_no_environment_is_refused_with_one_line(environ, overrides, error):
+    with pytest.raises(ConfigError) as e:
+        OffloadConfig.from_env(environ, overrides=overrides)
+    assert error in str(e.value)
+    assert len(str(e.value).splitlines()) == 1

@@ -2,10 +2,13 @@
 
 import hashlib
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.given import TABLE_FORMS, Unprintable
+from tpu_offload.errors import RequestError
 from tpu_offload.hashing import BlockHasher, chunk_keys, key_namespace
 
 FINGERPRINT = bytes(range(16))
@@ -116,3 +119,36 @@ def test_layouts_chunk_sizes_groups_and_epochs_have_keys_of_their_own():
     keys = [key for n in namespaces for key in chunk_keys(hashes, blocks_per_chunk=1, namespace=n)]
     assert len(set(keys)) == 16 * 4
     assert len({len(key) for key in keys}) == 1  # of one length, so that no key is the start of another
+
+
+@pytest.mark.parametrize("form", TABLE_FORMS)
+def test_tokens_of_all_forms_have_the_same_hashes(form):
+    hasher = BlockHasher(b"f", block_size=np.int64(4))
+    expected, hashes = [], []
+    BlockHasher(b"f", block_size=4).extend(expected, list(range(13)))
+    hasher.extend(hashes, TABLE_FORMS[form](range(6)))
+    hasher.extend(hashes, TABLE_FORMS[form](range(13)))
+    assert hashes == expected
+
+
+@pytest.mark.parametrize(
+    "tokens", [None, 5, "abcdefgh", b"abcdefgh", iter(range(8)), {*range(8)}, np.zeros((8, 2), int), Unprintable()]
+)
+def test_what_is_no_sequence_of_tokens_is_refused_with_one_line(tokens):
+    hashes = []
+    with pytest.raises(RequestError) as e:
+        BlockHasher(b"f", block_size=4).extend(hashes, tokens)
+    assert len(str(e.value).splitlines()) == 1
+    assert hashes == []
+
+
+@pytest.mark.parametrize("hashes", [(), None, "a", [5], [bytearray(b"x")], np.zeros(0)])
+def test_hashes_so_far_that_cannot_grow_are_refused(hashes):
+    with pytest.raises(RequestError, match=r"the hashes so far are .*; expected a list of bytes, which grows"):
+        BlockHasher(b"f", block_size=4).extend(hashes, list(range(8)))
+
+
+@pytest.mark.parametrize(("fingerprint", "block_size"), [("f", 4), (None, 4), (b"f", 0), (b"f", 4.0), (b"f", True)])
+def test_a_hasher_of_what_makes_no_sense_is_refused(fingerprint, block_size):
+    with pytest.raises(RequestError, match="expected bytes and an integer from 1 on"):
+        BlockHasher(fingerprint, block_size=block_size)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tests.caches import random_caches
 from tpu_offload.errors import LayoutError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 
@@ -148,3 +149,38 @@ def test_fingerprint_leaves_the_sharding_out():
 def test_fingerprint_golden():
     """A lock, not a derivation: chunks stored under one value cannot be read under another."""
     assert BASE.fingerprint().hex() == "7eab60554e569b0345d0ed08802b28a2"
+
+
+def test_numbers_of_numpy_give_the_same_layout():
+    caches = random_caches(np.random.default_rng(0))
+    plain = KVLayout.from_caches(caches, block_size=4, windows=[0] * len(caches))
+    other = KVLayout.from_caches(tuple(caches), block_size=np.int64(4), windows=np.zeros(len(caches), np.int32))
+    assert other == plain
+    assert other.fingerprint() == plain.fingerprint()
+    assert type(other.block_size) is int
+
+
+@pytest.mark.parametrize(
+    ("caches", "settings", "error"),
+    [
+        (None, {}, "KV caches are a NoneType; expected a list with an array a layer"),
+        ({0: 1}, {}, "KV caches are a dict; expected a list"),
+        (np.zeros((2, 3, 4)), {}, "KV caches are a ndarray; expected a list"),
+        ([1], {}, "KV cache 0 is a int; expected a jax array or shape struct"),
+        ([np.zeros((2, 3, 4))], {}, "KV cache 0 is a ndarray; expected a jax array"),
+        ("real", {"block_size": 4.0}, "block_size=4.0; expected an integer"),
+        ("real", {"block_size": True}, "block_size=True; expected an integer"),
+        ("real", {"block_size": "4"}, "block_size='4'; expected an integer"),
+        ("real", {"windows": 5}, "windows=5; expected a sequence of integers"),
+        ("real", {"windows": [None]}, "windows=None; expected an integer"),
+        ("real", {"windows": [0.0]}, "windows=0.0; expected an integer"),
+        ("real", {"model": b"m"}, "model=b'm'; expected text"),
+    ],
+)
+def test_what_is_no_layout_is_refused_with_one_line(caches, settings, error):
+    if isinstance(caches, str):
+        caches = random_caches(np.random.default_rng(0))[:1]
+    with pytest.raises(LayoutError) as e:
+        KVLayout.from_caches(caches, **{"block_size": 4, **settings})
+    assert error in str(e.value)
+    assert len(str(e.value).splitlines()) == 1

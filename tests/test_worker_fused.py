@@ -178,7 +178,7 @@ def test_an_engine_can_compile_for_every_step_beforehand(compiles):
     engine = Engine("fused")
     programs = {}
     shapes = engine.worker.fused_shapes()
-    assert len(shapes) == 3 * 3 - 1
+    assert len(shapes) == 3 * 3 - 2, "none for nothing, nor for more blocks than the staging budget has"
     for shape in shapes:
         programs[shape.inputs.num_saves, shape.inputs.num_loads] = forward.lower(engine.caches, *shape).compile()
     forward(engine.caches, (), None)  # donates the caches, so they are made anew

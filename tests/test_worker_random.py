@@ -25,7 +25,13 @@ CHUNKS = np.arange(NUM_CHUNKS * BLOCKS_PER_CHUNK).reshape(NUM_CHUNKS, -1).tolist
 # What a job may fail of here; anything else is the worker's own doing.
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
-REASONS = ("halted", "was lost to a save that failed", "was lost, or never saved to", "did not return")
+REASONS = (
+    "halted",
+    "was lost to a save that failed",
+    "was lost, or never saved to",
+    "the host memory of its chunks was lost",
+    "did not return",
+)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

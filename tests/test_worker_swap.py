@@ -332,10 +332,8 @@ def test_the_pool_takes_what_the_host_tier_leaves(caplog):
     worker.close()
 
 
-def test_hbm_of_the_copies_is_two_blocks_of_the_largest_group(monkeypatch):
+def test_hbm_of_the_copies_is_two_blocks_of_the_largest_group():
     engine = Engine(hybrid=True)
-    assert engine.worker.hbm_nbytes == 256 * 1024  # for blocks as small as these
-    monkeypatch.setattr("tpu_offload.worker.swapping._MIN_HBM_NBYTES", 0)
     assert engine.worker.hbm_nbytes == 2 * max(group.block_nbytes for group in engine.layout.groups)
     with_tier = Engine(tier=True)
     assert with_tier.worker.hbm_nbytes == 4 * with_tier.layout.block_nbytes

@@ -84,6 +84,7 @@ class Engine:
             self.worker._tier._memory.lost[:] = False  # what was never saved is zeros, and may be loaded here
         self.step_id = 0
         self.next_job_id = 0
+        self.sent_below = 0
         self.num_fused = 0
         self.expected = [reference.as_bytes(cache) for cache in self.caches]
         self.host = np.zeros((NUM_HOST_BLOCKS, len(self.caches), *self.expected[0].shape[1:]), np.uint8)
@@ -108,13 +109,17 @@ class Engine:
 
     def begin(self, *loads, cancel=()):
         self.step_id += 1
-        self.plan = StepPlan(
-            self.step_id, loads=loads, cancelled_job_ids=tuple(cancel), next_job_id=self.next_job_id + 1
-        )
+        next_job_id = self.sent(*loads)
+        self.plan = StepPlan(self.step_id, loads=loads, cancelled_job_ids=tuple(cancel), next_job_id=next_job_id)
         self.caches = self.worker.begin_step(self.plan, self.caches)
 
     def end(self, *saves):
-        self.worker.end_step(StepPlan(self.step_id, saves=saves, next_job_id=self.next_job_id + 1), self.caches)
+        self.worker.end_step(StepPlan(self.step_id, saves=saves, next_job_id=self.sent(*saves)), self.caches)
+
+    def sent(self, *jobs):
+        """The `next_job_id` of a plan with these jobs."""
+        self.sent_below = max(self.sent_below, *(job.job_id + 1 for job in jobs), 0)
+        return self.sent_below
 
     def step(self, *, loads=(), saves=(), cancel=()):
         if not self.worker.offers_fused:
@@ -155,7 +160,7 @@ class Engine:
             for result in report.results:
                 assert result.job_id not in results
                 results[result.job_id] = result
-            if not self.worker._tier._flights:
+            if not self.worker.has_flights:
                 return results
             self.step()
         raise AssertionError("the worker never comes to rest")

@@ -17,6 +17,7 @@ from tpu_offload.core.scheduler import OffloadScheduler
 from tpu_offload.core.swap import Candidate, RequestSwap, choose_victims
 from tpu_offload.errors import (
     CachesLostError,
+    CompileError,
     ConfigError,
     InputError,
     LayoutError,
@@ -30,6 +31,7 @@ from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.metrics import OffloadStats, StatsCollector
 from tpu_offload.types import (
     BlockHash,
+    CacheEpoch,
     ChunkKey,
     HostStore,
     JobResult,
@@ -39,16 +41,19 @@ from tpu_offload.types import (
     SwapJob,
     SwapPart,
     TransferJob,
+    WorkerSetup,
 )
 from tpu_offload.worker import OffloadWorker
 
 __all__ = [
     "BlockHash",
     "BlockHasher",
+    "CacheEpoch",
     "CachedPrefix",
     "CachesLostError",
     "Candidate",
     "ChunkKey",
+    "CompileError",
     "ConfigError",
     "CopyPath",
     "EvictionPolicy",
@@ -91,5 +96,6 @@ __all__ = [
     "TransferJob",
     "Update",
     "Use",
+    "WorkerSetup",
     "choose_victims",
 ]

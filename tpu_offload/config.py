@@ -42,6 +42,15 @@ class CopyPath(enum.Enum):
     FUSED = "fused"  # inside the engine's own step; only where the engine offers it
     AUTO = "auto"  # whichever of the others the profile ranks first; never a way to copy by itself
 
+    @property
+    def stages(self) -> bool:
+        """Whether a copy takes a staging block of HBM for each block on its way.
+
+        What the fused path takes along is bounded by what a step is compiled for, and the rest goes directly. Only the
+        worker knows what `auto` comes to; until it has said so, `auto` counts as staged, which no path exceeds.
+        """
+        return self in (CopyPath.STAGED, CopyPath.AUTO)
+
 
 class SwapMode(enum.Enum):
     """What becomes of the KV of a preempted request."""
@@ -121,6 +130,22 @@ class OffloadConfig(pydantic.BaseModel):
     )
     load_path: CopyPath = Field(CopyPath.DIRECT, description="How loads move blocks, likewise.")
     profile: Path | None = Field(None, description="The file that `tpu-offload bench` wrote on this kind of machine.")
+    max_load_gb_per_step: float = Field(
+        1.0,
+        ge=0,
+        le=2**20,
+        allow_inf_nan=False,
+        description="Loads that are not staged move at most so many GB a device before one step, which waits for them; "
+        "the rest goes before the next steps; 0 sets no bound, nor do synchronous loads of vLLM.",
+    )
+    load_wait_s: float = Field(
+        5.0,
+        ge=0,
+        le=1e9,
+        allow_inf_nan=False,
+        description="A load that finds too little of the staging buffer free waits up to this long for it, then its "
+        "request computes; 0 means it never waits.",
+    )
     decode_save: bool = Field(False, description="Also save blocks that hold generated tokens.")
     save_on: tuple[SaveEvent, ...] = Field(
         (SaveEvent.COMPUTE,),
@@ -222,7 +247,7 @@ class OffloadConfig(pydantic.BaseModel):
             return "auto"
         try:
             size = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             size = -1.0
         if isinstance(value, bool) or not 0 <= size <= 2**20:
             raise ValueError(f"expected auto, or GB from 0 to {2**20}")
@@ -278,14 +303,20 @@ class OffloadConfig(pydantic.BaseModel):
             parse, is out of range or contradicts another.
         """
         environ = os.environ if environ is None else environ
-        given = {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)}
+        if not isinstance(environ, Mapping) or not isinstance({} if overrides is None else overrides, Mapping):
+            kinds = f"{type(environ).__name__} and {type(overrides).__name__}"
+            raise ConfigError(f"the environment and the overrides are a {kinds}; expected mappings")
+        given = {name: value for name, value in environ.items() if str(name).startswith(ENV_PREFIX)}
+        for name, value in given.items():
+            if not (isinstance(name, str) and isinstance(value, str)):
+                raise ConfigError(f"{name}={_short(value)}; expected text, as an environment has it")
         known = [_env_name(field) for field in cls.model_fields]
         for name in sorted(given):
             if name not in known:
                 near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"{name} is no setting of tpu_offload; did you mean {near}?")
         overrides = dict(overrides or {})
-        for name in sorted(set(overrides) - set(cls.model_fields)):
+        for name in sorted(map(str, set(overrides) - set(cls.model_fields))):
             near = difflib.get_close_matches(name.lower(), cls.model_fields, n=1, cutoff=0.0)[0]
             raise ConfigError(f"{name} is no setting of tpu_offload; did you mean {near}?")
         settings: dict[str, Any] = {n.removeprefix(ENV_PREFIX).lower(): v.strip() for n, v in given.items()}
@@ -355,6 +386,12 @@ class OffloadConfig(pydantic.BaseModel):
                 "or to 0 to turn offloading off"
             )
         return num_blocks
+
+    def max_load_blocks(self, layout: KVLayout) -> int:
+        """Blocks that loads which are not staged move before one step at most, at least one; 0 for no bound."""
+        if self.max_load_gb_per_step == 0:
+            return 0
+        return max(1, int(self.max_load_gb_per_step * _GB / layout.block_nbytes_per_device))
 
     def max_swap_blocks(self, layout: KVLayout) -> int:
         """More blocks of one layer group than the swap pool can have; what a worker says beyond that is not so."""

@@ -29,5 +29,9 @@ class TransferError(OffloadError):
     """A copy between device and host failed; it becomes a failed job, not a crash."""
 
 
+class CompileError(OffloadError):
+    """The compiler refused a copy program, or the program takes more HBM than copies may."""
+
+
 class CachesLostError(TransferError):
     """A load failed and took the KV caches with it; the engine makes new ones and computes what they held again."""

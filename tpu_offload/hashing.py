@@ -9,16 +9,19 @@ References:
   vLLM, automatic prefix caching: hash(parent block hash, block tokens, extra keys).
 """
 
+import array
 import hashlib
 import itertools
 import operator
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final, overload
 
 import numpy as np
 
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
+from tpu_offload.values import as_count, one_line
 
 _DIGEST_NBYTES = 16
 _MAX_TOKEN = 2**63 - 1
@@ -31,11 +34,19 @@ class BlockHasher:
     Args:
       fingerprint: `KVLayout.fingerprint()` of the cache that the blocks live in.
       block_size: tokens in a block.
+    Raises:
+      RequestError: the fingerprint is no bytes, or the size no integer from 1 on.
     """
 
     def __init__(self, fingerprint: bytes, *, block_size: int) -> None:
+        size = as_count(block_size, least=1)
+        if not isinstance(fingerprint, bytes) or size is None:
+            raise RequestError(
+                f"a hasher with fingerprint={one_line(fingerprint)} and block_size={one_line(block_size)}; expected "
+                "bytes and an integer from 1 on"
+            )
         self._fingerprint = fingerprint
-        self._block_size = block_size
+        self._block_size = size
 
     def root(self, cache_salt: str = "") -> BlockHash:
         """The hash that the first block is chained on."""
@@ -51,17 +62,21 @@ class BlockHasher:
 
         Args:
           hashes: hashes of the first `len(hashes)` blocks of this very sequence; grows in place.
-          tokens: all tokens of the sequence so far, each in [0, 2**63).
+          tokens: all tokens of the sequence so far, each in [0, 2**63): a list, an array, any sequence.
           cache_salt: the request's salt; the same at every call for one sequence.
         Raises:
           RequestError: something is no token id, or the salt no valid text; nothing was appended.
         """
+        if not isinstance(hashes, list) or (hashes and type(hashes[-1]) is not bytes):
+            raise RequestError(f"the hashes so far are {one_line(hashes)}; expected a list of bytes, which grows")
         parent = hashes[-1] if hashes else self.root(cache_salt)
         size = self._block_size
-        first, end = len(hashes) * size, len(tokens) // size * size
-        if first >= end:
-            return
-        nbytes = _token_bytes(tokens[first:end])
+        first = len(hashes) * size
+        if type(tokens) is list:
+            end = len(tokens) // size * size
+            nbytes = _token_bytes(tokens[first:end]) if first < end else b""
+        else:
+            nbytes = _other_token_bytes(tokens, first, size)
         width = 8 * size
         for start in range(0, len(nbytes), width):
             digest = hashlib.blake2b(parent + nbytes[start : start + width], digest_size=_DIGEST_NBYTES).digest()
@@ -69,14 +84,31 @@ class BlockHasher:
             hashes.append(parent)
 
 
+def _other_token_bytes(tokens: Any, first: int, block_size: int) -> bytes:
+    """The bytes of the tokens from `first` on that fill blocks, of any sequence."""
+    if not hasattr(tokens, "__getitem__") or isinstance(tokens, (str, bytes, bytearray, Mapping)):
+        raise RequestError(f"the tokens are a {type(tokens).__name__}; expected a sequence of integers")
+    try:
+        end = len(tokens) // block_size * block_size
+        if hasattr(tokens, "__array__"):  # of a device, for instance: it comes here whole
+            tokens = np.asarray(tokens)
+        sliced = isinstance(tokens, (tuple, np.ndarray, array.array, memoryview))
+        wanted = tokens[first:end] if sliced else list(itertools.islice(tokens, first, end))
+        if isinstance(wanted, np.ndarray) and wanted.dtype == object:
+            wanted = wanted.tolist()
+    except Exception as e:  # the object is not ours
+        raise RequestError(f"the tokens cannot be read: {type(e).__name__}: {one_line(e)}") from e
+    return _token_bytes(wanted) if len(wanted) else b""
+
+
 def _token_bytes(tokens: Sequence[int]) -> bytes:
     """8 bytes a token, little-endian."""
     try:
         ids = np.asarray(tokens)
     except (TypeError, ValueError) as e:
-        raise RequestError(f"the tokens cannot be read: {e}") from e
+        raise RequestError(f"the tokens cannot be read: {one_line(e)}") from e
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) > _MAX_TOKEN:
-        raise RequestError(f"the tokens are {tokens!r:.100}; expected integers from 0 to 2**63 - 1")
+        raise RequestError(f"the tokens are {one_line(tokens)}; expected integers from 0 to 2**63 - 1")
     return ids.astype("<i8").tobytes()
 
 
@@ -91,16 +123,68 @@ def key_namespace(fingerprint: bytes, *, blocks_per_chunk: int, group_id: int = 
     return hashlib.blake2b(text, digest_size=_NAMESPACE_NBYTES).digest()
 
 
+@final
+class PrefixKeys(Sequence[ChunkKey]):
+    """The chunk keys of a prefix, each made when it is asked for. Slices are O(1), and see no later change.
+
+    Most of a long prefix is never asked for: a few keys say how much of it is resident.
+
+    Args:
+      namespace: ends the keys.
+    """
+
+    __slots__ = ("_end", "_first", "_hashes", "_namespace")
+
+    def __init__(self, namespace: bytes) -> None:
+        self._hashes: list[BlockHash] = []  # of the last blocks of chunks; only ever grows
+        self._namespace = namespace
+        self._first = self._end = 0
+
+    def extend(self, hashes: Iterable[BlockHash]) -> None:
+        """Adds chunks by the hashes of their last blocks. Not for slices."""
+        assert len(self._hashes) == self._end, "a slice"
+        self._hashes += hashes
+        self._end = len(self._hashes)
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    @overload
+    def __getitem__(self, number: int) -> ChunkKey: ...
+    @overload
+    def __getitem__(self, number: slice) -> "PrefixKeys": ...
+    def __getitem__(self, number: int | slice) -> "ChunkKey | PrefixKeys":
+        if type(number) is int:
+            place = number + (self._first if number >= 0 else self._end)
+            if not self._first <= place < self._end:
+                raise IndexError(f"chunk {number} of {len(self)}")
+            return ChunkKey(self._hashes[place] + self._namespace)
+        first, end, step = number.indices(len(self))  # type: ignore[union-attr]
+        assert step == 1, "chunks follow each other"
+        part = PrefixKeys(self._namespace)
+        part._hashes = self._hashes
+        part._first, part._end = self._first + first, self._first + max(first, end)
+        return part
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        hashes = self._hashes if len(self) == len(self._hashes) else self._hashes[self._first : self._end]
+        keys: Iterator[ChunkKey] = map(operator.add, hashes, itertools.repeat(self._namespace))
+        return keys
+
+    def __reversed__(self) -> Iterator[ChunkKey]:
+        return reversed(list(self))
+
+
 def chunk_keys(
     block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int, namespace: bytes, first_chunk: int = 0
-) -> Iterable[ChunkKey]:
+) -> PrefixKeys:
     """Keys of the full chunks of a prefix, from `first_chunk` on.
 
     The hash of a chunk's last block is chained over all its tokens and all before, so it names the chunk.
     """
-    last_blocks = itertools.islice(block_hashes, (first_chunk + 1) * blocks_per_chunk - 1, None, blocks_per_chunk)
-    # Only the functions' own loops: prompts have thousands of chunks, and this is paid for each.
-    keys: Iterable[ChunkKey] = map(operator.add, last_blocks, itertools.repeat(namespace))
+    keys = PrefixKeys(namespace)
+    first = (first_chunk + 1) * blocks_per_chunk - 1
+    keys.extend(itertools.islice(block_hashes, first, None, blocks_per_chunk))
     return keys
 
 

@@ -4,13 +4,14 @@ import dataclasses
 import enum
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 and the float8 types with numpy)
 import numpy as np
 
 from tpu_offload.errors import LayoutError
+from tpu_offload.values import as_integer, one_line
 
 
 class LayerGroupKind(enum.Enum):
@@ -38,6 +39,12 @@ class LayerGroup:
     page_shape: tuple[int, ...]
     dtype: str
     window: int = 0
+
+    def __post_init__(self) -> None:
+        # The fingerprint is made of what these print as.
+        object.__setattr__(self, "layer_ids", _integers("layer_ids", self.layer_ids))
+        object.__setattr__(self, "page_shape", _integers("page_shape", self.page_shape))
+        object.__setattr__(self, "window", _integer("window", self.window))
 
     @property
     def num_layers(self) -> int:
@@ -76,6 +83,10 @@ class KVLayout:
     model: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("block_size", "num_shards", "num_local_devices"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        if type(self.model) is not str:
+            raise LayoutError(f"model={one_line(self.model)}; expected text")
         if self.block_size < 1:
             raise LayoutError(f"block_size must be at least 1, got {self.block_size}")
         if not self.groups:
@@ -101,13 +112,19 @@ class KVLayout:
         Raises:
           LayoutError: no caches, layers of one group that are unlike in shape or dtype, or blocks split over devices.
         """
+        if isinstance(kv_caches, Mapping) or hasattr(kv_caches, "shape") or not isinstance(kv_caches, Iterable):
+            raise LayoutError(f"KV caches are a {type(kv_caches).__name__}; expected a list with an array a layer")
+        kv_caches, windows = list(kv_caches), _integers("windows", windows)
         if not kv_caches:
             raise LayoutError("got no KV cache arrays; expected one a layer")
+        for i, cache in enumerate(kv_caches):
+            if not all(hasattr(cache, name) for name in ("shape", "dtype", "sharding")):
+                raise LayoutError(f"KV cache {i} is a {type(cache).__name__}; expected a jax array or shape struct")
         if windows and (len(windows) != len(kv_caches) or min(windows) < 0):
             raise LayoutError(
                 f"windows={list(windows)} for {len(kv_caches)} KV caches; expected one a layer, in tokens, or 0"
             )
-        windows = windows or [0] * len(kv_caches)
+        windows = windows or (0,) * len(kv_caches)
         layers_of = {window: tuple(i for i, w in enumerate(windows) if w == window) for window in sorted(set(windows))}
         described = [_describe_group(kv_caches, layer_ids, window) for window, layer_ids in layers_of.items()]
         sharded = {(num_shards, num_devices) for _, num_shards, num_devices in described}
@@ -189,3 +206,18 @@ def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window
     )
     num_shards = math.prod(first.shape) // math.prod(shard_shape)
     return group, num_shards, len(first.sharding.addressable_devices)
+
+
+def _integer(name: str, value: Any) -> int:
+    number = as_integer(value)
+    if number is None:
+        raise LayoutError(f"{name}={one_line(value)}; expected an integer")
+    return number
+
+
+def _integers(name: str, values: Any) -> tuple[int, ...]:
+    try:
+        given = tuple(values)
+    except Exception as e:  # the object is not ours
+        raise LayoutError(f"{name}={one_line(values)}; expected a sequence of integers") from e
+    return tuple(_integer(name, value) for value in given)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tpu_offload.errors import ConfigError
+
 _logger = logging.getLogger(__name__)
 
 
@@ -24,11 +26,11 @@ class OffloadStats:
     Attributes:
       staging_budget_blocks: size of the staging buffer.
       staging_reserved_blocks: staging blocks held now.
-      staging_peak_blocks: the most that were ever held.
+      staging_peak_blocks: the most that were ever held. Copies that are not staged hold none.
       num_host_chunks: slots of the host tier that are usable by now.
       num_resident_chunks: chunks in the host tier, unfinished saves included.
       num_evicted_chunks: chunks evicted from the host tier.
-      num_jobs_in_flight: jobs planned and not ended.
+      num_jobs_in_flight: jobs and waiting loads that have not ended.
       matched_tokens: tokens promised from the host tier to requests that took them.
       loaded_tokens: tokens of loads that finished.
       saved_blocks: blocks of saves that finished.
@@ -39,8 +41,8 @@ class OffloadStats:
       load_s: the same for loads.
       dropped_save_blocks: blocks never saved because staging buffer or host tier had no room while the
         request held them, or because saves were suspended.
-      dropped_load_blocks: blocks in the host tier that a request computed because the staging buffer
-        had no room, or because loads were suspended.
+      dropped_load_blocks: blocks in the host tier that a request computed because the staging buffer had no room for
+        too long, or because loads were suspended.
       deferred_save_blocks: times that a block was refused in a step; it was offered again later.
       num_failed_jobs: jobs that failed, timed-out ones included.
       num_timed_out_jobs: jobs that some worker did not report in time.
@@ -159,9 +161,13 @@ class StatsCollector(Collector):
 
     Args:
       get_stats: returns a fresh snapshot; may be called from the scraping thread.
+    Raises:
+      ConfigError: it is no function.
     """
 
     def __init__(self, get_stats: Callable[[], OffloadStats]) -> None:
+        if not callable(get_stats):
+            raise ConfigError(f"get_stats is a {type(get_stats).__name__}; expected a function")
         self._get_stats = get_stats
 
     def collect(self) -> Iterable[Metric]:

@@ -50,6 +50,8 @@ class TransferJob:
       host_block_ids: as many places in the host pool; block `j` of the chunk in slot `s` is at
         `s * blocks_per_chunk + j`.
       request_id: the engine's request that a load is for; empty for a save.
+      num_staging_blocks: staging blocks that are reserved for it on every worker, 0 on a path that stages nothing. A
+        load of more blocks than that is copied in pieces: never more of it than this is in the staging buffer.
     """
 
     job_id: int
@@ -58,6 +60,7 @@ class TransferJob:
     block_ids: tuple[int, ...]
     host_block_ids: tuple[int, ...]
     request_id: str = ""
+    num_staging_blocks: int = 0
 
     def __post_init__(self) -> None:
         if len(self.block_ids) != len(self.host_block_ids):
@@ -134,12 +137,17 @@ class StepPlan:
       saves: dispatched after the forward pass, before any later step can overwrite their blocks.
       cancelled_job_ids: loads whose blocks the engine has taken back. A worker must not write into
         their blocks from this plan on; it reports the job as cancelled, or as finished when it had
-        dispatched the last write before.
+        dispatched the last write before. Repeated in every plan until the job is known to be over, so that no plan
+        that is lost or comes too late leaves a load behind.
       swap_outs: dispatched before any load, because their blocks are others' from this step on.
       swap_ins: dispatched before the forward pass, after `swap_outs`.
       next_job_id: jobs with smaller ids have been sent, with this plan or before; a worker that does not have them
-        never will, and says so with `StepReport.oldest_job_id`.
+        never will, and says so with `StepReport.oldest_job_id`. So a plan that comes twice, or after a later one, is
+        recognized, and nothing of it is done again. 0, as in a plan made by hand, says nothing.
       early_saves: like `swap_outs`: dispatched before any load, because their blocks are others' from this step on.
+      cache_epochs: per worker id, (incarnation, number of cache losses) of that worker as the scheduler knew them when
+        it made the plan. A worker that is past that does none of the jobs: what they copy is gone, or is not what the
+        scheduler thinks it is. Empty, as in a plan made by hand, is not checked.
     """
 
     step_id: int
@@ -150,6 +158,7 @@ class StepPlan:
     swap_ins: tuple[SwapJob, ...] = ()
     next_job_id: int = 0
     early_saves: tuple[TransferJob, ...] = ()
+    cache_epochs: tuple[tuple[int, int], ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -161,7 +170,7 @@ class StepPlan:
     def __reduce__(self) -> tuple[type["StepPlan"], tuple[Any, ...]]:
         """A plan is pickled every step, and what dataclasses do for slots takes longer."""
         jobs = self.loads, self.saves, self.cancelled_job_ids, self.swap_outs, self.swap_ins
-        return StepPlan, (self.step_id, *jobs, self.next_job_id, self.early_saves)
+        return StepPlan, (self.step_id, *jobs, self.next_job_id, self.early_saves, self.cache_epochs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,6 +196,54 @@ class JobResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CacheEpoch:
+    """Names the KV caches of one worker between two losses: nothing saved from others is what the scheduler thinks.
+
+    Attributes:
+      worker_id: whose caches.
+      incarnation: the life of the worker.
+      num_losses: how often it has lost its caches in this life.
+    """
+
+    worker_id: int
+    incarnation: int
+    num_losses: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What a worker was made with. The scheduler compares it with its own settings and with the other workers'.
+
+    Attributes:
+      num_processes: processes that hold a part of this worker's caches, itself included.
+      process_index: which of them this is, as `jax.process_index` counts.
+      fingerprint: of the layout, in hex.
+      blocks_per_chunk: as in the settings; 0 if the host tier is off.
+      staging_blocks: the staging budget; 0 if the host tier is off.
+      max_load_blocks: blocks that are loaded before one step where loads are not staged; 0 for no bound.
+      segment_chunks: chunks in a segment of the host pool; 0 if the host tier is off.
+      save_path: how saves move blocks, by name; empty if the host tier is off.
+      load_path: how loads do.
+      bucket_blocks: the numbers of blocks that staged and fused copies are compiled for, as in the settings.
+      max_swap_blocks: blocks that the settings allow the swap pool of each layer group; 0 if request swap is off.
+      rival: incarnation of another worker with the same id that the scheduler takes plans' epochs from; 0 without one.
+    """
+
+    num_processes: int
+    process_index: int
+    fingerprint: str
+    blocks_per_chunk: int
+    staging_blocks: int
+    max_load_blocks: int
+    segment_chunks: int
+    save_path: str
+    load_path: str
+    bucket_blocks: tuple[int, ...]
+    max_swap_blocks: int
+    rival: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepReport:
     """What one worker has to say since its last report.
 
@@ -201,7 +258,10 @@ class StepReport:
       oldest_job_id: no job with a smaller id is in flight on this worker, nor will be: each that it was ever sent
         has been reported, here or earlier. A job under it whose result never came is known to be over.
       incarnation: which life of the worker this is; a later one has a larger number. A worker that was started
-        anew has an empty host pool, and no job of an earlier life. 0 says nothing.
+        anew has an empty host pool, no KV in HBM, and no job of an earlier life. 0 says nothing.
+      num_cache_losses: how often it has lost the KV caches in this life. From the report on that has a new number,
+        nothing that the requests of before hold in HBM is saved or swapped out.
+      setup: what the worker was made with, until a plan has shown that the scheduler knows this life of it.
     """
 
     worker_id: int
@@ -212,3 +272,5 @@ class StepReport:
     lost_swap_blocks: tuple[tuple[int, int, int], ...] = ()
     oldest_job_id: int = 0
     incarnation: int = 0
+    num_cache_losses: int = 0
+    setup: WorkerSetup | None = None

@@ -180,7 +180,7 @@ SETUPS = {
         {},
         {},
         {"num_cpu_chunks": 30, "num_staging_blocks": 3, **STAGED},
-        ("num_evicted_chunks", "dropped_load_blocks", "deferred_save_blocks"),
+        ("num_evicted_chunks", "loaded_blocks", "deferred_save_blocks"),
     ),
 }
 

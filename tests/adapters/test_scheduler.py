@@ -199,7 +199,7 @@ def hold_saves(stack: Stack) -> list:
 
 
 def test_a_request_waits_for_the_save_of_its_prefix():
-    stack = make_stack(prefix_caching=False)
+    stack = make_stack(prefix_caching=False, save_path="staged")
     held = hold_saves(stack)
     tokens = prompt(40)
     request = stack.add("a", tokens, max_tokens=2)
@@ -289,13 +289,14 @@ def test_a_promise_that_is_not_taken_is_given_back_in_the_same_pass():
     stack.check_end()
 
 
-def test_a_load_that_the_staging_buffer_cannot_hold_is_cut_and_counted():
-    stack = make_stack(num_staging_blocks=3)
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_a_load_that_the_staging_buffer_cannot_hold_is_loaded_whole(path):
+    stack = make_stack(num_staging_blocks=3, save_path=path, load_path=path)
     tokens = save_prompt(stack, "a")
     stack.serve("b", tokens)
     stats = stack.offload.stats()
-    assert (stats.matched_tokens, stats.dropped_load_blocks) == (24, 2)
-    assert stats.staging_peak_blocks == 3
+    assert (stats.matched_tokens, stats.dropped_load_blocks) == (39, 0)
+    assert stats.staging_peak_blocks == (3 if path == "staged" else 0)
     stack.check_end()
 
 
@@ -335,7 +336,7 @@ def test_rejected_drafts_are_never_saved():
 
 
 def test_chunked_prefill_leaves_no_hole():
-    stack = make_stack(max_num_batched_tokens=12, num_staging_blocks=1)
+    stack = make_stack(max_num_batched_tokens=12, num_staging_blocks=1, save_path="staged", load_path="staged")
     tokens = save_prompt(stack, "a", 60)
     stack.serve("filler", prompt(9, seed=60), max_tokens=12)
     assert stack.offload.stats().deferred_save_blocks or stack.offload.stats().dropped_save_blocks

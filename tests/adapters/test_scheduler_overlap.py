@@ -95,7 +95,7 @@ def test_who_shares_blocks_whose_synchronous_load_failed_does_not_wait_for_anoth
 
 
 def test_a_reset_withdraws_what_a_request_offered_that_may_not_read_the_cache():
-    stack = make_stack(num_staging_blocks=2, num_blocks=10)
+    stack = make_stack(num_staging_blocks=2, num_blocks=10, save_path="staged")
     stack.add("b", prompt(40, seed=5), max_tokens=8).skip_reading_prefix_cache = True
     with results_held_back(stack.workers[0]):
         for _ in range(2):

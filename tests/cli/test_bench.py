@@ -186,7 +186,7 @@ def test_too_little_device_memory_is_one_line(small_buffers, tmp_path, monkeypat
     assert "out of device memory (RESOURCE_EXHAUSTED: no room); make --num-layers" in capsys.readouterr().err
 
 
-def test_interrupt_leaves_nothing_half_written(tmp_path):
+def test_interrupt_at_the_first_round_writes_nothing(tmp_path):
     command = [sys.executable, "-m", "tpu_offload.cli.main", "bench", *TINY_BENCH, "--rounds", "100000"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     path = tmp_path / "p.json"

@@ -69,7 +69,7 @@ def test_chat(tmp_path, capsys):
     assert before["recomputed"] > 0
     assert report["loaded_share_of_recomputed"] == after["host"] / before["recomputed"]
     staging, transfers = report["offload"]["staging"], report["offload"]["transfers"]
-    assert 0 < staging["peak_blocks"] <= staging["budget_blocks"]
+    assert staging["peak_blocks"] == 0 < staging["budget_blocks"], "direct copies take none"
     assert staging["dropped_blocks"] == staging["dropped_save_blocks"] + staging["dropped_load_blocks"]
     block_nbytes = 8 * 2 * 16 * 2  # one layer, a key and a value head, bfloat16
     assert transfers["saved_nbytes"] % block_nbytes == transfers["loaded_nbytes"] % block_nbytes == 0

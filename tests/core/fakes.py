@@ -129,7 +129,8 @@ class FakeEngine:
     def __init__(
         self, *, num_blocks: int = 32, workers: list[FakeWorker] | None = None, seed: int = 0, **settings
     ) -> None:
-        settings = {"num_staging_blocks": 8, "num_cpu_chunks": 64, **settings}
+        staged = {"save_path": "staged", "load_path": "staged"}  # so that the staging buffer bounds what is planned
+        settings = staged | {"num_staging_blocks": 8, "num_cpu_chunks": 64} | settings
         self.clock = Clock()
         self.workers = workers or [FakeWorker()]
         self.scheduler = OffloadScheduler(

@@ -122,8 +122,24 @@ class PlainIndex:
             else:
                 self.lose(key)
 
+    def clear(self) -> None:
+        """What is covered or unfinished stays, as if it had been used before all others; free slots are low to high."""
+        covered = self.covered()
+        for key in self.keys(READY):
+            if key in covered:
+                self.chunks[key].state = CONDEMNED
+            else:
+                del self.chunks[key]
+        self.priorities = dict.fromkeys(self.chunks, 0)
+        self.recency.doubt(self.chunks)
+        held = {*self.quarantined, *(chunk.slot for chunk in self.chunks.values())}
+        left = [slot for slot in range(self.most_slots) if slot not in held]
+        self.free = [slot for slot in left if slot < self.num_slots]
+        self.unusable = [slot for slot in left if slot >= self.num_slots]
+
     def sweep(self) -> None:
-        for key in sorted(set(self.keys(CONDEMNED)) - self.covered()):
+        gone = set(self.keys(CONDEMNED)) - self.covered()
+        for key in sorted(gone, key=lambda key: self.chunks[key].slot, reverse=True):
             self.lose(key)
 
 

@@ -15,7 +15,7 @@ def allocate(index: ChunkIndex, keys: list[bytes], first: int = 0, *, protected=
 
 
 def complete(index: ChunkIndex, keys: list[bytes], *, success: bool) -> None:
-    index.complete(keys, [~index._slots[key] for key in keys], success=success)
+    index.complete(keys, [index._slots[key] for key in keys], success=success)
 
 
 def make(num_slots: int) -> ChunkIndex:
@@ -150,7 +150,7 @@ def test_losing_slots_drops_what_is_in_them() -> None:
     index = make(4)
     a = chain("a", 4)
     fill(index, a)
-    assert index.lose_slots(1, 3) == a[1:3]
+    assert sorted(index.lose_slots(1, 3)) == a[1:3]
     assert [index.state(key) is ChunkState.READY for key in a] == [True, False, False, True]
     index.check_invariants()
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 
 from tests.core.plain_index import CONDEMNED, PENDING, READY, PlainIndex, Resident
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES, PriorityPolicy, Use, density, runs
+from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES, PriorityPolicy, Use, density, run_keys, runs
 
 SETTINGS = settings(max_examples=150, stateful_step_count=60, derandomize=True, deadline=None)
 MAX_SLOTS = 9
@@ -73,7 +73,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """Chunks that the last call added to the lookups, and those that it took from them, in order."""
-        changes = self.index.take_changes()
+        changes = [
+            (key, found)
+            for keys, found in self.index.take_changes()
+            for key in (sorted(self.found) if keys is None else keys)
+        ]
         for key, found in changes:
             assert (key in self.found) is not found, "told twice, or never told of before"
             (self.found.add if found else self.found.remove)(key)
@@ -141,7 +145,8 @@ class IndexMachine(RuleBasedStateMachine):
         condemned = plain.keys(CONDEMNED)
         reached = next((i for i in range(first, end) if prefix[i] in condemned), end)
         missing = [i for i in range(first, reached) if prefix[i] not in plain.chunks]
-        assert self.index.missing(prefix, first, end) == (missing, reached)
+        found, looked_at = self.index.missing(prefix, first, end)
+        assert (list(found), looked_at) == (missing, reached)
         if missing:
             # As the scheduler does it: the chunk before the hole holds on to all before it, if there is but one hole.
             one_hole = not own and missing == list(range(first, reached))
@@ -306,14 +311,24 @@ class IndexMachine(RuleBasedStateMachine):
     def clear(self):
         self.index.clear()
         added, gone = self.changes()
-        assert (added, sorted(gone)) == ([], sorted(self.plain.keys(READY)))
-        self.plain.drop(gone)
+        assert (added, gone) == ([], sorted(self.plain.keys(READY)))
+        self.plain.clear()
+
+    @faulty
+    @rule(num_slots=slots, num_at_once=slots)
+    def a_worker_loses_all(self, num_slots, num_at_once):
+        self.clear()
+        self.index.limit(num_slots)
+        self.plain.limit(num_slots)
+        self.agrees_with_the_model()
+        self.grow(num_at_once)
 
     @invariant()
     def agrees_with_the_model(self):
         index, plain = self.index, self.plain
         index.check_invariants()
         assert index.take_changes() == []
+        assert index.num_untidy == 0 or index.tidy() == []
         assert self.found == set(plain.keys(READY))
         assert {key: index.state(key) for key in KEYS} == {key: plain.state(key) for key in KEYS}
         assert [key for key in KEYS if key in index] == sorted(plain.chunks)
@@ -341,6 +356,7 @@ def _slices_end_soon(monkeypatch):
     monkeypatch.setattr(runs, "_MIN_SLICE", 4)
     monkeypatch.setattr(runs, "_LEARN_EVERY", 8)
     monkeypatch.setattr(density, "_MIN_WATCHED", 4)
+    monkeypatch.setattr(run_keys, "_PIECE", 2)
 
 
 @pytest.mark.parametrize("name", POLICIES)

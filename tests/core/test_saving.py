@@ -411,6 +411,9 @@ class Uses(EvictionPolicy):
     def uncover(self, key) -> None:
         self.lru.uncover(key)
 
+    def clear(self):
+        return self.lru.clear()
+
     def evict(self, num_chunks, residents) -> None:
         self.lru.evict(num_chunks, residents)
 

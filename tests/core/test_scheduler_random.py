@@ -1,6 +1,7 @@
 """Random lives of requests over fake memories: no wrong bytes, no leak, whatever happens in what order."""
 
 import random
+from collections import deque
 
 import pytest
 
@@ -39,7 +40,7 @@ class RandomLife:
         self.num_requests = 0
         self.num_loaded_tokens = 0
         self.checked = 0
-        self.engine.scheduler._index._changes = []
+        self.engine.scheduler._index._changes = deque()
         self.router = Router(self.engine)
 
     def arrive(self) -> None:

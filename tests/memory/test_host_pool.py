@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.caches import pointers
 from tpu_offload.errors import TransferError
-from tpu_offload.memory import HostPool, host_pool, pinned_zeros, plan_segments
+from tpu_offload.memory import HostPool, host_pool, pinned_zeros, plan_segments, plan_shared_segments
 
 GB = 2**30
 
@@ -195,3 +195,20 @@ def test_lost_segments_say_so(caplog, monkeypatch):
     with pytest.raises(TransferError, match="not allocated"):
         pool.segment(3)
     pool.close()
+
+
+@pytest.mark.parametrize("num_fitting", [0, 3, 4, 5, 9, 23, 24])
+def test_hosts_with_less_memory_have_fewer_segments_of_the_same_size(num_fitting):
+    num_segments, per_segment = plan_shared_segments(24, num_fitting, chunk_nbytes=GB, segment_gb=4.5)
+    assert (num_segments, per_segment) == (num_fitting // 4, 4)
+
+
+def test_a_last_segment_that_is_not_full_counts_where_all_fits():
+    assert plan_shared_segments(25, 25, chunk_nbytes=GB, segment_gb=4.0) == (7, 4)
+    assert plan_shared_segments(25, 24, chunk_nbytes=GB, segment_gb=4.0) == (6, 4)
+
+
+def test_less_than_a_segment_says_what_to_set(caplog):
+    assert plan_shared_segments(24, 3, chunk_nbytes=GB, segment_gb=4.5) == (0, 4)
+    (record,) = caplog.records
+    assert "TPU_OFFLOAD_HOST_SEGMENT_GB to less than 3 on all" in record.getMessage()

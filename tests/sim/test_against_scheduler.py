@@ -50,7 +50,7 @@ class Engine:
         block_ids = list(range(len(hashes)))
         self.scheduler.admit(name, block_ids, num_loaded_tokens=found)
         self.step()
-        self.step(ScheduledRequest(name, hashes, block_ids, num_tokens, num_tokens))
+        self.step(ScheduledRequest(name, block_ids, hashes, num_tokens, num_tokens))
         self.scheduler.finish(name)
         return found // BLOCK_SIZE
 

@@ -116,12 +116,12 @@ class SimEngine:
             request.is_void = request.phase in (Phase.OUT, Phase.RETURNING)
 
     def lose_hbm(self) -> None:
-        """A worker has lost the KV caches: everybody starts over."""
+        """A worker has lost the KV caches, as an update says: everybody starts over."""
         for request in self._queue():
             if request.phase.holds_blocks:
                 self._preempt(request, swap=False, is_lost=True)
         self.pool.forget()
-        self.scheduler.lose_caches()
+        self.counts["losses of the caches heard of"] += 1
 
     # The step.
 
@@ -232,6 +232,9 @@ class SimEngine:
             self.counts["lost swaps"] += 1
             self.log(f"{name}: swap is lost")
             self._give_blocks_back(request)
+        if update.lost_caches:
+            self.log(f"workers {update.lost_caches} have lost the KV caches")
+            self.lose_hbm()
 
     # Inside.
 

@@ -8,7 +8,7 @@ lookup, as a request would do it.
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from tests.simulation.books import LoadBooks, Loading
@@ -28,14 +28,14 @@ class OpenJob:
 
     Attributes:
       direction: save or load.
-      num_blocks: staging blocks that it holds.
+      num_staging_blocks: staging blocks that it holds.
       slots: slots of the host tier that it reads or writes.
       waiting_for: workers that have not reported it.
       deadline_s: when it times out.
     """
 
     direction: Direction
-    num_blocks: int
+    num_staging_blocks: int
     slots: set[int]
     waiting_for: set[int]
     deadline_s: float
@@ -76,8 +76,12 @@ class Model:
         self.epoch = 0
         self.loads = LoadBooks(block_size=setup.block_size)
         self.jobs: dict[int, OpenJob] = {}
-        self.promises: dict[str, tuple[int, tuple[int, ...]]] = {}  # staging blocks, and slots
-        self.admitted: dict[str, tuple[int, float]] = {}  # not sent: staging blocks, and deadline
+        self.stages = {direction: scheduler._config.path_for(direction).stages for direction in Direction}
+        self.max_load_blocks = setup.max_load_blocks
+        self.load_wait_s = setup.load_wait_s
+        self.promises: dict[str, tuple[int, tuple[int, ...]]] = {}  # place in its chunk of the first block, and slots
+        self.admitted: dict[str, tuple[int, float, tuple[int, ...]]] = {}  # not sent: blocks, since when, and slots
+        self.planned_at_s = 0.0
         self.visible: dict[ChunkKey, int] = {}
         self.key_in: dict[int, ChunkKey] = {}
         self.last_key_in: dict[int, ChunkKey] = {}  # also of chunks that are gone: what is promised stays in its slot
@@ -105,7 +109,7 @@ class Model:
                 raise Violation(f"{request.name} is promised chunk {chunk}, which is not visible")
             slots.append(by_hash[block_hash])
             self.loads.check_match(request.name, (block_hash,))
-        self.promises[request.name] = num_blocks, tuple(slots)
+        self.promises[request.name] = first % self.size, tuple(slots)
         self.counts["promises"] += 1
 
     def on_release(self, name: str) -> None:
@@ -114,7 +118,9 @@ class Model:
     def on_admit(self, name: str, num_loaded: int) -> None:
         promise = self.promises.pop(name, None)
         if num_loaded and promise is not None:
-            self.admitted[name] = -(-num_loaded // self.block_size), self.clock() + self.timeout_s
+            first, slots = promise
+            num_blocks = -(-num_loaded // self.block_size)
+            self.admitted[name] = num_blocks, self.clock(), slots[: -(-(first + num_blocks) // self.size)]
 
     def on_gone(self, name: str) -> None:
         self.promises.pop(name, None)
@@ -123,6 +129,7 @@ class Model:
 
     def on_end_of_load(self, name: str, num_tokens: int, *, finished: bool) -> None:
         """The engine is told that so many tokens of a load are there."""
+        self.admitted.pop(name, None)
         ended = self.loads.job_of(name) not in self.jobs
         bad = self.loads.take(name, num_tokens, finished=finished, ended=ended)
         if bad - {last_block_hash(key) for key in self.scheduler._suspects._suspects}:
@@ -152,17 +159,28 @@ class Model:
     def on_plan(self, plan: StepPlan) -> None:
         """Takes note of the jobs, and looks whether they may do what they are about to do."""
         self.look()
+        waiting = {load.request_id for load in self.scheduler._queue} | {job.request_id for job in plan.loads}
+        for name in self.admitted.keys() - waiting:  # given up; the engine is about to be told
+            del self.admitted[name]
+            self.counts["loads that were not sent"] += 1
         readers = self._readers()
-        now_s = self.clock()
+        now_s = self.planned_at_s = self.clock()
         for job in plan.loads:
-            num_blocks, deadline_s = self.admitted.pop(job.request_id, (-1, 0.0))
+            num_blocks, since_s, _ = self.admitted.pop(job.request_id, (-1, 0.0, ()))
+            self.counts["loads that waited"] += since_s < now_s - 0.15
             if num_blocks != job.num_blocks:
                 raise Violation(f"load {job.job_id} of {job.num_blocks} blocks; {job.request_id} admitted {num_blocks}")
             places = [place // self.size for place in job.host_block_ids]
             chunks = [last_block_hash(self.last_key_in[slot]) if slot in self.last_key_in else None for slot in places]
             self.loads.start(job.request_id, Loading(job.job_id, places, chunks, num_blocks))
             slots = set(places)
-            self._open(job.job_id, OpenJob(Direction.LOAD, num_blocks, slots, self._everybody(), deadline_s))
+            num_staged = job.num_staging_blocks
+            if not (0 < num_staged <= num_blocks if self.stages[Direction.LOAD] else num_staged == 0):
+                raise Violation(f"load {job.job_id} of {num_blocks} blocks has {num_staged} staging blocks")
+            num_pieces = -(-num_blocks // (num_staged or self.max_load_blocks or num_blocks))
+            self.counts["loads in pieces"] += num_pieces > 1
+            deadline_s = now_s + self.timeout_s * num_pieces
+            self._open(job.job_id, OpenJob(Direction.LOAD, num_staged, slots, self._everybody(), deadline_s))
         self.counts["early saves"] += len(plan.early_saves)
         for job in (*plan.early_saves, *plan.saves):
             slots = {place // self.size for place in job.host_block_ids}
@@ -170,17 +188,22 @@ class Model:
                 raise Violation(f"save {job.job_id} has two chunks for one slot, or half a chunk")
             for slot in slots:
                 self._check_writable(job.job_id, slot, readers)
-            deadline_s = now_s + self.timeout_s
-            self._open(job.job_id, OpenJob(Direction.SAVE, job.num_blocks, slots, self._everybody(), deadline_s))
+            if job.num_staging_blocks != (job.num_blocks if self.stages[Direction.SAVE] else 0):
+                raise Violation(f"save {job.job_id} of {job.num_blocks} blocks has {job.num_staging_blocks} staged")
+            deadline_s, num_staged = now_s + self.timeout_s, job.num_staging_blocks
+            self._open(job.job_id, OpenJob(Direction.SAVE, num_staged, slots, self._everybody(), deadline_s))
         for swap in plan.swap_outs:
             for place in (place for part in swap.parts for place in part.host_block_ids):
                 if any(worker.will_write_swap(place) for worker in self.workers):
                     raise Violation(f"swap {swap.job_id} writes pool block {place}, where a copy may still land")
 
-    def check_flights(self, worker: SimWorker) -> None:
-        """A load that has ended writes nothing any more: its blocks are somebody else's, or are computed into."""
+    def check_flights(self, worker: SimWorker, open_jobs: Collection[int]) -> None:
+        """A load that had ended when the plan at hand was made writes nothing any more.
+
+        Its blocks are somebody else's, or are computed into.
+        """
         for flight in worker.flights:
-            if flight.into_hbm and flight.writes and flight.job_id not in self.jobs:
+            if flight.into_hbm and flight.writes and flight.job_id not in open_jobs:
                 raise Violation(f"load {flight.job_id} has ended, and worker {worker.worker_id} will write its blocks")
 
     def on_report(self, report: StepReport) -> None:
@@ -217,9 +240,14 @@ class Model:
             if group_id == 0 and not self.scheduler.swap._pool._hash_of.keys().isdisjoint(range(first, end)):
                 raise Violation(f"some of the blocks {first} to {end - 1} of the swap pool were lost and are found")
 
+    def _named(self, keys: Sequence[ChunkKey] | None) -> Sequence[ChunkKey]:
+        """All that are visible, where all have gone."""
+        return tuple(self.visible) if keys is None else keys
+
     def look(self) -> None:
         """Follows what lookups find, and checks the bytes of what they have begun to find."""
-        for key, found in self.index.take_changes():
+        changes = [(key, found) for keys, found in self.index.take_changes() for key in self._named(keys)]
+        for key, found in changes:
             if not found:
                 slot = self.visible.pop(key, -1)
                 if slot < 0:
@@ -238,12 +266,17 @@ class Model:
     def check(self) -> None:
         """The accounts, after a step."""
         stats = self.scheduler.stats()
-        held = sum(job.num_blocks for job in self.jobs.values())
-        held += sum(n for n, _ in self.promises.values()) + sum(n for n, _ in self.admitted.values())
-        if held != stats.staging_reserved_blocks:
-            raise Violation(
-                f"{stats.staging_reserved_blocks} staging blocks are reserved; jobs and promises hold {held}"
-            )
+        held = sum(job.num_staging_blocks for job in self.jobs.values())
+        reserved, may_hold_more = stats.staging_reserved_blocks, bool(self.promises or self.admitted)
+        if held > reserved or (held < reserved and not may_hold_more):
+            raise Violation(f"{reserved} staging blocks are reserved; jobs hold {held}")
+        for name, (_, since_s, _) in self.admitted.items():
+            if since_s + self.load_wait_s <= self.planned_at_s and since_s < self.planned_at_s:
+                raise Violation(f"the load of {name} waits since {since_s:g} s, now is {self.planned_at_s:g} s")
+        for worker in self.workers:
+            staged = sum(flight.num_staged for flight in worker.flights if flight.job_id in self.jobs)
+            if staged > self.budget:
+                raise Violation(f"worker {worker.worker_id} stages {staged} blocks at once, of {self.budget}")
         self.probing()
         if stats.staging_peak_blocks > self.budget:
             raise Violation(f"{stats.staging_peak_blocks} staging blocks were held at once, of {self.budget}")
@@ -258,6 +291,7 @@ class Model:
         jobs = {(job.job_id, job.direction) for job in scheduler._jobs}
         swaps = {(job.job_id, job.direction) for job in swap._jobs}
         promised = {(r.account, Direction.LOAD) for r in scheduler._requests.values() if r.promise}
+        promised |= {(load.account, Direction.LOAD) for load in scheduler._queue}
         out = {(name, Direction.LOAD) for name in swap._swapped}
         waiting = []
         for kind, breakers, probes in (
@@ -293,6 +327,7 @@ class Model:
     def _readers(self) -> set[int]:
         """Slots that promises and loads count on."""
         slots = {slot for _, held in self.promises.values() for slot in held}
+        slots |= {slot for _, _, held in self.admitted.values() for slot in held}
         return slots.union(*(job.slots for job in self.jobs.values() if job.direction is Direction.LOAD))
 
     def _check_writable(self, job_id: int, slot: int, readers: set[int]) -> None:

@@ -43,9 +43,9 @@ MUTATIONS = (
     Mutation(
         "a load that failed keeps its staging blocks",
         "transfers",
-        "        self._staging.release(job.account, job.transfer.num_blocks, job.direction)\n",
+        "        self._staging.release(job.account, job.transfer.num_staging_blocks, job.direction)\n",
         "        if job.state is not JobState.FAILED or job.direction is Direction.SAVE:\n"
-        "            self._staging.release(job.account, job.transfer.num_blocks, job.direction)\n",
+        "            self._staging.release(job.account, job.transfer.num_staging_blocks, job.direction)\n",
     ),
     Mutation(
         "staging blocks of a cancelled load are released twice",
@@ -53,7 +53,7 @@ MUTATIONS = (
         "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n",
         "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n"
         "        if job.state is JobState.CANCELLED:\n"
-        "            self._staging.release(job.account, job.transfer.num_blocks, job.direction)\n",
+        "            self._staging.release(job.account, job.transfer.num_staging_blocks, job.direction)\n",
     ),
     Mutation(
         "the unpin is skipped when a load fails",
@@ -65,20 +65,20 @@ MUTATIONS = (
     Mutation(
         "a late load is not cancelled on the workers",
         "transfers",
-        "                self._job_ids_to_cancel.append(job.job_id)\n            self._end(job)\n",
+        "                self._to_cancel[job.job_id] = job.waiting_for\n            self._end(job)\n",
         "                pass\n            self._end(job)\n",
     ),
     Mutation(
         "the load of an aborted request is not cancelled on the workers",
         "transfers",
-        "            self._job_ids_to_cancel.append(load.job_id)\n",
+        "            self._to_cancel[load.job_id] = load.waiting_for\n",
         "            pass\n",
     ),
     Mutation(
         "a load that was not sent yet is sent after its request is gone",
-        "transfers",
-        "            self._loads_to_send.remove(load)\n",
-        "            pass\n",
+        "load_queue",
+        "        self._waiting.remove(load)\n",
+        "        pass\n",
     ),
     Mutation(
         "a failed save is published",
@@ -168,26 +168,26 @@ MUTATIONS = (
     Mutation(
         "jobs time out a job too early",
         "jobs",
-        "            if job.deadline_s > now_s:\n",
-        "            if job.deadline_s > now_s + 5.0:\n",
+        "if job.state is JobState.SENT and job.deadline_s <= now_s]\n",
+        "if job.state is JobState.SENT and job.deadline_s <= now_s + 5.0]\n",
     ),
     Mutation(
         "jobs never time out",
         "jobs",
-        "            if job.state is JobState.SENT:\n                jobs.append(job)\n",
-        "            pass\n",
+        "if job.state is JobState.SENT and job.deadline_s <= now_s]\n",
+        "if False]\n",
     ),
     Mutation(
         "a former life of a worker is listened to",
         "reports",
-        "        if report.incarnation < known:\n",
-        "        if False:\n",
+        "        if not report.incarnation or report.incarnation >= known:\n",
+        "        if True:\n",
     ),
     Mutation(
         "nobody notices that a worker was started anew",
         "reports",
-        "        if report.incarnation > known:\n",
-        "        if False:\n",
+        "        if known:\n            self._start_anew(report)\n            self._lose_caches(report)\n        else:",
+        "        if True:",
     ),
     Mutation(
         "the slots that a new life of a worker lacks are used",
@@ -248,19 +248,19 @@ MUTATIONS = (
     Mutation(
         "an unfinished chunk is found",
         "index",
-        "        if slots and min(slots) < 0:\n",
-        "        slots = [slot if slot >= 0 else ~slot for slot in slots]\n        if False:\n",
+        "        if self._unready and not self._unready.isdisjoint(slots):\n",
+        "        if False:\n",
     ),
     Mutation(
         "a pinned chunk is evicted",
         "index",
-        "            if rest in pins or rest in protected or (num_evicted and rest in stop):\n",
-        "            if rest in protected or (num_evicted and rest in stop):\n",
+        "            if rest in pins or rest in protected or slot in unready or (gone and rest in stop):\n",
+        "            if rest in protected or slot in unready or (gone and rest in stop):\n",
     ),
     Mutation(
         "a chunk that goes gives up its slot under a pin",
         "index",
-        "            if key in covered:\n",
+        "            if slot in covered:\n",
         "            if False:\n",
     ),
     Mutation(
@@ -290,14 +290,32 @@ MUTATIONS = (
     Mutation(
         "the engine takes less than it was promised and the rest stays reserved",
         "loading",
-        "        if num_blocks < promise.num_blocks:\n",
-        "        if False:\n",
+        "promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)\n",
+        "0, Direction.LOAD)\n",
     ),
     Mutation(
         "the staging buffer gives more than it has",
         "staging",
         "            granted = self._num_free if partial else 0\n",
         "            granted = num_blocks\n",
+    ),
+    Mutation(
+        "the chunks of a load that was given up before it was sent stay pinned",
+        "transfers",
+        "            self._index.unpin(load.keys)\n",
+        "",
+    ),
+    Mutation(
+        "a load that waits is never given up",
+        "load_queue",
+        "(now_s >= load.waits_until_s or not self._breaker.admits(load.account))\n",
+        "False\n",
+    ),
+    Mutation(
+        "a load that is given up before it was sent keeps its staging blocks",
+        "load_queue",
+        "        self._staging.release(load.account, load.num_staging_blocks, Direction.LOAD)\n",
+        "",
     ),
     # Saves.
     Mutation(
@@ -309,8 +327,8 @@ MUTATIONS = (
     Mutation(
         "a chunk that is not full is saved",
         "saving",
-        "        return num_blocks // self._blocks_per_chunk\n",
-        "        return -(-num_blocks // self._blocks_per_chunk)\n",
+        "request.limits.num_savable_tokens(num_tokens) // self._block_size\n",
+        "-(-request.limits.num_savable_tokens(num_tokens) // self._block_size)\n",
     ),
     Mutation(
         "blocks are saved after their request was preempted",
@@ -321,8 +339,8 @@ MUTATIONS = (
     Mutation(
         "the wrong blocks are saved where a prefix has a hole",
         "saving",
-        "[request.block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]",
-        "[request.block_ids[(first + i) * size + j] for i in range(num_saved) for j in range(size)]",
+        "[block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]",
+        "[block_ids[(first + i) * size + j] for i in range(num_saved) for j in range(size)]",
     ),
     # Early saves.
     Mutation(
@@ -334,8 +352,8 @@ MUTATIONS = (
     Mutation(
         "a preempted request saves KV of before a reset",
         "leaving",
-        "dataclasses.replace(request, promise=None, load=None, revoked=None)",
-        "dataclasses.replace(request, promise=None, load=None, revoked=None, saving=True)",
+        "        leaving.promise = leaving.load = leaving.revoked = None\n",
+        "        leaving.promise = leaving.load = leaving.revoked = None\n        leaving.saving = True\n",
     ),
     Mutation(
         "a tail is saved whose head is nowhere",
@@ -444,9 +462,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a load is no probe when its promise was",
-        "loading",
-        "        self._breaker.hand_over(request.account, request.load.job_id)\n",
-        "        pass\n",
+        "load_queue",
+        "        self._breaker.hand_over(load.account, job.job_id)\n",
+        "",
     ),
     Mutation(
         "blocks of before a reset are found in the swap pool",
@@ -477,6 +495,46 @@ MUTATIONS = (
         "swap/manager",
         "            self._breakers[Direction.LOAD].withdraw(job.job_id)\n",
         "            pass\n",
+    ),
+    # Lost caches, and plans on their way.
+    Mutation(
+        "a loss of the caches changes nothing but the plans",
+        "reports",
+        "        self._transfers.lose_caches()\n",
+        "",
+    ),
+    Mutation(
+        "plans do not say for which caches they were made",
+        "scheduler",
+        "            early_saves=tuple([job.transfer for job in saves.early]),\n"
+        "            cache_epochs=self._workers.epochs,\n",
+        "            early_saves=tuple([job.transfer for job in saves.early]),\n",
+    ),
+    Mutation(
+        "the engine does not hear that the caches are gone",
+        "reports",
+        "        self._lost_caches.append(report.worker_id)\n",
+        "",
+    ),
+    Mutation(
+        "a worker that was started anew has its old caches",
+        "reports",
+        "            self._start_anew(report)\n            self._lose_caches(report)\n",
+        "            self._start_anew(report)\n"
+        "            self._workers.set_epoch(CacheEpoch(report.worker_id, report.incarnation, 0))\n",
+    ),
+    Mutation(
+        "a swap-out that was planned before the loss was heard of counts",
+        "swap/manager",
+        '                job.doom("the KV caches were lost")\n',
+        "                pass\n",
+    ),
+    Mutation(
+        "a cancel is said once",
+        "transfers",
+        "        return tuple([job.transfer for job in loads]), tuple(self._to_cancel)\n",
+        "        cancelled, self._to_cancel = tuple(self._to_cancel), {}\n"
+        "        return tuple([job.transfer for job in loads]), cancelled\n",
     ),
 )
 

@@ -33,6 +33,9 @@ RATES = {
     "lose_swap": 80,
     "restart": 60,
     "dead": 40,
+    "lose_caches": 120,
+    "repeat_plan": 300,
+    "late_plan": 200,
 }
 _EVERYDAY = ("abort", "preempt")
 
@@ -58,6 +61,27 @@ _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "breaker_failures": 0,
         "delays": tuple(rng.choice([0, 2, 9]) for _ in range(4)),
     },
+    "caches": lambda rng: {
+        "num_workers": rng.choice([1, 2, 3]),
+        "num_slots": rng.choice([8, 20, 48]),
+        "ahead": rng.choice([1, 2, 3, 4]),
+        "report_delays": tuple(rng.choice([0, 1, 3]) for _ in range(4)),
+        "decode_save": True,
+    },
+    "long": lambda rng: {
+        "num_workers": rng.choice([1, 1, 2, 3]),
+        "num_slots": 48,
+        "num_staging_blocks": rng.choice([3, 4, 6]),
+        "num_blocks": rng.choice([50, 80]),
+        "block_size": 2,
+        "hbm_cache": rng.random() < 0.2,
+        "blocks_per_chunk": rng.choice([1, 1, 2, 3]),
+        "max_batch": 40,
+        "staged": rng.choice([255, 255, 0b10101010, 0]),
+        "max_load_blocks": rng.choice([2, 5]),
+        "load_wait_s": rng.choice([5.0, 0.5]),
+        "delays": tuple(rng.choice([0, 0, 1, 3]) for _ in range(4)),
+    },
     "loads": lambda rng: {
         "num_slots": rng.choice([20, 48]),
         "num_staging_blocks": rng.choice([16, 32]),
@@ -71,6 +95,17 @@ _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 }
 _FOCUSED_RATES = {
     "swap": {"preempt": 2500, "reset": 400, "restart": 400, "lose_swap": 300, "fail": 2000},
+    "caches": {"lose_caches": 700, "restart": 200, "late_plan": 800, "repeat_plan": 800, "fail": 100, "drop": 300},
+    "long": {
+        "tick": 200,
+        "stall": 100,
+        "fail": 300,
+        "fail_load": 1000,
+        "lose_slots": 200,
+        "reset": 300,
+        "preempt": 500,
+        "restart": 100,
+    },
     "late": {"tick": 600, "stall": 800, "fail": 300, "reset": 100},
     "loads": {
         "tick": 500,
@@ -102,9 +137,11 @@ _RANGES = {
     "max_requests": (1, 9),  # the names there are
     "num_salts": (1, 100),
     "staged": (0, 255),
+    "ahead": (0, 8),
     "growth": (1, 10_000),
     "breaker_failures": (0, 1000),
     "save_after_sightings": (1, 15),
+    "max_load_blocks": (0, 10_000),
 }
 
 
@@ -133,6 +170,9 @@ class Setup:
       staged: bit 2 w says whether worker w saves by staging, bit 2 w + 1 whether it loads so.
       delays: for each worker, steps from the dispatch of a copy to its end.
       report_delays: for each worker, steps that a report travels.
+      ahead: plans that the engine has made when the workers do the first of them, less one.
+      max_load_blocks: blocks that loads which are not staged move before one step; 0 for no bound.
+      load_wait_s: as in the settings.
       growth: slots (and swap blocks) that each worker allocates in a step.
       breaker_failures: as in the settings.
       breaker_retry_s: as in the settings.
@@ -160,9 +200,12 @@ class Setup:
     staged: int = 0
     delays: tuple[int, ...] = (0, 0, 0, 0)
     report_delays: tuple[int, ...] = (0, 0, 0, 0)
+    ahead: int = 0
     growth: int = 1000
     breaker_failures: int = 5
     breaker_retry_s: float = 5.0
+    max_load_blocks: int = 0
+    load_wait_s: float = 5.0
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -181,6 +224,8 @@ class Setup:
         _check("save_on", self.save_on, known, f"some of {', '.join(sorted(events))}")
         retry_s = self.breaker_retry_s
         _check("breaker_retry_s", retry_s, type(retry_s) in (int, float), "0.1 to 100", 0.1, 100)
+        wait_s = self.load_wait_s
+        _check("load_wait_s", wait_s, type(wait_s) in (int, float) and wait_s >= 0, "0 to 100", 0, 100)
         if self.num_staging_blocks < self.blocks_per_chunk:
             raise ValueError(
                 f"num_staging_blocks={self.num_staging_blocks} is under one chunk; expected at least "
@@ -201,8 +246,10 @@ def _check(name: str, value: Any, good: bool, expected: str, least: float = 0, m
 def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     """The life that a seed stands for."""
     rng = random.Random(seed)
-    setup = dataclasses.replace(_draw_setup(rng, seed), **_draw_saving(random.Random(f"saving {seed}")))
-    focus = rng.choice(["", "", "swap", "loads", "loads", "late"])
+    others = _draw_saving(random.Random(f"saving {seed}")) | _draw_loading(random.Random(f"loading {seed}"))
+    others["ahead"] = random.Random(f"ahead {seed}").choice([0, 0, 1, 1, 2, 4])
+    setup = dataclasses.replace(_draw_setup(rng, seed), **others)
+    focus = rng.choice(["", "", "swap", "loads", "loads", "late", "caches", "caches", "long", "long"])
     if focus:
         setup = dataclasses.replace(setup, **_FOCUSED[focus](rng))
     return setup, _draw_actions(rng, num_steps, _FOCUSED_RATES.get(focus, {}))
@@ -240,6 +287,10 @@ def _draw_saving(rng: random.Random) -> dict[str, Any]:
     others = rng.choice([("eviction",), ("preemption",), ("eviction", "preemption")])
     events = rng.choice([("compute",)] * 3 + [("compute", *others)] * 3 + [others])
     return {"save_on": ",".join(events), "save_after_sightings": rng.choice([1] * 7 + [2])}
+
+
+def _draw_loading(rng: random.Random) -> dict[str, Any]:
+    return {"max_load_blocks": rng.choice([0, 0, 3, 8]), "load_wait_s": rng.choice([5.0, 5.0, 0.5, 0.0])}
 
 
 def _draw_actions(rng: random.Random, num_steps: int, focused: dict[str, int]) -> list[Action]:

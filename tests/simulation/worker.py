@@ -4,6 +4,11 @@ What a copy reads it reads in the step of its plan. A direct load, and a copy ba
 in that step as well, a direct save too. A staged load is written at the beginning of a later step, a staged save
 and a copy out land in host memory at the end of one. The end of each copy is reported later still.
 
+Which plans it does at all the library's own `PlanGate` decides, as in `OffloadWorker`.
+
+Loads go in pieces like those of `OffloadWorker`: a staged one through the staging blocks that it has, others so many
+blocks a step. A later piece is read in the step that it goes with. What has gone wrong with one ends the load.
+
 Faults are armed beforehand: the next copy that is dispatched takes one.
 """
 
@@ -14,7 +19,8 @@ from typing import final
 
 from tests.simulation.memory import Junk, mix
 from tests.simulation.trace import Setup
-from tpu_offload import HostStore, JobResult, JobState, StepPlan, StepReport, SwapJob, TransferJob
+from tpu_offload import CacheEpoch, HostStore, JobResult, JobState, StepPlan, StepReport, SwapJob, TransferJob
+from tpu_offload.worker.plan_gate import PlanGate, jobs_of, without_jobs
 
 _FINISHED, _FAILED, _CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
 NUM_KINDS = 8  # of faults; of those above 1 some blocks are spared, and all but 4 say which
@@ -60,6 +66,9 @@ class Flight:
       writes: contents by place.
       result: how it ends.
       into_hbm: a staged load.
+      writes_host: a save, or a copy out.
+      num_staged: staging blocks that it holds.
+      is_piece: of a load that has more of them, or may have had.
     """
 
     job_id: int
@@ -68,6 +77,28 @@ class Flight:
     writes: dict[int, tuple[int, ...]]
     result: JobResult
     into_hbm: bool = False
+    writes_host: bool = False
+    num_staged: int = 0
+    is_piece: bool = False
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class LongLoad:
+    """A load of which pieces are left, or on their way.
+
+    Attributes:
+      job: all of it.
+      num_dispatched: so many of its leading blocks have been dispatched.
+      failed: positions that were not copied.
+      why: what a result says of that.
+      is_cancelled: nothing more of it is written.
+    """
+
+    job: TransferJob
+    num_dispatched: int = 0
+    failed: set[int] = dataclasses.field(default_factory=set)
+    why: JobResult | None = None
+    is_cancelled: bool = False
 
 
 @final
@@ -81,6 +112,7 @@ class SimWorker:
         self.junk = junk
         self.delay = setup.delays[worker_id]
         self.growth = setup.growth
+        self.max_load_blocks = setup.max_load_blocks or 10**9
         self.max_slots = setup.num_slots
         self.max_swap = setup.num_swap_blocks
         self.stages_saves = bool(setup.staged >> 2 * worker_id & 1)
@@ -89,6 +121,7 @@ class SimWorker:
         self.incarnation = 1  # 0 would say nothing
         self.step = 0
         self.stalled_until = 0
+        self.caches_go = False  # with the loads of the next plan
         self.faults: dict[str, deque[int]] = {kind: deque() for kind in FAULTY}
         self.num_faults: dict[str, int] = {}
         self._start()
@@ -97,8 +130,11 @@ class SimWorker:
         self.host = Memory([self.junk.block(self.block_size) for _ in range(self.max_slots * self.size)])
         self.pool = Memory([self.junk.block(self.block_size) for _ in range(self.max_swap)])
         self.flights: list[Flight] = []
+        self.long_loads: dict[int, LongLoad] = {}
         self.results: list[JobResult] = []
         self.last_job_id = -1
+        self.gate = PlanGate(CacheEpoch(self.worker_id, self.incarnation, 0), None)
+        self._plan: StepPlan | None = None
         self._grow()
 
     def restart(self, *, with_hbm: bool, growth: int) -> None:
@@ -123,16 +159,28 @@ class SimWorker:
     def begin_step(self, plan: StepPlan, step: int) -> None:
         """Everything before the forward pass."""
         self.step = step
+        self._fail_lost_loads()
+        if not self.gate.begin(plan):
+            self._count("plans ignored")
+            return
+        if self.gate.is_stale(plan):
+            self._count("plans refused", len(jobs_of(plan)) > 0)
+            plan = self._cancel_all(plan)
+        self._plan = plan
         for job in plan.early_saves:
             self._save(job)
         for swap in plan.swap_outs:
             self._swap_out(swap)
         for job_id in plan.cancelled_job_ids:
             self._cancel(job_id)
+        if self.caches_go:
+            plan = self._plan = self._lose_caches(plan)
         if self.flights:
             self._end_flights(into_hbm=True)
         for job in plan.loads:
             self._load(job)
+        if self.long_loads:
+            self._dispatch_pieces()
         for swap in plan.swap_ins:
             self._swap_in(swap)
         if not plan.saves:
@@ -140,11 +188,15 @@ class SimWorker:
 
     def end_step(self, plan: StepPlan) -> None:
         """Everything after it."""
-        for job in plan.saves:
-            self._save(job)
-        self.last_job_id = max(self.last_job_id, plan.next_job_id - 1)
+        begun, self._plan = self._plan, None
+        if begun is not None and begun.step_id == plan.step_id:
+            for job in begun.saves:
+                self._save(job)
+            self.last_job_id = max(self.last_job_id, plan.next_job_id - 1)
         if self.flights:
             self._end_flights(into_hbm=False)
+        if self.long_loads:
+            self._end_long_loads()
         if self.host.num_ready < self.max_slots or self.pool.num_ready < self.max_swap:
             self._grow()
 
@@ -153,7 +205,8 @@ class SimWorker:
         results, self.results = tuple(self.results), []
         lost, self.host.news = tuple(self.host.news), []
         lost_swap, self.pool.news = tuple((0, *span) for span in self.pool.news), []
-        oldest = min((flight.job_id for flight in self.flights), default=self.last_job_id + 1)
+        in_flight = [*(flight.job_id for flight in self.flights), *self.long_loads]
+        oldest = min(in_flight, default=self.last_job_id + 1)
         return StepReport(
             self.worker_id,
             results,
@@ -163,6 +216,7 @@ class SimWorker:
             lost_swap,
             oldest,
             self.incarnation,
+            self.gate.epoch.num_losses,
         )
 
     def will_write(self, slot: int) -> bool:
@@ -191,17 +245,69 @@ class SimWorker:
         writes, result = self._copy(job.job_id, job.host_block_ids, contents, self.faults["save"])
         if not self.stages_saves:
             self.host.write(writes)
-        self._fly(job.job_id, self.host if self.stages_saves else None, writes, result)
+        self._fly(job.job_id, self.host if self.stages_saves else None, writes, result, writes_host=True)
+        self.flights[-1].num_staged = job.num_blocks if self.stages_saves else 0
 
     def _load(self, job: TransferJob) -> None:
         self._accept(job.job_id)
         if self._refuse(job.job_id, job.host_block_ids, self.host, reads=True):
             return
-        contents = [self.host.places[place] for place in job.host_block_ids]
-        writes, result = self._copy(job.job_id, job.block_ids, contents, self.faults["load"])
-        if not self.stages_loads:
-            self._write_hbm(writes)
-        self._fly(job.job_id, None, writes, result, into_hbm=self.stages_loads)
+        self.long_loads[job.job_id] = LongLoad(job)
+
+    def _dispatch_pieces(self) -> None:
+        """The next piece of each load that may have one."""
+        left = self.max_load_blocks
+        for load in [load for load in self.long_loads.values() if load.why is None and not load.is_cancelled]:
+            job, first = load.job, load.num_dispatched
+            room = left
+            if self.stages_loads:
+                staged = sum(flight.num_staged for flight in self.flights if flight.job_id == job.job_id)
+                room = (job.num_staging_blocks or job.num_blocks) - staged
+            num_blocks = max(0, min(job.num_blocks - first, room))
+            if not num_blocks:
+                continue
+            left -= num_blocks
+            load.num_dispatched = end = first + num_blocks
+            contents = [self.host.places[place] for place in job.host_block_ids[first:end]]
+            writes, result = self._copy(job.job_id, job.block_ids[first:end], contents, self.faults["load"])
+            if not self.stages_loads:
+                self._write_hbm(writes)
+            self._fly(job.job_id, None, writes, result, into_hbm=self.stages_loads)
+            flight = self.flights[-1]
+            flight.is_piece, flight.num_staged = True, num_blocks if self.stages_loads else 0
+            if result.state is _FAILED:
+                self._fail_piece(load, result, first, end)
+            self._count("pieces" if num_blocks < job.num_blocks else "whole loads")
+
+    def _fail_piece(self, load: LongLoad, result: JobResult, first: int, end: int) -> None:
+        """A piece was not copied, or some of it: what is after it will not be."""
+        load.failed.update(first + i for i in result.failed_blocks or range(end - first))
+        load.failed.update(range(load.num_dispatched, load.job.num_blocks))
+        load.why = load.why or result
+
+    def _fail_lost_loads(self) -> None:
+        """What is lost cannot be read by a piece that has yet to be."""
+        for load in list(self.long_loads.values()):
+            places = load.job.host_block_ids[load.num_dispatched :]
+            if load.why is None and not self.host.lost.isdisjoint(places):
+                result = JobResult(load.job.job_id, _FAILED, "what was there is lost")
+                self._fail_piece(load, result, load.num_dispatched, load.job.num_blocks)
+
+    def _end_long_loads(self) -> None:
+        """Reports the loads that have no piece on its way and none to come."""
+        for job_id, load in list(self.long_loads.items()):
+            if any(flight.job_id == job_id for flight in self.flights):
+                continue
+            if load.why is not None:
+                failed = tuple(sorted(load.failed)) if len(load.failed) < load.job.num_blocks else ()
+                self.results.append(JobResult(job_id, _FAILED, load.why.error, 0.5, failed_blocks=failed))
+            elif load.is_cancelled:
+                self.results.append(JobResult(job_id, _CANCELLED))
+            elif load.num_dispatched < load.job.num_blocks:
+                continue
+            else:
+                self.results.append(JobResult(job_id, _FINISHED, "", 0.5, 0.25))
+            del self.long_loads[job_id]
 
     def _swap_out(self, job: SwapJob) -> None:
         self._accept(job.job_id)
@@ -210,7 +316,7 @@ class SimWorker:
                 return
             contents = [tuple(self.hbm[block]) for block in part.block_ids]
             writes, result = self._copy(job.job_id, part.host_block_ids, contents, self.faults["swap"])
-            self._fly(job.job_id, self.pool, writes, result)
+            self._fly(job.job_id, self.pool, writes, result, writes_host=True)
 
     def _swap_in(self, job: SwapJob) -> None:
         self._accept(job.job_id)
@@ -273,9 +379,10 @@ class SimWorker:
         result: JobResult,
         *,
         into_hbm: bool = False,
+        writes_host: bool = False,
     ) -> None:
         due = self.step + (0 if not self.delay else mix(job_id, self.worker_id + 7) % (self.delay + 1))
-        self.flights.append(Flight(job_id, memory, due + into_hbm, writes, result, into_hbm))
+        self.flights.append(Flight(job_id, memory, due + into_hbm, writes, result, into_hbm, writes_host))
 
     def _write_hbm(self, writes: dict[int, tuple[int, ...]]) -> None:
         for block, content in writes.items():
@@ -283,7 +390,33 @@ class SimWorker:
 
     # Ends.
 
+    def _lose_caches(self, plan: StepPlan) -> StepPlan:
+        """A load takes the KV caches along; returns what is left of the plan."""
+        self.caches_go = False
+        self.gate.lose_caches()
+        self.hbm = [list(self.junk.block(self.block_size)) for _ in self.hbm]
+        for flight in self.flights:
+            if not flight.writes_host:
+                flight.writes.clear()
+                if flight.result.state is _FINISHED:
+                    flight.result = JobResult(flight.job_id, _CANCELLED)
+        for load in self.long_loads.values():
+            load.is_cancelled = True
+        self._count("losses of the caches")
+        return self._cancel_all(dataclasses.replace(plan, early_saves=(), swap_outs=()))
+
+    def _cancel_all(self, plan: StepPlan) -> StepPlan:
+        for job in jobs_of(plan):
+            self._accept(job.job_id)
+            self._fly(job.job_id, None, {}, JobResult(job.job_id, _CANCELLED))
+        return without_jobs(plan)
+
     def _cancel(self, job_id: int) -> None:
+        load = self.long_loads.get(job_id)
+        if load is not None and (
+            load.num_dispatched < load.job.num_blocks or any(f.job_id == job_id and f.into_hbm for f in self.flights)
+        ):
+            load.is_cancelled = True
         for flight in self.flights:
             if flight.job_id == job_id and flight.into_hbm:
                 flight.writes.clear()
@@ -309,7 +442,8 @@ class SimWorker:
                 self._write_hbm(flight.writes)
             elif flight.memory is not None:
                 flight.memory.write(flight.writes)
-            self.results.append(flight.result)
+            if not flight.is_piece:
+                self.results.append(flight.result)
 
-    def _count(self, what: str) -> None:
-        self.num_faults[what] = self.num_faults.get(what, 0) + 1
+    def _count(self, what: str, number: int = 1) -> None:
+        self.num_faults[what] = self.num_faults.get(what, 0) + number

@@ -1,7 +1,8 @@
 """Runs a trace: the real scheduler, and everything around it simulated."""
 
+import dataclasses
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import final
 
@@ -13,13 +14,32 @@ from tests.simulation.model import Model
 from tests.simulation.request import Phase, Run
 from tests.simulation.trace import Action, Setup
 from tests.simulation.worker import FAULTY, NUM_KINDS, PARTIAL, SimWorker
-from tpu_offload import KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler
+from tpu_offload import KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler, StepPlan
 
 TIMEOUT_S = 10.0
 STEP_S = 0.1
 NEW_TOKEN = 2  # no other prompt has it
 MAX_BACKOFF = 64  # a breaker's longest wait, and a chunk's longest rest, in its first
 _MAX_STEPS_TO_FINISH = 4000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Dispatched:
+    """A step on its way to the workers.
+
+    Attributes:
+      plan: what they copy.
+      reads: what attention reads: name of the request, its blocks, and the KV that should be in them.
+      writes: (block, offset, KV) of what the forward pass writes.
+      open_jobs: the transfers that had not ended when it was planned.
+      cache_epochs: what was known of the workers' caches then.
+    """
+
+    plan: StepPlan
+    reads: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    writes: tuple[tuple[int, int, int], ...]
+    open_jobs: frozenset[int]
+    cache_epochs: tuple[tuple[int, int], ...]
 
 
 @final
@@ -38,12 +58,22 @@ class World:
         self.now_s = 100.0
         self.num_steps = 0
         self.counts: Counter[str] = Counter()
-        junk = Junk()
+        self.junk = junk = Junk()
+        self.on_the_way: deque[Dispatched] = deque()
+        self.repeats: list[int] = []  # workers that are given the next plan twice
+        self.late: dict[int, int] = {}  # by worker: it is given the next plan after so many others
+        self.late_plans: list[tuple[int, int, StepPlan]] = []  # worker, others still to come before, plan
         group = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (setup.block_size, 2, 2, 8), "bfloat16")
         layout = KVLayout(setup.block_size, (group,))
         self.scheduler = OffloadScheduler(
             OffloadConfig.create(
                 num_staging_blocks=setup.num_staging_blocks,
+                save_path=_path(setup, 0b01010101),
+                load_path=_path(setup, 0b10101010),
+                max_load_gb_per_step=(setup.max_load_blocks + 0.5) * layout.block_nbytes_per_device / 2**30
+                if setup.max_load_blocks
+                else 0.0,
+                load_wait_s=setup.load_wait_s,
                 num_cpu_chunks=setup.num_slots,
                 blocks_per_chunk=setup.blocks_per_chunk,
                 decode_save=setup.decode_save,
@@ -83,6 +113,9 @@ class World:
             "lose_slots": self._lose_slots,
             "lose_swap": self._lose_swap,
             "restart": self._restart,
+            "lose_caches": self._lose_caches,
+            "repeat_plan": self._repeat_plan,
+            "late_plan": self._late_plan,
             "dead": self._die,
         }
 
@@ -112,18 +145,13 @@ class World:
         runs = [run for run in runs if run.request.phase is Phase.RUNNING and run.request.blocks]
         if not plan.empty:
             self._log_plan(plan)
-        for worker in self.workers:
-            worker.begin_step(plan, self.num_steps)
-            model.check_flights(worker)
-        for run in runs:
-            self._check_reads(run)
-        writes = engine.writes(runs)
-        for worker in self.workers:
-            hbm = worker.hbm
-            for block, offset, value in writes:
-                hbm[block][offset] = value
-            worker.end_step(plan)
+        reads = tuple(self._reads(run) for run in runs)
+        writes = tuple(engine.writes(runs))
         engine.complete(runs)
+        epochs = self.scheduler._workers.epochs
+        self.on_the_way.append(Dispatched(plan, reads, writes, frozenset(model.jobs), epochs))
+        if len(self.on_the_way) > self.setup.ahead:
+            self._execute(self.on_the_way.popleft())
         for worker, channel in zip(self.workers, self.channels, strict=True):
             report = worker.report()
             if worker.worker_id not in self.dead:
@@ -132,6 +160,49 @@ class World:
         model.check()
         self.counts["steps with all workers dead"] += len(self.dead) == len(self.workers)
         self.counts["steps with slots in quarantine"] += self.scheduler.stats().num_quarantined_chunks > 0
+
+    def _execute(self, step: Dispatched) -> None:
+        """The workers do a step that was planned now, or some steps ago."""
+        for worker in self.workers:
+            if worker.worker_id not in self.late:
+                worker.begin_step(step.plan, self.num_steps)
+                if worker.worker_id in self.repeats:
+                    worker.begin_step(step.plan, self.num_steps)
+            self.model.check_flights(worker, step.open_jobs)
+        # On lost caches a step reads anything, and what it computes is worth as much, on all workers.
+        is_void = any(self._is_void(worker, step) for worker in self.workers)
+        self.counts["void steps"] += is_void
+        if not is_void:
+            for read in step.reads:
+                self._check_reads(*read)
+        for worker in self.workers:
+            hbm = worker.hbm
+            for block, offset, value in step.writes:
+                hbm[block][offset] = self.junk.one() if is_void else value
+            if worker.worker_id not in self.late:
+                worker.end_step(step.plan)
+                if worker.worker_id in self.repeats:
+                    worker.begin_step(step.plan, self.num_steps)
+                    worker.end_step(step.plan)
+        self._deliver_late_plans(step.plan)
+        self.repeats.clear()
+        self.late.clear()
+
+    def _is_void(self, worker: SimWorker, step: Dispatched) -> bool:
+        """Whether a worker's caches are not those that the engine had in mind."""
+        known, now = step.cache_epochs[worker.worker_id], worker.gate.epoch
+        # (0, 0): nothing had been heard of it, and no life before this one was.
+        return known != (now.incarnation, now.num_losses) and (known != (0, 0) or now.num_losses > 0)
+
+    def _deliver_late_plans(self, plan: StepPlan) -> None:
+        """Gives workers the plans that others have overtaken."""
+        waiting, self.late_plans = self.late_plans, [(i, n, plan) for i, n in self.late.items()]
+        for worker_id, num_others, late in waiting:
+            if num_others > 1 or worker_id in self.late:
+                self.late_plans.append((worker_id, num_others - 1, late))
+            else:
+                self.workers[worker_id].begin_step(late, self.num_steps)
+                self.workers[worker_id].end_step(late)
 
     def deliver(self) -> None:
         """Hands the scheduler the reports that have arrived."""
@@ -253,12 +324,27 @@ class World:
 
     def _restart(self, a: int, b: int) -> None:
         worker = self._worker(a)
-        if b % 2:
-            self.engine.lose_hbm()
+        if not self.scheduler._workers.known_epoch(worker.worker_id)[0]:
+            return  # nobody could know that it is a second life
         worker.restart(with_hbm=bool(b % 2), growth=(1, 3, 1000)[mix(b, 5) % 3])
         self.channels[worker.worker_id].delay_all((0, 8)[mix(b, 6) % 2])
         self.dead.discard(worker.worker_id)
         self._note("restart", f"worker {worker.worker_id} starts anew{', with all its memory gone' if b % 2 else ''}")
+
+    def _lose_caches(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        worker.caches_go = True
+        self._note("lose_caches", f"the next load of worker {worker.worker_id} takes the KV caches along")
+
+    def _repeat_plan(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        self.repeats.append(worker.worker_id)
+        self._note("repeat_plan", f"worker {worker.worker_id} is given the next plan three times")
+
+    def _late_plan(self, a: int, b: int) -> None:
+        worker = self._worker(a)
+        self.late[worker.worker_id] = 1 + b % 3
+        self._note("late_plan", f"worker {worker.worker_id} is given the next plan after {1 + b % 3} others")
 
     def _die(self, a: int, b: int) -> None:
         i = a % len(self.workers)
@@ -272,11 +358,13 @@ class World:
             for faults in worker.faults.values():
                 faults.clear()
             worker.stalled_until = 0
+            worker.caches_go = False
             channel.mute_until = channel.num_to_drop = channel.num_to_double = channel.hold_for = 0
 
     def _settle(self) -> None:
         """Steps until nothing is on its way, or for so long that it never will be."""
-        quiet, first_step = 3 * TIMEOUT_S / STEP_S, self.num_steps
+        # A load in pieces has as long for each of them; there are twelve at most.
+        quiet, first_step = 14 * TIMEOUT_S / STEP_S, self.num_steps
         while self.num_steps - first_step < quiet and not self._is_quiet():
             self.step(0)
 
@@ -313,6 +401,8 @@ class World:
         stats = self.scheduler.stats()
         if self.scheduler.has_jobs or stats.num_jobs_in_flight or any(w.flights for w in self.workers):
             return False
+        if self.late_plans or any(not step.plan.empty for step in self.on_the_way):
+            return False
         return self._may_hold() or not (stats.num_quarantined_chunks or stats.swap_held_blocks)
 
     def _may_hold(self) -> bool:
@@ -335,21 +425,24 @@ class World:
         if left:
             raise Violation(f"at the end, tables are not empty: {left}")
 
-    def _check_reads(self, run: Run) -> None:
-        """What attention reads is the KV of exactly these tokens, on every worker."""
+    def _reads(self, run: Run) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """What attention reads in a step: the KV of exactly these tokens."""
         request, end = run.request, run.start
         if request.phase is not Phase.RUNNING:
             raise Violation(f"the simulated engine runs {request.name} while {request.phase.value}")
-        expected = request.kv[:end]
-        blocks = request.blocks[: -(-end // self.setup.block_size)]
+        return request.name, tuple(request.blocks[: -(-end // self.setup.block_size)]), tuple(request.kv[:end])
+
+    def _check_reads(self, name: str, blocks: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        """Raises Violation unless every worker has the KV that it should."""
+        end = len(expected)
         for worker in self.workers:
             hbm, found = worker.hbm, []
             for block in blocks:
                 found += hbm[block]
-            if found[:end] != expected:
+            if tuple(found[:end]) != expected:
                 wrong = next(i for i in range(end) if found[i] != expected[i])
                 raise Violation(
-                    f"worker {worker.worker_id} reads wrong KV for token {wrong} of {request.name}, "
+                    f"worker {worker.worker_id} reads wrong KV for token {wrong} of {name}, "
                     f"in block {blocks[wrong // self.setup.block_size]}"
                 )
 
@@ -362,6 +455,11 @@ class World:
         parts += [f"cancel {i}" for i in plan.cancelled_job_ids]
         parts += [f"swap {j.direction.value} {j.job_id} of {j.request_id}" for j in (*plan.swap_outs, *plan.swap_ins)]
         self.log(f"plan {plan.step_id}: {'; '.join(parts)}")
+
+
+def _path(setup: Setup, bits: int) -> str:
+    """A direction is staged if it is so on any worker: these bits of `setup.staged` say on which."""
+    return "staged" if setup.staged & bits & (1 << 2 * setup.num_workers) - 1 else "direct"
 
 
 def _show(report) -> str:

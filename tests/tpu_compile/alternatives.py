@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_offload.kernels import TransferSpec, programs
+from tpu_offload.kernels.pages import read_block
 from tpu_offload.kernels.programs import Program
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND
 
@@ -40,7 +41,7 @@ def page_save(spec: TransferSpec, bucket: int) -> Program:
 
         def body(i: Any, pool: Any) -> Any:
             for layer, cache in enumerate(caches):
-                page = jax.device_put(lax.dynamic_slice_in_dim(cache, block_ids[i], 1)[:, None], Space.Host)
+                page = jax.device_put(read_block([cache], block_ids[i], each), Space.Host)
                 pool = lax.dynamic_update_slice(pool, page, (rows[i], layer, *(0,) * (pool.ndim - 2)))
             return pool
 
@@ -61,8 +62,7 @@ def unrolled_save(spec: TransferSpec, bucket: int) -> Program:
 
         def body(i: Any, pool: Any) -> Any:
             for j in range(4):
-                pages = [lax.dynamic_slice_in_dim(c, block_ids[4 * i + j], 1)[:, None] for c in caches]
-                block = jax.device_put(jnp.concatenate(pages, axis=1), Space.Host)
+                block = jax.device_put(read_block(caches, block_ids[4 * i + j], one), Space.Host)
                 pool = lax.dynamic_update_slice(pool, block, (rows[4 * i + j], *(0,) * (pool.ndim - 1)))
             return pool
 
@@ -128,7 +128,7 @@ def peer_save(spec: TransferSpec, bucket: int) -> Program:
         return jnp.split(jnp.stack([cache[block_ids] for cache in caches], axis=1), bucket)
 
     args = (spec.cache_structs(), spec.ids_struct(bucket))
-    out = [spec.pool_sharding(DEVICE_MEMORY_KIND)] * bucket
+    out = [spec.block_sharding(DEVICE_MEMORY_KIND)] * bucket
     return Program("peer_save", jax.jit(save, out_shardings=out), args, spec.platform)
 
 
@@ -139,9 +139,10 @@ def peer_load(spec: TransferSpec, bucket: int) -> Program:
         together = jnp.concatenate(blocks)
         return [cache.at[block_ids].set(together[:, i]) for i, cache in enumerate(caches)]
 
-    block = spec.pool_struct(1, DEVICE_MEMORY_KIND)
+    shape = (1, spec.num_layers, *spec.page_shape)
+    block = jax.ShapeDtypeStruct(shape, spec.dtype, sharding=spec.block_sharding(DEVICE_MEMORY_KIND))
     args = (spec.cache_structs(), [block] * bucket, spec.ids_struct(bucket))
-    out = [spec.cache_sharding] * spec.num_layers
+    out = [spec.cache_format] * spec.num_layers
     return Program("peer_load", jax.jit(load, donate_argnums=0, out_shardings=out), args, spec.platform)
 
 

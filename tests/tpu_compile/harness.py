@@ -46,6 +46,7 @@ class Case:
       dtype: element type of the caches.
       page_shape: global shape of a page.
       num_layers, num_blocks: size of the caches.
+      order: axes of the caches in device memory, from major to minor; empty for the default of their shape.
       segment_blocks: places in a segment of the host pool.
       capacity: staging budget in blocks.
       bucket: size of the staging arrays.
@@ -62,6 +63,7 @@ class Case:
     page_shape: tuple[int, ...] = (128, 8, 2, 128)
     num_layers: int = 32
     num_blocks: int = 512
+    order: tuple[int, ...] = ()
     segment_blocks: int = 256
     capacity: int = 128
     bucket: int = 64
@@ -113,6 +115,7 @@ def describe(case: Case) -> tuple[Any, str, int]:
     import numpy as np
     from jax import ShapeDtypeStruct
     from jax.experimental import topologies
+    from jax.experimental.layout import Format, Layout
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     from tpu_offload.kernels import TransferSpec
@@ -122,6 +125,8 @@ def describe(case: Case) -> tuple[Any, str, int]:
     sharding: Any = NamedSharding(Mesh(np.array(devices), ("model",)), PartitionSpec(None, None, "model"))
     if case.tp == 1 and not set(case.programs) & {*STEPS, *ALTERNATIVES}:
         sharding = SingleDeviceSharding(devices[0], memory_kind="device")
+    if case.order:
+        sharding = Format(Layout(tuple(case.order)), sharding)
     struct = ShapeDtypeStruct((case.num_blocks, *case.page_shape), np.dtype(case.dtype), sharding=sharding)
     spec = TransferSpec.from_caches(
         [struct] * case.num_layers,

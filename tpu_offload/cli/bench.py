@@ -5,6 +5,7 @@ others to see how the machine does.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import sys
@@ -19,6 +20,7 @@ from tpu_offload.cli import bench_report
 from tpu_offload.cli import report as report_lib
 from tpu_offload.cli.devices import check_backend, device_errors
 from tpu_offload.cli.flags import float_flag, int_flag
+from tpu_offload.cli.terminal import stop_on_interrupt
 from tpu_offload.cli.transfer_figures import PATHS, Failure, Figures
 from tpu_offload.cli.transfer_methods import Geometry
 from tpu_offload.cli.transfer_rates import TransferBench, num_walked_blocks
@@ -122,7 +124,7 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     geometry = _fit(_geometry(args, defaults), max(sizes), len(paths), may_shrink=args.num_layers is None)
     seconds = (defaults.seconds if args.seconds is None else args.seconds) + started_s - time.monotonic()
     with device_errors(make_smaller="--num-layers, --block-size or --num-blocks"):
-        figures, failures = _measure(
+        figures, failures, interrupted = _measure(
             geometry,
             sizes,
             paths,
@@ -131,10 +133,17 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
             step_s=step_s,
             max_fused=args.fused_blocks,
         )
-    profile = bench_report.build_profile(geometry, figures, failures, argv)
-    report_lib.write_json(args.output, profile)
-    bench_report.tell(profile, figures, failures, geometry, args.output)
-    return 0
+    if interrupted and not figures:
+        raise KeyboardInterrupt
+    profile = bench_report.build_profile(geometry, figures, failures, argv, interrupted=interrupted)
+    output = args.output
+    if interrupted and output.is_file():  # a profile that may be whole is not given up for a part of one
+        output = output.with_name(f"{output.name}.interrupted")
+    report_lib.write_json(output, profile)
+    bench_report.tell(profile, figures, failures, geometry, output)
+    if interrupted:
+        sys.stderr.write("tpu-offload: interrupted: this is what was measured until then\n")
+    return 130 if interrupted else 0
 
 
 def _paths(names: Sequence[str] | None, step_s: float) -> tuple[CopyPath, ...]:
@@ -191,7 +200,8 @@ def _measure(
     rounds: int,
     step_s: float,
     max_fused: int,
-) -> tuple[list[Figures], list[Failure]]:
+) -> tuple[list[Figures], list[Failure], bool]:
+    """What was measured, what failed, and whether Ctrl-C put an end to it."""
     give_up_s = time.monotonic() + seconds
     # The CPU backend copies float8 a thousand times slower in the peer's way, which says nothing of TPUs.
     with_peer = not (jax.default_backend() == "cpu" and geometry.dtype.startswith("float8"))
@@ -206,14 +216,14 @@ def _measure(
         compile_s=_COMPILE_SHARE * seconds,
     )
     figures: list[Figures] = []
-    try:
+    with contextlib.closing(bench), stop_on_interrupt() as stop:
         for i, size in enumerate(sizes):
+            if stop():
+                break
             left_s = give_up_s - time.monotonic()
             if left_s <= 0 and figures:
                 sys.stderr.write(f"jobs of {size} blocks: left out, the time is over; --seconds gives more\n")
                 continue
             sys.stderr.write(f"jobs of {size} blocks: measuring, {max(left_s, 0):.0f} s left\n")
-            figures += bench.measure(size, seconds=left_s / (len(sizes) - i), max_rounds=rounds)
-    finally:
-        bench.close()
-    return figures, bench.failures
+            figures += bench.measure(size, seconds=left_s / (len(sizes) - i), max_rounds=rounds, stop=stop)
+        return figures, bench.failures, stop()

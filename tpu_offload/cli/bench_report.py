@@ -22,7 +22,12 @@ from tpu_offload.types import Direction
 
 
 def build_profile(
-    geometry: Geometry, figures: Sequence[Figures], failures: Sequence[Failure], argv: Sequence[str]
+    geometry: Geometry,
+    figures: Sequence[Figures],
+    failures: Sequence[Failure],
+    argv: Sequence[str],
+    *,
+    interrupted: bool = False,
 ) -> dict[str, Any]:
     """What goes into the file: the profile that is read back, and under `bench` all that was measured.
 
@@ -44,6 +49,7 @@ def build_profile(
             **report_lib.environment(),
             "date": time.strftime("%Y-%m-%d"),
             "argv": list(argv),
+            "interrupted": interrupted,
             "geometry": dataclasses.asdict(geometry) | {"block_nbytes": geometry.block_nbytes},
             "figures": [as_json(one) for one in figures],
             "failures": [as_json(one) for one in failures],

@@ -151,9 +151,9 @@ class FaultyCopier(Copier):
         self._faults = faults
 
     @property
-    def hbm_blocks(self) -> int:
+    def hbm_nbytes(self) -> int:
         """See `Copier`."""
-        return self._copier.hbm_blocks
+        return self._copier.hbm_nbytes
 
     @property
     def stages(self) -> bool:

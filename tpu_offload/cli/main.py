@@ -1,7 +1,7 @@
 """Entry point of `tpu-offload`: flags in, exit status out.
 
-A person's mistake ends in one line on stderr and status 2, an interrupt in status 130; a traceback is
-a bug of ours.
+A person's mistake ends in one line on stderr and status 2, an interrupt (Ctrl-C, SIGTERM) in status 130; a traceback
+is a bug of ours. The process starts in `tpu_offload_command`, which listens while all this is imported.
 """
 
 import argparse

@@ -153,7 +153,7 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _build_setup(args: argparse.Namespace, offload: OffloadConfig) -> Setup:
-    workload = build_workload(args)
+    workload = build_workload(args, ModelConfig())
     concurrency = args.concurrency or _DEFAULT_CONCURRENCY
     needed = blocks_per_request(workload, args.block_size)
     num_unique_blocks = workload.num_unique_blocks(args.block_size)

@@ -49,6 +49,9 @@ class Setup:
     sampling: Callable[[str, int], SamplingParams]
 
 
+_TOKEN_NBYTES = 128  # of host memory for a token of a prompt, with all the lists that have it
+
+
 def blocks_per_request(workload: Workload, block_size: int) -> int:
     """Blocks of the longest request."""
     return -(-workload.longest_request // block_size)
@@ -82,8 +85,7 @@ def build_setup(
             f"--num-blocks {num_blocks} holds {num_blocks * args.block_size} tokens and the longest request of "
             f"{workload.name} has {longest}; set it to at least {needed}"
         )
-    given = {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name) is not None}
-    model = dataclasses.replace(model, **given, kv_dtype=args.kv_dtype, seed=args.seed)
+    model = _given_model(args, model)
     assert model.vocab_size >= NUM_TOKENS
     engine = EngineConfig(
         block_size=args.block_size,
@@ -108,9 +110,12 @@ def build_setup(
     return Setup(workload, model, engine, offload, concurrency, sampling)
 
 
-def build_workload(args: argparse.Namespace) -> Workload:
+def build_workload(args: argparse.Namespace, model: ModelConfig) -> Workload:
     """What the flags ask for.
 
+    Args:
+      args: the flags of `replay`.
+      model: gives the sizes that no flag does.
     Raises:
       InputError: a flag goes with another source, or a file cannot be used.
     """
@@ -124,10 +129,19 @@ def build_workload(args: argparse.Namespace) -> Workload:
         if value is not None and not source:
             raise InputError(f"{flag} {value} does nothing here: it goes with {wanted}")
     if args.prompts is not None:
-        return prompts_workload(args.prompts, num_requests=args.requests, max_tokens=args.max_tokens or 16)
+        return prompts_workload(
+            args.prompts,
+            num_requests=args.requests,
+            max_tokens=args.max_tokens or 16,
+            limit_tokens=max_request_tokens(args, model),
+        )
     if args.trace is not None:
         return trace_workload(
-            args.trace, num_requests=args.requests, tokens_per_block=args.tokens_per_block or 16, seed=args.seed
+            args.trace,
+            num_requests=args.requests,
+            tokens_per_block=args.tokens_per_block or 16,
+            seed=args.seed,
+            limit_tokens=max_request_tokens(args, model),
         )
     if name == "decode":
         return decode_workload(num_requests=args.requests or DEFAULT_NUM_DECODE_REQUESTS, seed=args.seed)
@@ -136,12 +150,35 @@ def build_workload(args: argparse.Namespace) -> Workload:
     )
 
 
+def max_request_tokens(args: argparse.Namespace, model: ModelConfig) -> int:
+    """Tokens of the longest request that could be served: HBM has room for its KV, and this process for its tokens."""
+    model = _given_model(args, model)
+    kv_nbytes = model.num_layers * _page_nbytes(model, 1)
+    host_nbytes = available_nbytes()
+    if jax.default_backend() == "cpu":
+        num_tokens = host_nbytes // (kv_nbytes + _TOKEN_NBYTES)
+    else:
+        stats = jax.devices()[0].memory_stats() or {}
+        num_tokens = min(int(stats.get("bytes_limit", 2**62)) // kv_nbytes, host_nbytes // _TOKEN_NBYTES)
+    if args.num_blocks is not None:
+        num_tokens = min(num_tokens, args.num_blocks * args.block_size)
+    return max(1, num_tokens)
+
+
+def _given_model(args: argparse.Namespace, model: ModelConfig) -> ModelConfig:
+    given = {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name) is not None}
+    return dataclasses.replace(model, **given, kv_dtype=args.kv_dtype, seed=args.seed)
+
+
+def _page_nbytes(model: ModelConfig, block_size: int) -> int:
+    return math.prod(model.page_shape(block_size)) * 4 // model.kv_packing
+
+
 def check_memory(model: ModelConfig, engine: EngineConfig) -> None:
     """Refuses on a CPU what the kernel would otherwise kill the process for."""
     if jax.default_backend() != "cpu":
         return
-    page_nbytes = math.prod(model.page_shape(engine.block_size)) * 4 // model.kv_packing
-    kv_nbytes = engine.num_blocks * model.num_layers * page_nbytes
+    kv_nbytes = engine.num_blocks * model.num_layers * _page_nbytes(model, engine.block_size)
     layer = 2 * model.d_model * (model.num_heads + model.num_kv_heads) * model.head_dim + 3 * model.d_model * model.d_ff
     weight_nbytes = 4 * (model.num_layers * layer + 2 * model.vocab_size * model.d_model)
     activation_nbytes = 4 * engine.max_num_batched_tokens * (model.d_model + 2 * model.d_ff)

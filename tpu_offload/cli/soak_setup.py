@@ -73,7 +73,7 @@ def build_soak(args: argparse.Namespace, offload: OffloadConfig) -> Soak:
 def _mixed_workload(args: argparse.Namespace) -> Workload:
     """What the flags ask for; by default chats, which share prefixes, and among them long answers, which need room."""
     if args.workload or args.prompts or args.trace:
-        return build_workload(args)
+        return build_workload(args, MODEL)
     num_requests = args.requests or _NUM_REQUESTS
     num_decode = num_requests // 4
     chat = chat_workload(num_requests=num_requests - num_decode, turns=args.turns or _TURNS, seed=args.seed)

@@ -15,10 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _LINE_INTERVAL_S = 10.0  # between lines where there is no terminal for a bar
 
 
-def interrupt_once() -> None:
-    """Makes the first Ctrl-C a KeyboardInterrupt, and has those after it ignored while the process ends.
+_SIGNALS = signal.SIGINT, signal.SIGTERM
 
-    Left alone where the caller has signals ignored, as `nohup` does.
+
+def interrupt_once() -> None:
+    """Makes the first Ctrl-C or SIGTERM a KeyboardInterrupt, and has those after it ignored while the process ends.
+
+    A signal that the caller has ignored, as `nohup` does, is left alone.
     """
     interrupted = False
 
@@ -28,26 +31,32 @@ def interrupt_once() -> None:
             interrupted = True
             raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, handle)
+    for signum in _SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handle)
 
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Makes the first Ctrl-C a request to stop after this step, the second one a KeyboardInterrupt."""
+    """Makes the first Ctrl-C or SIGTERM a request to stop after this step, the second one a KeyboardInterrupt."""
     asked = False
 
     def handle(signum: int, frame: types.FrameType | None) -> None:
         nonlocal asked
         asked = True
-        signal.signal(signal.SIGINT, previous)
+        restore()
 
-    previous = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, handle)
+    def restore() -> None:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+    previous = {s: h for s in _SIGNALS if (h := signal.getsignal(s)) is not signal.SIG_IGN}
+    for signum in previous:
+        signal.signal(signum, handle)
     try:
         yield lambda: asked
     finally:
-        signal.signal(signal.SIGINT, previous)
+        restore()
 
 
 class ReportConsole(Console):

@@ -198,7 +198,7 @@ class PeerCopies:
 
     def __init__(self, caches: Caches, *, sizes: Sequence[int]) -> None:
         spec = TransferSpec.from_caches(caches, segment_blocks=1, capacity=1)
-        self._on_device, self._on_host = spec.pool_sharding("device"), spec.pool_sharding("pinned_host")
+        self._on_device, self._on_host = spec.block_sharding("device"), spec.block_sharding("pinned_host")
         self._saved: list[jax.Array] = []
         self._pending: list[jax.Array] = []
         self._spec = spec
@@ -219,7 +219,7 @@ class PeerCopies:
         shape = (1, spec.num_layers, *spec.page_shape)
         block = jax.ShapeDtypeStruct(shape, spec.dtype, sharding=self._on_device)
         structs = spec.cache_structs()
-        scatter = jax.jit(_scatter, donate_argnums=0, out_shardings=[struct.sharding for struct in structs])
+        scatter = jax.jit(_scatter, donate_argnums=0, out_shardings=[spec.cache_format] * len(structs))
         return scatter.lower(structs, [block] * size, spec.ids_struct(size))
 
     def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:

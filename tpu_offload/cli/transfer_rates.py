@@ -134,7 +134,13 @@ class TransferBench:
                 self._fail(CopyPath.FUSED, direction, e)
 
     def measure(
-        self, num_blocks: int, *, seconds: float, max_rounds: int = 25, clock: Callable[[], float] = time.monotonic
+        self,
+        num_blocks: int,
+        *,
+        seconds: float,
+        max_rounds: int = 25,
+        clock: Callable[[], float] = time.monotonic,
+        stop: Callable[[], bool] = lambda: False,
     ) -> list[Figures]:
         """Measures jobs of one size. What fails is in `failures` and has no figures.
 
@@ -143,13 +149,16 @@ class TransferBench:
           seconds: start no round after this long; one round is always run.
           max_rounds: rounds at most.
           clock: seconds, monotonic.
+          stop: asked after each round; True ends the measuring. Nothing is returned before the first round that counts.
         """
         give_up_s = clock() + seconds
         self._run_round(num_blocks)  # what is left to compile is small
-        if clock() < give_up_s:
+        if clock() < give_up_s and not stop():
             self._run_round(num_blocks)  # touches memory for the first time
+        if stop():
+            return []
         rounds = [self._run_round(num_blocks)]
-        while len(rounds) < max_rounds and clock() < give_up_s:
+        while len(rounds) < max_rounds and clock() < give_up_s and not stop():
             rounds.append(self._run_round(num_blocks))
         return [self._figures(path, direction, num_blocks, rounds) for path, direction in self._ours()]
 

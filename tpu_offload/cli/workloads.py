@@ -6,6 +6,7 @@ special ids above for the roles, so that no tokenizer is needed.
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -152,19 +153,27 @@ def decode_workload(*, num_requests: int, seed: int) -> Workload:
     return Workload("decode", tuple(conversations))
 
 
-def prompts_workload(path: Path, *, num_requests: int | None, max_tokens: int) -> Workload:
+def prompts_workload(
+    path: Path, *, num_requests: int | None, max_tokens: int, limit_tokens: int = _MAX_LENGTH
+) -> Workload:
     """Reads conversations, one a line: a list of `{"role", "content"}`, or `{"messages": [...]}`.
 
     Every user message is served as a request, with all before it as its prompt. Where the file has an
     assistant message next, the history goes on with that one; elsewhere with the answer really
     generated. Messages after the last user message are left out.
 
+    Args:
+      path: the file.
+      num_requests: at most so many are read.
+      max_tokens: tokens to generate a request.
+      limit_tokens: no conversation may have more; it is counted before any token is made, which takes much memory.
     Raises:
-      InputError: the file cannot be read, or a line is no such list; the line is named.
+      InputError: the file cannot be read, or a line is no such list or too long; the line is named.
     """
     conversations: list[Conversation] = []
     left = num_requests
-    for number, turns in parse_lines(path, lambda value: _parse_messages(value, max_tokens=max_tokens)):
+    parse = functools.partial(_parse_messages, max_tokens=max_tokens, limit_tokens=limit_tokens)
+    for number, turns in parse_lines(path, parse):
         turns = turns[:left]
         conversations.append(Conversation(f"line-{number}", turns))
         if left is not None and (left := left - len(turns)) == 0:
@@ -172,16 +181,18 @@ def prompts_workload(path: Path, *, num_requests: int | None, max_tokens: int) -
     return _nonempty("prompts", path, conversations)
 
 
-def trace_workload(path: Path, *, num_requests: int | None, tokens_per_block: int, seed: int) -> Workload:
+def trace_workload(
+    path: Path, *, num_requests: int | None, tokens_per_block: int, seed: int, limit_tokens: int = _MAX_LENGTH
+) -> Workload:
     """Reads a trace in the Mooncake format, with 512 tokens scaled down to `tokens_per_block`.
 
     One object a line: `timestamp`, `input_length`, `output_length`, `hash_ids`. Each id becomes
     `tokens_per_block` pseudo-random tokens that depend on `seed` and the id alone, so prompts share
     prefixes exactly as they did. The last block is cut as `input_length` cuts it. The timestamps are
-    checked and not used: requests are served in order.
+    checked and not used: requests are served in order. No request may have more than `limit_tokens`.
 
     Raises:
-      InputError: the file cannot be read, or a line is no such object; the line is named.
+      InputError: the file cannot be read, or a line is no such object or too long; the line is named.
     """
     blocks: dict[int, tuple[int, ...]] = {}
 
@@ -192,7 +203,14 @@ def trace_workload(path: Path, *, num_requests: int | None, tokens_per_block: in
         return blocks[hash_id]
 
     conversations: list[Conversation] = []
-    for number, request in parse_lines(path, _parse_trace_request):
+
+    def parse(value: Any) -> tuple[int, int, list[int]]:
+        request = _parse_trace_request(value)
+        num_tokens = _scaled(request[0], tokens_per_block) + _scaled(request[1], tokens_per_block)
+        _check_length("a request", num_tokens, limit_tokens)
+        return request
+
+    for number, request in parse_lines(path, parse):
         input_length, output_length, hash_ids = request
         num_tokens = _scaled(input_length, tokens_per_block)
         tokens = [token for hash_id in hash_ids for token in block_tokens(hash_id)][:num_tokens]
@@ -217,7 +235,7 @@ def _nonempty(name: str, path: Path, conversations: list[Conversation]) -> Workl
     return Workload(name, tuple(conversations))
 
 
-def _parse_messages(value: Any, *, max_tokens: int) -> tuple[Turn, ...]:
+def _parse_messages(value: Any, *, max_tokens: int, limit_tokens: int) -> tuple[Turn, ...]:
     messages = value.get("messages") if isinstance(value, dict) else value
     if not isinstance(messages, list):
         raise ValueError('expected a list of messages, or an object with a list "messages"')
@@ -226,6 +244,8 @@ def _parse_messages(value: Any, *, max_tokens: int) -> tuple[Turn, ...]:
             raise ValueError(f'message {i}: expected an object with the strings "role" and "content"')
         if message.get("role") not in list(_ROLES):
             raise ValueError(f"message {i}: role {message.get('role')!r}; expected one of {', '.join(_ROLES)}")
+    num_tokens = sum(_num_bytes(message["content"]) for message in messages) + 2 * len(messages) + max_tokens
+    _check_length("messages", num_tokens, limit_tokens)
     turns: list[Turn] = []
     pending: list[int] = []  # rendered, and in no prompt yet
     for i, message in enumerate(messages):
@@ -242,6 +262,20 @@ def _parse_messages(value: Any, *, max_tokens: int) -> tuple[Turn, ...]:
     if not turns:
         raise ValueError("no message with the role user, so there is nothing to serve")
     return tuple(turns)
+
+
+def _num_bytes(text: str) -> int:
+    """Tokens of a text, without an object for each."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
+def _check_length(what: str, num_tokens: int, limit_tokens: int) -> None:
+    """Raises ValueError if a request has more tokens than can be served."""
+    if num_tokens > limit_tokens:
+        raise ValueError(
+            f"{what} of {num_tokens} tokens, the answer included; expected at most {limit_tokens}, which is what HBM "
+            "has room for"
+        )
 
 
 def _parse_trace_request(value: Any) -> tuple[int, int, list[int]]:

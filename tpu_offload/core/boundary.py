@@ -1,13 +1,15 @@
 """What engines say, and what reports from other processes say, is looked at here before it changes anything."""
 
+import dataclasses
 import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from tpu_offload.core.requests import CachedPrefix, RequestLimits, ScheduledRequest
+from tpu_offload.core.tables import check_sequence
 from tpu_offload.errors import RequestError
-from tpu_offload.types import JobResult, JobState, StepReport
+from tpu_offload.types import CacheEpoch, JobResult, JobState, StepReport, WorkerSetup
+from tpu_offload.values import as_count, one_line
 
 _ENDS = (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
 _MAX = 2**63 - 1
@@ -32,11 +34,28 @@ def report_error(report: Any, *, num_workers: int, num_groups: int, max_swap_blo
         return f"a report has no {e.name}"
 
 
+def has_setup(report: Any) -> bool:
+    """Whether a report says how its worker was made, in a way that can be read, whatever else is wrong with it."""
+    if type(report) is not StepReport:
+        return False
+    try:
+        if type(report.setup) is not WorkerSetup:
+            return False
+        return _are_counts((report.worker_id, report.incarnation)) and not _setup_error(report.setup)
+    except AttributeError:  # unpickled from something else
+        return False
+
+
 def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_swap_blocks: int) -> str:
-    numbers = (report.worker_id, report.num_host_chunks, report.oldest_job_id, report.incarnation)
+    ids = report.worker_id, report.incarnation, report.num_cache_losses
+    numbers = (*ids, report.num_host_chunks, report.oldest_job_id)
     if not _are_counts(numbers):
-        return f"worker id, chunks, oldest job and incarnation are {numbers!r:.100}; expected integers from 0 on"
-    if report.worker_id >= num_workers:
+        return f"worker, incarnation, losses, chunks and oldest job are {numbers!r:.100}; expected integers from 0 on"
+    if report.setup is not None:
+        error = _setup_error(report.setup)
+        if error:
+            return error
+    elif report.worker_id >= num_workers:  # with a setup it is a mistake in the settings, and an error
         return f"a report of worker {report.worker_id}; expected 0 to {num_workers - 1}"
     if type(report.results) is not tuple:
         return f"results are a {type(report.results).__name__}; expected a tuple"
@@ -47,56 +66,38 @@ def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_
     return _memory_error(report, num_groups=num_groups, max_swap_blocks=max_swap_blocks)
 
 
-def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> None:
-    """Raises RequestError unless the id is text and the numbers are integers from 0 on.
+def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> list[int]:
+    """The numbers as integers of Python.
 
     Args:
       request_id: the id.
       counts: the numbers.
       names: what they are called.
+    Raises:
+      RequestError: the id is no text, or one of the numbers no integer from 0 on.
     """
     if type(request_id) is not str:
-        raise RequestError(f"a request_id is {request_id!r:.100}; expected text")
-    for i, value in enumerate(counts):
-        if not (type(value) is int and value >= 0) and not _is_index(value):
-            raise RequestError(f"request {request_id} has {names[i]}={value!r:.100}; expected an integer from 0 on")
+        raise RequestError(f"a request_id is {one_line(request_id)}; expected text")
+    return [
+        value if type(value) is int and value >= 0 else check_count(f"request {request_id} has {name}", value)
+        for name, value in zip(names, counts, strict=True)
+    ]
 
 
-def check_blocks(request_id: str, block_ids: Any) -> None:
-    """Raises RequestError unless this is a sequence of block ids: integers from 0 on, numpy's included."""
-    check_table(request_id, block_ids)
-    if not len(block_ids) or (set(map(type, block_ids)) == {int} and min(block_ids) >= 0):
-        return
-    bad = [i for i in block_ids if not _is_index(i)]
-    if bad:
-        raise RequestError(
-            f"request {request_id} has block ids like {bad[0]!r:.100}; expected a sequence of integers from 0 on"
-        )
+def check_count(what: str, value: Any) -> int:
+    """An integer from 0 on, of Python, numpy or whatever has such; else a RequestError that begins with `what`."""
+    count = as_count(value)
+    if count is None:
+        raise RequestError(f"{what}={one_line(value)}; expected an integer from 0 on")
+    return count
 
 
-def check_table(request_id: str, block_ids: Any) -> None:
-    """Raises RequestError unless this is a sequence.
+def check_scheduled(scheduled: Any) -> ScheduledRequest:
+    """A ScheduledRequest with numbers of Python. What is in its table and among its hashes is yet to be read.
 
-    What is in it is not looked at: in every step that would cost more than the rest of it. Workers do so.
+    Raises:
+      RequestError: it is none, or its fields are not what they should be.
     """
-    if type(block_ids) is not list and (
-        not _has_length(block_ids) or isinstance(block_ids, (str, bytes, bytearray, dict))
-    ):
-        raise RequestError(
-            f"request {request_id} has block ids {block_ids!r:.100}; expected a sequence of integers from 0 on"
-        )
-
-
-def check_tables(request_id: str, block_ids: Any) -> None:
-    """Raises RequestError unless this is a sequence of sequences of block ids."""
-    if not _has_length(block_ids) or isinstance(block_ids, dict):
-        raise RequestError(f"request {request_id} has block tables {block_ids!r:.100}; expected one a layer group")
-    for table in block_ids:
-        check_blocks(request_id, table)
-
-
-def check_scheduled(scheduled: Any) -> None:
-    """Raises RequestError unless this is a ScheduledRequest whose fields are what they should be."""
     if (
         type(scheduled) is ScheduledRequest
         and type(scheduled.request_id) is str
@@ -106,67 +107,85 @@ def check_scheduled(scheduled: Any) -> None:
         and type(scheduled.block_ids) is list
         and type(scheduled.block_hashes) is list
     ):  # nearly always, and an engine may name hundreds in a step
-        return
+        return scheduled
     if type(scheduled) is not ScheduledRequest:
-        raise RequestError(f"a step has {scheduled!r:.100}; expected ScheduledRequests")
+        raise RequestError(f"a step has {one_line(scheduled)}; expected ScheduledRequests")
     request_id = scheduled.request_id
-    check_request(
+    num_prompt_tokens, num_computed_tokens = check_request(
         request_id,
         scheduled.num_prompt_tokens,
         scheduled.num_computed_tokens,
         names=("num_prompt_tokens", "num_computed_tokens"),
     )
-    check_hashes(request_id, scheduled.block_hashes)
-    check_table(request_id, scheduled.block_ids)
+    check_sequence(request_id, scheduled.block_hashes, "block hashes")
+    check_sequence(request_id, scheduled.block_ids, "block ids")
+    return dataclasses.replace(scheduled, num_prompt_tokens=num_prompt_tokens, num_computed_tokens=num_computed_tokens)
+
+
+def check_iterable(items: Any, what: str, expected: str) -> None:
+    """Raises RequestError unless one can iterate over this, and it is no text."""
+    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, bytearray)):
+        raise RequestError(f"{what} {one_line(items)}; expected an iterable of {expected}")
+
+
+def check_epoch(epoch: Any, *, num_workers: int) -> None:
+    """Raises RequestError unless this names the KV caches of a worker."""
+    if type(epoch) is not CacheEpoch:
+        raise RequestError(f"the KV caches are named by {one_line(epoch)}; expected what OffloadWorker.cache_epoch is")
+    if not _are_counts((epoch.worker_id, epoch.incarnation, epoch.num_losses)) or epoch.worker_id >= num_workers:
+        raise RequestError(
+            f"the KV caches are named by {one_line(epoch)}; expected integers from 0 on, and a worker_id of 0 to "
+            f"{num_workers - 1}"
+        )
 
 
 def check_limits(request_id: str, limits: Any) -> None:
     """Raises RequestError unless these are limits, or None."""
     if limits is not None and type(limits) is not RequestLimits:
-        raise RequestError(f"the limits of request {request_id} are {limits!r:.100}; expected RequestLimits, or None")
+        raise RequestError(f"the limits of request {request_id} are {one_line(limits)}; expected RequestLimits or None")
 
 
-def check_prefix(prefix: Any) -> None:
-    """Raises RequestError unless this is a CachedPrefix whose fields are what they should be."""
+def check_prefix(prefix: Any) -> CachedPrefix:
+    """A CachedPrefix with numbers of Python. What is in its hashes is yet to be read.
+
+    Raises:
+      RequestError: it is none, or its fields are not what they should be.
+    """
     if type(prefix) is not CachedPrefix:
-        raise RequestError(f"what is evicted is {prefix!r:.100}; expected a CachedPrefix")
+        raise RequestError(f"what is evicted is {one_line(prefix)}; expected a CachedPrefix")
     name = "of a cached prefix"
-    check_hashes(name, prefix.block_hashes)
-    check_request(name, prefix.num_blocks, prefix.num_prompt_tokens, names=("num_blocks", "num_prompt_tokens"))
-    check_limits(name, prefix.limits)
-    if not 0 < prefix.num_blocks <= len(prefix.block_hashes) or not callable(prefix.block_of):
+    check_sequence(name, prefix.block_hashes, "block hashes")
+    num_blocks, num_prompt_tokens = check_request(
+        name, prefix.num_blocks, prefix.num_prompt_tokens, names=("num_blocks", "num_prompt_tokens")
+    )
+    if type(prefix.limits) is not RequestLimits:
+        raise RequestError(f"the limits {name} are {one_line(prefix.limits)}; expected RequestLimits")
+    if not 0 < num_blocks <= len(prefix.block_hashes) or not callable(prefix.block_of):
         raise RequestError(
-            f"a cached prefix has {prefix.num_blocks} blocks, {len(prefix.block_hashes)} hashes and "
-            f"{prefix.block_of!r:.100} to find blocks; expected at least a block, as many hashes, and a function"
+            f"a cached prefix has {num_blocks} blocks, {len(prefix.block_hashes)} hashes and "
+            f"{one_line(prefix.block_of)} to find blocks; expected at least a block, as many hashes, and a function"
         )
+    return dataclasses.replace(prefix, num_blocks=num_blocks, num_prompt_tokens=num_prompt_tokens)
 
 
-def check_hashes(request_id: str, block_hashes: Any) -> None:
-    """Raises RequestError unless this is a sequence; its items are looked at by whoever makes keys of them."""
-    if type(block_hashes) is not list and (
-        not _has_length(block_hashes) or isinstance(block_hashes, (str, bytes, bytearray, dict))
-    ):
-        kind = type(block_hashes).__name__
-        raise RequestError(f"the block hashes of request {request_id} are a {kind}; expected a sequence of bytes")
+def read_request_ids(request_ids: Any) -> list[str]:
+    """Ids of requests, all of them checked; an error of the engine's own iterator goes through."""
+    check_iterable(request_ids, "ids of requests are", "text")
+    read = list(request_ids)
+    for request_id in read:
+        check_request(request_id)
+    return read
 
 
-def check_keys(request_id: str, keys: Sequence[Any]) -> None:
-    """Raises RequestError unless all of these are bytes."""
-    kinds = set(map(type, keys)) - {bytes}
-    if kinds:
-        raise RequestError(f"request {request_id} has a block hash of type {kinds.pop().__name__}; expected bytes")
-
-
-def _is_index(value: Any) -> bool:
-    """Whether this is an integer from 0 on, of Python or of numpy."""
+def read_numbers(request_id: str, name: str, numbers: Any) -> frozenset[int]:
+    """A collection of integers from 0 on, in any order."""
+    if not isinstance(numbers, Collection) or isinstance(numbers, (str, bytes, bytearray)):
+        raise RequestError(f"request {request_id} has {name}={one_line(numbers)}; expected numbers of blocks")
     try:
-        return not isinstance(value, bool) and operator.index(value) >= 0
-    except TypeError:
-        return False
-
-
-def _has_length(items: Any) -> bool:
-    return hasattr(items, "__len__") and hasattr(items, "__getitem__")
+        items = list(numbers)
+    except Exception as e:  # the object is not ours
+        raise RequestError(f"request {request_id} has {name}={one_line(numbers)}, which cannot be read") from e
+    return frozenset(check_count(f"request {request_id} has, in {name}, number", n) for n in items)
 
 
 def _result_error(result: Any) -> str:
@@ -186,6 +205,31 @@ def _result_error(result: Any) -> str:
         return f"the failed blocks of job {result.job_id} are {failed!r:.100}; expected positions from 0 on"
     if result.state is JobState.FINISHED and (result.error or failed):
         return f"job {result.job_id} finished with an error: {result.error!r:.100}, failed blocks {failed!r:.100}"
+    return ""
+
+
+def _setup_error(setup: Any) -> str:
+    """What is wrong with what it says of the worker's settings."""
+    if type(setup) is not WorkerSetup:
+        return f"the setup of a worker is a {type(setup).__name__}; expected a WorkerSetup"
+    counts = (
+        setup.num_processes,
+        setup.process_index,
+        setup.blocks_per_chunk,
+        setup.staging_blocks,
+        setup.max_load_blocks,
+        setup.segment_chunks,
+        setup.max_swap_blocks,
+        setup.rival,
+    )
+    names = setup.fingerprint, setup.save_path, setup.load_path
+    buckets = setup.bucket_blocks
+    if (
+        not _are_counts(counts)
+        or not all(type(name) is str for name in names)
+        or not (type(buckets) is tuple and _are_counts(buckets))
+    ):
+        return f"the setup of a worker is {setup!r:.200}; expected counts and names"
     return ""
 
 

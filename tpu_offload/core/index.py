@@ -8,21 +8,39 @@ they become reachable again when a request saves the missing chunk, or grow old 
 
 The third rule makes pins cheap: a pin on the last chunk of a prefix keeps all of it, so pinning ten
 thousand chunks is one count. Only where chunks are lost under a pin, which is rare, does it have to be
-found out which those are (`_covered`).
+found out which those are (`_covered`). It makes lookups cheap too: where a prefix ends is found by bisection, and
+its slots by going from its last chunk towards its head.
 
-Calls that take a prefix cost what a dictionary operation or two cost for each chunk, in loops that run
-inside the interpreter where that is possible. What is known of a chunk is a few machine words, none of
-them seen by the garbage collector: with a million objects, each of its passes would stop the engine.
+No call takes long, however many chunks there are. What is known of a chunk is a few machine words in columns by slot,
+and an entry in a table that grows in small parts (see `tables`); nothing of it is looked at by the garbage collector,
+each of whose passes over a million references would stop the engine for 100 ms. `clear` begins anew beside what there
+was, and large losses are worked off a slice at a time; both are finished by `tidy`, which is called in every step.
 """
 
 import enum
-import itertools
+from array import array
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
-from typing import final
+from typing import Any, final
 
+import numpy as np
+
+from tpu_offload.core.big_tables import MASK, FreeSlots, Scrap, Table, without
 from tpu_offload.core.policies import EvictionPolicy, Residents, Use
 from tpu_offload.types import ChunkKey
+
+_NONE = -1  # no chunk before it, or none that hangs on it
+_LOST = -2  # the chunk before it is not resident
+_STRIDE = 64  # chunks of a prefix that mostly lie in slots one after another
+MAX_AT_ONCE = 256
+"""Chunks that one call drops, of those that were lost together; 1 ms, more where prompts of 100,000 chunks break up."""
+NUM_FREED = 4096
+"""Entries of tables of before a `clear` that one call frees; 1 ms."""
+_MAX_NEW = 2**16  # slots for which columns grow at a time
+_CLEARING = Use(-1)  # chunks that outlive a `clear` count as used before all others
+
+type Changes = tuple[Sequence[ChunkKey] | None, bool]
+"""Chunks, None for all that there were, and whether lookups began or ceased to find them."""
 
 
 class ChunkState(enum.Enum):
@@ -44,28 +62,37 @@ class ChunkIndex(Residents):
 
     def __init__(self, policy: EvictionPolicy, *, record: bool = False) -> None:
         self._policy = policy
-        self._changes: list[tuple[ChunkKey, bool]] | None = [] if record else None
-        # The slot of each resident chunk: itself when the chunk is READY, its bitwise complement, which is
-        # negative, when it is not.
-        self._slots: dict[ChunkKey, int] = {}
+        self._changes: deque[Changes] | None = deque() if record else None
+        self._slots: Table[ChunkKey, int] = Table()
+        self._num_resident = 0
+        # By slot, for as many as were ever used; what was in a slot that is free now is left there. numpy's arrays
+        # and those of the standard library are not looked at by the garbage collector.
+        self._keys: np.ndarray[Any, np.dtype[np.object_]] = np.empty(0, object)
+        self._parents = array("i")  # the slot of the chunk before it, or _NONE, or _LOST
+        self._children = array("i")  # of the chunk after it, or of one of several; _NONE for a leaf
+        self._numbers = array("i")  # each its own number, to compare with
+        # Further chunks that hang on a chunk: nearly every one has at most one, the next of its prefix.
+        self._more_children: dict[int, set[int]] = {}
+        # Of chunks that hang on one that is not resident (after a failed copy): by that one's key, for when it returns,
+        # and by their slots.
+        self._orphans: dict[ChunkKey, set[int]] = {}
+        self._lost_parents: dict[int, ChunkKey] = {}
+        # Slots of chunks that are not READY: some are CONDEMNED, the others PENDING.
+        self._unready: set[int] = set()
         self._condemned: set[ChunkKey] = set()
-        # By slot: the key before the chunk in its prefix.
-        self._parents: list[ChunkKey | None] = []
-        # Nearly every chunk has one child, the next of its prefix. Here are those that have none, and how
-        # many those have that have more.
-        self._leaves: set[ChunkKey] = set()
-        self._num_children: dict[ChunkKey, int] = {}
-        # How many chunks hang on a key that is not resident (after a failed copy), for when it returns.
-        self._num_orphans: dict[ChunkKey, int] = {}
+        # Condemned chunks that no pin covers, still to be taken out; None when it has to be found out which those are.
+        self._to_sweep: list[ChunkKey] | None = []
         # How many pins end at a chunk. Each covers the chunk and all before it.
         self._pins: dict[ChunkKey, int] = {}
-        # Taken from the right. What a failed copy gives back goes to the left, to be tried last.
-        self._free_slots: deque[int] = deque()
+        self._free = FreeSlots()
         # Neither free nor used: a copy that nobody waits for any more may still write there.
         self._quarantined: set[int] = set()
         # Neither free nor used: a worker that was started anew has not allocated them again. All are >= `_num_usable`.
-        self._unusable: set[int] = set()
+        self._unusable: list[range] = []
         self._num_usable = 0
+        self._num_known = 0  # slots that there ever were
+        self._lost_slots: list[range] = []  # lookups end there; their chunks are still to be dropped
+        self._scrap = Scrap()
         self._protected: Container[ChunkKey] = ()
         self._num_evicted = 0
 
@@ -77,7 +104,7 @@ class ChunkIndex(Residents):
     @property
     def num_free_slots(self) -> int:
         """Slots that an allocation gets without evicting."""
-        return len(self._free_slots)
+        return len(self._free)
 
     @property
     def num_quarantined_slots(self) -> int:
@@ -89,11 +116,21 @@ class ChunkIndex(Residents):
         """Chunks evicted so far."""
         return self._num_evicted
 
+    @property
+    def is_dropping(self) -> bool:
+        """Whether a large loss is still being worked off, so that `tidy` will drop more."""
+        return bool(self._lost_slots)
+
+    @property
+    def num_untidy(self) -> int:
+        """Work that is left for `tidy`: chunks to drop, and entries to free. For tests."""
+        return sum(map(len, self._lost_slots)) + len(self._to_sweep or ()) + len(self._scrap)
+
     def __len__(self) -> int:
-        return len(self._slots)
+        return self._num_resident
 
     def __contains__(self, key: object) -> bool:
-        return key in self._slots
+        return key in self._slots.parts[hash(key) & MASK]
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
@@ -101,55 +138,78 @@ class ChunkIndex(Residents):
             return
         self._num_usable = num_slots
         self._policy.resize(num_slots)
-        back = sorted(slot for slot in self._unusable if slot < num_slots)
-        self._unusable.difference_update(back)
+        unusable, self._unusable = sorted(self._unusable, key=lambda slots: slots.start), []
         # Low slots are handed out first, so that a pool that is never full touches little memory.
-        self._free_slots.extendleft([*back, *range(len(self._parents), num_slots)])
-        self._parents += [None] * (num_slots - len(self._parents))
+        for slots in [*unusable, range(self._num_known, num_slots)]:
+            self._free.put_last(range(slots.start, min(slots.stop, num_slots)))
+            if slots.stop > num_slots:
+                self._unusable.append(range(max(slots.start, num_slots), slots.stop))
+        self._num_known = max(self._num_known, num_slots)
 
     def limit(self, num_slots: int) -> None:
-        """Lowers the number of slots: a worker has fewer. Chunks in the others have been dropped by `lose_slots`.
+        """Lowers the number of slots: a worker has fewer. Chunks in the others have been dropped.
 
         What a pin or an unfinished copy keeps there goes when that lets go, and its slot comes back with `grow`.
+        O(1) after a `clear`.
         """
         self._num_usable = min(self._num_usable, num_slots)
         self._policy.resize(self._num_usable)
-        self._unusable.update(slot for slot in self._free_slots if slot >= num_slots)
-        self._free_slots = deque(slot for slot in self._free_slots if slot < num_slots)
+        self._unusable += self._free.remove_from(self._num_usable)
 
     def state(self, key: ChunkKey) -> ChunkState | None:
         """The chunk's state, None when it is not here."""
         slot = self._slots.get(key)
         if slot is None:
             return None
-        if slot >= 0:
+        if slot not in self._unready:
             return ChunkState.READY
         return ChunkState.CONDEMNED if key in self._condemned else ChunkState.PENDING
 
     def find(self, keys: Sequence[ChunkKey], first: int = 0) -> list[int]:
-        """Slots of the READY chunks of a prefix from chunk `first` on, up to the first that is not READY."""
-        slots: list[int] = []
-        try:  # noqa: SIM105 (contextlib.suppress costs a microsecond)
-            slots.extend(map(self._slots.__getitem__, itertools.islice(keys, first, None)))
-        except KeyError:
-            pass  # a list keeps what an iterator gave it before that raised
-        if slots and min(slots) < 0:
-            del slots[next(i for i, slot in enumerate(slots) if slot < 0) :]
+        """Slots of the READY chunks of a prefix from chunk `first` on, up to the first that is not READY.
+
+        Looks at a logarithm of the keys, unless chunks of this prefix were lost.
+        """
+        num_keys = len(keys)
+        if first >= num_keys:
+            return []
+        parts = self._slots.parts
+        key = keys[first]
+        head = parts[hash(key) & MASK].get(key)
+        if head is None:
+            return []
+        if num_keys - first == 1:
+            slots = [head]
+        else:
+            end, tail = self._last_resident(keys, first, num_keys, head)
+            slots = self._walk(head, tail, end - first)
+            if not slots:  # something in between is not here
+                slots = self._find_each(keys, first)
+        if self._unready and not self._unready.isdisjoint(slots):
+            del slots[next(i for i, slot in enumerate(slots) if slot in self._unready) :]
+        for lost in self._lost_slots:
+            if touches(slots, lost.start, lost.stop):
+                del slots[next(i for i, slot in enumerate(slots) if slot in lost) :]
         return slots
 
-    def missing(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[list[int], int]:
+    def missing(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[Sequence[int], int]:
         """Which of the chunks `first` to `end - 1` of a prefix want saving: those that are not here.
 
         Returns:
           Their numbers in order, and how far it looked: `end`, or the first chunk that is CONDEMNED. The key of
           that one is taken until its last pin is gone; what follows waits, or hangs on nothing.
         """
-        if self._condemned:
-            end = next((i for i in range(first, end) if keys[i] in self._condemned), end)
-        slots = self._slots
+        if self._condemned and not self._condemned.isdisjoint(keys[first:end]):
+            end = next(i for i in range(first, end) if keys[i] in self._condemned)
+        if first >= end:
+            return (), end
         if end - first == 1:  # a request that generates
-            return [] if keys[first] in slots else [first], end
-        return [i for i, key in enumerate(itertools.islice(keys, first, end), first) if key not in slots], end
+            return () if keys[first] in self else (first,), end
+        if self._orphans and not self._orphans.keys().isdisjoint(keys[first:end]):
+            return [i for i in range(first, end) if keys[i] not in self], end
+        head = self._slots.get(keys[first])
+        start = first if head is None else self._last_resident(keys, first, end, head)[0]
+        return range(start, end), end
 
     def pin(self, keys: Sequence[ChunkKey]) -> None:
         """Keeps chunks that follow each other in one prefix, and what is here before them, until unpinned. O(1).
@@ -159,7 +219,7 @@ class ChunkIndex(Residents):
         condemned chunks.
         """
         tail = keys[-1]
-        assert self._slots[tail] >= 0 or tail in self._condemned, "only a complete chunk can be pinned"
+        assert self._slots[tail] not in self._unready or tail in self._condemned, "only a complete chunk can be pinned"
         self._pins[tail] = self._pins.get(tail, 0) + 1
 
     def unpin(self, keys: Sequence[ChunkKey], *, sweep: bool = True) -> None:
@@ -173,6 +233,8 @@ class ChunkIndex(Residents):
         self._pins[tail] -= 1
         if not self._pins[tail]:
             del self._pins[tail]
+            if self._condemned:
+                self._to_sweep = None
         if sweep:
             self.sweep()
 
@@ -195,19 +257,20 @@ class ChunkIndex(Residents):
           Slots for the first of them, as many as could be found; those chunks are PENDING now.
           Evicts exactly as many as these slots need, and nothing when there are none.
         """
-        free, num_chunks = self._free_slots, len(numbers)
-        if num_chunks > len(free):
+        num_free, num_chunks = len(self._free), len(numbers)
+        if num_chunks > num_free:
             self._protected = protected
-            self._policy.evict(num_chunks - len(free), self)
+            self._policy.evict(num_chunks - num_free, self)
             self._protected = ()
-            if num_chunks > len(free):
-                num_chunks = len(free)
+            num_chunks = min(num_chunks, len(self._free))
         if not num_chunks:
             return []
-        slots = [free.pop() for _ in range(num_chunks)]
+        if self._scrap:  # what is new takes no more memory than what was there goes away
+            self._scrap.take_apart(4 * num_chunks)
+        slots = self._free.take(num_chunks)
         first = numbers[0]
         if numbers[num_chunks - 1] - first == num_chunks - 1:
-            self._insert(use, keys[first - 1] if first else None, keys[first : first + num_chunks], slots)
+            self._insert(use, keys[first - 1] if first else None, list(keys[first : first + num_chunks]), slots)
         else:
             self._insert_parts(use, keys, numbers[:num_chunks], slots)
         return slots
@@ -224,15 +287,18 @@ class ChunkIndex(Residents):
           quarantine: without success: the bytes may still come. Their slots are given to nobody before
             `end_quarantine`.
         """
-        assert self._slots.get(keys[0]) == ~slots[0], "only a pending chunk completes"
+        assert slots[0] in self._unready, "only a pending chunk completes"
+        assert self._slots.get(keys[0]) == slots[0], "a chunk completes in its own slot"
         if success:
-            self._slots.update(zip(keys, slots, strict=True))
-            self._record(keys, found=True)
+            self._unready.difference_update(slots)
+            self._record(tuple(keys), found=True)
             return
         if quarantine:
             self._quarantined.update(slots)
         for key in reversed(keys):  # so that few of them lose what they hang on first
             self._remove(key)
+        if self._condemned:  # those before it are covered no more
+            self._to_sweep = None
         self.sweep()
 
     def end_quarantine(self, slots: Iterable[int]) -> None:
@@ -243,49 +309,56 @@ class ChunkIndex(Residents):
 
     def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
         """For the policy, from inside `allocate`; see the base class."""
-        slots, parents, free = self._slots, self._parents, self._free_slots
-        pins, protected, num_children = self._pins, self._protected, self._num_children
-        num_evicted, changes = 0, self._changes
-        if key not in self._leaves:
+        parts, keys, parents, children = self._slots.parts, self._keys, self._parents, self._children
+        pins, protected, unready, more = self._pins, self._protected, self._unready, self._more_children
+        slot = parts[hash(key) & MASK][key]
+        if children[slot] != _NONE:
             return 0, key
-        self._leaves.remove(key)
-        rest: ChunkKey | None = key
-        while rest is not None and num_evicted < num_chunks:
-            if rest in pins or rest in protected or (num_evicted and rest in stop):
+        gone: list[ChunkKey] = []
+        freed: list[int] = []
+        rest = key
+        ends_at: ChunkKey | None = key
+        while len(gone) < num_chunks:
+            if rest in pins or rest in protected or slot in unready or (gone and rest in stop):
                 break
-            slot = slots.pop(rest)
-            if slot < 0:
-                slots[rest] = slot
+            del parts[hash(rest) & MASK][rest]
+            gone.append(rest)
+            freed.append(slot)
+            parent = parents[slot]
+            if parent < 0:
+                if parent == _LOST:
+                    self._forget_orphan(slot)
+                ends_at = None
                 break
-            free.append(slot)
-            num_evicted += 1
-            if changes is not None:
-                changes.append((rest, False))
-            rest = parents[slot]
-            if num_children or self._num_orphans:
-                if rest is not None and rest in num_children:
-                    self._take_child(rest)
-                    self._num_evicted += num_evicted
-                    return num_evicted, rest
-                if rest in self._num_orphans:
-                    self._take_child(rest)
-                    rest = None
-        if rest is not None:
-            self._leaves.add(rest)
-        self._num_evicted += num_evicted
-        return num_evicted, rest
+            ends_at = rest = keys[parent]
+            if more and parent in more:
+                self._take_child(parent, slot)
+                break
+            children[parent] = _NONE
+            slot = parent
+        if gone:
+            self._free.stack += freed
+            self._num_resident -= len(gone)
+            self._num_evicted += len(gone)
+            self._record(gone, found=False)
+        return len(gone), ends_at
 
     def is_leaf(self, key: ChunkKey) -> bool:
         """See the base class."""
-        return key in self._leaves
+        slot = self._slots.get(key)
+        return slot is not None and self._children[slot] == _NONE
 
     def lose_slots(self, first: int, end: int) -> list[ChunkKey]:
-        """The bytes in slots `first` to `end - 1` are gone: drops their chunks. O(chunks).
+        """The bytes in slots `first` to `end - 1` are gone: no lookup finds their chunks any more.
 
         Returns:
-          The chunks that no lookup finds any more. The caller sees to those that are PENDING.
+          The chunks that were dropped, as by `drop`. Of many slots these are some; `tidy` returns the others. The
+          caller sees to those that are PENDING.
         """
-        return self.drop([key for key, slot in self._slots.items() if first <= slot < end])
+        slots = range(first, min(end, len(self._keys)))
+        if slots:
+            self._lost_slots.append(slots)
+        return self._drop_lost()
 
     def drop(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
         """Takes READY chunks from the lookups for good. Those that a pin covers keep their slots until unpinned.
@@ -293,64 +366,187 @@ class ChunkIndex(Residents):
         Returns:
           The chunks that were dropped; the others were unknown, PENDING or dropped before.
         """
-        dropped = [key for key in keys if self._slots.get(key, -1) >= 0]
-        covered = self._covered() if dropped else ()
+        dropped = [key for key in keys if self.state(key) is ChunkState.READY]
+        covered = self._covered() if dropped and self._pins else ()
         self._record(dropped, found=False)
         for key in dropped:
-            if key in covered:
+            slot = self._slots[key]
+            if slot in covered:
                 self._condemned.add(key)
-                self._slots[key] = ~self._slots[key]
+                self._unready.add(slot)
             else:
                 self._remove(key)
         return dropped
 
     def clear(self) -> None:
-        """Drops every READY chunk."""
-        self.drop(list(self._slots))
+        """Drops every READY chunk. O(chunks that pins cover or that are unfinished), whatever else there is.
 
-    def take_changes(self) -> list[tuple[ChunkKey, bool]]:
-        """Chunks that lookups began to find (True) or ceased to find since the last call, in order."""
-        changes, self._changes = self._changes or [], [] if self._changes is not None else None
-        return changes
+        All slots are free at once, but those of these chunks. Low ones are handed out first again.
+        """
+        covered = self._covered()
+        kept = covered | self._unready
+        pending = self._unready.difference([self._slots[key] for key in self._condemned])
+        self._condemned = {self._keys[slot] for slot in kept - pending}
+        if self._to_sweep:
+            self._to_sweep = None
+        if self._changes is not None:  # nobody need hear of what came before
+            self._scrap.add(self._changes)
+            self._changes = deque([(None, False)])
+        for part in self._slots.parts:
+            self._scrap.add(part)
+        for container in (self._more_children, self._orphans, *self._policy.clear()):
+            self._scrap.add(container)
+        self._slots, self._num_resident = Table(), 0
+        self._more_children, self._orphans = {}, {}
+        self._lost_slots = []
+        self._unready = kept
+        self._keep(kept)
+        held = kept | self._quarantined
+        self._free = FreeSlots()
+        for slots in without(range(self._num_usable), held):
+            self._free.put_last(slots)
+        self._unusable = without(range(self._num_usable, self._num_known), held)
 
-    def _record(self, keys: Iterable[ChunkKey], *, found: bool) -> None:
-        if self._changes is not None:
-            self._changes += [(key, found) for key in keys]
+    def tidy(self) -> list[ChunkKey]:
+        """Goes on with what large losses and `clear` have left to do, for 3 ms at most.
 
-    def _covered(self) -> set[ChunkKey]:
-        """The chunks that may not lose their slots because of pins. O(chunks that pins cover)."""
-        covered: set[ChunkKey] = set()
+        Returns:
+          The chunks that were dropped.
+        """
+        if self._scrap:
+            self._scrap.take_apart(NUM_FREED)
+        self.sweep()
+        return self._drop_lost() if self._lost_slots else []
+
+    def take_changes(self, max_chunks: int | None = None) -> list[Changes]:
+        """Chunks that lookups began to find (True) or ceased to find since the last call, in order.
+
+        Args:
+          max_chunks: of more than these the next call tells.
+        """
+        taken: list[Changes] = []
+        num_left = max_chunks
+        while self._changes and num_left != 0:
+            keys, found = self._changes.popleft()
+            if keys is not None and num_left is not None:
+                if len(keys) > num_left:
+                    self._changes.appendleft((keys[num_left:], found))
+                    keys = keys[:num_left]
+                num_left -= len(keys)
+            taken.append((keys, found))
+        return taken
+
+    def _record(self, keys: Sequence[ChunkKey], *, found: bool) -> None:
+        if self._changes is not None and keys:
+            self._changes.append((tuple(keys), found))
+
+    def _covered(self) -> set[int]:
+        """The slots that chunks may not lose because of pins. O(chunks that pins cover)."""
+        covered: set[int] = set()
+        parents = self._parents
         for tail in self._pins:
-            key: ChunkKey | None = tail
-            while key is not None and key in self._slots and key not in covered:
-                covered.add(key)
-                key = self._parents[_place(self._slots[key])]
+            slot = self._slots.get(tail)
+            while slot is not None and slot >= 0 and slot not in covered:
+                covered.add(slot)
+                slot = parents[slot]
         return covered
 
     def sweep(self) -> None:
-        """Takes out the condemned chunks that no pin covers any more."""
-        if self._condemned:
-            for key in sorted(self._condemned - self._covered()):  # not in the order of a set, which no seed repeats
-                self._condemned.remove(key)
-                self._remove(key)
+        """Takes out the condemned chunks that no pin covers any more, or as many of them as one call may."""
+        if self._to_sweep is None:
+            covered = self._covered()
+            # Not in the order of a set, which no seed repeats, and tails before heads, mostly.
+            table = self._slots
+            self._to_sweep = sorted((k for k in self._condemned if table[k] not in covered), key=table.__getitem__)
+        for _ in range(min(len(self._to_sweep), MAX_AT_ONCE)):
+            key = self._to_sweep.pop()
+            self._condemned.remove(key)
+            self._remove(key)
+
+    def _last_resident(self, keys: Sequence[ChunkKey], first: int, end: int, head: int) -> tuple[int, int]:
+        """Where the resident chunks of a prefix end, and the slot of the last one, by bisection.
+
+        Args:
+          keys: a prefix.
+          first: the first chunk to look at; it is resident.
+          end: the end of those to look at.
+          head: the slot of the first.
+        Returns:
+          If there is a hole, this may be behind it.
+        """
+        parts = self._slots.parts
+        key = keys[end - 1]
+        slot = parts[hash(key) & MASK].get(key)
+        if slot is not None:
+            return end, slot
+        low, high, tail = first, end - 1, head
+        while high - low > 1:
+            middle = (low + high) // 2
+            key = keys[middle]
+            slot = parts[hash(key) & MASK].get(key)
+            if slot is None:
+                high = middle
+            else:
+                low, tail = middle, slot
+        return high, tail
+
+    def _walk(self, head: int, tail: int, num_chunks: int) -> list[int]:
+        """The slots of so many chunks, from one in slot `head` to one in slot `tail`; none if there is a hole."""
+        parents, numbers = self._parents, self._numbers
+        slots: list[int] = []
+        slot, num_left, try_at = tail, num_chunks, num_chunks
+        while num_left:
+            if slot < 0:
+                return []
+            if _STRIDE < num_left <= try_at and slot >= _STRIDE:
+                first = slot - _STRIDE
+                if parents[first + 1 : slot + 1] == numbers[first:slot]:
+                    slots += range(slot, first, -1)
+                    slot, num_left = first, num_left - _STRIDE
+                    continue
+                try_at = num_left - _STRIDE
+            slots.append(slot)
+            slot, num_left = parents[slot], num_left - 1
+        if slots[-1] != head:
+            return []
+        slots.reverse()
+        return slots
+
+    def _find_each(self, keys: Sequence[ChunkKey], first: int) -> list[int]:
+        slots: list[int] = []
+        for i in range(first, len(keys)):
+            slot = self._slots.get(keys[i])
+            if slot is None:
+                break
+            slots.append(slot)
+        return slots
 
     def _insert(self, use: Use, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """Makes chunks that follow each other resident, PENDING."""
-        table, parents, before = self._slots, self._parents, parent
-        num_chunks = len(table) + len(keys)
-        for key, slot in zip(keys, slots, strict=True):
-            table[key] = ~slot
-            parents[slot] = before
-            before = key
-        assert len(table) == num_chunks, "a resident chunk is not saved again"
+        highest = max(slots)
+        if highest >= len(self._keys):
+            self._add_columns(highest + 1)
+        parts, column, parents, children = self._slots.parts, self._keys, self._parents, self._children
+        before = _NONE
         if parent is not None:
-            assert parent in table, "a chunk is saved that no lookup can reach"
-            self._add_child(parent)
-        self._leaves.add(keys[-1])
-        if self._num_orphans:
-            for key in keys:
-                for _ in range(self._num_orphans.pop(key, 0)):
-                    self._add_child(key)
+            assert parent in self, "a chunk is saved that no lookup can reach"
+            before = self._slots[parent]
+            self._add_child(before, slots[0])
+        for key, slot in zip(keys, slots, strict=True):
+            part = parts[hash(key) & MASK]
+            assert key not in part, "a resident chunk is not saved again"
+            part[key] = slot
+            column[slot] = key
+            parents[slot] = before
+            before = slot
+        for i, slot in enumerate(slots[1:]):
+            children[slots[i]] = slot
+        children[slots[-1]] = _NONE
+        self._num_resident += len(keys)
+        self._unready.update(slots)
+        if self._orphans:
+            for key, slot in zip(keys, slots, strict=True):
+                self._take_back_orphans(key, slot)
         self._policy.insert(use, keys, parent)
 
     def _insert_parts(self, use: Use, keys: Sequence[ChunkKey], numbers: Sequence[int], slots: Sequence[int]) -> None:
@@ -361,68 +557,154 @@ class ChunkIndex(Residents):
             parent = keys[first - 1] if first else None
             self._insert(use, parent, [keys[i] for i in numbers[start:end]], slots[start:end])
 
-    def _add_child(self, parent: ChunkKey) -> None:
-        if parent not in self._slots:
-            self._num_orphans[parent] = self._num_orphans.get(parent, 0) + 1
-        elif parent in self._leaves:
-            self._leaves.remove(parent)
-        else:
-            self._num_children[parent] = self._num_children.get(parent, 1) + 1
+    def _keep(self, kept: set[int]) -> None:
+        """Makes chunks resident again after a `clear`, each in its slot. They may be parts of any prefixes."""
+        column, parents, lost_parents = self._keys, self._parents, self._lost_parents
+        self._lost_parents = {}
+        for slot in kept:
+            self._slots[column[slot]] = slot
+            self._children[slot] = _NONE
+        self._num_resident = len(kept)
+        for slot in sorted(kept):
+            parent = parents[slot]
+            if parent in kept:
+                self._add_child(parent, slot)
+            elif parent != _NONE:
+                key = lost_parents[slot] if parent == _LOST else column[parent]
+                parents[slot] = _LOST
+                self._lost_parents[slot] = key
+                self._orphans.setdefault(key, set()).add(slot)
+        known: set[int] = set()
+        for leaf in sorted(slot for slot in kept if self._children[slot] == _NONE):
+            slots, slot = [], leaf
+            while slot >= 0 and slot not in known:
+                slots.append(slot)
+                slot = parents[slot]
+            known.update(slots)
+            self._policy.insert(_CLEARING, [column[s] for s in reversed(slots)], column[slot] if slot >= 0 else None)
 
-    def _take_child(self, parent: ChunkKey) -> None:
-        counts = self._num_children if parent in self._slots else self._num_orphans
-        num_left = counts.pop(parent, 1) - 1
-        if num_left > (counts is self._num_children):
-            counts[parent] = num_left
-        elif not num_left and parent in self._slots:
-            self._leaves.add(parent)
+    def _add_columns(self, num_slots: int) -> None:
+        """Makes room for what is known of so many slots. What has room for a million is not copied for one more."""
+        num_before = len(self._keys)
+        num_slots = min(max(num_slots, num_before + min(num_before, _MAX_NEW) + 64), self._num_known)
+        self._keys.resize(num_slots, refcheck=False)  # moves pointers, or whole pages of them, and counts no references
+        numbers = np.arange(num_before, num_slots, dtype=np.int32)
+        self._numbers.frombytes(numbers.tobytes())
+        numbers.fill(_NONE)
+        self._parents.frombytes(numbers.tobytes())
+        self._children.frombytes(numbers.tobytes())
+
+    def _add_child(self, parent: int, slot: int) -> None:
+        other = self._children[parent]
+        if other != _NONE:
+            self._more_children.setdefault(parent, set()).add(other)
+        self._children[parent] = slot
+
+    def _take_child(self, parent: int, slot: int) -> None:
+        more = self._more_children.get(parent)
+        if more is None:
+            self._children[parent] = _NONE
+            return
+        if self._children[parent] == slot:
+            self._children[parent] = more.pop()
+        else:
+            more.remove(slot)
+        if not more:
+            del self._more_children[parent]
+
+    def _take_back_orphans(self, key: ChunkKey, slot: int) -> None:
+        for child in sorted(self._orphans.pop(key, ())):
+            del self._lost_parents[child]
+            self._parents[child] = slot
+            self._add_child(slot, child)
+
+    def _forget_orphan(self, slot: int) -> None:
+        key = self._lost_parents.pop(slot)
+        siblings = self._orphans[key]
+        siblings.remove(slot)
+        if not siblings:
+            del self._orphans[key]
 
     def _remove(self, key: ChunkKey) -> None:
         """Takes out a chunk whose bytes are lost or never came."""
-        num_children = 0 if key in self._leaves else self._num_children.pop(key, 1)
-        if num_children:
-            self._num_orphans[key] = num_children
-        self._leaves.discard(key)
-        slot = _place(self._slots.pop(key))
+        part = self._slots.parts[hash(key) & MASK]
+        slot = part.pop(key)
+        self._num_resident -= 1
+        self._unready.discard(slot)
+        if self._children[slot] != _NONE:
+            orphans = self._more_children.pop(slot, set()) | {self._children[slot]}
+            self._orphans[key] = orphans
+            for child in orphans:
+                self._parents[child] = _LOST
+                self._lost_parents[child] = key
         if slot not in self._quarantined:
             self._set_free(slot)
         parent = self._parents[slot]
-        if parent is not None:
-            self._take_child(parent)
-        self._policy.remove(key, parent if parent in self._slots else None)
+        if parent >= 0:
+            self._take_child(parent, slot)
+        elif parent == _LOST:
+            self._forget_orphan(slot)
+        self._policy.remove(key, self._keys[parent] if parent >= 0 else None)
+
+    def _drop_lost(self) -> list[ChunkKey]:
+        """Drops what is in lost slots, as much as one call may."""
+        num_left, keys = MAX_AT_ONCE, []
+        while self._lost_slots and num_left:
+            slots = self._lost_slots.pop()
+            if len(slots) > num_left:
+                self._lost_slots.append(slots[:-num_left])
+                slots = slots[-num_left:]
+            num_left -= len(slots)
+            # Tails before heads, mostly: so few of them lose what they hang on first.
+            found = [(self._keys[slot], slot) for slot in reversed(slots)]
+            keys += [key for key, slot in found if key is not None and self._slots.get(key) == slot]
+        return self.drop(keys)
 
     def _set_free(self, slot: int) -> None:
         """A slot has lost its chunk for another reason than eviction: it is tried last."""
         if slot < self._num_usable:
-            self._free_slots.appendleft(slot)
+            self._free.put_last(range(slot, slot + 1))
         else:
-            self._unusable.add(slot)
+            self._unusable.append(range(slot, slot + 1))
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless slots, pins, children and policy agree. O(chunks + slots)."""
-        used = [_place(slot) for slot in self._slots.values()]
-        owners = [*used, *self._free_slots, *self._quarantined, *self._unusable]
-        assert sorted(owners) == list(range(len(self._parents))), "a slot has no owner or two"
-        assert all(slot < self._num_usable for slot in self._free_slots), "a slot is free that a worker does not have"
-        assert all(slot >= self._num_usable for slot in self._unusable), "a slot is usable and cannot be had"
-        num_children = dict.fromkeys(self._slots, 0)
-        num_orphans: dict[ChunkKey, int] = {}
+        used = [self._slots[key] for key in self._slots]
+        unusable = [slot for slots in self._unusable for slot in slots]
+        owners = [*used, *self._free, *self._quarantined, *unusable]
+        assert sorted(owners) == list(range(self._num_known)), "a slot has no owner or two"
+        assert len(used) == self._num_resident
+        assert len(list(self._free)) == len(self._free)
+        assert all(slot < self._num_usable for slot in self._free), "a slot is free that a worker does not have"
+        assert all(slot >= self._num_usable for slot in unusable), "a slot is usable and cannot be had"
+        assert all(self._keys[slot] == key for key, slot in ((key, self._slots[key]) for key in self._slots))
+        children: dict[int, set[int]] = {slot: set() for slot in used}
+        orphans: dict[ChunkKey, set[int]] = {}
         for slot in used:
             parent = self._parents[slot]
-            if parent is not None:
-                counts = num_children if parent in self._slots else num_orphans
-                counts[parent] = counts.get(parent, 0) + 1
-        assert num_orphans == self._num_orphans
-        assert self._leaves == {key for key, num in num_children.items() if num == 0}
-        assert self._num_children == {key: num for key, num in num_children.items() if num > 1}
+            if parent == _LOST:
+                orphans.setdefault(self._lost_parents[slot], set()).add(slot)
+            elif parent != _NONE:
+                children[parent].add(slot)
+        assert orphans == self._orphans
+        assert not any(key in self for key in orphans), "what hangs on a resident chunk was not told"
+        assert set(self._lost_parents) == {slot for slots in orphans.values() for slot in slots}
+        for slot, found in children.items():
+            known = {self._children[slot]} - {_NONE} | self._more_children.get(slot, set())
+            assert found == known, "a chunk is wrong about what hangs on it"
+        assert all(self._more_children.values())
+        assert self._more_children.keys() <= children.keys()
         assert all(num > 0 for num in self._pins.values())
         covered = self._covered()
-        assert self._condemned <= covered, "a condemned chunk outlived its pins"
-        assert all(self._slots[key] < 0 for key in self._condemned), "a condemned chunk can be found"
-        self._policy.check_invariants(self._leaves, self)
+        if not self._to_sweep:
+            assert {self._slots[key] for key in self._condemned} <= covered, "a condemned chunk outlived its pins"
+        assert self._unready <= set(used)
+        assert all(self._slots[key] in self._unready for key in self._condemned), "a condemned chunk can be found"
+        leaves = {self._keys[slot] for slot, found in children.items() if not found}
+        self._policy.check_invariants(leaves, self)
 
     def _pending(self) -> set[ChunkKey]:
-        return {key for key, slot in self._slots.items() if slot < 0} - self._condemned
+        return {self._keys[slot] for slot in self._unready} - self._condemned
 
     def check_holds(self, *, pins: dict[ChunkKey, int], pending: set[ChunkKey]) -> None:
         """Raises AssertionError unless pins end at exactly these chunks, this often, and these are PENDING."""
@@ -430,6 +712,8 @@ class ChunkIndex(Residents):
         assert self._pending() == pending
 
 
-def _place(slot: int) -> int:
-    """The slot behind a value of `ChunkIndex._slots`."""
-    return slot if slot >= 0 else ~slot
+def touches(slots: Sequence[int], first: int, end: int) -> bool:
+    """Whether one of these slots is among `first` to `end - 1`. Mostly seen from the lowest and the highest."""
+    if not slots or max(slots) < first or min(slots) >= end:
+        return False
+    return any(first <= slot < end for slot in slots)

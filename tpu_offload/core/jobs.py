@@ -6,6 +6,7 @@ It ends when every worker has reported it, or shown that it is through with it, 
 import abc
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import final
 
@@ -110,7 +111,7 @@ class Job(TrackedJob):
     Attributes:
       transfer: what the workers are told.
       request_id: the engine's request; for a save that several share, words for a log.
-      account: who holds the staging blocks, `transfer.num_blocks` of them.
+      account: who holds the staging blocks, `transfer.num_staging_blocks` of them.
       keys: chunks that a load has pinned or a save has made PENDING.
       slots: where they are in the host tier.
       num_valid_tokens: for a load, the request's tokens that were in HBM before it.
@@ -119,7 +120,7 @@ class Job(TrackedJob):
     transfer: TransferJob
     request_id: str
     account: str
-    keys: tuple[ChunkKey, ...]
+    keys: Sequence[ChunkKey]
     slots: tuple[int, ...]
     num_valid_tokens: int
 
@@ -132,6 +133,45 @@ class Job(TrackedJob):
     def num_parts(self) -> int:
         """Blocks that move."""
         return self.transfer.num_blocks
+
+
+@final
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class WaitingLoad:
+    """A load that its request waits for and that no plan has taken yet; it has no job id until one does.
+
+    Attributes:
+      request_id: the engine's request.
+      account: who holds the staging blocks.
+      block_ids: blocks of the HBM cache.
+      host_block_ids: as many places in the host pool.
+      keys: the chunks that hold them; pinned.
+      slots: where these are in the host tier.
+      num_valid_tokens: the request's tokens that were in HBM before it.
+      num_staging_blocks: staging blocks that it holds; 0 if it takes none, or waits for some.
+      waits_until_s: time after which it waits for staging blocks no more.
+      failed_blocks: positions of blocks that cannot be copied any more.
+      doomed: none of it can be used.
+      error: why.
+    """
+
+    request_id: str
+    account: str
+    block_ids: tuple[int, ...]
+    host_block_ids: tuple[int, ...]
+    keys: Sequence[ChunkKey]
+    slots: tuple[int, ...]
+    num_valid_tokens: int
+    num_staging_blocks: int
+    waits_until_s: float
+    failed_blocks: set[int] = dataclasses.field(default_factory=set)
+    doomed: bool = False
+    error: str = ""
+
+    @property
+    def num_parts(self) -> int:
+        """Blocks that are to move."""
+        return len(self.block_ids)
 
 
 class JobTable[J: TrackedJob]:
@@ -151,6 +191,7 @@ class JobTable[J: TrackedJob]:
         self._jobs: dict[int, J] = {}
         self._late: dict[int, J] = {}
         self._oldest = dict.fromkeys(range(num_workers), 0)  # what each worker last said
+        self._next_deadline_s = math.inf  # no job's deadline is before this
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -182,6 +223,7 @@ class JobTable[J: TrackedJob]:
     def add(self, job: J) -> J:
         """Takes a planned job."""
         self._jobs[job.job_id] = job
+        self._next_deadline_s = min(self._next_deadline_s, job.deadline_s)
         return job
 
     def expects(self, worker_id: int, result: JobResult) -> bool:
@@ -202,20 +244,22 @@ class JobTable[J: TrackedJob]:
         job.state = JobState.FAILED if failed else JobState.CANCELLED if job.detached else JobState.FINISHED
         return job
 
+    def may_run(self, job_id: int, waiting_for: Collection[int]) -> bool:
+        """Whether any of these workers, which have not reported a job, may still be at it."""
+        return any(self._oldest[worker_id] <= job_id for worker_id in waiting_for)
+
     def expire(self, now_s: float) -> list[J]:
-        """Takes out the sent jobs past their deadline. O(1) when no deadline has passed."""
-        jobs = []
-        for job in self._jobs.values():
-            if job.deadline_s > now_s:
-                break  # one timeout for all, so deadlines rise with the ids
-            if job.state is JobState.SENT:
-                jobs.append(job)
+        """Takes out the sent jobs past their deadline. O(1) when none has passed, but for a look now and then."""
+        if now_s < self._next_deadline_s:
+            return []
+        jobs = [job for job in self._jobs.values() if job.state is JobState.SENT and job.deadline_s <= now_s]
         for job in jobs:
             job.doom("timed out")
             job.copy_failed = True
             self.end(job).state = JobState.TIMED_OUT
             if job.direction is Direction.SAVE:
                 self._late[job.job_id] = job
+        self._next_deadline_s = min((job.deadline_s for job in self._jobs.values()), default=math.inf)
         return jobs
 
     def report_late(self, worker_id: int, job_id: int) -> J | None:
@@ -253,9 +297,10 @@ def transfer_job(
     host_block_ids: tuple[int, ...],
     request_id: str,
     account: str,
-    keys: tuple[ChunkKey, ...],
+    keys: Sequence[ChunkKey],
     slots: tuple[int, ...],
     num_valid_tokens: int,
+    num_staging_blocks: int,
     deadline_s: float,
 ) -> Job:
     """Plans a transfer under a new id."""
@@ -266,7 +311,7 @@ def transfer_job(
             job_id=job_id,
             deadline_s=deadline_s,
             waiting_for=jobs.workers(),
-            transfer=TransferJob(job_id, direction, 0, block_ids, host_block_ids, loaded_for),
+            transfer=TransferJob(job_id, direction, 0, block_ids, host_block_ids, loaded_for, num_staging_blocks),
             request_id=request_id,
             account=account,
             keys=keys,

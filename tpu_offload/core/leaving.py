@@ -6,14 +6,15 @@ blocks up. Nothing can be saved but behind what the host tier has, so with a blo
 there. Most of that is the next to go anyway: HBM too evicts the tail of a prefix before its head.
 """
 
-import dataclasses
+import copy
 from typing import final
 
-from tpu_offload.core.boundary import check_blocks, check_keys
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.requests import CachedPrefix, ScheduledRequest
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
+from tpu_offload.core.tables import read_hashes, read_ids
 from tpu_offload.core.tracking import TrackedRequest
+from tpu_offload.errors import RequestError
 
 
 @final
@@ -40,7 +41,11 @@ class LeavingBlocks:
         return leaving
 
     def preempt(self, request: TrackedRequest, held: ScheduledRequest) -> bool:
-        """A request gives its blocks back, and is tracked no more; returns whether it is saved."""
+        """A request gives its blocks back, and is tracked no more; returns whether it is saved.
+
+        Raises:
+          RequestError: what is said of it makes no sense; nothing was changed.
+        """
         if not self._policy.saves_on(SaveEvent.PREEMPTION):
             return False
         num_tokens = held.num_computed_tokens
@@ -48,10 +53,13 @@ class LeavingBlocks:
             num_tokens = min(num_tokens, request.load.num_valid_tokens)
         num_blocks = min(len(held.block_hashes), len(held.block_ids))
         num_chunks = self._num_chunks(request.limits.num_savable_tokens(num_tokens), num_blocks)
+        request.check_same(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
+        block_ids = read_ids(request.request_id, held.block_ids, end=num_chunks * self._blocks_per_chunk)
         if num_chunks > len(request.keys):
             request.extend_keys(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        leaving = dataclasses.replace(request, promise=None, load=None, revoked=None)
-        leaving.block_ids = tuple(held.block_ids[: num_chunks * self._blocks_per_chunk])
+        leaving = copy.copy(request)
+        leaving.promise = leaving.load = leaving.revoked = None
+        leaving.block_ids = block_ids
         leaving.num_offered_chunks = num_chunks
         leaving.num_saved_chunks = leaving.num_looked_at_chunks = leaving.num_refused_chunks = 0
         self._leaving.append(leaving)
@@ -63,6 +71,8 @@ class LeavingBlocks:
         Args:
           prefix: it.
           request: stands for it: a new one, with its limits.
+        Raises:
+          RequestError: what is said of it makes no sense; nothing was changed.
         """
         size, num_blocks = self._blocks_per_chunk, prefix.num_blocks
         num_tokens = self._policy.num_tokens_to_save(
@@ -71,7 +81,9 @@ class LeavingBlocks:
         num_chunks = self._num_chunks(prefix.limits.num_savable_tokens(num_tokens), num_blocks)
         if not num_chunks or self._is_resident(prefix, num_chunks, request):
             return
-        hashes = prefix.block_hashes[: num_chunks * size]
+        hashes = read_hashes(request.request_id, prefix.block_hashes, end=num_chunks * size)
+        if len(hashes) < num_chunks * size:
+            raise RequestError(f"a cached prefix has {len(hashes)} block hashes; expected {num_chunks * size}")
         request.extend_keys(hashes, blocks_per_chunk=size)
         block_ids: list[int] = []
         for block_hash in reversed(hashes):
@@ -79,7 +91,7 @@ class LeavingBlocks:
             if block_id is None:
                 break
             block_ids.append(block_id)
-        check_blocks(request.request_id, block_ids)
+        block_ids = read_ids(request.request_id, block_ids)
         num_gone_blocks = len(hashes) - len(block_ids)
         request.block_ids = [-1] * num_gone_blocks + block_ids[::-1]
         request.num_saved_chunks = request.num_gone_chunks = -(-num_gone_blocks // size)
@@ -92,8 +104,8 @@ class LeavingBlocks:
 
     def _is_resident(self, prefix: CachedPrefix, num_chunks: int, request: TrackedRequest) -> bool:
         """Whether the host tier has the last of so many chunks. O(1), and mostly true: tails go block by block."""
-        block_hash = prefix.block_hashes[num_chunks * self._blocks_per_chunk - 1]
-        check_keys(request.request_id, (block_hash,))
+        end = num_chunks * self._blocks_per_chunk
+        (block_hash,) = read_hashes(request.request_id, prefix.block_hashes, end - 1, end)
         return block_hash + request.namespace in self._index
 
 

@@ -1,14 +1,15 @@
-"""From a request's hashes to its load job: find the prefix, promise what fits, turn a promise into a job."""
+"""From a request's hashes to its load: find the prefix, promise it, turn the promise into a load."""
 
 import dataclasses
 from collections.abc import Sequence
 
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex, ChunkState
-from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
-from tpu_offload.core.requests import FailedLoad
-from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.jobs import WaitingLoad, host_blocks
+from tpu_offload.core.requests import FailedLoad, RequestLimits
+from tpu_offload.core.staging import Staging
 from tpu_offload.core.suspects import Suspects
+from tpu_offload.core.tables import read_ids
 from tpu_offload.core.tracking import Promise, TrackedRequest
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, Direction
@@ -17,15 +18,14 @@ from tpu_offload.types import BlockHash, Direction
 class LoadPlanner:
     """The load half of the scheduler; `OffloadScheduler` documents the calls.
 
-    A chunk is loaded whole or in part: the request may have the first blocks of a chunk in HBM already,
-    and the staging buffer may hold only some of the rest.
+    A chunk is loaded whole or in part: the request may have the first blocks of a chunk in HBM already, or none of its
+    last tokens.
     """
 
     def __init__(
         self,
         index: ChunkIndex,
-        staging: StagingBufferManager,
-        jobs: JobTable[Job],
+        staging: Staging,
         breaker: CircuitBreaker,
         suspects: Suspects,
         *,
@@ -34,7 +34,6 @@ class LoadPlanner:
     ) -> None:
         self._index = index
         self._staging = staging
-        self._jobs = jobs
         self._breaker = breaker
         self._suspects = suspects
         self._block_size = block_size
@@ -47,6 +46,8 @@ class LoadPlanner:
         *,
         num_tokens: int,
         num_computed_tokens: int,
+        can_wait: bool,
+        limits: RequestLimits | None = None,
         wary: bool = False,
     ) -> int:
         """See `OffloadScheduler.match`. With `wary` no chunk is promised that failed and has not succeeded since."""
@@ -57,10 +58,15 @@ class LoadPlanner:
         request.check_same(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         if num_computed_tokens % self._block_size == 0:
             request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
+        if limits is not None:
+            request.limit(limits)
         self.release(request)
+        request.has_kv = True  # the engine has just said what of it is in HBM
         if num_computed_tokens == 0:
-            request.saving = True  # a reset has found it waiting, with nothing in HBM that it could have spoilt
+            # A reset, or a loss of the caches, has found it waiting, with nothing in HBM that it could have spoilt.
+            request.saving = True
         request.num_cut_load_blocks = 0
+        request.awaits_staging = False
         request.at_load_limit = not request.limits.cache
         if num_computed_tokens % self._block_size:
             return 0
@@ -85,20 +91,29 @@ class LoadPlanner:
             wanted = min(wanted, allowed)
         if not slots or wanted < 1:
             return 0
-        num_blocks = 0
+        num_blocks = num_staging_blocks = 0
         if self._breaker.admits(request.account):
-            allowed = wanted if self._breaker.closed else min(wanted, self._blocks_per_chunk)
-            num_blocks = self._staging.reserve(request.account, allowed, Direction.LOAD, partial=True)
+            num_blocks = wanted if self._breaker.closed else min(wanted, self._blocks_per_chunk)
+            if self._staging.stages(Direction.LOAD):
+                num_staging_blocks = self._staging.reserve_load(request.account, num_blocks)
+                request.awaits_staging = not num_staging_blocks
+                if not (num_staging_blocks or can_wait):
+                    num_blocks = 0
         request.num_cut_load_blocks = wanted - num_blocks
         if num_blocks == 0:
             return 0
         end_tokens = min((first_block + num_blocks) * self._block_size, num_tokens - 1)
         end_chunk = self._chunk(first_block + num_blocks - 1) + 1
-        keys = tuple(request.keys[first_chunk:end_chunk])
+        keys = request.keys[first_chunk:end_chunk]
         self._index.pin(keys)
         self._breaker.begin(request.account)
         request.promise = Promise(
-            first_block, num_blocks, end_tokens - num_computed_tokens, keys, tuple(slots[: len(keys)])
+            first_block,
+            num_blocks,
+            end_tokens - num_computed_tokens,
+            keys,
+            tuple(slots[: len(keys)]),
+            num_staging_blocks,
         )
         return request.promise.num_tokens
 
@@ -116,7 +131,7 @@ class LoadPlanner:
         promise, request.promise, request.revoked = request.promise, None, None
         if promise is not None:
             self._index.unpin(promise.keys)
-            self._staging.release(request.account, promise.num_blocks, Direction.LOAD)
+            self._staging.release(request.account, promise.num_staging_blocks, Direction.LOAD)
             self._breaker.withdraw(request.account)
 
     def revoke(self, request: TrackedRequest) -> None:
@@ -126,17 +141,21 @@ class LoadPlanner:
         request.revoked = promise
 
     def admit_revoked(self, request: TrackedRequest, *, num_loaded_tokens: int) -> FailedLoad | None:
-        """What becomes of a load whose promise a reset took back; None when none did."""
-        promise = request.revoked
+        """What becomes of a load whose promise is void: a reset took it back, or what it goes on from in HBM was lost.
+
+        None if it stands.
+        """
+        promise = request.revoked if request.has_kv else request.promise or request.revoked
         if promise is None or not 0 < num_loaded_tokens <= promise.num_tokens:
             return None
-        request.revoked = None
-        return FailedLoad(request.request_id, promise.first_block * self._block_size)
+        self.release(request)
+        num_valid_tokens = promise.first_block * self._block_size if request.has_kv else 0
+        return FailedLoad(request.request_id, num_valid_tokens)
 
     def admit(
-        self, request: TrackedRequest, block_ids: Sequence[int], *, num_loaded_tokens: int, deadline_s: float
-    ) -> Job:
-        """Turns the promise into a job for the first `num_loaded_tokens` of it and gives the rest back."""
+        self, request: TrackedRequest, block_ids: Sequence[int], *, num_loaded_tokens: int, waits_until_s: float
+    ) -> WaitingLoad:
+        """Turns the promise into a load of the first `num_loaded_tokens` of it and gives the rest back."""
         promise = request.promise
         promised = promise.num_tokens if promise else 0
         if promise is None or not 0 < num_loaded_tokens <= promised:
@@ -148,8 +167,9 @@ class LoadPlanner:
         end_block = promise.first_block + num_blocks
         if len(block_ids) < end_block:
             raise RequestError(f"request {request.request_id} has {len(block_ids)} blocks; its load needs {end_block}")
-        if num_blocks < promise.num_blocks:
-            self._staging.release(request.account, promise.num_blocks - num_blocks, Direction.LOAD)
+        ids = read_ids(request.request_id, block_ids, promise.first_block, end_block)
+        num_staging_blocks = min(num_blocks, promise.num_staging_blocks)
+        self._staging.release(request.account, promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)
         first_chunk, end_chunk = self._chunk(promise.first_block), self._chunk(end_block - 1) + 1
         keys = promise.keys[: end_chunk - first_chunk]
         if len(keys) < len(promise.keys):
@@ -157,10 +177,8 @@ class LoadPlanner:
             self._index.unpin(promise.keys)
         self._index.touch(request.use, request.keys, end_chunk)
         request.promise = None
-        request.load = transfer_job(
-            self._jobs,
-            Direction.LOAD,
-            block_ids=tuple(block_ids[promise.first_block : end_block]),
+        request.load = load = WaitingLoad(
+            block_ids=tuple(ids),
             host_block_ids=host_blocks(
                 promise.slots,
                 blocks_per_chunk=self._blocks_per_chunk,
@@ -172,12 +190,12 @@ class LoadPlanner:
             keys=keys,
             slots=promise.slots[: len(keys)],
             num_valid_tokens=promise.first_block * self._block_size,
-            deadline_s=deadline_s,
+            num_staging_blocks=num_staging_blocks,
+            waits_until_s=waits_until_s,
         )
-        self._breaker.hand_over(request.account, request.load.job_id)
         if promise.lost:
-            request.load.doom("the host memory of its chunks was lost")
-        return request.load
+            load.doomed, load.error = True, "the host memory of its chunks was lost"
+        return load
 
     def _chunk(self, block: int) -> int:
         return block // self._blocks_per_chunk

@@ -1,22 +1,25 @@
-"""What the workers' reports say of the memory that they have, the lives that they live and the jobs that they ended.
+"""Applies worker reports: host capacity, worker restarts, losses of the KV caches, job completions.
 
 A slot of the host tier, or a block of the swap pool, is usable once every worker has it, and gone when one has lost it:
-each chunk has a part on every worker. A worker that was started anew has lost all of them.
+each chunk has a part on every worker. A worker that was started anew has lost all of them, and its KV caches too.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import final
 
-from tpu_offload.core.boundary import report_error
-from tpu_offload.core.index import ChunkIndex
+from tpu_offload.config import CopyPath
+from tpu_offload.core.boundary import has_setup, report_error
+from tpu_offload.core.index import ChunkIndex, touches
 from tpu_offload.core.jobs import JobIds
 from tpu_offload.core.save_policy import SavePolicy
+from tpu_offload.core.staging import Staging
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.core.transfers import Transfers
+from tpu_offload.core.workers import Workers
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.types import StepReport
+from tpu_offload.types import CacheEpoch, Direction, StepReport, WorkerSetup
 
 _logger = logging.getLogger(__name__)
 
@@ -26,12 +29,13 @@ class Reports:
     """What is known of each worker, and what follows from its next report.
 
     Args:
-      num_workers: those that report each step.
+      workers: those that report each step.
       num_groups: layer groups.
       max_host_chunks: slots that the host tier has at most.
       max_swap_blocks: blocks that the swap pool has at most, per layer group.
       index: grows with the host tier.
       save_policy: told how large that is.
+      staging: told which paths the workers use.
       transfers: told what became of transfer jobs, and what was lost.
       swap: told what became of swap jobs and their memory.
       requests: by id, those that the scheduler knows; what they were promised may be lost.
@@ -42,12 +46,13 @@ class Reports:
     def __init__(
         self,
         *,
-        num_workers: int,
+        workers: Workers,
         num_groups: int,
         max_host_chunks: int,
         max_swap_blocks: int,
         index: ChunkIndex,
         save_policy: SavePolicy,
+        staging: Staging,
         transfers: Transfers,
         swap: RequestSwap,
         requests: Mapping[str, TrackedRequest],
@@ -59,32 +64,56 @@ class Reports:
         self._max_swap_blocks = max_swap_blocks
         self._index = index
         self._save_policy = save_policy
+        self._staging = staging
         self._transfers = transfers
         self._swap = swap
         self._requests = requests
         self._job_ids = job_ids
         self._counts = counts
-        self._num_swap_blocks = dict.fromkeys(range(num_workers), (0,) * num_groups)
-        self._num_host_chunks = dict.fromkeys(range(num_workers), 0)
-        self._incarnations: dict[int, int] = {}
+        self._workers = workers
+        self._num_swap_blocks = dict.fromkeys(range(len(workers)), (0,) * num_groups)
+        self._num_host_chunks = dict.fromkeys(range(len(workers)), 0)
+        self._lost_caches: list[int] = []
         self._repeated: StepReport | None = None  # one that changes nothing when it comes again
 
     def apply(self, report: StepReport) -> None:
-        """Takes one worker's report; one that makes no sense is ignored whole, and counted."""
+        """Takes one worker's report; one that makes no sense is ignored whole, and counted.
+
+        Raises:
+          ConfigError: the worker was not made for this scheduler; nothing of the report was taken.
+        """
         if report is self._repeated:  # what a worker next door says in most steps
             return
         error = report_error(
             report,
-            num_workers=len(self._num_host_chunks),
+            num_workers=len(self._workers),
             num_groups=self._num_groups,
             max_swap_blocks=self._max_swap_blocks,
         )
         if error:
+            if has_setup(report):  # a worker with other settings may say what cannot be with ours
+                self._workers.check(report)
             self._reject(error)
-        elif not self._is_alive(report):
+            return
+        if self._is_of_an_earlier_life(report):
             self._counts.num_ignored_results += len(report.results)
-        else:
-            self._take(report)
+            return
+        self._workers.check(report)
+        self._note_life(report)
+        self._workers.hear(report)
+        if report.setup is not None:
+            self._staging.use(dict(_paths(report.setup)))
+        self._take(report)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_lost_caches` would return anything."""
+        return bool(self._lost_caches)
+
+    def take_lost_caches(self) -> tuple[int, ...]:
+        """The workers that have lost their KV caches since the last call, each once."""
+        lost, self._lost_caches = tuple(dict.fromkeys(self._lost_caches)), []
+        return lost
 
     def _take(self, report: StepReport) -> None:
         """Takes a report that makes sense, of the life of its worker that is known."""
@@ -110,6 +139,7 @@ class Reports:
             self._pass_over(worker_id, report.oldest_job_id)
         else:  # it has been told of jobs that are not ours: another scheduler's, before this one
             self._reject(f"worker {worker_id} is through with job {report.oldest_job_id}, which was never given")
+        self._hear_of_losses(report)
         self._transfers.settle()
         if not (report.results or report.lost_slots or report.lost_swap_blocks):
             self._repeated = report
@@ -120,25 +150,48 @@ class Reports:
             count = self._counts.num_rejected_reports
             _logger.error("report %d that makes no sense is ignored, as those before it: %s", count, error)
 
-    def _is_alive(self, report: StepReport) -> bool:
-        """Whether a report is of the life of its worker that is known, or of a new one; False for an earlier one."""
-        if not report.incarnation:
-            return True
-        known = self._incarnations.get(report.worker_id, report.incarnation)
-        if report.incarnation < known:
-            self._reject(f"worker {report.worker_id} speaks from an earlier life ({report.incarnation}; now {known})")
+    def _is_of_an_earlier_life(self, report: StepReport) -> bool:
+        """Whether the worker has been started anew since; unless it shows that it still lives (`WorkerSetup.rival`)."""
+        if report.worker_id >= len(self._workers) or (report.setup is not None and report.setup.rival):
+            return False  # an error, as `Workers.check` says
+        known, _ = self._workers.known_epoch(report.worker_id)
+        if not report.incarnation or report.incarnation >= known:
             return False
-        self._incarnations[report.worker_id] = report.incarnation
-        if report.incarnation > known:
-            self._start_anew(report)
+        self._reject(f"stale report from worker {report.worker_id}: incarnation {report.incarnation}, now {known}")
         return True
+
+    def _note_life(self, report: StepReport) -> None:
+        """Takes note of the life of its worker that a report is of, and of what follows if that is a new one."""
+        known, _ = self._workers.known_epoch(report.worker_id)
+        if not report.incarnation or report.incarnation == known:
+            return
+        if known:
+            self._start_anew(report)
+            self._lose_caches(report)
+        else:  # its first life, as far as anybody knows
+            self._workers.set_epoch(CacheEpoch(report.worker_id, report.incarnation, 0))
+
+    def _hear_of_losses(self, report: StepReport) -> None:
+        incarnation, num_losses = self._workers.known_epoch(report.worker_id)
+        if report.incarnation == incarnation and report.num_cache_losses > num_losses:
+            _logger.error("worker %d has lost its KV caches; what they held is computed again", report.worker_id)
+            self._lose_caches(report)
+
+    def _lose_caches(self, report: StepReport) -> None:
+        """The KV in HBM is gone on one worker, and with it what all of them have: each block has a part on each."""
+        self._workers.set_epoch(CacheEpoch(report.worker_id, report.incarnation, report.num_cache_losses))
+        self._lost_caches.append(report.worker_id)
+        self._transfers.lose_caches()
+        self._swap.lose_caches()
 
     def _start_anew(self, report: StepReport) -> None:
         """A worker has lost its memory: so are all chunks, because each has a part there, and its jobs."""
         worker_id = report.worker_id
         _logger.error("worker %d was started anew; the host tier is empty", worker_id)
         self._counts.num_worker_restarts += 1
-        self._lose_slots(0, self._max_host_chunks)
+        self._swap.lose_slots(0, self._max_host_chunks)
+        self._transfers.lose_all()
+        self._break_promises(0, self._max_host_chunks)
         self._swap.lose_all()
         self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
         self._swap.limit(self._num_swap_blocks[worker_id])
@@ -162,6 +215,17 @@ class Reports:
         """Host memory is gone: forgets what was in it and fails what was about to use it."""
         self._swap.lose_slots(first, end)
         self._transfers.lose_slots(first, end)
+        self._break_promises(first, end)
+
+    def _break_promises(self, first: int, end: int) -> None:
         for request in self._requests.values():
-            if request.promise and any(first <= slot < end for slot in request.promise.slots):
+            if request.promise and touches(request.promise.slots, first, end):
                 request.promise.lost = True
+
+
+def _paths(setup: WorkerSetup) -> Iterator[tuple[Direction, CopyPath]]:
+    """The paths that a worker uses, as far as it says so."""
+    for direction, name in ((Direction.SAVE, setup.save_path), (Direction.LOAD, setup.load_path)):
+        for path in CopyPath:
+            if path.value == name:
+                yield direction, path

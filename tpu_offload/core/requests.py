@@ -7,6 +7,7 @@ from typing import final
 
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, Direction
+from tpu_offload.values import as_integer, one_line
 
 
 @final
@@ -32,14 +33,18 @@ class RequestLimits:
     cache: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("max_save_tokens", "max_load_tokens", "priority"):
+            value = as_integer(getattr(self, name))
+            if value is not None:
+                object.__setattr__(self, name, value)
         for name in ("max_save_tokens", "max_load_tokens"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
-                raise RequestError(f"{name}={value!r:.100}; expected an integer from 0 on, or None for no limit")
+                raise RequestError(f"{name}={one_line(value)}; expected an integer from 0 on, or None for no limit")
         if type(self.priority) is not int or abs(self.priority) >= 2**31:
-            raise RequestError(f"priority={self.priority!r:.100}; expected an integer of at most 31 bits")
+            raise RequestError(f"priority={one_line(self.priority)}; expected an integer of at most 31 bits")
         if type(self.cache) is not bool:
-            raise RequestError(f"cache={self.cache!r:.100}; expected True or False")
+            raise RequestError(f"cache={one_line(self.cache)}; expected True or False")
 
     def within(self, others: "RequestLimits") -> "RequestLimits":
         """These, with the token limits no higher than those of `others`."""
@@ -69,14 +74,17 @@ NO_LIMITS = RequestLimits()
 class ScheduledRequest:
     """A request that holds blocks of the HBM cache in the coming step, and how far it is after that.
 
-    It stands for all later steps until the engine says something else of the request or takes its blocks.
+    It stands for all later steps until the engine says something else of the request or takes its blocks. What counts
+    is what it says during the call that it is given to: nothing of it is kept, and the engine may use its lists and
+    arrays for something else at once. An engine that moves KV to other blocks names the request again in the very next
+    step: blocks that were named before are compared with what they were, 4 ns a block.
 
     Attributes:
       request_id: the engine's name for it.
-      block_ids: its blocks, in token order; may run past what is computed. It is kept and read again in
-        later steps: a list that the engine appends to is fine, a buffer that it fills with something else is not.
-      block_hashes: hashes of its full blocks whose tokens are known, in order. A token that is only
-        assumed (a placeholder, an unverified draft) must not be in one.
+      block_ids: its blocks, in token order: a list, tuple, row of an array, deque, memory view or any other sequence of
+        integers. It may run past what is computed; what is there is not looked at.
+      block_hashes: hashes of its full blocks whose tokens are known, in order: any sequence of bytes. A token
+        that is only assumed (a placeholder, an unverified draft) must not be in one.
       num_prompt_tokens: length of the prompt.
       num_computed_tokens: leading tokens whose KV the device holds *after* the coming step. The token
         that the step samples is not among them, rejected draft tokens neither.
@@ -148,6 +156,10 @@ class Update:
       swapped_in: swapped-out requests whose KV is back in HBM on every worker; they can be scheduled.
       lost_swaps: swapped-out requests whose KV will not come back; they must be recomputed, and their blocks, if
         they were on their way back, can be freed.
+      lost_caches: ids of workers that have lost their KV caches, also by a restart. Before its next call the engine
+        forgets its prefix cache in HBM and calls `preempt` for every request that holds blocks, those of the other
+        fields included (`swap.discard` for those on their way back): what they hold is not their KV. Until then
+        nothing of them is saved or swapped out.
     """
 
     loaded: tuple[str, ...] = ()
@@ -155,6 +167,7 @@ class Update:
     transfers: tuple[FinishedTransfer, ...] = ()
     swapped_in: tuple[str, ...] = ()
     lost_swaps: tuple[str, ...] = ()
+    lost_caches: tuple[int, ...] = ()
 
 
 class TierEventKind(enum.Enum):
@@ -162,6 +175,7 @@ class TierEventKind(enum.Enum):
 
     STORED = "stored"  # a lookup finds them from now on
     REMOVED = "removed"  # no lookup finds them any more
+    CLEARED = "cleared"  # no lookup finds any chunk any more, whatever was told before
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,7 +184,8 @@ class TierEvent:
 
     Attributes:
       kind: what happened.
-      block_hashes: the hash of the last block of each chunk, which names the chunk and all before it.
+      block_hashes: the hash of the last block of each chunk, which names the chunk and all before it. None are named
+        where all are gone.
     """
 
     kind: TierEventKind

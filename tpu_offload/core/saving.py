@@ -11,13 +11,14 @@ from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
 from tpu_offload.core.leaving import LeavingBlocks, num_worth_saving
-from tpu_offload.core.requests import RequestLimits, ScheduledRequest
+from tpu_offload.core.requests import ScheduledRequest
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
-from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.staging import Staging
 from tpu_offload.core.suspects import Suspects
+from tpu_offload.core.tables import Ids, plain, read_changes
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import RequestError
-from tpu_offload.types import ChunkKey, Direction
+from tpu_offload.types import BlockHash, ChunkKey, Direction
 
 _ACCOUNT = "saves"  # holds the staging blocks of all saves; accounts of requests have a # in them
 
@@ -52,6 +53,12 @@ class SavePlan:
 NO_SAVES = SavePlan()
 
 
+Offer = tuple[int, list[BlockHash], int, Ids]
+"""What an engine says of a request, read and found to make sense: how many leading chunks of it should be in the host
+tier after the coming step; the hashes that name its chunks after those whose keys are known; how many of its blocks,
+from the first on, are those that it was last said to have; and the blocks after those, up to the end of the chunks."""
+
+
 class SavePlanner:
     """The save half of the scheduler.
 
@@ -67,7 +74,7 @@ class SavePlanner:
     def __init__(
         self,
         index: ChunkIndex,
-        staging: StagingBufferManager,
+        staging: Staging,
         jobs: JobTable[Job],
         policy: SavePolicy,
         breaker: CircuitBreaker,
@@ -90,14 +97,49 @@ class SavePlanner:
         self._num_seen: dict[str, int] = {}  # by request id: chunks of it that the policy was told of
         self._saves_on_compute = policy.saves_on(SaveEvent.COMPUTE)
 
-    def offer(self, request: TrackedRequest, scheduled: ScheduledRequest, num_chunks: int) -> None:
-        """Takes note that the first `num_chunks` chunks of a request should be in the host tier after the coming step.
+    def read(self, request: TrackedRequest, scheduled: ScheduledRequest) -> Offer | None:
+        """Reads what is said of a request and changes nothing; None if it is no news.
 
-        They stay on offer until the engine says something else of the request, or it is forgotten.
+        Raises:
+          RequestError: it makes no sense.
         """
-        if num_chunks > len(request.keys):
-            request.extend_keys(scheduled.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        request.block_ids = scheduled.block_ids
+        size = self._blocks_per_chunk
+        num_tokens = self._policy.num_tokens_to_save(
+            num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
+        )
+        num_full_blocks = request.limits.num_savable_tokens(num_tokens) // self._block_size
+        num_chunks = min(num_full_blocks, len(scheduled.block_hashes), len(scheduled.block_ids)) // size
+        num_same = 0
+        block_ids: Ids = []
+        if self._saves_on_compute:
+            num_blocks, known = num_chunks * size, request.block_ids
+            num_same, block_ids = read_changes(request.request_id, known, scheduled.block_ids, num_blocks)
+            if num_same == num_blocks and num_chunks == request.num_offered_chunks == request.num_saved_chunks:
+                return None
+        block_hashes, num_known = scheduled.block_hashes, len(request.keys)
+        hashes: list[BlockHash] = []
+        if num_known:
+            request.check_same(block_hashes, blocks_per_chunk=size)
+        if num_chunks > num_known:
+            hashes = request.new_hashes(block_hashes, blocks_per_chunk=size)
+            if num_chunks > num_known + len(hashes):
+                raise RequestError(
+                    f"request {request.request_id} has {len(block_hashes)} block hashes, of which "
+                    f"{num_known + len(hashes)} chunks of {size} could be read; expected {num_chunks}"
+                )
+        return num_chunks, hashes, num_same, block_ids
+
+    def offer(self, request: TrackedRequest, offer: Offer) -> None:
+        """Takes note of what was read.
+
+        It stays on offer until the engine says something else of the request, or it is forgotten.
+        """
+        num_chunks, hashes, num_same, block_ids = offer
+        request.keys.extend(hashes)
+        if num_same and type(request.block_ids) is list:
+            request.block_ids[num_same:] = block_ids
+        else:
+            request.block_ids = block_ids
         self.see(request, num_chunks)
         worth = num_worth_saving(self._policy, request, num_chunks) if self._saves_on_compute else 0
         request.num_offered_chunks = worth
@@ -107,7 +149,8 @@ class SavePlanner:
         """A request comes by with these leading chunks; their keys are known. Each is told of once, however often."""
         num_seen = self._num_seen.get(request.request_id, 0)
         if num_chunks > num_seen and request.limits.cache:
-            self._policy.see(request.use, request.keys[:num_chunks], num_seen)
+            keys = request.keys if len(request.keys) == num_chunks else request.keys[:num_chunks]
+            self._policy.see(request.use, keys, num_seen)
             self._num_seen[request.request_id] = num_chunks
 
     def forget(self, request_id: str) -> None:
@@ -121,18 +164,9 @@ class SavePlanner:
 
     def withdraw(self, request: TrackedRequest) -> None:
         """Nothing of the request is read any more, unless it is offered again."""
-        request.block_ids = ()
+        request.block_ids = []
         request.num_offered_chunks = 0
         self._to_look_at.pop(request.account, None)
-
-    def num_chunks_to_save(self, scheduled: ScheduledRequest, limits: RequestLimits) -> int:
-        """Leading chunks of the request that may be in the host tier after the coming step."""
-        num_tokens = self._policy.num_tokens_to_save(
-            num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
-        )
-        num_blocks = min(len(scheduled.block_hashes), len(scheduled.block_ids))
-        num_blocks = min(limits.num_savable_tokens(num_tokens) // self._block_size, num_blocks)
-        return num_blocks // self._blocks_per_chunk
 
     def preempt(self, request: TrackedRequest, held: ScheduledRequest) -> None:
         """A request gives its blocks back and will return: what it holds is saved now or never, if that is done."""
@@ -144,32 +178,30 @@ class SavePlanner:
         """Plans the saves of what is on offer and not saved: what leaves first, then what has waited longest.
 
         What has a higher priority goes before what has a lower one. O(1) when there is nothing to save.
-
-        Raises:
-          RequestError: a block table has become shorter than what was on offer; nothing was planned.
         """
         if not self._to_look_at and not self.leaving:
+            self._staging.end_plan(saves_wait=False)
             return NO_SAVES
         plan = SavePlan()
-        for request in self._to_look_at.values():
-            self._check_blocks(request)
-        room = self._staging.num_free // self._blocks_per_chunk
-        if not self._breaker.closed:
-            room = min(room, 1)
+        staging_room = self._staging.room_for_saves() // self._blocks_per_chunk
+        room = staging_room if self._breaker.closed else min(staging_room, 1)
         admitted = self._breaker.admits(_ACCOUNT)
+        num_early = num_saved = 0
         if self.leaving:
             leaving = _by_priority(self.leaving.take())
-            plan.early, used = self._plan_all(leaving, room if admitted else 0, deadline_s=deadline_s, is_use=False)
+            plan.early, num_early = self._plan_all(
+                leaving, room if admitted else 0, deadline_s=deadline_s, is_use=False
+            )
             plan.num_dropped_chunks = sum(request.num_refused_chunks for request in leaving)
-            room -= used
-        if not self._to_look_at or not admitted:
-            return plan
-        requests = _by_priority(self._to_look_at.values())
-        plan.jobs, _ = self._plan_all(requests, room, deadline_s=deadline_s)
-        for request in requests:
-            plan.num_refused_chunks += request.num_refused_chunks
-            if not request.num_refused_chunks:
-                del self._to_look_at[request.account]
+        if self._to_look_at and admitted:
+            requests = _by_priority(self._to_look_at.values())
+            plan.jobs, num_saved = self._plan_all(requests, room - num_early, deadline_s=deadline_s)
+            for request in requests:
+                plan.num_refused_chunks += request.num_refused_chunks
+                if not request.num_refused_chunks:
+                    del self._to_look_at[request.account]
+        is_short = plan.num_refused_chunks > 0 and num_early + num_saved == staging_room
+        self._staging.end_plan(saves_wait=is_short)
         return plan
 
     def num_dropped(self, request: TrackedRequest) -> int:
@@ -179,20 +211,33 @@ class SavePlanner:
         return max(request.num_refused_chunks, request.num_offered_chunks - request.num_saved_chunks)
 
     def rewind(self, requests: Iterable[TrackedRequest], lost: set[ChunkKey]) -> None:
-        """Offers again what is lost, for every request that counted on it. Rare; O(chunks of all requests)."""
+        """Offers again what is lost, for each request that counted on it. O(requests + chunks behind the lost ones)."""
         for request in requests:
-            for i, key in enumerate(request.keys[: request.num_saved_chunks]):
+            missing, end = self._index.missing(request.keys, 0, request.num_saved_chunks)
+            first = missing[0] if missing else end  # those before it are there
+            for i, key in enumerate(request.keys[first : request.num_saved_chunks], first):
                 if key in lost:
                     request.num_saved_chunks = i
                     request.num_looked_at_chunks = 0
                     self._look_at(request)
                     break
 
+    def rewind_all(self, requests: Iterable[TrackedRequest]) -> None:
+        """Offers again all that requests counted on: the host tier is empty."""
+        for request in requests:
+            if request.num_saved_chunks:
+                request.num_saved_chunks = request.num_looked_at_chunks = 0
+                self._look_at(request)
+
     def check_invariants(self, requests: Iterable[TrackedRequest]) -> None:
         """Raises AssertionError unless exactly the requests with something to save are looked at. For tests."""
         waiting = {r.account for r in requests if r.saving and r.num_offered_chunks > r.num_saved_chunks}
         assert waiting <= self._to_look_at.keys(), "a request that has something to save would be forgotten"
         assert self._to_look_at.keys() <= {r.account for r in requests}, "a request that is gone is looked at"
+        for request in requests:
+            num_blocks = request.num_offered_chunks * self._blocks_per_chunk
+            assert len(request.block_ids) >= num_blocks, "chunks are on offer whose blocks are not known"
+            assert len(request.keys) >= request.num_offered_chunks, "chunks are on offer whose keys are not known"
 
     def _plan_all(
         self, requests: Iterable[TrackedRequest], room: int, *, deadline_s: float, is_use: bool = True
@@ -220,14 +265,6 @@ class SavePlanner:
         keys = request.keys[request.num_saved_chunks : request.num_offered_chunks]
         return any(key in self._suspects for key in keys)
 
-    def _check_blocks(self, request: TrackedRequest) -> None:
-        num_offered = request.num_offered_chunks * self._blocks_per_chunk
-        if len(request.block_ids) < num_offered:
-            raise RequestError(
-                f"request {request.request_id} has {len(request.block_ids)} blocks and offered {num_offered} of them "
-                "for saving; call preempt() or finish() before its blocks are taken"
-            )
-
     def _plan_one(self, request: TrackedRequest, save: _Save, room: int, *, is_use: bool) -> int:
         """Adds to `save` what is missing of a request, at most `room` chunks of it; returns how many.
 
@@ -243,8 +280,13 @@ class SavePlanner:
         # What was saved earlier may have been evicted since, from the tail on: going back to the last
         # chunk that is still there closes the gap, because the request still holds those blocks too.
         first = request.num_saved_chunks
-        while first > 0 and keys[first - 1] not in self._index:
-            first -= 1
+        if first and keys[first - 1] not in self._index:
+            gone, end = self._index.missing(keys, 0, first)
+            if end == first and len(gone) == first - gone[0]:
+                first = gone[0]
+            else:  # chunks in between were lost
+                while first > 0 and keys[first - 1] not in self._index:
+                    first -= 1
         if first < request.num_gone_chunks:
             return 0  # its head is nowhere: no lookup could reach it
         copyable = self._suspects.num_copyable(keys, first, num_chunks)
@@ -268,10 +310,11 @@ class SavePlanner:
             return 0
         first = saved[0]
         if saved[num_saved - 1] - first == num_saved - 1:
-            save.block_ids += request.block_ids[first * size : (first + num_saved) * size]
+            save.block_ids += plain(request.block_ids[first * size : (first + num_saved) * size])
             save.keys += keys[first : first + num_saved]
         else:
-            save.block_ids += [request.block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]
+            block_ids = plain(request.block_ids)
+            save.block_ids += [block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]
             save.keys += [keys[i] for i in saved[:num_saved]]
         save.slots += slots
         save.request_ids.append(request.request_id)
@@ -279,7 +322,6 @@ class SavePlanner:
 
     def _make_job(self, save: _Save, *, deadline_s: float) -> Job:
         num_blocks, others = len(save.block_ids), len(save.request_ids) - 1
-        self._staging.reserve(_ACCOUNT, num_blocks, Direction.SAVE)
         job = transfer_job(
             self._jobs,
             Direction.SAVE,
@@ -290,6 +332,7 @@ class SavePlanner:
             keys=tuple(save.keys),
             slots=tuple(save.slots),
             num_valid_tokens=0,
+            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks),
             deadline_s=deadline_s,
         )
         self._breaker.begin(job.job_id)

@@ -3,8 +3,8 @@
 The life of a request, as the engine tells it:
 
     n = match(...)            how many tokens past those in HBM can come from the host tier;
-                              pins the chunks and reserves staging blocks for them
-    admit(...)                the engine granted blocks: the promise becomes a load job
+                              pins the chunks and, if loads are staged, reserves staging blocks for them
+    admit(...)                the engine granted blocks: the promise becomes a load
       (or release(...))       it could not: the promise is given back
     plan = plan_step(...)     every step, with the requests that complete a block in it:
                               loads to start, blocks to save, loads to cancel
@@ -31,23 +31,23 @@ are left alone (`core.suspects`); the engine computes what it would have loaded.
 
 import dataclasses
 import itertools
-import operator
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
 from tpu_offload.core.boundary import (
-    check_hashes,
+    check_epoch,
+    check_iterable,
     check_limits,
     check_prefix,
     check_request,
     check_scheduled,
-    check_table,
 )
 from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.index import ChunkIndex, ChunkState
-from tpu_offload.core.jobs import Job, JobIds, JobTable
+from tpu_offload.core.index import Changes, ChunkIndex, ChunkState
+from tpu_offload.core.jobs import Job, JobIds, JobTable, WaitingLoad
+from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, Use, make_policy
 from tpu_offload.core.reports import Reports
@@ -60,18 +60,33 @@ from tpu_offload.core.requests import (
     Update,
 )
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
-from tpu_offload.core.saving import NO_SAVES, SavePlan, SavePlanner
-from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.saving import NO_SAVES, Offer, SavePlan, SavePlanner
+from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.swap import RequestSwap
+from tpu_offload.core.tables import check_sequence
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.core.transfers import Transfers
+from tpu_offload.core.workers import Workers
 from tpu_offload.errors import ConfigError, RequestError
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats, StatsLogger
-from tpu_offload.types import BlockHash, ChunkKey, Direction, JobState, StepPlan, StepReport, SwapJob
+from tpu_offload.types import (
+    BlockHash,
+    CacheEpoch,
+    ChunkKey,
+    Direction,
+    JobState,
+    StepPlan,
+    StepReport,
+    SwapJob,
+    TransferJob,
+)
+from tpu_offload.values import as_count, one_line
 
 _NO_UPDATE = Update()
+_NO_OFFERS: Mapping[str, tuple[TrackedRequest, Offer]] = {}
+_MAX_EVENT_CHUNKS = 10_000
 
 
 class OffloadScheduler:
@@ -101,14 +116,19 @@ class OffloadScheduler:
         clock: Callable[[], float] = time.monotonic,
         record_events: bool = False,
     ) -> None:
+        for given, kind in ((config, OffloadConfig), (layout, KVLayout)):
+            if not isinstance(given, kind):
+                raise ConfigError(f"got a {type(given).__name__}; expected the {kind.__name__}")
+        given_workers, num_workers = num_workers, as_count(num_workers) or 0
         self._config = config
         self._enabled = config.enabled
         self._layout = layout
         if num_workers < 1:
-            raise ConfigError(f"{num_workers=}; expected at least 1")
+            raise ConfigError(f"num_workers={one_line(given_workers)}; expected at least 1")
         if self._enabled:
             layout.check_tier()
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
+        staging = Staging(self._staging, {direction: config.path_for(direction) for direction in Direction})
         self._index = ChunkIndex(policy or make_policy(config.eviction_policy.value), record=record_events)
         self._job_ids = JobIds()
         self._jobs: JobTable[Job] = JobTable(num_workers=num_workers, ids=self._job_ids)
@@ -119,8 +139,7 @@ class OffloadScheduler:
         self._suspects = Suspects(retry_s=config.breaker_retry_s, clock=clock)
         self._loads = LoadPlanner(
             self._index,
-            self._staging,
-            self._jobs,
+            staging,
             self._breakers[Direction.LOAD],
             self._suspects,
             block_size=layout.block_size,
@@ -130,7 +149,7 @@ class OffloadScheduler:
         self._limits = RequestLimits(config.max_save_tokens or None, config.max_load_tokens or None)
         self._saves = SavePlanner(
             self._index,
-            self._staging,
+            staging,
             self._jobs,
             self._save_policy,
             self._breakers[Direction.SAVE],
@@ -149,15 +168,24 @@ class OffloadScheduler:
             },
             namespace=lambda: self._namespace,
             is_trusted=lambda request_id: request_id not in self._requests or self._requests[request_id].saving,
+            has_kv=lambda request_id: request_id not in self._requests or self._requests[request_id].has_kv,
             clock=clock,
         )
         self._requests: dict[str, TrackedRequest] = {}
         self._limits_of: dict[str, RequestLimits] = {}  # of unfinished requests that came with some
         self._counts = OffloadStats()
+        self._queue = LoadQueue(
+            self._jobs,
+            staging=staging,
+            breaker=self._breakers[Direction.LOAD],
+            timeout_s=config.job_timeout_s,
+            max_blocks_per_step=config.max_load_blocks(layout),
+        )
         self._transfers = Transfers(
             self._jobs,
+            queue=self._queue,
             index=self._index,
-            staging=self._staging,
+            staging=staging,
             saves=self._saves,
             requests=self._requests,
             breakers=self._breakers,
@@ -168,13 +196,27 @@ class OffloadScheduler:
             blocks_per_chunk=config.blocks_per_chunk,
             timeout_s=config.job_timeout_s,
         )
+        self._workers = Workers(
+            num_workers,
+            own={
+                "fingerprint": layout.fingerprint().hex(),
+                "blocks_per_chunk": config.blocks_per_chunk if self._enabled else 0,
+                "staging_blocks": self._staging.num_blocks,
+                "max_load_blocks": config.max_load_blocks(layout) if self._enabled else 0,
+                "bucket_blocks": tuple(config.block_size_buckets),
+                "max_swap_blocks": config.max_swap_blocks(layout),
+            },
+            clock=clock,
+            patience_s=config.job_timeout_s,
+        )
         self._reports = Reports(
-            num_workers=num_workers,
+            workers=self._workers,
             num_groups=len(layout.groups),
             max_host_chunks=config.host_chunks(layout),
             max_swap_blocks=config.max_swap_blocks(layout),
             index=self._index,
             save_policy=self._save_policy,
+            staging=staging,
             transfers=self._transfers,
             swap=self._swap,
             requests=self._requests,
@@ -205,6 +247,16 @@ class OffloadScheduler:
         request = self._requests.get(request_id)
         return request is not None and self._loads.ends_at_a_save(request)
 
+    def awaits_staging(self, request_id: str) -> bool:
+        """Whether the last match of a request found something that there were too few free staging blocks for.
+
+        An engine that matches with `can_wait=False` may match such a request again in a later step; its turn comes
+        before that of others, and before that of saves every other time.
+        """
+        check_request(request_id)
+        request = self._requests.get(request_id)
+        return request is not None and request.awaits_staging
+
     def match(
         self,
         request_id: str,
@@ -213,11 +265,13 @@ class OffloadScheduler:
         num_tokens: int,
         num_computed_tokens: int,
         limits: RequestLimits | None = None,
+        can_wait: bool = True,
     ) -> int:
         """Finds how much of a request the host tier can load, and holds it ready.
 
-        Pins the chunks and reserves staging blocks until `admit` or `release`. Asking again replaces
-        the earlier answer. A load that does not fit the free staging blocks is cut to what fits.
+        Pins the chunks until `admit` or `release`. Asking again replaces the earlier answer. Staged loads also reserve
+        staging blocks; one that is larger than what it gets goes through that in pieces, over several steps, and one
+        that gets none waits for some after `admit`, for `load_wait_s` at most.
 
         Args:
           request_id: the request.
@@ -225,6 +279,8 @@ class OffloadScheduler:
           num_tokens: tokens that it needs before it can sample the next one.
           num_computed_tokens: leading tokens that are in HBM already.
           limits: the request's own, beside those of the settings. They hold until it ends, or is matched with others.
+          can_wait: False for an engine that needs each load to go with the plan that follows: the answer is 0 then for
+            one that would wait (see `awaits_staging`).
         Returns:
           Tokens past `num_computed_tokens` that can be loaded. One token is always left to compute, so
           a request whose every block is here gets one less; its last block is loaded all the same.
@@ -233,8 +289,10 @@ class OffloadScheduler:
           RequestError: the request is waiting for a load, an argument makes no sense, or the hashes are not
             those that an earlier match of this request had; nothing was changed.
         """
-        check_request(request_id, num_tokens, num_computed_tokens, names=("num_tokens", "num_computed_tokens"))
-        check_hashes(request_id, block_hashes)
+        num_tokens, num_computed_tokens = check_request(
+            request_id, num_tokens, num_computed_tokens, names=("num_tokens", "num_computed_tokens")
+        )
+        check_sequence(request_id, block_hashes, "block hashes")
         if num_computed_tokens > num_tokens:
             raise RequestError(
                 f"request {request_id}: {num_computed_tokens=} of {num_tokens=}; expected 0 to num_tokens"
@@ -243,16 +301,18 @@ class OffloadScheduler:
         if not self._enabled:
             return 0
         request = self._request(request_id)
-        if limits is not None:
-            self._limits_of[request_id] = limits.within(self._limits)
-            request.limit(self._limits_of[request_id])
+        own_limits = None if limits is None else limits.within(self._limits)
         found = self._loads.match(
             request,
             block_hashes,
             num_tokens=num_tokens,
             num_computed_tokens=num_computed_tokens,
+            limits=own_limits,
+            can_wait=can_wait and self._config.load_wait_s > 0,
             wary=self._transfers.is_wary(request_id),
         )
+        if own_limits is not None:
+            self._limits_of[request_id] = own_limits
         self._requests[request_id] = request
         self._saves.withdraw(request)  # it may be given other blocks
         self._saves.see(request, len(request.keys))
@@ -280,8 +340,8 @@ class OffloadScheduler:
           RequestError: more tokens than promised, too few blocks for them, or an argument that makes no sense; the
             promise stands.
         """
-        check_request(request_id, num_loaded_tokens, names=("num_loaded_tokens",))
-        check_table(request_id, block_ids)
+        (num_loaded_tokens,) = check_request(request_id, num_loaded_tokens, names=("num_loaded_tokens",))
+        check_sequence(request_id, block_ids, "block ids")
         request = self._requests.get(request_id)
         if num_loaded_tokens == 0:
             if request is None:  # from here on it holds blocks: a reset has to find it
@@ -295,13 +355,13 @@ class OffloadScheduler:
         if revoked is not None:
             self._transfers.tell_failed(revoked)
             return
-        job = self._loads.admit(
+        load = self._loads.admit(
             request,
             block_ids,
             num_loaded_tokens=num_loaded_tokens,
-            deadline_s=self._clock() + self._config.job_timeout_s,
+            waits_until_s=self._clock() + self._config.load_wait_s,
         )
-        self._transfers.send(job)
+        self._transfers.send(load)
         self._counts.matched_tokens += num_loaded_tokens
 
     def evict(self, prefix: CachedPrefix) -> None:
@@ -314,18 +374,32 @@ class OffloadScheduler:
         Raises:
           RequestError: what is said of the prefix makes no sense; nothing was changed.
         """
-        check_prefix(prefix)
+        prefix = check_prefix(prefix)
         if self._enabled and self._save_policy.saves_on(SaveEvent.HBM_EVICTION):
             request = self._new_request("the prefix cache")
             request.limit(prefix.limits.within(self._limits))
             self._saves.leaving.evict(prefix, request)
 
-    def lose_caches(self) -> None:
-        """All KV in HBM is gone. Whoever holds blocks has to be preempted, without `held`; here goes what has left.
+    def lose_caches(self, epoch: CacheEpoch | None = None) -> None:
+        """All KV in HBM is gone, as the engine knows before a report says so.
 
-        Needed only where the caches can be lost between a call of `evict` or `preempt` and the next plan.
+        Everybody who holds blocks has to be preempted, without `held`. Until then nothing of them is saved or swapped
+        out, and loads on their way end as failed. `Update.lost_caches` says the same of what the engine did not know.
+
+        Args:
+          epoch: of the new caches, as `OffloadWorker.cache_epoch` has it after `CachesLostError` or
+            `OffloadWorker.lose_caches`. With it the next plan is made for them, and the report is no news; without it
+            that worker cancels what is planned until its report has come.
+        Raises:
+          RequestError: the epoch is none of a worker's; nothing was changed.
         """
-        self._saves.leaving.clear()
+        if epoch is not None:
+            check_epoch(epoch, num_workers=len(self._workers))
+            known = self._workers.known_epoch(epoch.worker_id)
+            if known[0] == epoch.incarnation and known[1] < epoch.num_losses:
+                self._workers.set_epoch(epoch)
+        self._transfers.lose_caches()
+        self._swap.lose_caches()
 
     def preempt(self, request_id: str, *, held: ScheduledRequest | None = None) -> None:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine.
@@ -337,8 +411,11 @@ class OffloadScheduler:
         Raises:
           RequestError: what is said of the request makes no sense; nothing was changed.
         """
+        check_request(request_id)
         if held is not None:
-            check_scheduled(held)
+            held = check_scheduled(held)
+            if held.request_id != request_id:
+                raise RequestError(f"request {request_id} is preempted and holds what request {held.request_id} held")
             if self._enabled:
                 self._saves.preempt(self._request(request_id), held)
         former = self._requests.get(request_id)
@@ -350,6 +427,7 @@ class OffloadScheduler:
 
     def finish(self, request_id: str) -> None:
         """A request ended, in whatever state it was, also swapped out. Unknown requests are fine."""
+        check_request(request_id)
         self._forget(request_id)
         self._transfers.forget(request_id)
         self._saves.forget(request_id)
@@ -384,31 +462,39 @@ class OffloadScheduler:
         Args:
           changed: at least the requests in which the coming step completes a block: one becomes full
             whose tokens are all computed then and whose hash and block id are known. Also one whose blocks
-            changed, or whose computed tokens became fewer. What is said of a request stands, and its blocks
-            may be read in any step, until it is named again, preempted, finished or matched again. Naming
-            others is harmless, but not free. Blocks past the prompt matter only with `decode_save`, and nothing of it
-            does where nothing is saved when it is computed (`save_on`).
+            changed, or whose computed tokens became fewer. What is said of a request stands, whatever becomes of the
+            lists and arrays that said it, and its blocks may be read in any step, until it is named again, preempted,
+            finished or matched again. Naming others is harmless, but not free; of one named twice the last counts.
+            Blocks past the prompt matter only with `decode_save`, and nothing of it does where nothing is saved when
+            it is computed (`save_on`).
         Returns:
           The plan for every worker: early saves and loads first, saves after the forward pass.
         Raises:
-          RequestError: what is said of a request makes no sense, or its block table has become shorter than what it
-            offered; nothing was planned.
+          RequestError: what is said of some request makes no sense; nothing was changed, also not of the others.
         """
+        offers = self._read(changed) if self._enabled else _NO_OFFERS
         now_s = self._clock()
+        self._workers.miss(now_s)
         self._transfers.expire(now_s)
         self._transfers.settle()
         saves = NO_SAVES
+        loads: tuple[TransferJob, ...] = ()
+        cancelled: tuple[int, ...] = ()
         if self._enabled:
-            self._offer(changed)
+            for request, offer in offers.values():
+                self._saves.offer(request, offer)
+                self._requests[request.request_id] = request
+            if self._transfers.has_plans:
+                loads, cancelled = self._transfers.take_plans(now_s)
             saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
             if saves is not NO_SAVES:
                 self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
                 self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
         swaps = self._swap.take_jobs(now_s)
-        if self._transfers.has_plans or saves is not NO_SAVES or any(swaps):
-            plan = self._make_plan(saves, swaps)
+        if loads or cancelled or saves is not NO_SAVES or any(swaps):
+            plan = self._make_plan(loads, cancelled, saves, swaps)
         else:
-            plan = StepPlan(self._num_steps, next_job_id=self._job_ids.num_given)
+            plan = StepPlan(self._num_steps, next_job_id=self._job_ids.num_given, cache_epochs=self._workers.epochs)
         self._num_steps += 1
         self._stats_logger.maybe_log(now_s, self.stats)
         return plan
@@ -418,6 +504,10 @@ class OffloadScheduler:
 
         One that makes no sense is ignored whole, and counted. Results that fit no job in flight (late, doubled,
         unknown) change nothing and are counted, but for what they say of memory that nobody writes any more.
+
+        Raises:
+          ConfigError: with the first reports of a worker that was not made for this scheduler: there are more workers
+            than `num_workers`, two with one id, or one with other settings. Nothing is offloaded until that is mended.
         """
         self._reports.apply(report)
         return self.take_update()
@@ -427,23 +517,26 @@ class OffloadScheduler:
 
         `apply` tells it as well. An engine whose reports may stop coming calls this after `plan_step`.
         """
-        if not self._transfers.has_news and not self._swap.has_news:
+        if not self._has_news:
             return _NO_UPDATE
-        return Update(*self._transfers.take_news(), *self._swap.take_news())
+        return Update(*self._transfers.take_news(), *self._swap.take_news(), self._reports.take_lost_caches())
 
     # State.
 
     @property
     def has_jobs(self) -> bool:
         """Whether any job is planned or in flight, or there is news, so that plans and updates should go on."""
-        return bool(self._jobs) or self._swap.has_jobs or self._transfers.has_news or self._swap.has_news
+        return bool(self._jobs or self._queue) or self._swap.has_jobs or self._has_news
 
     def take_events(self) -> list[TierEvent]:
-        """What changed in the host tier since the last call, in order; nothing without `record_events`."""
+        """What changed in the host tier since the last call, in order; nothing without `record_events`.
+
+        Of more than 10,000 chunks the next calls tell, so that no call takes long.
+        """
         events = []
-        for found, changes in itertools.groupby(self._index.take_changes(), key=operator.itemgetter(1)):
-            kind = TierEventKind.STORED if found else TierEventKind.REMOVED
-            events.append(TierEvent(kind, tuple(hashing.last_block_hash(key) for key, _ in changes)))
+        for kind, changes in itertools.groupby(self._index.take_changes(_MAX_EVENT_CHUNKS), key=_event_kind):
+            keys = itertools.chain.from_iterable(keys or () for keys, _ in changes)
+            events.append(TierEvent(kind, tuple(map(hashing.last_block_hash, keys))))
         return events
 
     def stats(self) -> OffloadStats:
@@ -456,7 +549,7 @@ class OffloadScheduler:
             num_host_chunks=self._index.num_slots,
             num_resident_chunks=len(self._index),
             num_evicted_chunks=self._index.num_evicted,
-            num_jobs_in_flight=len(self._jobs),
+            num_jobs_in_flight=len(self._jobs) + len(self._queue),
             num_quarantined_chunks=self._index.num_quarantined_slots,
             num_breaker_openings=sum(breaker.num_opened for breaker in self._breakers.values()),
             num_open_breakers=sum(not breaker.closed for breaker in self._breakers.values()),
@@ -471,15 +564,22 @@ class OffloadScheduler:
         self._swap.check_invariants()
         pins: dict[ChunkKey, int] = dict(self._swap.pins())
         pending: list[ChunkKey] = []
+        loads: list[Job | WaitingLoad] = [*self._queue]
         for job in self._jobs:
-            held[job.account, job.direction] = held.get((job.account, job.direction), 0) + job.transfer.num_blocks
+            num_staged = job.transfer.num_staging_blocks
+            held[job.account, job.direction] = held.get((job.account, job.direction), 0) + num_staged
             if job.direction is Direction.SAVE:
                 pending += job.keys
+            else:
+                loads.append(job)
+        for waiting in self._queue:
+            held[waiting.account, Direction.LOAD] = waiting.num_staging_blocks
+            assert self._requests[waiting.request_id].load is waiting, "a load waits that nobody waits for"
         for request in self._requests.values():
             if request.promise:
-                held[request.account, Direction.LOAD] = request.promise.num_blocks
+                held[request.account, Direction.LOAD] = request.promise.num_staging_blocks
         for keys in (
-            *(job.keys for job in self._jobs if job.direction is Direction.LOAD),
+            *(load.keys for load in loads),
             *(request.promise.keys for request in self._requests.values() if request.promise),
         ):
             pins[keys[-1]] = pins.get(keys[-1], 0) + 1
@@ -492,6 +592,10 @@ class OffloadScheduler:
         assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
 
     # Inside.
+
+    @property
+    def _has_news(self) -> bool:
+        return self._transfers.has_news or self._swap.has_news or self._reports.has_news
 
     def _make_namespace(self) -> bytes:
         return hashing.key_namespace(
@@ -511,7 +615,6 @@ class OffloadScheduler:
         return request
 
     def _forget(self, request_id: str) -> None:
-        check_request(request_id)
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -524,20 +627,32 @@ class OffloadScheduler:
         if request.load is not None:
             self._transfers.detach(request.load)
 
-    def _offer(self, changed: Iterable[ScheduledRequest]) -> None:
-        for scheduled in changed:
-            check_scheduled(scheduled)
-            request = self._requests.get(scheduled.request_id)
-            limits = request.limits if request else self._limits_of.get(scheduled.request_id, self._limits)
-            num_chunks = self._saves.num_chunks_to_save(scheduled, limits)
-            if request is None and num_chunks:
-                request = self._request(scheduled.request_id)
-            if request is not None:
-                self._saves.offer(request, scheduled, num_chunks)
-                self._requests[scheduled.request_id] = request
+    def _read(self, changed: Iterable[ScheduledRequest]) -> Mapping[str, tuple[TrackedRequest, Offer]]:
+        """What the engine says of its requests, by their ids: all of it is looked at before any of it counts."""
+        if type(changed) is list or type(changed) is tuple:
+            if not changed:  # nearly always
+                return _NO_OFFERS
+        else:
+            check_iterable(changed, "a step names", "ScheduledRequests")
+        offers: dict[str, tuple[TrackedRequest, Offer]] = {}
+        for named in changed:
+            scheduled = check_scheduled(named)
+            request_id = scheduled.request_id
+            request = self._requests.get(request_id) or self._new_request(request_id)
+            offer = self._saves.read(request, scheduled)
+            if offer is not None:
+                offers[request_id] = request, offer
+            elif offers:
+                offers.pop(request_id, None)
+        return offers
 
-    def _make_plan(self, saves: SavePlan, swaps: tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]) -> StepPlan:
-        loads, cancelled = self._transfers.take_plans()
+    def _make_plan(
+        self,
+        loads: tuple[TransferJob, ...],
+        cancelled: tuple[int, ...],
+        saves: SavePlan,
+        swaps: tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]],
+    ) -> StepPlan:
         for job in (*saves.early, *saves.jobs):
             job.state = JobState.SENT
         return StepPlan(
@@ -549,8 +664,16 @@ class OffloadScheduler:
             swap_ins=swaps[1],
             next_job_id=self._job_ids.num_given,
             early_saves=tuple([job.transfer for job in saves.early]),
+            cache_epochs=self._workers.epochs,
         )
 
     def _make_breaker(self, what: str, clock: Callable[[], float]) -> CircuitBreaker:
         config = self._config
         return CircuitBreaker(what, num_failures=config.breaker_failures, retry_s=config.breaker_retry_s, clock=clock)
+
+
+def _event_kind(change: Changes) -> TierEventKind:
+    keys, found = change
+    if keys is None:
+        return TierEventKind.CLEARED
+    return TierEventKind.STORED if found else TierEventKind.REMOVED

@@ -1,14 +1,26 @@
-"""The budget of the HBM staging buffer: who holds how many of its blocks.
+"""The budget of the HBM staging buffer: who holds how many of its blocks, and whose turn it is when there are too few.
 
-Copies between HBM and host pass through HBM that the engine granted once. Every block of a save or
-load holds one staging block from the moment it is planned until every worker has reported it, so the
-device never holds more blocks in transit than the budget. The manager only counts; it never sees an
-array. All calls come from the thread of the scheduler.
+Staged copies between HBM and host pass through HBM that the engine granted once. A staged job holds staging blocks from
+the moment it is planned until every worker has reported it, so the device never holds more blocks in transit than the
+budget: a save one for each of its blocks, a load at most that many, for it can go through fewer in pieces. Copies that
+are not staged take none, and nothing here limits them. All calls come from the thread of the scheduler.
+
+When more is wanted than is free:
+
+- A load takes what is free if that is a quarter of the buffer or all that it needs; else it waits. One that is larger
+  than the buffer takes half of it at most, for it holds that for long. Loads that wait get theirs in their order, and
+  none passes them.
+- Saves and loads that both wait take turns. What comes free is kept for the side whose turn it is until that has got
+  some, then it is the other's. A job that waits holds nothing, and whatever holds something ends, in time or late, so
+  every turn ends as well.
 """
 
 import dataclasses
-from collections.abc import Hashable
+import sys
+from collections.abc import Hashable, Mapping
+from typing import final
 
+from tpu_offload.config import CopyPath
 from tpu_offload.errors import StagingError
 from tpu_offload.types import Direction
 
@@ -143,3 +155,90 @@ class StagingBufferManager:
         assert all(a.num_save_blocks or a.num_load_blocks for a in accounts), "an empty account was kept"
         assert self._num_save_blocks + self._num_load_blocks == self.num_reserved
         assert 0 <= self.num_reserved <= self._peak_num_reserved <= self._num_blocks
+
+
+_LEAST_SHARE, _LARGE_SHARE = (
+    4,
+    2,
+)  # parts of the buffer that a load starts with at least, or has at most if it is larger
+
+
+@final
+class Staging:
+    """What the planners ask of the staging buffer, for the directions that use it.
+
+    Args:
+      buffer: the budget.
+      paths: how each direction moves blocks, as far as the settings say.
+    """
+
+    def __init__(self, buffer: StagingBufferManager, paths: Mapping[Direction, CopyPath]) -> None:
+        self._buffer = buffer
+        self._stages: dict[Direction, bool] = {}
+        self._turn = Direction.LOAD
+        self._saves_wait = False
+        self._queued_loads_wait = False
+        self._matches_wait = False
+        self.use(paths)
+
+    def use(self, paths: Mapping[Direction, CopyPath]) -> None:
+        """From now on jobs are planned for these paths; `auto` counts as staged."""
+        self._stages.update((direction, path.stages) for direction, path in paths.items())
+
+    def stages(self, direction: Direction) -> bool:
+        """Whether jobs in this direction hold staging blocks."""
+        return self._stages[direction]
+
+    def reserve_load(self, account: str, num_blocks: int, *, next_in_line: bool = False) -> int:
+        """Takes what a load of so many blocks can go through.
+
+        Args:
+          account: who will hold it.
+          num_blocks: blocks of the load.
+          next_in_line: it has waited, longest of all.
+        Returns:
+          Staging blocks, 0 if it has to wait. Loads that come later wait as well then, until the next plan.
+        """
+        budget = self._buffer.num_blocks
+        least = min(num_blocks, max(1, budget // _LEAST_SHARE))
+        passes_others = self._loads_wait and not next_in_line
+        if passes_others or (self._saves_wait and self._turn is Direction.SAVE) or self._buffer.num_free < least:
+            self._matches_wait = True
+            return 0
+        most = num_blocks if num_blocks <= budget else max(least, budget // _LARGE_SHARE)
+        granted = self._buffer.reserve(account, min(most, self._buffer.num_free), Direction.LOAD)
+        if self._saves_wait:
+            self._turn = Direction.SAVE
+        return granted
+
+    def room_for_saves(self) -> int:
+        """Blocks that may be saved by the coming plan."""
+        if not self._stages[Direction.SAVE]:
+            return sys.maxsize
+        return 0 if self._loads_wait and self._turn is Direction.LOAD else self._buffer.num_free
+
+    def reserve_save(self, account: str, num_blocks: int) -> int:
+        """Takes the staging blocks of a save that there is room for; returns how many, 0 if it needs none."""
+        if not self._stages[Direction.SAVE]:
+            return 0
+        if self._loads_wait:
+            self._turn = Direction.LOAD
+        return self._buffer.reserve(account, num_blocks, Direction.SAVE)
+
+    def release(self, account: str, num_blocks: int, direction: Direction) -> None:
+        """Gives staging blocks back; none is fine."""
+        if num_blocks:
+            self._buffer.release(account, num_blocks, direction)
+
+    def wait_for_loads(self, *, queued: bool) -> None:
+        """The coming plan takes all loads, or leaves some in the queue."""
+        self._queued_loads_wait = queued
+
+    def end_plan(self, *, saves_wait: bool) -> None:
+        """A plan is made; `saves_wait` says whether there was too little room for its saves."""
+        self._saves_wait = saves_wait
+        self._matches_wait = False
+
+    @property
+    def _loads_wait(self) -> bool:
+        return self._queued_loads_wait or self._matches_wait

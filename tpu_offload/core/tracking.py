@@ -4,17 +4,17 @@ import dataclasses
 from collections.abc import Sequence
 
 from tpu_offload import hashing
-from tpu_offload.core.boundary import check_keys
-from tpu_offload.core.jobs import Job
+from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.policies import Use
 from tpu_offload.core.requests import NO_LIMITS, RequestLimits
+from tpu_offload.core.tables import Ids, read_hashes
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
 
 
 @dataclasses.dataclass(slots=True)
 class Promise:
-    """What a match granted. The chunks are pinned and `num_blocks` staging blocks are reserved.
+    """What a match granted. The chunks are pinned and `num_staging_blocks` staging blocks are reserved.
 
     Attributes:
       first_block: index, in the request, of the first block to load.
@@ -22,14 +22,16 @@ class Promise:
       num_tokens: tokens that the engine need not compute.
       keys: the chunks that hold those blocks; pinned.
       slots: where they are.
+      num_staging_blocks: what the load can go through; 0 if it needs none, or will wait for some.
       lost: the host memory of some of them is gone since; the load will fail.
     """
 
     first_block: int
     num_blocks: int
     num_tokens: int
-    keys: tuple[ChunkKey, ...]
+    keys: Sequence[ChunkKey]
     slots: tuple[int, ...]
+    num_staging_blocks: int
     lost: bool = False
 
 
@@ -46,8 +48,8 @@ class TrackedRequest:
       limits: what may be done for it.
       keys: keys of its chunks, as far as they were needed.
       promise: what it was promised and has not taken.
-      load: its load, planned or in flight.
-      block_ids: its blocks, as the engine last offered them: the engine's own list, which may grow.
+      load: its load, waiting or in flight.
+      block_ids: its first blocks, those of the chunks on offer at least, as the engine last said them; nobody else's.
       num_offered_chunks: leading chunks of those that should be in the host tier by now; their keys are known.
       num_gone_chunks: leading chunks that have no blocks in HBM any more (of a prefix that HBM evicts).
       num_looked_at_chunks: how many were offered when it was last tried to save them.
@@ -57,10 +59,13 @@ class TrackedRequest:
         ends now.
       rests_until_s: before this time a chunk that it offers may not be copied, and nothing of it is to be looked at.
       at_load_limit: whether its last match promised all that its limits allow.
-      num_cut_load_blocks: blocks that its last match found but had no staging blocks for; they become
-        drops when the request ends, because until then it may be matched again.
+      num_cut_load_blocks: blocks that its last match found and did not promise, for want of staging blocks or because
+        loads are suspended; they become drops when the request ends, because until then it may be matched again.
+      awaits_staging: whether that was for want of staging blocks alone.
       revoked: what it was promised and had not taken when a reset took it back.
-      saving: False once a reset has made the KV in its blocks worthless to others.
+      saving: False once a reset has made the KV in its blocks worthless to others, or a loss of the caches to all.
+      has_kv: False once the caches were lost, until it is matched again: what it has in HBM, by its own blocks or by
+        those that its last match found there, is not its KV.
     """
 
     request_id: str
@@ -68,10 +73,10 @@ class TrackedRequest:
     use: Use
     namespace: bytes
     limits: RequestLimits = NO_LIMITS
-    keys: list[ChunkKey] = dataclasses.field(default_factory=list)
+    keys: hashing.PrefixKeys = dataclasses.field(init=False)
     promise: Promise | None = None
-    load: Job | None = None
-    block_ids: Sequence[int] = ()
+    load: Job | WaitingLoad | None = None
+    block_ids: Ids = dataclasses.field(default_factory=list)
     num_offered_chunks: int = 0
     num_gone_chunks: int = 0
     num_looked_at_chunks: int = 0
@@ -81,8 +86,13 @@ class TrackedRequest:
     rests_until_s: float = 0.0
     at_load_limit: bool = False
     num_cut_load_blocks: int = 0
+    awaits_staging: bool = False
     revoked: Promise | None = None
     saving: bool = True
+    has_kv: bool = True
+
+    def __post_init__(self) -> None:
+        self.keys = hashing.PrefixKeys(self.namespace)
 
     def limit(self, limits: RequestLimits) -> None:
         """These limits hold from now on."""
@@ -96,23 +106,26 @@ class TrackedRequest:
         Raises:
           RequestError: one is no bytes; nothing was added.
         """
-        new = hashing.chunk_keys(
-            block_hashes, blocks_per_chunk=blocks_per_chunk, namespace=self.namespace, first_chunk=len(self.keys)
-        )
-        try:
-            keys = list(new)
-        except TypeError as e:
-            raise RequestError(f"request {self.request_id} has a block hash that is no bytes: {e}") from e
-        check_keys(self.request_id, keys)
-        self.keys.extend(keys)
+        self.keys.extend(self.new_hashes(block_hashes, blocks_per_chunk=blocks_per_chunk))
+
+    def new_hashes(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> list[BlockHash]:
+        """The hashes that name the full chunks of `block_hashes` whose keys are not there yet.
+
+        Raises:
+          RequestError: one is no bytes.
+        """
+        first = (len(self.keys) + 1) * blocks_per_chunk - 1
+        return read_hashes(self.request_id, block_hashes, first, step=blocks_per_chunk)
 
     def check_same(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
         """Raises RequestError unless these hashes go on from those that earlier calls were given. O(1)."""
         last = len(self.keys) * blocks_per_chunk - 1
         if not self.keys or last >= len(block_hashes):
             return
-        check_keys(self.request_id, block_hashes[last : last + 1])
-        if self.keys[-1] != block_hashes[last] + self.namespace:
+        block_hash = block_hashes[last] if type(block_hashes) is list else b""
+        if type(block_hash) is not bytes or not block_hash:
+            (block_hash,) = read_hashes(self.request_id, block_hashes, last, last + 1)
+        if self.keys[-1] != block_hash + self.namespace:
             raise RequestError(
                 f"request {self.request_id}: the hash of block {last} is not the one it had before; end a request "
                 "with finish() before another uses its request_id"
@@ -121,6 +134,11 @@ class TrackedRequest:
     def start_over(self, *, namespace: bytes) -> None:
         """After a reset: its keys change, and the KV that it holds by now is saved no more."""
         self.namespace = namespace
-        self.keys.clear()
+        self.keys = hashing.PrefixKeys(namespace)
         self.num_found_chunks = self.num_saved_chunks = self.num_refused_chunks = 0
         self.saving = False
+
+    def lose_caches(self) -> None:
+        """The KV that it holds is gone. A promise that rests on nothing in HBM stays what it was."""
+        if self.promise is None or self.promise.first_block:
+            self.saving = self.has_kv = False

@@ -6,15 +6,17 @@ land, so its slots stay in quarantine until every worker has shown that it is th
 """
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import final
 
 from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.jobs import Job, JobTable
+from tpu_offload.core.index import ChunkIndex, touches
+from tpu_offload.core.jobs import Job, JobTable, WaitingLoad
+from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.requests import FailedLoad, FinishedTransfer
 from tpu_offload.core.saving import SavePlanner
-from tpu_offload.core.staging import StagingBufferManager
+from tpu_offload.core.staging import Staging
 from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.metrics import OffloadStats
@@ -29,6 +31,7 @@ class Transfers:
 
     Args:
       jobs: those in flight; the planners add to it.
+      queue: loads that no plan has taken yet.
       index: where they have pinned and allocated chunks.
       staging: where they have reserved.
       saves: offers again what was lost.
@@ -46,8 +49,9 @@ class Transfers:
         self,
         jobs: JobTable[Job],
         *,
+        queue: LoadQueue,
         index: ChunkIndex,
-        staging: StagingBufferManager,
+        staging: Staging,
         saves: SavePlanner,
         requests: Mapping[str, TrackedRequest],
         breakers: Mapping[Direction, CircuitBreaker],
@@ -59,6 +63,7 @@ class Transfers:
         timeout_s: float,
     ) -> None:
         self._jobs = jobs
+        self._queue = queue
         self._index = index
         self._staging = staging
         self._saves = saves
@@ -70,8 +75,7 @@ class Transfers:
         self._block_nbytes = block_nbytes
         self._blocks_per_chunk = blocks_per_chunk
         self._timeout_s = timeout_s
-        self._loads_to_send: list[Job] = []
-        self._job_ids_to_cancel: list[int] = []
+        self._to_cancel: dict[int, set[int]] = {}  # by job id, the workers that may still be at it
         self._loaded: list[str] = []
         self._failed_loads: list[FailedLoad] = []
         self._finished: list[FinishedTransfer] = []
@@ -81,38 +85,43 @@ class Transfers:
 
     # On the way down.
 
-    def send(self, load: Job) -> None:
-        """A load goes with the next plan."""
-        self._loads_to_send.append(load)
+    def send(self, load: WaitingLoad) -> None:
+        """A load goes with the next plan that has room for it."""
+        self._queue.add(load)
 
     @property
     def has_plans(self) -> bool:
-        """Whether `take_plans` would return anything."""
-        return bool(self._loads_to_send or self._job_ids_to_cancel)
+        """Whether `take_plans` might return anything."""
+        return bool(self._queue or self._to_cancel)
 
-    def take_plans(self) -> tuple[tuple[TransferJob, ...], tuple[int, ...]]:
+    def take_plans(self, now_s: float) -> tuple[tuple[TransferJob, ...], tuple[int, ...]]:
         """The loads, and the ids of those that are taken back, that go with the plan at hand."""
-        loads, self._loads_to_send = self._loads_to_send, []
-        cancelled, self._job_ids_to_cancel = self._job_ids_to_cancel, []
+        loads = self._queue.start(now_s) if self._queue else []
         for job in loads:
-            job.state = JobState.SENT
-        return tuple([job.transfer for job in loads]), tuple(cancelled)
+            self._requests[job.request_id].load = job
+        if self._to_cancel:
+            self._to_cancel = {i: waiting for i, waiting in self._to_cancel.items() if self._jobs.may_run(i, waiting)}
+        return tuple([job.transfer for job in loads]), tuple(self._to_cancel)
 
-    def detach(self, load: Job) -> None:
+    def detach(self, load: Job | WaitingLoad) -> None:
         """Nobody waits for a load any more, and its blocks are about to be used for something else."""
-        load.detached = True
-        if load.state is JobState.PLANNED:  # never told to a worker: it ends here
-            self._loads_to_send.remove(load)
-            self._end(self._jobs.end(load))
-            self._index.sweep()
+        if isinstance(load, WaitingLoad):  # never told to a worker: it ends here
+            self._queue.remove(load)
+            self._index.unpin(load.keys)
         else:
-            self._job_ids_to_cancel.append(load.job_id)
+            load.detached = True
+            self._to_cancel[load.job_id] = load.waiting_for
 
     def expire(self, now_s: float) -> None:
         """Ends the jobs that were not reported in time; before a plan, which takes the blocks of loads back.
 
-        So the workers are told before the engine hears of the failure and lets a step compute into these blocks.
+        So the workers are told before the engine hears of the failure and lets a step compute into these blocks. Loads
+        that have waited too long to be sent end as well.
         """
+        if self._queue:
+            for load in self._queue.impatient(now_s):
+                self._counts.dropped_load_blocks += load.num_parts
+                self._give_up_waiting(load)
         for job in self._jobs.expire(now_s):
             _logger.warning(
                 "%s of %d blocks of request %s timed out after %g s; %s",
@@ -121,7 +130,7 @@ class Transfers:
             )  # fmt: skip
             self._counts.num_timed_out_jobs += 1
             if job.direction is Direction.LOAD and not job.detached:
-                self._job_ids_to_cancel.append(job.job_id)
+                self._to_cancel[job.job_id] = job.waiting_for
             self._end(job)
 
     # On the way up.
@@ -180,6 +189,8 @@ class Transfers:
 
     def reset(self) -> None:
         """What they move is no longer what the model would compute: loads are given up, saves are not published."""
+        for load in list(self._queue):
+            self._give_up_waiting(load)
         for job in list(self._jobs):
             self._give_up(job, "the cache was reset")
 
@@ -189,12 +200,38 @@ class Transfers:
             if job.state is JobState.SENT and worker_id in job.waiting_for:
                 self._give_up(job, why)
 
+    def lose_caches(self) -> None:
+        """All KV in HBM is gone: nothing of it is saved, and what is loaded there is of no use.
+
+        Saves in flight read their blocks before the loss, or are cancelled by the worker that it hit.
+        """
+        self._saves.leaving.clear()
+        for request in self._requests.values():
+            self._saves.withdraw(request)
+            request.lose_caches()
+        for load in list(self._queue):
+            load.num_valid_tokens = 0
+            self._give_up_waiting(load)
+        for job in list(self._jobs):
+            if job.direction is Direction.LOAD:
+                job.num_valid_tokens = 0
+                self._give_up(job, "the KV caches were lost")
+
     def lose_slots(self, first: int, end: int) -> None:
         """Host memory is gone: what was about to use it fails, its other blocks do not."""
         self.lose(self._index.lose_slots(first, end))
-        for job in self._jobs:
-            gone = {i for i, slot in enumerate(job.slots) if first <= slot < end}
-            if gone:
+        self._fail_in(first, end)
+
+    def lose_all(self) -> None:
+        """All host memory is gone. O(jobs and requests), however many chunks there were."""
+        self._index.clear()
+        self._fail_in(0, sys.maxsize)
+        self._saves.rewind_all(self._requests.values())
+
+    def _fail_in(self, first: int, end: int) -> None:
+        for job in (*self._jobs, *self._queue):
+            if touches(job.slots, first, end):
+                gone = {i for i, slot in enumerate(job.slots) if first <= slot < end}
                 job.error = job.error or "the host memory of its chunks was lost"
                 job.failed_blocks.update(i for i in range(job.num_parts) if self._chunk_of(job, i) in gone)
 
@@ -204,8 +241,11 @@ class Transfers:
 
     def settle(self) -> None:
         """What follows from all that was lost and has ended since the last call, once for all of it."""
-        self._index.sweep()
-        if self._lost_keys:
+        lost_later = self._index.tidy()
+        if lost_later:
+            self.lose(lost_later)
+        # Once for all of a large loss, however many calls it takes to drop it: this looks through all requests.
+        if self._lost_keys and not self._index.is_dropping:
             lost, self._lost_keys = self._lost_keys, set()
             self._saves.rewind(self._requests.values(), lost)
 
@@ -218,14 +258,20 @@ class Transfers:
             self._tell_of(job)
             self.detach(job)
 
-    def _chunk_of(self, job: Job, position: int) -> int:
+    def _give_up_waiting(self, load: WaitingLoad) -> None:
+        """A load will not be sent: its request computes."""
+        self.detach(load)
+        self._requests[load.request_id].load = None
+        self._failed_loads.append(FailedLoad(load.request_id, load.num_valid_tokens))
+
+    def _chunk_of(self, job: Job | WaitingLoad, position: int) -> int:
         """Which of a job's chunks a block belongs to. A load may begin inside a chunk."""
         first_block = job.num_valid_tokens // self._block_size
         return (first_block % self._blocks_per_chunk + position) // self._blocks_per_chunk
 
     def _end(self, job: Job) -> None:
         """The only place where what a job held is given back."""
-        self._staging.release(job.account, job.transfer.num_blocks, job.direction)
+        self._staging.release(job.account, job.transfer.num_staging_blocks, job.direction)
         if job.direction is Direction.LOAD:
             self._index.unpin(job.keys, sweep=False)
         if job.state is JobState.FINISHED:

@@ -155,6 +155,10 @@ class Offloading:
             self._scheduler.swap.discard([sequence.sequence_id])
         self._scheduler.preempt(sequence.sequence_id)
 
+    def lose_caches(self) -> None:
+        """The KV caches are gone, and there are new ones; `abandon` follows for every sequence that holds blocks."""
+        self._scheduler.lose_caches(self._worker.cache_epoch)
+
     def reset(self) -> None:
         """Forgets what is in host memory; the next updates tell whose KV was on its way or swapped out."""
         self._scheduler.reset()

@@ -259,6 +259,8 @@ class Scheduler:
         for run in batch:
             run.sequence.num_in_flight -= run.samples
         self._copies = []
+        if self._offload:
+            self._offload.lose_caches()
         lost = list(self._active)
         for sequence in lost:
             if self._offload:

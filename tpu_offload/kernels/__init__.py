@@ -2,7 +2,7 @@
 
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
 from tpu_offload.kernels.copier import Copier, Flight, Phase, Rows, SegmentStore, fetch_early
-from tpu_offload.kernels.direct import DirectCopier
+from tpu_offload.kernels.direct import DirectCopier, direct_spec
 from tpu_offload.kernels.fused import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.kernels.fused_plan import (
     FusedPlanner,
@@ -32,6 +32,7 @@ __all__ = [
     "StagedCopier",
     "TransferSpec",
     "choose_paths",
+    "direct_spec",
     "fetch_early",
     "fused_sizes",
     "fused_step_structs",

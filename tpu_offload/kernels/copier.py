@@ -106,8 +106,12 @@ class Copier(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def hbm_blocks(self) -> int:
-        """Blocks' worth of HBM that it takes at most, whatever is in flight within the staging budget."""
+    def hbm_nbytes(self) -> int:
+        """Bytes of HBM that it takes at most on each device, whatever is in flight within the staging budget.
+
+        What the compiler says of its programs, where the backend tells; of programs that are not compiled yet, what
+        they may take.
+        """
 
     @property
     @abc.abstractmethod
@@ -116,7 +120,11 @@ class Copier(abc.ABC):
 
     @abc.abstractmethod
     def compile(self) -> None:
-        """Compiles what it needs and has not compiled yet; otherwise each program is at its first use."""
+        """Compiles what it needs and has not compiled yet; otherwise each program is at its first use.
+
+        Raises:
+          CompileError: the compiler refuses a program, or it takes more HBM than it may.
+        """
 
     @abc.abstractmethod
     def split(self, rows: Rows) -> list[Rows]:

@@ -1,9 +1,11 @@
 """The direct path: one program moves blocks between the caches and the host pool, in device order.
 
 It needs about one block of HBM whatever the size of the job, and the device waits while it runs, for the
-programs of a device run one after another. The staged path makes the other trade.
+programs of a device run one after another. The staged path makes the other trade. So what bounds direct copies is not
+HBM but how long a step may wait for them: the worker's backlog of loads sees to that.
 """
 
+import dataclasses
 import functools
 from collections.abc import Collection
 from typing import Any, final
@@ -11,9 +13,17 @@ from typing import Any, final
 import jax
 
 from tpu_offload.kernels import programs
+from tpu_offload.kernels.compiled import CompiledPrograms
 from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, fetch_early
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.types import Direction
+
+_MAX_BLOCKS = 512  # of one dispatch: ids are padded to it, and 0.3 ms for the next dispatch is little beside so many
+
+
+def direct_spec(spec: TransferSpec) -> TransferSpec:
+    """The spec for direct copies of the same caches: the staging budget does not limit a dispatch."""
+    return dataclasses.replace(spec, capacity=min(_MAX_BLOCKS, spec.num_blocks))
 
 
 @final
@@ -32,19 +42,20 @@ class DirectCopier(Copier):
         self._spec = spec
         self._store = store
         self._directions = directions
+        self._programs = CompiledPrograms(spec, num_blocks=2)
 
     @functools.cached_property
     def _save(self) -> Any:
-        return programs.direct_save(self._spec).compile()
+        return self._programs.get(Direction.SAVE, lambda: programs.direct_save(self._spec))
 
     @functools.cached_property
     def _load(self) -> Any:
-        return programs.direct_load(self._spec).compile()
+        return self._programs.get(Direction.LOAD, lambda: programs.direct_load(self._spec))
 
     @property
-    def hbm_blocks(self) -> int:
+    def hbm_nbytes(self) -> int:
         """See `Copier`; temporaries of the one program that runs."""
-        return 2
+        return self._programs.hbm_nbytes
 
     @property
     def stages(self) -> bool:
@@ -57,7 +68,7 @@ class DirectCopier(Copier):
             _ = self._save if direction is Direction.SAVE else self._load
 
     def split(self, rows: Rows) -> list[Rows]:
-        """See `Copier`; only a plan beyond the staging budget needs more than one piece."""
+        """See `Copier`; a large job needs more than one piece."""
         capacity = self._spec.capacity
         return [rows.take(slice(start, start + capacity)) for start in range(0, len(rows), capacity)]
 

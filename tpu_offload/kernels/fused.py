@@ -40,7 +40,8 @@ import numpy as np
 from jax import lax
 
 from tpu_offload.kernels.copier import Segment
-from tpu_offload.kernels.programs import bitcast
+from tpu_offload.kernels.pages import bitcast, read_block, write_block
+from tpu_offload.kernels.programs import cpu_carrier
 from tpu_offload.kernels.spec import LayerRange, TransferSpec
 
 Space = jax.memory.Space
@@ -165,14 +166,14 @@ class FusedCopies:
         part, (first, _) = _part_of(inputs.spec, layer)
         if part not in self._arriving:
             self._arriving[part] = self._read_runs(inputs, part)
-        cache = bitcast(kv_cache, inputs.spec.carrier)
+        (cache,) = cpu_carrier([kv_cache], inputs.spec)
         for pages, block_ids in zip(self._arriving[part], inputs.load_block_ids, strict=True):
-            cache = _scatter(cache, pages[:, layer - first], block_ids)
+            cache = _scatter(cache, pages[:, layer - first], block_ids, inputs.spec)
         written: jax.Array = bitcast(cache, inputs.spec.dtype)
         return written
 
     def _read_runs(self, inputs: FusedInputs, part: int) -> list[Any]:
-        """Per run, carrier[run_blocks, layers of the part, *page_shape] on its way to HBM."""
+        """Per run, carrier[run_blocks, layers of the part, *pool_page] on its way to HBM."""
         source = inputs.load_segment[part]
         shape = (inputs.load_block_ids.shape[1], *source.shape[1:])
         return [
@@ -185,7 +186,7 @@ class FusedCopies:
     def _stage(self, inputs: FusedInputs, layer: int, kv_cache: jax.Array) -> None:
         """Puts the pages of each run together in HBM when the last layer of the part is there."""
         part, (_, end) = _part_of(inputs.spec, layer)
-        self._pages.append(bitcast(kv_cache, inputs.spec.carrier))
+        self._pages += cpu_carrier([kv_cache], inputs.spec)
         if layer + 1 == end:
             caches, self._pages = self._pages, []
             self._staged[part] = [_gather(caches, block_ids, inputs.spec) for block_ids in inputs.save_block_ids]
@@ -215,23 +216,22 @@ def _part_of(spec: TransferSpec, layer: int) -> tuple[int, LayerRange]:
 
 
 def _gather(caches: list[Any], block_ids: Any, spec: TransferSpec) -> Any:
-    """carrier[len(block_ids), len(caches), *page_shape] in HBM; an array of its own, as a DMA wants it."""
+    """carrier[len(block_ids), len(caches), *pool_page] in HBM; an array of its own, as a DMA wants it."""
     struct = spec.staging_struct(len(block_ids), len(caches))
     empty = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if spec.explicit else None)
 
     def body(_: Any, carry: Any) -> Any:
         pages, i = carry  # i is i32 under jax_enable_x64 too
-        block = [lax.dynamic_slice_in_dim(cache, block_ids[i], 1, axis=0)[:, None] for cache in caches]
-        return lax.dynamic_update_slice(pages, jnp.concatenate(block, axis=1), (i, *_origin(pages))), i + 1
+        return lax.dynamic_update_slice(pages, read_block(caches, block_ids[i], spec), (i, *_origin(pages))), i + 1
 
     return lax.fori_loop(0, len(block_ids), body, (empty, jnp.int32(0)))[0]
 
 
-def _scatter(cache: Any, pages: Any, block_ids: Any) -> Any:
-    """The cache with `pages[i]` in block `block_ids[i]`."""
+def _scatter(cache: Any, pages: Any, block_ids: Any, spec: TransferSpec) -> Any:
+    """The cache with `pages[i]`, of its layer, in block `block_ids[i]`."""
 
     def body(i: Any, cache: Any) -> Any:
-        return lax.dynamic_update_slice_in_dim(cache, lax.dynamic_index_in_dim(pages, i), block_ids[i], axis=0)
+        return write_block([cache], lax.dynamic_index_in_dim(pages, i)[:, None], block_ids[i], spec)[0]
 
     return lax.fori_loop(0, len(block_ids), body, cache)
 

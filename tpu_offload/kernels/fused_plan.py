@@ -38,20 +38,26 @@ class FusedPlanner:
         self._run_blocks = run_blocks
         self._sizes = sizes
 
-    def take(self, direction: Direction, groups: Groups, *, usable: Callable[[int], bool]) -> tuple[Groups, Groups]:
+    def take(
+        self, direction: Direction, groups: Groups, *, usable: Callable[[int], bool], max_blocks: int | None = None
+    ) -> tuple[Groups, Groups]:
         """Takes runs of one segment, as many as a step is compiled for.
 
         Args:
           direction: save or load.
           groups: what is to be copied.
           usable: whether a segment may be used.
+          max_blocks: at most so many blocks; None for what the sizes allow.
         Returns:
           At most one group that the step copies, and the groups that are left.
         """
+        sizes = self._sizes[direction]
+        if max_blocks is not None:
+            sizes = tuple(size for size in sizes if size * self._run_blocks <= max_blocks)
         for i, (segment_id, rows) in enumerate(groups):
             if not usable(segment_id):
                 continue
-            runs, rest = split_runs(rows, run_blocks=self._run_blocks, sizes=self._sizes[direction])
+            runs, rest = split_runs(rows, run_blocks=self._run_blocks, sizes=sizes)
             if len(runs):
                 left = [(segment_id, rest)] if len(rest) else []
                 return [(segment_id, runs)], [*groups[:i], *left, *groups[i + 1 :]]
@@ -67,7 +73,7 @@ class FusedPlanner:
         return [
             fused_step_structs(self._spec, run_blocks=self._run_blocks, num_saves=num_saves, num_loads=num_loads)
             for num_saves, num_loads in itertools.product(saves, loads)
-            if num_saves or num_loads
+            if 0 < (num_saves + num_loads) * self._run_blocks <= self._spec.capacity
         ]
 
 

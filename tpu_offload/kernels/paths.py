@@ -13,7 +13,7 @@ import jax
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import ConfigError
 from tpu_offload.kernels.copier import Copier, SegmentStore
-from tpu_offload.kernels.direct import DirectCopier
+from tpu_offload.kernels.direct import DirectCopier, direct_spec
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
 from tpu_offload.profile import Profile
@@ -85,7 +85,7 @@ def make_copiers(
         directions = frozenset(direction for direction in Direction if separate[direction] is path)
         if path is CopyPath.STAGED:
             return StagedCopier(spec, store, allocate=allocate, buckets=buckets, directions=directions)
-        return DirectCopier(spec, store, directions=directions)
+        return DirectCopier(direct_spec(spec), store, directions=directions)
 
     # What does not fit into the engine's step, and what is asked for when no step runs, goes directly.
     separate = {d: CopyPath.DIRECT if path is CopyPath.FUSED else path for d, path in paths.items()}

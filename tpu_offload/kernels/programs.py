@@ -39,6 +39,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.compute_on import compute_on
 
+from tpu_offload.kernels.pages import bitcast, read_block, write_block
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, LayerRange, TransferSpec
 
 Space = jax.memory.Space
@@ -78,17 +79,17 @@ def direct_save(spec: TransferSpec) -> Program:
     """`(segment, kv_caches, moves) -> (segment, token)`.
 
     Args of the program:
-      segment: per part, carrier[segment_blocks, layers, *page_shape] in pinned host memory; donated.
+      segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
       kv_caches: per layer, dtype[num_blocks, *page_shape].
       moves: i32[3, capacity], as `pack_moves` makes them: blocks to read, places in the segment to write, how many.
     """
 
     def save(segment: Any, kv_caches: Any, moves: Any) -> Any:
-        caches = as_carrier(kv_caches, spec)
-        return _caches_to_pool(segment, caches, *_unpack(moves), copies=spec.copies, space=Space.Host)
+        caches = cpu_carrier(kv_caches, spec)
+        return _caches_to_pool(segment, caches, *_unpack(moves), spec, copies=spec.copies, space=Space.Host)
 
     args = (spec.segment_structs(), spec.cache_structs(), spec.moves_struct(spec.capacity))
-    return _program(save, args, spec, donate=0, out=_segment_sharding(spec))
+    return _program("direct_save", save, args, spec, donate=0, out=_segment_sharding(spec))
 
 
 def direct_load(spec: TransferSpec) -> Program:
@@ -96,7 +97,7 @@ def direct_load(spec: TransferSpec) -> Program:
 
     Args of the program:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
-      segment: per part, carrier[segment_blocks, layers, *page_shape] in pinned host memory.
+      segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
       moves: i32[3, capacity], as `pack_moves` makes them: blocks to write, places in the segment to read, how many.
     """
 
@@ -104,29 +105,29 @@ def direct_load(spec: TransferSpec) -> Program:
         return _pool_to_caches(kv_caches, segment, *_unpack(moves), spec, copies=spec.copies)
 
     args = (spec.cache_structs(), spec.segment_structs(), spec.moves_struct(spec.capacity))
-    return _program(load, args, spec, donate=0, out=_caches_sharding(spec))
+    return _program("direct_load", load, args, spec, donate=0, out=[spec.cache_format] * spec.num_layers)
 
 
 def gather(spec: TransferSpec, bucket: int) -> Program:
     """`(kv_caches, block_ids i32[bucket]) -> (staging, token)`.
 
-    The staging array, carrier[bucket, num_layers, *page_shape] in HBM, is all the HBM that it takes.
+    The staging array, carrier[bucket, num_layers, *pool_page] in HBM, is all the HBM that it takes.
     """
     struct = spec.pool_struct(bucket, DEVICE_MEMORY_KIND)
 
     def gather_blocks(kv_caches: Any, block_ids: Any) -> Any:
         rows = jnp.arange(bucket, dtype=jnp.int32)
-        caches = as_carrier(kv_caches, spec)
+        caches = cpu_carrier(kv_caches, spec)
         # In a mesh with explicit axes every array of a program has a sharding, and this one has to be told.
         staging = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if spec.explicit else None)
         copies = ((0, spec.num_layers),)
         (staging,), token = _caches_to_pool(
-            [staging], caches, block_ids, rows, bucket, copies=(copies,), space=Space.Device
+            [staging], caches, block_ids, rows, bucket, spec, copies=(copies,), space=Space.Device
         )
         return staging, token
 
     args = (spec.cache_structs(), spec.ids_struct(bucket))
-    return _program(gather_blocks, args, spec, donate=None, out=struct.sharding)
+    return _program("gather", gather_blocks, args, spec, donate=None, out=struct.sharding)
 
 
 def scatter(spec: TransferSpec, bucket: int) -> Program:
@@ -134,7 +135,7 @@ def scatter(spec: TransferSpec, bucket: int) -> Program:
 
     Args of the program:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
-      staging: carrier[bucket, num_layers, *page_shape] in HBM.
+      staging: carrier[bucket, num_layers, *pool_page] in HBM.
       moves: i32[3, bucket], as `pack_moves` makes them: blocks to write, rows of the staging array to read (a
         cancelled job's are left out), how many.
     """
@@ -145,15 +146,15 @@ def scatter(spec: TransferSpec, bucket: int) -> Program:
 
     staging = spec.pool_struct(bucket, DEVICE_MEMORY_KIND)
     args = (spec.cache_structs(), staging, spec.moves_struct(bucket))
-    return _program(scatter_blocks, args, spec, donate=0, out=_caches_sharding(spec))
+    return _program("scatter", scatter_blocks, args, spec, donate=0, out=[spec.cache_format] * spec.num_layers)
 
 
 def land(spec: TransferSpec, bucket: int) -> Program:
     """`(segment, staging, host_block_ids) -> (segment, token)`, on the host's CPU.
 
     Args of the program:
-      segment: per part, carrier[segment_blocks, layers, *page_shape] in pinned host memory; donated.
-      staging: carrier[bucket, num_layers, *page_shape] in pinned host memory.
+      segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
+      staging: carrier[bucket, num_layers, *pool_page] in pinned host memory.
       host_block_ids: i32[bucket], places in the segment to write.
     """
 
@@ -168,15 +169,15 @@ def land(spec: TransferSpec, bucket: int) -> Program:
 
     staging = spec.pool_struct(bucket, HOST_MEMORY_KIND)
     args = (spec.segment_structs(), staging, spec.ids_struct(bucket))
-    return _program(land_rows, args, spec, donate=0, out=_segment_sharding(spec))
+    return _program("land", land_rows, args, spec, donate=0, out=_segment_sharding(spec))
 
 
 def pick(spec: TransferSpec, bucket: int) -> Program:
     """`(staging, segment, host_block_ids) -> (staging, token)`, on the host's CPU.
 
     Args of the program:
-      staging: carrier[bucket, num_layers, *page_shape] in pinned host memory; donated.
-      segment: per part, carrier[segment_blocks, layers, *page_shape] in pinned host memory.
+      staging: carrier[bucket, num_layers, *pool_page] in pinned host memory; donated.
+      segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
       host_block_ids: i32[bucket], places in the segment to read.
     """
 
@@ -190,15 +191,15 @@ def pick(spec: TransferSpec, bucket: int) -> Program:
 
     staging = spec.pool_struct(bucket, HOST_MEMORY_KIND)
     args = (staging, spec.segment_structs(), spec.ids_struct(bucket))
-    return _program(pick_rows, args, spec, donate=0, out=staging.sharding)
+    return _program("pick", pick_rows, args, spec, donate=0, out=staging.sharding)
 
 
 def _program(
-    function: Callable[..., Any], args: tuple[Any, ...], spec: TransferSpec, *, donate: int | None, out: Any
+    name: str, function: Callable[..., Any], args: tuple[Any, ...], spec: TransferSpec, *, donate: int | None, out: Any
 ) -> Program:
     """Jits `function`, which returns an array (or the caches) of sharding `out`, and a token."""
     jitted = jax.jit(function, donate_argnums=() if donate is None else (donate,), out_shardings=(out, spec.replicated))
-    return Program(name=function.__name__, function=jitted, args=args, platform=spec.platform)
+    return Program(name=name, function=jitted, args=args, platform=spec.platform)
 
 
 def pack_moves(block_ids: Ids, rows: Ids, *, capacity: int) -> Ids:
@@ -221,26 +222,17 @@ def _unpack(moves: Any) -> tuple[Any, Any, Any]:
     return moves[0], moves[1], moves[2, 0]
 
 
-def _caches_sharding(spec: TransferSpec) -> list[Any]:
-    return [spec.cache_sharding] * spec.num_layers
-
-
 def _segment_sharding(spec: TransferSpec) -> list[Any]:
     return [struct.sharding for struct in spec.segment_structs()]
 
 
-def as_carrier(kv_caches: Caches, spec: TransferSpec) -> Caches:
-    """The caches seen as the carrier type.
+def cpu_carrier(kv_caches: Caches, spec: TransferSpec) -> Caches:
+    """The caches seen as the carrier type, where that has to be done before a block is taken out.
 
-    Whole arrays, outside the loop: a bitcast of one page of float8_e5m2 is not exact on the CPU backend,
-    which widens the page before it. On other platforms there is nothing to do.
+    On CPU whole arrays, outside the loop: a bitcast of one page of float8_e5m2 is not exact there, as the backend
+    widens the page before it. Elsewhere page by page: of a whole cache it would cost a copy on TPU.
     """
-    return [bitcast(cache, spec.carrier) for cache in kv_caches]
-
-
-def bitcast(array: Any, dtype: np.dtype[Any]) -> Any:
-    """The array's bits as another type of the same size; the array itself when it has that type."""
-    return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
+    return [bitcast(cache, spec.carrier) for cache in kv_caches] if spec.platform == "cpu" else kv_caches
 
 
 def _read(pool: Any, row: Any, layers: LayerRange) -> Any:
@@ -264,6 +256,7 @@ def _caches_to_pool(
     block_ids: Any,
     rows: Any,
     num_blocks: Any,
+    spec: TransferSpec,
     *,
     copies: tuple[tuple[LayerRange, ...], ...],
     space: Any,
@@ -278,8 +271,7 @@ def _caches_to_pool(
         out = []
         for part, pieces in zip(parts, copies, strict=True):
             for first, end in pieces:
-                pages = [lax.dynamic_slice_in_dim(c, block_ids[i], 1, axis=0)[:, None] for c in caches[first:end]]
-                together = pages[0] if len(pages) == 1 else jnp.concatenate(pages, axis=1)
+                together = read_block(caches[first:end], block_ids[i], spec)
                 part = _write(part, jax.device_put(together, space), rows[i], first - pieces[0][0])
             out.append(part)
         return out, count + 1
@@ -306,13 +298,10 @@ def _pool_to_caches(
             for first, end in pieces:
                 layers = first - pieces[0][0], end - pieces[0][0]
                 pages = jax.device_put(_read(part, rows[i], layers), Space.Device)
-                out += [
-                    lax.dynamic_update_slice_in_dim(caches[layer], pages[:, layer - first], block_ids[i], axis=0)
-                    for layer in range(first, end)
-                ]
+                out += write_block(caches[first:end], pages, block_ids[i], spec)
         return out, count + 1
 
-    caches, count = lax.fori_loop(0, num_blocks, body, (as_carrier(kv_caches, spec), jnp.int32(0)))
+    caches, count = lax.fori_loop(0, num_blocks, body, (cpu_carrier(kv_caches, spec), jnp.int32(0)))
     return [bitcast(cache, spec.dtype) for cache in caches], count
 
 

@@ -4,14 +4,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from tpu_offload.errors import LayoutError
+from tpu_offload.kernels.formats import LANES, layout_of, platform_of
 
 HOST_MEMORY_KIND = "pinned_host"
 DEVICE_MEMORY_KIND = "device"
@@ -29,8 +31,8 @@ class TransferSpec:
     """What the copy programs need to know of the caches and of one segment of the host pool.
 
     The caches are one array `dtype[num_blocks, *page_shape]` a layer. A segment is a list of parts, each an
-    array `carrier[segment_blocks, layers in the part, *page_shape]`, and a staging array is one array
-    `carrier[n, num_layers, *page_shape]`. All are split over devices like the pages are: every device
+    array `carrier[segment_blocks, layers in the part, *pool_page]`, and a staging array is one array
+    `carrier[n, num_layers, *pool_page]`. All are split over devices like the pages are: every device
     copies its own shard, so no program communicates.
 
     Why parts: writes into one array are chained on each other, so the TPU compiler waits for each DMA
@@ -42,8 +44,9 @@ class TransferSpec:
       page_shape: global shape of one layer's slice of a block.
       dtype: element type of the caches.
       cache_sharding: sharding of each cache; axis 0 is whole on every device.
+      cache_layout: layout of each cache in device memory; None where it is row-major, as by default off TPU.
       segment_blocks: places for blocks in one segment of the host pool.
-      capacity: most blocks that one dispatch copies; the staging budget.
+      capacity: most blocks that one dispatch copies; for staged and fused copies the staging budget.
       parts: the layers in each part of a segment.
     """
 
@@ -52,6 +55,7 @@ class TransferSpec:
     page_shape: tuple[int, ...]
     dtype: np.dtype[Any]
     cache_sharding: Sharding
+    cache_layout: Layout | None
     segment_blocks: int
     capacity: int
     parts: tuple[LayerRange, ...]
@@ -69,7 +73,8 @@ class TransferSpec:
           num_parts: arrays in a segment, at most one a layer; None chooses as many as keep a block's DMAs at
             256 KiB a device, on TPU, and one elsewhere.
         Raises:
-          LayoutError: the sharding is neither a `NamedSharding` nor a `SingleDeviceSharding`.
+          LayoutError: the sharding is neither a `NamedSharding` nor a `SingleDeviceSharding`, or the caches have
+            different layouts in device memory.
         """
         first = kv_caches[0]
         sharding = first.sharding
@@ -77,12 +82,20 @@ class TransferSpec:
             raise LayoutError(
                 f"KV caches with a {type(sharding).__name__}; expected a NamedSharding or a SingleDeviceSharding"
             )
+        layout = layout_of(first)
+        for i, cache in enumerate(kv_caches):
+            if layout_of(cache) != layout:
+                raise LayoutError(
+                    f"KV cache {i} has the layout {layout_of(cache)} in device memory, cache 0 {layout}; expected one "
+                    "in a layer group: make all of them with the same jax.experimental.layout.Format"
+                )
         spec = cls(
             num_layers=len(kv_caches),
             num_blocks=first.shape[0],
             page_shape=tuple(first.shape[1:]),
             dtype=np.dtype(first.dtype),
             cache_sharding=sharding,
+            cache_layout=layout,
             segment_blocks=segment_blocks,
             capacity=capacity,
             parts=((0, len(kv_caches)),),
@@ -95,19 +108,77 @@ class TransferSpec:
     @property
     def platform(self) -> str:
         """Platform of the devices that hold the caches: `tpu`, `gpu` or `cpu`."""
-        device: Any = next(iter(self.cache_sharding.device_set))
-        return cast(str, device.platform)
+        return platform_of(self.cache_sharding)
 
     @property
     def carrier(self) -> np.dtype[Any]:
         """Element type of segments and staging arrays.
 
-        It is the caches' own, but for float8 on the CPU backend, which moves float8 through wider
-        floats: 1000 times slower, and float8_e5m2 NaN payloads change. There it is uint8.
+        On TPU numbers without a sign of the same size: the TPU compiler puts pages together by arithmetic (a
+        concatenation is a maximum, a row of a tile is taken out by a sum), which changes NaN payloads of floats,
+        and -0. The CPU backend moves float8 through wider floats, 1000 times slower and with other NaN payloads, so
+        float8 is uint8 there. Anything else is of the caches' own type.
         """
+        if self.platform == "tpu" and jnp.issubdtype(self.dtype, jnp.floating):
+            return np.dtype(jnp.dtype(f"uint{jax.dtypes.itemsize_bits(self.dtype)}"))
         if self.platform == "cpu" and self.dtype.name.startswith("float8"):
             return np.dtype(np.uint8)
         return self.dtype
+
+    @property
+    def flat(self) -> bool:
+        """Whether pages are rows of 128 elements in segments and staging arrays (see `pages`).
+
+        On TPU, where a block is in several pieces, where a page would leave lanes of its last row empty, and where
+        tiles have more than 8 rows, as some of 8 bits have: the compiler copies segments whole to make them lower.
+        """
+        layout = self.cache_layout
+        if self.platform != "tpu" or layout is None:
+            return False
+        in_one_piece = layout.major_to_minor[0] == 0 and self.blocks_together == 1
+        tile = layout.tiling[0] if layout.tiling else ()
+        is_high = len(tile) > 1 and tile[-2] > 8
+        return not in_one_piece or is_high or self._shard_page[-1] % LANES != 0
+
+    @property
+    def blocks_together(self) -> int:
+        """Blocks that share tiles in device memory, so that none can be copied alone; 1 for blocks in one piece.
+
+        Tiles span the last two axes in memory. With the block axis last, 128 blocks share the rows of a tile; with
+        the block axis before the last, as many as a tile has rows.
+        """
+        layout = self.cache_layout
+        if self.platform != "tpu" or layout is None or 0 not in layout.major_to_minor[-2:]:
+            return 1
+        tile = layout.tiling[0] if layout.tiling else (8, LANES)
+        return min(self.num_blocks, LANES if layout.major_to_minor[-1] == 0 else tile[0])
+
+    @property
+    def pool_page(self) -> tuple[int, ...]:
+        """Global shape of a page in segments and staging arrays."""
+        if not self.flat:
+            return self.page_shape
+        num_shards = math.prod(self.page_shape) // math.prod(self._shard_page)
+        num_rows = -(-math.prod(self._shard_page) // LANES)
+        # Tiles of 8 rows for every type: with more, as small types have them by default, segments are turned whole.
+        height = min(8, 1 << (num_rows - 1).bit_length())
+        return num_shards * -(-num_rows // height), height, LANES
+
+    @property
+    def pool_page_axes(self) -> tuple[Any, ...]:
+        """Per axis of `pool_page`, the mesh axes that it is split over."""
+        sharding = self.cache_sharding
+        page_axes = tuple(sharding.spec)[1:] if isinstance(sharding, NamedSharding) else ()
+        if not self.flat:
+            return page_axes
+        split = [axis if isinstance(axis, tuple) else (axis,) for axis in page_axes if axis is not None]
+        names = tuple(name for axes in split for name in axes)
+        return (names,) if names else ()
+
+    @property
+    def _shard_page(self) -> tuple[int, ...]:
+        """Shape of the shard of a page on each device."""
+        return tuple(self.cache_sharding.shard_shape((self.num_blocks, *self.page_shape))[1:])
 
     @property
     def copies(self) -> tuple[tuple[LayerRange, ...], ...]:
@@ -123,18 +194,24 @@ class TransferSpec:
     @property
     def block_nbytes_per_device(self) -> int:
         """Bytes of one block, all layers, on each device."""
-        shard = self.cache_sharding.shard_shape((self.num_blocks, *self.page_shape))
-        return self.num_layers * math.prod(shard[1:]) * self.dtype.itemsize
+        return self.num_layers * math.prod(self._shard_page) * self.dtype.itemsize
 
     def pool_sharding(self, memory_kind: str) -> Sharding:
-        """Sharding of an array `[n, layers, *page_shape]` in the memory of that kind."""
+        """Sharding of an array `[n, layers, *pool_page]` in the memory of that kind."""
+        return self._sharding(self.pool_page_axes, memory_kind)
+
+    def block_sharding(self, memory_kind: str) -> Sharding:
+        """Sharding of an array `[n, layers, *page_shape]`, with pages as the caches have them, in that memory."""
         sharding = self.cache_sharding
+        return self._sharding(tuple(sharding.spec)[1:] if isinstance(sharding, NamedSharding) else (), memory_kind)
+
+    def _sharding(self, page_axes: tuple[Any, ...], memory_kind: str) -> Sharding:
+        sharding = self.cache_sharding
+        # Not a SingleDeviceSharding, of which jax 0.11.2 forgets the memory kind when it traces shape
+        # structs for a device that is only described.
+        mesh: Any = Mesh(np.array(list(sharding.device_set)), ("device",))
         if isinstance(sharding, NamedSharding):
-            mesh, page_axes = sharding.mesh, tuple(sharding.spec)[1:]
-        else:
-            # Not a SingleDeviceSharding, of which jax 0.11.2 forgets the memory kind when it traces shape
-            # structs for a device that is only described.
-            mesh, page_axes = Mesh(np.array(list(sharding.device_set)), ("device",)), ()
+            mesh = sharding.mesh
         return NamedSharding(mesh, PartitionSpec(None, None, *page_axes), memory_kind=memory_kind)
 
     @property
@@ -149,26 +226,31 @@ class TransferSpec:
         sharding = self.cache_sharding
         return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
+    @property
+    def cache_format(self) -> Any:
+        """Where and how each cache lies: a `Format` where the layout has to be said, else the sharding."""
+        return self.cache_sharding if self.cache_layout is None else Format(self.cache_layout, self.cache_sharding)
+
     def cache_structs(self) -> list[jax.ShapeDtypeStruct]:
         """The caches' shapes, one a layer."""
         shape = (self.num_blocks, *self.page_shape)
-        return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.cache_sharding)] * self.num_layers
+        return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.cache_format)] * self.num_layers
 
     def staging_struct(self, num_blocks: int, num_layers: int) -> jax.ShapeDtypeStruct:
         """The shape of an array in HBM that holds pages of some layers of `num_blocks` blocks."""
-        shape = (num_blocks, num_layers, *self.page_shape)
+        shape = (num_blocks, num_layers, *self.pool_page)
         return jax.ShapeDtypeStruct(shape, self.carrier, sharding=self.pool_sharding(DEVICE_MEMORY_KIND))
 
     def pool_struct(self, num_blocks: int, memory_kind: str) -> jax.ShapeDtypeStruct:
         """The shape of an array that holds `num_blocks` blocks of all layers."""
-        shape = (num_blocks, self.num_layers, *self.page_shape)
+        shape = (num_blocks, self.num_layers, *self.pool_page)
         return jax.ShapeDtypeStruct(shape, self.carrier, sharding=self.pool_sharding(memory_kind))
 
     def segment_structs(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of one segment of the host pool, one a part."""
         sharding = self.pool_sharding(HOST_MEMORY_KIND)
         return [
-            jax.ShapeDtypeStruct((self.segment_blocks, end - first, *self.page_shape), self.carrier, sharding=sharding)
+            jax.ShapeDtypeStruct((self.segment_blocks, end - first, *self.pool_page), self.carrier, sharding=sharding)
             for first, end in self.parts
         ]
 

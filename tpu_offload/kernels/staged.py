@@ -19,6 +19,7 @@ import numpy as np
 
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
+from tpu_offload.kernels.compiled import CompiledPrograms
 from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, fetch_early
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, TransferSpec
 from tpu_offload.types import Direction
@@ -57,15 +58,15 @@ class StagedCopier(Copier):
         self._buckets = usable_buckets(spec.capacity, buckets)
         self._device_sharding = spec.pool_sharding(DEVICE_MEMORY_KIND)
         self._host_sharding = spec.pool_sharding(HOST_MEMORY_KIND)
-        self._compiled: dict[tuple[Any, int], Any] = {}
+        self._programs = CompiledPrograms(spec, num_blocks=1)
         # Host staging arrays of loads, kept because fresh pinned memory costs more than the copy.
         self._free: dict[int, list[jax.Array]] = {bucket: [] for bucket in self._buckets}
         self._free_blocks = 0
 
     @property
-    def hbm_blocks(self) -> int:
+    def hbm_nbytes(self) -> int:
         """See `Copier`; the staging arrays, and the temporaries of the one program that runs."""
-        return self._spec.capacity + 1
+        return self._spec.capacity * self._spec.block_nbytes_per_device + self._programs.hbm_nbytes
 
     @property
     def stages(self) -> bool:
@@ -130,9 +131,7 @@ class StagedCopier(Copier):
         self._free_blocks += len(staging)
 
     def _program(self, build: Any, bucket: int) -> Any:
-        if (build, bucket) not in self._compiled:
-            self._compiled[build, bucket] = build(self._spec, bucket).compile()
-        return self._compiled[build, bucket]
+        return self._programs.get((build, bucket), lambda: build(self._spec, bucket))
 
     def _host_staging(self, bucket: int) -> jax.Array:
         if self._free[bucket]:

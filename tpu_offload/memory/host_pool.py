@@ -46,6 +46,33 @@ def plan_segments(num_chunks: int, *, chunk_nbytes: int, segment_gb: float) -> t
     return -(-num_chunks // chunks_per_segment), chunks_per_segment
 
 
+def plan_shared_segments(num_chunks: int, num_fitting: int, *, chunk_nbytes: int, segment_gb: float) -> tuple[int, int]:
+    """Cuts the pool of one of several hosts that run the same programs: all cut it alike, whatever memory they have.
+
+    The segments are those of the whole pool; a host with less memory has fewer of them.
+
+    Args:
+      num_chunks: chunks that the settings ask for, the same on every host.
+      num_fitting: chunks that fit into this host's memory.
+      chunk_nbytes: bytes of host memory of one chunk in this process.
+      segment_gb: as in `plan_segments`.
+    Returns:
+      The number of segments on this host, which may be 0, and the chunks in each.
+    """
+    num_segments, chunks_per_segment = plan_segments(num_chunks, chunk_nbytes=chunk_nbytes, segment_gb=segment_gb)
+    if num_fitting < num_chunks:
+        num_segments = num_fitting // chunks_per_segment
+    if num_chunks and not num_segments:
+        _logger.warning(
+            "host memory for %d chunks is less than one segment of %d chunks (%.3g GB), and hosts that share a model "
+            "cut their host pools alike: nothing is offloaded; set TPU_OFFLOAD_HOST_SEGMENT_GB to less than %.3g on "
+            "all of them",
+            num_fitting, chunks_per_segment,
+            chunks_per_segment * chunk_nbytes / _GB, num_fitting * chunk_nbytes / _GB,
+        )  # fmt: skip
+    return num_segments, chunks_per_segment
+
+
 def pinned_zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
     """A new array of zeros in host memory that later programs can update in place.
 

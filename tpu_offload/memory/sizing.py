@@ -73,8 +73,7 @@ def size_swap_pool(
     Returns:
       Blocks per layer group; all 0, with a warning, if they come to less than one in any.
     """
-    hbm_nbytes = sum(num_blocks * nbytes for num_blocks, nbytes in groups)
-    wanted = 2 * hbm_nbytes if wanted_nbytes is None else wanted_nbytes
+    wanted = _swap_pool_nbytes(wanted_nbytes, groups)
     nbytes = min(wanted, int(available * fraction))
     if nbytes < wanted:
         _logger.warning(
@@ -82,7 +81,7 @@ def size_swap_pool(
             "host tier leave",
             wanted / _GB, nbytes / _GB, fraction, available / _GB,
         )  # fmt: skip
-    num_blocks = tuple(nbytes * num_blocks // hbm_nbytes for num_blocks, _ in groups)
+    num_blocks = _share_out(nbytes, groups)
     if min(num_blocks) == 0:
         _logger.warning(
             "the swap pool of %.6f GB holds less than a block of each layer group: preempted requests are recomputed",
@@ -90,6 +89,20 @@ def size_swap_pool(
         )
         return (0,) * len(groups)
     return num_blocks
+
+
+def wanted_swap_blocks(wanted_nbytes: int | None, *, groups: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Blocks of the swap pool per layer group if memory were no limit; the arguments are those of `size_swap_pool`."""
+    return _share_out(_swap_pool_nbytes(wanted_nbytes, groups), groups)
+
+
+def _swap_pool_nbytes(wanted_nbytes: int | None, groups: Sequence[tuple[int, int]]) -> int:
+    return 2 * sum(num_blocks * nbytes for num_blocks, nbytes in groups) if wanted_nbytes is None else wanted_nbytes
+
+
+def _share_out(nbytes: int, groups: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    hbm_nbytes = sum(num_blocks * block_nbytes for num_blocks, block_nbytes in groups)
+    return tuple(nbytes * num_blocks // hbm_nbytes for num_blocks, _ in groups)
 
 
 def _cgroup_rooms(root: Path, process_cgroups: Path) -> Iterator[int]:

@@ -1,5 +1,6 @@
 """Files with one JSON value a line: traces, conversations."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ _COMPRESSED = {
 }
 
 
+MAX_LINE_NBYTES = 2**28
+"""A longer line is refused unread: what JSON makes of one takes up to twenty times its size."""
+
+
 def parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
     """Yields line numbers from 1 and what `parse` made of the lines; blank lines are passed over.
 
@@ -26,9 +31,16 @@ def parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int,
     """
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number in itertools.count(1):
+                line = file.readline(MAX_LINE_NBYTES + 1)
+                if not line:
+                    return
                 if number == 1:
                     _check_unpacked(path, line)
+                if len(line) > MAX_LINE_NBYTES:
+                    raise InputError(
+                        f"{path} line {number}: longer than {MAX_LINE_NBYTES} bytes; expected one request a line"
+                    )
                 if not line.strip():
                     continue
                 try:

@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,6 +20,7 @@ from tpu_offload.sim.replay import Outcome, Setup, replay
 from tpu_offload.sim.trace import Trace
 
 BOUND = "belady"
+_INTERRUPTS = signal.SIGINT, signal.SIGTERM
 _BLOCKS_A_PROCESS = 500_000  # about two seconds of work, for one to start and import jax
 
 
@@ -173,12 +176,26 @@ def _ended() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes started inside never hear Ctrl-C, which reaches all of them: the first one ends the others."""
+    """Processes started inside never hear Ctrl-C, which reaches all of them: the first one ends the others.
+
+    Nor does this one, before they are all started and known: a process that is interrupted while it starts another
+    forgets that, and leaves it behind. To block the signals is not enough. They are this thread's alone, and python
+    hands what any thread gets (libraries have some) to the main one.
+    """
+    pending: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {s: h for s in _INTERRUPTS if is_main and callable(h := signal.getsignal(s))}
+    for signum in handlers:
+        signal.signal(signum, lambda number, frame: pending.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        if pending:
+            signal.raise_signal(pending[0])
 
 
 _scene: Scene | None = None  # of a process that `play_all` has started
@@ -187,6 +204,15 @@ _scene: Scene | None = None  # of a process that `play_all` has started
 def _enter(scene: Scene) -> None:
     global _scene
     _scene = scene
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that has started it is gone, however that ended; it would wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _play(run: Run) -> Result:

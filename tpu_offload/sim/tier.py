@@ -72,7 +72,7 @@ class Tier:
 
     def take_evicted(self) -> list[ChunkKey]:
         """What was evicted since the last call, in order."""
-        return [key for key, found in self._index.take_changes() if not found]
+        return [key for keys, found in self._index.take_changes() if not found for key in keys or ()]
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless index and policy agree. For tests."""

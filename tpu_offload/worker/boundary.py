@@ -12,6 +12,7 @@ from tpu_offload.types import Direction, HostStore, StepPlan, SwapJob, SwapPart,
 _logger = logging.getLogger(__name__)
 
 _MAX = 2**63 - 1
+_NO_EPOCHS = ((-1, -1),)  # no worker's: a plan that says nothing that can be read of the caches is for none
 
 
 def sound_plan(plan: Any, *, last: int) -> StepPlan:
@@ -38,6 +39,8 @@ def transfer_error(job: TransferJob, direction: Direction) -> str:
     try:
         if job.direction is not direction or type(job.group_id) is not int or type(job.request_id) is not str:
             return f"direction, group and request are {(job.direction, job.group_id, job.request_id)!r:.100}"
+        if not _is_count(job.num_staging_blocks):
+            return f"its staging blocks are {job.num_staging_blocks!r:.100}; expected an integer from 0 on"
         blocks, places = job.block_ids, job.host_block_ids
         error = _ids_error(blocks, places)
         if error:
@@ -73,19 +76,22 @@ def _part_error(part: SwapPart) -> str:
 
 
 def _sound(plan: StepPlan, *, last: int) -> StepPlan:
-    if plan.empty and _is_count(plan.step_id) and _is_count(plan.next_job_id):
+    epochs = plan.cache_epochs if _are_epochs(plan.cache_epochs) else _NO_EPOCHS
+    if plan.empty and _is_count(plan.step_id) and _is_count(plan.next_job_id) and epochs is plan.cache_epochs:
         return plan
     fields = (plan.loads, plan.saves, plan.swap_outs, plan.swap_ins, plan.early_saves)
     answered = [_answerable(jobs, kind) for jobs, kind in zip(fields, _KINDS, strict=True)]
     cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
     kept = tuple(job_id for job_id in cancelled if _is_count(job_id))
     numbers = plan.step_id, plan.next_job_id
-    if all(map(_is_count, numbers)) and kept == plan.cancelled_job_ids and all(map(operator.is_, answered, fields)):
+    same = epochs is plan.cache_epochs and kept == plan.cancelled_job_ids and all(map(operator.is_, answered, fields))
+    if same and all(map(_is_count, numbers)):
         return plan
     _logger.error("plan %r has jobs without an id, or fields that are no tuples of jobs: left out", plan.step_id)
     loads, saves, outs, ins, early = answered
     step_id = plan.step_id if _is_count(plan.step_id) else last
-    return StepPlan(step_id, loads, saves, kept, outs, ins, early_saves=early)
+    next_job_id = plan.next_job_id if _is_count(plan.next_job_id) else 0
+    return StepPlan(step_id, loads, saves, kept, outs, ins, next_job_id, early, epochs)
 
 
 _INTS = {int}
@@ -118,6 +124,12 @@ def _ids_error(block_ids: Any, host_block_ids: Any) -> str:
 def _are_ints(ids: Iterable[Any]) -> bool:
     kinds = set(map(type, ids))
     return kinds <= _INTS or all(issubclass(kind, np.integer) for kind in kinds - _INTS)
+
+
+def _are_epochs(epochs: Any) -> bool:
+    return type(epochs) is tuple and all(
+        type(epoch) is tuple and len(epoch) == 2 and all(map(_is_count, epoch)) for epoch in epochs
+    )
 
 
 def _is_count(n: Any) -> bool:

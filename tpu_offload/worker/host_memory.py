@@ -60,6 +60,6 @@ def check_copied(flight: Flight) -> None:
         raise TransferError(f"the device copied {num_copied} of {len(flight.rows)} blocks")
 
 
-def one_line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """What a report says of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

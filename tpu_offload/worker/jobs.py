@@ -22,12 +22,14 @@ class _Job:
       error: the first thing that went wrong.
       failed: those of its blocks that were not copied, if all that went wrong is known to be about these.
       failed_whole: something went wrong that is about all of it.
-      cancelled: the engine has taken its blocks back, and some were not written by then.
+      writes_caches: it is a load, or a swap in.
+      cancelled: the engine has taken its blocks back, and some were not written by then; or they are gone.
       copy_s: seconds that the copy alone took, if that was measured.
     """
 
     started_s: float
     block_ids: tuple[int, ...]
+    writes_caches: bool
     num_parts: int = 1
     num_unwritten: int = 1
     error: str = ""
@@ -81,9 +83,9 @@ class WorkerJobs:
         """For how long the job that was started first has been in flight; 0 when none is."""
         return self._clock() - next(iter(self._jobs.values())).started_s if self._jobs else 0.0
 
-    def start(self, job_id: int, block_ids: tuple[int, ...] = ()) -> None:
+    def start(self, job_id: int, block_ids: tuple[int, ...] = (), *, writes_caches: bool = False) -> None:
         """A job begins, with one part: its own dispatch."""
-        self._jobs[job_id] = _Job(self._clock(), block_ids)
+        self._jobs[job_id] = _Job(self._clock(), block_ids, writes_caches)
 
     def see_all_below(self, job_id: int) -> None:
         """Every job with a smaller id that this worker is ever to do has been started."""
@@ -126,7 +128,13 @@ class WorkerJobs:
         """The engine has taken a job's blocks back; `unwritten` says whether some were not written by then."""
         job = self._jobs.get(job_id)
         if job is not None:
-            job.cancelled = unwritten
+            job.cancelled |= unwritten  # plans repeat it
+
+    def lose_loads(self) -> None:
+        """The caches are gone: what is on its way into them has brought nothing, however well its copy goes."""
+        for job in self._jobs.values():
+            job.cancelled |= job.writes_caches
+        self._written.clear()
 
     def set_copy_s(self, job_id: int, seconds: float) -> None:
         """What the copy of a job that has not ended took."""

@@ -15,17 +15,16 @@ import numpy as np
 from tpu_offload.config import OffloadConfig
 from tpu_offload.kernels import Copier, DirectCopier, Flight, Rows, SegmentStore, TransferSpec
 from tpu_offload.layout import KVLayout
-from tpu_offload.memory import plan_segments, size_swap_pool
+from tpu_offload.memory import plan_segments, plan_shared_segments, size_swap_pool, wanted_swap_blocks
 from tpu_offload.types import Direction, HostStore, SwapJob, SwapPart
 from tpu_offload.worker.arrays import check_alive, is_ready, wait_for_all
 from tpu_offload.worker.boundary import swap_error
-from tpu_offload.worker.host_memory import HostMemory, check_copied, one_line
+from tpu_offload.worker.host_memory import HostMemory, check_copied, error_line
 from tpu_offload.worker.jobs import WorkerJobs
 
 _logger = logging.getLogger(__name__)
 
 _GB = 2**30
-_MIN_HBM_NBYTES = 256 * 1024  # what the TPU compiler takes for a copy's DMAs, however small the blocks
 _MAX_BLOCKS = 1024  # of one dispatch; the ids of more would be a larger argument for every one
 # Waiting for a copy costs a step of an engine that runs ahead, so only some copies are measured.
 _FIRST_MEASURED, _EVERY_MEASURED = 4, 16
@@ -118,18 +117,21 @@ class SwapCopies:
         self._blocks_per_chunk = config.blocks_per_chunk
         self._groups: list[SwapSource] = []
         num_hbm_blocks = [kv_caches[group.layer_ids[0]].shape[0] for group in layout.groups]
-        sizes = size_swap_pool(
-            None if config.swap_gb == "auto" else int(config.swap_gb * _GB),
-            groups=[(n, layout.group_nbytes_per_host(g)) for n, g in zip(num_hbm_blocks, layout.groups, strict=True)],
-            fraction=config.swap_safety,
-            available=available,
-        )
-        if not any(sizes):
+        wanted_nbytes = None if config.swap_gb == "auto" else int(config.swap_gb * _GB)
+        groups = [(n, layout.group_nbytes_per_host(g)) for n, g in zip(num_hbm_blocks, layout.groups, strict=True)]
+        sizes = size_swap_pool(wanted_nbytes, groups=groups, fraction=config.swap_safety, available=available)
+        wanted = wanted_swap_blocks(wanted_nbytes, groups=groups)
+        shared = not kv_caches[0].sharding.is_fully_addressable
+        segments = [
+            plan_shared_segments(most, num_blocks, chunk_nbytes=nbytes, segment_gb=config.host_segment_gb)
+            if shared
+            else plan_segments(num_blocks, chunk_nbytes=nbytes, segment_gb=config.host_segment_gb)
+            for most, num_blocks, (_, nbytes) in zip(wanted, sizes, groups, strict=True)
+        ]
+        sizes = tuple(min(n, num * per) for n, (num, per) in zip(sizes, segments, strict=True))
+        if not all(sizes):
             return
-        for group, num_blocks in zip(layout.groups, sizes, strict=True):
-            num_segments, segment_blocks = plan_segments(
-                num_blocks, chunk_nbytes=layout.group_nbytes_per_host(group), segment_gb=config.host_segment_gb
-            )
+        for group, num_blocks, (num_segments, segment_blocks) in zip(layout.groups, sizes, segments, strict=True):
             caches = [kv_caches[i] for i in group.layer_ids]
             capacity = min(_MAX_BLOCKS, caches[0].shape[0])
             spec = TransferSpec.from_caches(caches, segment_blocks=segment_blocks, capacity=capacity)
@@ -155,10 +157,7 @@ class SwapCopies:
     @property
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that the copies take on each device: those of one program, for they run one by one."""
-        return max(
-            (max(_MIN_HBM_NBYTES, g.copier.hbm_blocks * g.memory.spec.block_nbytes_per_device) for g in self._groups),
-            default=0,
-        )
+        return max((group.copier.hbm_nbytes for group in self._groups), default=0)
 
     def wait_until_allocated(self) -> None:
         """Blocks until all of the pool is there or its allocation has failed; for warm-up, benchmarks and tests."""
@@ -218,7 +217,7 @@ class SwapCopies:
         if job.job_id in self._jobs:
             _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
             return
-        self._jobs.start(job.job_id)
+        self._jobs.start(job.job_id, writes_caches=direction is Direction.LOAD)
         error = self._why_impossible(job, direction)
         try:
             if not error:
@@ -301,4 +300,4 @@ class SwapCopies:
     def _fail(self, rows: Rows, source: SwapSource, segment_id: int, error: Exception, *, lost: bool = False) -> None:
         """Ends a job's part with an error, and gives up the segment if it is gone."""
         source.memory.give_up(segment_id, lost=lost)
-        self._jobs.end_part(rows.jobs(), one_line(error))
+        self._jobs.end_part(rows.jobs(), error_line(error))

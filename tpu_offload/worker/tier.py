@@ -7,6 +7,7 @@ is given up, and nothing is read from it before something has been saved there a
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -27,16 +28,18 @@ from tpu_offload.kernels import (
     Rows,
     TransferSpec,
     choose_paths,
+    direct_spec,
     fetch_early,
     fused_sizes,
     make_copiers,
 )
 from tpu_offload.layout import KVLayout
-from tpu_offload.memory import pinned_zeros, plan_segments
+from tpu_offload.memory import pinned_zeros
 from tpu_offload.types import Direction, StepPlan, TransferJob
 from tpu_offload.worker.arrays import check_alive, is_ready
+from tpu_offload.worker.backlog import BackloggedLoad, LoadBacklog
 from tpu_offload.worker.boundary import transfer_error
-from tpu_offload.worker.host_memory import HostMemory, check_copied, one_line
+from tpu_offload.worker.host_memory import HostMemory, check_copied, error_line
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.swapping import SwapSource, WrapCopier
 
@@ -71,6 +74,7 @@ class TierCopies:
       layout: what a block is made of.
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
       num_chunks: size of the host pool, at least 1.
+      segments: how many segments it has, and the chunks in each.
       jobs: told of the jobs.
       fused: the engine runs the fused functions in its own step.
       wrap_copier: see `OffloadWorker`.
@@ -83,6 +87,7 @@ class TierCopies:
         kv_caches: Sequence[Any],
         *,
         num_chunks: int,
+        segments: tuple[int, int],
         jobs: WorkerJobs,
         fused: bool,
         wrap_copier: WrapCopier,
@@ -92,23 +97,23 @@ class TierCopies:
         self._flights: list[Flight] = []
         self._fused: FusedPlanner | None = None
         self._pass: _ForwardPass | None = None
-        chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
-        num_segments, chunks_per_segment = plan_segments(
-            num_chunks, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb
-        )
+        num_segments, chunks_per_segment = segments
         self._blocks_per_chunk = config.blocks_per_chunk
         self._num_segments = num_segments
+        self.segment_chunks = chunks_per_segment
         self._spec = TransferSpec.from_caches(
             kv_caches,
             segment_blocks=chunks_per_segment * config.blocks_per_chunk,
-            # No dispatch copies more blocks than there are, however generous the budget: ids are padded to this.
+            # No staged dispatch copies more blocks than there are, however generous the budget.
             capacity=min(config.staging_blocks(layout), kv_caches[0].shape[0]),
         )
         self._staging_blocks = config.staging_blocks(layout)
+        self._backlog = LoadBacklog(max_blocks_per_step=config.max_load_blocks(layout))
+        self._step_id = -1  # rises with every `begin`, also where one plan has several
         self._timeout_s = config.job_timeout_s
         # Hosts that share one model must dispatch in one order, and readiness differs between them.
         self._lockstep = not self._spec.cache_sharding.is_fully_addressable
-        paths = choose_paths(config, self._spec, fused=fused)  # before memory is taken: it may refuse
+        self.paths = paths = choose_paths(config, self._spec, fused=fused)  # before memory is taken: it may refuse
         self._memory = HostMemory.allocate(
             self._spec, num_segments=num_segments, chunks_per_segment=chunks_per_segment, num_chunks=num_chunks
         )
@@ -129,7 +134,7 @@ class TierCopies:
         """Where swaps read what the host tier has; directly, as all that they copy."""
         copier = self._copiers[Direction.LOAD]
         if not isinstance(copier, DirectCopier):
-            direct = DirectCopier(self._spec, self._pool, directions=(Direction.LOAD,))
+            direct = DirectCopier(direct_spec(self._spec), self._pool, directions=(Direction.LOAD,))
             copier = self._wrap_copier(direct, self._pool)
         return SwapSource(tuple(range(self._spec.num_layers)), self._memory, copier)
 
@@ -140,8 +145,15 @@ class TierCopies:
 
     @property
     def has_flights(self) -> bool:
-        """Whether copies are on their way."""
-        return bool(self._flights)
+        """Whether copies are on their way, or have yet to begin."""
+        return bool(self._flights or self._backlog)
+
+    @property
+    def awaits_begin(self) -> bool:
+        """Whether the next `begin` has something to dispatch, whatever comes of the copies on their way."""
+        if not self._copiers[Direction.LOAD].stages or self._lockstep:
+            return bool(self._backlog)
+        return self._staging_room > 0 and any(self._room(load) > 0 for load in self._backlog)
 
     @property
     def awaits_pass(self) -> bool:
@@ -156,8 +168,7 @@ class TierCopies:
     @property
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that the copies take on each device."""
-        num_blocks = sum(copier.hbm_blocks for copier in set(self._copiers.values()))
-        return num_blocks * self._spec.block_nbytes_per_device
+        return sum(copier.hbm_nbytes for copier in set(self._copiers.values()))
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
         """Ranges (first, end) of slots lost since the last call."""
@@ -170,16 +181,18 @@ class TierCopies:
     def close(self) -> None:
         """Frees the pool. Whoever owns this has waited for the copies in flight for as long as it wants to."""
         self._flights.clear()
+        self._backlog.clear()
         self._pool.close()
 
     # What the worker asks in a step.
 
     def save_early(self, plan: StepPlan, kv_caches: Caches) -> None:
         """Dispatches the early saves, before anything else of the plan. They are never inside the forward pass."""
-        self._dispatch(*self._accept_saves(plan.early_saves), Direction.SAVE, plan.step_id, kv_caches)
+        self._fail_lost_loads()
+        self._dispatch(*self._accept_saves(plan.early_saves), Direction.SAVE, kv_caches)
 
     def begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool) -> Caches:
-        """Takes back what is cancelled, goes on with what has arrived, and dispatches the loads.
+        """Takes back what is cancelled, goes on with what has arrived, and dispatches the loads, also of earlier plans.
 
         Args:
           plan: its loads, saves and cancelled jobs.
@@ -190,15 +203,17 @@ class TierCopies:
         Raises:
           CachesLostError: a load failed after its program had taken the donated caches.
         """
+        self._step_id = max(self._step_id + 1, plan.step_id)
         for job_id in plan.cancelled_job_ids:
             self._cancel(job_id)
         if self._flights:
-            kv_caches = self._resume(kv_caches, plan.step_id)
-        if plan.loads or (fuse and plan.saves):
-            job_ids, groups = self._accept(plan.loads, Direction.LOAD)
+            kv_caches = self._resume(kv_caches)
+        if plan.loads or self._backlog or (fuse and plan.saves):
+            job_ids, groups = self._next_loads(plan.loads)
             if fuse and self._fused is not None:
                 groups = self._plan_pass(self._fused, plan, groups)
-            kv_caches = self._dispatch(job_ids, groups, Direction.LOAD, plan.step_id, kv_caches)
+            kv_caches = self._dispatch(job_ids, groups, Direction.LOAD, kv_caches)
+            self._end_failed_loads()
         return kv_caches
 
     def end(self, plan: StepPlan, kv_caches: Caches, outcome: FusedOutcome | None) -> None:
@@ -206,9 +221,9 @@ class TierCopies:
         if self._pass is not None:
             done, self._pass = self._pass, None
             self._take_outcome(done, outcome)
-            self._dispatch(done.saving_job_ids, done.saves, Direction.SAVE, plan.step_id, kv_caches)
+            self._dispatch(done.saving_job_ids, done.saves, Direction.SAVE, kv_caches)
         elif plan.saves:
-            self._dispatch(*self._accept_saves(plan.saves), Direction.SAVE, plan.step_id, kv_caches)
+            self._dispatch(*self._accept_saves(plan.saves), Direction.SAVE, kv_caches)
 
     def fused_step(self) -> FusedStep:
         """See `OffloadWorker.fused_step`."""
@@ -239,37 +254,95 @@ class TierCopies:
             "the forward pass that was to compute its blocks did not return; call end_step after it",
         )
 
+    def abandon_backlog(self) -> None:
+        """The caches are gone: nothing more is dispatched of any load, and it is nobody's failure."""
+        for load in self._backlog:
+            self._backlog.drop(load.job.job_id)
+            self._jobs.cancel(load.job.job_id, unwritten=True)
+            self._jobs.end_part([load.job.job_id])
+
     # Dispatch.
 
-    def _accept(self, jobs: Sequence[TransferJob], direction: Direction) -> tuple[list[int], Groups]:
-        """Takes up the jobs that are possible: their ids, and their blocks by segment, for one flight each."""
+    def _accept(self, jobs: Sequence[TransferJob], direction: Direction) -> list[TransferJob]:
+        """Takes up the jobs that are possible."""
         accepted = []
         for job in jobs:
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
                 continue
             error = self._why_impossible(job, direction)
-            self._jobs.start(job.job_id, () if error else job.block_ids)
+            block_ids = () if error else job.block_ids
+            self._jobs.start(job.job_id, block_ids, writes_caches=direction is Direction.LOAD)
             if error:
                 self._jobs.end_part([job.job_id], error)
             else:
                 accepted.append(job)
-        return [job.job_id for job in accepted], self._rows_by_segment(accepted)
+        return accepted
+
+    def _next_loads(self, new: Sequence[TransferJob]) -> tuple[list[int], Groups]:
+        """Loads to dispatch now, the plan's and those that are left: ids of those that end, and blocks by segment."""
+        self._fail_lost_loads()
+        stages = self._copiers[Direction.LOAD].stages
+        if stages and self._lockstep:
+            self._await_pieces()
+        accepted = self._accept(new, Direction.LOAD)
+        pieces, job_ids = self._backlog.take(
+            accepted,
+            step_id=self._step_id,
+            room=self._room if stages else None,
+            staging_room=self._staging_room,
+        )
+        return job_ids, self._rows_by_segment(pieces)
+
+    @property
+    def _staging_room(self) -> int:
+        """Blocks that all copies together may stage now. Not asked on several hosts, where flights end in no order."""
+        return sys.maxsize if self._lockstep else self._staging_blocks - sum(f.num_staged for f in self._flights)
+
+    def _room(self, load: BackloggedLoad) -> int:
+        """Blocks of a staged load that may be dispatched now."""
+        allowed = load.job.num_staging_blocks or self._staging_blocks
+        if self._lockstep:
+            return allowed - sum(size for step_id, size in load.pieces if step_id > self._step_id - 2)
+        staged = (flight.rows.job_ids for flight in self._flights if flight.num_staged)
+        return allowed - sum(int(np.count_nonzero(job_ids == load.job.job_id)) for job_ids in staged)
+
+    def _await_pieces(self) -> None:
+        """Ends the pieces of loads that were dispatched two steps ago, and written one step ago.
+
+        When they are over differs between hosts, and the next pieces must not: so each host waits for them, which the
+        device has nearly always done by now.
+        """
+        for flight in list(self._flights):
+            is_written = flight.phase is Phase.COPYING and flight.num_staged and flight.step_id <= self._step_id - 2
+            if is_written and any(job_id in self._backlog for job_id in flight.rows.jobs()):
+                self._land(flight)  # asks for its token, and so waits
+
+    def _fail_lost_loads(self) -> None:
+        """Loads whose host memory is gone have failed, before anything else can be written there and read by them."""
+        for load in self._backlog:
+            if self._memory.lost[load.host_block_ids[load.num_dispatched :]].any():
+                self._backlog.fail(load.job.job_id, "the host memory of its chunks was lost")
+        self._end_failed_loads()
+
+    def _end_failed_loads(self) -> None:
+        """What is left of loads that have failed is not dispatched any more: blocks after a hole are of no use."""
+        if self._backlog:
+            for load in self._backlog.take_failed():
+                self._jobs.end_part([load.job.job_id], load.error, block_ids=load.block_ids_left)
 
     def _accept_saves(self, jobs: Sequence[TransferJob]) -> tuple[list[int], Groups]:
         """Like `_accept`, but no two jobs share a flight: a plan has several only to keep their failures apart."""
-        accepted = [self._accept([job], Direction.SAVE) for job in jobs]
-        return [i for job_ids, _ in accepted for i in job_ids], [group for _, groups in accepted for group in groups]
+        accepted = self._accept(jobs, Direction.SAVE)
+        return [j.job_id for j in accepted], [group for j in accepted for group in self._rows_by_segment([j])]
 
-    def _dispatch(
-        self, job_ids: Sequence[int], groups: Groups, direction: Direction, step_id: int, kv_caches: Caches
-    ) -> Caches:
-        """Starts what `_accept` returned."""
+    def _dispatch(self, job_ids: Sequence[int], groups: Groups, direction: Direction, kv_caches: Caches) -> Caches:
+        """Starts copies; these are the jobs of which nothing is left to start then."""
         error = "the KV caches were lost while it was dispatched"
         try:
             for segment_id, rows in groups:
                 for piece in self._copiers[direction].split(rows):
-                    kv_caches = self._start(direction, segment_id, piece, step_id, kv_caches)
+                    kv_caches = self._start(direction, segment_id, piece, kv_caches)
             error = ""
             if direction is Direction.LOAD:
                 self._jobs.write_part(job_ids)
@@ -318,7 +391,7 @@ class TierCopies:
             return [(int(segment_ids[0]), rows)]
         return [(int(i), rows.take(segment_ids == i)) for i in np.unique(segment_ids)]
 
-    def _start(self, direction: Direction, segment_id: int, piece: Rows, step_id: int, kv_caches: Caches) -> Caches:
+    def _start(self, direction: Direction, segment_id: int, piece: Rows, kv_caches: Caches) -> Caches:
         job_ids, copier = piece.jobs(), self._copiers[direction]
         self._jobs.add_part(job_ids)
         try:
@@ -332,7 +405,7 @@ class TierCopies:
             self._fail(piece, segment_id, e)
             check_alive(kv_caches, e)
         else:
-            flight.step_id = step_id
+            flight.step_id = self._step_id
             self._flights.append(flight)
             if direction is Direction.LOAD and flight.phase is Phase.COPYING:
                 self._jobs.write_part(job_ids)
@@ -361,8 +434,10 @@ class TierCopies:
         fused_saves, saves = planner.take(Direction.SAVE, saves, usable=self._can_fuse)
         # A donated segment cannot be read beside: what is saved into is not loaded from in one step.
         donated = [segment_id for segment_id, _ in fused_saves]
+        # The step holds both in HBM, at most what staging may take.
+        room = self._staging_blocks - sum(len(rows) for _, rows in fused_saves)
         fused_loads, loads = planner.take(
-            Direction.LOAD, loads, usable=lambda i: i not in donated and self._can_fuse(i)
+            Direction.LOAD, loads, usable=lambda i: i not in donated and self._can_fuse(i), max_blocks=room
         )
         fused = {d: g[0] for d, g in ((Direction.SAVE, fused_saves), (Direction.LOAD, fused_loads)) if g}
         for _, rows in fused.values():
@@ -409,10 +484,23 @@ class TierCopies:
 
     # Second halves of staged copies.
 
-    def _resume(self, kv_caches: Caches, step_id: int) -> Caches:
-        """Goes on with what has arrived; `step_id` is the plan at hand."""
+    def resume(self, kv_caches: Caches) -> Caches:
+        """Goes on with what has arrived, and with the loads that are left, as if in a step of its own.
+
+        On hosts that share a model: with all that was dispatched before, and waits for it.
+        """
+        self._step_id += 1
+        kv_caches = self._resume(kv_caches)
+        if self._backlog:
+            job_ids, groups = self._next_loads(())
+            kv_caches = self._dispatch(job_ids, groups, Direction.LOAD, kv_caches)
+            self._end_failed_loads()
+        return kv_caches
+
+    def _resume(self, kv_caches: Caches) -> Caches:
+        """Goes on with what has arrived."""
         for flight in self._in_transit():
-            due = flight.step_id < step_id if self._lockstep else is_ready(flight.waiting_on)
+            due = flight.step_id < self._step_id if self._lockstep else is_ready(flight.waiting_on)
             if due and flight.direction is Direction.SAVE:
                 self._resume_save(flight)
             elif due:
@@ -456,7 +544,10 @@ class TierCopies:
     def _cancel(self, job_id: int) -> None:
         """Marks a load some of whose blocks are not written yet; any other job goes on to its end."""
         loads = (flight for flight in self._in_transit() if flight.direction is Direction.LOAD)
-        self._jobs.cancel(job_id, unwritten=any(job_id in flight.rows.job_ids for flight in loads))
+        is_left = self._backlog.drop(job_id) is not None
+        self._jobs.cancel(job_id, unwritten=is_left or any(job_id in flight.rows.job_ids for flight in loads))
+        if is_left:
+            self._jobs.end_part([job_id])
 
     # Ends.
 
@@ -472,6 +563,7 @@ class TierCopies:
         for flight in list(self._flights):
             if flight.phase is Phase.COPYING and is_ready(flight.waiting_on):
                 self._land(flight)
+        self._end_failed_loads()
 
     def _land(self, flight: Flight) -> None:
         """Ends a flight whose token is ready."""
@@ -492,7 +584,8 @@ class TierCopies:
         """Ends the jobs' parts in a flight with an error, and gives up the segment if it is gone."""
         self._memory.give_up(segment_id, lost=lost)
         for job_id in rows.jobs():
-            self._jobs.end_part([job_id], one_line(error), block_ids=rows.block_ids[rows.job_ids == job_id].tolist())
+            self._jobs.end_part([job_id], error_line(error), block_ids=rows.block_ids[rows.job_ids == job_id].tolist())
+            self._backlog.fail(job_id, error_line(error))
 
     def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
         """The arrays whose readiness lets `collect` go on; or all, those that need a `begin` included."""

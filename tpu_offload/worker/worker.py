@@ -30,14 +30,16 @@ from typing import Any, final
 import jax
 
 from tpu_offload.config import OffloadConfig
-from tpu_offload.errors import CachesLostError, LayoutError
+from tpu_offload.errors import CachesLostError, ConfigError, LayoutError
 from tpu_offload.kernels import FusedOutcome, FusedStep
 from tpu_offload.layout import KVLayout
-from tpu_offload.memory import available_nbytes, cap_chunks
-from tpu_offload.types import StepPlan, StepReport, SwapJob, TransferJob
+from tpu_offload.memory import available_nbytes, cap_chunks, plan_segments, plan_shared_segments
+from tpu_offload.types import CacheEpoch, Direction, StepPlan, StepReport, SwapJob, TransferJob, WorkerSetup
+from tpu_offload.values import as_count, one_line
 from tpu_offload.worker.arrays import is_ready, wait_for_all, wait_for_any
 from tpu_offload.worker.boundary import sound_plan
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.plan_gate import PlanGate, jobs_of, without_jobs
 from tpu_offload.worker.swapping import SwapCopies, WrapCopier, unwrapped
 from tpu_offload.worker.tier import TierCopies
 
@@ -54,13 +56,13 @@ class OffloadWorker:
     """Owns the host pool of one process and copies between it and the KV caches.
 
     All methods are called by the thread that dispatches the model. A copy that goes wrong ends as a
-    FAILED result; the one error that `begin_step` raises is that a load took the caches with it.
+    FAILED result; the one error that `begin_step` and `end_step` raise is that the caches are gone.
 
     Args:
       config: the settings.
       layout: what `KVLayout.from_caches` says of the caches.
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
-      worker_id: goes into every report.
+      worker_id: goes into every report; 0 to num_workers - 1.
       clock: seconds, monotonic.
       available: bytes of host memory that are left; None finds out.
       fused: the engine runs the fused functions in its own step, so that a path may be `fused`.
@@ -72,6 +74,8 @@ class OffloadWorker:
       LayoutError: the caches are not those that the layout describes, or the host tier cannot hold their blocks.
       ConfigError: a size in `config` makes no sense for the layout, a path is `fused` and the engine does
         not offer it, or a path is `auto` and the profile cannot be used.
+      CompileError: a copy program does not compile for these caches, or takes more HBM than `hbm_nbytes` may be. With
+        `skip_jax_precompile` the jobs that need it fail instead.
     """
 
     def __init__(
@@ -87,17 +91,20 @@ class OffloadWorker:
         wrap_copier: WrapCopier = unwrapped,
         incarnation: int | None = None,
     ) -> None:
+        worker_id = _check_count("worker_id", worker_id)
+        incarnation = time.time_ns() if incarnation is None else _check_count("incarnation", incarnation)
         _check_caches(layout, kv_caches)
         self._timeout_s = config.job_timeout_s
         self._jobs = WorkerJobs(clock)
-        self._incarnation = time.time_ns() if incarnation is None else incarnation
-        self._report = StepReport(worker_id, (), 0, incarnation=self._incarnation)
         if config.enabled:
             layout.check_tier()
         if config.enabled or config.swap_enabled:
             available = available_nbytes() if available is None else available
-        self._num_host_chunks = _num_chunks(config, layout, available or 0) if config.enabled else 0
-        self._plan = StepPlan(0), StepPlan(0)  # the last one, as it was given, and without what made no sense
+        self._num_host_chunks, segments = 0, (0, 1)
+        if config.enabled:
+            self._num_host_chunks, segments = _plan_pool(config, layout, kv_caches, available or 0)
+        # The last plan, as it was given, and what there is to do of it; None when it has ended.
+        self._plan: tuple[StepPlan | None, StepPlan] = None, StepPlan(0)
         self._tier: TierCopies | None = None
         self._swap: SwapCopies | None = None
         if self._num_host_chunks:
@@ -106,6 +113,7 @@ class OffloadWorker:
                 layout,
                 kv_caches,
                 num_chunks=self._num_host_chunks,
+                segments=segments,
                 jobs=self._jobs,
                 fused=fused,
                 wrap_copier=wrap_copier,
@@ -122,6 +130,36 @@ class OffloadWorker:
                 clock=clock,
                 wrap_copier=wrap_copier,
             )
+        setup = _describe(config, layout, kv_caches, self._tier)
+        self._gate = PlanGate(CacheEpoch(worker_id, incarnation, 0), setup)
+        self._report = StepReport(worker_id, (), 0, incarnation=incarnation, setup=setup)
+
+    @property
+    def cache_epoch(self) -> CacheEpoch:
+        """Names the KV caches that the worker has now; see `OffloadScheduler.lose_caches`."""
+        return self._gate.epoch
+
+    def lose_caches(self) -> CacheEpoch:
+        """The engine has lost the KV caches for a reason of its own, as a forward pass that took them along.
+
+        Called before the next `begin_step`, with the new caches. What is in flight into the old ones has brought
+        nothing, and nothing is done of plans that were made before the scheduler heard of it: by the next report, or
+        from the engine (`OffloadScheduler.lose_caches`). `begin_step` does the same before it raises CachesLostError.
+
+        Returns:
+          The epoch of the new caches.
+        """
+        given, plan = self._plan
+        self._plan = None, without_jobs(plan)
+        self._gate.lose_caches()
+        self._jobs.lose_loads()
+        if self._tier is not None:
+            self._tier.abandon_pass()
+            self._tier.abandon_backlog()
+        if given is not None:
+            self._cancel_unbegun(plan)
+            self._jobs.see_all_below(plan.next_job_id)
+        return self._gate.epoch
 
     @property
     def num_host_chunks(self) -> int:
@@ -134,7 +172,8 @@ class OffloadWorker:
         Also with an empty plan: staged loads that have arrived are written into the caches here.
 
         Args:
-          plan: what the scheduler wants. Jobs in it that make no sense fail.
+          plan: what the scheduler wants. Jobs in it that make no sense fail. A plan that comes a second time, or after
+            a later one, is ignored.
           kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
           fuse: a forward pass follows that takes `fused_step()` along. Without it nothing waits for one:
             what the fused path would have taken goes by the direct path.
@@ -142,11 +181,17 @@ class OffloadWorker:
           The caches to use from now on.
         Raises:
           CachesLostError: a load failed after its program had taken the donated caches. The only error that
-            leaves this class once it is built: without caches there is nothing to go on with. All of the plan that
-            had not begun has ended then, and no `end_step` follows; the next plan comes with new caches.
+            leaves this class once it is built, here and in `end_step`: without caches there is nothing to go on
+            with. All of the plan that had not begun has ended then, and no `end_step` follows; the next plan comes
+            with new caches. Plans that were made before the scheduler heard of it may still come: their jobs are
+            cancelled.
         """
         given, tier = plan, self._tier
         plan = sound_plan(plan, last=self._plan[1].step_id)
+        if not self._gate.begin(plan):
+            return kv_caches
+        if self._gate.is_stale(plan):
+            plan = self._refuse_stale(plan)
         self._plan = given, plan
         if not plan.saves:  # else `end_step` starts the last of them
             self._jobs.see_all_below(plan.next_job_id)
@@ -157,8 +202,37 @@ class OffloadWorker:
         try:
             return self._begin(plan, list(kv_caches), fuse=fuse)  # the programs are compiled for a list
         except CachesLostError:
-            self._give_up(plan)
+            self.lose_caches()
             raise
+
+    def resume_loads(self, kv_caches: Caches) -> Caches:
+        """Goes on with the loads that are left, for an engine that waits for a load before its forward pass.
+
+        Called after `begin_step`, any number of times; on several hosts the same number of times on each. There each
+        waits for its copies here, in the same order, because which have arrived differs between them.
+
+        Args:
+          kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
+        Returns:
+          The caches to use from now on.
+        Raises:
+          CachesLostError: as `begin_step`; the saves of the plan at hand are cancelled.
+        """
+        if self._tier is None or not self._tier.has_flights:
+            return kv_caches
+        try:
+            return self._tier.resume(list(kv_caches))
+        except CachesLostError:
+            self.lose_caches()
+            raise
+
+    def has_begun(self, plan: StepPlan) -> bool:
+        """Whether this plan, or a later one, has begun, so that `begin_step` would ignore it."""
+        return self._gate.has_begun(sound_plan(plan, last=self._plan[1].step_id))
+
+    def is_stale(self, plan: StepPlan) -> bool:
+        """Whether a plan was made for caches, or for an incarnation, that are gone: its jobs are cancelled."""
+        return self._gate.is_stale(plan)
 
     def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool) -> Caches:
         # What leaves its blocks is read before anything is written into them: loads, swap-ins, the forward pass.
@@ -178,18 +252,21 @@ class OffloadWorker:
             self._refuse((*plan.swap_outs, *plan.swap_ins), "request swap is off on this worker: it has no swap pool")
         return kv_caches
 
-    def _give_up(self, plan: StepPlan) -> None:
-        """The step will not be. Each of its jobs that has not begun ends all the same, as nobody's failure."""
-        if self._tier is not None:
-            self._tier.abandon_pass()
-        jobs: list[TransferJob | SwapJob] = [
-            *plan.early_saves,
-            *plan.loads,
-            *plan.saves,
-            *plan.swap_outs,
-            *plan.swap_ins,
-        ]
-        for job in jobs:
+    def _refuse_stale(self, plan: StepPlan) -> StepPlan:
+        """Cancels the jobs of a plan that was made for other caches; returns what is left of it."""
+        num_jobs = len(jobs_of(plan))
+        if num_jobs:
+            _logger.warning(
+                "plan %d was made before the scheduler knew the KV caches of worker %d (epoch %d): its %d jobs are "
+                "cancelled",
+                plan.step_id, self._gate.epoch.worker_id, self._gate.epoch.num_losses, num_jobs,
+            )  # fmt: skip
+        self._cancel_unbegun(plan)
+        return without_jobs(plan)
+
+    def _cancel_unbegun(self, plan: StepPlan) -> None:
+        """Each job of a plan that has not begun ends all the same, as nobody's failure."""
+        for job in jobs_of(plan):
             if not self._jobs.knows(job.job_id):
                 self._jobs.start(job.job_id)
                 self._jobs.cancel(job.job_id, unwritten=True)
@@ -216,16 +293,34 @@ class OffloadWorker:
         """Dispatches the saves of a plan, after the forward pass.
 
         Args:
-          plan: the plan that `begin_step` had.
+          plan: the plan that `begin_step` had; any other, or the same one again, is ignored.
           kv_caches: the caches as the forward pass left them; only read.
           outcome: what the forward pass returned of its copies, if it took `fused_step()` along.
+        Raises:
+          CachesLostError: these caches are gone, because the forward pass has failed or given back others. As in
+            `begin_step`, the loss is counted, and the saves of the plan are cancelled.
         """
         given, sound = self._plan
-        plan = sound if plan is given else sound_plan(plan, last=sound.step_id)
+        if plan is given:
+            plan = sound
+        else:  # unpickled a second time, or not the one that has begun
+            plan = sound_plan(plan, last=sound.step_id)
+            if given is None or plan.step_id != sound.step_id:
+                if plan.saves:
+                    self._gate.ignore_end(plan)
+                return
+            if self._gate.is_stale(plan):
+                plan = sound
+        self._plan = None, sound
         if self._tier is None:
             self._refuse(plan.saves, _OFF)
         elif plan.saves or self._tier.awaits_pass:
-            self._tier.end(plan, list(kv_caches), outcome)
+            try:
+                self._tier.end(plan, list(kv_caches), outcome)
+            except CachesLostError:
+                self._plan = plan, plan  # what has not begun of it ends with the caches
+                self.lose_caches()
+                raise
             self._jobs.see_all_below(plan.next_job_id)
 
     def poll(self, *, wait: bool = False) -> StepReport:
@@ -244,16 +339,18 @@ class OffloadWorker:
         num_ready = self._tier.num_chunks_ready if self._tier else 0
         num_swap = self._swap.num_blocks_ready if self._swap else ()
         last = self._report
-        oldest = self._jobs.oldest_id
-        if not self._jobs.has_results and (num_ready, num_swap, oldest) == (
-            last.num_host_chunks, last.num_swap_blocks, last.oldest_job_id
+        oldest, gate = self._jobs.oldest_id, self._gate
+        if not self._jobs.has_results and (num_ready, num_swap, oldest, gate.epoch.num_losses, gate.setup) == (
+            last.num_host_chunks, last.num_swap_blocks, last.oldest_job_id, last.num_cache_losses, last.setup
         ):  # fmt: skip
             return last
         # A segment is lost only where a job fails, so there is never a loss to tell without a result.
         lost = self._tier.take_lost() if self._tier else ()
         lost_swap = self._swap.take_lost() if self._swap else ()
         results = self._jobs.take_results()
-        self._report = StepReport(last.worker_id, (), num_ready, (), num_swap, (), oldest, self._incarnation)
+        self._report = StepReport(
+            last.worker_id, (), num_ready, (), num_swap, (), oldest, last.incarnation, gate.epoch.num_losses, gate.setup
+        )
         return dataclasses.replace(self._report, results=results, lost_slots=lost, lost_swap_blocks=lost_swap)
 
     def take_written_loads(self) -> tuple[int, ...]:
@@ -280,8 +377,10 @@ class OffloadWorker:
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that copies take on each device, beside the caches.
 
-        Direct copies take two blocks, whatever their number; staged ones the staging buffer and a block; swaps two
-        blocks of the largest layer group, or a quarter MiB. The tests hold the TPU compiler to this.
+        What the compiler says of the programs at hand, and the staging buffer where one is used. Direct copies may take
+        two blocks, whatever their number; staged ones the staging buffer and a block; swaps two blocks of the largest
+        layer group; each on TPU half a MiB, if that is more. It is those bounds until the programs are compiled (with
+        `skip_jax_precompile`, at their first use) and on CPU, where nothing but memory of the host is counted.
         """
         return sum(copies.hbm_nbytes for copies in self._copies())
 
@@ -315,6 +414,8 @@ class OffloadWorker:
 
     def _wait_for_one(self, until_s: float) -> bool:
         """Waits until `poll` can go on with a copy; False when none is of that kind, or the time is up."""
+        if self._tier is not None and self._tier.awaits_begin:
+            return False
         timeout_s = max(0.0, until_s - time.monotonic())
         waiting_on = [array for copies in self._copies() for array in copies.waiting_on()]
         if waiting_on:
@@ -331,10 +432,41 @@ def _check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
         raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")
 
 
-def _num_chunks(config: OffloadConfig, layout: KVLayout, available: int) -> int:
-    return cap_chunks(
-        config.host_chunks(layout),
-        chunk_nbytes=layout.block_nbytes_per_host * config.blocks_per_chunk,
-        fraction=config.host_memory_fraction,
-        available=available,
+def _check_count(name: str, value: Any) -> int:
+    count = as_count(value)
+    if count is None or count >= 2**63:
+        raise ConfigError(f"{name}={one_line(value)}; expected an integer from 0 on")
+    return count
+
+
+def _describe(
+    config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], tier: TierCopies | None
+) -> WorkerSetup:
+    """What the scheduler compares with its own settings and with the other workers'."""
+    processes = {device.process_index for device in kv_caches[0].sharding.device_set}
+    paths = {direction: tier.paths[direction].value if tier else "" for direction in Direction}
+    return WorkerSetup(
+        num_processes=len(processes),
+        process_index=jax.process_index(),
+        fingerprint=layout.fingerprint().hex(),
+        blocks_per_chunk=config.blocks_per_chunk if config.enabled else 0,
+        staging_blocks=config.staging_blocks(layout) if config.enabled else 0,
+        max_load_blocks=config.max_load_blocks(layout) if config.enabled else 0,
+        segment_chunks=tier.segment_chunks if tier else 0,
+        save_path=paths[Direction.SAVE],
+        load_path=paths[Direction.LOAD],
+        bucket_blocks=tuple(config.block_size_buckets),
+        max_swap_blocks=config.max_swap_blocks(layout),
     )
+
+
+def _plan_pool(
+    config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], available: int
+) -> tuple[int, tuple[int, int]]:
+    """How many chunks the host pool has, how many segments, and how many chunks are in each."""
+    wanted, chunk_nbytes = config.host_chunks(layout), layout.block_nbytes_per_host * config.blocks_per_chunk
+    fitting = cap_chunks(wanted, chunk_nbytes=chunk_nbytes, fraction=config.host_memory_fraction, available=available)
+    if kv_caches[0].sharding.is_fully_addressable:
+        return fitting, plan_segments(fitting, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb)
+    segments = plan_shared_segments(wanted, fitting, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb)
+    return min(fitting, segments[0] * segments[1]), segments

@@ -46,7 +46,7 @@ def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: 
             index.grow(150)
         if i % 100 == 99:
             index.drop(rng.sample(chain, 1))
-        evicted += [key for key, found in index.take_changes() if not found]
+        evicted += [key for keys, found in index.take_changes() if not found for key in keys]
         if i % 10 == 0:
             index.check_invariants()
     assert len(evicted) > 500

@@ -97,7 +97,7 @@ class _Counting(EvictionPolicy):
     def __init__(self, policy: EvictionPolicy, residents: CountedResidents) -> None:
         self.policy, self.residents = policy, residents
         self.resize, self.insert, self.remove = policy.resize, policy.insert, policy.remove
-        self.uncover = policy.uncover
+        self.uncover, self.clear = policy.uncover, policy.clear
 
     def resize(self, num_chunks): ...
 
@@ -106,6 +106,8 @@ class _Counting(EvictionPolicy):
     def remove(self, key, parent): ...
 
     def uncover(self, key): ...
+
+    def clear(self): ...
 
     def touch(self, use, keys, num_chunks, residents):
         self.policy.touch(use, keys, num_chunks, self.residents)

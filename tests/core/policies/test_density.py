@@ -152,7 +152,7 @@ def test_a_prompt_saved_in_pieces_is_one_run_and_one_use(tier) -> None:
         tier.save(use, prompt, end)
         tier.index.touch(use, prompt, end)
     (run,) = runs_of(tier, prompt)
-    assert (run.keys, run.num_uses, run.num_resident) == (prompt, 1, 30)
+    assert (list(run.keys), run.num_uses, run.num_resident) == (prompt, 1, 30)
     tier.serve(prompt)
     (run,) = runs_of(tier, prompt)
     assert run.num_uses == 2

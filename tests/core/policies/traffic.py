@@ -18,6 +18,7 @@ class Tier:
 
     def serve(self, prompt: list[bytes], *, num_in_hbm: int = 0) -> int:
         """Returns how many chunks were found."""
+        self.index.tidy()  # as the scheduler does in each step
         use = self.new_use(num_in_hbm)
         num_found = len(self.index.find(prompt))
         self.index.touch(use, prompt, num_found)

@@ -464,7 +464,7 @@ def test_calls_that_make_no_sense_change_nothing():
         engine.swap.swap_in("a", [[0, 1, 2, 3], [0, 1, 2]])
     with pytest.raises(RequestError, match="present; expected numbers under 5"):
         engine.swap.swap_in("a", tables, present={5})
-    with pytest.raises(RequestError, match="block ids like -1; expected"):
+    with pytest.raises(RequestError, match="in present, number=-1; expected an integer from 0 on"):
         engine.swap.swap_in("a", tables, present={-1, 2})
     assert engine.swap_in("a")
     engine.settle()

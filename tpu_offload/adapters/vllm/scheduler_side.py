@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from tpu_offload import (
@@ -90,7 +90,7 @@ class SchedulerSide:
         self._promised: set[str] = set()  # matched in this pass and not admitted
         self._matched: set[str] = set()  # matched in this pass
         self._limits: dict[str, RequestLimits | None] = {}  # of the unfinished requests that were matched
-        self._waiting_since_s: dict[str, float] = {}  # requests that wait for a save
+        self._waiting_since_s: dict[str, float] = {}  # requests that wait for a save, or for staging blocks
         self._told = OffloadStats()
         self._has_news = False  # something may have been counted since then
         self._transfers: list[FinishedTransfer] = []
@@ -102,7 +102,8 @@ class SchedulerSide:
     def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens past `num_computed_tokens` in the host tier, and whether they arrive between steps.
 
-        None in place of a number: ask again in the next step, for the next chunk is being saved.
+        None in place of a number: ask again in the next step, for the next chunk is being saved, or the staging buffer
+        has too little room for the load.
         """
         request_id = request.request_id
         if self._forget(request_id) and self._offload is not None:
@@ -124,12 +125,11 @@ class SchedulerSide:
             num_tokens=request.num_tokens,
             num_computed_tokens=num_computed_tokens,
             limits=limits,
+            can_wait=False,  # vLLM's own queue is where it waits: workers tell vLLM only of loads that they were sent
         )
-        if self._config.save_wait_s and self._offload.is_saving_next(request_id):
-            now_s = self._clock()
-            if now_s - self._waiting_since_s.setdefault(request_id, now_s) < self._config.save_wait_s:
-                self._offload.release(request_id)
-                return None, False
+        if self._waits(request_id):
+            self._offload.release(request_id)
+            return None, False
         if num_tokens:
             self._promised.add(request_id)
         return num_tokens, num_tokens > 0 and not self._config.sync_load
@@ -171,7 +171,8 @@ class SchedulerSide:
     def apply(self, message: "KVConnectorWorkerMetadata | None") -> None:
         """Takes what the workers reported after a step.
 
-        What becomes of loads vLLM hears from the workers themselves. Here only the books are kept.
+        What becomes of loads, and that caches are lost, vLLM hears from the workers themselves, as invalid blocks. Here
+        only the books are kept.
         """
         if message is None:
             return
@@ -239,6 +240,10 @@ class SchedulerSide:
         if not self._record_events or self._offload is None:
             return
         for event in self._offload.take_events():
+            if event.kind is TierEventKind.CLEARED:
+                # There is no such event for one medium. After a reset, or the loss of a worker, HBM has nothing either.
+                yield AllBlocksCleared()
+                continue
             hashes = [maybe_convert_block_hash(block_hash) for block_hash in event.block_hashes]
             if event.kind is TierEventKind.REMOVED:
                 yield BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU)
@@ -269,6 +274,18 @@ class SchedulerSide:
         """Raises AssertionError if the books disagree. For tests."""
         if self._offload is not None:
             self._offload.check_invariants()
+
+    def _waits(self, request_id: str) -> bool:
+        """Whether a request that was just matched is to be matched again in the next step; not for ever."""
+        assert self._offload is not None
+        if self._offload.awaits_staging(request_id):
+            limit_s = self._config.load_wait_s
+        elif self._config.save_wait_s and self._offload.is_saving_next(request_id):
+            limit_s = self._config.save_wait_s
+        else:
+            return False
+        now_s = self._clock()
+        return now_s - self._waiting_since_s.setdefault(request_id, now_s) < limit_s
 
     def _forget(self, request_id: str) -> bool:
         """Whether the request was watched."""

@@ -37,6 +37,8 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         raise ConfigError(f"tpu_offload: {problem}")
     if config.sync_load is None:
         config = config.model_copy(update={"sync_load": _prefers_sync_loads(vllm_config, config)})
+    if config.sync_load:  # the step at hand waits for all of its loads in any case
+        config = config.model_copy(update={"max_load_gb_per_step": 0.0})
     return config
 
 

@@ -20,7 +20,7 @@ side (`spoil`) sees to it, and to steps on their way by then, so that nothing is
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -63,12 +63,11 @@ class WorkerSide:
         # Loads that vLLM has not been told about, and those that it has and whose result is not there yet.
         self._loading: dict[int, TransferJob] = {}
         self._told: dict[int, TransferJob] = {}
-        self._lost_job_ids: set[int] = set()  # loads into caches that are gone, whose copy may be a success
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._reports: list[StepReport] = []
         self._last_report = StepReport(0, (), 0)
-        self._num_told_chunks = -1
+        self._told_news: tuple[Any, ...] = ()
         # The last plan whose steps may have computed on blocks that a failed load left as they were.
         self._last_spoilt_step_id = -1
         self._num_steps_ahead = 0
@@ -106,7 +105,8 @@ class WorkerSide:
         self._num_steps_ahead = int(vllm_config.scheduler_config.async_scheduling)
         self._last_spoilt_step_id = -1
         self._layout = layout
-        self._num_told_chunks = -1
+        self._cache_layouts = [cache.format.layout for cache in caches]
+        self._told_news = ()
         _logger.info(
             "tpu_offload: blocks of %d tokens and %d bytes a device, %d chunks in the host tier, saves %s, loads %s",
             layout.block_size,
@@ -142,21 +142,24 @@ class WorkerSide:
     def start_loads(self) -> None:
         """Dispatches the loads; those that the coming pass needs are written when it returns, or have failed."""
         plan = self._plan
+        if self.worker.has_begun(plan):  # a message that came twice: nothing of it is done again
+            self._plan = StepPlan(plan.step_id)
+            return
         self._loading.update((job.job_id, job) for job in plan.loads)
-        if not self._begin(plan):  # the worker fails the saves of the plan, and wants no more of it
+        begun = self._run(lambda caches: self.worker.begin_step(plan, caches))
+        if not begun or self.worker.is_stale(plan):  # the worker has cancelled the saves, and wants no more of the plan
             self._plan = dataclasses.replace(plan, saves=())
         if self._sync:
             self._collect()  # direct loads are written, or have failed: nothing waits for the copies themselves
             while any(job.job_id in self._loading for job in plan.loads):
                 self._collect(wait=True)
-                # Staged loads go on here; as if of the next step, which on several hosts makes each go on at once.
-                self._begin(StepPlan(plan.step_id + 1))
+                self._run(self.worker.resume_loads)
                 self._take_written()
 
     def start_saves(self) -> None:
         """Dispatches the saves, unless the pass ran on blocks that a failed load has left as they were, or is lost."""
         if self._plan.step_id > self._last_spoilt_step_id:
-            self.worker.end_step(self._plan, self._runner.kv_caches)
+            self._run(self._end)
         elif self._plan.saves:
             # Not as failed: it says nothing of the next copy.
             error = "the step computed on blocks whose load failed"
@@ -196,22 +199,23 @@ class WorkerSide:
             worker.close()
         self._loading.clear()
         self._told.clear()
-        self._lost_job_ids.clear()
         self._received.clear()
         self._invalid_block_ids.clear()
         self._reports.clear()
 
-    def _begin(self, plan: StepPlan) -> bool:
-        """Begins a step of the library's worker; False when the caches were lost and there are new ones."""
+    def _end(self, kv_caches: list[jax.Array]) -> list[jax.Array]:
+        self.worker.end_step(self._plan, kv_caches)
+        return kv_caches
+
+    def _run(self, dispatch: Callable[[list[jax.Array]], list[jax.Array]]) -> bool:
+        """Has the library's worker go on with the caches; False when they were lost and there are new ones."""
         runner = self._runner
         try:
-            runner.kv_caches = self.worker.begin_step(plan, runner.kv_caches)
+            runner.kv_caches = dispatch(runner.kv_caches)
         except CachesLostError as e:
             _logger.error("tpu_offload: %s. New caches are made, and vLLM is told", e)
             num_blocks = runner.kv_caches[0].shape[0]
-            runner.kv_caches = renew(runner.kv_caches)
-            # Loads on their way go on, into blocks of which vLLM has been told by then.
-            self._lost_job_ids.update(self._loading, self._told)
+            runner.kv_caches = renew(runner.kv_caches, layouts=self._cache_layouts)
             for job in self._loading.values():
                 self._receive(job)
             self._loading.clear()
@@ -229,9 +233,10 @@ class WorkerSide:
         return self.worker.has_flights and not (self._received or self._reports)
 
     def _collect(self, *, wait: bool = False) -> None:
-        report = self._last_report = self._without_lost(self.worker.poll(wait=wait))
-        if report.results or report.lost_slots or report.num_host_chunks != self._num_told_chunks:
-            self._num_told_chunks = report.num_host_chunks
+        report = self._last_report = self.worker.poll(wait=wait)
+        news = report.num_host_chunks, report.num_cache_losses, report.setup
+        if report.results or report.lost_slots or news != self._told_news:
+            self._told_news = news
             self._reports.append(report)
         for result in report.results:
             job, told = self._loading.pop(result.job_id, None), self._told.pop(result.job_id, None)
@@ -242,20 +247,6 @@ class WorkerSide:
             elif job is not None:
                 self._fail(job, result.failed_blocks)
         self._take_written()
-
-    def _without_lost(self, report: StepReport) -> StepReport:
-        """A load into caches that are gone has brought nothing, however well its copy went."""
-        lost = self._lost_job_ids.intersection(result.job_id for result in report.results)
-        if not lost:
-            return report
-        self._lost_job_ids -= lost
-        results = (
-            dataclasses.replace(result, state=JobState.CANCELLED, error="the KV caches were lost", failed_blocks=())
-            if result.job_id in lost and result.state is JobState.FINISHED
-            else result
-            for result in report.results
-        )
-        return dataclasses.replace(report, results=tuple(results))
 
     def _take_written(self) -> None:
         for job_id in self.worker.take_written_loads():

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.queues import ChunkQueue, check_queues
 from tpu_offload.types import ChunkKey
@@ -100,6 +101,12 @@ class ARCPolicy(EvictionPolicy):
         """See the base class. O(1)."""
         self._once.recall(key)
         self._again.recall(key)
+
+    def clear(self) -> list[Entries]:
+        """See the base class."""
+        ghosts: list[Entries] = [self._once_ghosts, self._again_ghosts]
+        self._once_ghosts, self._again_ghosts = OrderedDict(), OrderedDict()
+        return [*self._once.clear(), *self._again.clear(), *ghosts]
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks set aside + those that may not go)."""

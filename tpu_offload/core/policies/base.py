@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Collection, Container, Sequence
 from typing import final
 
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.types import ChunkKey
 
 
@@ -96,6 +97,17 @@ class EvictionPolicy(abc.ABC):
     @abc.abstractmethod
     def uncover(self, key: ChunkKey) -> None:
         """A chunk of this policy may be a leaf now: one of another priority, and policy, that hung on it is gone."""
+
+    @abc.abstractmethod
+    def clear(self) -> list[Entries]:
+        """All chunks are gone, and so is what was known of any that went before. What was learnt stays. O(1).
+
+        Those that outlive it are inserted again. By their first use, `use_id` -1, they are older than all others.
+
+        Returns:
+          What it held, to which it keeps no reference: dicts, sets, lists and deques that the caller empties bit by
+          bit, because a million entries are not freed in a moment.
+        """
 
     @abc.abstractmethod
     def evict(self, num_chunks: int, residents: Residents) -> None:

@@ -18,7 +18,9 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import final
 
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
+from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run, RunQueues
 from tpu_offload.types import ChunkKey
 
@@ -38,7 +40,8 @@ class DensityPolicy(EvictionPolicy):
     """Evicts the chunk that is expected to bring the fewest hits for the room and time that it would take."""
 
     def __init__(self) -> None:
-        self._runs: dict[ChunkKey, Run] = {}  # of every chunk, resident or watched
+        self._runs = RunTable()  # of every chunk, resident or watched
+        self._num_known = 0
         self._num_resident = 0
         self._queues = RunQueues(_CLASS_USES)
         self._newest_use_id = -1
@@ -60,7 +63,7 @@ class DensityPolicy(EvictionPolicy):
         self._num_resident += len(keys)
         before = None if parent is None else self._runs.get(parent)
         depth = 0 if before is None or parent is None else before.depth + _place(before, parent) + 1
-        if not self._runs.keys().isdisjoint(keys):
+        if self._num_known + len(keys) > self._num_resident and self._runs.has_any(keys):
             run = self._insert_known(use, keys, before, depth)
         elif before is not None and before.use_id == use.use_id and before.keys[-1] == parent and _goes_on(before):
             run = before
@@ -95,9 +98,9 @@ class DensityPolicy(EvictionPolicy):
             if use_id > run.use_id:
                 if run.depth < use.num_in_hbm < run.depth + num:
                     num = use.num_in_hbm - run.depth
-                self._use(run, num, keys, i + num, use)
-                if last is not None and self._join(last, run):
-                    run = last
+                run = self._use(run, num, keys, i + num, use)
+                if last is not None:
+                    run = self._join(last, run)
             last = run
             i += num
 
@@ -106,15 +109,20 @@ class DensityPolicy(EvictionPolicy):
         run = self._runs[key]
         keys = run.keys
         if keys[0] == key:
-            del keys[0]
+            keys.pop_head()
             run.depth += 1
         else:
             place = _place(run, key)
-            if place + 1 < len(keys):
+            if place + 1 < len(keys) // 2:
+                run = self._split_head(run, place + 1)
+            elif place + 1 < len(keys):
                 self._split(run, place + 1)
-            keys.pop()
+            run.keys.pop()
             run.at_end = False
         del self._runs[key]
+        self._num_known -= 1
+        if not run.keys:
+            self._runs.end(run)
         self._queues.resize_run(run, -1)
         self._num_resident -= 1
         run.num_resident -= 1
@@ -126,6 +134,13 @@ class DensityPolicy(EvictionPolicy):
     def uncover(self, key: ChunkKey) -> None:
         """See the base class. O(1)."""
         self._queues.place(self._runs[key])
+
+    def clear(self) -> list[Entries]:
+        """See the base class."""
+        held: list[Entries] = [*self._runs.clear(), self._watched, self._ends, *self._queues.clear()]
+        self._watched, self._ends = deque(), deque()
+        self._num_resident = self._num_known = 0
+        return held
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + queues + runs that may not go)."""
@@ -143,8 +158,9 @@ class DensityPolicy(EvictionPolicy):
 
     def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
         """See the base class."""
-        runs = list({id(run): run for run in self._runs.values()}.values())
-        assert sum(len(run.keys) for run in runs) == len(self._runs), "a chunk has no run or two"
+        runs = self._runs.runs()
+        assert all(len(run.keys) for run in runs), "a run without chunks"
+        assert sum(len(run.keys) for run in runs) == len(self._runs) == self._num_known, "a chunk has no run or two"
         for run in runs:
             assert all(self._runs[key] is run for key in run.keys), "a run has a chunk of another"
             for i, key in enumerate(run.keys):
@@ -163,8 +179,9 @@ class DensityPolicy(EvictionPolicy):
     def _add(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run:
         """A run of chunks that nobody knows."""
         origin = 0 if before is None else min(before.num_uses.bit_length(), _NUM_ORIGINS - 1)
-        run = Run(list(keys), depth=depth, num_resident=len(keys), use_id=use.use_id, origin=origin)
-        self._runs.update(dict.fromkeys(keys, run))
+        run = Run(RunKeys(keys), depth=depth, num_resident=len(keys), use_id=use.use_id, origin=origin)
+        self._runs.add(run)
+        self._num_known += len(keys)
         self._queues.begin(run, origin)
         return run
 
@@ -181,14 +198,14 @@ class DensityPolicy(EvictionPolicy):
                 if run.keys[0] != keys[i]:  # what was before it in its run is resident by now
                     run = self._split(run, run.keys.index(keys[i]))
                 end = i + _num_common(run, keys, i, num_keys)
-                self._use(run, end - i, keys, end, use)
+                run = self._use(run, end - i, keys, end, use)
                 run.num_resident = len(run.keys)
             i = end
         assert run is not None
         return run
 
-    def _use(self, run: Run, num_chunks: int, keys: Sequence[ChunkKey], next_chunk: int, use: Use) -> None:
-        """A prompt uses the first chunks of a run, and goes on with `keys[next_chunk]`.
+    def _use(self, run: Run, num_chunks: int, keys: Sequence[ChunkKey], next_chunk: int, use: Use) -> Run:
+        """A prompt uses the first chunks of a run, and goes on with `keys[next_chunk]`. Returns the run of those used.
 
         A use that HBM could serve begins a new life too, as HBM has the chunks once more, but is nothing that this
         tier was kept for.
@@ -196,20 +213,45 @@ class DensityPolicy(EvictionPolicy):
         if run.at_end or run.end is not None:
             self._learn_end(run, num_chunks, keys, next_chunk)
         if num_chunks < len(run.keys):
-            self._split(run, num_chunks)
+            if num_chunks < len(run.keys) // 2 and run.time != self._queues.now:
+                run = self._split_head(run, num_chunks)
+            else:
+                self._split(run, num_chunks)
         run.at_end = False
         run.num_uses += 1
         run.use_id = use.use_id
         class_id = min(_NUM_ORIGINS + run.num_uses.bit_length() - 2, _NUM_CLASSES - 1)
         self._queues.renew(run, class_id, used=run.depth >= use.num_in_hbm)
         self._place_and_watch(run)
+        return run
+
+    def _split_head(self, run: Run, num_chunks: int) -> Run:
+        """As `_split`, but what is left of the run are its last chunks, and those returned its first ones, to be used.
+
+        So a long run of which one request after another uses a little more, as it is computed step by step, is
+        not gone through each time.
+        """
+        head = Run(
+            run.keys.split_head(num_chunks),
+            depth=run.depth,
+            num_resident=min(num_chunks, run.num_resident),
+            use_id=run.use_id,
+            origin=run.origin,
+            num_uses=run.num_uses,
+        )
+        head.time, head.class_id, head.slice = run.time, run.class_id, run.slice
+        run.depth += num_chunks
+        run.num_resident -= head.num_resident
+        self._runs.add(head)
+        run.end_entries()
+        self._place_and_watch(run)
+        return head
 
     def _split(self, run: Run, num_chunks: int) -> Run:
         """Leaves a run its first chunks and returns one of the others."""
-        keys = run.keys[num_chunks:]
         num_resident = max(0, run.num_resident - num_chunks)
         rest = Run(
-            keys,
+            run.keys.split(num_chunks),
             depth=run.depth + num_chunks,
             num_resident=num_resident,
             use_id=run.use_id,
@@ -218,47 +260,69 @@ class DensityPolicy(EvictionPolicy):
         )
         rest.time, rest.class_id, rest.slice = run.time, run.class_id, run.slice
         rest.at_end, rest.end, run.at_end, run.end = run.at_end, run.end, False, None
-        del run.keys[num_chunks:]
         run.num_resident -= num_resident
-        self._runs.update(dict.fromkeys(keys, rest))
+        self._runs.add(rest)
         self._place_and_watch(rest)
         return rest
 
-    def _join(self, run: Run, other: Run) -> bool:
-        """Makes two runs that follow each other and were just used one, if they have been used about as often."""
+    def _join(self, run: Run, other: Run) -> Run:
+        """Makes two runs that follow each other and were just used one, if they have been used about as often.
+
+        The shorter one goes into the longer one. Returns the run of the other's chunks.
+        """
         if run.class_id != other.class_id or run.num_resident != len(run.keys) or run.use_id != other.use_id:
-            return False
-        run.num_uses = max(run.num_uses, other.num_uses)
-        other.ticket += 1
+            return other
+        num_uses = max(run.num_uses, other.num_uses)
         self._queues.resize_run(other, -len(other.keys))  # its life may have begun later: the use came in two parts
         self._queues.resize_run(run, len(other.keys))
-        self._extend(run, other.keys, num_resident=other.num_resident)
+        if len(run.keys) >= len(other.keys):
+            other.end_entries()
+            self._runs.give(other.keys, run)
+            self._runs.end(other)
+            run.keys.append_all(other.keys)
+            run.num_resident += other.num_resident
+        else:
+            run.end_entries()
+            other.end_entries()
+            self._runs.give(run.keys, other)
+            self._runs.end(run)
+            other.keys.prepend_all(run.keys)
+            other.num_resident += run.num_resident
+            other.depth, other.time, other.slice = run.depth, run.time, run.slice
+            other.origin, other.at_end, other.end = run.origin, run.at_end, run.end
+            run = other
+        run.num_uses = num_uses
         self._place_and_watch(run)
-        return True
+        return run
 
     def _extend(self, run: Run, keys: Sequence[ChunkKey], *, num_resident: int) -> None:
-        run.keys += keys
+        run.keys.extend(keys)
         run.num_resident += num_resident
-        self._runs.update(dict.fromkeys(keys, run))
+        self._runs.give(keys, run)
+        self._num_known += len(keys)
 
     def _place_and_watch(self, run: Run) -> None:
         if run.num_resident:
             self._queues.place(run)
         if run.num_resident < len(run.keys):
-            self._watched.append((run, run.time))
-            if len(self._watched) > 2 * len(self._runs) + 64:
-                self._watched = deque((run, time) for run, time in self._watched if run.time == time)
+            self._watched.append((run, run.life))
+            if len(self._watched) > 2 * self._num_known + 64:
+                self._watched = deque((run, life) for run, life in self._watched if run.life == life)
 
     def _forget_oldest(self) -> None:
         """Forgets what was evicted longest ago, beyond what may be watched."""
-        while len(self._runs) - self._num_resident > self._max_watched:
-            run, time = self._watched.popleft()
-            keys = run.keys[run.num_resident :]
-            if run.time != time or not keys or self._runs.get(keys[0]) is not run:
+        while self._num_known - self._num_resident > self._max_watched:
+            run, life = self._watched.popleft()
+            if run.life != life or run.num_resident >= len(run.keys):
                 continue  # it was used again, and is watched since later or not at all
+            if self._runs.get(run.keys[run.num_resident]) is not run:
+                continue
+            keys = run.keys.split(run.num_resident)
             self._queues.end(run, len(keys), used=False)
-            deque(map(self._runs.__delitem__, keys), maxlen=0)
-            del run.keys[run.num_resident :]
+            self._runs.drop_all(keys)
+            self._num_known -= len(keys)
+            if not run.keys:
+                self._runs.end(run)
 
     def _advance(self, use: Use, num_chunks: int) -> None:
         self._newest_use_id = max(self._newest_use_id, use.use_id)
@@ -290,6 +354,7 @@ class DensityPolicy(EvictionPolicy):
                 self._num_resident -= 1
                 self._queues.resize_run(run, -1)
                 del self._runs[run.end]
+                self._num_known -= 1
         return num_evicted
 
     # Victims.
@@ -307,7 +372,7 @@ class DensityPolicy(EvictionPolicy):
                 num_chunks -= num_evicted
                 self._num_resident -= num_evicted
                 if num_evicted and run.num_resident == len(run.keys):
-                    self._watched.append((run, run.time))
+                    self._watched.append((run, run.life))
                 run.num_resident -= num_evicted
                 if run.num_resident and not num_chunks:
                     break

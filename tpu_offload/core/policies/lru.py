@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.types import ChunkKey
 
@@ -45,6 +46,11 @@ class LRUPolicy(EvictionPolicy):
     def uncover(self, key: ChunkKey) -> None:
         """See the base class. O(1). It is rare, so the chunk counts as recent."""
         self._tails.setdefault(key, None)
+
+    def clear(self) -> list[Entries]:
+        """See the base class."""
+        tails, self._tails = self._tails, OrderedDict()
+        return [tails]
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + tails that may not go)."""

@@ -8,6 +8,7 @@ chunks of the others as if they were not there, and is told when the last of the
 from collections.abc import Callable, Collection, Container, Sequence
 from typing import final
 
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.types import ChunkKey
 
@@ -102,6 +103,13 @@ class PriorityPolicy(EvictionPolicy):
     def uncover(self, key: ChunkKey) -> None:
         """See the base class."""
         self._policy(self._level_of.get(key, 0)).uncover(key)
+
+    def clear(self) -> list[Entries]:
+        """See the base class."""
+        held: list[Entries] = [entries for p in (self._base, *self._others.values()) for entries in p.clear()]
+        held.append(self._level_of)
+        self._others, self._sizes, self._level_of = {}, {}, {}
+        return held
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. One by one from a level while there are chunks of lower ones, which may become free."""

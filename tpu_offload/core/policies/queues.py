@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import final
 
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.base import Residents
 from tpu_offload.types import ChunkKey
 
@@ -38,6 +39,12 @@ class ChunkQueue:
         """Takes a chunk out, wherever it is; None when it is not in this queue. O(1)."""
         number = self.order.pop(key, None)
         return self.aside.pop(key, None) if number is None else number
+
+    def clear(self) -> list[Entries]:
+        """Forgets all; returns what it held. O(1)."""
+        held: list[Entries] = [self.order, self.aside]
+        self.order, self.aside = OrderedDict(), {}
+        return held
 
     def recall(self, key: ChunkKey) -> None:
         """Nothing hangs on this chunk any more: if it was set aside, it is the next to go. O(1)."""

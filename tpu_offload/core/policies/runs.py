@@ -12,7 +12,9 @@ from typing import final
 
 import numpy as np
 
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.lifetimes import Lifetimes
+from tpu_offload.core.policies.run_keys import RunKeys
 from tpu_offload.types import ChunkKey
 
 _MIN_SLICE = 128  # chunks used; with 64 a tier of 100 chunks hits more in loops, and every small one costs more
@@ -36,6 +38,8 @@ class Run:
       time: when that was.
       slice: the slice of time of that.
       ticket: an entry of a queue with another is void.
+      number: its own in the table of runs.
+      life: likewise of the runs that are watched; another one when a life begins at another time.
     """
 
     __slots__ = (
@@ -44,8 +48,10 @@ class Run:
         "depth",
         "end",
         "keys",
+        "life",
         "num_resident",
         "num_uses",
+        "number",
         "origin",
         "slice",
         "ticket",
@@ -58,7 +64,7 @@ class Run:
     time: int
 
     def __init__(
-        self, keys: list[ChunkKey], *, depth: int, num_resident: int, use_id: int, origin: int, num_uses: int = 1
+        self, keys: RunKeys, *, depth: int, num_resident: int, use_id: int, origin: int, num_uses: int = 1
     ) -> None:
         self.keys = keys
         self.depth = depth
@@ -69,6 +75,13 @@ class Run:
         self.at_end = False
         self.end: ChunkKey | None = None
         self.ticket = 0
+        self.life = 0
+        self.number = -1
+
+    def end_entries(self) -> None:
+        """It is elsewhere by now, or another: what waits in queues by its name is void."""
+        self.ticket += 1
+        self.life += 1
 
 
 type Queue = deque[tuple[Run, int]]
@@ -117,6 +130,11 @@ class RunQueues:
         self._ordered = True  # since the last slice began
 
     @property
+    def now(self) -> int:
+        """The time, in chunks used."""
+        return self._now
+
+    @property
     def order(self) -> Sequence[Queue]:
         """The queues to evict from, one after another; what has been put into an empty one since may be missing."""
         if not self._ordered:
@@ -134,6 +152,13 @@ class RunQueues:
         self._now += num_chunks
         if self._now >= self._next_slice:
             self._begin_slice()
+
+    def clear(self) -> list[Entries]:
+        """Forgets all runs, not what was learnt of their lives; returns what it held. O(queues)."""
+        held: list[Entries] = [queue for part in self._slices for queue in part.queues]
+        self._slices = [_Slice(self._now, self._num_classes)]
+        self._order, self._ordered = list(self._slices[0].queues), True
+        return held
 
     def begin(self, run: Run, class_id: int) -> None:
         """A run begins a life. It waits for its eviction only once it is placed."""
@@ -158,6 +183,8 @@ class RunQueues:
         part.alive[run.class_id] -= num_chunks
         newest.alive[class_id] += num_chunks
         self._lifetimes.end(run.class_id, num_chunks, now - run.time, used=used)
+        if run.time != now:
+            run.life += 1
         run.class_id, run.time = class_id, now
 
     def resize_run(self, run: Run, num_chunks: int) -> None:

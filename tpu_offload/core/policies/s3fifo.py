@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.queues import ChunkQueue, check_queues
 from tpu_offload.types import ChunkKey
@@ -91,6 +92,11 @@ class S3FIFOPolicy(EvictionPolicy):
         """See the base class. O(1)."""
         self._small.recall(key)
         self._main.recall(key)
+
+    def clear(self) -> list[Entries]:
+        """See the base class."""
+        ghosts, self._ghosts = self._ghosts, OrderedDict()
+        return [*self._small.clear(), *self._main.clear(), ghosts]
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks that go on or have another round + those that may not go)."""

@@ -20,6 +20,7 @@ References:
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.queues import ChunkQueue, check_queues
 from tpu_offload.core.sketch import Sketch
@@ -109,6 +110,10 @@ class WTinyLFUPolicy(EvictionPolicy):
         """See the base class. O(1)."""
         for queue in self._queues:
             queue.recall(key)
+
+    def clear(self) -> list[Entries]:
+        """See the base class."""
+        return [entries for queue in self._queues for entries in queue.clear()]
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks that win, are set aside or may not go)."""

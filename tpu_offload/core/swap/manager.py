@@ -26,21 +26,24 @@ from typing import final
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
-from tpu_offload.core.boundary import check_blocks, check_hashes, check_keys, check_request, check_tables
+from tpu_offload.core.boundary import check_request, read_numbers, read_request_ids
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import JobTable, host_blocks
 from tpu_offload.core.swap.costs import SwapCosts
 from tpu_offload.core.swap.pool import SwapPool
 from tpu_offload.core.swap.records import PlannedSwap, PlannedSwaps, Swapped, Where
+from tpu_offload.core.tables import read_hashes, read_ids, read_tables
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import KVLayout, LayerGroupKind
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobResult, JobState, SwapJob, SwapPart
+from tpu_offload.values import as_integer, one_line
 
 _logger = logging.getLogger(__name__)
 
 _THRASH_STEPS = 32
+_MAX_TOKENS = 2**63 - 1
 
 
 @final
@@ -70,6 +73,7 @@ class RequestSwap:
         breakers: Mapping[Direction, CircuitBreaker],
         namespace: Callable[[], bytes],
         is_trusted: Callable[[str], bool],
+        has_kv: Callable[[str], bool],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -79,6 +83,7 @@ class RequestSwap:
         self._has_prefix = layout.groups[0].kind is LayerGroupKind.FULL_ATTENTION
         self._namespace = namespace
         self._is_trusted = is_trusted
+        self._has_kv = has_kv
         self._pool = SwapPool(num_groups=len(layout.groups))
         self._jobs = PlannedSwaps(
             jobs, layout, pool=self._pool, index=index, clock=clock, timeout_s=config.job_timeout_s
@@ -100,8 +105,19 @@ class RequestSwap:
         Args:
           num_tokens: tokens of prompts that one step computed; steps that compute little else count best.
           seconds: what the step took.
+        Raises:
+          RequestError: these are no numbers.
         """
-        self._costs.observe_prefill(num_tokens, seconds)
+        count = as_integer(num_tokens)
+        try:
+            took_s = float(seconds)
+        except Exception:  # the object is not ours
+            took_s = None
+        if count is None or took_s is None:
+            raise RequestError(
+                f"a step computed {one_line(num_tokens)} tokens in {one_line(seconds)} seconds; expected numbers"
+            )
+        self._costs.observe_prefill(min(count, _MAX_TOKENS), took_s)
 
     def swap_out(
         self,
@@ -130,14 +146,14 @@ class RequestSwap:
         Raises:
           RequestError: it is swapped out already, or a number makes no sense; nothing was changed.
         """
-        check_request(request_id, num_computed_tokens, names=("num_computed_tokens",))
-        check_hashes(request_id, block_hashes)
-        check_keys(request_id, block_hashes)
+        (num_computed_tokens,) = check_request(request_id, num_computed_tokens, names=("num_computed_tokens",))
+        block_hashes = read_hashes(request_id, block_hashes)
         if request_id in self._swapped:
             raise RequestError(f"request {request_id} is swapped out already; it has no blocks in HBM")
         kept = self._kept_blocks(request_id, block_ids, num_computed_tokens)
         suspended = not all(breaker.admits(request_id) for breaker in self._breakers.values())
-        if not self._config.swap_enabled or num_computed_tokens == 0 or suspended:
+        hopeless = num_computed_tokens == 0 or not self._has_kv(request_id)
+        if not self._config.swap_enabled or hopeless or suspended:
             self._counts.num_recomputed += 1
             return False
         num_full = 0
@@ -216,39 +232,28 @@ class RequestSwap:
         if not self.can_return(request_id):
             raise RequestError(f"request {request_id} cannot be swapped in now; ask can_return first")
         swapped = self._swapped[request_id]
-        check_tables(request_id, block_ids)
-        if len(block_ids) != len(swapped.num_blocks) or any(
-            len(given) < needed for given, needed in zip(block_ids, swapped.num_blocks, strict=True)
-        ):
-            raise RequestError(
-                f"request {request_id} is swapped in into {[len(group) for group in block_ids]} blocks; expected at "
-                f"least {list(swapped.num_blocks)}, one number a layer group"
-            )
-        if not isinstance(present, Collection):
-            raise RequestError(f"request {request_id} has present={present!r:.100}; expected numbers of blocks")
-        check_blocks(request_id, tuple(present))
-        present = frozenset(present)
+        granted = self._granted_blocks(swapped, block_ids)
+        present = read_numbers(request_id, "present", present)
         if present and not (self._has_prefix and max(present) < swapped.num_blocks[0]):
             raise RequestError(
                 f"request {request_id} is swapped in with the blocks {sorted(present)} present; expected numbers under "
                 f"{swapped.num_blocks[0] if self._has_prefix else 0}"
             )
         num_tier = len(swapped.tier_blocks)
-        numbers = [i for i in range(swapped.num_blocks[0]) if i not in present]
-        from_tier = [i for i in numbers if i < num_tier]
-        from_pool = [i for i in numbers if i >= num_tier]
-        targets = [[block_ids[0][i] for i in from_pool]]
-        targets += [list(given[:n]) for given, n in zip(block_ids[1:], swapped.num_blocks[1:], strict=True)]
+        missing = [i for i in range(swapped.num_blocks[0]) if i not in present]
+        from_tier = [i for i in missing if i < num_tier]
+        from_pool = [i for i in missing if i >= num_tier]
+        targets = [[granted[0][i] for i in from_pool], *granted[1:]]
         places = (tuple(swapped.pool_blocks[0][i - num_tier] for i in from_pool), *swapped.pool_blocks[1:])
         tier = SwapPart(
             0,
             HostStore.HOST_TIER,
-            tuple(block_ids[0][i] for i in from_tier),
+            tuple(granted[0][i] for i in from_tier),
             tuple(swapped.tier_blocks[i] for i in from_tier),
         )
         swapped.job = self._jobs.plan(swapped, Direction.LOAD, targets, places, tier=tier)
         self._hand_over(swapped, Direction.LOAD, swapped.job)
-        self._counts.swap_skipped_blocks += swapped.num_blocks[0] - len(numbers)
+        self._counts.swap_skipped_blocks += swapped.num_blocks[0] - len(missing)
         swapped.where = Where.RETURNING
         return not self._end_return(swapped)
 
@@ -269,9 +274,12 @@ class RequestSwap:
         self._detach(swapped)
 
     def discard(self, request_ids: Iterable[str]) -> None:
-        """Forgets requests, in whatever state: they ended. Those that are not swapped out are passed over."""
-        for request_id in request_ids:
-            check_request(request_id)
+        """Forgets requests, in whatever state: they ended. Those that are not swapped out are passed over.
+
+        Raises:
+          RequestError: one is no text; nothing was changed.
+        """
+        for request_id in read_request_ids(request_ids):
             swapped = self._swapped.pop(request_id, None)
             if swapped is not None:
                 self._detach(swapped)
@@ -356,6 +364,12 @@ class RequestSwap:
         for group_id, num_blocks in enumerate(self._pool.num_blocks):
             self.lose_blocks(group_id, 0, num_blocks)
 
+    def lose_caches(self) -> None:
+        """All KV in HBM is gone: what was about to be copied out of it fails. What was sent the workers judge."""
+        for job in self._jobs:
+            if job.direction is Direction.SAVE and job.state is JobState.PLANNED:
+                job.doom("the KV caches were lost")
+
     def lose_slots(self, first: int, end: int) -> None:
         """The same of the host tier."""
         for job in self._jobs:
@@ -426,32 +440,41 @@ class RequestSwap:
     ) -> list[list[int]]:
         """Per layer group, the blocks that hold computed tokens."""
         groups = self._layout.groups
-        check_tables(request_id, block_ids)
-        if len(block_ids) != len(groups):
-            raise RequestError(f"request {request_id} has {len(block_ids)} block tables; expected {len(groups)}")
+        tables = read_tables(request_id, block_ids)
+        if len(tables) != len(groups):
+            raise RequestError(f"request {request_id} has {len(tables)} block tables; expected {len(groups)}")
         needed = -(-num_computed_tokens // self._layout.block_size)
         kept = []
-        for group, given in zip(groups, block_ids, strict=True):
+        for group, given in zip(groups, tables, strict=True):
             full = group.kind is LayerGroupKind.FULL_ATTENTION
             if full and len(given) < needed:
                 raise RequestError(
                     f"request {request_id} has {len(given)} blocks for {num_computed_tokens} computed tokens; expected "
                     f"{needed}"
                 )
-            kept.append(list(given[:needed] if full else given))
+            kept.append(read_ids(request_id, given, end=needed if full else None))
         return kept
 
-    def _find_in_tier(self, block_hashes: Sequence[BlockHash]) -> tuple[tuple[ChunkKey, ...], tuple[int, ...]]:
+    def _granted_blocks(self, swapped: Swapped, block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Per layer group, the blocks that a request comes back into."""
+        request_id, needed = swapped.request_id, swapped.num_blocks
+        tables = read_tables(request_id, block_ids)
+        if len(tables) != len(needed) or any(len(given) < n for given, n in zip(tables, needed, strict=True)):
+            raise RequestError(
+                f"request {request_id} is swapped in into {[len(given) for given in tables]} blocks; expected at "
+                f"least {list(needed)}, one number a layer group"
+            )
+        return [read_ids(request_id, given, end=n) for given, n in zip(tables, needed, strict=True)]
+
+    def _find_in_tier(self, block_hashes: Sequence[BlockHash]) -> tuple[Sequence[ChunkKey], tuple[int, ...]]:
         """Keys and slots of the leading chunks of these full blocks that the host tier has."""
         if not len(self._index):
             return (), ()
-        keys = list(
-            hashing.chunk_keys(
-                block_hashes, blocks_per_chunk=self._config.blocks_per_chunk, namespace=self._namespace()
-            )
+        keys = hashing.chunk_keys(
+            block_hashes, blocks_per_chunk=self._config.blocks_per_chunk, namespace=self._namespace()
         )
         slots = self._index.find(keys)
-        return tuple(keys[: len(slots)]), tuple(slots)
+        return keys[: len(slots)], tuple(slots)
 
     def _is_worth_it(self, num_copied: Sequence[int], num_shared: int, num_tokens: int) -> bool:
         sizes = [group.block_nbytes for group in self._layout.groups]

@@ -35,7 +35,7 @@ class Swapped:
     """
 
     request_id: str
-    tier_keys: tuple[ChunkKey, ...]
+    tier_keys: Sequence[ChunkKey]
     tier_slots: tuple[int, ...]
     tier_blocks: tuple[int, ...]
     pool_blocks: HostBlocks
@@ -65,7 +65,7 @@ class PlannedSwap(TrackedJob):
 
     swap: SwapJob
     pool_blocks: HostBlocks
-    tier_keys: tuple[ChunkKey, ...]
+    tier_keys: Sequence[ChunkKey]
     tier_slots: tuple[int, ...]
     nbytes: int
 

@@ -3,6 +3,11 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
+
+from tpu_offload.core.boundary import check_count, check_request
+from tpu_offload.core.tables import check_sequence, read_ids, read_tables
+from tpu_offload.errors import RequestError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,12 +36,16 @@ def choose_victims(candidates: Sequence[Candidate], *, num_free: Sequence[int]) 
       num_free: per layer group, blocks that can be had now: those that nobody holds, cached ones included.
     Returns:
       The victims' ids, newest first; empty when all can go on. All but the oldest if even that is too few.
+    Raises:
+      RequestError: something is no number, no table of blocks, or not there for each layer group.
 
     References:
       transformers, continuous batching with `cpu_offload_space` (newest first, the fewest by simulation).
     """
-    num_groups = len(num_free)
-    missing = [sum(c.num_new_blocks[g] for c in candidates) - num_free[g] for g in range(num_groups)]
+    free = _counts("blocks that can be had", num_free)
+    num_groups = len(free)
+    candidates = [_read(candidate, num_groups) for candidate in candidates]
+    missing = [sum(c.num_new_blocks[g] for c in candidates) - free[g] for g in range(num_groups)]
     if max(missing, default=0) <= 0:
         return ()
     holders = [Counter(block_id for c in candidates for block_id in c.block_ids[g]) for g in range(num_groups)]
@@ -51,3 +60,22 @@ def choose_victims(candidates: Sequence[Candidate], *, num_free: Sequence[int]) 
         if max(missing) <= 0:
             break
     return tuple(victims)
+
+
+def _read(candidate: Candidate, num_groups: int) -> Candidate:
+    """The same, with lists of integers of Python."""
+    request_id = candidate.request_id
+    check_request(request_id)
+    tables = [read_ids(request_id, table) for table in read_tables(request_id, candidate.block_ids)]
+    num_new_blocks = _counts(f"new blocks of request {request_id}", candidate.num_new_blocks)
+    if len(tables) < num_groups or len(num_new_blocks) < num_groups:
+        raise RequestError(
+            f"request {request_id} has {len(tables)} block tables and {len(num_new_blocks)} numbers of new blocks; "
+            f"expected {num_groups} of each"
+        )
+    return Candidate(request_id, tables, num_new_blocks)
+
+
+def _counts(what: str, given: Any) -> list[int]:
+    check_sequence("", given, what)
+    return [check_count(what, number) for number in given]

@@ -1,0 +1,154 @@
+"""Signals at chosen moments: the command ends with one line, keeps what it has, and leaves no process behind."""
+
+import configparser
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import tpu_offload.cli.transfer_rates as transfer_rates
+from tests.cli.conftest import TINY_BENCH
+from tests.cli.test_simulate import chats, is_gone, write_trace
+from tpu_offload.cli.main import main
+from tpu_offload.sim import runs
+
+ROOT = Path(__file__).parents[2]
+
+
+def entry_point():
+    """Python code that does what the installed `tpu-offload` does."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    scripts = config["options.entry_points"]["console_scripts"].split()
+    module, function = scripts[scripts.index("tpu-offload") + 2].split(":")
+    return f"from {module} import {function}; {function}()"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_while_modules_are_imported(tmp_path, signum):
+    (tmp_path / "jax.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", entry_point()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        try:
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(signum)
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "tpu-offload: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("signum", "status", "text"),
+    [(signal.SIGTERM, 130, "tpu-offload: interrupted\n"), (signal.SIGKILL, -signal.SIGKILL, "")],
+    ids=["SIGTERM", "SIGKILL"],
+)
+def test_processes_of_a_simulation_end_with_it(tmp_path, signum, status, text):
+    path = write_trace(tmp_path / "long.jsonl", chats(random.Random(4), num_requests=2_000, num_chats=200))
+    sizes = ",".join(str(i / 1000) for i in range(1, 400))
+    flags = ["--trace", str(path), "--sizes", sizes, "--jobs", "2", "--json", str(tmp_path / "r.json")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tpu_offload.cli.main", "simulate", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stderr.readline().startswith("simulate: 1 of")
+            process.send_signal(signum)  # to the one process, as `kill` does it
+            process.wait(timeout=120)
+            assert is_gone(process.pid)
+            out, err = process.communicate(timeout=120)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, out) == (status, "")
+    assert err.endswith(text)
+    assert "Traceback" not in err
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_no_interrupt_while_processes_are_started():
+    """A thread of a library gets the signal, which python has the main thread handle, blocked there or not."""
+    finish = threading.Event()
+    other = threading.Thread(target=finish.wait)
+    other.start()
+    seen = []
+
+    def start_processes():
+        with runs._deaf_to_interrupts():
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(200):  # python looks for signals between two instructions
+                time.sleep(0.001)
+            seen.append("started")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start_processes()
+    finally:
+        finish.set()
+        other.join()
+    assert seen == ["started"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch, small_buffers):
+    """Runs `bench`, which is interrupted in a round of its measurements; returns the exit status."""
+
+    def bench(*signals_in_rounds, output=tmp_path / "p.json"):
+        left = list(signals_in_rounds)
+        real = transfer_rates.TransferBench._run_round
+
+        def run_round(self, num_blocks):
+            times = real(self, num_blocks)
+            if left and left.pop(0):
+                signal.raise_signal(signal.SIGINT)
+            return times
+
+        with monkeypatch.context() as patch:
+            patch.setattr(transfer_rates.TransferBench, "_run_round", run_round)
+            flags = [*TINY_BENCH, "--rounds", "50", "--paths", "direct", "--step-ms", "0", "--seconds", "600"]
+            return main(["bench", *flags, "--output", str(output)])
+
+    return bench
+
+
+def test_bench_keeps_what_it_has_measured(tmp_path, bench, capsys):
+    assert bench(0, 0, 0, 0, 1) == 130
+    profile = json.loads((tmp_path / "p.json").read_text())
+    assert profile["bench"]["interrupted"] is True
+    assert {(one["num_blocks"], one["num_rounds"]) for one in profile["bench"]["figures"]} == {(1, 3)}
+    out, err = capsys.readouterr()
+    assert "Recommended here" in out
+    assert err.endswith("interrupted: this is what was measured until then\n")
+
+
+def test_bench_that_has_measured_nothing_writes_nothing(tmp_path, bench, capsys):
+    assert bench(0, 1) == 130
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err.endswith("tpu-offload: interrupted\n")
+
+
+def test_bench_gives_up_no_whole_profile_for_a_part(tmp_path, bench):
+    path = tmp_path / "p.json"
+    path.write_text("whole")
+    assert bench(0, 0, 0, 1) == 130
+    assert path.read_text() == "whole"
+    assert json.loads((tmp_path / "p.json.interrupted").read_text())["bench"]["interrupted"] is True

@@ -1,0 +1,325 @@
+"""Prompts longer than the staging buffer: loaded whole, on both paths, without a broken bound or a wait for ever."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.fakes import BLOCK_SIZE, LAYOUT, FakeEngine, FakeWorker, tokens
+from tpu_offload import (
+    FailedLoad,
+    JobResult,
+    JobState,
+    OffloadConfig,
+    OffloadScheduler,
+    ScheduledRequest,
+    StepReport,
+)
+from tpu_offload.config import CopyPath
+from tpu_offload.core.staging import Staging, StagingBufferManager
+from tpu_offload.types import Direction
+
+NUM_TOKENS = 100_000
+HASHES = [i.to_bytes(16, "little") for i in range(NUM_TOKENS // BLOCK_SIZE)]
+DIRECT = {"save_path": "direct", "load_path": "direct"}
+
+
+def resident(**config) -> OffloadScheduler:
+    """A scheduler whose host tier holds a prompt of 100,000 tokens."""
+    num_chunks = len(HASHES)
+    scheduler = OffloadScheduler(OffloadConfig.create(num_cpu_chunks=num_chunks, **config), LAYOUT)
+    scheduler.apply(StepReport(0, (), num_chunks))
+    changed = [ScheduledRequest("a", list(range(num_chunks)), HASHES, NUM_TOKENS, NUM_TOKENS)]
+    for _ in range(2000):
+        plan = scheduler.plan_step(changed)
+        changed = []
+        if not plan.saves:
+            break
+        results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in plan.saves)
+        scheduler.apply(StepReport(0, results, num_chunks, oldest_job_id=plan.next_job_id))
+    scheduler.finish("a")
+    assert scheduler.stats().num_resident_chunks == num_chunks
+    return scheduler
+
+
+def report_of(plan, **fields) -> StepReport:
+    results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in (*plan.loads, *plan.saves))
+    return StepReport(0, results, len(HASHES), oldest_job_id=plan.next_job_id, **fields)
+
+
+@pytest.mark.parametrize("path", ["direct", "fused"])
+def test_three_long_prompts_in_one_step_are_loaded_whole_and_take_no_staging(path) -> None:
+    scheduler = resident(save_path=path, load_path=path)
+    assert scheduler.stats().deferred_save_blocks == 0, "saves take none either"
+    for name in "bcd":
+        found = scheduler.match(name, HASHES, num_tokens=NUM_TOKENS, num_computed_tokens=0)
+        assert found == NUM_TOKENS - 1
+        scheduler.admit(name, list(range(len(HASHES))), num_loaded_tokens=found)
+    plan = scheduler.plan_step()
+    assert [(job.num_blocks, job.num_staging_blocks) for job in plan.loads] == [(len(HASHES), 0)] * 3
+    scheduler.check_invariants()
+    assert scheduler.apply(report_of(plan)).loaded == tuple("bcd")
+    stats = scheduler.stats()
+    assert (stats.staging_peak_blocks, stats.dropped_load_blocks, stats.dropped_save_blocks) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("path", ["staged", "auto"])
+def test_three_long_prompts_through_a_small_staging_buffer_take_turns(path, tmp_path) -> None:
+    scheduler = resident(save_path=path, load_path=path, num_staging_blocks=512, profile=tmp_path / "profile")
+    for name in "bcd":
+        found = scheduler.match(name, HASHES, num_tokens=NUM_TOKENS, num_computed_tokens=0)
+        assert found == NUM_TOKENS - 1
+        scheduler.admit(name, list(range(len(HASHES))), num_loaded_tokens=found)
+    scheduler.check_invariants()
+    first = scheduler.plan_step()
+    assert [(job.request_id, job.num_staging_blocks) for job in first.loads] == [("b", 256), ("c", 256)], "half each"
+    sent, loaded = list(first.loads), []
+    plan = first
+    for _ in range(10):
+        loaded += scheduler.apply(report_of(plan)).loaded
+        plan = scheduler.plan_step()
+        sent += plan.loads
+        scheduler.check_invariants()
+    assert loaded == list("bcd")
+    assert [job.job_id for job in sent] == sorted(job.job_id for job in sent)
+    stats = scheduler.stats()
+    assert stats.dropped_load_blocks == 0
+    assert stats.staging_peak_blocks <= 512
+    assert stats.staging_reserved_blocks == 0
+
+
+def long_engine(**config) -> FakeEngine:
+    """A prompt of ten blocks is in the host tier, and the staging buffer has four."""
+    engine = FakeEngine(num_staging_blocks=4, num_blocks=64, **config)
+    engine.add("a", tokens(40))
+    engine.step({"a": 40})
+    for _ in range(4):
+        engine.settle()
+        engine.step()
+    engine.settle()
+    engine.remove("a")
+    assert engine.scheduler.stats().num_resident_chunks == 10
+    return engine
+
+
+def fill(engine: FakeEngine) -> None:
+    """A save holds all staging blocks."""
+    engine.add("busy", tokens(17, start=400))
+    engine.step({"busy": 17})
+    assert engine.scheduler.stats().staging_reserved_blocks == 4
+
+
+def test_a_load_that_finds_no_room_waits_for_it() -> None:
+    engine = long_engine()
+    fill(engine)
+    assert engine.add("b", tokens(40)).num_computed == 39
+    plan, _ = engine.step()
+    assert not plan.loads
+    assert engine.scheduler.has_jobs
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    plan, _ = engine.step()
+    assert [job.num_staging_blocks for job in plan.loads] == [2]
+    assert engine.settle().loaded == ("b",)
+    assert engine.scheduler.stats().dropped_load_blocks == 0
+
+
+def test_it_waits_no_longer_than_it_may() -> None:
+    engine = long_engine(load_wait_s=3.0)
+    fill(engine)
+    engine.add("b", tokens(40))
+    engine.step()
+    engine.clock.now_s += 3
+    plan, _ = engine.step()
+    assert not plan.loads
+    assert engine.apply(engine.workers[0], []).failed_loads == (FailedLoad("b", 0),)
+    assert engine.scheduler.stats().dropped_load_blocks == 10
+    assert engine.scheduler.stats().num_failed_jobs == 0, "nothing was tried"
+    engine.scheduler.check_invariants()
+    engine.settle()
+    engine.remove("b")
+    assert engine.serve("c", tokens(40)) == 39
+
+
+@pytest.mark.parametrize("end", ["finish", "preempt", "reset"])
+def test_a_load_that_waits_can_be_given_up(end) -> None:
+    engine = long_engine()
+    fill(engine)
+    engine.add("b", tokens(40))
+    engine.step()
+    if end == "reset":
+        engine.scheduler.reset()
+        assert engine.apply(engine.workers[0], []).failed_loads == (FailedLoad("b", 0),)
+    else:
+        engine.remove("b", preempt=end == "preempt")
+    engine.scheduler.check_invariants()
+    engine.settle()
+    plan, _ = engine.step()
+    assert not plan.loads
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    assert not engine.scheduler.has_jobs
+
+
+def test_slots_that_are_lost_while_a_load_waits_end_it_at_the_first_of_them() -> None:
+    engine = long_engine()
+    fill(engine)
+    request = engine.add("b", tokens(40))
+    engine.step()
+    worker = engine.workers[0]
+    worker.lose(6, 7, blocks_per_chunk=1)
+    engine.apply(worker, worker.finish())
+    engine.scheduler.check_invariants()
+    update = engine.settle()
+    assert update.failed_loads == (FailedLoad("b", 6 * BLOCK_SIZE),)
+    engine.check_bytes(request, 6 * BLOCK_SIZE)
+
+
+def test_an_engine_that_cannot_wait_is_told_to_ask_again() -> None:
+    engine = long_engine()
+    fill(engine)
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(40))
+
+    def match(name):
+        return engine.scheduler.match(name, hashes, num_tokens=40, num_computed_tokens=0, can_wait=False)
+
+    assert (match("b"), engine.scheduler.awaits_staging("b")) == (0, True)
+    engine.step()
+    assert (match("b"), engine.scheduler.awaits_staging("b")) == (0, True)
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    assert (match("c"), engine.scheduler.awaits_staging("c")) == (0, True), "b asked first in this step"
+    engine.step()
+    assert (match("b"), engine.scheduler.awaits_staging("b")) == (39, False)
+    engine.scheduler.release("b")
+    assert not engine.scheduler.awaits_staging("nobody")
+
+
+def test_a_load_in_pieces_has_as_long_for_each_as_another_for_all() -> None:
+    engine = long_engine(job_timeout_s=10.0)
+    engine.add("b", tokens(40))
+    plan, _ = engine.step()
+    assert plan.loads[0].num_staging_blocks == 2, "five pieces"
+    engine.clock.now_s += 49
+    engine.step()
+    assert engine.scheduler.stats().num_timed_out_jobs == 0
+    engine.clock.now_s += 1
+    plan, _ = engine.step()
+    assert len(plan.cancelled_job_ids) == 1
+    assert engine.scheduler.stats().num_timed_out_jobs == 1
+
+
+def test_a_deadline_that_comes_before_that_of_an_older_job_is_met() -> None:
+    engine = long_engine(job_timeout_s=10.0)
+    engine.add("b", tokens(40))
+    engine.step()
+    engine.add("short", tokens(8, start=900))
+    engine.step({"short": 8})  # a save, planned after the load
+    engine.clock.now_s += 11
+    engine.step()
+    assert engine.scheduler.stats().num_timed_out_jobs == 1
+    assert engine.requests["b"].loading
+
+
+def test_direct_saves_are_not_deferred_by_the_staging_budget() -> None:
+    engine = FakeEngine(num_staging_blocks=4, num_blocks=64, **DIRECT)
+    engine.add("a", tokens(40))
+    plan, _ = engine.step({"a": 40})
+    assert [job.num_blocks for job in plan.saves] == [10]
+    stats = engine.scheduler.stats()
+    assert (stats.deferred_save_blocks, stats.staging_reserved_blocks) == (0, 0)
+
+
+def test_auto_is_bounded_as_staged_until_a_worker_says_what_it_came_to() -> None:
+    staging = Staging(StagingBufferManager(4), dict.fromkeys(Direction, CopyPath.AUTO))
+    assert staging.room_for_saves() == 4
+    staging.use({Direction.SAVE: CopyPath.DIRECT})
+    assert not staging.stages(Direction.SAVE)
+    assert staging.stages(Direction.LOAD)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 10_000))
+def test_nobody_starves_whatever_the_others_want(budget, seed) -> None:
+    """Saves and loads without end want more than there is: every load gets its turn, and saves go on."""
+    rng = random.Random(seed)
+    buffer = StagingBufferManager(budget)
+    staging = Staging(buffer, dict.fromkeys(Direction, CopyPath.STAGED))
+    waiting: list[tuple[str, int, int]] = []
+    held: list[tuple[int, str, int, Direction]] = []
+    num_loads = num_saved = last_saved = 0
+    for step in range(150):
+        for entry in [entry for entry in held if entry[0] <= step]:
+            held.remove(entry)
+            buffer.release(*entry[1:])
+        for _ in range(rng.randint(0, 2)):
+            waiting.append((f"load {num_loads}", rng.randint(1, 3 * budget), step))
+            num_loads += 1
+        while waiting:
+            name, size, _ = waiting[0]
+            granted = staging.reserve_load(name, size, next_in_line=True)
+            if not granted:
+                break
+            held.append((step + rng.randint(1, 3), name, granted, Direction.LOAD))
+            del waiting[0]
+        staging.wait_for_loads(queued=bool(waiting))
+        room, wanted = staging.room_for_saves(), rng.randint(1, 2 * budget)
+        num_blocks = min(room, wanted)
+        if num_blocks:
+            staging.reserve_save("saves", num_blocks)
+            held.append((step + rng.randint(1, 3), "saves", num_blocks, Direction.SAVE))
+            num_saved, last_saved = num_saved + num_blocks, step
+        staging.end_plan(saves_wait=num_blocks < wanted)
+        buffer.check_invariants()
+        assert step - last_saved <= 8, "saves starve"
+        assert not waiting or step - waiting[0][2] <= 12 * (len(waiting) + 4), "a load starves"
+    assert num_saved
+    assert buffer.peak_num_reserved <= budget
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_prompts_in_a_random_life(seed) -> None:
+    """Prompts of up to thirty blocks through buffers of two to six, with failures, aborts, resets and late jobs."""
+    rng = random.Random(seed)
+    workers = [FakeWorker(i, num_host_chunks=80, staged=True) for i in range(rng.choice([1, 2]))]
+    engine = FakeEngine(
+        num_staging_blocks=rng.choice([2, 4, 6]),
+        num_cpu_chunks=80,
+        num_blocks=120,
+        job_timeout_s=20.0,
+        load_wait_s=rng.choice([0.0, 3.0, 30.0]),
+        breaker_failures=0,
+        workers=workers,
+        seed=seed,
+    )
+    number = 0
+    for _ in range(150):
+        engine.clock.now_s += rng.choice([0.1, 0.1, 1.0, 6.0])
+        if len(engine.requests) < 3:
+            number += 1
+            engine.add(f"r{number}", tokens(4 * rng.randint(8, 30), start=1000 * rng.randint(0, 2)))
+        ready = {
+            name: min(40, len(request.tokens) - request.num_computed)
+            for name, request in engine.requests.items()
+            if not request.loading and request.num_computed < len(request.tokens)
+        }
+        _, early = engine.step(ready)
+        for worker, results in zip(workers, early, strict=True):
+            if rng.random() < 0.7:
+                failed = rng.random() < 0.1
+                results = results + worker.finish(rng.randint(0, 3), fail=failed)
+            engine.apply(worker, results)
+        engine.scheduler.check_invariants()
+        if rng.random() < 0.15 and engine.requests:
+            engine.remove(rng.choice(sorted(engine.requests)), preempt=rng.random() < 0.3)
+        if rng.random() < 0.02:
+            engine.scheduler.reset()
+            engine.cached.clear()
+        engine.scheduler.check_invariants()
+    engine.settle()
+    for name in list(engine.requests):
+        engine.remove(name)
+    engine.settle()
+    stats = engine.scheduler.stats()
+    assert (stats.staging_reserved_blocks, stats.num_jobs_in_flight) == (0, 0)
+    assert stats.staging_peak_blocks <= stats.staging_budget_blocks
+    assert stats.loaded_blocks > 10

@@ -1,0 +1,379 @@
+"""No call is long because there are many chunks or a prompt is long. Work is counted, in operations, not in seconds."""
+
+import gc
+import sys
+from collections import OrderedDict, deque
+
+import pytest
+
+from tpu_offload import (
+    BlockHash,
+    JobResult,
+    JobState,
+    OffloadConfig,
+    OffloadScheduler,
+    ScheduledRequest,
+    StepReport,
+)
+from tpu_offload.core.big_tables import NUM_PARTS, FreeSlots, Scrap, Table, without
+from tpu_offload.core.index import MAX_AT_ONCE, NUM_FREED, ChunkIndex, ChunkState
+from tpu_offload.core.policies import POLICIES, DensityPolicy, Use, make_policy
+from tpu_offload.core.policies.run_keys import RunKeys, RunTable
+from tpu_offload.core.policies.runs import Run
+from tpu_offload.core.requests import TierEventKind
+from tpu_offload.hashing import PrefixKeys
+from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+from tpu_offload.types import ChunkKey
+
+NUM_CHUNKS = 30_000
+LAYOUT = KVLayout(16, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2, 128), "bfloat16"),))
+
+
+def chain(name: int, num: int) -> list[bytes]:
+    return [BlockHash(b"%d.%d" % (name, i)) for i in range(num)]
+
+
+def num_opcodes(call, *args, **kwargs) -> int:
+    """How many bytecodes a call runs. Loops inside the interpreter count nothing."""
+    count = 0
+
+    def see(code, offset):
+        nonlocal count
+        count += 1
+
+    monitoring, tool = sys.monitoring, sys.monitoring.PROFILER_ID
+    monitoring.use_tool_id(tool, "num_opcodes")
+    monitoring.register_callback(tool, monitoring.events.INSTRUCTION, see)
+    monitoring.set_events(tool, monitoring.events.INSTRUCTION)
+    try:
+        call(*args, **kwargs)
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.free_tool_id(tool)
+    return count
+
+
+def make(policy: str, num_prompts: int, num_chunks: int, *, record: bool = False) -> ChunkIndex:
+    """A full index."""
+    index = ChunkIndex(make_policy(policy), record=record)
+    index.grow(num_prompts * num_chunks)
+    for i in range(num_prompts):
+        keys = chain(i, num_chunks)
+        index.complete(keys, index.allocate(Use(i), keys, range(num_chunks)), success=True)
+    return index
+
+
+class CountedKeys(list):
+    """Counts the keys that are looked at."""
+
+    num_seen = 0
+
+    def __getitem__(self, number):
+        result = super().__getitem__(number)
+        self.num_seen += len(result) if isinstance(number, slice) else 1
+        return result
+
+    def __iter__(self):
+        for key in super().__iter__():
+            self.num_seen += 1
+            yield key
+
+
+class Engine:
+    """A scheduler whose copies succeed as soon as they are planned."""
+
+    def __init__(self, num_chunks: int, num_staging: int, *, record: bool = False) -> None:
+        paths = {"save_path": "staged", "load_path": "staged"}  # whose copies the staging buffer bounds
+        config = OffloadConfig.create(num_cpu_chunks=num_chunks, num_staging_blocks=num_staging, **paths)
+        self.scheduler = OffloadScheduler(config, LAYOUT, clock=lambda: 0.0, record_events=record)
+        self.num_chunks = num_chunks
+        self.life = 1
+        self.report()
+
+    def report(self, *jobs, **fields):
+        results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in jobs)
+        return self.scheduler.apply(StepReport(0, results, self.num_chunks, incarnation=self.life, **fields))
+
+    def save(self, request_id: str, hashes: list[BlockHash]) -> None:
+        num_tokens = len(hashes) * 16
+        blocks = list(range(len(hashes)))
+        self.scheduler.match(request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0)
+        plan = self.scheduler.plan_step([ScheduledRequest(request_id, blocks, hashes, num_tokens, num_tokens)])
+        self.report(*plan.saves)
+        while (plan := self.scheduler.plan_step()).saves:
+            self.report(*plan.saves)
+
+    def find(self, request_id: str, hashes: list[BlockHash]) -> int:
+        found = self.scheduler.match(request_id, hashes, num_tokens=10**6, num_computed_tokens=0)
+        self.scheduler.finish(request_id)
+        return found // 16
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_clear_does_not_depend_on_the_number_of_chunks(policy) -> None:
+    num_few, num_many = (num_opcodes(make(policy, n, 100).clear) for n in (3, 300))
+    assert num_many < num_few + 10_000, "density has a few more queues"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_was_there_before_a_clear_is_freed_bit_by_bit(policy) -> None:
+    index = make(policy, 300, 100)
+    index.clear()
+    left = index.num_untidy
+    assert left >= NUM_CHUNKS
+    while left:
+        index.tidy()
+        assert left - NUM_FREED <= index.num_untidy < left
+        left = index.num_untidy
+    index.check_invariants()
+
+
+def test_new_chunks_free_old_ones_so_that_both_never_take_the_memory_twice() -> None:
+    index = make("density", 30, 100)
+    index.clear()
+    left = index.num_untidy
+    for i in range(10):
+        keys = chain(1000 + i, 100)
+        index.complete(keys, index.allocate(Use(1000 + i), keys, range(100)), success=True)
+    assert index.num_untidy <= max(0, left - 10 * 100)
+
+
+def test_after_a_clear_all_slots_can_be_had_but_those_of_copies() -> None:
+    index = make("density", 10, 10)
+    pinned, late = chain(3, 10)[:4], chain(100, 3)
+    index.pin(pinned)
+    slots = index.find(pinned)
+    late_slots = index.allocate(Use(100), late, range(3))
+    index.clear()
+    assert index.num_free_slots == 100 - 4 - 3
+    given = index.allocate(Use(101), keys := chain(200, 100), range(100))
+    assert not set(given) & {*slots, *late_slots}
+    assert len(given) == 93
+    assert given == sorted(given)
+    index.complete(late, late_slots, success=False, quarantine=True)
+    index.unpin(pinned)
+    assert index.num_free_slots == 4
+    index.end_quarantine(late_slots)
+    assert sorted(index.allocate(Use(101), keys, range(93, 100))) == sorted([*slots, *late_slots])
+    index.check_invariants()
+
+
+def test_many_lost_slots_are_found_no_more_at_once_and_dropped_bit_by_bit() -> None:
+    index = make("density", 30, 100, record=True)
+    index.take_changes()
+    num_lost = 2548
+    assert num_lost > 2 * MAX_AT_ONCE
+    lost = index.lose_slots(0, num_lost)
+    assert len(lost) == MAX_AT_ONCE
+    assert [len(index.find(chain(i, 100))) for i in (0, 10, 24)] == [0, 0, 0]
+    assert len(index.find(chain(29, 100))) == 100
+    while index.num_untidy:
+        dropped = index.tidy()
+        assert 0 < len(dropped) <= MAX_AT_ONCE
+        lost += dropped
+    assert len(index) == 3000 - num_lost == 3000 - len(set(lost))
+    assert sum(len(keys) for keys, found in index.take_changes()) == num_lost
+    assert len(index.find(chain(25, 100), 48)) == 52
+    index.check_invariants()
+
+
+def test_many_condemned_chunks_go_bit_by_bit() -> None:
+    index = make("density", 1, 3 * MAX_AT_ONCE)
+    keys = chain(0, 3 * MAX_AT_ONCE)
+    index.pin(keys)
+    index.drop(keys)
+    index.unpin(keys)
+    assert len(index) == 2 * MAX_AT_ONCE
+    index.tidy()
+    assert len(index) == MAX_AT_ONCE
+    assert index.state(keys[-1]) is not ChunkState.READY
+    index.tidy()
+    assert len(index) == 0
+    index.check_invariants()
+
+
+@pytest.mark.parametrize("num_resident", [0, 1, 700, 20_000])
+def test_a_lookup_looks_at_few_keys_of_a_long_prefix(num_resident) -> None:
+    index = make("lru", 1, max(num_resident, 1))
+    keys = CountedKeys(chain(0, 20_000) if num_resident else chain(1, 20_000))
+    assert len(index.find(keys)) == num_resident
+    missing, end = index.missing(keys, 0, 20_000)
+    assert (list(missing), end) == (list(range(num_resident, 20_000)), 20_000)
+    assert keys.num_seen < 60
+
+
+def test_a_save_of_a_long_prompt_costs_what_the_staging_buffer_lets_through() -> None:
+    counts = []
+    for num_blocks in (200, 20_000):
+        engine = Engine(40_000, 16)
+        hashes, blocks = chain(0, num_blocks), list(range(num_blocks))
+        engine.scheduler.match("a", hashes, num_tokens=num_blocks * 16, num_computed_tokens=0)
+        scheduled = ScheduledRequest("a", blocks, hashes, num_blocks * 16, num_blocks * 16)
+        steps = [num_opcodes(engine.scheduler.plan_step, [scheduled])]
+        steps.append(num_opcodes(engine.scheduler.plan_step))
+        counts.append(max(steps))
+    few, many = counts
+    assert many < few + 2000
+
+
+def test_a_use_of_the_next_chunks_of_a_long_run_touches_only_these() -> None:
+    """A load that the staging buffer cuts, and the steps that compute the rest: each uses a little more."""
+    policy = DensityPolicy()
+    index = ChunkIndex(policy)
+    index.grow(20_000)
+    keys = chain(0, 20_000)
+    index.complete(keys, index.allocate(Use(0), keys, range(20_000)), success=True)
+    for num_chunks in range(256, 20_001, 256):
+        before = {key: policy._runs[key] for key in keys}
+        index.touch(Use(1), keys, num_chunks)
+        assert sum(policy._runs[key] is not run for key, run in before.items()) <= 1024
+    index.check_invariants()
+
+
+@pytest.mark.parametrize("policy", ["density", "lru"])
+def test_no_table_is_so_large_that_a_copy_of_it_would_be_felt(policy) -> None:
+    index = make(policy, 300, 100)
+    assert max(len(table) for table in _reachable(index) if isinstance(table, dict | set | OrderedDict)) < 1000
+
+
+@pytest.mark.parametrize("policy", ["density", "lru"])
+def test_the_garbage_collector_looks_at_few_references(policy) -> None:
+    index = make(policy, 300, 100)
+    gc.collect()
+    assert sum(len(gc.get_referents(held)) for held in _reachable(index) if gc.is_tracked(held)) < NUM_CHUNKS // 3, (
+        "per run"
+    )
+
+
+def _reachable(index):
+    """All containers of an index and its policy."""
+    seen, left = {}, [index]
+    while left:
+        held = left.pop()
+        if id(held) in seen or isinstance(held, type) or (type(held).__module__ == "builtins" and callable(held)):
+            continue
+        seen[id(held)] = held
+        left += [o for o in gc.get_referents(held) if not isinstance(o, bytes | int | str | float)]
+    containers = (dict, list, set, deque, OrderedDict)
+    return [o for o in seen.values() if isinstance(o, containers) or type(o).__module__.startswith("tpu_offload")]
+
+
+@pytest.mark.parametrize("what", ["reset", "restart"])
+def test_a_reset_and_a_restart_do_not_depend_on_the_number_of_chunks(what) -> None:
+    counts = []
+    for num_prompts in (2, 40):
+        engine = Engine(10_000, 200, record=True)
+        for i in range(num_prompts):
+            engine.save(f"r{i}", chain(i, 100))
+            engine.scheduler.finish(f"r{i}")
+        assert engine.scheduler.stats().num_resident_chunks == num_prompts * 100
+        engine.scheduler.take_events()
+        if what == "reset":
+            counts.append(num_opcodes(engine.scheduler.reset))
+        else:
+            engine.life += 1
+            counts.append(num_opcodes(engine.report))
+        stats = engine.scheduler.stats()
+        assert (stats.num_resident_chunks, stats.num_host_chunks) == (0, 10_000)
+        assert [engine.find(f"n{i}", chain(i, 100)) for i in range(num_prompts)] == [0] * num_prompts
+        (event,) = engine.scheduler.take_events()
+        assert (event.kind, event.block_hashes) == (TierEventKind.CLEARED, ())
+        engine.scheduler.check_invariants()
+        engine.save("a", chain(0, 100))
+        assert engine.find("b", chain(0, 100)) == 100
+        (event,) = engine.scheduler.take_events()
+        assert (event.kind, len(event.block_hashes)) == (TierEventKind.STORED, 100)
+    few, many = counts
+    assert many <= few + 5000, "what is left to tidy up in the same call is bounded"
+
+
+def test_after_a_restart_nothing_is_saved_of_running_requests_whose_kv_is_gone_with_the_worker() -> None:
+    engine = Engine(1000, 200)
+    engine.save("a", chain(0, 100))
+    engine.life += 1
+    engine.report()
+    assert engine.scheduler.plan_step().saves == ()
+    engine.scheduler.check_invariants()
+
+
+def test_of_many_changes_the_events_are_told_in_parts_and_in_order() -> None:
+    engine = Engine(25_000, 25_000, record=True)
+    engine.save("a", hashes := chain(0, 25_000))
+    parts = [engine.scheduler.take_events() for _ in range(4)]
+    assert [sum(len(event.block_hashes) for event in events) for events in parts] == [10_000, 10_000, 5_000, 0]
+    assert [h for events in parts for event in events for h in event.block_hashes] == hashes
+
+
+# The parts that this is made of.
+
+
+def test_table() -> None:
+    table: Table[bytes, int] = Table()
+    keys = chain(0, 5000)
+    table.set_all(keys, 7)
+    table[keys[0]] = 8
+    assert (len(table), sorted(table), table[keys[0]], table.get(b"?")) == (5000, sorted(keys), 8, None)
+    assert max(map(len, table.parts)) < 5000 / NUM_PARTS * 5
+    assert table.has_any([b"?", keys[3]])
+    assert not table.has_any([b"?"])
+    table.drop_all(keys[1:])
+    assert dict(table) == {keys[0]: 8}
+
+
+def test_scrap_empties_all_kinds_bit_by_bit() -> None:
+    scrap = Scrap()
+    held = [
+        dict.fromkeys(range(50)),
+        OrderedDict.fromkeys(range(50)),
+        set(range(50)),
+        list(range(50)),
+        deque(range(50)),
+    ]
+    for container in held:
+        scrap.add(container)
+    left = len(scrap)
+    assert left == 250
+    while scrap:
+        freed = scrap.take_apart(20)
+        assert left - len(scrap) <= freed <= 20
+        left = len(scrap)
+    assert left == 0
+
+
+def test_free_slots() -> None:
+    free = FreeSlots()
+    free.put_last(range(10))
+    free.put_last(range(20, 22))
+    assert free.take(3) == [0, 1, 2]
+    free.stack += [2, 0]
+    assert list(free) == [0, 2, *range(3, 10), 20, 21]
+    assert free.take(4) == [0, 2, 3, 4]
+    free.stack.append(4)
+    assert free.remove_from(7) == [range(7, 10), range(20, 22)]
+    assert (len(free), free.take(3), len(free)) == (3, [4, 5, 6], 0)
+    assert without(range(2, 9), {1, 3, 4, 8, 20}) == [range(2, 3), range(5, 8)]
+
+
+def test_prefix_keys_are_those_of_the_hashes() -> None:
+    keys = PrefixKeys(b"-ns")
+    keys.extend([b"a", b"b", b"c"])
+    part = keys[1:]
+    keys.extend([b"d"])
+    assert list(keys) == [b"a-ns", b"b-ns", b"c-ns", b"d-ns"]
+    assert (list(part), part[-1], part[0], len(part), list(part[1:2])) == (
+        [b"b-ns", b"c-ns"], b"c-ns", b"b-ns", 2, [b"c-ns"],
+    )  # fmt: skip
+    assert list(reversed(part)) == [b"c-ns", b"b-ns"]
+    with pytest.raises(IndexError):
+        part[2]
+    with pytest.raises(IndexError):
+        part[-3]
+
+
+def test_the_run_of_a_chunk_is_looked_up_and_not_searched_for() -> None:
+    table = RunTable()
+    keys = [ChunkKey(i.to_bytes(16, "little")) for i in range(5000)]
+    table.add(Run(RunKeys(keys), depth=0, num_resident=5000, use_id=0, origin=0))
+    assert num_opcodes(lambda: keys[-1] in table) < 100
+    assert keys[-1] in table
+    assert ChunkKey(b"x") not in table

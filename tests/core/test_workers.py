@@ -1,0 +1,291 @@
+"""How many workers there are, whether they fit, and what becomes of plans and requests when one loses its caches."""
+
+import dataclasses
+import logging
+
+import pytest
+
+from tests.core.fakes import LAYOUT, Clock, FakeEngine, FakeWorker
+from tests.core.test_scheduler import tokens
+from tpu_offload import ConfigError, FailedLoad, JobResult, JobState, OffloadConfig, OffloadScheduler, RequestError
+from tpu_offload.types import CacheEpoch, StepReport, WorkerSetup
+
+CONFIG = OffloadConfig.create(num_staging_blocks=8, num_cpu_chunks=64, job_timeout_s=5.0)
+SETUP = WorkerSetup(
+    num_processes=2,
+    process_index=0,
+    fingerprint=LAYOUT.fingerprint().hex(),
+    blocks_per_chunk=1,
+    staging_blocks=8,
+    max_load_blocks=CONFIG.max_load_blocks(LAYOUT),
+    segment_chunks=32,
+    save_path="direct",
+    load_path="direct",
+    bucket_blocks=(),
+    max_swap_blocks=0,
+)
+
+
+def setup(**changes):
+    return dataclasses.replace(SETUP, **changes)
+
+
+def scheduler(num_workers=2, clock=None):
+    return OffloadScheduler(CONFIG, LAYOUT, num_workers=num_workers, clock=clock or Clock())
+
+
+def report(worker_id=0, *, incarnation=7, num_host_chunks=16, **fields):
+    return StepReport(worker_id, (), num_host_chunks, incarnation=incarnation, **fields)
+
+
+def check_nothing_was_taken(scheduler, worker_id):
+    assert scheduler.stats().num_host_chunks == 0
+    if worker_id < 2:
+        assert scheduler.plan_step(()).cache_epochs[worker_id] == (0, 0)
+    scheduler.check_invariants()
+
+
+def test_workers_that_fit():
+    offload = scheduler()
+    for worker_id in range(2):
+        offload.apply(report(worker_id, setup=setup(process_index=worker_id)))
+    assert offload.stats().num_host_chunks == 16
+    assert offload.plan_step(()).cache_epochs == ((7, 0), (7, 0))
+
+
+@pytest.mark.parametrize(
+    ("first", "worker_id", "second", "said"),
+    [
+        (None, 0, setup(num_processes=3), "worker 0 reports.*spread over 3 process.*workers 0 to 1: pass num_workers="),
+        (None, 2, setup(), "worker 2 reports.*expects workers 0 to 1"),
+        (setup(), 0, setup(process_index=1), "worker 0 is reported by more than one process"),
+        (setup(), 1, setup(process_index=0), "worker 1 is reported by more than one process, or its process"),
+        (setup(), 1, setup(process_index=1, save_path="staged"), "worker 1 has save_path='staged', worker 0 has 'dir"),
+        (setup(), 1, setup(process_index=1, load_path="staged"), "TPU_OFFLOAD_LOAD_PATH"),
+        (setup(), 1, setup(process_index=1, segment_chunks=9), "segment_chunks=9, worker 0 has 32.*HOST_SEGMENT_GB"),
+        (None, 0, setup(staging_blocks=4), "worker 0 has staging_blocks=4, the scheduler has 8"),
+        (None, 0, setup(max_load_blocks=3), "TPU_OFFLOAD_MAX_LOAD_GB_PER_STEP"),
+        (None, 0, setup(blocks_per_chunk=2), "TPU_OFFLOAD_BLOCKS_PER_CHUNK"),
+        (None, 0, setup(bucket_blocks=(1, 2)), "TPU_OFFLOAD_BLOCK_SIZE_BUCKETS"),
+        (None, 0, setup(max_swap_blocks=5), "TPU_OFFLOAD_SWAP_GB"),
+        (None, 0, setup(fingerprint="x"), "the model and its KV caches"),
+        (None, 0, setup(rival=9), "worker 0 is reported by more than one process"),
+    ],
+)
+def test_one_that_does_not_fit_is_an_error_with_its_first_report(first, worker_id, second, said):
+    offload = scheduler()
+    if first is not None:
+        offload.apply(report(0, setup=first))
+    for _ in range(2):  # and with the next one, until it is mended
+        with pytest.raises(ConfigError, match=said) as caught:
+            offload.apply(report(worker_id, setup=second, incarnation=8))
+        assert "\n" not in str(caught.value)
+    if first is None:
+        check_nothing_was_taken(offload, worker_id)
+
+
+def test_workers_with_caches_of_their_own_may_cut_them_differently():
+    offload = scheduler()
+    for worker_id, chunks in enumerate((9, 32)):
+        offload.apply(report(worker_id, setup=setup(num_processes=1, process_index=0, segment_chunks=chunks)))
+    assert offload.stats().num_host_chunks == 16
+
+
+def test_a_worker_whose_host_tier_has_no_room_is_not_unlike_the_others():
+    offload = scheduler()
+    offload.apply(report(0, setup=setup()))
+    offload.apply(
+        report(1, num_host_chunks=0, setup=setup(process_index=1, save_path="", load_path="", segment_chunks=0))
+    )
+    assert offload.stats().num_host_chunks == 0
+
+
+def test_who_never_reports_is_missed_once(caplog):
+    clock = Clock()
+    offload = scheduler(3, clock)
+    offload.apply(report(1))
+    offload.plan_step(())
+    clock.now_s += 6
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            offload.plan_step(())
+    (record,) = caplog.records
+    assert "all 3 workers have reported; worker(s) 0, 2 have not in 5 s" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [7, "x", setup(num_processes=-1), setup(bucket_blocks=[1]), setup(max_swap_blocks=0.5), setup(save_path=None)],
+)
+def test_a_setup_that_makes_no_sense_is_ignored_with_its_report(wrong):
+    offload = scheduler()
+    offload.apply(report(0, setup=wrong))
+    assert offload.stats().num_rejected_reports == 1
+
+
+# --- caches that are gone -------------------------------------------------------------------------
+
+
+def lost(worker_id=0, *, num_cache_losses=1, **fields):
+    return StepReport(worker_id, fields.pop("results", ()), 64, num_cache_losses=num_cache_losses, **fields)
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine(num_blocks=64, num_staging_blocks=32, swap_gb=0.01, swap_mode="swap")
+
+
+def test_nothing_that_a_request_holds_is_saved_after_a_loss_until_it_is_preempted(engine):
+    engine.add("a", tokens(16))
+    engine.step({"a": 3})
+    update = engine.scheduler.apply(lost())
+    assert update.lost_caches == (0,)
+    assert engine.step({"a": 13})[0].saves == ()
+    engine.scheduler.check_invariants()
+    engine.remove("a", preempt=True)
+    engine.add("a", tokens(16))
+    assert [job.num_blocks for job in engine.step({"a": 16})[0].saves] == [4]
+
+
+def test_it_is_told_once_and_plans_name_the_new_caches(engine):
+    assert engine.scheduler.plan_step(()).cache_epochs == ((0, 0),)
+    assert engine.scheduler.apply(lost()).lost_caches == (0,)
+    assert engine.scheduler.apply(lost()).lost_caches == ()
+    assert engine.scheduler.plan_step(()).cache_epochs == ((0, 1),)
+    assert engine.scheduler.apply(lost(num_cache_losses=0)).lost_caches == (), "an old report"
+    assert engine.scheduler.plan_step(()).cache_epochs == ((0, 1),)
+
+
+def test_what_the_engine_knows_already_is_no_news(engine):
+    engine.add("a", tokens(16))
+    engine.step({"a": 7})
+    engine.scheduler.lose_caches(CacheEpoch(0, 0, 1))
+    engine.remove("a", preempt=True)
+    engine.add("a", tokens(16))
+    plan, _ = engine.step({"a": 16})
+    assert plan.cache_epochs == ((0, 1),)
+    assert len(plan.saves) == 1
+    (job,) = plan.saves
+    results = (JobResult(job.job_id, JobState.FINISHED),)
+    assert engine.scheduler.apply(lost(results=results)).lost_caches == ()
+    assert engine.scheduler.stats().num_resident_chunks == 4
+
+
+def test_loads_on_their_way_have_brought_nothing_not_even_what_was_before_them(engine):
+    engine.serve("a", tokens(16))
+    engine.add("b", tokens(16))
+    plan, _ = engine.step()
+    assert len(plan.loads) == 1
+    update = engine.scheduler.apply(lost())
+    assert update.failed_loads == (FailedLoad("b", 0),)
+    assert engine.scheduler.plan_step(()).cancelled_job_ids == (plan.loads[0].job_id,)
+
+
+def test_a_cancel_is_repeated_until_every_worker_is_through_with_the_load():
+    workers = [FakeWorker(0, staged=True), FakeWorker(1, staged=True)]
+    engine = FakeEngine(workers=workers, num_blocks=64)
+    engine.serve("a", tokens(16))
+    engine.add("b", tokens(16))
+    (load,) = engine.step()[0].loads
+    engine.remove("b")
+    for _ in range(3):
+        assert engine.scheduler.plan_step(()).cancelled_job_ids == (load.job_id,)
+    cancelled = (JobResult(load.job_id, JobState.CANCELLED),)
+    engine.scheduler.apply(StepReport(0, cancelled, 64))
+    assert engine.scheduler.plan_step(()).cancelled_job_ids == (load.job_id,)
+    engine.scheduler.apply(StepReport(1, (), 64, oldest_job_id=load.job_id + 1))  # its report got lost
+    assert engine.scheduler.plan_step(()).empty
+    engine.scheduler.check_invariants()
+
+
+def test_a_promise_that_rests_on_nothing_in_hbm_stands(engine):
+    engine.serve("a", tokens(16))
+    scheduler = engine.scheduler
+    request = engine.add("b", tokens(16))
+    engine.remove("b")
+    num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=0)
+    assert num_tokens == 16
+    scheduler.apply(lost())
+    scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
+    assert len(scheduler.plan_step(()).loads) == 1
+    scheduler.check_invariants()
+
+
+def test_a_promise_that_rests_on_lost_kv_is_void(engine):
+    engine.serve("a", tokens(16))
+    request = engine.add("b", tokens(16))
+    engine.remove("b")
+    scheduler = engine.scheduler
+    num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=8)
+    assert num_tokens == 8
+    scheduler.apply(lost())
+    scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
+    assert scheduler.take_update().failed_loads == (FailedLoad("c", 0),)
+    assert scheduler.plan_step(()).loads == ()
+    scheduler.check_invariants()
+    # Matched again, with what HBM has of it by now, it is as any other.
+    scheduler.preempt("c")
+    num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=8)
+    scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
+    assert num_tokens == 8
+    assert len(scheduler.plan_step(()).loads) == 1
+    scheduler.check_invariants()
+
+
+@pytest.mark.parametrize(
+    "wrong", ["x", 5, CacheEpoch(9, 0, 1), CacheEpoch(-1, 0, 1), CacheEpoch(0, 0, 2**70), CacheEpoch("a", 0, 0)]
+)
+def test_an_epoch_of_no_worker_is_refused(engine, wrong):
+    with pytest.raises(RequestError) as caught:
+        engine.scheduler.lose_caches(wrong)
+    assert "\n" not in str(caught.value)
+    assert engine.scheduler.plan_step(()).cache_epochs == ((0, 0),)
+
+
+def test_workers_that_are_started_anew_with_other_settings_fit_in_the_end():
+    offload = scheduler()
+    for worker_id in range(2):
+        offload.apply(report(worker_id, setup=setup(process_index=worker_id)))
+    with pytest.raises(ConfigError):
+        offload.apply(report(0, incarnation=8, setup=setup(save_path="staged")))
+    for worker_id in (1, 0):
+        offload.apply(report(worker_id, incarnation=8, setup=setup(process_index=worker_id, save_path="staged")))
+    assert offload.plan_step(()).cache_epochs == ((8, 0), (8, 0))
+    offload.apply(report(0, incarnation=7, setup=setup()))  # late, of before
+    assert offload.stats().num_rejected_reports == 1
+
+
+def test_a_swap_pool_that_cannot_be_is_a_mistake_in_the_settings():
+    offload = scheduler()
+    with pytest.raises(ConfigError, match="TPU_OFFLOAD_SWAP_GB"):
+        offload.apply(report(0, num_swap_blocks=(20,), setup=setup(max_swap_blocks=20)))
+
+
+def test_nothing_is_swapped_out_that_is_gone(engine):
+    engine.scheduler.apply(StepReport(0, (), 64, num_swap_blocks=(20,)))
+    request = engine.add("a", tokens(16))
+    engine.step({"a": 9})
+    engine.scheduler.apply(lost(num_swap_blocks=(20,)))
+    assert not engine.scheduler.swap.swap_out("a", [request.block_ids], num_computed_tokens=9)
+
+
+def test_a_swap_out_that_is_planned_when_the_loss_is_heard_of_fails(engine):
+    engine.scheduler.apply(StepReport(0, (), 64, num_swap_blocks=(20,)))
+    request = engine.add("a", tokens(16))
+    engine.step({"a": 9})
+    assert engine.scheduler.swap.swap_out("a", [request.block_ids], num_computed_tokens=9)
+    engine.scheduler.preempt("a")
+    engine.scheduler.apply(lost(num_swap_blocks=(20,)))
+    (job,) = engine.scheduler.plan_step(()).swap_outs
+    results = (JobResult(job.job_id, JobState.FINISHED),)
+    update = engine.scheduler.apply(lost(results=results, num_swap_blocks=(20,)))
+    assert update.lost_swaps == ("a",)
+
+
+def test_a_worker_that_starts_anew_has_lost_its_caches_too(engine):
+    engine.scheduler.apply(report(incarnation=5))
+    engine.add("a", tokens(16))
+    engine.step({"a": 7})
+    assert engine.scheduler.apply(report(incarnation=6)).lost_caches == (0,)
+    plan, _ = engine.step({"a": 9})
+    assert (plan.saves, plan.cache_epochs) == ((), ((6, 0),))

@@ -1,0 +1,139 @@
+"""Starts the processes of the rig, talks to them, and leaves none of them behind."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, final
+
+_ROOT = Path(__file__).parents[2]
+_START_S, _ANSWER_S, _END_S = 180.0, 240.0, 10.0  # ends of waits, not expectations
+_NUM_TRIES = 3  # another process may take the port that was free
+
+
+class ClusterError(Exception):
+    """A process died, or does not answer; says what it wrote last."""
+
+
+@final
+class Cluster:
+    """Processes that share one model over `jax.distributed`.
+
+    Args:
+      num_processes: how many.
+      num_devices: of each.
+    """
+
+    def __init__(self, num_processes: int, num_devices: int) -> None:
+        self.num_processes = num_processes
+        self.num_devices = num_devices
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection[Any, Any]] = []
+        self._logs: list[Any] = []
+        for attempt in range(1, _NUM_TRIES + 1):
+            try:
+                self._start()
+                return
+            except ClusterError:
+                self.close(by_force=True)
+                if attempt == _NUM_TRIES:
+                    raise
+            except BaseException:
+                self.close(by_force=True)
+                raise
+
+    def send(self, rank: int, message: object) -> None:
+        """Sends to one process; it need not have done with what was sent before."""
+        try:
+            self._connections[rank].send(message)
+        except OSError as e:
+            raise ClusterError(self._story(rank, f"cannot be reached ({e})")) from e
+
+    def receive(self, rank: int, *, timeout_s: float = _ANSWER_S) -> Any:
+        """The next message of one process."""
+        if not self._connections[rank].poll(timeout_s):
+            self._processes[rank].send_signal(signal.SIGUSR1)  # has it write its stacks
+            time.sleep(0.5)
+            raise ClusterError(self._story(rank, f"has not answered for {timeout_s:g} s"))
+        try:
+            return self._connections[rank].recv()
+        except (EOFError, OSError) as e:
+            raise ClusterError(self._story(rank, "has died")) from e
+
+    def close(self, *, by_force: bool = False) -> None:
+        """Ends the processes; by themselves, unless they do not."""
+        for connection in self._connections:
+            connection.close()  # they end by themselves then
+        until_s = time.monotonic() + (0.0 if by_force else _END_S)
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for log in self._logs:
+            log.close()
+        self._connections, self._processes, self._logs = [], [], []
+
+    def _start(self) -> None:
+        port = _free_port()
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(_ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self.num_devices}",
+        }
+        for rank in range(self.num_processes):
+            ours, theirs = multiprocessing.Pipe()
+            log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+            words = [str(word) for word in (rank, self.num_processes, port, theirs.fileno())]
+            self._connections.append(ours)
+            self._logs.append(log)
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", "-m", "tests.multiprocess.worker", *words],
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is for the engine's process
+                )
+            )
+            theirs.close()
+        for rank in range(self.num_processes):
+            self.receive(rank, timeout_s=_START_S)
+
+    def _story(self, rank: int, what: str) -> str:
+        stories = []
+        for other, log in enumerate(self._logs):
+            log.seek(0)
+            tail = log.read().decode(errors="replace")[-4000:]
+            stories.append(f"--- process {other} (exit status {self._processes[other].poll()}) wrote:\n{tail}")
+        return "\n".join([f"process {rank} of {self.num_processes} {what}", *stories])
+
+
+@contextmanager
+def cluster(num_processes: int, num_devices: int) -> Iterator[Cluster]:
+    """A cluster that is closed at the end."""
+    processes = Cluster(num_processes, num_devices)
+    try:
+        yield processes
+    except BaseException:
+        processes.close(by_force=True)
+        raise
+    processes.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

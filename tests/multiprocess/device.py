@@ -1,0 +1,129 @@
+"""The KV caches of one process of the rig: global arrays, a forward pass with a collective, a look at every byte."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.multiprocess.messages import BLOCK_SIZE, MAX_WRITES, NUM_LAYERS
+
+_DTYPE = np.dtype(ml_dtypes.bfloat16)
+_HEAD_SHAPE = 2, 8
+_GARBAGE = np.uint16(0x5555)
+
+Array = np.ndarray[Any, Any]
+
+
+class Device:
+    """The devices of all processes, and the model on them.
+
+    KV is random bytes, drawn from a seed. What is computed on caches that are lost, on whatever process, is garbage on
+    all of them, because a real forward pass mixes what the devices have.
+    """
+
+    def __init__(self) -> None:
+        devices = np.array(jax.devices())
+        self.page_shape = BLOCK_SIZE, len(devices), *_HEAD_SHAPE
+        self._mesh = Mesh(devices, ("model",))
+        self._cache_sharding = NamedSharding(self._mesh, P(None, None, "model"))
+        self._everywhere = NamedSharding(self._mesh, P())
+        self._of_devices = NamedSharding(self._mesh, P("model"))
+        self._forward = jax.jit(
+            _forward,
+            donate_argnums=0,
+            out_shardings=([self._cache_sharding] * NUM_LAYERS, self._everywhere),
+        )
+
+    @functools.lru_cache(maxsize=512)  # noqa: B019  (there is one for the life of the process)
+    def content(self, seed: int) -> Array:
+        """The KV of one block: u16[num_layers, *page_shape], to be read as bfloat16."""
+        values = np.random.Generator(np.random.PCG64(seed)).integers(
+            0, 2**16, (NUM_LAYERS, *self.page_shape), dtype=np.uint16
+        )
+        values.setflags(write=False)
+        return values
+
+    def make_caches(self, num_blocks: int) -> list[jax.Array]:
+        """Caches in which every block holds bytes that nobody has asked for."""
+        base = np.stack([self.content(10**6 + i) for i in range(num_blocks)], 1).view(_DTYPE)
+        shape = num_blocks, *self.page_shape
+        return [
+            jax.make_array_from_callback(shape, self._cache_sharding, lambda i, layer=layer: layer[i])  # type: ignore[misc]
+            for layer in base
+        ]
+
+    def renew(self, caches: Sequence[jax.Array]) -> list[jax.Array]:
+        """Caches of zeros on this process in place of these. No other process takes part."""
+        shape, shard_shape = caches[0].shape, caches[0].sharding.shard_shape(caches[0].shape)
+        for cache in caches:
+            if not cache.is_deleted():
+                cache.delete()
+        zeros = np.zeros(shard_shape, _DTYPE)
+        return [
+            jax.make_array_from_single_device_arrays(
+                shape, self._cache_sharding, [jax.device_put(zeros, device) for device in jax.local_devices()]
+            )
+            for _ in caches
+        ]
+
+    def forward(
+        self, caches: list[jax.Array], writes: Mapping[int, int], *, garbage: bool
+    ) -> tuple[list[jax.Array], bool]:
+        """Writes the KV of these seeds into these blocks, or garbage if any process says so; whether one did."""
+        ids = np.zeros(MAX_WRITES, np.int32)
+        ids[: len(writes)] = list(writes)
+        data = np.zeros((MAX_WRITES, NUM_LAYERS, *self.page_shape), np.uint16)
+        for i, seed in enumerate(writes.values()):
+            data[i] = self.content(seed)
+        caches, lost = self._forward(
+            caches,
+            self._put(data, NamedSharding(self._mesh, P(None, None, None, "model"))),
+            self._put(ids, self._everywhere),
+            self._put(np.int32(len(writes)), self._everywhere),
+            self._flag(garbage),
+        )
+        return list(caches), bool(np.asarray(lost.addressable_data(0)))
+
+    def wrong_blocks(
+        self, caches: Sequence[jax.Array], expected: Mapping[int, int]
+    ) -> tuple[tuple[int, int, str], ...]:
+        """(layer, block, device) of what differs from the KV of these seeds on the devices of this process."""
+        wrong = []
+        for layer, cache in enumerate(caches):
+            for shard in cache.addressable_shards:
+                data = np.asarray(shard.data).view(np.uint16)
+                for block_id, seed in expected.items():
+                    if not np.array_equal(data[block_id], self.content(seed)[layer][shard.index[1:]]):
+                        wrong.append((layer, block_id, str(shard.device)))
+        return tuple(wrong)
+
+    def _put(self, value: Any, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(np.shape(value), sharding, lambda i: value[i])
+
+    def _flag(self, value: bool) -> jax.Array:
+        """bool[num_devices], this value on the devices of this process."""
+        local = [jax.device_put(np.array([value]), device) for device in jax.local_devices()]
+        return jax.make_array_from_single_device_arrays((self._mesh.size,), self._of_devices, local)
+
+
+def _forward(caches: list[Any], data: Any, ids: Any, num_writes: Any, flags: Any) -> tuple[list[Any], Any]:
+    garbage = jnp.any(flags)  # the collective
+    data = jnp.where(garbage, data ^ _GARBAGE, data)
+
+    def write(i: Any, caches: list[Any]) -> list[Any]:
+        written = []
+        for layer, cache in enumerate(caches):
+            old = jax.lax.dynamic_slice_in_dim(cache, ids[i], 1, 0)
+            new = jnp.where(i < num_writes, data[i, layer][None], old)
+            written.append(jax.lax.dynamic_update_slice_in_dim(cache, new, ids[i], 0))
+        return written
+
+    bits = [jax.lax.bitcast_convert_type(cache, jnp.uint16) for cache in caches]
+    bits = jax.lax.fori_loop(0, MAX_WRITES, write, bits)
+    return [jax.lax.bitcast_convert_type(cache, jnp.bfloat16) for cache in bits], garbage

@@ -1,0 +1,67 @@
+"""Draws the setup of a life: any mix of settings and faults, from a seed."""
+
+import random
+from typing import Any
+
+from tests.multiprocess.messages import Faults, Setup, Transport
+
+
+def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
+    """The setup that belongs to a seed."""
+    rng = random.Random(f"{seed} setup")
+    blocks_per_chunk = rng.choice((1, 1, 2))
+    num_cpu_chunks, segment_chunks = rng.choice((8, 16, 24)), rng.choice((2, 4, 64))
+    available = {rank: rng.randint(5, num_cpu_chunks) for rank in range(num_processes) if rng.random() < 0.2}
+    if available:  # on a host that has no room for a segment there is no host tier, and nothing to compare
+        segment_chunks = min(segment_chunks, 4)
+    return Setup(
+        seed=seed,
+        num_steps=num_steps,
+        settings=_draw_settings(rng, blocks_per_chunk, num_cpu_chunks),
+        host_segment_chunks=segment_chunks,
+        swap_blocks=rng.choice((0, 6, 16)),
+        max_ahead=rng.randint(0, 4),
+        faults={rank: _draw_faults(rng) for rank in range(num_processes) if rng.random() < 0.7},
+        transport=_draw_transport(rng),
+        reset=_sometimes(rng, 0.03),
+        restart=_sometimes(rng, 0.05),
+        restart_without_caches=rng.choice((0.0, 0.5)),
+        available_chunks=available,
+    )
+
+
+def _sometimes(rng: random.Random, rate: float) -> float:
+    """A rate that is 0 in half of the lives."""
+    return rng.choice((0.0, rate))
+
+
+def _draw_settings(rng: random.Random, blocks_per_chunk: int, num_cpu_chunks: int) -> dict[str, Any]:
+    return {
+        "blocks_per_chunk": blocks_per_chunk,
+        "num_cpu_chunks": num_cpu_chunks,
+        "num_staging_blocks": rng.choice((6, 12, 64)),
+        "save_path": rng.choice(("direct", "staged")),
+        "load_path": rng.choice(("direct", "staged")),
+        "save_on": rng.choice((("compute",), ("compute", "preemption"), ("eviction", "preemption"))),
+        "breaker_failures": rng.choice((0, 3)),
+    }
+
+
+def _draw_faults(rng: random.Random) -> Faults:
+    return Faults(
+        save=_sometimes(rng, 0.05),
+        load=_sometimes(rng, 0.05),
+        segment=_sometimes(rng, 0.02),
+        caches=_sometimes(rng, 0.05),
+        slow=_sometimes(rng, 0.3),
+        silence=_sometimes(rng, 0.2),
+    )
+
+
+def _draw_transport(rng: random.Random) -> Transport:
+    return Transport(
+        plan_again=_sometimes(rng, 0.15),
+        plan_late=_sometimes(rng, 0.1),
+        report_lost=_sometimes(rng, 0.1),
+        report_again=_sometimes(rng, 0.1),
+    )

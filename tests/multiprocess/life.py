@@ -1,0 +1,263 @@
+"""One life: an engine ahead of its workers, messages that come twice or late, and what came of it."""
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, final
+
+from tests.multiprocess.cluster import Cluster
+from tests.multiprocess.engine import NUM_DOCUMENTS, Engine
+from tests.multiprocess.messages import Begin, End, Reply, Setup, Step
+from tests.multiprocess.settings import make_config
+from tpu_offload import ConfigError, KVLayout, LayoutError, OffloadScheduler, StepPlan, Update
+
+_MAX_DRAIN_STEPS = 120
+_MAX_LATE = 4  # steps by which a plan comes late
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a life.
+
+    Attributes:
+      num_checked: blocks compared, on all processes.
+      wrong: (step, process, what differs) of each comparison that failed.
+      broken: rules that were broken besides, in words.
+      refused: the error with which scheduler or worker refused the setup, in one line.
+      difference: where the processes dispatched different copies, in words; empty if they did not.
+      counts: what happened.
+      dispatched: by process, the copies that it dispatched.
+    """
+
+    num_checked: int
+    wrong: tuple[tuple[int, int, str], ...]
+    broken: tuple[str, ...]
+    refused: str
+    difference: str
+    counts: Counter[str]
+    dispatched: tuple[tuple[tuple[str, int, int, int], ...], ...]
+
+    @property
+    def violation(self) -> str:
+        """The first rule that was broken, in one line; empty for none."""
+        if self.wrong:
+            step, rank, what = self.wrong[0]
+            return f"{len(self.wrong)} comparisons found wrong KV, first after step {step} on process {rank}: {what}"
+        return self.broken[0] if self.broken else ""
+
+
+def run_life(processes: Cluster, setup: Setup) -> Outcome:
+    """Runs a life to its end.
+
+    Raises:
+      ClusterError: a process died, or does not answer. The cluster can only be closed then.
+    """
+    for rank in range(processes.num_processes):
+        processes.send(rank, setup)
+    begins: list[Begin] = [processes.receive(rank) for rank in range(processes.num_processes)]
+    refused = next((begin.error for begin in begins if begin.error), "")
+    layouts = [begin.layout for begin in begins if begin.layout is not None]
+    life = None
+    if not refused:
+        life = _Life(processes, setup, layouts[0])
+        refused = life.run()
+    return _outcome(processes, life, refused)
+
+
+@final
+class _Life:
+    def __init__(self, processes: Cluster, setup: Setup, layout: KVLayout) -> None:
+        self.counts: Counter[str] = Counter()
+        self.num_checked = 0
+        self.wrong: list[tuple[int, int, str]] = []
+        self.broken: list[str] = []
+        self._processes = processes
+        self._ranks = range(processes.num_processes)
+        self.setup = setup
+        self._num_steps = 0
+        self._scheduler = OffloadScheduler(
+            make_config(setup, layout),
+            layout,
+            num_workers=setup.num_workers or processes.num_processes,
+            clock=lambda: float(self._num_steps),
+        )
+        self._engine = Engine(setup, self._scheduler)
+        self._rng = random.Random(f"{setup.seed} messages")
+        self._num_unread = [0 for _ in self._ranks]
+        self._num_losses = [0 for _ in self._ranks]
+        self._known_losses = [0 for _ in self._ranks]  # those that the engine has acted on
+        self._sent: list[list[StepPlan]] = [[] for _ in self._ranks]
+        self._late: list[list[tuple[int, StepPlan]]] = [[] for _ in self._ranks]
+
+    def run(self) -> str:
+        """Returns the error of a setup that was refused, in one line."""
+        try:
+            for _ in range(self.setup.num_steps):
+                plan, writes = self._engine.plan()
+                self._send(plan, writes, self._engine.expected())
+                self._read(max_ahead=self._rng.randint(0, self.setup.max_ahead))
+                self._scheduler.check_invariants()
+            self._read(max_ahead=0)
+            self._drain()
+            for document in range(NUM_DOCUMENTS):
+                self._audit(document)
+        except (ConfigError, LayoutError) as e:
+            self._read_quietly()
+            return f"{type(e).__name__}: {e}"
+        return ""
+
+    def end(self) -> None:
+        """Adds up what the scheduler has counted."""
+        stats = self._scheduler.stats()
+        for name in ("saved_blocks", "loaded_blocks", "num_failed_jobs", "num_rejected_reports", "num_ignored_results"):
+            self.counts[name] = getattr(stats, name)
+        self.counts.update(self._engine.counts)
+        self.counts["losses of caches"] = sum(self._known_losses)
+
+    def _drain(self) -> None:
+        """Nothing may be in flight for ever."""
+        for _ in range(_MAX_DRAIN_STEPS):
+            self._step_alone(self._engine.plan_end())
+            if not self._scheduler.has_jobs and self._known_losses == self._num_losses:
+                break
+        else:
+            self.broken.append(
+                f"{_MAX_DRAIN_STEPS} steps after the last request ended: jobs in flight: {self._scheduler.has_jobs}; "
+                f"losses of caches by process {self._num_losses}, told to the engine {self._known_losses}"
+            )
+        self._scheduler.check_invariants()
+
+    def _audit(self, document: int) -> None:
+        """Loads what the host tier has of a document, and compares it."""
+        self._step_alone(self._engine.plan_audit(document))
+        for _ in range(_MAX_DRAIN_STEPS):
+            if not self._engine.is_loading:
+                break
+            self._step_alone(self._scheduler.plan_step())
+        self._step_alone(self._scheduler.plan_step(), self._engine.expected())
+        self._drain()
+
+    def _step_alone(self, plan: StepPlan, expected: dict[int, int] | None = None) -> None:
+        """A step that the engine waits for, without faults of the messages."""
+        self._send(plan, {}, expected, is_calm=True)
+        self._read(max_ahead=0, is_calm=True)
+
+    # Messages.
+
+    def _send(
+        self, plan: StepPlan, writes: dict[int, int], expected: dict[int, int] | None, *, is_calm: bool = False
+    ) -> None:
+        rng, setup = self._rng, self.setup
+        restarted = rng.choice(self._ranks) if not is_calm and rng.random() < setup.restart else None
+        without_caches = rng.random() < setup.restart_without_caches
+        if restarted is not None:
+            self.counts["restarts"] += 1
+        for rank in self._ranks:
+            given, before, inside = self._deliver(rank, plan, is_calm=is_calm)
+            is_restarted = rank == restarted
+            step = Step(
+                number=self._num_steps,
+                plan=given,
+                before=before,
+                inside=inside,
+                writes=writes,
+                expected=expected,
+                known_losses=tuple(self._known_losses),
+                restart=is_restarted,
+                without_caches=is_restarted and without_caches,
+            )
+            self._processes.send(rank, step)
+            self._num_unread[rank] += 1
+        self._num_steps += 1
+
+    def _deliver(
+        self, rank: int, plan: StepPlan, *, is_calm: bool
+    ) -> tuple[StepPlan | None, tuple[StepPlan, ...], StepPlan | None]:
+        """What reaches a process in this step: the plan, those before it, and one in the middle of the step."""
+        rng, rates, sent = self._rng, self.setup.transport, self._sent[rank]
+        # Late is what comes after a later plan. What comes after the forward pass of its step but before any later plan
+        # cannot be told from one in time; docs/failures.md asks engines not to do that.
+        last = sent[-1].step_id if sent else -1
+        before = [late for due, late in self._late[rank] if due <= self._num_steps and late.step_id < last]
+        self._late[rank] = [(due, late) for due, late in self._late[rank] if late not in before]
+        if sent and not is_calm and rng.random() < rates.plan_again:
+            before.append(rng.choice(sent[-6:]))
+            self.counts["plans that came again"] += 1
+        given, inside = plan, None
+        if not is_calm and rng.random() < rates.plan_late:
+            self._late[rank].append((self._num_steps + rng.randint(1, _MAX_LATE), plan))
+            self.counts["late plans"] += 1
+            return None, tuple(before), None
+        if not is_calm and rng.random() < rates.plan_again:
+            inside = rng.choice([*sent[-4:], plan])
+            self.counts["plans that came again"] += 1
+        sent.append(plan)
+        return given, tuple(before), inside
+
+    def _read(self, *, max_ahead: int, is_calm: bool = False) -> None:
+        """Takes the replies of all steps but the last `max_ahead`."""
+        for rank in self._ranks:
+            while self._num_unread[rank] > max_ahead:
+                self._num_unread[rank] -= 1
+                self._take(rank, self._processes.receive(rank), is_calm=is_calm)
+
+    def _read_quietly(self) -> None:
+        for rank in self._ranks:
+            for _ in range(self._num_unread[rank]):
+                self._processes.receive(rank)
+            self._num_unread[rank] = 0
+
+    def _take(self, rank: int, reply: Reply, *, is_calm: bool) -> None:
+        self._num_losses[rank] = reply.num_losses
+        if reply.garbage:
+            self.counts["steps on lost caches"] += 1
+        else:
+            self.num_checked += reply.num_checked
+            if reply.wrong:
+                what = f"{len(reply.wrong)} pages, first layer {reply.wrong[0][0]}, block {reply.wrong[0][1]}"
+                self.wrong.append((reply.number, rank, what))
+        rng, rates = self._rng, self.setup.transport
+        if reply.report is None or (not is_calm and rng.random() < rates.report_lost):
+            self._act_on(rank, reply, None)
+            return
+        self._act_on(rank, reply, self._scheduler.apply(reply.report))
+        if not is_calm and rng.random() < rates.report_again:
+            self._engine.take(self._scheduler.apply(reply.report))
+
+    def _act_on(self, rank: int, reply: Reply, update: Update | None) -> None:
+        """What an engine does with an update; a loss of caches comes first, for what was loaded is lost with them."""
+        if update is not None and update.lost_caches:
+            self._known_losses[rank] = reply.num_losses
+            self._engine.lose_caches()
+        if update is not None:
+            self._engine.take(update)
+
+
+def _outcome(processes: Cluster, life: _Life | None, refused: str) -> Outcome:
+    for rank in range(processes.num_processes):
+        processes.send(rank, "end")
+    ends: list[End] = [processes.receive(rank) for rank in range(processes.num_processes)]
+    dispatched = tuple(end.dispatched for end in ends)
+    if life is None:
+        return Outcome(0, (), (), refused, "", Counter(), dispatched)
+    life.end()
+    difference = _difference(dispatched)
+    if difference and not refused and life.setup.dispatches_alike:
+        life.broken.append(difference)
+    return Outcome(
+        life.num_checked, tuple(life.wrong), tuple(life.broken), refused, difference, life.counts, dispatched
+    )
+
+
+def _difference(dispatched: Sequence[Sequence[Any]]) -> str:
+    for rank, others in enumerate(dispatched):
+        if others != dispatched[0]:
+            pairs = zip(others, dispatched[0], strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(others), len(dispatched[0])))
+            a, b = (repr(copies[at]) if at < len(copies) else "missing" for copies in (others, dispatched[0]))
+            return (
+                f"process {rank} has dispatched {len(others)} copies, process 0 {len(dispatched[0])}; number {at} is "
+                f"{a} there and {b} on process 0"
+            )
+    return ""

@@ -1,0 +1,136 @@
+"""Workers in processes of their own: no wrong byte, and the same copies in the same order on all of them.
+
+A few short lives of the rig; `scripts/multiprocess` runs as many as one likes.
+"""
+
+import pytest
+
+from tests.multiprocess.cluster import Cluster
+from tests.multiprocess.life import run_life
+from tests.multiprocess.messages import Faults, Setup, Transport
+
+STAGED = {"save_path": "staged", "load_path": "staged"}
+LATE_AND_LOST = Transport(plan_again=0.2, plan_late=0.1, report_lost=0.1, report_again=0.1)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    cluster = Cluster(2, 2)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def run(processes):
+    def run(**setup):
+        return run_life(processes, Setup(**{"num_steps": 50, "swap_blocks": 12} | setup))
+
+    return run
+
+
+def assert_right(outcome):
+    assert not outcome.refused
+    assert not outcome.violation
+    assert outcome.num_checked > 300
+    assert outcome.counts["loaded"]
+
+
+def test_workers_dispatch_alike_and_a_seed_repeats(run):
+    unlike = {0: Faults(slow=0.4), 1: Faults(silence=0.3)}  # what may differ between hosts
+    first, again = (run(seed=1, settings=STAGED, faults=unlike) for _ in range(2))
+    assert_right(first)
+    assert first.dispatched[0] == first.dispatched[1]
+    assert first.counts["swapped in"]
+    assert first == again
+
+
+@pytest.mark.parametrize("settings", [{}, STAGED], ids=["direct", "staged"])
+def test_copies_that_fail_on_one_process(run, settings):
+    faults = {0: Faults(save=0.1, segment=0.05), 1: Faults(load=0.1)}
+    outcome = run(seed=2, settings=settings, faults=faults, reset=0.03, restart=0.03)
+    assert_right(outcome)
+    assert outcome.counts["num_failed_jobs"] > 3
+    assert outcome.counts["failed loads"]
+    assert outcome.counts["restarts"]
+
+
+@pytest.mark.parametrize("num_chunks", [9, 12])
+def test_unequal_memory_gives_the_same_programs(run, num_chunks):
+    outcome = run(seed=3, available_chunks={1: num_chunks}, swap_blocks=0)
+    assert_right(outcome)
+    assert outcome.dispatched[0] == outcome.dispatched[1]
+
+
+@pytest.mark.parametrize("settings", [{}, STAGED], ids=["direct", "staged"])
+def test_plans_that_come_again_are_done_once(run, settings):
+    outcome = run(seed=4, settings=settings, transport=Transport(plan_again=0.2))
+    assert_right(outcome)
+    assert outcome.counts["plans that came again"] > 10
+    assert outcome.dispatched[0] == outcome.dispatched[1]
+
+
+def test_messages_that_are_late_or_lost(run):
+    outcome = run(seed=5, transport=LATE_AND_LOST, faults={1: Faults(slow=0.4, silence=0.2)})
+    assert_right(outcome)
+    assert outcome.counts["late plans"] > 3
+
+
+@pytest.mark.parametrize("max_ahead", [1, 4])
+def test_plans_made_before_a_loss_of_the_caches(run, max_ahead):
+    faults = {0: Faults(caches=0.04), 1: Faults(caches=0.08)}
+    outcome = run(seed=6 + max_ahead, num_steps=80, max_ahead=max_ahead, faults=faults)
+    assert_right(outcome)
+    assert outcome.counts["losses of caches"] > 2
+
+
+def test_everything_at_once(run):
+    faults = {0: Faults(save=0.05, caches=0.03, slow=0.3), 1: Faults(load=0.05, caches=0.03, silence=0.2)}
+    outcome = run(
+        seed=12,
+        num_steps=80,
+        settings={"save_on": ("compute", "preemption", "eviction")},
+        max_ahead=4,
+        faults=faults,
+        transport=LATE_AND_LOST,
+        reset=0.02,
+        restart=0.04,
+        restart_without_caches=0.5,
+    )
+    assert_right(outcome)
+    assert outcome.counts["restarts"]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        {"num_workers": 1},
+        {"worker_ids": {1: 0}},
+        {"settings_of": {1: STAGED}},
+        {"settings_of": {1: {"blocks_per_chunk": 2}}},
+        {"settings_of": {1: {"num_staging_blocks": 6}}},
+    ],
+    ids=str,
+)
+def test_workers_that_do_not_fit_are_refused(run, setup):
+    outcome = run(seed=3, num_steps=20, **setup)
+    assert outcome.refused.startswith("ConfigError: ")
+    assert len(outcome.refused.splitlines()) == 1
+
+
+def test_nothing_is_copied_before_all_workers_have_reported(run, caplog):
+    outcome = run(seed=3, num_workers=3)
+    assert not outcome.violation
+    assert outcome.dispatched == ((), ())
+    assert "until all 3 workers have reported" in caplog.text
+
+
+def test_the_rig_finds_wrong_bytes(run):
+    outcome = run(seed=3, faults={1: Faults(misplaced=1.0)})
+    assert "wrong KV" in outcome.violation
+    assert {rank for _, rank, _ in outcome.wrong} == {1}
+
+
+def test_the_rig_finds_unlike_copies(run):
+    outcome = run(seed=3, faults={1: Faults(caches=0.1)})
+    assert not outcome.violation
+    assert outcome.difference

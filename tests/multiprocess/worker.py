@@ -1,0 +1,171 @@
+"""One process of the rig: `python -m tests.multiprocess.worker RANK NUM_PROCESSES PORT FD`.
+
+It runs the lives that the engine's process asks for, one after the other, step by step.
+"""
+
+import faulthandler
+import functools
+import os
+import random
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+from jaxlib import _jax
+
+from tests.multiprocess.device import Device
+from tests.multiprocess.faulty import Diary
+from tests.multiprocess.messages import Begin, End, Faults, Reply, Setup, Step
+from tests.multiprocess.settings import available_nbytes, make_config
+from tpu_offload import CachesLostError, KVLayout, OffloadError, OffloadWorker, StepPlan, StepReport
+from tpu_offload.kernels.programs import Program
+
+
+def compile_once() -> None:
+    """Keeps what the worker of one life compiles for those of later ones."""
+    compiled: dict[tuple[str, str], Any] = {}
+    compile_program = Program.compile
+
+    def compile_or_find(program: Program) -> Any:
+        key = program.name, repr(program.args)
+        if key not in compiled:
+            compiled[key] = compile_program(program)
+        return compiled[key]
+
+    Program.compile = compile_or_find  # type: ignore[method-assign, assignment]
+
+
+class Life:
+    """The worker, the caches and the steps of one life on this process."""
+
+    def __init__(self, setup: Setup, rank: int, device: Device) -> None:
+        self.setup = setup
+        self.rank = rank
+        self.device = device
+        self.caches = device.make_caches(setup.num_blocks)
+        self.layout = KVLayout.from_caches(self.caches, block_size=device.page_shape[0])
+        self.diary = Diary(setup.faults.get(rank, Faults()), random.Random(f"{setup.seed} faults of {rank}"))
+        self.num_losses = 0
+        self.num_lives = 0
+        self.worker = self._start_worker()
+
+    def step(self, step: Step) -> Reply:
+        """Does one step, whatever goes wrong."""
+        self.diary.step = step.number
+        if step.restart:
+            self._restart(without_caches=step.without_caches, known_losses=step.known_losses[self.rank])
+        for plan in step.before:
+            if self._begin(plan):
+                self.worker.end_step(plan, self.caches)
+        is_sound = step.plan is not None and self._begin(step.plan)
+        is_again = step.inside is not None and self._begin(step.inside)
+        lost = self.num_losses > step.known_losses[self.rank]
+        self.caches, garbage = self.device.forward(self.caches, step.writes, garbage=lost)
+        if is_sound:
+            assert step.plan is not None
+            self.worker.end_step(step.plan, self.caches)
+        if is_again:
+            assert step.inside is not None
+            self.worker.end_step(step.inside, self.caches)
+        return self._reply(step, garbage)
+
+    def close(self) -> End:
+        self.worker.close()
+        return End(tuple(self.diary.dispatched))
+
+    def _reply(self, step: Step, garbage: bool) -> Reply:
+        report: StepReport | None = None
+        if not self.diary.strikes(self.diary.faults.silence):
+            report = self.worker.poll()
+        wrong = () if step.expected is None else self.device.wrong_blocks(self.caches, step.expected)
+        return Reply(step.number, report, self.num_losses, garbage, len(step.expected or ()), wrong)
+
+    def _begin(self, plan: StepPlan) -> bool:
+        """Whether the step goes on to its end: not without the caches that it began with."""
+        try:
+            self.caches = self.worker.begin_step(plan, self.caches)
+        except CachesLostError:
+            self._lose_caches()
+            return False
+        return True
+
+    def _lose_caches(self) -> None:
+        self.num_losses += 1
+        self.caches = self.device.renew(self.caches)
+
+    def _restart(self, *, without_caches: bool, known_losses: int) -> None:
+        self.worker.close()
+        if without_caches:
+            self._lose_caches()
+        self.worker = self._start_worker()
+        if self.num_losses > known_losses:  # what the former worker knew of it is gone
+            self.worker.lose_caches()
+
+    def _start_worker(self) -> OffloadWorker:
+        self.num_lives += 1
+        config = make_config(self.setup, self.layout, self.rank)
+        worker = OffloadWorker(
+            config,
+            self.layout,
+            self.caches,
+            worker_id=self.setup.worker_ids.get(self.rank, self.rank),
+            clock=lambda: float(self.diary.step),
+            available=available_nbytes(self.setup, self.layout, self.rank),
+            wrap_copier=self.diary.wrap,
+            incarnation=self.num_lives,
+        )
+        worker.wait_until_allocated()
+        return worker
+
+
+def serve(rank: int, device: Device, engine: "Connection[Any, Any]") -> None:
+    """Runs lives until the engine hangs up."""
+    life: Life | None = None
+    while True:
+        try:
+            message = engine.recv()
+        except EOFError:
+            return
+        if isinstance(message, Setup):
+            try:
+                life = Life(message, rank, device)
+                engine.send(Begin(life.layout))
+            except OffloadError as e:
+                life = None
+                engine.send(Begin(None, f"{type(e).__name__}: {e}"))
+        elif isinstance(message, Step):
+            assert life is not None
+            engine.send(life.step(message))
+        else:
+            engine.send(life.close() if life is not None else End(()))
+            life = None
+
+
+def main() -> None:
+    rank, num_processes, port, fd = map(int, sys.argv[1:])
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    # Between processes of one machine; by default it listens at the machine's address in the network.
+    _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    address = f"127.0.0.1:{port}"
+    jax.distributed.initialize(address, num_processes, rank, coordinator_bind_address=address)
+
+    try:
+        compile_once()
+        device = Device()
+        engine: Connection[Any, Any] = Connection(fd)
+        engine.send("ready")
+        serve(rank, device, engine)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(3)  # the others wait in a collective, and would have the shutdown wait, too
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

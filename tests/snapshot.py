@@ -1,0 +1,71 @@
+"""Everything that an object consists of, as values that can be compared: a call that raises has changed none of it."""
+
+import dataclasses
+import enum
+from collections import OrderedDict, deque
+from typing import Any
+
+import numpy as np
+
+NOT_STATE = {"_num_requests_seen"}  # numbers that are never used twice, and may be skipped
+
+
+def snapshot(root: Any, *, leave_out: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Paths and plain values of all that can be reached through fields and containers; objects that are met twice once.
+
+    Functions, locks and classes count as themselves.
+    """
+    values: dict[str, Any] = {}
+    seen: dict[int, str] = {}
+
+    def walk(path: str, value: Any) -> None:
+        if value is None or isinstance(value, (bool, int, float, str, bytes, enum.Enum, type)):
+            values[path] = value
+            return
+        if id(value) in seen:
+            values[path] = f"see {seen[id(value)]}"
+            return
+        if isinstance(value, (bytearray, np.ndarray)):
+            values[path] = bytes(value)
+            return
+        if isinstance(value, (set, frozenset)):
+            values[path] = sorted(map(repr, value))
+            return
+        if isinstance(value, (dict, OrderedDict)):
+            seen[id(value)] = path
+            values[path] = list(map(repr, value))
+            for key, item in value.items():
+                walk(f"{path}[{key!r}]", item)
+            return
+        if isinstance(value, (list, tuple, deque)):
+            seen[id(value)] = path
+            values[path] = (type(value).__name__, len(value))
+            for i, item in enumerate(value):
+                walk(f"{path}[{i}]", item)
+            return
+        if type(value).__module__.startswith("tpu_offload"):
+            seen[id(value)] = path
+            values[path] = type(value).__name__
+            for name in sorted(_fields(value) - NOT_STATE - leave_out):
+                walk(f"{path}.{name}", getattr(value, name))
+            return
+        values[path] = f"{type(value).__name__} {id(value)}"
+
+    walk("", root)
+    return values
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Where two snapshots differ."""
+    paths = [path for path in {**before, **after} if before.get(path, "-") != after.get(path, "-")]
+    return [f"{path}: {before.get(path, '-')} is now {after.get(path, '-')}" for path in paths]
+
+
+def _fields(value: Any) -> set[str]:
+    names = set(getattr(value, "__dict__", ()))
+    if dataclasses.is_dataclass(value):
+        names |= {field.name for field in dataclasses.fields(value)}
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names |= {slots} if isinstance(slots, str) else set(slots)
+    return {name for name in names if hasattr(value, name)}

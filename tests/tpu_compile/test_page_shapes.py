@@ -1,0 +1,76 @@
+"""Copies of caches of every page shape within the bound, whatever layout the TPU gives them.
+
+A part of the table in `page_shapes`; `benchmarks/bench_tpu_compile.py --page-shapes` compiles all of it.
+"""
+
+import functools
+import importlib.util
+
+import pytest
+
+from tests.tpu_compile.harness import ALL_PROGRAMS, compile_in_subprocess
+from tests.tpu_compile.page_shapes import PAGES, bound_nbytes, case
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, which has the TPU compiler, is not installed"
+)
+
+DIRECT = ("direct_save", "direct_load")
+# Topology, name in the table, devices, blocks in the caches, programs.
+CASES = [
+    ("v6e:2x2", "head 64", 1, 1000, ALL_PROGRAMS),
+    ("v6e:2x2", "head 64", 4, 20_000, DIRECT),
+    ("v6e:2x2", "head 192", 1, 520, DIRECT),
+    ("v6e:2x2", "latent 576", 1, 520, ALL_PROGRAMS),
+    ("v6e:2x2", "head 64, int4", 1, 100, DIRECT),
+    ("v6e:2x2", "[N, block, heads, 128], float8", 1, 520, DIRECT),
+    ("v6e:2x2", "head 64, row-major", 1, 520, DIRECT),
+    ("v6e:2x2", "head 32, as replay's model", 1, 512, ALL_PROGRAMS),
+    ("v5e:2x2", "head 64, float8", 1, 520, ALL_PROGRAMS),
+    ("v5e:2x2", "vLLM-TPU, convolution state", 1, 100, DIRECT),
+    ("v5p:2x2x1", "[N, block, heads, 64]", 1, 20_000, ALL_PROGRAMS),
+    ("v5p:2x2x1", "[N, everything]", 1, 520, DIRECT),
+    ("tpu7x:2x2x1", "head 96", 4, 1000, DIRECT),
+    ("tpu7x:2x2x1", "latent 576, row-major", 1, 520, DIRECT),
+]
+
+
+@functools.cache
+def measured(topology):
+    shapes = {pages.name: pages for pages in PAGES}
+    chosen = [c for c in CASES if c[0] == topology]
+    cases = [
+        case(shapes[name], topology, tp, num_blocks=num_blocks, programs=programs, num_layers=4)
+        for _, name, tp, num_blocks, programs in chosen
+    ]
+    results = iter(compile_in_subprocess(cases))
+    return {c[:4]: [next(results) for _ in c[4]] for c in chosen}
+
+
+@pytest.mark.parametrize("which", CASES, ids=lambda which: f"{which[0]} {which[1]} TP {which[2]}")
+def test_copies_stay_within_their_bound(which):
+    for result in measured(which[0])[which[:4]]:
+        name = result["program"]
+        assert result["temp_nbytes"] <= bound_nbytes(result), name
+        assert result["host_temp_nbytes"] == 0, name
+        assert result["collectives"] == [], name
+
+
+@pytest.mark.parametrize("which", CASES, ids=lambda which: f"{which[0]} {which[1]} TP {which[2]}")
+def test_what_is_donated_is_updated_in_place(which):
+    for result in measured(which[0])[which[:4]]:
+        if result["program"] in ("direct_load", "scatter"):  # in tiles, which may be padded
+            assert result["alias_nbytes"] >= result["caches_nbytes"] * which_bits(which)
+            assert result["output_nbytes"] <= result["alias_nbytes"] + 4096
+        if result["program"] in ("direct_save", "land"):
+            assert result["host_alias_nbytes"] >= result["segment_nbytes"] * which_bits(which)
+            assert result["output_nbytes"] <= 4096
+
+
+def which_bits(which):
+    """Bytes of an element in HBM for each that numpy counts: two int4 share one."""
+    return 0.5 if "int4" in which[1] else 1
+
+
+def test_every_shape_has_a_name_of_its_own():
+    assert len({pages.name for pages in PAGES}) == len(PAGES)

@@ -1,0 +1,115 @@
+"""Loads that the engine has granted blocks for, until a plan takes them.
+
+The next plan takes them all, but for staged ones that find too little of the staging buffer free: those wait in their
+order, for a bounded time. A load gets its job id when it is sent, so that ids rise from plan to plan.
+"""
+
+from collections.abc import Iterator
+from typing import final
+
+from tpu_offload.core.breaker import CircuitBreaker
+from tpu_offload.core.jobs import Job, JobTable, WaitingLoad, transfer_job
+from tpu_offload.core.staging import Staging
+from tpu_offload.types import Direction, JobState
+
+
+@final
+class LoadQueue:
+    """The loads that wait, first come first.
+
+    Args:
+      jobs: where they go.
+      staging: where they reserve.
+      breaker: of loads.
+      timeout_s: what a worker has for a job, or for each piece of it.
+      max_blocks_per_step: blocks that unstaged loads move before one step; 0 for no bound.
+    """
+
+    def __init__(
+        self,
+        jobs: JobTable[Job],
+        *,
+        staging: Staging,
+        breaker: CircuitBreaker,
+        timeout_s: float,
+        max_blocks_per_step: int,
+    ) -> None:
+        self._jobs = jobs
+        self._staging = staging
+        self._breaker = breaker
+        self._timeout_s = timeout_s
+        self._max_blocks_per_step = max_blocks_per_step
+        self._waiting: list[WaitingLoad] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[WaitingLoad]:
+        return iter(self._waiting)
+
+    def add(self, load: WaitingLoad) -> None:
+        """It goes with the next plan, or waits."""
+        self._waiting.append(load)
+
+    def remove(self, load: WaitingLoad) -> None:
+        """It is not to be sent any more; its staging blocks are free."""
+        self._waiting.remove(load)
+        if not self._waiting:
+            self._staging.wait_for_loads(queued=False)
+        self._breaker.withdraw(load.account)
+        self._staging.release(load.account, load.num_staging_blocks, Direction.LOAD)
+
+    def impatient(self, now_s: float) -> list[WaitingLoad]:
+        """Those that have waited long enough for staging blocks, or wait though loads are suspended."""
+        if not self._staging.stages(Direction.LOAD):
+            return []
+        return [
+            load
+            for load in self._waiting
+            if self._is_short(load) and (now_s >= load.waits_until_s or not self._breaker.admits(load.account))
+        ]
+
+    def start(self, now_s: float) -> list[Job]:
+        """Makes jobs of those that can go with the plan at hand."""
+        if not self._staging.stages(Direction.LOAD):
+            loads, self._waiting = self._waiting, []
+            self._staging.wait_for_loads(queued=False)
+            return [self._send(load, now_s) for load in loads]
+        jobs: list[Job] = []
+        kept: list[WaitingLoad] = []
+        for load in self._waiting:
+            if self._is_short(load) and not kept:
+                num_blocks = load.num_parts
+                load.num_staging_blocks = self._staging.reserve_load(load.account, num_blocks, next_in_line=True)
+            if self._is_short(load):
+                kept.append(load)
+            else:
+                jobs.append(self._send(load, now_s))
+        self._waiting = kept
+        self._staging.wait_for_loads(queued=bool(kept))
+        return jobs
+
+    def _is_short(self, load: WaitingLoad) -> bool:
+        return not load.num_staging_blocks and self._staging.stages(Direction.LOAD)
+
+    def _send(self, load: WaitingLoad, now_s: float) -> Job:
+        at_a_time = load.num_staging_blocks or self._max_blocks_per_step or load.num_parts
+        num_pieces = -(-load.num_parts // at_a_time)
+        job = transfer_job(
+            self._jobs,
+            Direction.LOAD,
+            block_ids=load.block_ids,
+            host_block_ids=load.host_block_ids,
+            request_id=load.request_id,
+            account=load.account,
+            keys=load.keys,
+            slots=load.slots,
+            num_valid_tokens=load.num_valid_tokens,
+            num_staging_blocks=load.num_staging_blocks,
+            deadline_s=now_s + self._timeout_s * num_pieces,
+        )
+        job.state = JobState.SENT
+        job.failed_blocks = load.failed_blocks
+        job.doomed, job.error = load.doomed, load.error
+        self._breaker.hand_over(load.account, job.job_id)
+        return job

@@ -1,0 +1,197 @@
+"""The keys of runs, and the run of each key, where the garbage collector does not see them.
+
+Each of its passes looks at every reference that a list, or a dict of objects, holds: at a million keys that stops the
+engine for 100 ms. It does not look into tuples of keys, nor into dicts from keys to numbers.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, final
+
+from tpu_offload.core.big_tables import Entries, Table
+from tpu_offload.types import ChunkKey
+
+if TYPE_CHECKING:
+    from tpu_offload.core.policies.runs import Run
+
+_PIECE = 512
+
+
+@final
+class RunKeys:
+    """Chunk keys that follow each other, head first, in pieces. It grows and shrinks at both ends."""
+
+    __slots__ = ("_end", "_pieces", "_starts")
+
+    def __init__(self, keys: Sequence[ChunkKey] = ()) -> None:
+        self._pieces: list[tuple[ChunkKey, ...]] = []
+        self._starts: list[int] = []  # where each piece begins; only differences mean something
+        self._end = 0
+        self.extend(keys)
+
+    def __len__(self) -> int:
+        return self._end - self._starts[0] if self._starts else 0
+
+    def __getitem__(self, number: int) -> ChunkKey:
+        starts = self._starts
+        place = self._end + number if number < 0 else starts[0] + number
+        if place >= starts[-1]:
+            return self._pieces[-1][place - starts[-1]]
+        p = bisect_right(starts, place) - 1
+        return self._pieces[p][place - starts[p]]
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        for piece in self._pieces:
+            yield from piece
+
+    def index(self, key: ChunkKey) -> int:
+        """The place of a key that is here. O(keys)."""
+        for start, piece in zip(self._starts, self._pieces, strict=True):
+            if key in piece:
+                return start - self._starts[0] + piece.index(key)
+        raise ValueError("no such key")
+
+    def extend(self, keys: Sequence[ChunkKey]) -> None:
+        """Adds keys at the end."""
+        for i in range(0, len(keys), _PIECE):
+            self._append(tuple(keys[i : i + _PIECE]))
+
+    def append_all(self, others: "RunKeys") -> None:
+        """Adds those of others at the end. O(pieces)."""
+        for piece in others._pieces:
+            self._append(piece)
+
+    def prepend_all(self, others: "RunKeys") -> None:
+        """Adds those of others at the head. O(pieces)."""
+        for piece in reversed(others._pieces):
+            if self._pieces and len(self._pieces[0]) + len(piece) <= _PIECE:
+                self._pieces[0] = piece + self._pieces[0]
+                self._starts[0] -= len(piece)
+            else:
+                start = self._starts[0] if self._starts else self._end
+                self._pieces.insert(0, piece)
+                self._starts.insert(0, start - len(piece))
+
+    def pop(self) -> ChunkKey:
+        """Takes out the last one."""
+        piece = self._pieces.pop()
+        self._end -= 1
+        if len(piece) > 1:
+            self._pieces.append(piece[:-1])
+        else:
+            self._starts.pop()
+        return piece[-1]
+
+    def pop_head(self) -> None:
+        """Takes out the first one."""
+        piece = self._pieces[0]
+        if len(piece) > 1:
+            self._pieces[0] = piece[1:]
+            self._starts[0] += 1
+        else:
+            del self._pieces[0], self._starts[0]
+
+    def split(self, num_keys: int) -> "RunKeys":
+        """Keeps the first `num_keys` and returns the others. O(pieces of those)."""
+        rest = RunKeys()
+        if num_keys >= len(self):
+            return rest
+        place = self._starts[0] + num_keys
+        p = bisect_right(self._starts, place) - 1
+        inside = place - self._starts[p]
+        pieces = self._pieces[p:]
+        del self._pieces[p:], self._starts[p:]
+        self._end = place - inside
+        if inside:
+            self._append(pieces[0][:inside])
+            pieces[0] = pieces[0][inside:]
+        for piece in pieces:
+            rest._append(piece)
+        return rest
+
+    def split_head(self, num_keys: int) -> "RunKeys":
+        """Takes out the first `num_keys`, fewer than there are, and returns them. O(pieces)."""
+        head = RunKeys()
+        place = self._starts[0] + num_keys
+        p = bisect_right(self._starts, place) - 1
+        for piece in self._pieces[:p]:
+            head._append(piece)
+        inside = place - self._starts[p]
+        if inside:
+            head._append(self._pieces[p][:inside])
+            self._pieces[p] = self._pieces[p][inside:]
+            self._starts[p] = place
+        del self._pieces[:p], self._starts[:p]
+        return head
+
+    def _append(self, piece: tuple[ChunkKey, ...]) -> None:
+        if self._pieces and len(self._pieces[-1]) + len(piece) <= _PIECE:
+            self._pieces[-1] += piece
+        else:
+            self._pieces.append(piece)
+            self._starts.append(self._end)
+        self._end += len(piece)
+
+
+@final
+class RunTable:
+    """The run of each key."""
+
+    def __init__(self) -> None:
+        self._numbers: Table[ChunkKey, int] = Table()
+        self._runs: dict[int, Run] = {}
+        self._num_made = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        return iter(self._numbers)
+
+    def __getitem__(self, key: ChunkKey) -> "Run":
+        return self._runs[self._numbers[key]]
+
+    def __delitem__(self, key: ChunkKey) -> None:
+        del self._numbers[key]
+
+    def get(self, key: ChunkKey) -> "Run | None":
+        """The run of a key, None if it has none."""
+        number = self._numbers.get(key)
+        return None if number is None else self._runs[number]
+
+    def has_any(self, keys: Iterable[ChunkKey]) -> bool:
+        """Whether one of these has a run."""
+        return self._numbers.has_any(keys)
+
+    def add(self, run: "Run") -> "Run":
+        """Takes a new run, and has its keys be its own."""
+        run.number = self._num_made
+        self._num_made += 1
+        self._runs[run.number] = run
+        self.give(run.keys, run)
+        return run
+
+    def give(self, keys: Iterable[ChunkKey], run: "Run") -> None:
+        """These are a run's from now on."""
+        self._numbers.set_all(keys, run.number)
+
+    def drop_all(self, keys: Iterable[ChunkKey]) -> None:
+        """These have no run any more."""
+        self._numbers.drop_all(keys)
+
+    def end(self, run: "Run") -> None:
+        """A run has no keys any more."""
+        del self._runs[run.number]
+
+    def clear(self) -> list[Entries]:
+        """Forgets all; returns what it held. O(1)."""
+        held: list[Entries] = [*self._numbers.parts, self._runs]
+        self._numbers, self._runs = Table(), {}
+        return held
+
+    def runs(self) -> list["Run"]:
+        """All runs. For tests."""
+        return list(self._runs.values())

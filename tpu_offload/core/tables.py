@@ -1,0 +1,189 @@
+"""Block tables and block hashes as engines have them, read into plain integers and bytes of our own.
+
+An engine hands in what it has: a list that it appends to, a row of a numpy array that it fills with another request's
+blocks in the next step, an array on a device, a deque, a memory view. What counts is what such an object says during
+the call. Nothing of it is kept, and all of it is read before the call changes anything: what cannot be read is refused
+as a whole.
+
+A table is read in every step in which its request completes a block, and it may be long. So only what is new in it is
+checked one by one, and the rest is compared with what the request had before, which takes 4 ns a block. Arrays stay
+arrays: there a copy is cheaper than the comparison.
+"""
+
+import array
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tpu_offload.errors import RequestError
+from tpu_offload.types import BlockHash
+from tpu_offload.values import as_count, one_line
+
+Ids = list[int] | npt.NDArray[np.int64]
+"""Block ids that nobody else can change; from 0 on."""
+
+_MAX = 2**63 - 1
+_INTS = {int}
+_BYTES = {bytes}
+_RAW = "bBc"  # formats of memory views of single bytes: these are somebody's memory, not numbers
+
+
+def read_ids(request_id: str, given: Any, first: int = 0, end: int | None = None) -> list[int]:
+    """The block ids `first` to `end - 1` of a table, by default all; ids before and after them are not looked at.
+
+    Raises:
+      RequestError: it is no sequence of block ids, or has fewer than it says.
+    """
+    return plain(_read(request_id, given, first, end))
+
+
+def read_changes(request_id: str, known: Ids, given: Any, end: int) -> tuple[int, Ids]:
+    """What the first `end` block ids of a table are, beside what they were.
+
+    Args:
+      request_id: whose.
+      known: its first blocks, as they were.
+      given: its table; it has at least `end` ids.
+      end: how many are wanted.
+    Returns:
+      How many of `known`, from the first on, stay what they are; and the ids after those, in a new list or array.
+    Raises:
+      RequestError: it is no sequence of block ids.
+    """
+    if type(given) is tuple:
+        given = list(given[:end])
+    if type(given) is not list or type(known) is not list:
+        return 0, _read(request_id, given, 0, end)
+    num_same = len(known)
+    if num_same > end:
+        known, num_same = known[:end], end
+    try:
+        if given[:num_same] != known:
+            num_same = 0
+    except Exception as e:  # something that cannot be compared is in it
+        raise _unreadable(request_id, "block ids", e) from e
+    return num_same, _plain_ids(request_id, given[num_same:end])
+
+
+def read_hashes(request_id: str, given: Any, first: int = 0, end: int | None = None, step: int = 1) -> list[BlockHash]:
+    """Every `step`-th hash of a sequence of block hashes, from `first` on.
+
+    Raises:
+      RequestError: it is no sequence, or one of these is no bytes.
+    """
+    if type(given) is list:
+        hashes = given[first:end:step]
+    else:
+        check_sequence(request_id, given, "block hashes")
+        # numpy's own bytes lose the zeros that they end with, so only an array of objects can hold hashes.
+        if isinstance(given, np.ndarray) and given.dtype != object:
+            raise RequestError(
+                f"the block hashes of request {request_id} are an array of {given.dtype}; expected a sequence of bytes"
+            )
+        try:
+            sliced = type(given) is tuple or isinstance(given, np.ndarray)
+            hashes = list(given[first:end:step] if sliced else itertools.islice(given, first, end, step))
+        except Exception as e:
+            raise _unreadable(request_id, "block hashes", e) from e
+    kinds = set(map(type, hashes))
+    if not kinds <= _BYTES:
+        kind = (kinds - _BYTES).pop().__name__
+        raise RequestError(f"request {request_id} has a block hash of type {kind}; expected bytes")
+    return hashes
+
+
+def read_tables(request_id: str, given: Any) -> list[Any]:
+    """The block tables of a request, one a layer group; their ids are yet to be read."""
+    check_sequence(request_id, given, "block tables")
+    try:
+        tables = list(given)
+    except Exception as e:
+        raise _unreadable(request_id, "block tables", e) from e
+    for table in tables:
+        check_sequence(request_id, table, "block ids")
+    return tables
+
+
+def check_sequence(request_id: str, items: Any, what: str) -> None:
+    """Raises RequestError unless this has a length and an order. What is in it is not looked at."""
+    kind = type(items)
+    if kind is list or kind is tuple:
+        return
+    try:
+        sound = hasattr(items, "__getitem__") and len(items) >= 0
+    except Exception as e:  # an array of no dimension, for instance
+        raise _unreadable(request_id, what, e) from e
+    if not sound or isinstance(items, (str, bytes, bytearray, dict)):
+        raise RequestError(f"the {what} of request {request_id} are a {kind.__name__}; expected a sequence")
+
+
+def plain(ids: Ids) -> list[int]:
+    """As integers of Python, which is what jobs hold."""
+    return ids if isinstance(ids, list) else ids.tolist()
+
+
+def _read(request_id: str, given: Any, first: int, end: int | None) -> Ids:
+    """The ids as a new list or array."""
+    check_sequence(request_id, given, "block ids")
+    try:
+        wanted = (len(given) if end is None else end) - first
+        items = _items(given, first, end)
+    except Exception as e:
+        raise _unreadable(request_id, "block ids", e) from e
+    if type(items) is list:
+        ids: Ids = _plain_ids(request_id, items)
+    else:
+        if items.ndim != 1 or items.dtype.kind not in "iu":
+            raise RequestError(
+                f"the block ids of request {request_id} are an array of {items.dtype}{list(items.shape)}; expected one "
+                "of integers, of one dimension"
+            )
+        ids = np.array(items, np.int64)
+        if len(ids) and ids.min() < 0:
+            raise _no_ids(request_id, int(items[int(ids.argmin())]))
+    if len(ids) != wanted:
+        raise RequestError(f"request {request_id} has {len(ids)} block ids where {wanted} were expected")
+    return ids
+
+
+def _items(given: Any, first: int, end: int | None) -> Any:
+    """A slice of what was given: a new list of anything, or an array that may still be the engine's."""
+    kind = type(given)
+    if kind is list:
+        return given[first:end]
+    if kind is tuple:
+        return list(given[first:end])
+    if isinstance(given, memoryview) and given.format in _RAW:
+        raise TypeError(f"a memory view of bytes (format {given.format}); cast it to integers")
+    if isinstance(given, (memoryview, array.array)) or hasattr(given, "__array__"):
+        items = np.asarray(given)[first:end]
+        return items.tolist() if items.dtype == object and items.ndim == 1 else items
+    return list(itertools.islice(given, first, end))
+
+
+def _plain_ids(request_id: str, items: list[Any]) -> list[int]:
+    if not items:
+        return items
+    if len(items) == 1 and type(items[0]) is int and 0 <= items[0] <= _MAX:  # a request that generates
+        return items
+    if set(map(type, items)) == _INTS and min(items) >= 0 and max(items) <= _MAX:
+        return items
+    ids = []
+    for item in items:
+        block_id = as_count(item)
+        if block_id is None:
+            raise _no_ids(request_id, item)
+        ids.append(block_id)
+    return ids
+
+
+def _no_ids(request_id: str, item: Any) -> RequestError:
+    return RequestError(
+        f"request {request_id} has block ids like {one_line(item)}; expected a sequence of integers from 0 on"
+    )
+
+
+def _unreadable(request_id: str, what: str, error: Exception) -> RequestError:
+    return RequestError(f"the {what} of request {request_id} cannot be read: {type(error).__name__}: {one_line(error)}")

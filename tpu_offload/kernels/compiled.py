@@ -1,0 +1,114 @@
+"""Compiles the copy programs, asks the compiler what HBM they take, and holds it against what copies may take.
+
+A cache may have a layout in device memory in which no program can copy one block without a copy of much more. The
+compiler knows before anything runs, so it is asked when a program is compiled, and what is beyond the bound is refused
+with the way out: caches whose blocks are in one piece.
+
+On TPU the compiler's figure is HBM that the program allocates beside its arguments. On GPU it counts buffers that the
+library may share between programs, so it is reported, and a program beyond the bound is logged and used. The CPU
+backend counts host memory, where there is no HBM to save (a copy of float8 caches, for one, see `programs`): there the
+bound itself is reported.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any, final
+
+from tpu_offload.errors import CompileError
+from tpu_offload.kernels.formats import row_major
+from tpu_offload.kernels.programs import Program
+from tpu_offload.kernels.spec import TransferSpec
+
+_logger = logging.getLogger(__name__)
+
+# DMAs and loops come to a quarter MiB, whatever their size, beside the one block that is put together.
+_MIN_NBYTES = 512 * 1024
+
+
+def bound_nbytes(spec: TransferSpec, *, num_blocks: int) -> int:
+    """Bytes of HBM that a program may take on each device: so many blocks, or half a MiB where blocks are small."""
+    num_blocks_nbytes = num_blocks * spec.block_nbytes_per_device
+    return max(num_blocks_nbytes, _MIN_NBYTES) if spec.platform == "tpu" else num_blocks_nbytes
+
+
+@final
+class CompiledPrograms:
+    """Programs that are compiled once each, at the start or at their first use.
+
+    Args:
+      spec: what they copy.
+      num_blocks: blocks of HBM that each of them may take.
+    """
+
+    def __init__(self, spec: TransferSpec, *, num_blocks: int) -> None:
+        self._spec = spec
+        self._bound = bound_nbytes(spec, num_blocks=num_blocks)
+        self._compiled: dict[Hashable, Any] = {}
+        self._taken: list[int] = []
+
+    @property
+    def hbm_nbytes(self) -> int:
+        """Bytes of HBM that the one that runs takes at most: as compiled; before that, and on CPU, what it may take."""
+        return max(self._taken, default=self._bound)
+
+    def get(self, key: Hashable, build: Callable[[], Program]) -> Any:
+        """The compiled program of that key.
+
+        Args:
+          key: tells the programs apart.
+          build: makes the program if it has not been compiled.
+        Raises:
+          CompileError: the compiler refuses it, or it takes more than it may. It is not compiled again: so do later
+            calls.
+        """
+        if key not in self._compiled:
+            try:
+                self._compiled[key] = self._compile(build())
+            except CompileError as e:
+                self._compiled[key] = e
+        compiled = self._compiled[key]
+        if isinstance(compiled, CompileError):
+            raise compiled.with_traceback(None)
+        return compiled
+
+    def _compile(self, program: Program) -> Any:
+        try:
+            compiled = program.compile()
+        except Exception as e:
+            reason = next(iter(str(e).splitlines()), "")
+            raise CompileError(
+                f"the compiler refuses {program.name} for {self._described()}: {type(e).__name__}: {reason}; "
+                f"{self._way_out()}"
+            ) from e
+        taken = self._taken_by(compiled)
+        if taken is None:
+            return compiled
+        self._taken.append(taken)
+        if taken > self._bound:
+            message = (
+                f"{program.name} takes {taken} bytes of HBM a device for {self._described()}, expected at most "
+                f"{self._bound}, for blocks of {self._spec.block_nbytes_per_device}; {self._way_out()}"
+            )
+            if self._spec.platform == "tpu":
+                raise CompileError(message)
+            _logger.warning("%s", message)
+        return compiled
+
+    def _taken_by(self, compiled: Any) -> int | None:
+        """Bytes of temporary HBM; None where the backend does not tell."""
+        if self._spec.platform == "cpu":
+            return None
+        memory = compiled.memory_analysis()
+        return None if memory is None else int(memory.temp_size_in_bytes)
+
+    def _described(self) -> str:
+        spec = self._spec
+        order = f" in memory order {spec.cache_layout.major_to_minor}" if spec.cache_layout is not None else ""
+        return f"{spec.num_layers} KV caches {spec.dtype.name}{[spec.num_blocks, *spec.page_shape]}{order}"
+
+    def _way_out(self) -> str:
+        last = self._spec.page_shape[-1]
+        if self._spec.blocks_together == 1:
+            return "make caches with fewer blocks, or set TPU_OFFLOAD_HOST_GB=0 and TPU_OFFLOAD_SWAP_GB=0 for no copies"
+        padded = f", or pad the last axis of the page from {last} to a multiple of 128" if last % 128 else ""
+        return f"make the caches with {row_major(1 + len(self._spec.page_shape))}{padded}"

@@ -1,0 +1,60 @@
+"""Which layout the KV caches have in device memory, for the copies to be compiled for exactly that.
+
+An array made without a `Format` has the default layout of its shape. On CPU and GPU that is row-major. The TPU
+compiler orders the axes for the least padding to tiles of 8 x 128: where the last axis of a page is no multiple of
+128 (a head of 64, a latent page of 576), the block axis comes last in memory, and a block is a column of tiles. An
+engine that wants blocks in one piece makes its caches with a row-major `Format`. Both are copied as they are.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout
+from jax.sharding import Sharding
+
+LANES = 128
+"""Elements in a row of a TPU tile."""
+
+
+def platform_of(sharding: Sharding) -> str:
+    """Platform of the devices of a sharding: `tpu`, `gpu` or `cpu`."""
+    device: Any = next(iter(sharding.device_set))
+    return str(device.platform)
+
+
+def layout_of(cache: Any) -> Layout | None:
+    """The layout of a cache in device memory; None where it is row-major and nobody has to say so.
+
+    Args:
+      cache: an array, or a shape struct whose sharding may be a `Format`; without one the TPU compiler is asked.
+    """
+    said: Any = cache.format.layout if cache.format is not None else None
+    if platform_of(cache.sharding) != "tpu":
+        row_major = said is None or tuple(said.major_to_minor) == tuple(range(len(cache.shape)))
+        return None if row_major else Layout(said.major_to_minor)
+    if isinstance(cache, jax.Array) and said is not None:
+        layout: Layout = said
+        return layout
+    return _ask_compiler(tuple(cache.shape), np.dtype(cache.dtype), cache.format)
+
+
+@functools.lru_cache(maxsize=64)
+def _ask_compiler(shape: tuple[int, ...], dtype: np.dtype[Any], at: Any) -> Layout:
+    """The whole layout, tiles included, that the compiler takes for an argument of this shape and `Format`."""
+    struct = jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+    corner = jax.jit(lambda array: lax.slice(array, (0,) * len(shape), (1,) * len(shape)))
+    compiled = corner.trace(struct).lower(lowering_platforms=("tpu",)).compile()
+    ((asked,), _) = compiled.input_formats
+    layout: Layout = asked.layout
+    return layout
+
+
+def row_major(num_axes: int) -> str:
+    """The expression that makes caches with the block axis outermost, for messages."""
+    return (
+        f"jax.experimental.layout.Format(jax.experimental.layout.Layout({tuple(range(num_axes))}), cache.sharding), "
+        "as out_shardings of the jitted function that makes them and of the engine's step"
+    )

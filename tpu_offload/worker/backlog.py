@@ -1,0 +1,151 @@
+"""Loads that a worker was sent and has not begun with, or only in part: they go in pieces, some before each step.
+
+Two things bound a piece. A staged load takes at most the staging blocks that were reserved for it. Loads that are not
+staged take no HBM, but the step that follows waits for them: all of them together move so many blocks before one step.
+Of these the load that came first gets half, so that it ends; the others share the rest, the shortest first, so that a
+small load does not wait for a large one; what they leave is the first one's as well.
+
+What goes before which step follows from plans and counts alone, so that hosts that share one model agree on it.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from tpu_offload.types import TransferJob
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class BackloggedLoad:
+    """A load that has blocks left to dispatch.
+
+    Attributes:
+      job: all of it.
+      host_block_ids: those of the job.
+      num_dispatched: so many of its leading blocks have been dispatched.
+      pieces: step and size of each piece of it.
+      error: what has gone wrong with one of them, so that no other follows.
+    """
+
+    job: TransferJob
+    host_block_ids: np.ndarray[Any, np.dtype[np.int32]]
+    num_dispatched: int = 0
+    pieces: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    error: str = ""
+
+    @property
+    def num_left(self) -> int:
+        """Blocks that are left."""
+        return self.job.num_blocks - self.num_dispatched
+
+    @property
+    def block_ids_left(self) -> tuple[int, ...]:
+        """Their places in the caches."""
+        return self.job.block_ids[self.num_dispatched :]
+
+    def cut(self, num_blocks: int, *, step_id: int) -> TransferJob:
+        """Takes the next blocks, as a job of their own."""
+        first, end = self.num_dispatched, self.num_dispatched + num_blocks
+        self.num_dispatched = end
+        self.pieces.append((step_id, num_blocks))
+        block_ids, host_block_ids = self.job.block_ids[first:end], self.job.host_block_ids[first:end]
+        return dataclasses.replace(self.job, block_ids=block_ids, host_block_ids=host_block_ids)
+
+
+@final
+class LoadBacklog:
+    """The loads of one worker that have blocks left, first come first.
+
+    Args:
+      max_blocks_per_step: for loads that are not staged; 0 for no bound.
+    """
+
+    def __init__(self, *, max_blocks_per_step: int) -> None:
+        self._max_blocks = max_blocks_per_step or sys.maxsize
+        self._loads: dict[int, BackloggedLoad] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __iter__(self) -> Iterator[BackloggedLoad]:
+        return iter(list(self._loads.values()))
+
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._loads
+
+    def fail(self, job_id: int, error: str) -> None:
+        """Something has gone wrong with a load; if there are blocks left of it, they are of no use."""
+        load = self._loads.get(job_id)
+        if load is not None:
+            load.error = load.error or error
+
+    def take_failed(self) -> list[BackloggedLoad]:
+        """Takes out those with which something has gone wrong."""
+        failed = [load for load in self._loads.values() if load.error]
+        for load in failed:
+            del self._loads[load.job.job_id]
+        return failed
+
+    def drop(self, job_id: int) -> BackloggedLoad | None:
+        """Nothing more of a load is to be dispatched; returns what there was of it."""
+        return self._loads.pop(job_id, None)
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._loads.clear()
+
+    def take(
+        self,
+        new: Sequence[TransferJob],
+        *,
+        step_id: int,
+        room: Callable[[BackloggedLoad], int] | None,
+        staging_room: int = sys.maxsize,
+    ) -> tuple[list[TransferJob], list[int]]:
+        """What is dispatched before the coming step.
+
+        Args:
+          new: loads that came with its plan.
+          step_id: the step.
+          room: for staged loads, how many blocks of one may be dispatched now; None if they are not staged.
+          staging_room: likewise, of all of them together.
+        Returns:
+          Jobs with the blocks to dispatch, each a part or all of one; and the ids of those that have none left.
+        """
+        if not self._loads and room is None and sum(job.num_blocks for job in new) <= self._max_blocks:
+            return list(new), [job.job_id for job in new]  # nearly always
+        for job in new:
+            self._loads[job.job_id] = BackloggedLoad(job, np.array(job.host_block_ids, np.int32))
+        loads = list(self._loads.values())
+        sizes = self._shares(loads) if room is None else _staged_sizes(loads, room, staging_room)
+        pieces = [load.cut(size, step_id=step_id) for load, size in zip(loads, sizes, strict=True) if size > 0]
+        done = [load.job.job_id for load in loads if not load.num_left]
+        for job_id in done:
+            del self._loads[job_id]
+        return pieces, done
+
+    def _shares(self, loads: Sequence[BackloggedLoad]) -> list[int]:
+        """Blocks of each load that go before the coming step, for loads that are not staged."""
+        if not loads:
+            return []
+        left = self._max_blocks
+        sizes = [min(loads[0].num_left, -(-left // 2)), *[0] * (len(loads) - 1)]
+        left -= sizes[0]
+        for i in sorted(range(1, len(loads)), key=lambda i: loads[i].num_left):
+            sizes[i] = min(loads[i].num_left, left)
+            left -= sizes[i]
+        sizes[0] += min(loads[0].num_left - sizes[0], left)
+        return sizes
+
+
+def _staged_sizes(
+    loads: Sequence[BackloggedLoad], room: Callable[[BackloggedLoad], int], staging_room: int
+) -> list[int]:
+    sizes = []
+    for load in loads:
+        sizes.append(max(0, min(load.num_left, room(load), staging_room)))
+        staging_room -= sizes[-1]
+    return sizes
