@@ -1,11 +1,11 @@
 """No call is long because there are many chunks or a prompt is long. Work is counted, in operations, not in seconds."""
 
 import gc
-import sys
 from collections import OrderedDict, deque
 
 import pytest
 
+from tests.opcodes import num_opcodes
 from tpu_offload import (
     BlockHash,
     JobResult,
@@ -31,26 +31,6 @@ LAYOUT = KVLayout(16, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2
 
 def chain(name: int, num: int) -> list[bytes]:
     return [BlockHash(b"%d.%d" % (name, i)) for i in range(num)]
-
-
-def num_opcodes(call, *args, **kwargs) -> int:
-    """How many bytecodes a call runs. Loops inside the interpreter count nothing."""
-    count = 0
-
-    def see(code, offset):
-        nonlocal count
-        count += 1
-
-    monitoring, tool = sys.monitoring, sys.monitoring.PROFILER_ID
-    monitoring.use_tool_id(tool, "num_opcodes")
-    monitoring.register_callback(tool, monitoring.events.INSTRUCTION, see)
-    monitoring.set_events(tool, monitoring.events.INSTRUCTION)
-    try:
-        call(*args, **kwargs)
-    finally:
-        monitoring.set_events(tool, 0)
-        monitoring.free_tool_id(tool)
-    return count
 
 
 def make(policy: str, num_prompts: int, num_chunks: int, *, record: bool = False) -> ChunkIndex:

@@ -5,7 +5,7 @@ import dataclasses
 import multiprocessing
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tests.simulation.shrink import failure_of
 from tests.simulation.trace import RATES, generate
@@ -30,7 +30,7 @@ class Outcome:
     violations: dict[int, str]
 
 
-def run_seeds(seeds: range, num_steps: int) -> Outcome:
+def run_seeds(seeds: Sequence[int], num_steps: int) -> Outcome:
     """Runs these seeds, one after the other."""
     totals: Counter[str] = Counter()
     violations = {}
