@@ -1,6 +1,7 @@
 """No call is long because there are many chunks or a prompt is long. Work is counted, in operations, not in seconds."""
 
 import gc
+import hashlib
 from collections import OrderedDict, deque
 
 import pytest
@@ -30,7 +31,7 @@ LAYOUT = KVLayout(16, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2
 
 
 def chain(name: int, num: int) -> list[bytes]:
-    return [BlockHash(b"%d.%d" % (name, i)) for i in range(num)]
+    return [BlockHash(hashlib.blake2b(b"%d.%d" % (name, i), digest_size=16).digest()) for i in range(num)]
 
 
 def make(policy: str, num_prompts: int, num_chunks: int, *, record: bool = False) -> ChunkIndex:
@@ -288,14 +289,17 @@ def test_of_many_changes_the_events_are_told_in_parts_and_in_order() -> None:
 
 
 def test_table() -> None:
-    table: Table[bytes, int] = Table()
+    table: Table[int] = Table()
     keys = chain(0, 5000)
     table.set_all(keys, 7)
     table[keys[0]] = 8
     assert (len(table), sorted(table), table[keys[0]], table.get(b"?")) == (5000, sorted(keys), 8, None)
     assert max(map(len, table.parts)) < 5000 / NUM_PARTS * 5
-    assert table.has_any([b"?", keys[3]])
-    assert not table.has_any([b"?"])
+    assert not table.add_all([b"new", keys[3], b"newer"], 9)
+    assert b"new" not in table
+    assert len(table) == 5000
+    assert table.add_all([b"new", b"newer"], 9)
+    table.drop_all([b"new", b"newer"])
     table.drop_all(keys[1:])
     assert dict(table) == {keys[0]: 8}
 

@@ -5,75 +5,80 @@ A dict that is full copies itself, and one that is dropped frees what it holds: 
 not needed any more is emptied a slice at a time.
 """
 
+import itertools
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
+from tpu_offload.types import ChunkKey
+
 NUM_PARTS = 256
-"""A part of a table of five million entries has 20,000, which take 1 ms to copy."""
-MASK = NUM_PARTS - 1
+"""One for each first byte of a key. A part of a table of five million entries has 20,000, which take 1 ms to copy."""
 
 type Entries = dict[Any, Any] | OrderedDict[Any, Any] | set[Any] | list[Any] | deque[Any]
 
 
 @final
-class Table[K: Hashable, V]:
-    """A dict in parts. Loops over many keys look into `parts[hash(key) & MASK]` themselves.
+class Table[V]:
+    """A dict by chunk key, in parts. Loops over many keys look into `parts[key[0]]` themselves.
 
-    The order of its entries is none: it differs from process to process.
+    Keys begin with a hash, so their first bytes are spread evenly; where they are not, parts are larger than meant.
     """
 
     __slots__ = ("parts",)
 
     def __init__(self) -> None:
-        self.parts: list[dict[K, V]] = [{} for _ in range(NUM_PARTS)]
+        self.parts: list[dict[ChunkKey, V]] = [{} for _ in range(NUM_PARTS)]
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.parts[hash(key) & MASK]
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self.parts[key[0]]
 
-    def __iter__(self) -> Iterator[K]:
+    def __iter__(self) -> Iterator[ChunkKey]:
         for part in self.parts:
             yield from part
 
-    def keys(self) -> Iterator[K]:
+    def keys(self) -> Iterator[ChunkKey]:
         """All keys."""
         return iter(self)
 
-    def __getitem__(self, key: K) -> V:
-        return self.parts[hash(key) & MASK][key]
+    def __getitem__(self, key: ChunkKey) -> V:
+        return self.parts[key[0]][key]
 
-    def __setitem__(self, key: K, value: V) -> None:
-        self.parts[hash(key) & MASK][key] = value
+    def __setitem__(self, key: ChunkKey, value: V) -> None:
+        self.parts[key[0]][key] = value
 
-    def __delitem__(self, key: K) -> None:
-        del self.parts[hash(key) & MASK][key]
+    def __delitem__(self, key: ChunkKey) -> None:
+        del self.parts[key[0]][key]
 
-    def get(self, key: K) -> V | None:
+    def get(self, key: ChunkKey) -> V | None:
         """The value, None if there is none."""
-        return self.parts[hash(key) & MASK].get(key)
+        return self.parts[key[0]].get(key)
 
-    def has_any(self, keys: Iterable[K]) -> bool:
-        """Whether one of these keys is here."""
+    def add_all(self, keys: Iterable[ChunkKey], value: V) -> bool:
+        """Gives all of these keys one value, unless one of them has any: then nothing changes. Whether it did."""
         parts = self.parts
-        for key in keys:  # noqa: SIM110 (a generator takes half as long again)
-            if key in parts[hash(key) & MASK]:
-                return True
-        return False
+        for number, key in enumerate(keys):
+            part = parts[key[0]]
+            if key in part:
+                self.drop_all(itertools.islice(keys, number))
+                return False
+            part[key] = value
+        return True
 
-    def drop_all(self, keys: Iterable[K]) -> None:
+    def drop_all(self, keys: Iterable[ChunkKey]) -> None:
         """Takes out all of these, which are here."""
         parts = self.parts
         for key in keys:
-            del parts[hash(key) & MASK][key]
+            del parts[key[0]][key]
 
-    def set_all(self, keys: Iterable[K], value: V) -> None:
+    def set_all(self, keys: Iterable[ChunkKey], value: V) -> None:
         """Gives all of these keys one value."""
         parts = self.parts
         for key in keys:
-            parts[hash(key) & MASK][key] = value
+            parts[key[0]][key] = value
 
 
 @final

@@ -25,13 +25,14 @@ from typing import Any, final
 
 import numpy as np
 
-from tpu_offload.core.big_tables import MASK, FreeSlots, Scrap, Table, without
+from tpu_offload.core.big_tables import FreeSlots, Scrap, Table, without
 from tpu_offload.core.policies import EvictionPolicy, Residents, Use
 from tpu_offload.types import ChunkKey
 
 _NONE = -1  # no chunk before it, or none that hangs on it
 _LOST = -2  # the chunk before it is not resident
-_STRIDE = 64  # chunks of a prefix that mostly lie in slots one after another
+_STRIDE = 64  # chunks of a prefix that mostly lie in slots one after another, and are gone through at once
+_MIN_TOGETHER = 8  # fewer are evicted one by one
 MAX_AT_ONCE = 256
 """Chunks that one call drops, of those that were lost together; 1 ms, more where prompts of 100,000 chunks break up."""
 NUM_FREED = 4096
@@ -63,7 +64,7 @@ class ChunkIndex(Residents):
     def __init__(self, policy: EvictionPolicy, *, record: bool = False) -> None:
         self._policy = policy
         self._changes: deque[Changes] | None = deque() if record else None
-        self._slots: Table[ChunkKey, int] = Table()
+        self._slots: Table[int] = Table()
         self._num_resident = 0
         # By slot, for as many as were ever used; what was in a slot that is free now is left there. numpy's arrays
         # and those of the standard library are not looked at by the garbage collector.
@@ -129,8 +130,8 @@ class ChunkIndex(Residents):
     def __len__(self) -> int:
         return self._num_resident
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._slots.parts[hash(key) & MASK]
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._slots.parts[key[0]]
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
@@ -175,7 +176,7 @@ class ChunkIndex(Residents):
             return []
         parts = self._slots.parts
         key = keys[first]
-        head = parts[hash(key) & MASK].get(key)
+        head = parts[key[0]].get(key)
         if head is None:
             return []
         if num_keys - first == 1:
@@ -311,28 +312,41 @@ class ChunkIndex(Residents):
         """For the policy, from inside `allocate`; see the base class."""
         parts, keys, parents, children = self._slots.parts, self._keys, self._parents, self._children
         pins, protected, unready, more = self._pins, self._protected, self._unready, self._more_children
-        slot = parts[hash(key) & MASK][key]
+        slot = parts[key[0]][key]
         if children[slot] != _NONE:
             return 0, key
         gone: list[ChunkKey] = []
         freed: list[int] = []
         rest = key
         ends_at: ChunkKey | None = key
-        while len(gone) < num_chunks:
-            if rest in pins or rest in protected or slot in unready or (gone and rest in stop):
+        try_at = 0  # chunks gone, from which on it is worth trying to take many at once
+        while (num_gone := len(gone)) < num_chunks:
+            if rest in pins or rest in protected or slot in unready or (num_gone and rest in stop):
                 break
-            del parts[hash(rest) & MASK][rest]
-            gone.append(rest)
-            freed.append(slot)
-            parent = parents[slot]
+            first = slot
+            if num_gone >= try_at and num_chunks - num_gone >= _MIN_TOGETHER <= slot:
+                first = self._first_to_go(slot, min(_STRIDE, num_chunks - num_gone, slot), stop)
+                try_at = num_gone + (slot - first or _STRIDE)
+            if first == slot:
+                del parts[rest[0]][rest]
+                gone.append(rest)
+                freed.append(slot)
+            else:
+                together = keys[first : slot + 1].tolist()
+                together.reverse()
+                for rest in together:
+                    del parts[rest[0]][rest]
+                gone += together
+                freed += range(slot, first - 1, -1)
+            parent = parents[first]
             if parent < 0:
                 if parent == _LOST:
-                    self._forget_orphan(slot)
+                    self._forget_orphan(first)
                 ends_at = None
                 break
             ends_at = rest = keys[parent]
             if more and parent in more:
-                self._take_child(parent, slot)
+                self._take_child(parent, first)
                 break
             children[parent] = _NONE
             slot = parent
@@ -342,6 +356,20 @@ class ChunkIndex(Residents):
             self._num_evicted += len(gone)
             self._record(gone, found=False)
         return len(gone), ends_at
+
+    def _first_to_go(self, slot: int, num_chunks: int, stop: Container[ChunkKey]) -> int:
+        """The first of so many chunks that lie one after another up to `slot`, if all may go; else that slot."""
+        first = slot - num_chunks + 1
+        if self._parents[first + 1 : slot + 1] != self._numbers[first:slot]:
+            return slot
+        slots = range(first, slot)  # the last one may go
+        if not (self._unready.isdisjoint(slots) and self._more_children.keys().isdisjoint(slots)):
+            return slot
+        keys = self._keys[first:slot].tolist()
+        if not self._pins.keys().isdisjoint(keys):
+            return slot
+        kept = [chunks.__contains__ for chunks in (self._protected, stop) if chunks]
+        return slot if any(any(map(contains, keys)) for contains in kept) else first
 
     def is_leaf(self, key: ChunkKey) -> bool:
         """See the base class."""
@@ -476,14 +504,14 @@ class ChunkIndex(Residents):
         """
         parts = self._slots.parts
         key = keys[end - 1]
-        slot = parts[hash(key) & MASK].get(key)
+        slot = parts[key[0]].get(key)
         if slot is not None:
             return end, slot
         low, high, tail = first, end - 1, head
         while high - low > 1:
             middle = (low + high) // 2
             key = keys[middle]
-            slot = parts[hash(key) & MASK].get(key)
+            slot = parts[key[0]].get(key)
             if slot is None:
                 high = middle
             else:
@@ -526,28 +554,46 @@ class ChunkIndex(Residents):
         highest = max(slots)
         if highest >= len(self._keys):
             self._add_columns(highest + 1)
-        parts, column, parents, children = self._slots.parts, self._keys, self._parents, self._children
-        before = _NONE
+        parts, before = self._slots.parts, _NONE
         if parent is not None:
             assert parent in self, "a chunk is saved that no lookup can reach"
             before = self._slots[parent]
-            self._add_child(before, slots[0])
+            if self._children[before] != _NONE:
+                self._more_children.setdefault(before, set()).add(self._children[before])
         for key, slot in zip(keys, slots, strict=True):
-            part = parts[hash(key) & MASK]
+            part = parts[key[0]]
             assert key not in part, "a resident chunk is not saved again"
             part[key] = slot
-            column[slot] = key
-            parents[slot] = before
-            before = slot
-        for i, slot in enumerate(slots[1:]):
-            children[slots[i]] = slot
-        children[slots[-1]] = _NONE
+        for first in range(0, len(slots), _STRIDE):
+            before = self._link(keys[first : first + _STRIDE], slots[first : first + _STRIDE], before)
         self._num_resident += len(keys)
         self._unready.update(slots)
         if self._orphans:
             for key, slot in zip(keys, slots, strict=True):
                 self._take_back_orphans(key, slot)
         self._policy.insert(use, keys, parent)
+
+    def _link(self, keys: Sequence[ChunkKey], slots: Sequence[int], before: int) -> int:
+        """Notes in the columns what is in these slots, and that they follow the chunk in slot `before`; few of them."""
+        parents, children = self._parents, self._children
+        first, last = slots[0], slots[-1]
+        if before != _NONE:
+            children[before] = first
+        if last - first == len(slots) - 1 and self._numbers[first : last + 1].tolist() == slots:
+            self._keys[first : last + 1] = keys
+            parents[first + 1 : last + 1] = self._numbers[first:last]
+            children[first:last] = self._numbers[first + 1 : last + 1]
+            parents[first] = before
+        else:
+            column = self._keys
+            for key, slot in zip(keys, slots, strict=True):
+                column[slot] = key
+                parents[slot] = before
+                if before != _NONE:
+                    children[before] = slot
+                before = slot
+        children[last] = _NONE
+        return last
 
     def _insert_parts(self, use: Use, keys: Sequence[ChunkKey], numbers: Sequence[int], slots: Sequence[int]) -> None:
         """Makes the chunks `numbers` of a prefix with holes resident."""
@@ -588,6 +634,7 @@ class ChunkIndex(Residents):
         num_before = len(self._keys)
         num_slots = min(max(num_slots, num_before + min(num_before, _MAX_NEW) + 64), self._num_known)
         self._keys.resize(num_slots, refcheck=False)  # moves pointers, or whole pages of them, and counts no references
+        self._keys[num_before:] = None
         numbers = np.arange(num_before, num_slots, dtype=np.int32)
         self._numbers.frombytes(numbers.tobytes())
         numbers.fill(_NONE)
@@ -627,7 +674,7 @@ class ChunkIndex(Residents):
 
     def _remove(self, key: ChunkKey) -> None:
         """Takes out a chunk whose bytes are lost or never came."""
-        part = self._slots.parts[hash(key) & MASK]
+        part = self._slots.parts[key[0]]
         slot = part.pop(key)
         self._num_resident -= 1
         self._unready.discard(slot)

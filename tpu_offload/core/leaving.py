@@ -15,6 +15,7 @@ from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.tables import read_hashes, read_ids
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import RequestError
+from tpu_offload.types import ChunkKey
 
 
 @final
@@ -106,7 +107,7 @@ class LeavingBlocks:
         """Whether the host tier has the last of so many chunks. O(1), and mostly true: tails go block by block."""
         end = num_chunks * self._blocks_per_chunk
         (block_hash,) = read_hashes(request.request_id, prefix.block_hashes, end - 1, end)
-        return block_hash + request.namespace in self._index
+        return ChunkKey(block_hash + request.namespace) in self._index
 
 
 def num_worth_saving(policy: SavePolicy, request: TrackedRequest, num_chunks: int) -> int:

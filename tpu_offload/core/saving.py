@@ -298,7 +298,7 @@ class SavePlanner:
             # Keeps what this request has in the host tier from being evicted for its own save: the chunk
             # before those that are missing holds on to all before it.
             before = first - 1 if first else 0
-            own = keys[before:first] if len(missing) == end - first else set(keys[before:end])
+            own = set(keys[before : first if len(missing) == end - first else end])
         slots = self._index.allocate(request.use, keys, saved, protected=own)
         request.num_looked_at_chunks = num_chunks
         num_saved = len(slots)

@@ -29,7 +29,7 @@ class Residents(abc.ABC):
     """The resident chunks as a policy may see and evict them. The chunk index implements it."""
 
     @abc.abstractmethod
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key: ChunkKey) -> bool:
         """Whether the chunk is resident. O(1)."""
 
     @abc.abstractmethod

@@ -63,14 +63,12 @@ class DensityPolicy(EvictionPolicy):
         self._num_resident += len(keys)
         before = None if parent is None else self._runs.get(parent)
         depth = 0 if before is None or parent is None else before.depth + _place(before, parent) + 1
-        if self._num_known + len(keys) > self._num_resident and self._runs.has_any(keys):
-            run = self._insert_known(use, keys, before, depth)
-        elif before is not None and before.use_id == use.use_id and before.keys[-1] == parent and _goes_on(before):
-            run = before
-            self._extend(run, keys, num_resident=len(keys))
-            self._queues.resize_run(run, len(keys))
+        if before is not None and before.use_id == use.use_id and before.keys[-1] == parent and _goes_on(before):
+            run = self._extend(before, keys)
         else:
             run = self._add(use, keys, before, depth)
+        if run is None:
+            run = self._insert_known(use, keys, before, depth)
         self._queues.place(run)
         if run.num_uses == 1:
             run.at_end = True
@@ -176,11 +174,22 @@ class DensityPolicy(EvictionPolicy):
 
     # Runs.
 
-    def _add(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run:
-        """A run of chunks that nobody knows."""
+    def _extend(self, run: Run, keys: Sequence[ChunkKey]) -> Run | None:
+        """Makes a run longer by resident chunks; does nothing and returns None if one of them is known."""
+        if not self._runs.give_new(keys, run):
+            return None
+        run.keys.extend(keys)
+        run.num_resident += len(keys)
+        self._num_known += len(keys)
+        self._queues.resize_run(run, len(keys))
+        return run
+
+    def _add(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run | None:
+        """A new run of resident chunks; does nothing and returns None if one of them is known."""
         origin = 0 if before is None else min(before.num_uses.bit_length(), _NUM_ORIGINS - 1)
         run = Run(RunKeys(keys), depth=depth, num_resident=len(keys), use_id=use.use_id, origin=origin)
-        self._runs.add(run)
+        if not self._runs.add_new(run):
+            return None
         self._num_known += len(keys)
         self._queues.begin(run, origin)
         return run
@@ -294,12 +303,6 @@ class DensityPolicy(EvictionPolicy):
         run.num_uses = num_uses
         self._place_and_watch(run)
         return run
-
-    def _extend(self, run: Run, keys: Sequence[ChunkKey], *, num_resident: int) -> None:
-        run.keys.extend(keys)
-        run.num_resident += num_resident
-        self._runs.give(keys, run)
-        self._num_known += len(keys)
 
     def _place_and_watch(self, run: Run) -> None:
         if run.num_resident:

@@ -193,8 +193,8 @@ class _Level(Residents):
     def _is_here(self, key: ChunkKey) -> bool:
         return self._level_of.get(key, 0) == self._level
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._residents and self._level_of.get(key, 0) == self._level  # type: ignore[call-overload]
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._residents and self._is_here(key)
 
     def __len__(self) -> int:
         if self._level:

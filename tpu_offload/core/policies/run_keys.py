@@ -138,14 +138,14 @@ class RunTable:
     """The run of each key."""
 
     def __init__(self) -> None:
-        self._numbers: Table[ChunkKey, int] = Table()
+        self._numbers: Table[int] = Table()
         self._runs: dict[int, Run] = {}
         self._num_made = 0
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __contains__(self, key: object) -> bool:
+    def __contains__(self, key: ChunkKey) -> bool:
         return key in self._numbers
 
     def __iter__(self) -> Iterator[ChunkKey]:
@@ -162,17 +162,22 @@ class RunTable:
         number = self._numbers.get(key)
         return None if number is None else self._runs[number]
 
-    def has_any(self, keys: Iterable[ChunkKey]) -> bool:
-        """Whether one of these has a run."""
-        return self._numbers.has_any(keys)
-
     def add(self, run: "Run") -> "Run":
         """Takes a new run, and has its keys be its own."""
-        run.number = self._num_made
-        self._num_made += 1
-        self._runs[run.number] = run
+        self._number(run)
         self.give(run.keys, run)
         return run
+
+    def add_new(self, run: "Run") -> bool:
+        """Takes a new run of keys that have none, or nothing if one of them has. Whether it did."""
+        if not self._numbers.add_all(run.keys, self._num_made):
+            return False
+        self._number(run)
+        return True
+
+    def give_new(self, keys: Sequence[ChunkKey], run: "Run") -> bool:
+        """As `give`, unless one of these keys has a run: then nothing changes. Whether it did."""
+        return self._numbers.add_all(keys, run.number)
 
     def give(self, keys: Iterable[ChunkKey], run: "Run") -> None:
         """These are a run's from now on."""
@@ -191,6 +196,11 @@ class RunTable:
         held: list[Entries] = [*self._numbers.parts, self._runs]
         self._numbers, self._runs = Table(), {}
         return held
+
+    def _number(self, run: "Run") -> None:
+        run.number = self._num_made
+        self._num_made += 1
+        self._runs[run.number] = run
 
     def runs(self) -> list["Run"]:
         """All runs. For tests."""
