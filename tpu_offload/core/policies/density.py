@@ -320,11 +320,11 @@ class DensityPolicy(EvictionPolicy):
                 continue  # it was used again, and is watched since later or not at all
             if self._runs.get(run.keys[run.num_resident]) is not run:
                 continue
-            keys = run.keys.split(run.num_resident)
+            keys = run.keys.split(run.num_resident) if run.num_resident else run.keys
             self._queues.end(run, len(keys), used=False)
             self._runs.drop_all(keys)
             self._num_known -= len(keys)
-            if not run.keys:
+            if not run.num_resident:
                 self._runs.end(run)
 
     def _advance(self, use: Use, num_chunks: int) -> None:

@@ -24,10 +24,10 @@ class RunKeys:
     __slots__ = ("_end", "_pieces", "_starts")
 
     def __init__(self, keys: Sequence[ChunkKey] = ()) -> None:
-        self._pieces: list[tuple[ChunkKey, ...]] = []
-        self._starts: list[int] = []  # where each piece begins; only differences mean something
-        self._end = 0
-        self.extend(keys)
+        starts = range(0, len(keys), _PIECE)
+        self._pieces: list[tuple[ChunkKey, ...]] = [tuple(keys[i : i + _PIECE]) for i in starts]
+        self._starts = list(starts)  # where each piece begins; only differences mean something
+        self._end = len(keys)
 
     def __len__(self) -> int:
         return self._end - self._starts[0] if self._starts else 0
