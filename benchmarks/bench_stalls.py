@@ -11,6 +11,7 @@ default, are part of the call that they interrupt; they are also counted and tim
 
 import argparse
 import gc
+import hashlib
 import itertools
 import json
 import platform
@@ -64,6 +65,10 @@ class Watch:
         }
 
 
+def hash_blocks(seed, num_chunks):
+    return [BlockHash(hashlib.blake2b(b"%d.%d" % (seed, i), digest_size=16).digest()) for i in range(num_chunks)]
+
+
 def summarize(times):
     return {"count": len(times), "max": max(times), "mean": sum(times) / len(times)}
 
@@ -108,7 +113,7 @@ class Engine:
     def serve(self, tag, seed, num_chunks):
         """A prompt from its match to its end: what it does not load it computes, a buffer's worth a step."""
         request_id = f"r{next(self.numbers)}"
-        hashes = [BlockHash(seed.to_bytes(8, "little") + i.to_bytes(8, "little")) for i in range(num_chunks)]
+        hashes = hash_blocks(seed, num_chunks)
         scheduler, num_tokens, blocks = self.scheduler, num_chunks * BLOCK_SIZE + 1, list(range(num_chunks + 1))
         match = {"num_tokens": num_tokens, "num_computed_tokens": 0}
         found = self.watch(f"match {tag}", scheduler.match, request_id, hashes, **match)
@@ -125,7 +130,7 @@ class Engine:
     def serve_at_once(self, tag, seed, num_chunks):
         """A prompt all of which is on offer in one step."""
         request_id = f"r{next(self.numbers)}"
-        hashes = [BlockHash(seed.to_bytes(8, "little") + i.to_bytes(8, "little")) for i in range(num_chunks)]
+        hashes = hash_blocks(seed, num_chunks)
         num_tokens, blocks = num_chunks * BLOCK_SIZE, list(range(num_chunks))
         self.step(tag, [ScheduledRequest(request_id, blocks, hashes, num_tokens, num_tokens)])
         while self.step(tag):

@@ -173,6 +173,11 @@ class OffloadConfig(pydantic.BaseModel):
         "load while others run; unset is 1 for direct loads, unless async scheduling meets the failure policy "
         "recompute.",
     )
+    mend_runner: bool = Field(
+        True,
+        description="vLLM only: tokens that tpu-inference leaves out of the state of a preempted request, with async "
+        "scheduling, are put in; 0 leaves it alone, and saves nothing of such a request from there on.",
+    )
     save_wait_s: float = Field(
         0.5,
         ge=0,

@@ -58,6 +58,21 @@ def _write(caches, block_ids, offsets, values):
     return [cache.at[block_ids, offsets].set(value, mode="drop") for cache, value in zip(caches, values, strict=True)]
 
 
+class InputBatch:
+    """The tokens that a pass was given, as tpu-inference's runner keeps them."""
+
+    def __init__(self) -> None:
+        self.req_id_to_index: dict[str, int] = {}
+        self.token_ids_cpu = np.zeros((0, 0), np.int32)
+
+    def fill(self, inputs: dict[str, Prefix]) -> None:
+        self.req_id_to_index = {request_id: i for i, request_id in enumerate(inputs)}
+        longest = max((len(prefix.tokens) for prefix in inputs.values()), default=0)
+        self.token_ids_cpu = np.zeros((len(inputs), longest), np.int32)
+        for row, prefix in zip(self.token_ids_cpu, inputs.values(), strict=True):
+            row[: len(prefix.tokens)] = prefix.tokens
+
+
 class Runner:
     """What the connector needs of tpu-inference's model runner, and the pass itself."""
 
@@ -73,6 +88,8 @@ class Runner:
             jax.device_put(np.full((num_blocks, *PAGE_SHAPE), -7, np.int8), sharding) for _ in range(NUM_LAYERS)
         ]
         self.tables: dict[str, list[int]] = {}
+        self.requests: dict[str, object] = {}
+        self.input_batch = InputBatch()
         self.num_checked = 0
 
     def update_tables(self, output) -> None:
@@ -98,6 +115,7 @@ class Runner:
 
     def write_step(self, starts: dict[str, int], inputs: dict[str, Prefix], spoilt: set[str]) -> None:
         """Writes the KV of what a step computes, from each request's start on."""
+        self.input_batch.fill(inputs)
         rows = []
         for request_id, prefix in inputs.items():
             table = self.tables[request_id]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.adapters.scheduler_stack import make_stack, prompt, save_prompt
 from tpu_offload import RequestLimits
-from tpu_offload.adapters.vllm.limits import read_limits
+from tpu_offload.adapters.vllm.limits import FewLines, read_limits
 
 pytestmark = pytest.mark.vllm
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
     ids=str,
 )
 def test_reads(params, limits):
-    assert read_limits("r", params) == limits
+    assert read_limits("r", params, pytest.fail) == limits
 
 
 @pytest.mark.parametrize(
@@ -37,17 +37,34 @@ def test_reads(params, limits):
         ({"max_load_tokens": True}, "max_load_tokens=True"),
         ({"tpu_offload.priority": 1.5}, "priority=1.5"),
         ({"tpu_offload.cache": 0}, "cache=0; expected True or False"),
+        ({"tpu_offload.cache": "no"}, "cache='no'; expected True or False"),
         ({"tpu_offload.skip_save": True, "tpu_offload.cache": False}, "'tpu_offload.skip_save' is no limit; expected"),
+        (["tpu_offload.cache"], "['tpu_offload.cache'] is no object"),
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line_and_the_request_is_served(params, said, caplog):
+def test_a_mistake_keeps_the_request_out_of_the_host_tier(params, said):
+    lines = []
+    assert read_limits("r7", params, lines.append) == RequestLimits(cache=False)
+    (line,) = lines
+    assert said in line
+    assert "r7" in line
+    assert "\n" not in line
+
+
+def test_many_mistakes_are_few_lines(caplog):
+    now_s = 100.0
+    log = FewLines(60.0, clock=lambda: now_s)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
-        assert read_limits("r7", params) is None
-    (record,) = caplog.records
-    assert said in record.getMessage()
-    assert "r7" in record.getMessage()
-    assert "\n" not in record.getMessage()
+        for i in range(5):
+            log(f"mistake {i}")
+        now_s += 60
+        log("mistake 5")
+        now_s += 120
+        log("mistake 6")
+    assert [record.getMessage() for record in caplog.records] == [
+        "mistake 0", "mistake 5 (4 more such requests since the last line)", "mistake 6",
+    ]  # fmt: skip
 
 
 def serve(stack, name, tokens, **params):
@@ -71,7 +88,8 @@ def test_limits_hold_under_the_real_scheduler(async_scheduling):
     assert stack.offload.stats().saved_blocks == saved + 3, "blocks of 8 tokens"
     assert serve(stack, "c", tokens, **{"tpu_offload.cache": False}) == 0
     assert serve(stack, "d", tokens, max_load_tokens=17) == 16
-    assert serve(stack, "e", tokens, **{"tpu_offload.max_load_tokens": "x"}) == 39
+    assert serve(stack, "e", tokens, **{"tpu_offload.max_load_tokens": "x"}) == 0, "what cannot be read closes"
+    assert serve(stack, "f", tokens) == 39
     stack.check_end()
 
 

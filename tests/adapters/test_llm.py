@@ -444,3 +444,49 @@ def test_metrics_events_and_name(process):
     assert stats["num_evicted_chunks"] > 0
 
     assert "TPUHostOffloadConnector" in registered
+
+
+NOBODY_PREEMPTED = {"num_gpu_blocks_override": 400}
+LONG_ANSWERS = conversations(max_tokens=40)[:1]
+
+
+def test_tpu_inference_still_leaves_tokens_out(plain):
+    """If this fails, `RunnerTokens` has nothing to mend any more: see docs/upstream."""
+    outcome, expected = plain(LONG_ANSWERS, ASYNC), plain(LONG_ANSWERS, ASYNC | NOBODY_PREEMPTED)
+    assert outcome["end"]["num_preemptions"] > 1
+    assert answers(outcome) != answers(expected)
+
+
+@pytest.mark.parametrize("settings", [{}, STAGED], ids=["direct", "staged"])
+def test_preemption_with_async_scheduling(process, plain, settings):
+    expected = plain(LONG_ANSWERS, ASYNC | NOBODY_PREEMPTED)
+    connector = ours(decode_save=True, **settings)
+    outcome = process.live({"engine": ASYNC, "connector": connector, "steps": LONG_ANSWERS})
+    assert expected["end"]["num_preemptions"] == 0
+    assert outcome["end"]["num_preemptions"] > 1
+    assert answers(outcome) == answers(expected)
+    assert_nothing_is_left(outcome)
+    assert outcome["end"]["stats"]["saved_blocks"] > 0
+    assert sum("left a token out" in line for line in outcome["log"]) == 1
+    assert not any("nothing more of it is saved" in line for line in outcome["log"])
+
+
+@pytest.mark.parametrize("mend", [True, False])
+def test_what_is_kept_was_computed_on_the_tokens_that_it_is_kept_under(process, plain, mend):
+    """Each conversation goes on, one at a time, from what the host tier has of it."""
+    said = {str(i): tokens(f"goes on {i}", 5) for i in range(8)}
+    go_on = [{"do": "chat", "said": {i: said[i]}, "max_tokens": 6} for i in said]
+    connector = ours(decode_save=True, mend_runner=mend)
+    steps = [*LONG_ANSWERS, *FORGET_HBM, *go_on]
+    outcome = process.live({"engine": ASYNC, "connector": connector, "steps": steps})
+    assert outcome["end"]["num_preemptions"] > 1
+    first, *rest = answers(outcome)
+    asked = LONG_ANSWERS[0]["said"]
+    histories = [asked[i] + answer + said[i] for i, answer in zip(asked, first, strict=True)]
+    clean = [{"do": "generate", "prompts": [history], "max_tokens": 6} for history in histories]
+    assert rest == answers(plain(clean, ASYNC | NOBODY_PREEMPTED))
+    if mend:
+        assert all(step["cached"][0] > len(asked[i]) for i, step in zip(asked, outcome["steps"][-8:], strict=True))
+    else:
+        assert any("nothing more of it is saved" in line for line in outcome["log"])
+    assert_nothing_is_left(outcome, failed=not mend)

@@ -10,6 +10,22 @@ from tpu_offload import KVLayout, StepPlan, StepReport
 
 @final
 @dataclasses.dataclass(frozen=True)
+class KnownTokens:
+    """Tokens that a request has generated and whose KV may be saved from this step on, as vLLM knows them.
+
+    Attributes:
+      request_id: a request of this step.
+      first: how many tokens come before them.
+      token_ids: at least one.
+    """
+
+    request_id: str
+    first: int
+    token_ids: tuple[int, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
 class PlanMessage(KVConnectorMetadata):
     """One step's plan.
 
@@ -18,11 +34,17 @@ class PlanMessage(KVConnectorMetadata):
       idle: nothing is computed in this step, so that there is time to wait a little for a copy.
       spoilt_block_ids: blocks that this step computes on and that do not hold what they should. vLLM has no way to be
         told so but by a worker.
+      known_tokens: to be held against those that the runner has.
+      distrusted: requests of which the scheduler has heard that nothing is to be saved.
+      finished: requests that ended before this step; others may come under the same ids.
     """
 
     plan: StepPlan
     idle: bool
     spoilt_block_ids: frozenset[int] = frozenset()
+    known_tokens: tuple[KnownTokens, ...] = ()
+    distrusted: frozenset[str] = frozenset()
+    finished: frozenset[str] = frozenset()
 
 
 @final
@@ -33,12 +55,17 @@ class ReportMessage(KVConnectorWorkerMetadata):
     Attributes:
       reports: of one worker or more, in no order.
       layout: what the caches are made of, in the first message of each worker.
+      distrusted: requests that may have been computed on other tokens than vLLM has for them, each with the blocks
+        from there on.
     """
 
     reports: tuple[StepReport, ...]
     layout: KVLayout | None = None
+    distrusted: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMessage":
         """Puts two messages of one step together."""
         assert isinstance(other, ReportMessage), f"a report of {type(other)}"
-        return ReportMessage(self.reports + other.reports, self.layout or other.layout)
+        return ReportMessage(
+            self.reports + other.reports, self.layout or other.layout, self.distrusted + other.distrusted
+        )

@@ -29,8 +29,9 @@ from tpu_offload import (
     TierEventKind,
     Update,
 )
-from tpu_offload.adapters.vllm.limits import read_limits
-from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
+from tpu_offload.adapters.vllm.distrust import Distrust
+from tpu_offload.adapters.vllm.limits import FewLines, read_limits
+from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.rollback import Rollback
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats
 
@@ -48,10 +49,12 @@ class _Watched:
     Attributes:
       request: vLLM's.
       next_offer_tokens: when it has computed this many tokens, there is something new to save.
+      num_told_tokens: of so many tokens the workers need not be told any more: its prompt, and what they were.
     """
 
     request: "Request"
     next_offer_tokens: int = 0
+    num_told_tokens: int = 0
 
 
 @final
@@ -80,6 +83,7 @@ class SchedulerSide:
         self._block_size = block_size
         self._record_events = record_events
         self._clock = clock
+        self._log_mistake = FewLines(clock=clock)
         # What a block is made of only the workers know; they say so with the first step. Before that the host tier
         # has no memory, so there is nothing to find and nowhere to save.
         self._offload: OffloadScheduler | None = None
@@ -91,6 +95,7 @@ class SchedulerSide:
         self._matched: set[str] = set()  # matched in this pass
         self._limits: dict[str, RequestLimits | None] = {}  # of the unfinished requests that were matched
         self._waiting_since_s: dict[str, float] = {}  # requests that wait for a save, or for staging blocks
+        self._known_tokens: list[KnownTokens] = []  # for the coming message
         self._told = OffloadStats()
         self._has_news = False  # something may have been counted since then
         self._transfers: list[FinishedTransfer] = []
@@ -98,6 +103,7 @@ class SchedulerSide:
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         """vLLM's cache manager, before the first step."""
         self._rollback = Rollback(kv_cache_manager, block_size=self._block_size)
+        self._distrust = Distrust(kv_cache_manager, block_size=self._block_size)
 
     def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens past `num_computed_tokens` in the host tier, and whether they arrive between steps.
@@ -112,7 +118,7 @@ class SchedulerSide:
             self._offload.preempt(request_id)
         self._matched.add(request_id)
         if request_id not in self._limits:
-            self._limits[request_id] = read_limits(request_id, request.kv_transfer_params)
+            self._limits[request_id] = read_limits(request_id, request.kv_transfer_params, self._log_mistake)
         limits = self._limits[request_id]
         if self._offload is None:
             return 0, False
@@ -137,8 +143,9 @@ class SchedulerSide:
     def admit(self, request: "Request", block_ids: Sequence[int], num_loaded_tokens: int) -> None:
         """vLLM granted blocks, with which the request waits for a load if it has one."""
         request_id = request.request_id
-        self._watched[request_id] = entry = _Watched(request)
-        if self._offload is not None or not self._limits.get(request_id):  # else nobody is there to heed them
+        self._watched[request_id] = entry = _Watched(request, num_told_tokens=request.num_prompt_tokens)
+        # Without a layout nobody is there to heed limits.
+        if request_id not in self._distrust and (self._offload is not None or not self._limits.get(request_id)):
             self._offering[request_id] = entry
         self._rollback.admit(request_id)
         self._promised.discard(request_id)
@@ -155,10 +162,18 @@ class SchedulerSide:
                 self._forget(request_id)
                 if self._offload is not None:
                     self._offload.preempt(request_id)
-        spoilt = self._rollback.begin_step()
+        for request_id in self._distrust.spread({r: entry.request for r, entry in self._watched.items()}):
+            self._stop_saving(request_id)
+        message = PlanMessage(
+            StepPlan(0),
+            idle,
+            spoilt_block_ids=self._rollback.begin_step(),
+            distrusted=self._distrust.request_ids,
+            finished=frozenset(output.finished_req_ids),
+        )
         if self._offload is None:
             self._num_early_steps += 1
-            return PlanMessage(StepPlan(self._num_early_steps), idle, spoilt)
+            return dataclasses.replace(message, plan=StepPlan(self._num_early_steps))
         for request_id in self._promised:
             self._offload.release(request_id)
         self._promised.clear()
@@ -166,7 +181,8 @@ class SchedulerSide:
         plan = self._offload.plan_step(self._changed(output))
         self._hear(self._offload.take_update())  # a worker may never say anything again
         self._has_news |= not plan.empty
-        return PlanMessage(plan, idle, spoilt)
+        known_tokens, self._known_tokens = tuple(self._known_tokens), []
+        return dataclasses.replace(message, plan=plan, known_tokens=known_tokens)
 
     def apply(self, message: "KVConnectorWorkerMetadata | None") -> None:
         """Takes what the workers reported after a step.
@@ -177,6 +193,11 @@ class SchedulerSide:
         if message is None:
             return
         assert isinstance(message, ReportMessage), f"a report of {type(message)}"
+        for request_id, block_ids in message.distrusted:
+            self._distrust.forget(block_ids)
+            if request_id in self._limits:  # it has not ended
+                self._distrust.add(request_id)
+                self._stop_saving(request_id)
         if self._offload is None:
             if message.layout is None:
                 return
@@ -189,6 +210,12 @@ class SchedulerSide:
         self._transfers += update.transfers
         for failed in update.failed_loads:
             self._offer_anew(failed.request_id)
+
+    def _stop_saving(self, request_id: str) -> None:
+        """Nothing more of a request is saved."""
+        self._offering.pop(request_id, None)
+        if self._offload is not None:
+            self._offload.preempt(request_id)
 
     def end_step(self) -> None:
         """A step has ended, and vLLM has taken its tokens or dropped them."""
@@ -208,7 +235,7 @@ class SchedulerSide:
         if self._offload is not None:
             self._offload.preempt(request_id)
         entry = self._watched.get(request_id)
-        if entry is not None:
+        if entry is not None and request_id not in self._distrust:
             entry.next_offer_tokens = 0
             self._offering[request_id] = entry
 
@@ -218,6 +245,7 @@ class SchedulerSide:
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
         self._limits.pop(request_id, None)
+        self._distrust.finish(request_id)
         self._rollback.finish(request_id)
         self._has_news = True
         if self._offload is not None:
@@ -321,6 +349,12 @@ class SchedulerSide:
         entry.next_offer_tokens = (num_offered + 1) * size
         if not self._config.decode_save and entry.next_offer_tokens > request.num_prompt_tokens:
             del self._offering[request.request_id]
+        num_tokens = num_offered * size
+        if num_tokens > entry.num_told_tokens:
+            told, entry.num_told_tokens = entry.num_told_tokens, num_tokens
+            self._known_tokens.append(
+                KnownTokens(request.request_id, told, tuple(request.all_token_ids[told:num_tokens]))
+            )
         return ScheduledRequest(
             request_id=request.request_id,
             block_ids=block_ids,

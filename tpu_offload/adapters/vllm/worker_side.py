@@ -37,6 +37,7 @@ from tpu_offload import (
     TransferJob,
 )
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
+from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
 from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config
 from tpu_offload.worker.arrays import renew
 
@@ -57,6 +58,8 @@ class WorkerSide:
         self._worker: OffloadWorker | None = None
         self._worker_id = 0
         self._layout: KVLayout | None = None
+        self._tokens: RunnerTokens | None = None
+        self._message = PlanMessage(StepPlan(0), idle=False)
         self._plan = StepPlan(0)
         self._idle = False
         self._sync = False
@@ -101,6 +104,7 @@ class WorkerSide:
             utilization=vllm_config.cache_config.gpu_memory_utilization,
         )
         self._runner, self._worker, self._sync = runner, worker, bool(config.sync_load)
+        self._tokens = RunnerTokens(runner, mend=config.mend_runner, block_size=layout.block_size)
         # With async scheduling the next plan is made before the scheduler hears of a failure.
         self._num_steps_ahead = int(vllm_config.scheduler_config.async_scheduling)
         self._last_spoilt_step_id = -1
@@ -131,7 +135,9 @@ class WorkerSide:
 
         They are not written any more: what is still to be written is dispatched by `start_loads` only, which drops it.
         """
-        self._plan, self._idle = message.plan, message.idle
+        self._message, self._plan, self._idle = message, message.plan, message.idle
+        if self._tokens is not None:
+            self._tokens.finish(message.finished)
         for job_id in message.plan.cancelled_job_ids:
             job = self._loading.pop(job_id, None)
             if job is not None:
@@ -157,15 +163,17 @@ class WorkerSide:
                 self._take_written()
 
     def start_saves(self) -> None:
-        """Dispatches the saves, unless the pass ran on blocks that a failed load has left as they were, or is lost."""
-        if self._plan.step_id > self._last_spoilt_step_id:
+        """Dispatches the saves, unless the pass ran on blocks that a failed load has left as they were, or is lost.
+
+        Nor are there any from when a request has turned out to rest on other tokens than vLLM has, for it may be among
+        them, until the scheduler side makes its plans without it.
+        """
+        if self._plan.step_id <= self._last_spoilt_step_id:
+            self._cancel_saves("the step computed on blocks whose load failed")
+        elif not self._compare_tokens() <= self._message.distrusted:
+            self._cancel_saves("a request was computed on other tokens than vLLM has for it")
+        else:
             self._run(self._end)
-        elif self._plan.saves:
-            # Not as failed: it says nothing of the next copy.
-            error = "the step computed on blocks whose load failed"
-            results = tuple(JobResult(job.job_id, JobState.CANCELLED, error) for job in self._plan.saves)
-            self._collect()
-            self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=()))
         self._plan = StepPlan(self._plan.step_id)
 
     def take_received(self) -> set[str]:
@@ -187,13 +195,17 @@ class WorkerSide:
         """For the scheduler's books; None when there is nothing new."""
         reports, self._reports = self._reports, []
         layout, self._layout = self._layout, None
-        if not reports and layout is None:
+        distrusted = tuple(self._tokens.take_news().items()) if self._tokens is not None else ()
+        if not (reports or layout or distrusted):
             return None
-        return ReportMessage(tuple(reports), layout)
+        return ReportMessage(tuple(reports), layout, distrusted)
 
     def close(self) -> None:
         """Waits for copies in flight and frees the host tier."""
         worker, self._worker = self._worker, None
+        tokens, self._tokens = self._tokens, None
+        if tokens is not None:
+            tokens.close()
         self._runner = None  # with it go the engine's caches and weights
         if worker is not None:
             worker.close()
@@ -202,6 +214,22 @@ class WorkerSide:
         self._received.clear()
         self._invalid_block_ids.clear()
         self._reports.clear()
+
+    def _compare_tokens(self) -> frozenset[str]:
+        """Requests that are not to be saved, after a look at what this step was given."""
+        tokens = self._tokens
+        if tokens is None:
+            return frozenset()
+        for known in self._message.known_tokens:
+            tokens.compare(known.request_id, known.first, known.token_ids)
+        return tokens.distrusted
+
+    def _cancel_saves(self, error: str) -> None:
+        """Reports the saves of the plan as cancelled: not as failed, for that would say something of the next copy."""
+        if self._plan.saves:
+            results = tuple(JobResult(job.job_id, JobState.CANCELLED, error) for job in self._plan.saves)
+            self._collect()
+            self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=()))
 
     def _end(self, kv_caches: list[jax.Array]) -> list[jax.Array]:
         self.worker.end_step(self._plan, kv_caches)
