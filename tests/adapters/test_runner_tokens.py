@@ -1,0 +1,152 @@
+"""What a request that a step leaves out goes on with, by the real method of the installed tpu-inference."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tpu_inference.runner.tpu_runner import TPUModelRunner
+
+from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = [5, 6, 7]
+
+
+def make_runner(*, left_out=("b",), modify=TPUModelRunner._modify_prev_results, **results):
+    """Two requests sampled 41 and 42 in the step before; 0 stands for each. Blocks of two tokens."""
+    states = {
+        name: SimpleNamespace(
+            req_id=name, prompt_token_ids=PROMPT, output_token_ids=[31, 0], num_tokens=5, block_ids=([1, 2, 3],)
+        )
+        for name in ("a", "b")
+    }
+    rows = {name: i for i, name in enumerate(name for name in states if name not in left_out)}
+    tokens = np.zeros((2, 16), np.int32)
+    tokens[:, :4] = [*PROMPT, 31]
+    runner = SimpleNamespace(
+        requests=dict(states),
+        input_batch=SimpleNamespace(
+            req_id_to_index=rows,
+            token_ids_cpu=tokens,
+            num_tokens_no_spec=np.full(2, 5),
+            num_tokens=np.full(2, 5),
+            vocab_size=100,
+        ),
+        max_model_len=16,
+        dp_size=1,
+        _pre_async_results=SimpleNamespace(
+            **{
+                "req_ids": ["a", "b"],
+                "next_tokens": np.asarray([41, 42], np.int32),
+                "request_seq_lens": [(0, states["a"], 4), (1, states["b"], 4)],
+                "discard_sampled_tokens_req_indices": [],
+                "logits_indices_selector": None,
+                "spec_decode_metadata": None,
+                "scheduler_output": SimpleNamespace(scheduled_spec_decode_tokens={}),
+                "is_continue_decode": False,
+            }
+            | results
+        ),
+    )
+    # The method is the class's, as in the real runner: what is put over it can be taken away again.
+    cls = type("StandIn", (SimpleNamespace,), {"_modify_prev_results": modify})
+    return cls(**vars(runner))
+
+
+def outputs(runner):
+    return {name: state.output_token_ids for name, state in runner.requests.items()}
+
+
+def test_tpu_inference_leaves_it_out():
+    """If this fails there is nothing to mend any more: see docs/upstream."""
+    runner = make_runner()
+    runner._modify_prev_results()
+    assert outputs(runner) == {"a": [31, 41], "b": [31, 0]}
+
+
+@pytest.mark.parametrize("left_out", [("b",), ("a", "b"), ()])
+def test_the_token_is_put_in(caplog, left_out):
+    runner = make_runner(left_out=left_out)
+    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    with caplog.at_level(logging.WARNING, logger="tpu_offload"):
+        runner._modify_prev_results()
+    assert outputs(runner) == {"a": [31, 41], "b": [31, 42]}
+    assert (tokens.distrusted, tokens.take_news()) == (frozenset(), {})
+    assert len(caplog.records) == bool(left_out)
+    tokens.close()
+    assert "_modify_prev_results" not in vars(runner)
+
+
+def test_a_runner_that_does_it_itself_is_left_alone(caplog):
+    def modify(runner):
+        for state, token in zip(runner.requests.values(), (41, 42), strict=True):
+            state.output_token_ids[-1] = token
+
+    runner = make_runner(modify=modify)
+    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    with caplog.at_level(logging.WARNING, logger="tpu_offload"):
+        runner._modify_prev_results()
+    assert outputs(runner) == {"a": [31, 41], "b": [31, 42]}
+    assert not tokens.distrusted
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("mend", "results"),
+    [(False, {}), (True, {"is_continue_decode": True, "modify": lambda runner: None})],
+    ids=["told not to", "several steps at once"],
+)
+def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
+    runner = make_runner(**results)
+    tokens = RunnerTokens(runner, mend=mend, block_size=2)
+    with caplog.at_level(logging.WARNING, logger="tpu_offload"):
+        runner._modify_prev_results()
+    assert runner.requests["b"].output_token_ids == [31, 0]
+    assert tokens.distrusted == {"b"}
+    assert tokens.take_news() == {"b": (3,)}, "of its token 4 on"
+    assert tokens.take_news() == {}
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    tokens.finish({"b", "c"})
+    assert not tokens.distrusted
+
+
+def test_who_sampled_nothing_or_has_ended_is_passed_over():
+    runner = make_runner(left_out=("a", "b"), discard_sampled_tokens_req_indices=[0])
+    runner.requests["b"] = SimpleNamespace(req_id="b", output_token_ids=[])  # another under the same id
+    tokens = RunnerTokens(runner, mend=False, block_size=2)
+    runner._modify_prev_results()
+    assert outputs(runner) == {"a": [31, 0], "b": []}
+    assert not tokens.distrusted
+
+
+@pytest.mark.parametrize(
+    ("request_id", "first", "known", "news"),
+    [
+        ("a", 3, (31,), {}),
+        ("a", 1, (6, 7, 31), {}),
+        ("a", 3, (32,), {"a": (2, 3)}),
+        ("a", 1, (6, 7, 30), {"a": (2, 3)}),
+        ("a", 1, (9, 7, 31), {"a": (1, 2, 3)}),
+        ("b", 3, (31,), {"b": (2, 3)}),  # it is in no batch
+        ("c", 3, (31,), {"c": ()}),
+        ("a", 15, (0, 0), {"a": ()}),  # beyond what the runner has room for
+    ],
+)
+def test_compares_what_the_runner_has_with_what_vllm_knows(request_id, first, known, news):
+    tokens = RunnerTokens(make_runner(), mend=True, block_size=2)
+    tokens.compare(request_id, first, known)
+    assert tokens.take_news() == news
+    assert tokens.distrusted == set(news)
+    tokens.compare(request_id, first, (99,) * len(known))
+    assert tokens.take_news() == ({} if news else {request_id: (1, 2, 3)[first // 2 :]})
+
+
+def test_a_runner_that_cannot_be_read_is_not_trusted():
+    runner = SimpleNamespace(requests={})
+    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    tokens.compare("a", 3, (31,))
+    assert tokens.distrusted == {"a"}
+    tokens.close()
