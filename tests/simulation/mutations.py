@@ -259,8 +259,8 @@ MUTATIONS = (
     Mutation(
         "a pinned chunk is evicted",
         "index",
-        "            if rest in pins or rest in protected or slot in unready or (gone and rest in stop):\n",
-        "            if rest in protected or slot in unready or (gone and rest in stop):\n",
+        "            if rest in pins or rest in protected or slot in unready or (num_gone and rest in stop):\n",
+        "            if rest in protected or slot in unready or (num_gone and rest in stop):\n",
     ),
     Mutation(
         "a chunk that goes gives up its slot under a pin",
