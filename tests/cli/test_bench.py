@@ -191,7 +191,7 @@ def test_interrupt_at_the_first_round_writes_nothing(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     path = tmp_path / "p.json"
     with subprocess.Popen(
-        [*command, "--seconds", "300", "--output", str(path)],
+        [*command, "--seconds", "60", "--output", str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
