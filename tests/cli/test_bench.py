@@ -187,7 +187,8 @@ def test_too_little_device_memory_is_one_line(small_buffers, tmp_path, monkeypat
 
 
 def test_interrupt_at_the_first_round_writes_nothing(tmp_path):
-    command = [sys.executable, "-m", "tpu_offload.cli.main", "bench", *TINY_BENCH, "--rounds", "100000"]
+    command = [sys.executable, "-m", "tpu_offload.cli.main", "bench"]
+    command += ["--num-layers", "1", "--devices", "1", "--num-blocks", "1", "3", "--rounds", "100000"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
     path = tmp_path / "p.json"
     with subprocess.Popen(
