@@ -207,7 +207,8 @@ class OffloadConfig(pydantic.BaseModel):
         gt=0,
         le=1e9,
         allow_inf_nan=False,
-        description="A transfer that some worker has not reported after this long has failed.",
+        description="A transfer that some worker has not reported after this long has failed; a load in "
+        "pieces has this long for each.",
     )
     breaker_failures: int = Field(
         5,
