@@ -1,8 +1,11 @@
 """A model runner that has other tokens than vLLM: what was computed on them is kept nowhere, host tier or HBM."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, make_stack, prompt, save_prompt
+from tpu_offload.adapters.vllm.distrust import Distrust
 
 pytestmark = pytest.mark.vllm
 
@@ -105,3 +108,74 @@ def test_the_next_request_of_that_id_is_trusted():
     stack.serve("a", prompt(NUM_PROMPT, seed=7), max_tokens=3 * BLOCK_SIZE)
     assert stack.offload.stats().saved_blocks - before == (NUM_TOKENS - 1) // BLOCK_SIZE
     stack.check_end()
+
+
+# --- the books alone -------------------------------------------------------------------------------
+
+
+class Manager:
+    """vLLM's, as far as it is asked: who holds which blocks; blocks of two tokens."""
+
+    def __init__(self, **tables):
+        self.tables = tables
+        self.block_pool = SimpleNamespace(num_gpu_blocks=100)
+        self.evicted: list[int] = []
+
+    def get_block_ids(self, request_id):
+        return (self.tables[request_id],)
+
+    def evict_blocks(self, block_ids):
+        self.evicted += sorted(block_ids)
+
+    def take_evicted(self):
+        evicted, self.evicted = self.evicted, []
+        return evicted
+
+
+def requests(**num_tokens):
+    return {
+        name: SimpleNamespace(num_prompt_tokens=prompt, num_computed_tokens=computed)
+        for name, (prompt, computed) in num_tokens.items()
+    }
+
+
+def test_who_shares_a_bad_block_is_bad_from_there_on_its_prompt_too():
+    manager = Manager(a=[1, 2, 3, 4], b=[1, 2, 3, 5, 6], c=[1, 7], d=[6, 8])
+    distrust = Distrust(manager, block_size=2)
+    held = requests(a=(4, 8), b=(10, 10), c=(4, 4), d=(4, 4))
+    assert not distrust
+    distrust.hear("a", (3, 4), held["a"])
+    assert distrust
+    assert manager.take_evicted() == [3, 4]
+    assert sorted(distrust.spread(held, ())) == ["b", "d"], "d hangs on what b has computed"
+    assert distrust.request_ids == {"a", "b", "d"}
+    assert set(manager.take_evicted()) == {3, 4, 5, 6, 8}
+    assert distrust.spread(held, ()) == []
+
+
+def test_what_a_request_that_has_ended_has_left_behind_is_bad():
+    manager = Manager(b=[1, 2, 3, 5], c=[1, 7])
+    distrust = Distrust(manager, block_size=2)
+    distrust.hear("a", (3, 4, 1000), None)
+    assert distrust
+    assert "a" not in distrust
+    assert manager.take_evicted() == [3, 4], "there is no block 1000"
+    assert distrust.spread(requests(b=(8, 8), c=(4, 4)), ()) == ["b"]
+    distrust.finish("b")
+    assert not distrust
+
+
+def test_later_only_who_is_admitted_is_looked_at_and_only_new_blocks_are_forgotten():
+    manager = Manager(a=[1, *range(10, 30)])
+    distrust = Distrust(manager, block_size=2)
+    held = requests(a=(2, 42))
+    distrust.hear("a", (), held["a"])
+    assert distrust.spread(held, ()) == []
+    assert manager.take_evicted() == list(range(10, 30))
+    manager.tables |= {"a": [1, *range(10, 31)], "b": [1, 10, 50], "c": [1, 10]}
+    held |= requests(b=(6, 6), c=(4, 4))
+    assert distrust.spread(held, {"c"}) == ["c"]
+    assert set(manager.take_evicted()) == {10, 28, 29, 30}
+    manager.tables["a"] = [1, 60, 61]  # preempted, and admitted again
+    assert distrust.spread(held, {"a"}) == ["b"], "it has been sharing with the other one all the time"
+    assert set(manager.take_evicted()) >= {60, 61}

@@ -31,6 +31,8 @@ def make_runner(*, left_out=("b",), modify=TPUModelRunner._modify_prev_results, 
             req_id_to_index=rows,
             token_ids_cpu=tokens,
             num_tokens_no_spec=np.full(2, 5),
+            num_computed_tokens_cpu=np.full(2, 4),
+            num_prompt_tokens=np.full(2, 3),
             num_tokens=np.full(2, 5),
             vocab_size=100,
         ),
@@ -46,6 +48,7 @@ def make_runner(*, left_out=("b",), modify=TPUModelRunner._modify_prev_results, 
                 "spec_decode_metadata": None,
                 "scheduler_output": SimpleNamespace(scheduled_spec_decode_tokens={}),
                 "is_continue_decode": False,
+                "continue_decode_max_steps": 1,
             }
             | results
         ),
@@ -111,6 +114,38 @@ def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
     assert record.levelno == logging.ERROR
     tokens.finish({"b", "c"})
     assert not tokens.distrusted
+
+
+def test_a_request_that_goes_on_from_its_prompt_was_given_the_placeholder():
+    runner = make_runner(left_out=())
+    runner.input_batch.num_computed_tokens_cpu[1] = 0
+    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    runner._modify_prev_results()
+    assert tokens.distrusted == {"b"}
+    assert tokens.take_news() == {"b": (3,)}
+
+
+@pytest.mark.parametrize("gone", ["results", "next_tokens", "requests", "extract"])
+def test_another_tpu_inference_does_not_end_the_engine(caplog, gone):
+    called = []
+    runner = make_runner(modify=lambda runner: called.append(runner))
+    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    if gone == "results":
+        runner._pre_async_results = None
+    elif gone == "next_tokens":
+        del runner._pre_async_results.next_tokens
+    elif gone == "requests":
+        del runner.requests
+    else:
+        tokens._extract = None
+    with caplog.at_level(logging.WARNING, logger="tpu_offload"):
+        runner._modify_prev_results()
+        runner._modify_prev_results()
+    assert called == [runner, runner]
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    tokens.compare("b", 3, (99,))
+    assert tokens.distrusted == {"b"}
 
 
 def test_who_sampled_nothing_or_has_ended_is_passed_over():

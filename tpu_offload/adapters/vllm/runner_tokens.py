@@ -11,11 +11,12 @@ Whether a runner has it is seen from what it does, whenever a request is left ou
 this cannot vouch for is not saved:
 
     left out     a request whose tokens were left out and could not be put in
+    resumed      a request that the step after next takes up again before its token is there: it was given the 0
     compared     a request of which the runner has another token, before the end of what is saved, than vLLM
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 _logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class RunnerTokens:
         self._runner = runner
         self._mend = mend
         self._block_size = block_size
+        self._extract = _import_extract()
         self._said: set[str] = set()
         # Requests whose KV may be of other tokens than those that it would be kept under, until their end.
         self._distrusted: set[str] = set()
@@ -90,7 +92,9 @@ class RunnerTokens:
         return fed if len(fed) == end - first else None
 
     def _distrust(self, request_id: str, first: int, why: str) -> None:
-        state = self._runner.requests.get(request_id)
+        if request_id in self._distrusted:
+            return
+        state = getattr(self._runner, "requests", {}).get(request_id)
         self._distrusted.add(request_id)
         self._news[request_id] = tuple(state.block_ids[0][first // self._block_size :]) if state is not None else ()
         self._say_once("distrust", logging.ERROR, f"{why} ({request_id}): nothing more of it is saved")
@@ -103,49 +107,88 @@ class RunnerTokens:
     # In place of the runner's method.
 
     def _modify_prev_results(self) -> None:
-        """The runner's own, and after it what that leaves out."""
+        """The runner's own, and after it what that leaves out. No error of ours ends the engine."""
         assert self._original is not None
-        results = self._runner._pre_async_results
-        left_out = self._left_out(results)
-        before = [list(state.output_token_ids) for _, state, _ in left_out]
+        try:
+            results = self._runner._pre_async_results
+            sampled = self._sampled(results)
+            left_out = [(place, state, list(state.output_token_ids)) for place, state, row in sampled if row is None]
+            for _, state, row in sampled:
+                if row is not None and self._is_recomputed(row):
+                    first = state.num_tokens - _num_placeholders(results, state)
+                    self._distrust(state.req_id, first, "a request went on before its last token was there")
+        except Exception as e:
+            left_out = []
+            self._give_up(e)
         self._original()
-        for (place, state, _), tokens in zip(left_out, before, strict=True):
-            if state.output_token_ids == tokens:  # else the runner has put them in itself
-                self._put_in(results, place, state)
+        try:
+            # Where they have changed the runner has put them in itself.
+            left_out = [(place, state, before) for place, state, before in left_out if state.output_token_ids == before]
+            if left_out:
+                self._put_in(results, [(place, state) for place, state, _ in left_out])
+        except Exception as e:
+            self._give_up(e)
 
-    def _left_out(self, results: Any) -> list[tuple[int, Any, int]]:
-        """Requests of the last step that sampled a token and are in no batch now, though they have not ended."""
-        batch, requests = self._runner.input_batch.req_id_to_index, self._runner.requests
+    def _give_up(self, error: Exception) -> None:
+        line = f"this tpu-inference does not work as expected ({error!r:.200}): no token is put in that it leaves out"
+        self._say_once("unreadable", logging.ERROR, line)
+
+    def _sampled(self, results: Any) -> list[tuple[int, Any, int | None]]:
+        """Requests that sampled a token in the last step and have not ended: place there, state, row in this step."""
+        rows, requests = self._runner.input_batch.req_id_to_index, self._runner.requests
         unsampled = set(results.discard_sampled_tokens_req_indices)
         return [
-            (place, state, length)
-            for place, state, length in results.request_seq_lens
-            if place not in unsampled and state.req_id not in batch and requests.get(state.req_id) is state
+            (place, state, rows.get(state.req_id))
+            for place, state, _ in results.request_seq_lens
+            if place not in unsampled and requests.get(state.req_id) is state
         ]
 
-    def _put_in(self, results: Any, place: int, state: Any) -> None:
-        num_placeholders = 1
-        if results.scheduler_output is not None:
-            num_placeholders += len(results.scheduler_output.scheduled_spec_decode_tokens.get(state.req_id, ()))
-        outputs = state.output_token_ids
-        if not self._mend or getattr(results, "is_continue_decode", False) or any(outputs[-num_placeholders:]):
-            first = state.num_tokens - num_placeholders
-            self._distrust(state.req_id, first, "tpu-inference left out a token of a request that a step left out")
-            return
-        from tpu_inference.runner.utils import host_extract_sampled_tokens
+    def _is_recomputed(self, row: int) -> bool:
+        """Whether this step computes a part of a prompt; who has sampled goes on behind it, unless it was preempted."""
+        batch = self._runner.input_batch
+        return bool(batch.num_computed_tokens_cpu[row] < batch.num_prompt_tokens[row])
 
-        sampled = host_extract_sampled_tokens(
-            self._runner,
-            results.spec_decode_metadata,
-            results.next_tokens,
-            results.logits_indices_selector,
-            results.discard_sampled_tokens_req_indices,
-            len(results.req_ids),
-        )
-        outputs[len(outputs) - num_placeholders :] = sampled[place][:num_placeholders]
-        self._say_once(
-            "mend",
-            logging.WARNING,
-            "tpu-inference left a token out that was on its way when its request was left out of a step; it is put in "
-            "(see docs/upstream; TPU_OFFLOAD_MEND_RUNNER=0 leaves it alone)",
-        )
+    def _put_in(self, results: Any, left_out: Sequence[tuple[int, Any]]) -> None:
+        possible = self._mend and self._extract is not None and not getattr(results, "is_continue_decode", False)
+        sampled = None
+        for place, state in left_out:
+            num_placeholders, outputs = _num_placeholders(results, state), state.output_token_ids
+            if not possible or any(outputs[-num_placeholders:]):
+                first = state.num_tokens - num_placeholders
+                self._distrust(state.req_id, first, "tpu-inference left out a token of a request that a step left out")
+                continue
+            if sampled is None:
+                assert self._extract is not None
+                sampled = self._extract(
+                    self._runner,
+                    results.spec_decode_metadata,
+                    results.next_tokens,
+                    results.logits_indices_selector,
+                    results.discard_sampled_tokens_req_indices,
+                    len(results.req_ids),
+                )
+            outputs[len(outputs) - num_placeholders :] = sampled[place][:num_placeholders]
+            self._say_once(
+                "mend",
+                logging.WARNING,
+                "tpu-inference left a token out that was on its way when its request was left out of a step; it is put "
+                "in (see docs/upstream; TPU_OFFLOAD_MEND_RUNNER=0 leaves it alone)",
+            )
+
+
+def _num_placeholders(results: Any, state: Any) -> int:
+    """How many zeros stand for what a request has sampled."""
+    if getattr(results, "is_continue_decode", False):
+        return int(results.continue_decode_max_steps)
+    scheduled = results.scheduler_output
+    return 1 + len(scheduled.scheduled_spec_decode_tokens.get(state.req_id, ())) if scheduled is not None else 1
+
+
+def _import_extract() -> Callable[..., list[list[int]]] | None:
+    """tpu-inference's function that has sampled tokens on the host; None if it has none of this name."""
+    try:
+        from tpu_inference.runner.utils import host_extract_sampled_tokens
+    except ImportError:
+        return None
+    extract: Callable[..., list[list[int]]] = host_extract_sampled_tokens
+    return extract

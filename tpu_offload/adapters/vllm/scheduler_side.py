@@ -93,7 +93,9 @@ class SchedulerSide:
         self._offering: dict[str, _Watched] = {}
         self._promised: set[str] = set()  # matched in this pass and not admitted
         self._matched: set[str] = set()  # matched in this pass
-        self._limits: dict[str, RequestLimits | None] = {}  # of the unfinished requests that were matched
+        self._admitted: set[str] = set()  # admitted in this pass
+        self._unfinished: dict[str, Request] = {}  # those that were matched
+        self._limits: dict[str, RequestLimits | None] = {}  # theirs
         self._waiting_since_s: dict[str, float] = {}  # requests that wait for a save, or for staging blocks
         self._known_tokens: list[KnownTokens] = []  # for the coming message
         self._told = OffloadStats()
@@ -117,7 +119,8 @@ class SchedulerSide:
             # brought nothing. That load may be in flight still, on another worker or in the books only.
             self._offload.preempt(request_id)
         self._matched.add(request_id)
-        if request_id not in self._limits:
+        if request_id not in self._unfinished:
+            self._unfinished[request_id] = request
             self._limits[request_id] = read_limits(request_id, request.kv_transfer_params, self._log_mistake)
         limits = self._limits[request_id]
         if self._offload is None:
@@ -143,6 +146,7 @@ class SchedulerSide:
     def admit(self, request: "Request", block_ids: Sequence[int], num_loaded_tokens: int) -> None:
         """vLLM granted blocks, with which the request waits for a load if it has one."""
         request_id = request.request_id
+        self._admitted.add(request_id)
         self._watched[request_id] = entry = _Watched(request, num_told_tokens=request.num_prompt_tokens)
         # Without a layout nobody is there to heed limits.
         if request_id not in self._distrust and (self._offload is not None or not self._limits.get(request_id)):
@@ -157,13 +161,16 @@ class SchedulerSide:
         """Ends a pass: what the workers do in the step that it scheduled."""
         idle = output.total_num_scheduled_tokens == 0
         preempted, matched, self._matched = output.preempted_req_ids or (), self._matched, set()
+        admitted, self._admitted = self._admitted, set()
         for request_id in preempted:
             if request_id not in matched:  # else it was given up when it was matched, and may hold blocks again
                 self._forget(request_id)
                 if self._offload is not None:
                     self._offload.preempt(request_id)
-        for request_id in self._distrust.spread({r: entry.request for r, entry in self._watched.items()}):
-            self._stop_saving(request_id)
+        if self._distrust:
+            requests = {r: entry.request for r, entry in self._watched.items()}
+            for request_id in self._distrust.spread(requests, admitted & requests.keys()):
+                self._stop_saving(request_id)
         message = PlanMessage(
             StepPlan(0),
             idle,
@@ -194,10 +201,8 @@ class SchedulerSide:
             return
         assert isinstance(message, ReportMessage), f"a report of {type(message)}"
         for request_id, block_ids in message.distrusted:
-            self._distrust.forget(block_ids)
-            if request_id in self._limits:  # it has not ended
-                self._distrust.add(request_id)
-                self._stop_saving(request_id)
+            self._distrust.hear(request_id, block_ids, self._unfinished.get(request_id))
+            self._stop_saving(request_id)
         if self._offload is None:
             if message.layout is None:
                 return
@@ -244,6 +249,7 @@ class SchedulerSide:
         self._forget(request_id)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
+        self._unfinished.pop(request_id, None)
         self._limits.pop(request_id, None)
         self._distrust.finish(request_id)
         self._rollback.finish(request_id)

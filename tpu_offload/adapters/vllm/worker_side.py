@@ -168,9 +168,10 @@ class WorkerSide:
         Nor are there any from when a request has turned out to rest on other tokens than vLLM has, for it may be among
         them, until the scheduler side makes its plans without it.
         """
+        distrusted = self._compare_tokens()
         if self._plan.step_id <= self._last_spoilt_step_id:
             self._cancel_saves("the step computed on blocks whose load failed")
-        elif not self._compare_tokens() <= self._message.distrusted:
+        elif not distrusted <= self._message.distrusted:
             self._cancel_saves("a request was computed on other tokens than vLLM has for it")
         else:
             self._run(self._end)
