@@ -110,6 +110,28 @@ def test_the_next_request_of_that_id_is_trusted():
     stack.check_end()
 
 
+@modes
+def test_who_waits_for_a_load_gets_it_though_it_is_distrusted(async_scheduling, num_workers):
+    """It holds blocks of the same numbers as one that has ended and is heard of only now."""
+    stack = make(async_scheduling, num_workers, sync_load=not async_scheduling)
+    tokens = prompt(NUM_PROMPT, seed=5)
+    stack.serve("first", tokens, max_tokens=3)
+    stack.scheduler.reset_prefix_cache()
+    stack.add("again", tokens, max_tokens=3)
+    spread = stack.side._distrust.spread
+
+    def spread_to_all(requests, admitted):
+        stack.side._distrust._bad.update(range(stack.num_blocks))
+        return spread(requests, admitted)
+
+    stack.side._distrust._bad.add(1)
+    stack.side._distrust.spread = spread_to_all
+    stack.step()
+    assert "again" in stack.side._distrust
+    stack.drain()
+    stack.check_end()
+
+
 # --- the books alone -------------------------------------------------------------------------------
 
 

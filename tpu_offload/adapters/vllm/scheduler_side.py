@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, final
 
 from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.request import RequestStatus
 
 from tpu_offload import (
     FinishedTransfer,
@@ -170,7 +171,9 @@ class SchedulerSide:
         if self._distrust:
             requests = {r: entry.request for r, entry in self._watched.items()}
             for request_id in self._distrust.spread(requests, admitted & requests.keys()):
-                self._stop_saving(request_id)
+                if request_id not in admitted:  # else it has nothing to save yet, and may be about to load
+                    self._stop_saving(request_id)
+                self._offering.pop(request_id, None)
         message = PlanMessage(
             StepPlan(0),
             idle,
@@ -202,7 +205,9 @@ class SchedulerSide:
         assert isinstance(message, ReportMessage), f"a report of {type(message)}"
         for request_id, block_ids in message.distrusted:
             self._distrust.hear(request_id, block_ids, self._unfinished.get(request_id))
-            self._stop_saving(request_id)
+            requests = {r: entry.request for r, entry in self._watched.items()}
+            for distrusted in (request_id, *self._distrust.spread(requests, ())):
+                self._stop_saving(distrusted)
         if self._offload is None:
             if message.layout is None:
                 return
@@ -217,9 +222,11 @@ class SchedulerSide:
             self._offer_anew(failed.request_id)
 
     def _stop_saving(self, request_id: str) -> None:
-        """Nothing more of a request is saved."""
+        """Nothing more of a request is saved. A load that it waits for goes on: vLLM waits for that, too."""
         self._offering.pop(request_id, None)
-        if self._offload is not None:
+        entry = self._watched.get(request_id)
+        waits = entry is not None and entry.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if self._offload is not None and not waits:
             self._offload.preempt(request_id)
 
     def end_step(self) -> None:
