@@ -11,7 +11,7 @@ Whether a runner has it is seen from what it does, whenever a request is left ou
 this cannot vouch for is not saved:
 
     left out     a request whose tokens were left out and could not be put in
-    resumed      a request that the step after next takes up again before its token is there: it was given the 0
+    resumed      a preempted request that goes on in the very next step, before its token is there: it was given the 0
     compared     a request of which the runner has another token, before the end of what is saved, than vLLM
 """
 
@@ -71,25 +71,18 @@ class RunnerTokens:
         if request_id in self._distrusted:
             return
         fed = self._fed(request_id, first, first + len(token_ids))
-        num_same = (
-            0
-            if fed is None
-            else next(
-                (i for i, (ours, theirs) in enumerate(zip(fed, token_ids, strict=True)) if ours != theirs),
-                len(token_ids),
-            )
-        )
+        num_same = next((i for i, (a, b) in enumerate(zip(fed, token_ids, strict=False)) if a != b), len(fed))
         if num_same < len(token_ids):
             self._distrust(request_id, first + num_same, "the model runner has other tokens than vLLM for a request")
 
-    def _fed(self, request_id: str, first: int, end: int) -> list[int] | None:
-        """Tokens of a request that is in the batch; None if they cannot be had."""
+    def _fed(self, request_id: str, first: int, end: int) -> Sequence[int]:
+        """Tokens of a request that is in the batch; none if they cannot be had."""
         try:
             batch = self._runner.input_batch
-            fed = batch.token_ids_cpu[batch.req_id_to_index[request_id], first:end].tolist()
+            fed: list[int] = batch.token_ids_cpu[batch.req_id_to_index[request_id], first:end].tolist()
         except (AttributeError, KeyError, IndexError, TypeError):
-            return None
-        return fed if len(fed) == end - first else None
+            return ()
+        return fed
 
     def _distrust(self, request_id: str, first: int, why: str) -> None:
         if request_id in self._distrusted:
