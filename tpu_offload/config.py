@@ -170,8 +170,7 @@ class OffloadConfig(pydantic.BaseModel):
     sync_load: bool | None = Field(
         None,
         description="vLLM only: 1 has a request's load and its first step go together; 0 has the request wait for its "
-        "load while others run; unset is 1 for direct loads, unless async scheduling meets the failure policy "
-        "recompute.",
+        "load while others run; unset is 1 for direct loads and 0 for staged ones.",
     )
     mend_runner: bool = Field(
         True,

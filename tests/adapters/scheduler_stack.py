@@ -168,6 +168,7 @@ class Stack:
         self._ends_before: dict[str, int] = {}
         self.events = []
         self.meddle = lambda outputs: outputs
+        self.meanwhile = lambda: None  # what happens while the step runs
 
     @property
     def side(self):
@@ -219,18 +220,25 @@ class Stack:
 
     def step(self) -> None:
         """One step; with async scheduling one is scheduled and the one before ends."""
+        self.begin_step()
+        self.meanwhile()
+        if self.in_flight and (len(self.in_flight) > self.is_async or not self.scheduler.has_requests()):
+            self.end_step()
+        self.num_steps += 1
+
+    def begin_step(self) -> None:
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self.in_flight.append((output, self._execute(output)))
-        if self.in_flight and (len(self.in_flight) > self.is_async or not self.scheduler.has_requests()):
-            output, result = self.in_flight.pop(0)
-            for core_outputs in self.scheduler.update_from_output(output, result).values():
-                for item in core_outputs.outputs:
-                    self.outputs[item.request_id] += item.new_token_ids
-                    if str(item.finish_reason) == "error":
-                        self.errors.add(item.request_id)
-            self._propose(output)
-        self.num_steps += 1
+
+    def end_step(self) -> None:
+        output, result = self.in_flight.pop(0)
+        for core_outputs in self.scheduler.update_from_output(output, result).values():
+            for item in core_outputs.outputs:
+                self.outputs[item.request_id] += item.new_token_ids
+                if str(item.finish_reason) == "error":
+                    self.errors.add(item.request_id)
+        self._propose(output)
 
     def drain(self, *, max_steps: int = 400) -> None:
         for _ in range(max_steps):

@@ -49,7 +49,7 @@ def num_kept(stack, name):
 
 @modes
 def test_nothing_generated_is_kept_from_there_on(async_scheduling, num_workers):
-    stack = make(async_scheduling, num_workers, sync_load=not async_scheduling)
+    stack = make(async_scheduling, num_workers, sync_load=True)
     go_wrong(stack, "a")
     tokens = prompt(NUM_PROMPT, seed=5)
     stack.add("a", tokens, max_tokens=3 * BLOCK_SIZE)
@@ -67,7 +67,7 @@ def test_nothing_generated_is_kept_from_there_on(async_scheduling, num_workers):
 @modes
 def test_who_found_it_in_hbm_is_not_saved_either(async_scheduling, num_workers):
     """It comes by while the other generates, before a block of that is known to be wrong."""
-    stack = make(async_scheduling, num_workers, sync_load=not async_scheduling)
+    stack = make(async_scheduling, num_workers, sync_load=True)
     tokens = prompt(NUM_PROMPT, seed=5)
     go_wrong(stack, "a")
     stack.add("a", tokens, max_tokens=3 * BLOCK_SIZE)
@@ -113,7 +113,7 @@ def test_the_next_request_of_that_id_is_trusted():
 @modes
 def test_who_waits_for_a_load_gets_it_though_it_is_distrusted(async_scheduling, num_workers):
     """It holds blocks of the same numbers as one that has ended and is heard of only now."""
-    stack = make(async_scheduling, num_workers, sync_load=not async_scheduling)
+    stack = make(async_scheduling, num_workers, sync_load=True)
     tokens = prompt(NUM_PROMPT, seed=5)
     stack.serve("first", tokens, max_tokens=3)
     stack.scheduler.reset_prefix_cache()

@@ -111,7 +111,7 @@ def plain(process):
 
 def ours(*, policy="recompute", role="kv_both", **settings):
     """Our connector; most tests do not wait for programs that they do not need."""
-    extra = {"num_cpu_chunks": 256, "skip_jax_precompile": True, "sync_load": False} | settings
+    extra = {"num_cpu_chunks": 256, "skip_jax_precompile": True} | settings
     return {"kv_load_failure_policy": policy, "kv_role": role, "kv_connector_extra_config": extra}
 
 
@@ -165,11 +165,12 @@ def num_cached(outcome):
 
 
 SETUPS = {
-    "defaults": ({}, {}, {"sync_load": None, "skip_jax_precompile": False}, ()),
-    "direct": ({}, {}, {}, ()),
+    "defaults": ({}, {}, {"skip_jax_precompile": False}, ()),
+    "asynchronous loads": ({}, {}, {"sync_load": False}, ()),
     "staged": ({}, {"TPU_OFFLOAD_SAVE_PATH": "staged", "TPU_OFFLOAD_LOAD_PATH": "staged"}, {}, ()),
     "staged, synchronous loads": ({}, {}, STAGED | {"sync_load": True}, ()),
     "async scheduling": (ASYNC, {}, {}, ()),
+    "async scheduling, asynchronous loads": (ASYNC, {}, {"sync_load": False}, ()),
     "no prefix caching": ({"enable_prefix_caching": False}, {}, {}, ()),
     "two blocks a chunk": ({}, {}, {"blocks_per_chunk": 2}, ()),
     "chunked prefill": ({"max_num_batched_tokens": 32}, {}, {}, ()),
@@ -261,11 +262,12 @@ def test_the_bytes_come_from_the_host_tier(process, plain):
     ("engine", "settings", "method"),
     [
         ({}, {}, "load"),
+        ({}, {"sync_load": False}, "load"),
         (ASYNC, {}, "load"),
-        ({}, {"sync_load": True}, "load"),
+        (ASYNC, {"sync_load": False}, "load"),
         ({}, STAGED, "resume_load"),
     ],
-    ids=["direct", "async scheduling", "synchronous", "staged"],
+    ids=["synchronous", "asynchronous", "async scheduling", "async scheduling, asynchronous", "staged"],
 )
 def test_what_could_not_be_loaded_is_computed(process, plain, engine, settings, method):
     steps = [GENERATE, *FORGET_HBM, {"do": "break_loads", "times": 2, "method": method}, GENERATE]
@@ -281,11 +283,18 @@ def test_what_could_not_be_loaded_is_computed(process, plain, engine, settings, 
     ("engine", "settings", "method"),
     [
         ({}, {}, "load"),
+        ({}, {"sync_load": False}, "load"),
         (ASYNC, {}, "load"),
-        ({}, {"sync_load": True}, "load"),
+        (ASYNC, {"sync_load": False}, "load"),
         (ASYNC, STAGED, "resume_load"),
     ],
-    ids=["direct", "async scheduling", "synchronous", "async scheduling, staged"],
+    ids=[
+        "synchronous",
+        "asynchronous",
+        "async scheduling",
+        "async scheduling, asynchronous",
+        "async scheduling, staged",
+    ],  # fmt: skip
 )
 def test_a_load_takes_the_caches_with_it(process, plain, engine, settings, method, skip):
     steps = [GENERATE, *FORGET_HBM, {"do": "lose_caches", "skip": skip, "method": method}, GENERATE]
@@ -311,13 +320,13 @@ def test_a_failed_load_ends_its_request_if_vllm_is_told_so(process, plain, sync)
 
 @pytest.mark.parametrize(
     ("engine", "settings"),
-    [({}, STAGED), (ASYNC, {}), ({}, {"sync_load": True})],
-    ids=["staged", "async scheduling", "synchronous"],
+    [({}, STAGED), (ASYNC, {}), (ASYNC, {"sync_load": False}), ({}, {})],
+    ids=["staged", "async scheduling", "async scheduling, asynchronous", "synchronous"],
 )
 def test_aborted_requests(process, plain, engine, settings):
     """One that waits for its load, one that runs, one that waits for its turn."""
     abort = {"0": "WAITING_FOR_REMOTE_KVS", "1": "RUNNING", "5": "WAITING"}
-    if settings.get("sync_load"):
+    if not settings:
         del abort["0"]
     drive = {"do": "drive", "prompts": PROMPTS, "abort": abort}
     steps = [GENERATE, *FORGET_HBM, drive, *FORGET_HBM, GENERATE]
@@ -336,7 +345,7 @@ def test_reset(process, plain):
     """Nothing is found afterwards, and what is on its way then is computed again."""
     drive = {"do": "drive", "prompts": PROMPTS, "abort": {}, "reset_when": "WAITING_FOR_REMOTE_KVS"}
     steps = [GENERATE, {"do": "drain"}, {"do": "reset"}, GENERATE, *FORGET_HBM, drive, *FORGET_HBM, GENERATE]
-    outcome = process.live({"connector": ours(), "steps": steps})
+    outcome = process.live({"connector": ours(sync_load=False), "steps": steps})
     assert answers(outcome) == answers(plain([GENERATE], {})) * 4
     assert outcome["steps"][2] is True
     assert outcome["steps"][3]["cached"] == outcome["steps"][0]["cached"]
@@ -383,7 +392,6 @@ def test_settings_of_the_connector_win_over_the_environment(process):
         ({"connector": ours(host_gb=1)}, "give one size in two ways; set only one of them"),
         ({"connector": ours(load_path="fused")}, "TPU_OFFLOAD_LOAD_PATH=fused: this engine does not"),
         ({"connector": ours(role="kv_producer")}, 'kv_role is "kv_producer"; set it to "kv_both"'),
-        ({"connector": ours(sync_load=True), "engine": ASYNC}, "TPU_OFFLOAD_SYNC_LOAD=1 with async scheduling"),
     ],
     ids=["unknown", "unknown variable", "two sizes", "fused", "role", "synchronous and async"],
 )

@@ -17,6 +17,7 @@ MODES = [
     (False, False, "recompute"),
     (True, False, "recompute"),
     (False, True, "recompute"),
+    (True, True, "recompute"),
     (False, False, "fail"),
     (True, False, "fail"),
     (False, True, "fail"),

@@ -10,7 +10,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
 
 CHUNKS_PER_SEGMENT = 3  # of the host pool; one chunk of the warm-up prompt is in the first
 FIRST_HOLE = 2  # blocks of `a` that are in the first segment
-modes = pytest.mark.parametrize(("sync_load", "async_scheduling"), [(False, False), (True, False), (False, True)])
+modes = pytest.mark.parametrize(
+    ("sync_load", "async_scheduling"), [(False, False), (True, False), (False, True), (True, True)]
+)
 paths = pytest.mark.parametrize("load_path", ["direct", "staged"])
 
 
@@ -155,4 +157,32 @@ def test_with_the_policy_fail_the_request_ends(async_scheduling):
     assert len(stack.outputs["other"]) == 6
     heal(stack)
     stack.serve("c", [*tokens, 7])
+    stack.check_end()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("who", ["b", "c", "both"])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_what_an_aborted_request_computed_on_blocks_that_never_came_is_not_found(policy, who, together, num_steps):
+    """It ends before vLLM hears of the failed load, and leaves blocks in vLLM's prefix cache."""
+    stack, tokens = make(sync_load=True, async_scheduling=True, policy=policy, max_num_batched_tokens=64)
+    longer = [*tokens, *prompt(20, seed=77)]
+    break_segment(stack)
+    stack.add("b", longer, max_tokens=6)
+    if together:
+        stack.add("c", [*longer, 7, 8, 9], max_tokens=6)
+    stack.begin_step()
+    if not together:
+        stack.add("c", [*longer, 7, 8, 9], max_tokens=6)
+    if num_steps == 2:
+        stack.begin_step()
+    for name in ("b", "c") if who == "both" else (who,):
+        stack.abort(name)
+    if num_steps == 2:
+        stack.end_step()
+    heal(stack)
+    for name in ("d", "e"):  # what it loads stands before what may be wrong
+        stack.serve(name, [*longer, 7, 8, 9, 10], max_tokens=6)
+    assert stack.requests["e"].status is RequestStatus.FINISHED_LENGTH_CAPPED
     stack.check_end()

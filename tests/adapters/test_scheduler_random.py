@@ -65,7 +65,7 @@ class Life:
             guess=lambda: rng.random() < 0.6,
             max_num_batched_tokens=rng.choice([16, 48, 200]),
             max_num_seqs=rng.choice([2, 6]),
-            policy="fail" if mode == "sync and async" or rng.random() < 0.15 else "recompute",
+            policy="fail" if rng.random() < 0.15 else "recompute",
             num_staging_blocks=rng.choice([2, 6, 40]),
             num_cpu_chunks=rng.choice([4, 16, 80]),
             blocks_per_chunk=rng.choice([1, 1, 2]),
@@ -94,12 +94,11 @@ class Life:
 
     def run(self, num_steps: int) -> None:
         stack, rng = self.stack, self.rng
+        stack.meanwhile = self.abort
         for _ in range(num_steps):
             if rng.random() < 0.4:
                 self.arrive()
-            live = [i for i, r in stack.scheduler.requests.items() if not r.is_finished()]
-            if live and rng.random() < 0.08:
-                stack.abort(rng.choice(live))
+            self.abort()
             if rng.random() < 0.02:
                 self.reset()
             stack.step()
@@ -110,6 +109,11 @@ class Life:
         stack.check_end()
         assert all(runner.num_checked for runner in stack.runners)
         stack.close()
+
+    def abort(self) -> None:
+        live = [i for i, r in self.stack.scheduler.requests.items() if not r.is_finished()]
+        if live and self.rng.random() < 0.04:
+            self.stack.abort(self.rng.choice(live))
 
     def reset(self) -> None:
         scheduler = self.stack.scheduler

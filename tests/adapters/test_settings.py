@@ -61,12 +61,14 @@ def test_a_wrong_setting_is_one_line(extra, said):
     ("extra", "async_scheduling", "policy", "sync"),
     [
         ({}, False, "recompute", True),
-        ({}, True, "recompute", False),
+        ({}, True, "recompute", True),
         ({}, True, "fail", True),
         ({"load_path": "staged"}, False, "recompute", False),
         ({"sync_load": False}, False, "recompute", False),
         ({"sync_load": True, "load_path": "staged"}, False, "recompute", True),
-        ({"sync_load": True}, True, "fail", True),
+        ({"sync_load": True}, True, "recompute", True),
+        ({"sync_load": False}, True, "recompute", False),
+        ({"load_path": "staged"}, True, "recompute", False),
     ],
 )
 def test_whether_loads_are_synchronous(extra, async_scheduling, policy, sync):
@@ -89,10 +91,6 @@ class Sharding:
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size=2"),
         ({"sharding_config": Sharding()}, "data parallel attention over 4 devices"),
         ({"additional_config": {"enable_continue_decode": True}}, "enable_continue_decode"),
-        (
-            {"async_scheduling": True, "transfer": {"kv_connector_extra_config": {"sync_load": True}}},
-            "leave TPU_OFFLOAD_SYNC_LOAD out, or set --no-async-scheduling",
-        ),
     ],
 )
 @pytest.mark.parametrize("role", list(KVConnectorRole))

@@ -49,7 +49,13 @@ class Relay:
 @pytest.mark.parametrize("fate", ["never", "every second one", "doubled", "late", "too late"])
 @pytest.mark.parametrize(
     ("sync_load", "async_scheduling", "load_path"),
-    [(False, False, "direct"), (True, False, "direct"), (False, True, "direct"), (False, False, "staged")],
+    [
+        (False, False, "direct"),
+        (True, False, "direct"),
+        (False, True, "direct"),
+        (True, True, "direct"),
+        (False, False, "staged"),
+    ],
 )
 def test_requests_are_served_and_nothing_is_left(fate, sync_load, async_scheduling, load_path):
     stack = make(num_workers=2, sync_load=sync_load, async_scheduling=async_scheduling, load_path=load_path)

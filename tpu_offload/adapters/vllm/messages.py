@@ -57,15 +57,21 @@ class ReportMessage(KVConnectorWorkerMetadata):
       layout: what the caches are made of, in the first message of each worker.
       distrusted: requests that may have been computed on other tokens than vLLM has for them, each with the blocks
         from there on.
+      forget_all: a load turned out to have failed after steps had computed on its blocks, so that KV which was kept since
+        may be wrong, in HBM or in the host tier.
     """
 
     reports: tuple[StepReport, ...]
     layout: KVLayout | None = None
     distrusted: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    forget_all: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMessage":
         """Puts two messages of one step together."""
         assert isinstance(other, ReportMessage), f"a report of {type(other)}"
         return ReportMessage(
-            self.reports + other.reports, self.layout or other.layout, self.distrusted + other.distrusted
+            self.reports + other.reports,
+            self.layout or other.layout,
+            self.distrusted + other.distrusted,
+            self.forget_all or other.forget_all,
         )

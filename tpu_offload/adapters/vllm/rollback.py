@@ -11,6 +11,8 @@ vLLM does a part of it: it is told which blocks are invalid, and with the policy
                         run in no further step, because tpu-inference writes the last token of a step over those
                         of whoever is in the next one. (Requests of a step on its way are never preempted.)
     waiting requests    that hold blocks give them back, to be matched again.
+    ended requests      have left blocks in the prefix cache that a step on its way when they ended computes on what is
+                        not there. Those are taken out as well.
     sessions            that wait for more input cannot be set back, for their computed tokens are those that vLLM keeps
                         of them. A step is wasted on them when they go on: a worker reports the blocks with it.
 """
@@ -41,22 +43,29 @@ class Rollback:
         self._held_back: list[Request] = []
         self._sessions: dict[str, set[int]] = {}
         self._spoilt_block_ids: set[int] = set()  # that the coming step computes on
+        self._num_begun = self._num_ended = 0  # steps
+        self._left: list[tuple[int, Sequence[int]]] = []  # steps begun when a request ended, and its blocks
 
     def admit(self, request_id: str) -> None:
         """A request goes on with the blocks that it holds."""
         self._spoilt_block_ids |= self._sessions.pop(request_id, set())
 
-    def finish(self, request_id: str) -> None:
-        """A request ended."""
+    def finish(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """A request ended, and gives up these blocks."""
         self._sessions.pop(request_id, None)
+        if block_ids and self._num_begun > self._num_ended:
+            self._left.append((self._num_begun, block_ids))
 
     def begin_step(self) -> frozenset[int]:
         """A step was scheduled; the spoilt blocks that it computes on."""
+        self._num_begun += 1
         spoilt, self._spoilt_block_ids = frozenset(self._spoilt_block_ids), set()
         return spoilt
 
     def end_step(self) -> None:
-        """A step has ended, and vLLM has taken its tokens or dropped them."""
+        """A step has ended, and vLLM has taken its tokens or dropped them; `spoil` may follow for it."""
+        self._left = [(num_begun, block_ids) for num_begun, block_ids in self._left if num_begun > self._num_ended]
+        self._num_ended += 1
         if self._held_back:
             held, self._held_back = self._held_back, []
             for request in held:
@@ -64,6 +73,10 @@ class Rollback:
                     self._held_back.append(request)
                 else:
                     request.next_decode_eligible_step = 0
+
+    def forget_all(self) -> None:
+        """Nothing that vLLM's prefix cache holds is found any more. Requests keep their blocks."""
+        self._manager.evict_blocks(set(range(self._manager.block_pool.num_gpu_blocks)))
 
     def spoil(self, block_ids: Collection[int], requests: Mapping[str, "Request"]) -> list[str]:
         """Sets back all of these requests that hold any of these blocks; returns which."""
@@ -74,10 +87,12 @@ class Rollback:
         while num_before < len(spoilt):  # what rests on these blocks has gone bad, too, and may be shared in turn
             num_before = len(spoilt)
             for request_id, table in tables.items():
-                first = next((i for i, block_id in enumerate(table) if block_id in spoilt), None)
-                if first is not None:
+                first = _find(spoilt, table)
+                if first < len(table):
                     firsts[request_id] = first
                     spoilt.update(table[first:])
+            for _, table in self._left:
+                spoilt.update(table[_find(spoilt, table) :])
         self._manager.evict_blocks(spoilt)
         for request_id, first in firsts.items():
             self._set_back(requests[request_id], tables[request_id], first)
@@ -105,3 +120,8 @@ class Rollback:
             request.drop_stale_output = True
             request.next_decode_eligible_step = sys.maxsize
             self._held_back.append(request)
+
+
+def _find(spoilt: Collection[int], table: Sequence[int]) -> int:
+    """Place of the first spoilt block in a table; its length if there is none."""
+    return next((i for i, block_id in enumerate(table) if block_id in spoilt), len(table))

@@ -215,6 +215,9 @@ class SchedulerSide:
         self._has_news = True
         for report in message.reports:
             self._hear(self._offload.apply(report))
+        if message.forget_all:
+            self._rollback.forget_all()
+            self.reset()
 
     def _hear(self, update: Update) -> None:
         self._transfers += update.transfers
@@ -251,15 +254,15 @@ class SchedulerSide:
             entry.next_offer_tokens = 0
             self._offering[request_id] = entry
 
-    def finish(self, request_id: str) -> None:
-        """The request ended, in whatever state."""
+    def finish(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """The request ended, in whatever state, and gives up these blocks."""
         self._forget(request_id)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
         self._unfinished.pop(request_id, None)
         self._limits.pop(request_id, None)
         self._distrust.finish(request_id)
-        self._rollback.finish(request_id)
+        self._rollback.finish(request_id, block_ids)
         self._has_news = True
         if self._offload is not None:
             self._offload.finish(request_id)

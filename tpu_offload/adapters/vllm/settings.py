@@ -36,7 +36,9 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     if problem:
         raise ConfigError(f"tpu_offload: {problem}")
     if config.sync_load is None:
-        config = config.model_copy(update={"sync_load": _prefers_sync_loads(vllm_config, config)})
+        # The device runs a direct load between two steps in any case, so that to let the request wait spares nobody
+        # anything. A staged one runs beside the steps.
+        config = config.model_copy(update={"sync_load": config.load_path is CopyPath.DIRECT})
     if config.sync_load:  # the step at hand waits for all of its loads in any case
         config = config.model_copy(update={"max_load_gb_per_step": 0.0})
     return config
@@ -50,22 +52,6 @@ def warn_of_failing_requests(policy: str) -> None:
             '"kv_load_failure_policy": "recompute" in --kv-transfer-config it is computed instead.',
             policy,
         )
-
-
-def _prefers_sync_loads(vllm_config: "VllmConfig", config: OffloadConfig) -> bool:
-    """Whether a request gains from running in the very step that loads its blocks.
-
-    The device runs a direct load between two steps in any case, so that to let the request wait spares nobody
-    anything. A staged one runs beside the steps. With async scheduling a step is on its way before the failure of a
-    load of the step before is known; vLLM can end the request then, but not compute it again.
-    """
-    can_fail = not vllm_config.scheduler_config.async_scheduling or _policy(vllm_config) == "fail"
-    return config.load_path is CopyPath.DIRECT and can_fail
-
-
-def _policy(vllm_config: "VllmConfig") -> str:
-    assert vllm_config.kv_transfer_config is not None
-    return str(vllm_config.kv_transfer_config.kv_load_failure_policy)
 
 
 def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: OffloadConfig) -> str | None:
@@ -122,13 +108,6 @@ def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", co
         return (
             "additional_config has enable_continue_decode, whose loop hands out the KV caches only after the "
             "connector has run; remove it"
-        )
-    is_async, policy = vllm_config.scheduler_config.async_scheduling, _policy(vllm_config)
-    if config.sync_load and is_async and policy != "fail":
-        return (
-            f'TPU_OFFLOAD_SYNC_LOAD=1 with async scheduling and kv_load_failure_policy "{policy}": a step would be '
-            "under way before the failure of its load is known, and vLLM cannot compute it again; leave "
-            'TPU_OFFLOAD_SYNC_LOAD out, or set --no-async-scheduling or kv_load_failure_policy "fail"'
         )
     return None
 

@@ -71,6 +71,7 @@ class WorkerSide:
         self._reports: list[StepReport] = []
         self._last_report = StepReport(0, (), 0)
         self._told_news: tuple[Any, ...] = ()
+        self._forget_all = False
         # The last plan whose steps may have computed on blocks that a failed load left as they were.
         self._last_spoilt_step_id = -1
         self._num_steps_ahead = 0
@@ -197,9 +198,10 @@ class WorkerSide:
         reports, self._reports = self._reports, []
         layout, self._layout = self._layout, None
         distrusted = tuple(self._tokens.take_news().items()) if self._tokens is not None else ()
-        if not (reports or layout or distrusted):
+        forget_all, self._forget_all = self._forget_all, False
+        if not (reports or layout or distrusted or forget_all):
             return None
-        return ReportMessage(tuple(reports), layout, distrusted)
+        return ReportMessage(tuple(reports), layout, distrusted, forget_all)
 
     def close(self) -> None:
         """Waits for copies in flight and frees the host tier."""
@@ -287,11 +289,18 @@ class WorkerSide:
     def _fail_late(self, job: TransferJob, error: str) -> None:
         """A load went wrong on the device, after steps that rest on it were dispatched.
 
-        An error of the device takes the caches along. What is left is a copy that says it
-        did less than it was asked to, which nobody has seen. Tokens that are out stay out; the rest is made good.
+        An error of the device takes the caches along. What is left is a copy that says it did less than it was asked to,
+        which nobody has seen. Tokens that are out stay out. What is computed on these blocks is computed again, and what
+        was kept since is forgotten, for it may rest on them, too.
         """
-        _logger.error("tpu_offload: the load of request %s failed after it was used: %s", job.request_id, error)
+        _logger.error(
+            "tpu_offload: the load of request %s failed after it was used: %s. Tokens that it has generated may be wrong; "
+            "all KV that is kept is dropped",
+            job.request_id,
+            error,
+        )
         self._spoil(job.block_ids)
+        self._forget_all = True
 
     def _receive(self, job: TransferJob) -> None:
         if not self._sync:  # else vLLM does not wait for it
