@@ -294,7 +294,7 @@ def test_what_could_not_be_loaded_is_computed(process, plain, engine, settings, 
         "async scheduling",
         "async scheduling, asynchronous",
         "async scheduling, staged",
-    ],  # fmt: skip
+    ],
 )
 def test_a_load_takes_the_caches_with_it(process, plain, engine, settings, method, skip):
     steps = [GENERATE, *FORGET_HBM, {"do": "lose_caches", "skip": skip, "method": method}, GENERATE]
@@ -393,7 +393,7 @@ def test_settings_of_the_connector_win_over_the_environment(process):
         ({"connector": ours(load_path="fused")}, "TPU_OFFLOAD_LOAD_PATH=fused: this engine does not"),
         ({"connector": ours(role="kv_producer")}, 'kv_role is "kv_producer"; set it to "kv_both"'),
     ],
-    ids=["unknown", "unknown variable", "two sizes", "fused", "role", "synchronous and async"],
+    ids=["unknown", "unknown variable", "two sizes", "fused", "role"],
 )
 def test_what_is_refused_at_start(process, life, message):
     error = process.live(life | {"steps": []})["error"]

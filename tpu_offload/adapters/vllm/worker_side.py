@@ -289,13 +289,13 @@ class WorkerSide:
     def _fail_late(self, job: TransferJob, error: str) -> None:
         """A load went wrong on the device, after steps that rest on it were dispatched.
 
-        An error of the device takes the caches along. What is left is a copy that says it did less than it was asked to,
-        which nobody has seen. Tokens that are out stay out. What is computed on these blocks is computed again, and what
-        was kept since is forgotten, for it may rest on them, too.
+        An error of the device takes the caches along. What is left is a copy that says it did less than it was asked
+        to, which nobody has seen. Tokens that are out stay out. What is computed on these blocks is computed again, and
+        what was kept since is forgotten, for it may rest on them, too.
         """
         _logger.error(
-            "tpu_offload: the load of request %s failed after it was used: %s. Tokens that it has generated may be wrong; "
-            "all KV that is kept is dropped",
+            "tpu_offload: the load of request %s failed after it was used: %s. Tokens that it has generated may be "
+            "wrong; all KV that is kept is dropped",
             job.request_id,
             error,
         )
