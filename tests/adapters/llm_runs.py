@@ -67,6 +67,7 @@ class Life:
         self._batches: list[Any] = []
         self._preempted = _count_calls(self._scheduler, "_preempt_request")
         self.runner = self._core.model_executor.driver_worker.worker.model_runner
+        self._feeds = _Feeds(self._scheduler, self.runner)
         _give_weights(self.runner)
 
     @property
@@ -175,6 +176,7 @@ class Life:
             "num_blocks": pool.num_gpu_blocks,
             "num_requests": len(self._scheduler.requests),
             "num_preemptions": len(self._preempted),
+            "wrong_feeds": self._feeds.wrong(),
         }
         if self.connector is None:
             return state
@@ -292,6 +294,61 @@ def _count_calls(owner: Any, name: str) -> list[None]:
 
     setattr(owner, name, count)
     return calls
+
+
+class _Feeds:
+    """Every token that the model was given, held against those that vLLM has hashed.
+
+    KV is kept under hashes of tokens: what the model was given last at a place is what the KV of that place is of.
+    Like `_count_calls`, this must not refer to `Life`; nor do the engine's objects outlive the engine in it.
+    """
+
+    def __init__(self, scheduler: Any, runner: Any) -> None:
+        self._steps: list[tuple[list[tuple[str, int, int]], Any]] = []
+        self._fed: dict[str, dict[int, int]] = {}
+        self._hashed: dict[str, list[int]] = {}
+        self._wrong: list[tuple[str, int, int, int]] = []
+        steps, hashed, rows = self._steps, self._hashed, []
+        prepare, model, free = runner._prepare_inputs, runner.model_fn, scheduler._free_request
+        batch, size = runner.input_batch, scheduler.block_size
+
+        def prepare_inputs(output: Any) -> Any:
+            prepared = prepare(output)
+            rows[:] = [
+                (request_id, int(batch.num_computed_tokens_cpu[i]), output.num_scheduled_tokens[request_id])
+                for i, request_id in enumerate(batch.req_ids[: batch.num_reqs])
+            ]
+            return prepared
+
+        def run_model(weights: Any, kv_caches: Any, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            steps.append((list(rows), token_ids))
+            return model(weights, kv_caches, token_ids, *args, **kwargs)
+
+        def free_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+            computed = request.num_computed_tokens - request.num_output_placeholders
+            hashed[request.request_id] = list(request.all_token_ids[: min(computed, len(request.block_hashes) * size)])
+            return free(request, *args, **kwargs)
+
+        runner._prepare_inputs, runner.model_fn, scheduler._free_request = prepare_inputs, run_model, free_request
+
+    def wrong(self) -> list[tuple[str, int, int, int]]:
+        """Request, place, the token that the model was given and the one that vLLM has; of requests that have ended."""
+        import numpy as np
+
+        for rows, token_ids in self._steps:
+            values, at = np.asarray(token_ids).tolist(), 0
+            for request_id, first, count in rows:
+                fed = self._fed.setdefault(request_id, {})
+                fed.update(zip(range(first, first + count), values[at : at + count], strict=True))
+                at += count
+        self._steps.clear()
+        for request_id, known in self._hashed.items():
+            fed = self._fed.pop(request_id, {})
+            self._wrong += [
+                (request_id, i, fed[i], token) for i, token in enumerate(known) if fed.get(i, token) != token
+            ]
+        self._hashed.clear()
+        return self._wrong
 
 
 class _Publisher:

@@ -145,8 +145,9 @@ NOBODY_PREEMPTED = {"num_gpu_blocks_override": 400}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
-def assert_nothing_is_left(outcome, *, failed=False):
+def assert_nothing_is_left(outcome, *, failed=False, fed_wrongly=False):
     end, stats = outcome["end"], outcome["end"]["stats"]
+    assert bool(end["wrong_feeds"]) == fed_wrongly, end["wrong_feeds"]
     assert end["num_free_blocks"] == end["num_blocks"] - 1  # one is never used
     assert end["num_requests"] == end["num_watched"] == 0
     assert not end["has_jobs"]
@@ -467,6 +468,8 @@ def test_tpu_inference_still_leaves_tokens_out(plain):
     outcome, expected = plain(LONG_ANSWERS, ASYNC), plain(LONG_ANSWERS, ASYNC | NOBODY_PREEMPTED)
     assert outcome["end"]["num_preemptions"] > 1
     assert answers(outcome) != answers(expected)
+    assert outcome["end"]["wrong_feeds"]
+    assert not expected["end"]["wrong_feeds"]
 
 
 @pytest.mark.parametrize("settings", [{}, STAGED], ids=["direct", "staged"])
@@ -501,4 +504,4 @@ def test_what_is_kept_was_computed_on_the_tokens_that_it_is_kept_under(process, 
         assert all(step["cached"][0] > len(asked[i]) for i, step in zip(asked, outcome["steps"][-8:], strict=True))
     else:
         assert any("nothing more of it is saved" in line for line in outcome["log"])
-    assert_nothing_is_left(outcome, failed=not mend)
+    assert_nothing_is_left(outcome, failed=not mend, fed_wrongly=not mend)
