@@ -120,7 +120,12 @@ class Life:
         return outcome
 
     def drive(
-        self, prompts: list[list[int]], abort: dict[str, str], reset_when: str = "", **sampling: Any
+        self,
+        prompts: list[list[int]],
+        abort: dict[str, str],
+        reset_when: str = "",
+        preempt_at: list[int] = (),  # type: ignore[assignment]
+        **sampling: Any,
     ) -> dict[str, Any]:
         """Steps the engine and does things between the steps.
 
@@ -128,6 +133,7 @@ class Life:
           prompts: one request each.
           abort: by place, the vLLM status at whose sight a request is aborted.
           reset_when: the vLLM status of any request at whose first sight everything cached is forgotten.
+          preempt_at: numbers of tokens of the first request at which all are preempted and what HBM has is forgotten.
           sampling: as ever.
         """
         from vllm import TokensPrompt
@@ -139,7 +145,7 @@ class Life:
             internal = engine.add_request(ids[-1], TokensPrompt(prompt_token_ids=prompt), _sampling(sampling))
             ids[-1] = (ids[-1], internal)
         tokens, seen, due = [[] for _ in ids], [[] for _ in ids], {int(i): status for i, status in abort.items()}
-        aborted = []
+        aborted, preempt_at = [], list(preempt_at)
         for _ in range(_STEP_LIMIT):
             for i, (external, internal) in enumerate(ids):
                 request = self._scheduler.requests.get(internal)
@@ -156,6 +162,9 @@ class Life:
                     engine.abort_request([external])
             if not engine.has_unfinished_requests():
                 break
+            if preempt_at and len(tokens[0]) >= preempt_at[0]:
+                del preempt_at[0]
+                self._llm.reset_prefix_cache(reset_running_requests=True)
             for output in engine.step():
                 place = next(i for i, (external, _) in enumerate(ids) if external == output.request_id)
                 tokens[place] = list(output.outputs[0].token_ids)

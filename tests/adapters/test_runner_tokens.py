@@ -44,6 +44,7 @@ def make_runner(*, left_out=("b",), modify=TPUModelRunner._modify_prev_results, 
                 "next_tokens": np.asarray([41, 42], np.int32),
                 "request_seq_lens": [(0, states["a"], 4), (1, states["b"], 4)],
                 "discard_sampled_tokens_req_indices": [],
+                "placeholder_req_id_to_index": {"a": 0, "b": 1},
                 "logits_indices_selector": None,
                 "spec_decode_metadata": None,
                 "scheduler_output": SimpleNamespace(scheduled_spec_decode_tokens={}),
@@ -116,13 +117,49 @@ def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
     assert not tokens.distrusted
 
 
-def test_a_request_that_goes_on_from_its_prompt_was_given_the_placeholder():
+def resume(runner, *request_ids):
+    """The step after: these are in it, after a reset."""
+    output = SimpleNamespace(scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(request_ids)))
+
+    def update_states(self, output, positions):
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:  # as vLLM has it
+            state = runner.requests[request_id]
+            del state.output_token_ids[1:]
+            state.num_tokens = 4
+            runner.input_batch.num_tokens_no_spec[:] = 4
+        return positions
+
+    cls = type("Batches", (SimpleNamespace,), {"update_states": update_states})
+    runner.persistent_batch_manager = cls()
+    return output
+
+
+@pytest.mark.parametrize("mend", [True, False])
+def test_a_token_that_vllm_has_dropped(caplog, mend):
+    runner = make_runner(left_out=("a",))
+    output = resume(runner, "b")
+    tokens = RunnerTokens(runner, mend=mend, block_size=2)
+    with caplog.at_level(logging.WARNING, logger="tpu_offload"):
+        assert runner.persistent_batch_manager.update_states(output, 7) == 7
+        runner._modify_prev_results()
+    fed = runner.input_batch.token_ids_cpu[runner.input_batch.req_id_to_index["b"]]
+    assert (outputs(runner)["b"] == [31]) == (fed[3] == 31) == mend
+    assert tokens.distrusted == (set() if mend else {"a", "b"})
+    assert tokens.take_news() == ({} if mend else {"a": (3,), "b": (2, 3)})
+    tokens.close()
+    assert "update_states" not in vars(runner.persistent_batch_manager)
+
+
+@pytest.mark.parametrize("gone", ["_pre_async_results", "results"])
+def test_a_step_that_cannot_be_read_does_not_end_the_engine(gone):
     runner = make_runner(left_out=())
-    runner.input_batch.num_computed_tokens_cpu[1] = 0
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
-    runner._modify_prev_results()
-    assert tokens.distrusted == {"b"}
-    assert tokens.take_news() == {"b": (3,)}
+    output = resume(runner, "b")
+    RunnerTokens(runner, mend=True, block_size=2)
+    if gone == "results":
+        runner._pre_async_results = None
+    else:
+        del runner._pre_async_results
+    assert runner.persistent_batch_manager.update_states(output, 7) == 7
 
 
 @pytest.mark.parametrize("gone", ["results", "next_tokens", "requests", "extract"])

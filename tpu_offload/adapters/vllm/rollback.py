@@ -43,8 +43,9 @@ class Rollback:
         self._held_back: list[Request] = []
         self._sessions: dict[str, set[int]] = {}
         self._spoilt_block_ids: set[int] = set()  # that the coming step computes on
-        self._num_begun = self._num_ended = 0  # steps
-        self._left: list[tuple[int, Sequence[int]]] = []  # steps begun when a request ended, and its blocks
+        # Blocks of requests that ended since the last step was scheduled, and between the two before it.
+        self._left: list[Sequence[int]] = []
+        self._left_before: list[Sequence[int]] = []
 
     def admit(self, request_id: str) -> None:
         """A request goes on with the blocks that it holds."""
@@ -53,19 +54,19 @@ class Rollback:
     def finish(self, request_id: str, block_ids: Sequence[int]) -> None:
         """A request ended, and gives up these blocks."""
         self._sessions.pop(request_id, None)
-        if block_ids and self._num_begun > self._num_ended:
-            self._left.append((self._num_begun, block_ids))
+        self._left.append(block_ids)
 
     def begin_step(self) -> frozenset[int]:
-        """A step was scheduled; the spoilt blocks that it computes on."""
-        self._num_begun += 1
+        """A step was scheduled; the spoilt blocks that it computes on.
+
+        At most one more is on its way: of those that were when a request ended, the last has ended two steps later.
+        """
+        self._left, self._left_before = [], self._left
         spoilt, self._spoilt_block_ids = frozenset(self._spoilt_block_ids), set()
         return spoilt
 
     def end_step(self) -> None:
-        """A step has ended, and vLLM has taken its tokens or dropped them; `spoil` may follow for it."""
-        self._left = [(num_begun, block_ids) for num_begun, block_ids in self._left if num_begun > self._num_ended]
-        self._num_ended += 1
+        """A step has ended, and vLLM has taken its tokens or dropped them."""
         if self._held_back:
             held, self._held_back = self._held_back, []
             for request in held:
@@ -91,7 +92,7 @@ class Rollback:
                 if first < len(table):
                     firsts[request_id] = first
                     spoilt.update(table[first:])
-            for _, table in self._left:
+            for table in (*self._left, *self._left_before):
                 spoilt.update(table[_find(spoilt, table) :])
         self._manager.evict_blocks(spoilt)
         for request_id, first in firsts.items():

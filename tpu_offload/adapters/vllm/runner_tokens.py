@@ -1,4 +1,4 @@
-"""The tokens that tpu-inference's model runner feeds, held against those that vLLM knows, and a fault of it mended.
+"""The tokens that tpu-inference's model runner feeds, held against those that vLLM knows, and faults of it mended.
 
 KV is kept under a hash of the tokens that vLLM knows. If the runner computed it on others, every request that finds it
 answers wrongly. There is one fault by which that happens, in tpu-inference 0.32 with async scheduling:
@@ -7,11 +7,15 @@ answers wrongly. There is one fault by which that happens, in tpu-inference 0.32
     place in the state of each request. `_modify_prev_results` puts them in, but only for requests that are in the
     next step. One that a step leaves out (preempted, or without a turn) keeps the 0, and goes on with it.
 
-Whether a runner has it is seen from what it does, whenever a request is left out. Then the token is put in here. What
-this cannot vouch for is not saved:
+    vLLM drops the token that is on its way to a request which it preempts and resumes in one step (a reset of running
+    requests). The runner puts it in nevertheless, over the last token that the request has by then; and if the
+    request has found all of its prompt, takes it for one that generates, and the engine ends.
+
+Whether a runner has the first is seen from what it does, whenever a request is left out. Then the token is put in here;
+the dropped token is taken away before the runner comes by it. What this cannot vouch for is not saved:
 
     left out     a request whose tokens were left out and could not be put in
-    resumed      a preempted request that goes on in the very next step, before its token is there: it was given the 0
+    resumed      a request that is resumed while a token is on its way to it that could not be taken away
     compared     a request of which the runner has another token, before the end of what is saved, than vLLM
 """
 
@@ -28,7 +32,7 @@ class RunnerTokens:
 
     Args:
       runner: tpu-inference's.
-      mend: put in the tokens that it leaves out.
+      mend: put in the tokens that it leaves out, and take away those that vLLM drops.
       block_size: tokens in a block.
     """
 
@@ -44,12 +48,19 @@ class RunnerTokens:
         self._original = getattr(runner, "_modify_prev_results", None)
         if self._original is not None:
             runner._modify_prev_results = self._modify_prev_results
+        self._batches = getattr(runner, "persistent_batch_manager", None)
+        self._original_update = getattr(self._batches, "update_states", None)
+        if self._original_update is not None:
+            self._batches.update_states = self._update_states  # type: ignore[union-attr]
 
     def close(self) -> None:
         """Leaves the runner as it was."""
         if self._original is not None:
             del self._runner._modify_prev_results
             self._original = None
+        if self._original_update is not None:
+            del self._batches.update_states  # type: ignore[union-attr]
+            self._original_update = self._batches = None
 
     @property
     def distrusted(self) -> frozenset[str]:
@@ -97,19 +108,49 @@ class RunnerTokens:
             self._said.add(what)
             _logger.log(level, "tpu_offload: %s. This is said once", line)
 
-    # In place of the runner's method.
+    # In place of the runner's methods. No error of ours ends the engine.
+
+    def _update_states(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+        """The runner's own, before each step; tokens are taken away before it and after it is too late."""
+        assert self._original_update is not None
+        resumed: set[str] = set()
+        try:
+            resumed = self._resumed(output)
+            if resumed and self._mend:
+                self._take_away(resumed)
+                resumed = set()
+        except Exception as e:
+            self._give_up(e)
+        returned = self._original_update(output, *args, **kwargs)
+        try:
+            for request_id in resumed:
+                last = self._runner.requests[request_id].num_tokens - 1
+                self._distrust(request_id, last, "a request went on while a token was on its way that vLLM has dropped")
+        except Exception as e:
+            self._give_up(e)
+        return returned
+
+    def _resumed(self, output: Any) -> set[str]:
+        """Requests of a step that were preempted while a token was on its way to them, which has not come yet."""
+        resumed: Collection[str] = output.scheduled_cached_reqs.resumed_req_ids
+        results = self._runner._pre_async_results
+        if not resumed or results is None:
+            return set()
+        return {state.req_id for _, state, _ in results.request_seq_lens if state.req_id in resumed}
+
+    def _take_away(self, request_ids: Collection[str]) -> None:
+        results = self._runner._pre_async_results
+        results.request_seq_lens = [row for row in results.request_seq_lens if row[1].req_id not in request_ids]
+        for request_id in request_ids:
+            results.placeholder_req_id_to_index.pop(request_id, None)
 
     def _modify_prev_results(self) -> None:
-        """The runner's own, and after it what that leaves out. No error of ours ends the engine."""
+        """The runner's own, and after it what that leaves out."""
         assert self._original is not None
         try:
             results = self._runner._pre_async_results
             sampled = self._sampled(results)
             left_out = [(place, state, list(state.output_token_ids)) for place, state, row in sampled if row is None]
-            for _, state, row in sampled:
-                if row is not None and self._is_recomputed(row):
-                    first = state.num_tokens - _num_placeholders(results, state)
-                    self._distrust(state.req_id, first, "a request went on before its last token was there")
         except Exception as e:
             left_out = []
             self._give_up(e)
@@ -135,11 +176,6 @@ class RunnerTokens:
             for place, state, _ in results.request_seq_lens
             if place not in unsampled and requests.get(state.req_id) is state
         ]
-
-    def _is_recomputed(self, row: int) -> bool:
-        """Whether this step computes a part of a prompt; who has sampled goes on behind it, unless it was preempted."""
-        batch = self._runner.input_batch
-        return bool(batch.num_computed_tokens_cpu[row] < batch.num_prompt_tokens[row])
 
     def _put_in(self, results: Any, left_out: Sequence[tuple[int, Any]]) -> None:
         possible = self._mend and self._extract is not None and not getattr(results, "is_continue_decode", False)
