@@ -13,7 +13,7 @@ from tests.simulation import shrink
 from tests.simulation.campaign import run_seeds
 from tests.simulation.trace import RATES, generate
 
-SEEDS = range(150)
+SEEDS = range(200)
 NUM_STEPS = 200
 
 OFTEN = {
