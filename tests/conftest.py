@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+_EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 HAS_VLLM = all(importlib.util.find_spec(name) for name in ("vllm", "tpu_inference"))
 
 
@@ -18,7 +19,32 @@ def pytest_configure(config):
     # Before the first test module imports jax, which reads both.
     if config.option.markexpr != "tpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+        flags = os.environ.get("XLA_FLAGS", "")
+        if _EIGHT_DEVICES not in flags:  # the processes of pytest-xdist inherit it
+            os.environ["XLA_FLAGS"] = f"{flags} {_EIGHT_DEVICES}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_programs(tmp_path_factory):
+    """What XLA has compiled once in this process it does not compile again, though jax forgets it with its function.
+
+    Tracing and lowering remain, and so does the event of a compile, which tests count. Other processes do not see
+    these files: jax writes them in place, so that one that is stopped, as tests do to them, leaves half a file.
+    """
+    import jax
+
+    # -1: all of them, however small and fast.
+    kept = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": -1,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in kept}
+    for name, value in kept.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def test_other_sources(tmp_path, chats):
     assert report["outputs_identical"] is True
     assert report["swap"]["median"]["num_preemptions"] > 0
     trace = tmp_path / "t.jsonl"
-    request = {"timestamp": 0, "input_length": 900, "output_length": 400, "hash_ids": [0, 1]}
+    request = {"timestamp": 0, "input_length": 900, "output_length": 60, "hash_ids": [0, 1]}
     trace.write_text("".join(json.dumps(request | {"hash_ids": [i, i + 9]}) + "\n" for i in range(4)))
     report = report_of(tmp_path, "--trace", str(trace), "--rounds", "1", "--concurrency", "2")
     assert report["outputs_identical"] is True

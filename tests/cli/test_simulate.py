@@ -294,7 +294,7 @@ def test_results_depend_on_no_hash_seed(tmp_path, trace_path):
 
 def test_ctrl_c_ends_it_at_once(tmp_path):
     """With processes at work; as a terminal does it, the signal goes to all of them."""
-    path = write_trace(tmp_path / "long.jsonl", chats(random.Random(4), num_requests=20_000, num_chats=500))
+    path = write_trace(tmp_path / "long.jsonl", chats(random.Random(4), num_requests=4_000, num_chats=500))
     sizes = ",".join(str(i / 1000) for i in range(1, 400))
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tpu_offload.cli.main", "simulate", "--trace", str(path), "--sizes", sizes]

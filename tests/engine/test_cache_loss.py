@@ -53,7 +53,8 @@ class Fatal:
 
 def make_engine(*numbers, config=TIGHT, asynchronous=False, **settings):
     given = {"num_cpu_chunks": 256, "staging_buffer_tokens": 256, "host_segment_gb": 0.001}
-    given |= {"breaker_failures": 0} | settings  # else there is soon nothing left to fail
+    given |= {"breaker_failures": 0}  # else there is soon nothing left to fail
+    given |= {"job_timeout_s": 3600} | settings  # a busy machine may compile for longer than the default
     config = dataclasses.replace(config, async_scheduling=asynchronous)
     engine = Engine(TINY, config, offload=OffloadConfig.create(**given), seams=Fatal(*numbers).seams())
     engine.wait_for_host_memory()

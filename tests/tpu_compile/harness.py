@@ -2,16 +2,19 @@
 
 Run as a script, in a process of its own (a compiler crash takes the process with it, and libtpu reads
 its environment once): `python harness.py '{"topology": "v6e:2x2", "tp": 4, ...}'` prints one JSON
-object. From Python, `compile_in_subprocess` does that.
+object. From Python, `compile_in_subprocess` does that, and a `Compiler` compiles case after case in one process.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
+import selectors
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -80,14 +83,75 @@ class Case:
 
 def compile_in_subprocess(cases: list[Case], *, timeout_s: float = 300) -> list[dict[str, Any]]:
     """Compiles all cases in one subprocess; one dict a program, as `measure` returns."""
-    repository = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ENVIRONMENT
-    environment["PYTHONPATH"] = os.pathsep.join([repository, environment.get("PYTHONPATH", "")])
-    command = [sys.executable, os.path.abspath(__file__), json.dumps([dataclasses.asdict(case) for case in cases])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
-    if done.returncode:
-        raise RuntimeError(f"TPU compile of {cases} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    compiler = Compiler()
+    try:
+        return compiler.compile(cases, timeout_s=timeout_s)
+    finally:
+        compiler.close()
+
+
+class Compiler:
+    """A subprocess that compiles, started when it is needed, and anew after a crash.
+
+    Its imports and the start of libtpu take longer than a small program.
+    """
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[str] | None = None
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+
+    def compile(self, cases: list[Case], *, timeout_s: float = 600) -> list[dict[str, Any]]:
+        """Compiles all cases; one dict a program, as `measure` returns.
+
+        Raises:
+          RuntimeError: the compiler refuses one, crashes or takes longer than `timeout_s`.
+        """
+        if self._child is None:
+            self._child = self._start()
+        child = self._child
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(json.dumps([dataclasses.asdict(case) for case in cases]) + "\n")
+        child.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            line = child.stdout.readline() if selector.select(timeout_s) else ""
+        if not line.endswith("\n"):
+            self._stop()
+            self._log.seek(0)
+            raise RuntimeError(f"TPU compile of {cases} ended with {child.returncode}:\n{self._log.read()[-4000:]}")
+        results: list[dict[str, Any]] = json.loads(line)
+        return results
+
+    def close(self) -> None:
+        """Ends the subprocess."""
+        self._stop()
+        self._log.close()
+
+    def _start(self) -> subprocess.Popen[str]:
+        repository = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | ENVIRONMENT
+        environment["PYTHONPATH"] = os.pathsep.join([repository, environment.get("PYTHONPATH", "")])
+        self._log.seek(0)
+        self._log.truncate()
+        return subprocess.Popen(
+            [sys.executable, os.path.abspath(__file__), "-"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+
+    def _stop(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            for pipe in (self._child.stdin, self._child.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):  # a request that a dead child has not read
+                    pipe.close()
+            self._child = None
 
 
 def measure(case: Case) -> list[dict[str, Any]]:
@@ -229,10 +293,23 @@ def whole_copies(hlo: str, whole: dict[int, str]) -> list[str]:
 
 
 def main() -> None:
-    cases = json.loads(sys.argv[1])
+    if sys.argv[1] != "-":
+        print(answer(sys.argv[1]))
+        return
+    # What libtpu prints is no answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        answers.write(answer(line) + "\n")
+        answers.flush()
+
+
+def answer(asked: str) -> str:
+    """What `measure` returns for each of the cases, as JSON in and out."""
+    cases = json.loads(asked)
     cases = [Case(**c) for c in (cases if isinstance(cases, list) else [cases])]
     fixed = [dataclasses.replace(c, page_shape=tuple(c.page_shape), programs=tuple(c.programs)) for c in cases]
-    print(json.dumps([result for case in fixed for result in measure(case)]))
+    return json.dumps([result for case in fixed for result in measure(case)])
 
 
 if __name__ == "__main__":

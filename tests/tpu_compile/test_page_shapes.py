@@ -8,7 +8,7 @@ import importlib.util
 
 import pytest
 
-from tests.tpu_compile.harness import ALL_PROGRAMS, compile_in_subprocess
+from tests.tpu_compile.harness import ALL_PROGRAMS
 from tests.tpu_compile.page_shapes import PAGES, bound_nbytes, case
 
 pytestmark = pytest.mark.skipif(
@@ -36,20 +36,20 @@ CASES = [
 
 
 @functools.cache
-def measured(topology):
+def measured(compiler, topology):
     shapes = {pages.name: pages for pages in PAGES}
     chosen = [c for c in CASES if c[0] == topology]
     cases = [
         case(shapes[name], topology, tp, num_blocks=num_blocks, programs=programs, num_layers=4)
         for _, name, tp, num_blocks, programs in chosen
     ]
-    results = iter(compile_in_subprocess(cases))
+    results = iter(compiler.compile(cases))
     return {c[:4]: [next(results) for _ in c[4]] for c in chosen}
 
 
 @pytest.mark.parametrize("which", CASES, ids=lambda which: f"{which[0]} {which[1]} TP {which[2]}")
-def test_copies_stay_within_their_bound(which):
-    for result in measured(which[0])[which[:4]]:
+def test_copies_stay_within_their_bound(compiler, which):
+    for result in measured(compiler, which[0])[which[:4]]:
         name = result["program"]
         assert result["temp_nbytes"] <= bound_nbytes(result), name
         assert result["host_temp_nbytes"] == 0, name
@@ -57,8 +57,8 @@ def test_copies_stay_within_their_bound(which):
 
 
 @pytest.mark.parametrize("which", CASES, ids=lambda which: f"{which[0]} {which[1]} TP {which[2]}")
-def test_what_is_donated_is_updated_in_place(which):
-    for result in measured(which[0])[which[:4]]:
+def test_what_is_donated_is_updated_in_place(compiler, which):
+    for result in measured(compiler, which[0])[which[:4]]:
         if result["program"] in ("direct_load", "scatter"):  # in tiles, which may be padded
             assert result["alias_nbytes"] >= result["caches_nbytes"] * which_bits(which)
             assert result["output_nbytes"] <= result["alias_nbytes"] + 4096

@@ -1,6 +1,6 @@
 """The copy programs compiled by the real TPU compiler: HBM that they take, aliasing, and no whole copies.
 
-The programs are the ones that the worker runs, built by the same functions. One subprocess a generation.
+The programs are the ones that the worker runs, built by the same functions.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import importlib.util
 
 import pytest
 
-from tests.tpu_compile.harness import ALL_PROGRAMS, Case, compile_in_subprocess, whole_copies
+from tests.tpu_compile.harness import ALL_PROGRAMS, Case, whole_copies
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which has the TPU compiler, is not installed"
@@ -27,15 +27,15 @@ CASES = [(topology, tp, dtype) for topology, cases in TOPOLOGIES.items() for tp,
 
 
 @functools.cache
-def measured(topology):
+def measured(compiler, topology):
     cases = [Case(topology, tp, dtype=dtype, page_shape=PAGES[dtype]) for tp, dtype in TOPOLOGIES[topology]]
-    results = compile_in_subprocess(cases)
+    results = compiler.compile(cases)
     return {(r["tp"], r["dtype"], r["program"]): r for r in results}
 
 
 @pytest.fixture
-def result(topology, tp, dtype):
-    return {program: measured(topology)[tp, dtype, program] for program in ALL_PROGRAMS}
+def result(compiler, topology, tp, dtype):
+    return {program: measured(compiler, topology)[tp, dtype, program] for program in ALL_PROGRAMS}
 
 
 @pytest.mark.parametrize(("topology", "tp", "dtype"), CASES)
@@ -72,16 +72,16 @@ def test_nothing_is_copied_whole_and_no_device_talks_to_another(result):
         assert result[program]["collectives"] == [], program
 
 
-def test_large_capacity_costs_no_hbm():
+def test_large_capacity_costs_no_hbm(compiler):
     """One program serves all job sizes; making the largest ten times larger changes nothing but the ids."""
     small = Case("v6e:2x2", 4, num_layers=8, capacity=64, programs=("direct_save", "direct_load"))
-    results = compile_in_subprocess([small, dataclasses.replace(small, capacity=640)])
+    results = compiler.compile([small, dataclasses.replace(small, capacity=640)])
     for before, after in zip(results[:2], results[2:], strict=True):
         assert after["temp_nbytes"] - before["temp_nbytes"] <= 8192
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_swaps_of_a_layer_group_take_at_most_two_blocks_of_it(topology):
+def test_swaps_of_a_layer_group_take_at_most_two_blocks_of_it(compiler, topology):
     """The swap's programs are the direct ones, over a group's layers and as many ids as a dispatch may have.
 
     Of blocks under 128 KiB a device they take a quarter MiB: the compiler has about 40 KiB for each DMA.
@@ -91,15 +91,15 @@ def test_swaps_of_a_layer_group_take_at_most_two_blocks_of_it(topology):
         dataclasses.replace(swap, num_layers=5, num_blocks=2048),  # full attention, as in Gemma 3: one layer of six
         dataclasses.replace(swap, num_layers=25, num_blocks=300, segment_blocks=77),  # sliding windows
     ]
-    for result in compile_in_subprocess(groups):
+    for result in compiler.compile(groups):
         assert result["temp_nbytes"] <= max(2 * result["block_nbytes"], 256 * 1024), result["program"]
         assert result["whole_copies"] == [], result["program"]
         assert result["host_temp_nbytes"] == 0, result["program"]
 
 
-def test_the_check_for_whole_copies_finds_them():
+def test_the_check_for_whole_copies_finds_them(compiler):
     """Without donation the caches must be copied: the check has to see that."""
-    (result,) = compile_in_subprocess(
+    (result,) = compiler.compile(
         [Case("v6e:2x2", 1, num_layers=2, num_blocks=64, programs=("direct_load",), donate=False)]
     )
     assert len(result["whole_copies"]) >= 2
@@ -119,17 +119,17 @@ ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
 
 
 @functools.cache
-def fused(topology):
+def fused(compiler, topology):
     """A forward pass of eight layers, small so that it compiles fast, without and with four saves and four loads."""
     sizes = {"num_layers": 8, "d_model": 1024, "d_ff": 2816, "num_tokens": 128, "page_shape": (64, 8, 2, 128)}
     case = Case(topology, 4, **sizes, num_parts=4, num_saves=4, num_loads=4, programs=("step", "fused_step"))
-    plain, with_copies = compile_in_subprocess([case])
+    plain, with_copies = compiler.compile([case])
     return plain, with_copies
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_fused_copies_lie_under_the_compute_of_the_layers(topology):
-    _, result = fused(topology)
+def test_fused_copies_lie_under_the_compute_of_the_layers(compiler, topology):
+    _, result = fused(compiler, topology)
     assert result["num_dmas"] == 2 * 4 * 4  # in both directions, four blocks of four parts
     # The last part is complete after the last layer, so three of its four blocks have nothing left to hide under.
     assert result["saved_under_compute"] >= 0.65
@@ -138,8 +138,8 @@ def test_fused_copies_lie_under_the_compute_of_the_layers(topology):
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_fused_copies_take_the_blocks_that_the_budget_counts_and_two_more(topology):
-    plain, result = fused(topology)
+def test_fused_copies_take_the_blocks_that_the_budget_counts_and_two_more(compiler, topology):
+    plain, result = fused(compiler, topology)
     assert result["temp_nbytes"] - plain["temp_nbytes"] <= (4 + 4 + 2) * result["block_nbytes"]
     assert result["host_alias_nbytes"] == result["segment_nbytes"]
     assert result["host_temp_nbytes"] == 0
@@ -148,18 +148,18 @@ def test_fused_copies_take_the_blocks_that_the_budget_counts_and_two_more(topolo
     assert len(result["collectives"]) == len(plain["collectives"])
 
 
-def test_what_ties_the_saves_to_the_layers_is_needed():
+def test_what_ties_the_saves_to_the_layers_is_needed(compiler):
     """Without it the compiler puts them all off to the end of the step."""
     sizes = {"num_layers": 8, "d_model": 1024, "d_ff": 2816, "num_tokens": 128, "page_shape": (64, 8, 2, 128)}
     case = Case("v6e:2x2", 4, **sizes, num_parts=4, num_saves=4, programs=("untied_fused_step",))
-    (result,) = compile_in_subprocess([case])
+    (result,) = compiler.compile([case])
     assert result["saved_under_compute"] < 0.5
 
 
-def test_the_dmas_of_a_block_are_in_flight_together():
+def test_the_dmas_of_a_block_are_in_flight_together(compiler):
     """One a part; and one at a time where the segment is one array."""
     case = Case("v6e:2x2", 4, page_shape=(64, 8, 2, 128), programs=("direct_save", "direct_load", "chained_save"))
-    save, load, chained = compile_in_subprocess([case])
+    save, load, chained = compiler.compile([case])
     assert save["num_parts"] == 8
     assert save["block_nbytes"] == 2 * 2**20
     for result in (save, load):
