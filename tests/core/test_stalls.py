@@ -22,6 +22,7 @@ from tpu_offload.core.policies import POLICIES, DensityPolicy, Use, make_policy
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run
 from tpu_offload.core.requests import TierEventKind
+from tpu_offload.core.saving import MAX_AT_ONCE as MAX_SAVED
 from tpu_offload.hashing import PrefixKeys
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.types import ChunkKey
@@ -195,6 +196,20 @@ def test_a_save_of_a_long_prompt_costs_what_the_staging_buffer_lets_through() ->
         counts.append(max(steps))
     few, many = counts
     assert many < few + 2000
+
+
+def test_a_plan_of_very_many_new_chunks_costs_what_one_plan_saves() -> None:
+    """On a path that takes no staging buffer."""
+    counts = []
+    for num_blocks in (2 * MAX_SAVED, 10 * MAX_SAVED):
+        config = OffloadConfig.create(num_cpu_chunks=NUM_CHUNKS, save_path="direct", load_path="direct")
+        scheduler = OffloadScheduler(config, LAYOUT, clock=lambda: 0.0)
+        scheduler.apply(StepReport(0, (), NUM_CHUNKS))
+        hashes, blocks = chain(0, num_blocks), list(range(num_blocks))
+        scheduled = ScheduledRequest("a", blocks, hashes, num_blocks * 16, num_blocks * 16)
+        counts.append([num_opcodes(scheduler.plan_step, [scheduled]), num_opcodes(scheduler.plan_step)])
+    few, many = counts
+    assert max(many) < max(few) + 2000
 
 
 def test_a_use_of_the_next_chunks_of_a_long_run_touches_only_these() -> None:
