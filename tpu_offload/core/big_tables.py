@@ -5,7 +5,9 @@ A dict that is full copies itself, and one that is dropped frees what it holds: 
 not needed any more is emptied a slice at a time.
 """
 
+import functools
 import itertools
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, final
@@ -58,12 +60,12 @@ class Table[V]:
         return self.parts[key[0]].get(key)
 
     def add_all(self, keys: Iterable[ChunkKey], value: V) -> bool:
-        """Gives all of these keys one value, unless one of them has any: then nothing changes. Whether it did."""
+        """Gives all of these keys, each another, one value, unless one has any: then nothing changes. Whether it did."""
         parts = self.parts
-        for number, key in enumerate(keys):
+        for key in keys:
             part = parts[key[0]]
             if key in part:
-                self.drop_all(itertools.islice(keys, number))
+                self.drop_all(itertools.takewhile(functools.partial(operator.ne, key), keys))
                 return False
             part[key] = value
         return True
@@ -140,7 +142,7 @@ class FreeSlots:
             yield from slots
 
     def take(self, num_slots: int) -> list[int]:
-        """Takes so many; there are as many."""
+        """Takes so many, or all that there are."""
         stack = self.stack
         if num_slots <= len(stack):
             taken = stack[: -num_slots - 1 : -1]
@@ -148,6 +150,7 @@ class FreeSlots:
             return taken
         taken = stack[::-1]
         stack.clear()
+        num_slots = min(num_slots, len(taken) + self._num_others)
         self._num_others -= num_slots - len(taken)
         while (num_left := num_slots - len(taken)) > 0:
             slots = self._others.popleft()

@@ -141,7 +141,8 @@ class SavePlanner:
         It stays on offer until the engine says something else of the request, or it is forgotten.
         """
         num_chunks, hashes, num_same, block_ids = offer
-        request.keys.extend(hashes)
+        if hashes:
+            request.add_keys(hashes)
         if num_same and type(request.block_ids) is list:
             request.block_ids[num_same:] = block_ids
         else:
@@ -253,9 +254,10 @@ class SavePlanner:
         """Plans the saves of these in this order, at most `room` chunks; returns the jobs, and how many chunks."""
         jobs: list[Job] = []
         shared, num_saved = _Save(), 0
+        some_suspect = len(self._suspects) > 0
         for request in requests:
             # One with chunks that failed gets a job of its own, so that it takes no other down again.
-            save = _Save() if self._has_suspects(request) else shared
+            save = _Save() if some_suspect and self._has_suspects(request) else shared
             num_saved += self._plan_one(request, save, room - num_saved, is_use=is_use)
             if save is not shared and save.slots:
                 jobs.append(self._make_job(save, deadline_s=deadline_s))
@@ -275,8 +277,6 @@ class SavePlanner:
             self._to_look_at[request.account] = request
 
     def _has_suspects(self, request: TrackedRequest) -> bool:
-        if not len(self._suspects):
-            return False
         keys = request.keys[request.num_saved_chunks : request.num_offered_chunks]
         return any(key in self._suspects for key in keys)
 
@@ -309,11 +309,11 @@ class SavePlanner:
         missing, end = self._index.missing(keys, first, copyable)
         saved = missing[:room]
         own: Container[ChunkKey] = ()
-        if len(saved) > self._index.num_free_slots:
+        has_holes = len(missing) < end - first
+        if (first or has_holes) and len(saved) > self._index.num_free_slots:
             # Keeps what this request has in the host tier from being evicted for its own save: the chunk
             # before those that are missing holds on to all before it.
-            before = first - 1 if first else 0
-            own = set(keys[before : first if len(missing) == end - first else end])
+            own = set(keys[max(0, first - 1) : end]) if has_holes else (keys[first - 1],)
         slots = self._index.allocate(request.use, keys, saved, protected=own)
         request.num_looked_at_chunks = num_chunks
         num_saved = len(slots)
@@ -324,7 +324,10 @@ class SavePlanner:
                 self._index.touch(request.use, keys, num_chunks)
             return 0
         first = saved[0]
-        if saved[num_saved - 1] - first == num_saved - 1:
+        if num_saved == size == 1:  # a request that generates
+            save.block_ids.append(int(request.block_ids[first]))
+            save.keys.append(keys[first])
+        elif saved[num_saved - 1] - first == num_saved - 1:
             save.block_ids += plain(request.block_ids[first * size : (first + num_saved) * size])
             save.keys += keys[first : first + num_saved]
         else:

@@ -42,6 +42,9 @@ class PriorityPolicy(EvictionPolicy):
 
     def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
         """See the base class."""
+        if not self._others and not use.priority:
+            self._base.insert(use, keys, parent)
+            return
         level = _clamped(use.priority)
         if level:
             self._join(level, keys)

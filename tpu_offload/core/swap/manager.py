@@ -280,17 +280,21 @@ class RequestSwap:
           RequestError: one is no text; nothing was changed.
         """
         for request_id in read_request_ids(request_ids):
-            swapped = self._swapped.pop(request_id, None)
-            if swapped is not None:
-                self._detach(swapped)
-                self._jobs.release(swapped)
-                self._breakers[Direction.LOAD].withdraw(request_id)
-            self._returned_at.pop(request_id, None)
-            for news in (self._lost, self._swapped_in):
-                if request_id in news:
-                    news.remove(request_id)
+            self.forget(request_id)
 
     # For the scheduler.
+
+    def forget(self, request_id: str) -> None:
+        """See `discard`."""
+        swapped = self._swapped.pop(request_id, None)
+        if swapped is not None:
+            self._detach(swapped)
+            self._jobs.release(swapped)
+            self._breakers[Direction.LOAD].withdraw(request_id)
+        self._returned_at.pop(request_id, None)
+        for news in (self._lost, self._swapped_in):
+            if request_id in news:
+                news.remove(request_id)
 
     def take_jobs(self, now_s: float) -> tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]:
         """The copies out and back that go with the coming step's plan."""
