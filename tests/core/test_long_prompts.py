@@ -345,7 +345,7 @@ def test_a_long_prompt_that_is_new_to_the_host_tier_is_saved_by_several_plans() 
     prompt = ScheduledRequest("a", range(num_blocks), HASHES[:num_blocks], num_blocks * 4, num_blocks * 4)
     plans = [scheduler.plan_step([prompt]), *(scheduler.plan_step() for _ in range(3))]
     assert [len(saved_blocks(plan)) for plan in plans] == [saving.MAX_AT_ONCE, saving.MAX_AT_ONCE, 1000, 0]
-    assert sum(map(saved_blocks, plans), []) == list(range(num_blocks))
+    assert [block for plan in plans for block in saved_blocks(plan)] == list(range(num_blocks))
     for plan in plans:
         scheduler.apply(report_of(plan))
     scheduler.check_invariants()
@@ -428,7 +428,7 @@ def test_when_the_host_tier_was_lost_the_requests_save_theirs_again_bit_by_bit()
     engine.apply(engine.workers[0], [])
     saved = [saved_blocks(engine.step()[0]) for _ in range(5)]
     assert [len(blocks) for blocks in saved] == [6, 6, 6, 2, 0]
-    assert sorted(sum(saved, [])) == sorted(held)
+    assert sorted(block for blocks in saved for block in blocks) == sorted(held)
     engine.settle()
 
 

@@ -310,7 +310,9 @@ class ChunkIndex(Residents):
             self._quarantined.remove(slot)
             self._set_free(slot)
 
-    def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
+    def evict(
+        self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = (), singly: bool = False
+    ) -> tuple[int, ChunkKey | None]:
         """For the policy, from inside `allocate`; see the base class."""
         parts, keys, parents, children = self._slots.parts, self._keys, self._parents, self._children
         pins, protected, unready, more = self._pins, self._protected, self._unready, self._more_children
@@ -321,7 +323,8 @@ class ChunkIndex(Residents):
         freed: list[int] = []
         rest = key
         ends_at: ChunkKey | None = key
-        try_at = 0  # chunks gone, from which on it is worth trying to take many at once
+        # Chunks gone, from which on it is worth trying to take many at once.
+        try_at = num_chunks if singly else 0
         while (num_gone := len(gone)) < num_chunks:
             if rest in pins or rest in protected or slot in unready or (num_gone and rest in stop):
                 break

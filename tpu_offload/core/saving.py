@@ -22,8 +22,8 @@ from tpu_offload.types import BlockHash, ChunkKey, Direction
 
 _ACCOUNT = "saves"  # holds the staging blocks of all saves; accounts of requests have a # in them
 MAX_AT_ONCE = 2048
-"""Chunks that one plan saves of blocks that their requests hold on to; 2 us each, 5 ms in all. Prefill computes fewer in
-a step: with blocks of 16 tokens these are 32,768 tokens."""
+"""Chunks that one plan saves of blocks that their requests hold on to; 2 us each, 5 ms in all. Prefill computes fewer
+in a step: with blocks of 16 tokens these are 32,768 tokens."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -207,7 +207,9 @@ class _Level(Residents):
     def is_leaf(self, key: ChunkKey) -> bool:
         return self._residents.is_leaf(key)
 
-    def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
+    def evict(
+        self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = (), singly: bool = False
+    ) -> tuple[int, ChunkKey | None]:
         """As the base class says, up to the first chunk of another level, as if the prefix began after that."""
         residents, num_evicted = self._residents, 0
         while True:
