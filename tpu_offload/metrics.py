@@ -39,7 +39,7 @@ class OffloadStats:
       loaded_nbytes: bytes of those loads.
       save_s: sum over finished saves of the slowest worker's time from dispatch to seen finished.
       load_s: the same for loads.
-      dropped_save_blocks: blocks never saved because staging buffer or host tier had no room while the
+      dropped_save_blocks: blocks never saved because staging buffer, host tier or plans had no room while the
         request held them, or because saves were suspended.
       dropped_load_blocks: blocks in the host tier that a request computed because the staging buffer had no room for
         too long, or because loads were suspended.

@@ -13,10 +13,12 @@ from tpu_offload import (
     JobState,
     OffloadConfig,
     OffloadScheduler,
+    RequestLimits,
     ScheduledRequest,
     StepReport,
 )
 from tpu_offload.config import CopyPath
+from tpu_offload.core import saving
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.types import Direction
 
@@ -51,7 +53,6 @@ def report_of(plan, **fields) -> StepReport:
 @pytest.mark.parametrize("path", ["direct", "fused"])
 def test_three_long_prompts_in_one_step_are_loaded_whole_and_take_no_staging(path) -> None:
     scheduler = resident(save_path=path, load_path=path)
-    assert scheduler.stats().deferred_save_blocks == 0, "saves take none either"
     for name in "bcd":
         found = scheduler.match(name, HASHES, num_tokens=NUM_TOKENS, num_computed_tokens=0)
         assert found == NUM_TOKENS - 1
@@ -323,3 +324,125 @@ def test_long_prompts_in_a_random_life(seed) -> None:
     assert (stats.staging_reserved_blocks, stats.num_jobs_in_flight) == (0, 0)
     assert stats.staging_peak_blocks <= stats.staging_budget_blocks
     assert stats.loaded_blocks > 10
+
+
+# --- saves ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(saving, "MAX_AT_ONCE", 6)
+
+
+def saved_blocks(plan) -> list[int]:
+    return [block for job in plan.saves for block in job.block_ids]
+
+
+def test_a_long_prompt_that_is_new_to_the_host_tier_is_saved_by_several_plans() -> None:
+    scheduler = OffloadScheduler(OffloadConfig.create(num_cpu_chunks=8000, **DIRECT), LAYOUT)
+    scheduler.apply(StepReport(0, (), 8000))
+    num_blocks = 2 * saving.MAX_AT_ONCE + 1000
+    prompt = ScheduledRequest("a", range(num_blocks), HASHES[:num_blocks], num_blocks * 4, num_blocks * 4)
+    plans = [scheduler.plan_step([prompt]), *(scheduler.plan_step() for _ in range(3))]
+    assert [len(saved_blocks(plan)) for plan in plans] == [saving.MAX_AT_ONCE, saving.MAX_AT_ONCE, 1000, 0]
+    assert [block for plan in plans for block in saved_blocks(plan)] == list(range(num_blocks))
+    for plan in plans:
+        scheduler.apply(report_of(plan))
+    scheduler.check_invariants()
+    scheduler.finish("a")
+    assert scheduler.stats().dropped_save_blocks == 0
+    assert scheduler.match("b", prompt.block_hashes, num_tokens=10**6, num_computed_tokens=0) == num_blocks * 4
+
+
+@pytest.mark.usefixtures("few_at_once")
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@pytest.mark.parametrize("paths", [DIRECT, {"num_staging_blocks": 100}])
+def test_it_is_chunks_that_a_plan_takes_so_many_of_also_with_a_large_staging_buffer(paths, blocks_per_chunk) -> None:
+    engine = FakeEngine(num_blocks=64, blocks_per_chunk=blocks_per_chunk, **paths)
+    num_blocks = 6 * blocks_per_chunk
+    num_tokens = 2 * num_blocks * BLOCK_SIZE
+    request = engine.add("a", tokens(num_tokens))
+    assert saved_blocks(engine.step({"a": num_tokens})[0]) == request.block_ids[:num_blocks]
+    assert engine.scheduler.stats().deferred_save_blocks == num_blocks
+    assert saved_blocks(engine.step()[0]) == request.block_ids[num_blocks:]
+    engine.settle()
+    assert engine.add("b", tokens(num_tokens + 1)).num_computed == num_tokens
+
+
+@pytest.mark.usefixtures("few_at_once")
+@pytest.mark.parametrize("preempt", [False, True])
+def test_of_a_request_that_gives_its_blocks_back_the_rest_is_dropped_and_counted(preempt) -> None:
+    engine = FakeEngine(**DIRECT)
+    engine.add("a", tokens(10 * BLOCK_SIZE))
+    engine.step({"a": 10 * BLOCK_SIZE})
+    engine.remove("a", preempt=preempt)
+    engine.scheduler.check_invariants()
+    assert engine.step()[0].empty
+    assert engine.scheduler.stats().dropped_save_blocks == 4
+    engine.settle()
+    assert engine.add("b", tokens(10 * BLOCK_SIZE + 1)).num_computed == 6 * BLOCK_SIZE
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_for_what_leaves_it_is_now_or_never_and_all_of_it_is_saved() -> None:
+    engine = FakeEngine(save_on="preemption", **DIRECT)
+    engine.add("a", tokens(10 * BLOCK_SIZE))
+    engine.step({"a": 10 * BLOCK_SIZE})
+    blocks = engine.remove("a", preempt=True).block_ids
+    (job,) = engine.step()[0].early_saves
+    assert list(job.block_ids) == blocks
+    assert engine.scheduler.stats().dropped_save_blocks == 0
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_a_long_prompt_delays_no_shorter_one() -> None:
+    engine = FakeEngine(num_blocks=64, **DIRECT)
+    long = engine.add("long", tokens(20 * BLOCK_SIZE))
+    first = saved_blocks(engine.step({"long": 20 * BLOCK_SIZE})[0])
+    short = [engine.add(name, tokens(2 * BLOCK_SIZE, start=1000 * i)) for i, name in enumerate("abc", 1)]
+    plan, _ = engine.step(dict.fromkeys("ab", 2 * BLOCK_SIZE))
+    assert saved_blocks(plan) == [*short[0].block_ids, *short[1].block_ids, *long.block_ids[6:8]]
+    plan, _ = engine.step({"c": 2 * BLOCK_SIZE})
+    assert saved_blocks(plan) == [*short[2].block_ids, *long.block_ids[8:12]]
+    assert first == long.block_ids[:6]
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_what_goes_first_is_still_the_priority() -> None:
+    engine = FakeEngine(num_blocks=64, **DIRECT)
+    long = engine.add("long", tokens(10 * BLOCK_SIZE), limits=RequestLimits(priority=1))
+    engine.add("short", tokens(BLOCK_SIZE, start=1000))
+    plan, _ = engine.step({"short": BLOCK_SIZE, "long": 10 * BLOCK_SIZE})
+    assert saved_blocks(plan) == long.block_ids[:6]
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_when_the_host_tier_was_lost_the_requests_save_theirs_again_bit_by_bit() -> None:
+    engine = FakeEngine(num_blocks=64, **DIRECT)
+    held = []
+    for i in range(5):
+        held += engine.add(f"r{i}", tokens(4 * BLOCK_SIZE, start=1000 * i)).block_ids
+        engine.step({f"r{i}": 4 * BLOCK_SIZE})
+    engine.settle()
+    engine.workers[0].lose(0, 64, blocks_per_chunk=1)
+    engine.apply(engine.workers[0], [])
+    saved = [saved_blocks(engine.step()[0]) for _ in range(5)]
+    assert [len(blocks) for blocks in saved] == [6, 6, 6, 2, 0]
+    assert sorted(block for blocks in saved for block in blocks) == sorted(held)
+    engine.settle()
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_saves_that_the_plan_has_no_room_for_do_not_wait_for_the_staging_buffer() -> None:
+    """Else loads would give way to them, for ever where they take none of it."""
+    engine = FakeEngine(num_blocks=64, save_path="direct", load_path="staged", num_staging_blocks=2)
+    engine.serve("a", tokens(2 * BLOCK_SIZE, start=1000))
+    engine.add("long", tokens(40 * BLOCK_SIZE))
+    engine.step({"long": 40 * BLOCK_SIZE})
+    for name in "bcd":
+        request = engine.add(name, tokens(2 * BLOCK_SIZE + 1, start=1000))
+        assert request.num_computed == 2 * BLOCK_SIZE
+        plan, _ = engine.step()
+        assert (len(plan.loads), len(saved_blocks(plan))) == (1, 6)
+        engine.apply(engine.workers[0], engine.workers[0].finish())
+        engine.remove(name)

@@ -32,7 +32,7 @@ from tpu_offload.types import ChunkKey
 _NONE = -1  # no chunk before it, or none that hangs on it
 _LOST = -2  # the chunk before it is not resident
 _STRIDE = 64  # chunks of a prefix that mostly lie in slots one after another, and are gone through at once
-_MIN_TOGETHER = 8  # fewer are evicted one by one
+_MIN_TOGETHER = 8  # fewer come and go one by one
 MAX_AT_ONCE = 256
 """Chunks that one call drops, of those that were lost together; 1 ms, more where prompts of 100,000 chunks break up."""
 NUM_FREED = 4096
@@ -205,7 +205,8 @@ class ChunkIndex(Residents):
         if first >= end:
             return (), end
         if end - first == 1:  # a request that generates
-            return () if keys[first] in self else (first,), end
+            key = keys[first]
+            return () if key in self._slots.parts[key[0]] else (first,), end
         if self._orphans and not self._orphans.keys().isdisjoint(keys[first:end]):
             return [i for i in range(first, end) if keys[i] not in self], end
         head = self._slots.get(keys[first])
@@ -258,20 +259,21 @@ class ChunkIndex(Residents):
           Slots for the first of them, as many as could be found; those chunks are PENDING now.
           Evicts exactly as many as these slots need, and nothing when there are none.
         """
-        num_free, num_chunks = len(self._free), len(numbers)
-        if num_chunks > num_free:
+        num_short = len(numbers) - len(self._free)
+        if num_short > 0:
             self._protected = protected
-            self._policy.evict(num_chunks - num_free, self)
+            self._policy.evict(num_short, self)
             self._protected = ()
-            num_chunks = min(num_chunks, len(self._free))
+        slots = self._free.take(len(numbers))
+        num_chunks = len(slots)
         if not num_chunks:
-            return []
+            return slots
         if self._scrap:  # what is new takes no more memory than what was there goes away
             self._scrap.take_apart(4 * num_chunks)
-        slots = self._free.take(num_chunks)
         first = numbers[0]
         if numbers[num_chunks - 1] - first == num_chunks - 1:
-            self._insert(use, keys[first - 1] if first else None, list(keys[first : first + num_chunks]), slots)
+            new = [keys[first]] if num_chunks == 1 else list(keys[first : first + num_chunks])
+            self._insert(use, keys[first - 1] if first else None, new, slots)
         else:
             self._insert_parts(use, keys, numbers[:num_chunks], slots)
         return slots
@@ -308,7 +310,9 @@ class ChunkIndex(Residents):
             self._quarantined.remove(slot)
             self._set_free(slot)
 
-    def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
+    def evict(
+        self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = (), singly: bool = False
+    ) -> tuple[int, ChunkKey | None]:
         """For the policy, from inside `allocate`; see the base class."""
         parts, keys, parents, children = self._slots.parts, self._keys, self._parents, self._children
         pins, protected, unready, more = self._pins, self._protected, self._unready, self._more_children
@@ -319,12 +323,13 @@ class ChunkIndex(Residents):
         freed: list[int] = []
         rest = key
         ends_at: ChunkKey | None = key
-        try_at = 0  # chunks gone, from which on it is worth trying to take many at once
+        # Chunks gone, from which on it is worth trying to take many at once.
+        try_at = num_chunks if singly else 0
         while (num_gone := len(gone)) < num_chunks:
             if rest in pins or rest in protected or slot in unready or (num_gone and rest in stop):
                 break
             first = slot
-            if num_gone >= try_at and num_chunks - num_gone >= _MIN_TOGETHER <= slot:
+            if num_chunks - num_gone >= _MIN_TOGETHER <= slot and num_gone >= try_at:
                 first = self._first_to_go(slot, min(_STRIDE, num_chunks - num_gone, slot), stop)
                 try_at = num_gone + (slot - first or _STRIDE)
             if first == slot:
@@ -354,7 +359,8 @@ class ChunkIndex(Residents):
             self._free.stack += freed
             self._num_resident -= len(gone)
             self._num_evicted += len(gone)
-            self._record(gone, found=False)
+            if self._changes is not None:
+                self._record(gone, found=False)
         return len(gone), ends_at
 
     def _first_to_go(self, slot: int, num_chunks: int, stop: Container[ChunkKey]) -> int:
@@ -551,21 +557,29 @@ class ChunkIndex(Residents):
 
     def _insert(self, use: Use, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """Makes chunks that follow each other resident, PENDING."""
+        column = self._keys
         highest = max(slots)
-        if highest >= len(self._keys):
+        if highest >= len(column):
             self._add_columns(highest + 1)
-        parts, before = self._slots.parts, _NONE
+        parts, parents, children, before = self._slots.parts, self._parents, self._children, _NONE
         if parent is not None:
             assert parent in self, "a chunk is saved that no lookup can reach"
             before = self._slots[parent]
-            if self._children[before] != _NONE:
-                self._more_children.setdefault(before, set()).add(self._children[before])
+            if children[before] != _NONE:
+                self._more_children.setdefault(before, set()).add(children[before])
+        few = len(slots) < _MIN_TOGETHER
         for key, slot in zip(keys, slots, strict=True):
             part = parts[key[0]]
             assert key not in part, "a resident chunk is not saved again"
             part[key] = slot
-        for first in range(0, len(slots), _STRIDE):
-            before = self._link(keys[first : first + _STRIDE], slots[first : first + _STRIDE], before)
+            if few:
+                column[slot], parents[slot], children[slot] = key, before, _NONE
+                if before != _NONE:
+                    children[before] = slot
+                before = slot
+        if not few:
+            for first in range(0, len(slots), _STRIDE):
+                before = self._link(keys[first : first + _STRIDE], slots[first : first + _STRIDE], before)
         self._num_resident += len(keys)
         self._unready.update(slots)
         if self._orphans:

@@ -171,8 +171,9 @@ class LoadPlanner:
         num_staging_blocks = min(num_blocks, promise.num_staging_blocks)
         self._staging.release(request.account, promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)
         first_chunk, end_chunk = self._chunk(promise.first_block), self._chunk(end_block - 1) + 1
-        keys = promise.keys[: end_chunk - first_chunk]
-        if len(keys) < len(promise.keys):
+        keys = promise.keys
+        if end_chunk - first_chunk < len(keys):
+            keys = keys[: end_chunk - first_chunk]
             self._index.pin(keys)
             self._index.unpin(promise.keys)
         self._index.touch(request.use, request.keys, end_chunk)

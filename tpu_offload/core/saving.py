@@ -5,7 +5,7 @@ are about to be granted to somebody else (`core.leaving`) are saved before the s
 """
 
 import dataclasses
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.index import ChunkIndex
@@ -21,6 +21,9 @@ from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey, Direction
 
 _ACCOUNT = "saves"  # holds the staging blocks of all saves; accounts of requests have a # in them
+MAX_AT_ONCE = 2048
+"""Chunks that one plan saves of blocks that their requests hold on to; 2 us each, 5 ms in all. Prefill computes fewer
+in a step: with blocks of 16 tokens these are 32,768 tokens."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,9 +69,12 @@ class SavePlanner:
     64 requests that complete a block each costs a third of what it does with a job for each.
 
     Chunks of a request are saved in order, and only whole. Those that find no room, in the staging
-    buffer or in the host tier, are tried again in every later step until the request gives up its blocks,
-    so a saved prefix never has a hole. Until then, what was on offer once may be read at any step: its KV
-    is computed, and nobody else can have been granted its blocks.
+    buffer, in the host tier or in the plan (`MAX_AT_ONCE`), are tried again in every later step until the
+    request gives up its blocks, so a saved prefix never has a hole. Until then, what was on offer once may be
+    read at any step: its KV is computed, and nobody else can have been granted its blocks.
+
+    A plan that cannot take all begins with the requests that offer least. So a long prompt that HBM has and the host
+    tier does not, or a host tier that was lost under many requests, delays nothing that is computed meanwhile.
     """
 
     def __init__(
@@ -135,7 +141,8 @@ class SavePlanner:
         It stays on offer until the engine says something else of the request, or it is forgotten.
         """
         num_chunks, hashes, num_same, block_ids = offer
-        request.keys.extend(hashes)
+        if hashes:
+            request.add_keys(hashes)
         if num_same and type(request.block_ids) is list:
             request.block_ids[num_same:] = block_ids
         else:
@@ -177,7 +184,8 @@ class SavePlanner:
     def plan(self, *, deadline_s: float) -> SavePlan:
         """Plans the saves of what is on offer and not saved: what leaves first, then what has waited longest.
 
-        What has a higher priority goes before what has a lower one. O(1) when there is nothing to save.
+        What has a higher priority goes before what has a lower one. O(1) when there is nothing to save. Of what their
+        requests hold on to at most `MAX_AT_ONCE` chunks; all that leaves, for which it is now or never.
         """
         if not self._to_look_at and not self.leaving:
             self._staging.end_plan(saves_wait=False)
@@ -194,8 +202,9 @@ class SavePlanner:
             )
             plan.num_dropped_chunks = sum(request.num_refused_chunks for request in leaving)
         if self._to_look_at and admitted:
-            requests = _by_priority(self._to_look_at.values())
-            plan.jobs, num_saved = self._plan_all(requests, room - num_early, deadline_s=deadline_s)
+            room = min(room - num_early, MAX_AT_ONCE)
+            requests = _by_priority(self._in_turn(room))
+            plan.jobs, num_saved = self._plan_all(requests, room, deadline_s=deadline_s)
             for request in requests:
                 plan.num_refused_chunks += request.num_refused_chunks
                 if not request.num_refused_chunks:
@@ -245,9 +254,10 @@ class SavePlanner:
         """Plans the saves of these in this order, at most `room` chunks; returns the jobs, and how many chunks."""
         jobs: list[Job] = []
         shared, num_saved = _Save(), 0
+        some_suspect = len(self._suspects) > 0
         for request in requests:
             # One with chunks that failed gets a job of its own, so that it takes no other down again.
-            save = _Save() if self._has_suspects(request) else shared
+            save = _Save() if some_suspect and self._has_suspects(request) else shared
             num_saved += self._plan_one(request, save, room - num_saved, is_use=is_use)
             if save is not shared and save.slots:
                 jobs.append(self._make_job(save, deadline_s=deadline_s))
@@ -255,13 +265,18 @@ class SavePlanner:
             jobs.append(self._make_job(shared, deadline_s=deadline_s))
         return jobs, num_saved
 
+    def _in_turn(self, room: int) -> Collection[TrackedRequest]:
+        """The requests with something to save, those first that have waited longest, or offer least."""
+        waiting = self._to_look_at.values()
+        if room < MAX_AT_ONCE or sum([r.num_offered_chunks - r.num_saved_chunks for r in waiting]) <= MAX_AT_ONCE:
+            return waiting
+        return sorted(waiting, key=lambda request: request.num_offered_chunks - request.num_saved_chunks)
+
     def _look_at(self, request: TrackedRequest) -> None:
         if request.num_offered_chunks > request.num_saved_chunks and request.saving:
             self._to_look_at[request.account] = request
 
     def _has_suspects(self, request: TrackedRequest) -> bool:
-        if not len(self._suspects):
-            return False
         keys = request.keys[request.num_saved_chunks : request.num_offered_chunks]
         return any(key in self._suspects for key in keys)
 
@@ -294,11 +309,11 @@ class SavePlanner:
         missing, end = self._index.missing(keys, first, copyable)
         saved = missing[:room]
         own: Container[ChunkKey] = ()
-        if len(saved) > self._index.num_free_slots:
+        has_holes = len(missing) < end - first
+        if (first or has_holes) and len(saved) > self._index.num_free_slots:
             # Keeps what this request has in the host tier from being evicted for its own save: the chunk
             # before those that are missing holds on to all before it.
-            before = first - 1 if first else 0
-            own = set(keys[before : first if len(missing) == end - first else end])
+            own = set(keys[max(0, first - 1) : end]) if has_holes else (keys[first - 1],)
         slots = self._index.allocate(request.use, keys, saved, protected=own)
         request.num_looked_at_chunks = num_chunks
         num_saved = len(slots)
@@ -309,7 +324,10 @@ class SavePlanner:
                 self._index.touch(request.use, keys, num_chunks)
             return 0
         first = saved[0]
-        if saved[num_saved - 1] - first == num_saved - 1:
+        if num_saved == size == 1:  # a request that generates
+            save.block_ids.append(int(request.block_ids[first]))
+            save.keys.append(keys[first])
+        elif saved[num_saved - 1] - first == num_saved - 1:
             save.block_ids += plain(request.block_ids[first * size : (first + num_saved) * size])
             save.keys += keys[first : first + num_saved]
         else:

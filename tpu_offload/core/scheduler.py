@@ -432,7 +432,7 @@ class OffloadScheduler:
         self._transfers.forget(request_id)
         self._saves.forget(request_id)
         self._limits_of.pop(request_id, None)
-        self._swap.discard((request_id,))
+        self._swap.forget(request_id)
 
     def reset(self) -> None:
         """Forgets every chunk, because what they hold is no longer what the model would compute.

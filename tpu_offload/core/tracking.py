@@ -3,13 +3,15 @@
 import dataclasses
 from collections.abc import Sequence
 
-from tpu_offload import hashing
 from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.policies import Use
 from tpu_offload.core.requests import NO_LIMITS, RequestLimits
 from tpu_offload.core.tables import Ids, read_hashes
 from tpu_offload.errors import RequestError
+from tpu_offload.hashing import PrefixKeys, last_block_hash
 from tpu_offload.types import BlockHash, ChunkKey
+
+_MAX_LISTED = 64
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,7 +48,8 @@ class TrackedRequest:
       use: what policies are told of it.
       namespace: ends its keys (see `hashing.key_namespace`).
       limits: what may be done for it.
-      keys: keys of its chunks, as far as they were needed.
+      keys: keys of its chunks, as far as they were needed. A list while they are few, which is three times as fast as
+        making each when it is asked for.
       promise: what it was promised and has not taken.
       load: its load, waiting or in flight.
       block_ids: its first blocks, those of the chunks on offer at least, as the engine last said them; nobody else's.
@@ -73,7 +76,7 @@ class TrackedRequest:
     use: Use
     namespace: bytes
     limits: RequestLimits = NO_LIMITS
-    keys: hashing.PrefixKeys = dataclasses.field(init=False)
+    keys: list[ChunkKey] | PrefixKeys = dataclasses.field(default_factory=list)
     promise: Promise | None = None
     load: Job | WaitingLoad | None = None
     block_ids: Ids = dataclasses.field(default_factory=list)
@@ -91,9 +94,6 @@ class TrackedRequest:
     saving: bool = True
     has_kv: bool = True
 
-    def __post_init__(self) -> None:
-        self.keys = hashing.PrefixKeys(self.namespace)
-
     def limit(self, limits: RequestLimits) -> None:
         """These limits hold from now on."""
         self.limits = limits
@@ -106,7 +106,18 @@ class TrackedRequest:
         Raises:
           RequestError: one is no bytes; nothing was added.
         """
-        self.keys.extend(self.new_hashes(block_hashes, blocks_per_chunk=blocks_per_chunk))
+        self.add_keys(self.new_hashes(block_hashes, blocks_per_chunk=blocks_per_chunk))
+
+    def add_keys(self, hashes: list[BlockHash]) -> None:
+        """Adds the keys of chunks, named by what `new_hashes` returned."""
+        keys, namespace = self.keys, self.namespace
+        if isinstance(keys, list):
+            if len(keys) + len(hashes) <= _MAX_LISTED:
+                keys += [ChunkKey(block_hash + namespace) for block_hash in hashes]
+                return
+            hashes = [*map(last_block_hash, keys), *hashes]
+            self.keys = keys = PrefixKeys(namespace)
+        keys.extend(hashes)
 
     def new_hashes(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> list[BlockHash]:
         """The hashes that name the full chunks of `block_hashes` whose keys are not there yet.
@@ -120,7 +131,7 @@ class TrackedRequest:
     def check_same(self, block_hashes: Sequence[BlockHash], *, blocks_per_chunk: int) -> None:
         """Raises RequestError unless these hashes go on from those that earlier calls were given. O(1)."""
         last = len(self.keys) * blocks_per_chunk - 1
-        if not self.keys or last >= len(block_hashes):
+        if not 0 <= last < len(block_hashes):
             return
         block_hash = block_hashes[last] if type(block_hashes) is list else b""
         if type(block_hash) is not bytes or not block_hash:
@@ -134,7 +145,7 @@ class TrackedRequest:
     def start_over(self, *, namespace: bytes) -> None:
         """After a reset: its keys change, and the KV that it holds by now is saved no more."""
         self.namespace = namespace
-        self.keys = hashing.PrefixKeys(namespace)
+        self.keys = []
         self.num_found_chunks = self.num_saved_chunks = self.num_refused_chunks = 0
         self.saving = False
 

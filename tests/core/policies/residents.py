@@ -52,7 +52,7 @@ class FakeResidents(Residents):
             left = {key: parent for key, parent in left.items() if key not in free}
         return len(self.parents) - len(left)
 
-    def evict(self, key, num_chunks, *, stop=()):
+    def evict(self, key, num_chunks, *, stop=(), singly=False):
         assert num_chunks >= 1
         num_evicted = 0
         while num_evicted < num_chunks and self.is_leaf(key) and key not in self.blocked:
@@ -86,9 +86,9 @@ class CountedResidents(Residents):
         self.num_asked += 1
         return self.index.is_leaf(key)
 
-    def evict(self, key, num_chunks, *, stop=()):
+    def evict(self, key, num_chunks, *, stop=(), singly=False):
         self.num_asked += 1
-        return self.index.evict(key, num_chunks, stop=stop)
+        return self.index.evict(key, num_chunks, stop=stop, singly=singly)
 
 
 class _Counting(EvictionPolicy):

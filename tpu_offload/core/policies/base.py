@@ -41,7 +41,9 @@ class Residents(abc.ABC):
         """Whether no resident chunk hangs on this resident one. O(1)."""
 
     @abc.abstractmethod
-    def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
+    def evict(
+        self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = (), singly: bool = False
+    ) -> tuple[int, ChunkKey | None]:
         """Evicts a chunk and then, from tail to head, those before it in its prefix.
 
         It ends at a chunk that may not go now (pinned, unfinished, or another chunk hangs on it).
@@ -50,6 +52,8 @@ class Residents(abc.ABC):
           key: a resident chunk.
           num_chunks: at most this many, at least 1.
           stop: chunks to end at, `key` itself excepted.
+          singly: `stop` is asked about each chunk once, when it is the next to go, and one that it lets go does go,
+            unless it may not. Else it may be asked about chunks of which most will not go.
         Returns:
           How many went, and the resident chunk it ended at; None when the prefix is gone to its head.
         """

@@ -72,11 +72,12 @@ class DensityPolicy(EvictionPolicy):
         self._queues.place(run)
         if run.num_uses == 1:
             run.at_end = True
-            self._ends.append((run, run.ticket))
-            while self._ends[0][0].ticket != self._ends[0][1]:
-                self._ends.popleft()
-            if len(self._ends) > 2 * self._num_resident + 64:  # void ones in the middle
-                self._ends = deque((run, ticket) for run, ticket in self._ends if run.ticket == ticket)
+            ends = self._ends
+            ends.append((run, run.ticket))
+            while ends[0][0].ticket != ends[0][1]:
+                ends.popleft()
+            if len(ends) > 2 * self._num_resident + 64:  # void ones in the middle
+                self._ends = deque((run, ticket) for run, ticket in ends if run.ticket == ticket)
         self._forget_oldest()
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
@@ -91,7 +92,7 @@ class DensityPolicy(EvictionPolicy):
                 i, last = i + 1, None
                 continue
             num = len(run.keys)
-            if num > num_chunks - i or run.keys[-1] != keys[i + num - 1]:
+            if num > 1 and (num > num_chunks - i or run.keys[-1] != keys[i + num - 1]):
                 num = _num_common(run, keys, i, num_chunks)
             if use_id > run.use_id:
                 if run.depth < use.num_in_hbm < run.depth + num:
@@ -188,7 +189,7 @@ class DensityPolicy(EvictionPolicy):
         """A new run of resident chunks; does nothing and returns None if one of them is known."""
         origin = 0 if before is None else min(before.num_uses.bit_length(), _NUM_ORIGINS - 1)
         run = Run(RunKeys(keys), depth=depth, num_resident=len(keys), use_id=use.use_id, origin=origin)
-        if not self._runs.add_new(run):
+        if not self._runs.add_new(run, keys):
             return None
         self._num_known += len(keys)
         self._queues.begin(run, origin)
@@ -370,11 +371,12 @@ class DensityPolicy(EvictionPolicy):
                 if run.ticket != ticket:
                     queue.popleft()
                     continue
-                tail = run.keys[run.num_resident - 1]
-                num_evicted, rest = residents.evict(tail, min(num_chunks, run.num_resident))
+                num_resident, num_keys = run.num_resident, len(run.keys)
+                tail = run.keys[-1 if num_resident == num_keys else num_resident - 1]
+                num_evicted, rest = residents.evict(tail, min(num_chunks, num_resident))
                 num_chunks -= num_evicted
                 self._num_resident -= num_evicted
-                if num_evicted and run.num_resident == len(run.keys):
+                if num_evicted and num_resident == num_keys:
                     self._watched.append((run, run.life))
                 run.num_resident -= num_evicted
                 if run.num_resident and not num_chunks:

@@ -42,6 +42,9 @@ class PriorityPolicy(EvictionPolicy):
 
     def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
         """See the base class."""
+        if not self._others and not use.priority:
+            self._base.insert(use, keys, parent)
+            return
         level = _clamped(use.priority)
         if level:
             self._join(level, keys)
@@ -204,7 +207,9 @@ class _Level(Residents):
     def is_leaf(self, key: ChunkKey) -> bool:
         return self._residents.is_leaf(key)
 
-    def evict(self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = ()) -> tuple[int, ChunkKey | None]:
+    def evict(
+        self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = (), singly: bool = False
+    ) -> tuple[int, ChunkKey | None]:
         """As the base class says, up to the first chunk of another level, as if the prefix began after that."""
         residents, num_evicted = self._residents, 0
         while True:

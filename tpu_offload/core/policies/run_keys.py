@@ -4,6 +4,7 @@ Each of its passes looks at every reference that a list, or a dict of objects, h
 engine for 100 ms. It does not look into tuples of keys, nor into dicts from keys to numbers.
 """
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, final
@@ -24,15 +25,19 @@ class RunKeys:
     __slots__ = ("_end", "_pieces", "_starts")
 
     def __init__(self, keys: Sequence[ChunkKey] = ()) -> None:
-        starts = range(0, len(keys), _PIECE)
-        self._pieces: list[tuple[ChunkKey, ...]] = [tuple(keys[i : i + _PIECE]) for i in starts]
-        self._starts = list(starts)  # where each piece begins; only differences mean something
         self._end = len(keys)
+        self._pieces: list[tuple[ChunkKey, ...]] = [tuple(keys)]
+        self._starts = [0]  # where each piece begins; only differences mean something
+        if not 0 < self._end <= _PIECE:
+            self._starts = list(range(0, self._end, _PIECE))
+            self._pieces = [tuple(keys[i : i + _PIECE]) for i in self._starts]
 
     def __len__(self) -> int:
         return self._end - self._starts[0] if self._starts else 0
 
     def __getitem__(self, number: int) -> ChunkKey:
+        if number == -1:  # most often
+            return self._pieces[-1][-1]
         starts = self._starts
         place = self._end + number if number < 0 else starts[0] + number
         if place >= starts[-1]:
@@ -41,8 +46,7 @@ class RunKeys:
         return self._pieces[p][place - starts[p]]
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        for piece in self._pieces:
-            yield from piece
+        return itertools.chain.from_iterable(self._pieces)
 
     def index(self, key: ChunkKey) -> int:
         """The place of a key that is here. O(keys)."""
@@ -168,9 +172,9 @@ class RunTable:
         self.give(run.keys, run)
         return run
 
-    def add_new(self, run: "Run") -> bool:
-        """Takes a new run of keys that have none, or nothing if one of them has. Whether it did."""
-        if not self._numbers.add_all(run.keys, self._num_made):
+    def add_new(self, run: "Run", keys: Sequence[ChunkKey]) -> bool:
+        """Takes a new run of these keys that have none, or nothing if one of them has. Whether it did."""
+        if not self._numbers.add_all(keys, self._num_made):
             return False
         self._number(run)
         return True

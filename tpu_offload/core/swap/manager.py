@@ -161,8 +161,8 @@ class RequestSwap:
             num_full = min(num_computed_tokens // self._layout.block_size, len(block_hashes))
         tier_keys, tier_slots = self._find_in_tier(block_hashes[:num_full])
         num_tier = len(tier_keys) * self._config.blocks_per_chunk
-        known = {i: self._pool.find(block_hashes[i]) for i in range(num_tier, num_full)}
-        shared = {i: block for i, block in known.items() if block is not None}
+        known = self._pool.find(block_hashes[num_tier:num_full])
+        shared = {i: block for i, block in enumerate(known, num_tier) if block is not None}
         copied = [i for i in range(num_tier, len(kept[0])) if i not in shared]
         counts = [len(copied), *map(len, kept[1:])]
         if not self._is_worth_it(counts, len(shared), num_computed_tokens - num_tier * self._layout.block_size):
@@ -186,9 +186,8 @@ class RequestSwap:
             pool_blocks=(tuple(place[i] for i in range(num_tier, len(kept[0]))), *new[1:]),
             writers=self._jobs.writing(list(shared.values())),
         )
-        for i in copied:
-            if i < num_full:
-                self._pool.name(place[i], block_hashes[i])
+        named = [block_hashes[i] for i in copied if i < num_full]
+        self._pool.name(new[0][: len(named)], named)
         self._swapped[request_id] = swapped
         sources = [[kept[0][i] for i in copied], *kept[1:]]
         job = self._jobs.plan(swapped, Direction.SAVE, sources, new)
@@ -280,17 +279,21 @@ class RequestSwap:
           RequestError: one is no text; nothing was changed.
         """
         for request_id in read_request_ids(request_ids):
-            swapped = self._swapped.pop(request_id, None)
-            if swapped is not None:
-                self._detach(swapped)
-                self._jobs.release(swapped)
-                self._breakers[Direction.LOAD].withdraw(request_id)
-            self._returned_at.pop(request_id, None)
-            for news in (self._lost, self._swapped_in):
-                if request_id in news:
-                    news.remove(request_id)
+            self.forget(request_id)
 
     # For the scheduler.
+
+    def forget(self, request_id: str) -> None:
+        """See `discard`."""
+        swapped = self._swapped.pop(request_id, None)
+        if swapped is not None:
+            self._detach(swapped)
+            self._jobs.release(swapped)
+            self._breakers[Direction.LOAD].withdraw(request_id)
+        self._returned_at.pop(request_id, None)
+        for news in (self._lost, self._swapped_in):
+            if request_id in news:
+                news.remove(request_id)
 
     def take_jobs(self, now_s: float) -> tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]:
         """The copies out and back that go with the coming step's plan."""

@@ -79,7 +79,7 @@ class SwapPool:
         """Takes so many free blocks of each group, with one holder each; None, and nothing, if any is short."""
         if any(wanted > len(free) for wanted, free in zip(num_blocks, self._free, strict=True)):
             return None
-        blocks = tuple(tuple(free.pop() for _ in range(n)) for n, free in zip(num_blocks, self._free, strict=True))
+        blocks = tuple(tuple([free.pop() for _ in range(n)]) for n, free in zip(num_blocks, self._free, strict=True))
         for holders, group in zip(self._num_holders, blocks, strict=True):
             holders.update(dict.fromkeys(group, 1))
         self._peak_num_held = max(self._peak_num_held, self.num_held)
@@ -94,14 +94,17 @@ class SwapPool:
     def release(self, blocks: HostBlocks) -> None:
         """One holder less for each."""
         for g, group in enumerate(blocks):
-            holders = self._num_holders[g]
+            holders, free = self._num_holders[g], []
             for block in group:
-                holders[block] -= 1
-                if not holders[block]:
+                num_left = holders[block] - 1
+                if num_left:
+                    holders[block] = num_left
+                else:
                     del holders[block]
-                    self._set_free(g, block)
-                    if g == 0:
-                        self.forget((block,))
+                    free.append(block)
+            self._set_free(g, free)
+            if g == 0:
+                self.forget(free)
 
     def doubt(self, group_id: int, blocks: Iterable[int]) -> None:
         """A copy to these blocks did not count, or their memory was lost."""
@@ -118,33 +121,37 @@ class SwapPool:
 
     def _sort_free(self, group_id: int) -> None:
         free, self._free[group_id] = self._free[group_id], deque()
-        for block in free:
-            self._set_free(group_id, block)
+        self._set_free(group_id, free)
 
-    def _set_free(self, group_id: int, block: int) -> None:
-        if block >= self._num_blocks[group_id]:
-            self._unusable[group_id].add(block)
-        elif block in self._doubtful[group_id]:
-            self._free[group_id].appendleft(block)
-        else:
-            self._free[group_id].append(block)
+    def _set_free(self, group_id: int, blocks: Iterable[int]) -> None:
+        most, doubtful, free = self._num_blocks[group_id], self._doubtful[group_id], self._free[group_id]
+        for block in blocks:
+            if block >= most:
+                self._unusable[group_id].add(block)
+            elif block in doubtful:
+                free.appendleft(block)
+            else:
+                free.append(block)
 
-    def name(self, block: int, block_hash: BlockHash) -> None:
-        """Makes a held block of group 0 findable, unless one of these contents is already."""
-        if block_hash not in self._block_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+    def name(self, blocks: Iterable[int], block_hashes: Iterable[BlockHash]) -> None:
+        """Makes held blocks of group 0 findable, each unless one of these contents is already."""
+        block_of, hash_of = self._block_of, self._hash_of
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            if block_hash not in block_of:
+                block_of[block_hash] = block
+                hash_of[block] = block_hash
 
-    def find(self, block_hash: BlockHash) -> int | None:
-        """The held block of group 0 with these contents, if there is one."""
-        return self._block_of.get(block_hash)
+    def find(self, block_hashes: Iterable[BlockHash]) -> list[int | None]:
+        """For each, the held block of group 0 with these contents, if there is one."""
+        return list(map(self._block_of.get, block_hashes))
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Makes blocks of group 0 unfindable: they are free, or what they hold is lost."""
+        block_of, hash_of = self._block_of, self._hash_of
         for block in blocks:
-            block_hash = self._hash_of.pop(block, None)
+            block_hash = hash_of.pop(block, None)
             if block_hash is not None:
-                del self._block_of[block_hash]
+                del block_of[block_hash]
 
     def check_holders(self, expected: Sequence[dict[int, int]]) -> None:
         """Raises AssertionError unless these, per group, are the blocks held and their holders. For tests."""
