@@ -164,7 +164,8 @@ class Life:
                 break
             if preempt_at and len(tokens[0]) >= preempt_at[0]:
                 del preempt_at[0]
-                self._llm.reset_prefix_cache(reset_running_requests=True)
+                with contextlib.suppress(RuntimeError):  # blocks that a step on its way writes are not free yet
+                    self._llm.reset_prefix_cache(reset_running_requests=True)
             for output in engine.step():
                 place = next(i for i, (external, _) in enumerate(ids) if external == output.request_id)
                 tokens[place] = list(output.outputs[0].token_ids)

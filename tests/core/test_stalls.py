@@ -2,8 +2,6 @@
 
 import gc
 import hashlib
-import itertools
-import random
 from collections import OrderedDict, deque
 
 import pytest
@@ -18,8 +16,7 @@ from tpu_offload import (
     ScheduledRequest,
     StepReport,
 )
-from tpu_offload.core import big_tables
-from tpu_offload.core.big_tables import NUM_PARTS, FreeSlots, OrderedTable, Scrap, Table, without
+from tpu_offload.core.big_tables import NUM_PARTS, FreeSlots, Scrap, Table, without
 from tpu_offload.core.index import MAX_AT_ONCE, NUM_FREED, ChunkIndex, ChunkState
 from tpu_offload.core.policies import POLICIES, DensityPolicy, Use, make_policy
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
@@ -229,7 +226,7 @@ def test_a_use_of_the_next_chunks_of_a_long_run_touches_only_these() -> None:
     index.check_invariants()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["density", "lru"])
 def test_no_table_is_so_large_that_a_copy_of_it_would_be_felt(policy) -> None:
     index = make(policy, 300, 100)
     assert max(len(table) for table in _reachable(index) if isinstance(table, dict | set | OrderedDict)) < 1000
@@ -320,45 +317,6 @@ def test_table() -> None:
     table.drop_all([b"new", b"newer"])
     table.drop_all(keys[1:])
     assert dict(table) == {keys[0]: 8}
-
-
-def test_an_ordered_table_does_what_an_ordered_dict_does(monkeypatch) -> None:
-    monkeypatch.setattr(big_tables, "_SEGMENT", 4)
-    for seed in range(50):
-        rng, names = random.Random(seed), itertools.count()
-        table, plain = OrderedTable(), OrderedDict()
-        for _ in range(200):
-            some = rng.sample(list(plain), rng.randint(0, len(plain)))
-            match rng.randrange(8):
-                case 0 | 1:
-                    new = [ChunkKey(b"%c%d" % (rng.randrange(3), next(names))) for _ in range(rng.randint(0, 5))]
-                    table.extend(new, seed)
-                    plain.update(dict.fromkeys(new, seed))
-                case 2:
-                    for key in [*some, ChunkKey(b"%c%d" % (rng.randrange(3), next(names)))]:
-                        table[key] = plain[key] = 1000 + len(plain)
-                case 3 if plain:
-                    assert table.pop_first() == plain.popitem(last=False)
-                case 4:
-                    for key in some[:5]:
-                        assert (table.pop(key), table.pop(key)) == (plain.pop(key), None)
-                case 5:
-                    table.move_all_to_end(some)
-                    for key in some:
-                        plain.move_to_end(key)
-                case 6 if some:
-                    number = plain.pop(some[0])
-                    del table[some[0]]
-                    table.put_first(some[0], number)
-                    plain[some[0]] = number
-                    plain.move_to_end(some[0], last=False)
-                case 7 if rng.random() < 0.1:
-                    assert sum(map(len, table.clear())) == 2 * len(plain)
-                    plain.clear()
-            assert (list(table), len(table), table.first()) == (list(plain), len(plain), next(iter(plain), None))
-            assert all(table[key] == table.get(key) == number and key in table for key, number in plain.items())
-            assert table.all_have(plain, seed) == all(number == seed for number in plain.values())
-            assert table.isdisjoint(some) == plain.keys().isdisjoint(some)
 
 
 def test_scrap_empties_all_kinds_bit_by_bit() -> None:

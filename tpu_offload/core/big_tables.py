@@ -10,14 +10,12 @@ import itertools
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from typing import Any, cast, final
+from typing import Any, final
 
 from tpu_offload.types import ChunkKey
 
 NUM_PARTS = 256
 """One for each first byte of a key. A part of a table of five million entries has 20,000, which take 1 ms to copy."""
-
-_SEGMENT = 512
 
 type Entries = dict[Any, Any] | OrderedDict[Any, Any] | set[Any] | list[Any] | deque[Any]
 
@@ -62,7 +60,7 @@ class Table[V]:
         return self.parts[key[0]].get(key)
 
     def add_all(self, keys: Iterable[ChunkKey], value: V) -> bool:
-        """Gives all of these different keys one value, unless one has any: then nothing changes. Whether it did."""
+        """Gives all these keys, each another, one value, unless one has any: then nothing changes; whether it did."""
         parts = self.parts
         for key in keys:
             part = parts[key[0]]
@@ -83,157 +81,6 @@ class Table[V]:
         parts = self.parts
         for key in keys:
             parts[key[0]][key] = value
-
-
-@final
-class OrderedTable:
-    """An OrderedDict from chunk keys to numbers, in parts: in order, in segments, and in which of them, by key.
-
-    Only the first segment loses keys at its old end, so only that one is an OrderedDict. The others are dicts of keys
-    and numbers, into which the garbage collector does not look.
-    """
-
-    __slots__ = ("_first", "_last", "_num", "_parts", "_segments")
-
-    def __init__(self) -> None:
-        self._parts: list[dict[ChunkKey, int]] = [{} for _ in range(NUM_PARTS)]  # the segment of each key
-        self._first = self._last = 0
-        self._segments: dict[int, dict[ChunkKey, int]] = {0: OrderedDict()}
-        self._num = 0
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._parts[key[0]]
-
-    def __iter__(self) -> Iterator[ChunkKey]:
-        for _, segment in sorted(self._segments.items()):
-            yield from segment
-
-    def __getitem__(self, key: ChunkKey) -> int:
-        return self._segments[self._parts[key[0]][key]][key]
-
-    def __setitem__(self, key: ChunkKey, number: int) -> None:
-        """One that is here keeps its place; another is the last from now on."""
-        part = self._parts[key[0]]
-        place = part.get(key)
-        if place is None:
-            place = part[key] = self._last if len(self._segments[self._last]) < _SEGMENT else self._begin_segment()
-            self._num += 1
-        self._segments[place][key] = number
-
-    def __delitem__(self, key: ChunkKey) -> None:
-        self._take(key, self._parts[key[0]].pop(key))
-
-    def get(self, key: ChunkKey) -> int | None:
-        """The number, None if it is not here."""
-        place = self._parts[key[0]].get(key)
-        return None if place is None else self._segments[place][key]
-
-    def pop(self, key: ChunkKey) -> int | None:
-        """Takes it out; None if it is not here."""
-        place = self._parts[key[0]].pop(key, None)
-        return None if place is None else self._take(key, place)
-
-    def first(self) -> ChunkKey | None:
-        """The one that is before all others."""
-        return next(iter(self._segments[self._first]), None)
-
-    def pop_first(self) -> tuple[ChunkKey, int]:
-        """Takes out the one that is before all others."""
-        key = next(iter(self._segments[self._first]))
-        return key, self._take(key, self._parts[key[0]].pop(key))
-
-    def put_first(self, key: ChunkKey, number: int) -> None:
-        """One that is not here is before all others from now on."""
-        segment = self._segments[self._first]
-        segment[key] = number
-        cast(OrderedDict[ChunkKey, int], segment).move_to_end(key, last=False)
-        self._parts[key[0]][key] = self._first
-        self._num += 1
-
-    def move_to_end(self, key: ChunkKey) -> None:
-        """One that is here is behind all others from now on."""
-        self.move_all_to_end((key,))
-
-    def move_all_to_end(self, keys: Iterable[ChunkKey]) -> None:
-        """Those, which are here, are behind all others from now on, in their order."""
-        parts, segments = self._parts, self._segments
-        place = self._last
-        last = segments[place]
-        for key in keys:
-            part = parts[key[0]]
-            before = part[key]
-            segment = segments[before]
-            number = segment.pop(key)
-            if not segment and before != place:
-                self._end_segment(before)
-                last = segments[place]
-            if len(last) >= _SEGMENT:
-                place = self._begin_segment()
-                last = segments[place]
-            last[key] = number
-            if before != place:
-                part[key] = place
-
-    def all_have(self, keys: Iterable[ChunkKey], number: int) -> bool:
-        """Whether all of these are here and have this number."""
-        parts, segments = self._parts, self._segments
-        for key in keys:
-            place = parts[key[0]].get(key)
-            if place is None or segments[place][key] != number:
-                return False
-        return True
-
-    def extend(self, keys: Iterable[ChunkKey], number: int) -> None:
-        """Puts different ones that are not here at the end, all with one number."""
-        parts, left = self._parts, iter(keys)
-        while True:
-            segment = self._segments[self._last]
-            new = dict.fromkeys(itertools.islice(left, _SEGMENT - len(segment)), number)
-            segment.update(new)
-            for key in new:
-                parts[key[0]][key] = self._last
-            self._num += len(new)
-            if len(segment) < _SEGMENT:
-                return
-            self._begin_segment()
-
-    def isdisjoint(self, keys: Iterable[ChunkKey]) -> bool:
-        """Whether none of these is here."""
-        parts = self._parts
-        return not any(key in parts[key[0]] for key in keys)
-
-    def clear(self) -> list[Entries]:
-        """Forgets all; returns what it held. O(segments)."""
-        held: list[Entries] = [*self._parts, *self._segments.values()]
-        self._parts = [{} for _ in range(NUM_PARTS)]
-        self._first = self._last = 0
-        self._segments = {0: OrderedDict()}
-        self._num = 0
-        return held
-
-    def _take(self, key: ChunkKey, place: int) -> int:
-        segment = self._segments[place]
-        number = segment.pop(key)
-        self._num -= 1
-        if not segment and place != self._last:
-            self._end_segment(place)
-        return number
-
-    def _end_segment(self, place: int) -> None:
-        """It is empty, and not the last."""
-        del self._segments[place]
-        if place == self._first:
-            while self._first not in self._segments:
-                self._first += 1
-            self._segments[self._first] = OrderedDict(self._segments[self._first])
-
-    def _begin_segment(self) -> int:
-        self._last += 1
-        self._segments[self._last] = {}
-        return self._last
 
 
 @final

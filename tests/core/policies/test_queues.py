@@ -3,7 +3,6 @@
 import pytest
 
 from tests.core.policies.residents import FakeResidents
-from tpu_offload.core.big_tables import OrderedTable
 from tpu_offload.core.policies.queues import ChunkQueue
 
 
@@ -17,13 +16,8 @@ def residents() -> FakeResidents:
 
 def queue_of(*keys: bytes) -> ChunkQueue:
     queue = ChunkQueue()
-    for number, key in enumerate(keys):
-        queue.order[key] = number
+    queue.order.update((key, i) for i, key in enumerate(keys))
     return queue
-
-
-def items(table: OrderedTable) -> list[tuple[bytes, int]]:
-    return [(key, table[key]) for key in table]
 
 
 def test_a_run_goes_at_once_as_long_as_each_hangs_on_the_next(residents) -> None:
@@ -43,13 +37,13 @@ def test_a_run_is_no_longer_than_asked_and_ends_at_what_stays(residents) -> None
 def test_what_others_hang_on_is_set_aside_until_they_are_gone(residents) -> None:
     queue = queue_of(b"a2", b"b1", b"a3", b"b0")
     assert queue.evict_run(9, residents) == ([], None)
-    assert (items(queue.aside), len(queue)) == ([(b"a2", 0)], 4)
+    assert (queue.aside, len(queue)) == ({b"a2": 0}, 4)
     queue.end_eviction()
     assert list(queue.order) == [b"b1", b"a3", b"b0"]
     assert queue.evict_run(1, residents) == ([b"b1"], b"b0")
     assert queue.evict_run(9, residents) == ([b"a3"], b"a2")
     queue.recall(b"a2")
-    assert items(queue.order) == [(b"a2", 0), (b"b0", 3)]
+    assert list(queue.order.items()) == [(b"a2", 0), (b"b0", 3)]
     assert not queue.aside
 
 
@@ -61,4 +55,4 @@ def test_what_may_not_go_keeps_its_place(residents) -> None:
     assert len(queue) == 3
     assert not queue.aside
     queue.end_eviction()
-    assert items(queue.order) == [(b"b1", 0), (b"a2", 2), (b"b0", 3)]
+    assert list(queue.order.items()) == [(b"b1", 0), (b"a2", 2), (b"b0", 3)]

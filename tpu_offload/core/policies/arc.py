@@ -12,10 +12,11 @@ References:
   Megiddo, Modha: "ARC: a self-tuning, low overhead replacement cache", FAST 2003.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
-from tpu_offload.core.big_tables import Entries, OrderedTable
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.queues import ChunkQueue, check_queues
 from tpu_offload.types import ChunkKey
@@ -32,8 +33,8 @@ class ARCPolicy(EvictionPolicy):
         # T1, T2, B1 and B2 of the paper; the number of a chunk in T1 is the last use that it was told of.
         self._once = ChunkQueue()
         self._again = ChunkQueue()
-        self._once_ghosts = OrderedTable()
-        self._again_ghosts = OrderedTable()
+        self._once_ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._again_ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
         self._max_chunks = 0
         self._target = 0.0  # of the length of `_once`
 
@@ -48,8 +49,8 @@ class ARCPolicy(EvictionPolicy):
         once, again = self._once.order, self._again.order
         once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
         use_id = use.use_id
-        if once_ghosts.isdisjoint(keys) and again_ghosts.isdisjoint(keys):
-            once.extend(reversed(keys), use_id)
+        if once_ghosts.keys().isdisjoint(keys) and again_ghosts.keys().isdisjoint(keys):
+            once.update(dict.fromkeys(reversed(keys), use_id))
             self._forget_ghosts()
             return
         for key in reversed(keys):
@@ -73,11 +74,7 @@ class ARCPolicy(EvictionPolicy):
         once_aside, again_aside = self._once.aside, self._again.aside
         once_get, to_end = once.get, again.move_to_end
         use_id = use.use_id
-        used = list(reversed(keys[:num_chunks]))
-        if once.all_have(used, use_id):  # it has just saved them
-            once.move_all_to_end(used)
-            return
-        for key in used:
+        for key in reversed(keys[:num_chunks]):
             if key in again:
                 to_end(key)
             elif (last := once_get(key)) is not None:
@@ -88,8 +85,9 @@ class ARCPolicy(EvictionPolicy):
                 else:
                     once.move_to_end(key)
             elif key in again_aside:
-                again[key] = again_aside.pop(key) or 0
-            elif (last := once_aside.pop(key)) is not None:
+                again[key] = again_aside.pop(key)
+            elif key in once_aside:
+                last = once_aside.pop(key)
                 (again if last < use_id else once)[key] = max(last, use_id)
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
@@ -106,8 +104,9 @@ class ARCPolicy(EvictionPolicy):
 
     def clear(self) -> list[Entries]:
         """See the base class."""
-        queues = self._once, self._again, self._once_ghosts, self._again_ghosts
-        return [entries for queue in queues for entries in queue.clear()]
+        ghosts: list[Entries] = [self._once_ghosts, self._again_ghosts]
+        self._once_ghosts, self._again_ghosts = OrderedDict(), OrderedDict()
+        return [*self._once.clear(), *self._again.clear(), *ghosts]
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks set aside + those that may not go)."""
@@ -133,14 +132,16 @@ class ARCPolicy(EvictionPolicy):
     def _evict_again(self, num_chunks: int, residents: Residents) -> int:
         return self._evict(self._again, self._again_ghosts, num_chunks, residents)
 
-    def _evict(self, queue: ChunkQueue, ghosts: OrderedTable, num_chunks: int, residents: Residents) -> int:
+    def _evict(
+        self, queue: ChunkQueue, ghosts: OrderedDict[ChunkKey, None], num_chunks: int, residents: Residents
+    ) -> int:
         """Evicts chunks that follow each other, at most this many; 0 when none may go."""
         while queue.order:
             gone, leaf = queue.evict_run(num_chunks, residents)
             if leaf is not None:
                 self.uncover(leaf)
             if gone:
-                ghosts.extend(gone, 0)
+                ghosts.update(dict.fromkeys(gone))
                 return len(gone)
         return 0
 
@@ -148,10 +149,10 @@ class ARCPolicy(EvictionPolicy):
         """As the paper has it: a list and its ghosts are no longer than the tier, all four no longer than two."""
         most, num_once = self._max_chunks, len(self._once)
         while self._once_ghosts and num_once + len(self._once_ghosts) > most:
-            self._once_ghosts.pop_first()
+            self._once_ghosts.popitem(last=False)
         num_left = max(0, 2 * most - num_once - len(self._again) - len(self._once_ghosts))
         while len(self._again_ghosts) > num_left:
-            self._again_ghosts.pop_first()
+            self._again_ghosts.popitem(last=False)
 
     def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
         """See the base class."""

@@ -7,10 +7,11 @@ that hits as often as giving it another round or more often, and an eviction nev
 Chunks that may not go for another reason (pinned, unfinished) keep their place. They are few, one for each pin.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from typing import final
 
-from tpu_offload.core.big_tables import Entries, OrderedTable
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.base import Residents
 from tpu_offload.types import ChunkKey
 
@@ -27,8 +28,8 @@ class ChunkQueue:
     __slots__ = ("_kept", "aside", "order")
 
     def __init__(self) -> None:
-        self.order = OrderedTable()
-        self.aside = OrderedTable()
+        self.order: OrderedDict[ChunkKey, int] = OrderedDict()
+        self.aside: dict[ChunkKey, int] = {}
         self._kept: list[tuple[ChunkKey, int]] = []
 
     def __len__(self) -> int:
@@ -36,18 +37,21 @@ class ChunkQueue:
 
     def take(self, key: ChunkKey) -> int | None:
         """Takes a chunk out, wherever it is; None when it is not in this queue. O(1)."""
-        number = self.order.pop(key)
-        return self.aside.pop(key) if number is None else number
+        number = self.order.pop(key, None)
+        return self.aside.pop(key, None) if number is None else number
 
     def clear(self) -> list[Entries]:
-        """Forgets all; returns what it held. O(segments)."""
-        return [*self.order.clear(), *self.aside.clear()]
+        """Forgets all; returns what it held. O(1)."""
+        held: list[Entries] = [self.order, self.aside]
+        self.order, self.aside = OrderedDict(), {}
+        return held
 
     def recall(self, key: ChunkKey) -> None:
         """Nothing hangs on this chunk any more: if it was set aside, it is the next to go. O(1)."""
-        number = self.aside.pop(key)
+        number = self.aside.pop(key, None)
         if number is not None:
-            self.order.put_first(key, number)
+            self.order[key] = number
+            self.order.move_to_end(key, last=False)
 
     def evict_run(
         self, num_chunks: int, residents: Residents, *, stays: Callable[[ChunkKey, int], bool] | None = None
@@ -79,7 +83,8 @@ class ChunkQueue:
     def end_eviction(self) -> None:
         """Gives those that may not go their places back. O(their number)."""
         for key, number in reversed(self._kept):
-            self.order.put_first(key, number)
+            self.order[key] = number
+            self.order.move_to_end(key, last=False)
         self._kept.clear()
 
 
@@ -89,22 +94,26 @@ class _Run:
 
     __slots__ = ("_max_chunks", "_order", "_stays", "keys", "number")
 
-    def __init__(self, order: OrderedTable, max_chunks: int, stays: Callable[[ChunkKey, int], bool] | None) -> None:
+    def __init__(
+        self, order: OrderedDict[ChunkKey, int], max_chunks: int, stays: Callable[[ChunkKey, int], bool] | None
+    ) -> None:
         self._order = order
         self._max_chunks = max_chunks
         self._stays = stays
-        key, self.number = order.pop_first()
+        key, self.number = order.popitem(last=False)
         self.keys = [key]
 
     def __contains__(self, key: object) -> bool:
         """Whether `key` is not the next in the order, or stays; if it goes, it is popped."""
         order = self._order
-        if order.first() != key or len(self.keys) == self._max_chunks:
+        if next(iter(order), None) != key or len(self.keys) == self._max_chunks:
             return True
-        if self._stays is not None and self._stays(key, order[key]):  # type: ignore[arg-type, index]
+        number = order[key]  # type: ignore[index]
+        if self._stays is not None and self._stays(key, number):  # type: ignore[arg-type]
             return True
-        first, self.number = order.pop_first()
-        self.keys.append(first)
+        del order[key]  # type: ignore[arg-type]
+        self.number = number
+        self.keys.append(key)  # type: ignore[arg-type]
         return False
 
 

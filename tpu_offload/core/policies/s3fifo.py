@@ -13,10 +13,11 @@ References:
   Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
-from tpu_offload.core.big_tables import Entries, OrderedTable
+from tpu_offload.core.big_tables import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.queues import ChunkQueue, check_queues
 from tpu_offload.types import ChunkKey
@@ -38,7 +39,7 @@ class S3FIFOPolicy(EvictionPolicy):
         # or had its last round.
         self._small = ChunkQueue()
         self._main = ChunkQueue()
-        self._ghosts = OrderedTable()
+        self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
         self._max_small = 1
         self._max_ghosts = 0
 
@@ -52,8 +53,8 @@ class S3FIFOPolicy(EvictionPolicy):
         """See the base class. O(chunks)."""
         small, main, ghosts = self._small.order, self._main.order, self._ghosts
         number = use.use_id << _COUNT_BITS
-        if ghosts.isdisjoint(keys):
-            small.extend(reversed(keys), number)
+        if ghosts.keys().isdisjoint(keys):
+            small.update(dict.fromkeys(reversed(keys), number))
             return
         for key in reversed(keys):
             if key in ghosts:
@@ -77,8 +78,8 @@ class S3FIFOPolicy(EvictionPolicy):
                     small[key] = number + min((last & _MAX_COUNT) + 1, _MAX_COUNT)
             else:
                 for aside in (self._main.aside, self._small.aside):
-                    if (last := aside.get(key)) is not None and last < number:
-                        aside[key] = number + min((last & _MAX_COUNT) + 1, _MAX_COUNT)
+                    if aside.get(key, number) < number:
+                        aside[key] = number + min((aside[key] & _MAX_COUNT) + 1, _MAX_COUNT)
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         """See the base class. O(1)."""
@@ -94,7 +95,8 @@ class S3FIFOPolicy(EvictionPolicy):
 
     def clear(self) -> list[Entries]:
         """See the base class."""
-        return [*self._small.clear(), *self._main.clear(), *self._ghosts.clear()]
+        ghosts, self._ghosts = self._ghosts, OrderedDict()
+        return [*self._small.clear(), *self._main.clear(), ghosts]
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
         """See the base class. O(num_chunks + chunks that go on or have another round + those that may not go)."""
@@ -119,16 +121,16 @@ class S3FIFOPolicy(EvictionPolicy):
         """Evicts chunks that follow each other, at most this many; 0 when none may go."""
         small, main = self._small, self._main
         order = small.order
-        while (key := order.first()) is not None:
+        while order:
+            key = next(iter(order))
             if order[key] & _MAX_COUNT:
-                _, number = order.pop_first()
-                main.order[key] = number & ~_MAX_COUNT
+                main.order[key] = order.pop(key) & ~_MAX_COUNT
                 continue
             gone, leaf = small.evict_run(num_chunks, residents, stays=_was_used_again)
             if leaf is not None:
                 self.uncover(leaf)
             if gone:
-                self._ghosts.extend(gone, 0)
+                self._ghosts.update(dict.fromkeys(gone))
                 return len(gone)
         return 0
 
@@ -136,10 +138,11 @@ class S3FIFOPolicy(EvictionPolicy):
         """Likewise."""
         main = self._main
         order = main.order
-        while (key := order.first()) is not None:
+        while order:
+            key = next(iter(order))
             if order[key] & _MAX_COUNT:
-                _, number = order.pop_first()
-                order[key] = number - 1
+                order[key] -= 1
+                order.move_to_end(key)
                 continue
             gone, leaf = main.evict_run(num_chunks, residents, stays=_was_used_again)
             if leaf is not None:
@@ -150,7 +153,7 @@ class S3FIFOPolicy(EvictionPolicy):
 
     def _forget_ghosts(self) -> None:
         while len(self._ghosts) > self._max_ghosts:
-            self._ghosts.pop_first()
+            self._ghosts.popitem(last=False)
 
     def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
         """See the base class."""

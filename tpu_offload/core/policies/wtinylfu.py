@@ -64,10 +64,10 @@ class WTinyLFUPolicy(EvictionPolicy):
         self._sketch.add(keys)
         window, probation = self._window, self._probation
         order = window.order
-        order.extend(reversed(keys), use.use_id)
+        order.update(dict.fromkeys(reversed(keys), use.use_id))
         if not self._made_room:  # there is room for what leaves the window
             for _ in range(min(len(window) - self._max_window, len(order))):
-                key, number = order.pop_first()
+                key, number = order.popitem(last=False)
                 probation.order[key] = number
         self._made_room = False
 
@@ -77,11 +77,7 @@ class WTinyLFUPolicy(EvictionPolicy):
         protected_order, protected_get, to_end = protected.order, protected.order.get, protected.order.move_to_end
         use_id = use.use_id
         counted: list[ChunkKey] = []
-        used = list(reversed(keys[:num_chunks]))
-        if window.order.all_have(used, use_id):  # it has just saved them
-            window.order.move_all_to_end(used)
-            used.clear()
-        for key in used:
+        for key in reversed(keys[:num_chunks]):
             if (last := protected_get(key)) is not None:
                 if last < use_id:  # a use counts once, and not at all after a later one: they ran side by side
                     protected_order[key] = use_id
@@ -100,7 +96,7 @@ class WTinyLFUPolicy(EvictionPolicy):
             queue.order[key] = last
         self._sketch.add(counted)
         for _ in range(min(len(protected) - int(_PROTECTED_SHARE * self._num_main), len(protected_order))):
-            key, last = protected_order.pop_first()
+            key, last = protected_order.popitem(last=False)
             probation.order[key] = last
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
@@ -127,13 +123,14 @@ class WTinyLFUPolicy(EvictionPolicy):
             main = probation if probation.order else self._protected
             # The chunks that this makes room for will be in the window, which then is too long.
             num_over = (len(window) + num_chunks - self._max_window + 1) // 2
-            if num_over > 0 and (candidate := window.order.first()) and (next_to_go := main.order.first()):
-                most = count(next_to_go)
+            if num_over > 0 and window.order and main.order:
+                most = count(next(iter(main.order)))
+                candidate = next(iter(window.order))
                 if count(candidate) <= most:
                     num_over = min(num_over, num_chunks)
                     num_chunks -= self._evict(window, num_over, residents, lambda key, _: count(key) > most)  # noqa: B023
                 elif self._num_main < self._max_main:
-                    _, probation.order[candidate] = window.order.pop_first()
+                    probation.order[candidate] = window.order.pop(candidate)
                 elif self._evict(main, 1, residents):
                     num_chunks -= 1
                     if (number := window.take(candidate)) is not None:
@@ -151,8 +148,8 @@ class WTinyLFUPolicy(EvictionPolicy):
         """Evicts one of the main part; the first few have another round if they were used more than once."""
         order = main.order
         for _ in range(_NUM_SPARED):
-            key = order.first()
-            if key is None or self._sketch.count(key) <= 1:
+            key = next(iter(order))
+            if self._sketch.count(key) <= 1:
                 break
             order.move_to_end(key)
         return self._evict(main, 1, residents)
