@@ -82,6 +82,11 @@ class Server:
       connector: vLLM's `--kv-transfer-config`; None for no connector.
       arguments: further arguments of `vllm serve`; they win over those here.
       environ: further environment variables of its processes.
+
+    Attributes:
+      port, url: where it listens.
+      log_path: what its processes print.
+      environ: the whole environment of its processes, with which vLLM's own clients run as well.
     """
 
     def __init__(
@@ -104,11 +109,12 @@ class Server:
         command += ["--enable-prompt-tokens-details", *arguments]
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
+        self.environ = _environment(folder) | dict(environ or {})
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 cwd=folder.path,
-                env=_environment(folder) | dict(environ or {}),
+                env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
