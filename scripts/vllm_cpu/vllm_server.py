@@ -179,12 +179,13 @@ class Server:
             time.sleep(0.05)
         raise ServerError(f"the prefix cache cannot be reset: {status} {text}")
 
-    def metrics(self) -> dict[str, float]:
-        """Every sample of `/metrics` by its name, summed over its labels; histograms by `_sum` and `_count`."""
+    def metrics(self, **labels: str) -> dict[str, float]:
+        """Samples of `/metrics` with these labels, by name, summed over other labels; histograms by `_sum`, `_count`."""
         samples: dict[str, float] = {}
         for family in text_string_to_metric_families(self.request("GET", "/metrics")[1]):
             for sample in family.samples:
-                samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+                if labels.items() <= sample.labels.items():
+                    samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
         return samples
 
     def log(self) -> str:

@@ -86,7 +86,7 @@ async def run_seed(ours: Server, clean: Server, load: Load, seed: int) -> Outcom
 
 async def _difference(ours: Client, clean: Client, turn: Turn) -> tuple[int, float]:
     whole = turn.prompt + turn.answer.tokens
-    whole = whole[: len(whole) // BLOCK_SIZE * BLOCK_SIZE] + [5]  # whole blocks, and one token to compute
+    whole = [*whole[: len(whole) // BLOCK_SIZE * BLOCK_SIZE], 5]  # whole blocks, and one token to compute
     loaded = await ours.complete(whole, answer=1, logprobs=5)
     computed = await clean.complete(whole, answer=1, logprobs=5)
     if loaded.top_logprobs.keys() != computed.top_logprobs.keys():

@@ -23,8 +23,16 @@ def install() -> None:
         import cpu_shim
 
         cpu_shim.install()
+        _look_at_models_here()
         if "CPU_SHIM_FAULTS" in os.environ:
             _plant(json.loads(os.environ["CPU_SHIM_FAULTS"]))
+
+
+def _look_at_models_here() -> None:
+    """vLLM asks a process of its own what a model can do, to keep CUDA out of this one: its imports take ten seconds."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda ask: ask()
 
 
 def _plant(settings: dict[str, Any]) -> None:
