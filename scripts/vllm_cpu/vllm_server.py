@@ -180,7 +180,7 @@ class Server:
         raise ServerError(f"the prefix cache cannot be reset: {status} {text}")
 
     def metrics(self, **labels: str) -> dict[str, float]:
-        """Samples of `/metrics` with these labels, by name, summed over other labels; histograms by `_sum`, `_count`."""
+        """Samples of `/metrics` by name, of those that have these labels, summed over the others."""
         samples: dict[str, float] = {}
         for family in text_string_to_metric_families(self.request("GET", "/metrics")[1]):
             for sample in family.samples:

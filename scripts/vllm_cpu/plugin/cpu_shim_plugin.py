@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def _look_at_models_here() -> None:
-    """vLLM asks a process of its own what a model can do, to keep CUDA out of this one: its imports take ten seconds."""
+    """vLLM asks a process of its own what a model can do, to keep CUDA out of this one: with ten seconds of imports."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda ask: ask()
