@@ -219,15 +219,10 @@ class Server:
         """Files in /dev/shm that its processes have open or mapped."""
         return {path for process in self.processes() for path in _shared_memory(process.pid)}
 
-    def terminate(self, sign: signal.Signals = signal.SIGTERM) -> int:
-        """Sends the API process a signal and waits for its end; its exit status.
-
-        Raises:
-          ServerError: it does not end.
-        """
+    def send(self, sign: signal.Signals) -> None:
+        """Sends the API process a signal."""
         self.processes()
         self._process.send_signal(sign)
-        return self.wait()
 
     def wait(self, limit_s: float = _END_LIMIT_S) -> int:
         """Waits for the end of the API process; its exit status.
@@ -246,13 +241,6 @@ class Server:
         while (left := self.processes()) and time.monotonic() < end_s:
             time.sleep(0.05)
         return left
-
-    def stop(self) -> None:
-        """Ends it as an operator would, and by force what is left then."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ServerError):
-                self.terminate()
-        self.kill()
 
     def kill(self) -> None:
         """Ends all its processes at once; does nothing if there are none left."""

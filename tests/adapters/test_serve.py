@@ -7,6 +7,7 @@ enough that nobody is preempted, which says what is right; and `doomed`, whose e
 import asyncio
 import json
 import random
+import signal
 import time
 
 import pytest
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.vllm
 NUM_BLOCKS, NUM_HOST_BLOCKS = 80, 240
 PRESSURE = Load(conversations=8, turns=2, concurrency=8, first=150, answer=56, shared=32)
 _QUIET_LIMIT_S = 120.0
+_END_LIMIT_S = 60.0
 
 
 class Served:
@@ -170,15 +172,15 @@ def test_clients_that_go_away(served):
             )
         )  # fmt: skip
 
-    num_aborted = served.ours.metrics(finished_reason="abort").get("vllm:request_success_total", 0)
+    num_ended = served.ours.metrics()["vllm:request_success_total"]
     found = talk(served.ours, all_at_once)
     assert {answer.finish for answer in found} == {"gone", "length"}
     for answer, right in zip(found, expected, strict=True):
         assert answer.tokens == right[: len(answer.tokens)]
         assert len(answer.tokens) == 40 or answer.finish == "gone"
     assert served.quiet_metrics()["vllm:kv_cache_usage_perc"] == 0
-    num_aborted = served.ours.metrics(finished_reason="abort")["vllm:request_success_total"] - num_aborted
-    assert num_aborted == sum(answer.finish == "gone" for answer in found)
+    num_ended = served.ours.metrics()["vllm:request_success_total"] - num_ended
+    assert sum(answer.finish == "length" for answer in found) <= num_ended < len(found)  # vLLM heard of those that left
     served.forget_hbm()
     assert [served.ask(tokens, answer=40).tokens for tokens in asked] == expected
     served.forget_hbm()  # what they held has been given back
@@ -229,41 +231,46 @@ def test_metrics_agree_with_each_other(served):
     assert metrics["num_quarantined_chunks"] == metrics["staging_reserved_blocks"] == 0
 
 
-async def _in_the_middle_of_a_stream(server, strike):
-    """What becomes of a stream and of the requests behind it if something happens in its middle."""
+async def _streams_when(server, strike):
+    """What becomes of streams if something happens in their middle. Those that wait for ever are hung up."""
+    num_before = server.metrics()["vllm:generation_tokens_total"]
     async with Client(server.url) as client:
         streams = [asyncio.create_task(client.complete(prompt(f"last {i}", 90), answer=900)) for i in range(12)]
-        while not server.metrics()["vllm:generation_tokens_total"]:
+        while server.metrics()["vllm:generation_tokens_total"] < num_before + 20:
             await asyncio.sleep(0.02)
-        ended = await asyncio.to_thread(strike)
-        return ended, await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 60)
+        await asyncio.to_thread(strike)
+        _, waiting = await asyncio.wait(streams, timeout=2)
+        for stream in waiting:
+            stream.cancel()
+        return await asyncio.gather(*streams, return_exceptions=True)
 
 
 def _assert_nothing_is_left(server, shared_memory):
     assert server.wait_for_processes() == []
     assert [path for path in shared_memory if path.exists()] == []
-    with pytest.raises(OSError):  # noqa: PT011 (refused, reset)
+    with pytest.raises(ConnectionError):
         server.request("GET", "/health")
 
 
 def test_sigterm(served):
-    shared_memory = served.ours.shared_memory()
-    ended, streams = asyncio.run(_in_the_middle_of_a_stream(served.ours, served.ours.terminate))
-    assert ended == 0
-    assert all(isinstance(stream, Exception) or len(stream.tokens) < 900 for stream in streams)
+    """vLLM aborts what runs, and waits until its clients have hung up."""
+    shared_memory, engine = served.ours.shared_memory(), served.ours.engine()
+
+    def strike():
+        served.ours.send(signal.SIGTERM)
+        engine.wait(_END_LIMIT_S)
+
+    streams = asyncio.run(_streams_when(served.ours, strike))
+    assert all(isinstance(stream, BaseException) or stream.finish == "abort" for stream in streams)
+    assert served.ours.wait() == 0
     _assert_nothing_is_left(served.ours, shared_memory)
 
 
 def test_the_engine_process_is_killed(served):
-    doomed = served.doomed
-    doomed.wait_until_ready()
-    shared_memory = doomed.shared_memory()
-
-    def strike():
-        doomed.engine().kill()
-        return doomed.wait()
-
-    _, streams = asyncio.run(_in_the_middle_of_a_stream(doomed, strike))
-    assert all(isinstance(stream, Exception) for stream in streams)
-    assert "EngineDeadError" in doomed.log()
-    _assert_nothing_is_left(doomed, shared_memory)
+    served.doomed.wait_until_ready()
+    shared_memory = served.doomed.shared_memory()
+    streams = asyncio.run(_streams_when(served.doomed, served.doomed.engine().kill))
+    assert all(isinstance(stream, BaseException) for stream in streams)
+    served.doomed.wait()
+    assert "EngineDeadError" in served.doomed.log()
+    _assert_nothing_is_left(served.doomed, shared_memory)
