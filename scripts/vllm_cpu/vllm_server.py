@@ -45,7 +45,7 @@ START_LIMIT_S = 900.0  # imports take most of it; 25 s on two idle cores, many t
 _ANSWER_LIMIT_S = 300.0
 _END_LIMIT_S = 60.0
 _DROPPED = ("TPU_OFFLOAD_", "VLLM_", "XLA_", "JAX_", "PYTHON", "CPU_SHIM_")  # settings of the process that starts it
-_KEEPER = 'read -r _; kill -9 -- "-$1" 2>/dev/null'
+_TRACKER_LIMIT_S = 5.0
 
 
 class ServerError(Exception):
@@ -110,6 +110,10 @@ class Server:
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
         self.environ = _environment(folder) | dict(environ or {})
+        # It hears of our end through the pipe, however we end, and leaves nothing running.
+        self._keeper = subprocess.Popen(
+            [sys.executable, str(_HERE / "vllm_server.py")], stdin=subprocess.PIPE, start_new_session=True
+        )
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -120,10 +124,9 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        # It hears of our end through the pipe, however we end, and leaves nothing running.
-        self._keeper = subprocess.Popen(
-            ["/bin/sh", "-c", _KEEPER, "keeper", str(self._process.pid)], stdin=subprocess.PIPE, start_new_session=True
-        )
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.write(f"{self._process.pid}\n".encode())
+        self._keeper.stdin.flush()
         self._seen: set[psutil.Process] = {psutil.Process(self._process.pid)}
 
     def __enter__(self) -> "Server":
@@ -192,7 +195,7 @@ class Server:
         """All that its processes have printed."""
         return self.log_path.read_text(errors="replace")
 
-    def log_tail(self, num_lines: int = 40) -> str:
+    def log_tail(self, num_lines: int = 100) -> str:
         """The end of it."""
         return "\n".join(self.log().splitlines()[-num_lines:])
 
@@ -210,9 +213,8 @@ class Server:
           ServerError: there is none.
         """
         for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.pid != self._process.pid and "EngineCore" in " ".join(process.cmdline()):
-                    return process
+            if process.pid != self._process.pid and "EngineCore" in _command(process):
+                return process
         raise ServerError(f"no engine process runs:\n{self.log_tail()}")
 
     def shared_memory(self) -> set[Path]:
@@ -244,12 +246,7 @@ class Server:
 
     def kill(self) -> None:
         """Ends all its processes at once; does nothing if there are none left."""
-        self.processes()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _end(self.processes())
         self._process.wait()
         if self._keeper.poll() is None:
             self._keeper.kill()
@@ -283,6 +280,35 @@ def _free_port() -> int:
         return port
 
 
+def _end(processes: Sequence[psutil.Process]) -> None:
+    """Kills them; those last that remove the semaphores of the others from /dev/shm, unless they are too slow."""
+    trackers = [process for process in processes if "resource_tracker" in _command(process)]
+    for process in processes:
+        if process not in trackers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    for process in psutil.wait_procs(trackers, _TRACKER_LIMIT_S)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _command(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def _keep() -> None:
+    """Waits for the end of whoever started us, however it comes, and ends the process group that it told us of."""
+    group = int(sys.stdin.read() or 0)
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if group and os.getpgid(process.pid) == group:
+                members.append(process)
+    _end(members)
+
+
 def _runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -299,3 +325,7 @@ def _shared_memory(pid: int) -> Iterator[Path]:
     for name in names:
         if name.startswith("/dev/shm/") and not name.endswith(" (deleted)"):
             yield Path(name)
+
+
+if __name__ == "__main__":
+    _keep()
