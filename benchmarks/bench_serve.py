@@ -125,6 +125,12 @@ async def talk(server, load, seed):
         return turns, time.perf_counter() - started_s
 
 
+def warm_up(server):
+    """Has it compile what it needs: prompts that have nothing to find, parts of it, and all of it."""
+    for _ in range(2):
+        asyncio.run(talk(server, WARM_UP, 99))
+
+
 def measure_talk(server, load, seed):
     before = server.metrics()["vllm:num_preemptions_total"]
     turns, seconds = asyncio.run(talk(server, load, seed))
@@ -145,7 +151,7 @@ def measure_talk(server, load, seed):
 def talk_round(folder, variant, args, num_blocks):
     """One round of the conversations on a server of its own."""
     with start(folder, variant, args, num_blocks=num_blocks) as server:
-        asyncio.run(talk(server, WARM_UP, 99))
+        warm_up(server)
         return {
             workload: measure_talk(server, *loads(args)[workload])
             for workload in TALKS
@@ -157,7 +163,7 @@ def prefix_round(folder, variant, args, num_blocks):
     """One round of vLLM's own client on a server of its own."""
     arguments = ["--block-size", "64", "--kv-cache-dtype", "fp8"]
     with start(folder, variant, args, num_blocks=num_blocks, arguments=arguments) as server:
-        asyncio.run(talk(server, WARM_UP, 99))
+        warm_up(server)
         run_prefix_client(folder, server, args, seed=98, prompts=args.prefixes)
         before = server.metrics()
         found = run_prefix_client(folder, server, args, seed=1, prompts=args.prefixes * args.prompts_per_prefix)
@@ -273,6 +279,7 @@ def parse():
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.conversations, args.turns, args.prompts, args.overload = 1, 4, 2, 4, 8
+        args.hbm_blocks = 30
         args.prefixes, args.prompts_per_prefix, args.prefix_tokens, args.prefix_hbm_blocks = 4, 2, 256, 12
     if min(args.rounds, args.conversations, args.turns, args.prompts, args.overload, args.prefixes) < 1:
         parser.error("rounds and sizes begin at 1")
@@ -306,7 +313,7 @@ def main():
         most = max(map(len, measured.values()))
         show(f"vllm serve: median (min-max) of {most} rounds", ROWS, report["figures"])
     for variant in report["refused"]:
-        print(f"{variant} is left out: its server ended or did not start")
+        print(f"{variant} is left out: {report['refused'][variant].splitlines()[0]}")
     if args.json and measured:
         Path(args.json).write_text(json.dumps(report, indent=1))
     if interrupted:

@@ -144,7 +144,9 @@ class Server:
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             if self._process.poll() is not None:
-                raise ServerError(f"vllm serve ended with status {self._process.returncode}:\n{self.log_tail()}")
+                raise ServerError(
+                    f"vllm serve ended with status {self._process.returncode}; {self._cause()}\n{self.log_tail()}"
+                )
             with contextlib.suppress(OSError, http.client.HTTPException):
                 if self.request("GET", "/health")[0] == 200:
                     self.processes()
@@ -198,6 +200,11 @@ class Server:
     def log_tail(self, num_lines: int = 100) -> str:
         """The end of it."""
         return "\n".join(self.log().splitlines()[-num_lines:])
+
+    def _cause(self) -> str:
+        """The last error of the engine process, in one line; what the API process says after it knows nothing of it."""
+        errors = [line for line in self.log().splitlines() if line.startswith("(EngineCore") and "Error: " in line]
+        return errors[-1] if errors else "its log ends so:"
 
     def processes(self) -> list[psutil.Process]:
         """Those of its processes that run now."""
