@@ -1,0 +1,325 @@
+"""What does offloading cost and gain in a real `vllm serve`, next to no connector and to tpu-inference's own?
+
+Each variant's server (API process and engine process, CPU stack) is started anew in every round, one at a time, warmed
+up, and given the same workloads over HTTP; so every round begins cold, and rounds of all variants alternate:
+
+    cold      conversations whose blocks leave HBM between two turns
+    warm      the same ones again, from the first turn on
+    unique    prompts that have nothing to find: what does saving cost?
+    overload  more conversations at a time than HBM holds: requests are preempted
+    prefix    `vllm bench serve --dataset-name prefix_repetition` with more prefixes than HBM holds, blocks of 64 tokens
+              and KV in 8 bits, as tpu-inference's maintainers test theirs, scaled down; a server of its own
+
+All answers are compared with those of a server with many blocks and no connector. Time to first token is that of later
+turns (of all requests in `unique` and `prefix`). The limit is in the same run: `none`, which saves nothing and computes
+everything. Ctrl-C ends it and reports what has been measured.
+
+  .venv-vllm/bin/python benchmarks/bench_serve.py --rounds 5 --json serve.json
+  .venv-vllm/bin/python benchmarks/bench_serve.py --variants none ours --workloads unique
+
+Needs the environment that `scripts/vllm_cpu/setup.sh` makes. "HBM" is memory of the host there: compare variants, not
+seconds with those of a TPU. Anything else that runs on the machine is in the figures.
+"""
+
+import argparse
+import asyncio
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench_vllm import percentile, show, spread
+from vllm_common import MODULES
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scripts.vllm_cpu.vllm_client import Client, Load
+from scripts.vllm_cpu.vllm_server import MODEL, OURS, Folder, Server, ServerError
+
+TALKS = ("cold", "warm", "unique", "overload")
+WORKLOADS = (*TALKS, "prefix")
+ENOUGH_BLOCKS = 600
+WARM_UP = Load(conversations=6, turns=2, concurrency=6, first=200, answer=20)
+NO_ASYNC = ("--no-async-scheduling",)
+_CLIENT_LIMIT_S = 900
+
+
+def ours(policy="recompute", **extra):
+    settings = OURS["kv_connector_extra_config"] | extra
+    return {**OURS, "kv_load_failure_policy": policy, "kv_connector_extra_config": settings}
+
+
+PEER = {
+    "kv_connector": "TPUOffloadConnector",
+    "kv_connector_module_path": MODULES["peer"],
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+VARIANTS = {
+    "none": (None, ()),
+    "peer": (PEER, ()),
+    "ours": (ours(), ()),
+    "ours-fail": (ours("fail"), ()),
+    "ours-no-async": (ours(), NO_ASYNC),
+    "ours-sync-load": (ours(sync_load=True), ()),
+    "ours-async-load": (ours(sync_load=False), ()),
+    "ours-no-decode-save": (ours(decode_save=False), ()),
+    "ours-staged": (ours(save_path="staged", load_path="staged"), ()),
+    "none-no-async": (None, NO_ASYNC),
+    "peer-no-async": (PEER, NO_ASYNC),
+}
+"""Connector and arguments; `ours` is what docs/vllm.md advises, with generated tokens saved."""
+DEFAULT_VARIANTS = ("none", "peer", "ours", "ours-fail", "ours-no-async")
+ROWS = tuple(
+    (workload, name, text)
+    for workload in WORKLOADS
+    for name, text in (
+        ("seconds", "seconds"),
+        ("tokens_per_s", "generated tokens/s"),
+        ("ttft_ms_p50", "time to first token, median (ms)"),
+        ("ttft_ms_p90", "time to first token, p90 (ms)"),
+        ("preemptions", "preemptions"),
+        ("cached_tokens", "prompt tokens found"),
+        ("computed_tokens", "prompt tokens computed"),
+        ("differing", "answers that differ from the reference"),
+    )
+)
+
+
+def start(folder, variant, args, *, num_blocks, arguments=()):
+    """A server that answers, of a variant or (None) of the reference."""
+    connector, own = VARIANTS[variant] if variant else VARIANTS["none"]
+    if connector is not None and "kv_connector_extra_config" in connector:
+        extra = connector["kv_connector_extra_config"] | {"num_cpu_chunks": args.host_blocks}
+        connector = connector | {"kv_connector_extra_config": extra}
+    peers = {"NUM_CPU_CHUNKS": args.host_blocks, "NUM_STAGING_BLOCKS": args.staging_blocks, "DECODE_SAVE": 1}
+    environ = {f"TPU_OFFLOAD_{name}": str(value) for name, value in peers.items()} if connector is PEER else {}
+    server = Server(
+        folder, num_blocks=num_blocks, connector=connector, arguments=[*own, *arguments], environ=environ
+    )  # fmt: skip
+    try:
+        server.wait_until_ready()
+    except BaseException:
+        server.kill()
+        raise
+    return server
+
+
+def loads(args):
+    chat = Load(conversations=args.conversations, turns=args.turns, concurrency=args.concurrency)
+    return {
+        "cold": (chat, 1),
+        "warm": (chat, 1),
+        "unique": (Load(conversations=args.prompts, turns=1, concurrency=args.concurrency, first=240), 2),
+        "overload": (Load(conversations=args.overload, turns=3, concurrency=args.overload, answer=40), 3),
+    }
+
+
+async def talk(server, load, seed):
+    async with Client(server.url) as client:
+        started_s = time.perf_counter()
+        turns = await client.converse(load, seed=seed)
+        return turns, time.perf_counter() - started_s
+
+
+def warm_up(server):
+    """Has it compile what it needs: prompts that have nothing to find, parts of it, and all of it."""
+    for _ in range(2):
+        asyncio.run(talk(server, WARM_UP, 99))
+
+
+def measure_talk(server, load, seed):
+    before = server.metrics()["vllm:num_preemptions_total"]
+    turns, seconds = asyncio.run(talk(server, load, seed))
+    first_s = [turn.answer.first_s for turn in turns if turn.turn or load.turns == 1]
+    cached = sum(turn.answer.cached_tokens for turn in turns)
+    return {
+        "seconds": seconds,
+        "tokens_per_s": sum(len(turn.answer.tokens) for turn in turns) / seconds,
+        "ttft_ms_p50": 1e3 * percentile(first_s, 50),
+        "ttft_ms_p90": 1e3 * percentile(first_s, 90),
+        "preemptions": server.metrics()["vllm:num_preemptions_total"] - before,
+        "cached_tokens": cached,
+        "computed_tokens": sum(turn.answer.prompt_tokens for turn in turns) - cached,
+        "answers": [turn.answer.tokens for turn in turns],
+    }
+
+
+def talk_round(folder, variant, args, num_blocks):
+    """One round of the conversations on a server of its own."""
+    with start(folder, variant, args, num_blocks=num_blocks) as server:
+        warm_up(server)
+        return {
+            workload: measure_talk(server, *loads(args)[workload])
+            for workload in TALKS
+            if workload in args.workloads or (workload == "cold" and "warm" in args.workloads)
+        }
+
+
+def prefix_round(folder, variant, args, num_blocks):
+    """One round of vLLM's own client on a server of its own."""
+    arguments = ["--block-size", "64", "--kv-cache-dtype", "fp8"]
+    with start(folder, variant, args, num_blocks=num_blocks, arguments=arguments) as server:
+        warm_up(server)
+        run_prefix_client(folder, server, args, seed=98, prompts=args.prefixes)
+        before = server.metrics()
+        found = run_prefix_client(folder, server, args, seed=1, prompts=args.prefixes * args.prompts_per_prefix)
+        after = server.metrics()
+    cached, asked = (
+        after[f"vllm:prompt_tokens{name}_total"] - before[f"vllm:prompt_tokens{name}_total"] for name in ("_cached", "")
+    )
+    return {
+        "prefix": {
+            "seconds": found["duration"],
+            "tokens_per_s": found["output_throughput"],
+            "ttft_ms_p50": found["median_ttft_ms"],
+            "ttft_ms_p90": found["p90_ttft_ms"],
+            "preemptions": after["vllm:num_preemptions_total"] - before["vllm:num_preemptions_total"],
+            "cached_tokens": cached,
+            "computed_tokens": asked - cached,
+            "answers": found["generated_texts"],
+        }
+    }
+
+
+def run_prefix_client(folder, server, args, *, seed, prompts):
+    path = folder.path / "prefix.json"
+    path.unlink(missing_ok=True)
+    settings = {
+        "--backend": "openai", "--endpoint": "/v1/completions", "--host": "127.0.0.1", "--port": server.port,
+        "--model": MODEL, "--tokenizer": folder.model, "--dataset-name": "prefix_repetition", "--num-prompts": prompts,
+        "--prefix-repetition-num-prefixes": args.prefixes, "--prefix-repetition-prefix-len": args.prefix_tokens,
+        "--prefix-repetition-suffix-len": args.suffix_tokens, "--prefix-repetition-output-len": args.prefix_answer,
+        "--max-concurrency": args.concurrency, "--seed": seed, "--metric-percentiles": "90",
+        "--result-dir": path.parent, "--result-filename": path.name, "--temperature": 0,
+    }  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--ignore-eos"]
+    command += ["--save-result", "--save-detailed", "--disable-tqdm"]
+    command += [str(part) for item in settings.items() for part in item]
+    done = subprocess.run(
+        command, cwd=folder.path, env=server.environ, capture_output=True, text=True, timeout=_CLIENT_LIMIT_S,
+        check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    if done.returncode or not path.is_file():
+        sys.exit(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}\nvllm bench serve ended with status {done.returncode}")
+    return json.loads(path.read_text())
+
+
+def measure(args, variants, report):
+    """Fills the report's rounds; may be interrupted anywhere."""
+    groups = []
+    if set(args.workloads) & set(TALKS):
+        groups.append((talk_round, args.hbm_blocks))
+    if "prefix" in args.workloads:
+        groups.append((prefix_round, args.prefix_hbm_blocks))
+    with Folder() as folder:
+        right = {}
+        for measure_round, _ in groups:
+            found = measure_round(folder, None, args, ENOUGH_BLOCKS)
+            right |= {workload: one["answers"] for workload, one in found.items()}
+        print("the reference has answered", flush=True)
+        for number in range(args.rounds):
+            for variant in variants if number % 2 == 0 else variants[::-1]:
+                if variant in report["refused"]:
+                    continue
+                parts = {}
+                for measure_round, num_blocks in groups:
+                    try:
+                        parts |= measure_round(folder, variant, args, num_blocks)
+                    except ServerError as e:
+                        report["refused"][variant] = str(e)
+                        print(f"{variant} is left out:\n{e}", file=sys.stderr, flush=True)
+                        break
+                for workload, one in parts.items():
+                    one["differing"] = sum(a != b for a, b in zip(one.pop("answers"), right[workload], strict=True))
+                if variant not in report["refused"]:
+                    report["rounds"][variant].append(parts)
+                    print(f"round {number + 1} of {args.rounds}: {variant}", flush=True)
+
+
+def figures_of(rounds):
+    """Of one variant: by workload and figure, median and range over the rounds."""
+    return {
+        workload: {
+            name: spread([one[workload].get(name) for one in rounds if workload in one])
+            for part, name, _ in ROWS
+            if part == workload
+        }
+        for workload in WORKLOADS
+    }
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--variants", nargs="+", choices=[*VARIANTS, "all"], default=list(DEFAULT_VARIANTS))
+    add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    add("--rounds", type=int, default=5, help="of each variant")
+    add("--json", help="write everything to this file")
+    add("--quick", action="store_true", help="sizes that only show that it runs")
+    sizes = parser.add_argument_group("server").add_argument
+    sizes("--hbm-blocks", type=int, default=80, help="of 16 tokens")
+    sizes("--prefix-hbm-blocks", type=int, default=30, help="of 64 tokens, in `prefix`")
+    sizes("--host-blocks", type=int, default=4096)
+    sizes("--staging-blocks", type=int, default=128, help="of tpu-inference's connector")
+    load = parser.add_argument_group("workloads").add_argument
+    load("--concurrency", type=int, default=4, help="requests at a time, but in `overload`")
+    load("--conversations", type=int, default=12)
+    load("--turns", type=int, default=6)
+    load("--prompts", type=int, default=60, help="in `unique`")
+    load("--overload", type=int, default=16, help="conversations at a time in `overload`")
+    load("--prefixes", type=int, default=10)
+    load("--prompts-per-prefix", type=int, default=4)
+    load("--prefix-tokens", type=int, default=512)
+    load("--suffix-tokens", type=int, default=64)
+    load("--prefix-answer", type=int, default=16)
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.conversations, args.turns, args.prompts, args.overload = 1, 4, 2, 4, 8
+        args.hbm_blocks = 30
+        args.prefixes, args.prompts_per_prefix, args.prefix_tokens, args.prefix_hbm_blocks = 4, 2, 256, 12
+    if min(args.rounds, args.conversations, args.turns, args.prompts, args.overload, args.prefixes) < 1:
+        parser.error("rounds and sizes begin at 1")
+    if "all" in args.variants:
+        args.variants = list(VARIANTS)
+    return args
+
+
+def main():
+    args = parse()
+    variants = list(dict.fromkeys(args.variants))
+    report = {
+        "question": "what offloading costs and gains in a real vllm serve",
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": vars(args) | {"argv": sys.argv[1:]},
+        "versions": {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference", "jax")},
+        "device": {"platform": "cpu", "cores": os.cpu_count()},
+        "load_average": os.getloadavg(),
+        "refused": {},
+        "rounds": {variant: [] for variant in variants},
+    }
+    interrupted = False
+    try:
+        measure(args, variants, report)
+    except KeyboardInterrupt:
+        interrupted = True
+    measured = {variant: rounds for variant, rounds in report["rounds"].items() if rounds}
+    report |= {"figures": {variant: figures_of(rounds) for variant, rounds in measured.items()}}
+    report["interrupted"] = interrupted
+    if measured:
+        most = max(map(len, measured.values()))
+        show(f"vllm serve: median (min-max) of {most} rounds", ROWS, report["figures"])
+    for variant in report["refused"]:
+        print(f"{variant} is left out: {report['refused'][variant].splitlines()[0]}")
+    if args.json and measured:
+        Path(args.json).write_text(json.dumps(report, indent=1))
+    if interrupted:
+        print("interrupted: this is what was measured until then", file=sys.stderr)
+    return 130 if interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

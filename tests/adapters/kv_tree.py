@@ -1,0 +1,99 @@
+"""What a router makes of vLLM's KV events: which blocks there are, and which of them the host tier has."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+)
+
+_LIMIT_S = 60.0
+
+
+class KVTree:
+    """Listens to the events of one server.
+
+    Args:
+      path: the Unix socket that the server publishes on.
+      block_size: tokens of a block.
+
+    Attributes:
+      host: hashes of the blocks in the host tier: those stored, less those removed.
+      num_removed: events of blocks that left it.
+    """
+
+    def __init__(self, path: Path, block_size: int) -> None:
+        self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.set_hwm(0)
+        self._socket.connect(f"ipc://{path}")
+        self._socket.subscribe("")
+        self._block_size = block_size
+        self._hashes: dict[tuple[object, tuple[int, ...]], object] = {}  # of a block's parent and its tokens
+        self._next: int | None = None
+        self.host: set[object] = set()
+        self.num_removed = 0
+
+    def close(self) -> None:
+        """Gives up the socket."""
+        self._socket.close(0)
+        self._context.term()
+
+    def wait_for_subscription(self, cause_events: Callable[[], object]) -> None:
+        """Causes events until one comes through: a publisher knows of a new subscriber only after a while."""
+        end_s = time.monotonic() + _LIMIT_S
+        while self._next is None:
+            assert time.monotonic() < end_s, "no event came"
+            cause_events()
+            self._follow(0.2)
+
+    def follow_until(self, done: Callable[[], bool]) -> None:
+        """Takes events in until nothing more is expected."""
+        end_s = time.monotonic() + _LIMIT_S
+        self._follow(0.2)
+        while not done():
+            assert time.monotonic() < end_s, f"{len(self.host)} blocks are stored by the events"
+            self._follow(0.2)
+
+    def num_host_tokens(self, tokens: Sequence[int]) -> int:
+        """How many of its leading tokens the host tier has."""
+        parent, size = None, self._block_size
+        for start in range(0, len(tokens) - size + 1, size):
+            parent = self._hashes.get((parent, tuple(tokens[start : start + size])))
+            if parent is None or parent not in self.host:
+                return start
+        return len(tokens) // size * size
+
+    def _follow(self, wait_s: float) -> None:
+        while self._socket.poll(int(1000 * wait_s)):
+            _, number, payload = self._socket.recv_multipart()
+            found = int.from_bytes(number, "big")
+            assert self._next in (None, found), f"batches from {self._next} on were lost, {found} came"
+            self._next = found + 1
+            for event in self._decode(payload).events:
+                self._take(event)
+
+    def _take(self, event: KVCacheEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.host.clear()
+        elif isinstance(event, BlockStored) and event.medium == MEDIUM_CPU:
+            assert self.host.isdisjoint(event.block_hashes), "stored twice"
+            self.host.update(event.block_hashes)
+        elif isinstance(event, BlockStored):
+            parent = event.parent_block_hash
+            for i, block_hash in enumerate(event.block_hashes):
+                tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
+                self._hashes[parent, tuple(tokens)] = parent = block_hash
+        elif isinstance(event, BlockRemoved) and event.medium == MEDIUM_CPU:
+            assert self.host.issuperset(event.block_hashes), "removed without having been stored"
+            self.host.difference_update(event.block_hashes)
+            self.num_removed += len(event.block_hashes)

@@ -1,0 +1,279 @@
+"""The connector in a real `vllm serve`, as docs/vllm.md has it: async scheduling, `recompute`, requests preempted.
+
+Three servers are started: `ours`, which most tests share and SIGTERM ends; `plain`, without a connector and with blocks
+enough that nobody is preempted, which says what is right; and `doomed`, whose engine process is killed.
+"""
+
+import asyncio
+import json
+import random
+import signal
+import time
+
+import pytest
+
+from scripts.vllm_cpu.vllm_client import Client, Load, answers, words
+from scripts.vllm_cpu.vllm_server import BLOCK_SIZE, OURS, Folder, Server
+from tests.adapters.kv_tree import KVTree
+from tpu_offload.metrics import SWAP_FIELDS, OffloadStats
+
+pytestmark = pytest.mark.vllm
+
+NUM_BLOCKS, NUM_HOST_BLOCKS = 80, 240
+PRESSURE = Load(conversations=8, turns=2, concurrency=8, first=150, answer=56, shared=32)
+_QUIET_LIMIT_S = 120.0
+_END_LIMIT_S = 60.0
+
+
+class Served:
+    """The servers, and what is asked of them."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.events_path = folder.path / "tmp" / "events"
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{self.events_path}"}
+        extra = OURS["kv_connector_extra_config"] | {"num_cpu_chunks": NUM_HOST_BLOCKS}
+        self.connector = {**OURS, "kv_connector_extra_config": extra}
+        self.ours = Server(
+            folder,
+            num_blocks=NUM_BLOCKS,
+            connector=self.connector,
+            arguments=["--kv-events-config", json.dumps(events)],
+        )
+        self.plain = self.doomed = None
+        self.tree = KVTree(self.events_path, BLOCK_SIZE)
+
+    def start_others(self):
+        self.plain = Server(self.folder, num_blocks=400)
+        for server in (self.ours, self.plain):
+            server.wait_until_ready()
+        self.doomed = Server(self.folder, num_blocks=NUM_BLOCKS, connector=self.connector)  # up when it is needed
+
+    def close(self):
+        for server in (self.ours, self.plain, self.doomed):
+            if server is not None:
+                server.kill()
+        self.tree.close()
+
+    def ask(self, prompt, server=None, **fields):
+        """One request, to ours if nothing else is said."""
+        return talk(server or self.ours, lambda client: client.complete(prompt, **fields))
+
+    def forget_hbm(self):
+        """From here on only the host tier can have anything. No block must be held: vLLM refuses otherwise."""
+        self.ours.reset_prefix_cache(external=False)
+
+    def quiet_metrics(self):
+        """Of `ours`, once nothing is on its way."""
+        idle = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:tpu_offload_num_jobs_in_flight")
+        end_s = time.monotonic() + _QUIET_LIMIT_S
+        while any((metrics := self.ours.metrics())[name] for name in idle):
+            assert time.monotonic() < end_s, {name: metrics[name] for name in idle}
+            time.sleep(0.05)
+        return metrics
+
+
+def talk(server, what):
+    async def go():
+        async with Client(server.url) as client:
+            return await what(client)
+
+    return asyncio.run(go())
+
+
+def prompt(name, length):
+    return words(random.Random(name), length)
+
+
+def limits(**entries):
+    return {"kv_transfer_params": {f"tpu_offload.{name}": value for name, value in entries.items()}}
+
+
+def right_answer(served, tokens, answer=16):
+    return served.ask(tokens, served.plain, answer=answer).tokens
+
+
+@pytest.fixture(scope="module")
+def served():
+    with Folder() as folder:
+        servers = Served(folder)
+        try:
+            servers.start_others()
+            yield servers
+        finally:
+            servers.close()
+
+
+def test_answers_are_those_without_a_connector_though_requests_are_preempted(served):
+    before = served.ours.metrics()
+    expected, found = (talk(server, lambda c: c.converse(PRESSURE, seed=1)) for server in (served.plain, served.ours))
+    assert answers(found) == answers(expected)
+    assert len({tuple(tokens) for tokens in answers(expected).values()}) == PRESSURE.conversations * PRESSURE.turns
+    assert served.plain.metrics()["vllm:num_preemptions_total"] == 0
+    after = served.quiet_metrics()
+    assert after["vllm:num_preemptions_total"] - before["vllm:num_preemptions_total"] >= 2
+    assert after["vllm:tpu_offload_loaded_tokens_total"] > before["vllm:tpu_offload_loaded_tokens_total"]
+    assert "nothing more of it is saved" not in served.ours.log()
+
+
+def test_hits_and_resets(served):
+    """A hit in HBM, one in the host tier when HBM is reset, none when both are."""
+    asked = prompt("hits", 100)
+    whole = len(asked) // BLOCK_SIZE * BLOCK_SIZE
+    found = [served.ask(asked), served.ask(asked)]
+    served.forget_hbm()
+    before = served.ours.metrics()
+    found.append(served.ask(asked))
+    after = served.quiet_metrics()
+    served.ours.reset_prefix_cache(external=True)
+    found.append(served.ask(asked))
+    assert [answer.cached_tokens for answer in found] == [0, whole, whole, 0]
+    assert all(answer.tokens == right_answer(served, asked) for answer in found)
+    for name in ("external_prefix_cache_hits", "tpu_offload_matched_tokens", "tpu_offload_loaded_tokens"):
+        assert after[f"vllm:{name}_total"] - before[f"vllm:{name}_total"] == whole, name
+
+
+@pytest.mark.parametrize(
+    ("fields", "found_by_it", "found_later"),
+    [
+        ({}, 96, 96),
+        (limits(cache=False), 0, 0),
+        (limits(cache="no"), 0, 0),
+        (limits(max_load_token=1), 0, 0),
+        (limits(max_load_tokens=-1), 0, 0),
+        (limits(max_load_tokens=40), 32, 96),
+        ({"kv_transfer_params": {"max_offload_tokens": 50}}, 48, 48),
+        ({"kv_transfer_params": {"somebody_elses": 1}}, 96, 96),
+    ],
+    ids=["none", "cache", "unreadable", "unknown", "negative", "load", "save", "of others"],
+)
+def test_limits_of_a_request(served, fields, found_by_it, found_later):
+    """It comes by twice with its limits, the second time when HBM has forgotten it; then somebody without any comes."""
+    asked = prompt(json.dumps(fields), 100)
+    found = [served.ask(asked, **fields)]
+    for later in (fields, limits(max_save_tokens=0)):
+        served.forget_hbm()
+        found.append(served.ask(asked, **later))
+    assert [answer.cached_tokens for answer in found] == [0, found_by_it, found_later]
+    assert all(answer.tokens == right_answer(served, asked) for answer in found)
+
+
+def test_clients_that_go_away(served):
+    """Before the first token, in the middle, near the end; while others are preempted around them."""
+    asked = [prompt(f"gone {i}", 150) for i in range(16)]
+    expected = [right_answer(served, tokens, 40) for tokens in asked]
+
+    async def all_at_once(client):
+        after = [None, 0, 1, 7, None, 20, 33, 0] * 2
+        return await asyncio.gather(
+            *(
+                client.complete(tokens, answer=40, hang_up_after=n)
+                for tokens, n in zip(asked, after, strict=True)
+            )
+        )  # fmt: skip
+
+    num_ended = served.ours.metrics()["vllm:request_success_total"]
+    found = talk(served.ours, all_at_once)
+    assert {answer.finish for answer in found} == {"gone", "length"}
+    for answer, right in zip(found, expected, strict=True):
+        assert answer.tokens == right[: len(answer.tokens)]
+        assert len(answer.tokens) == 40 or answer.finish == "gone"
+    assert served.quiet_metrics()["vllm:kv_cache_usage_perc"] == 0
+    num_ended = served.ours.metrics()["vllm:request_success_total"] - num_ended
+    assert sum(answer.finish == "length" for answer in found) <= num_ended < len(found)  # vLLM heard of those that left
+    served.forget_hbm()
+    assert [served.ask(tokens, answer=40).tokens for tokens in asked] == expected
+    served.forget_hbm()  # what they held has been given back
+
+
+def test_events_tell_what_a_look_up_finds(served):
+    tree = served.tree
+    tree.wait_for_subscription(lambda: served.ask(prompt("hello", 40)))
+    served.ours.reset_prefix_cache(external=True)
+    turns = [*talk(served.ours, lambda c: c.converse(PRESSURE, seed=5))]
+    turns += talk(served.ours, lambda c: c.converse(PRESSURE, seed=6))
+    resident = served.quiet_metrics()["vllm:tpu_offload_num_resident_chunks"]
+    tree.follow_until(lambda: len(tree.host) == resident)
+    assert 0 < len(tree.host) <= NUM_HOST_BLOCKS
+    assert tree.num_removed > 0
+    whole = [turn.prompt + turn.answer.tokens for turn in turns if turn.turn == PRESSURE.turns - 1]
+    expected = [min(tree.num_host_tokens(tokens), (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE) for tokens in whole]
+    assert len(set(expected)) > 2
+    found = []
+    for tokens in whole:
+        served.forget_hbm()
+        found.append(served.ask(tokens, answer=1, **limits(max_save_tokens=0)).cached_tokens)
+    assert found == expected
+
+
+def test_metrics_agree_with_each_other(served):
+    metrics = {name.removeprefix("vllm:tpu_offload_"): value for name, value in served.quiet_metrics().items()}
+    text = served.ours.request("GET", "/metrics")[1]
+    series = [line for line in text.splitlines() if line.startswith("vllm:tpu_offload_")]
+    assert series
+    assert all('model_name="m"' in line and 'engine="0"' in line for line in series)
+    assert not [line for line in series if "swap" in line]
+    for name in OffloadStats.__slots__:
+        assert name in SWAP_FIELDS or name in metrics or f"{name}_total" in metrics, name
+
+    num_loaded, num_saved = metrics["loaded_blocks_total"], metrics["saved_blocks_total"]
+    assert num_loaded > 0 < num_saved
+    assert metrics["loaded_nbytes_total"] / num_loaded == metrics["saved_nbytes_total"] / num_saved == 32768
+    assert metrics["loaded_tokens_total"] == num_loaded * BLOCK_SIZE
+    assert metrics["matched_tokens_total"] >= metrics["loaded_tokens_total"]
+    assert metrics["num_host_chunks"] == NUM_HOST_BLOCKS
+    assert 0 < metrics["num_resident_chunks"] <= num_saved - metrics["num_evicted_chunks_total"]
+    assert metrics["load_seconds_count"] > 0 < metrics["save_seconds_count"]
+    assert metrics["load_seconds_sum"] == pytest.approx(metrics["load_s_total"])
+    for name in ("failed_jobs", "timed_out_jobs", "ignored_results", "rejected_reports", "lost_results"):
+        assert metrics[f"num_{name}_total"] == 0, name
+    assert metrics["num_worker_restarts_total"] == metrics["num_open_breakers"] == 0
+    assert metrics["num_quarantined_chunks"] == metrics["staging_reserved_blocks"] == 0
+
+
+async def _streams_when(server, strike):
+    """What becomes of streams if something happens in their middle. Those that wait for ever are hung up."""
+    num_before = server.metrics()["vllm:generation_tokens_total"]
+    async with Client(server.url) as client:
+        streams = [asyncio.create_task(client.complete(prompt(f"last {i}", 90), answer=900)) for i in range(12)]
+        while server.metrics()["vllm:generation_tokens_total"] < num_before + 20:
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(strike)
+        _, waiting = await asyncio.wait(streams, timeout=2)
+        for stream in waiting:
+            stream.cancel()
+        return await asyncio.gather(*streams, return_exceptions=True)
+
+
+def _assert_nothing_is_left(server, shared_memory):
+    assert server.wait_for_processes() == []
+    assert [path for path in shared_memory if path.exists()] == []
+    with pytest.raises(ConnectionError):
+        server.request("GET", "/health")
+
+
+def test_sigterm(served):
+    """vLLM aborts what runs, and waits until its clients have hung up."""
+    shared_memory, engine = served.ours.shared_memory(), served.ours.engine()
+
+    def strike():
+        served.ours.send(signal.SIGTERM)
+        end_s = time.monotonic() + _END_LIMIT_S
+        while engine in served.ours.processes():
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+
+    streams = asyncio.run(_streams_when(served.ours, strike))
+    assert all(isinstance(stream, BaseException) or stream.finish == "abort" for stream in streams)
+    assert served.ours.wait() == 0
+    _assert_nothing_is_left(served.ours, shared_memory)
+
+
+def test_the_engine_process_is_killed(served):
+    served.doomed.wait_until_ready()
+    shared_memory = served.doomed.shared_memory()
+    streams = asyncio.run(_streams_when(served.doomed, served.doomed.engine().kill))
+    assert all(isinstance(stream, BaseException) for stream in streams)
+    served.doomed.wait()
+    assert "EngineDeadError" in served.doomed.log()
+    _assert_nothing_is_left(served.doomed, shared_memory)
