@@ -159,7 +159,18 @@ def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
         CachedPrefix([1], 1, lambda h: 1, 4),
         CachedPrefix([b"1"], 1, lambda h: 1, 4, "limits"),
     ],
-    ids=str,
+    ids=[
+        "type",
+        "more blocks",
+        "no blocks",
+        "hashes",
+        "no function",
+        "negative block",
+        "block",
+        "tokens",
+        "hash",
+        "limits",
+    ],
 )
 def test_what_makes_no_sense_is_refused(wrong) -> None:
     engine = FakeEngine(save_on="eviction")
