@@ -54,9 +54,20 @@ def make_runner(*, left_out=("b",), modify=TPUModelRunner._modify_prev_results, 
             | results
         ),
     )
-    # The method is the class's, as in the real runner: what is put over it can be taken away again.
+    # The methods are of classes, as in the real runner: what is put over them can be taken away again.
     cls = type("StandIn", (SimpleNamespace,), {"_modify_prev_results": modify})
-    return cls(**vars(runner))
+    batches = type("Batches", (SimpleNamespace,), {"update_states": lambda self, output, positions: positions})
+    return cls(**vars(runner), persistent_batch_manager=batches())
+
+
+def go_on(runner, *request_ids, finished=()):
+    """A step with these, none of which was preempted in it."""
+    output = SimpleNamespace(
+        num_scheduled_tokens=dict.fromkeys(request_ids, 1),
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+        finished_req_ids=set(finished),
+    )
+    runner.persistent_batch_manager.update_states(output, 7)
 
 
 def outputs(runner):
@@ -76,6 +87,8 @@ def test_the_token_is_put_in(caplog, left_out):
     tokens = RunnerTokens(runner, mend=True, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
+        assert not caplog.records
+        go_on(runner, *left_out)
     assert outputs(runner) == {"a": [31, 41], "b": [31, 42]}
     assert (tokens.distrusted, tokens.take_news()) == (frozenset(), {})
     assert len(caplog.records) == bool(left_out)
@@ -107,6 +120,9 @@ def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
     tokens = RunnerTokens(runner, mend=mend, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
+        go_on(runner, "a")
+        assert not tokens.distrusted
+        go_on(runner, "a", "b")
     assert runner.requests["b"].output_token_ids == [31, 0]
     assert tokens.distrusted == {"b"}
     assert tokens.take_news() == {"b": (3,)}, "of its token 4 on"
@@ -117,9 +133,32 @@ def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
     assert not tokens.distrusted
 
 
+@pytest.mark.parametrize("mend", [True, False])
+def test_nothing_is_said_of_a_request_that_has_just_ended(caplog, mend):
+    runner = make_runner()
+    tokens = RunnerTokens(runner, mend=mend, block_size=2)
+    with caplog.at_level(logging.WARNING, logger="tpu_offload"):
+        runner._modify_prev_results()
+        go_on(runner, "a", "b", finished=["b"])  # another under the same id
+    assert not caplog.records
+    assert not tokens.distrusted
+
+
+def test_a_runner_whose_steps_are_not_seen_is_not_trusted():
+    runner = make_runner()
+    del runner.persistent_batch_manager
+    tokens = RunnerTokens(runner, mend=False, block_size=2)
+    runner._modify_prev_results()
+    assert tokens.distrusted == {"b"}
+
+
 def resume(runner, *request_ids):
     """The step after: these are in it, after a reset."""
-    output = SimpleNamespace(scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(request_ids)))
+    output = SimpleNamespace(
+        num_scheduled_tokens=dict.fromkeys(request_ids, 1),
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(request_ids)),
+        finished_req_ids=set(),
+    )
 
     def update_states(self, output, positions):
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:  # as vLLM has it
@@ -144,8 +183,8 @@ def test_a_token_that_vllm_has_dropped(caplog, mend):
         runner._modify_prev_results()
     fed = runner.input_batch.token_ids_cpu[runner.input_batch.req_id_to_index["b"]]
     assert (outputs(runner)["b"] == [31]) == (fed[3] == 31) == mend
-    assert tokens.distrusted == (set() if mend else {"a", "b"})
-    assert tokens.take_news() == ({} if mend else {"a": (3,), "b": (2, 3)})
+    assert tokens.distrusted == (set() if mend else {"b"})
+    assert tokens.take_news() == ({} if mend else {"b": (2, 3)})
     tokens.close()
     assert "update_states" not in vars(runner.persistent_batch_manager)
 
@@ -178,6 +217,7 @@ def test_another_tpu_inference_does_not_end_the_engine(caplog, gone):
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
         runner._modify_prev_results()
+        go_on(runner, "b")
     assert called == [runner, runner]
     (record,) = caplog.records
     assert record.levelno == logging.ERROR

@@ -12,9 +12,10 @@ answers wrongly. There is one fault by which that happens, in tpu-inference 0.32
     request has found all of its prompt, takes it for one that generates, and the engine ends.
 
 Whether a runner has the first is seen from what it does, whenever a request is left out. Then the token is put in here;
-the dropped token is taken away before the runner comes by it. What this cannot vouch for is not saved:
+the dropped token is taken away before the runner comes by it. Most requests that are left out have just reached their
+last token, so that nothing is said of it before one goes on. What this cannot vouch for is not saved:
 
-    left out     a request whose tokens were left out and could not be put in
+    left out     a request that goes on, whose tokens were left out and could not be put in
     resumed      a request that is resumed while a token is on its way to it that could not be taken away
     compared     a request of which the runner has another token, before the end of what is saved, than vLLM
 """
@@ -45,6 +46,8 @@ class RunnerTokens:
         # Requests whose KV may be of other tokens than those that it would be kept under, until their end.
         self._distrusted: set[str] = set()
         self._news: dict[str, tuple[int, ...]] = {}
+        # Requests that have been left out and have not gone on: their first wrong token, or None if it was put in.
+        self._left_out: dict[str, int | None] = {}
         self._original = getattr(runner, "_modify_prev_results", None)
         if self._original is not None:
             runner._modify_prev_results = self._modify_prev_results
@@ -123,12 +126,29 @@ class RunnerTokens:
             self._give_up(e)
         returned = self._original_update(output, *args, **kwargs)
         try:
+            for request_id in output.finished_req_ids:  # another may come under the same id in this step
+                self._left_out.pop(request_id, None)
+            for request_id in self._left_out.keys() & output.num_scheduled_tokens.keys():
+                self._go_on(request_id)
             for request_id in resumed:
                 last = self._runner.requests[request_id].num_tokens - 1
                 self._distrust(request_id, last, "a request went on while a token was on its way that vLLM has dropped")
         except Exception as e:
             self._give_up(e)
         return returned
+
+    def _go_on(self, request_id: str) -> None:
+        """A request is in a step again that was left out of one."""
+        first = self._left_out.pop(request_id)
+        if first is not None:
+            self._distrust(request_id, first, "tpu-inference left out a token of a request that a step left out")
+        else:
+            self._say_once(
+                "mend",
+                logging.WARNING,
+                "tpu-inference left a token out that was on its way when its request was left out of a step; it is put "
+                "in (see docs/upstream; TPU_OFFLOAD_MEND_RUNNER=0 leaves it alone)",
+            )
 
     def _resumed(self, output: Any) -> set[str]:
         """Requests of a step that were preempted while a token was on its way to them, which has not come yet."""
@@ -183,8 +203,7 @@ class RunnerTokens:
         for place, state in left_out:
             num_placeholders, outputs = _num_placeholders(results, state), state.output_token_ids
             if not possible or any(outputs[-num_placeholders:]):
-                first = state.num_tokens - num_placeholders
-                self._distrust(state.req_id, first, "tpu-inference left out a token of a request that a step left out")
+                self._leave_out(state.req_id, state.num_tokens - num_placeholders)
                 continue
             if sampled is None:
                 assert self._extract is not None
@@ -197,12 +216,13 @@ class RunnerTokens:
                     len(results.req_ids),
                 )
             outputs[len(outputs) - num_placeholders :] = sampled[place][:num_placeholders]
-            self._say_once(
-                "mend",
-                logging.WARNING,
-                "tpu-inference left a token out that was on its way when its request was left out of a step; it is put "
-                "in (see docs/upstream; TPU_OFFLOAD_MEND_RUNNER=0 leaves it alone)",
-            )
+            self._leave_out(state.req_id, None)
+
+    def _leave_out(self, request_id: str, first: int | None) -> None:
+        if self._left_out.get(request_id) is None:
+            self._left_out[request_id] = first
+        if self._original_update is None:  # it would not be seen to go on
+            self._go_on(request_id)
 
 
 def _num_placeholders(results: Any, state: Any) -> int:
