@@ -64,7 +64,6 @@ VARIANTS = {
     "ours": (ours(), ()),
     "ours-fail": (ours("fail"), ()),
     "ours-no-async": (ours(), NO_ASYNC),
-    "ours-sync-load": (ours(sync_load=True), ()),
     "ours-async-load": (ours(sync_load=False), ()),
     "ours-no-decode-save": (ours(decode_save=False), ()),
     "ours-staged": (ours(save_path="staged", load_path="staged"), ()),

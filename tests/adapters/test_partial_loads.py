@@ -186,3 +186,36 @@ def test_what_an_aborted_request_computed_on_blocks_that_never_came_is_not_found
         stack.serve(name, [*longer, 7, 8, 9, 10], max_tokens=6)
     assert stack.requests["e"].status is RequestStatus.FINISHED_LENGTH_CAPPED
     stack.check_end()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_what_two_computed_that_share_blocks_that_never_came_is_not_found(policy, async_scheduling):
+    """vLLM gives up the blocks of the first of them only."""
+    stack, tokens = make(sync_load=True, async_scheduling=async_scheduling, policy=policy, max_num_batched_tokens=96)
+    longer = [*tokens, *prompt(40, seed=77)]
+    break_segment(stack)
+    stack.add("b", [*tokens, *prompt(9, seed=78)], max_tokens=6)
+    stack.add("c", longer, max_tokens=6)
+    stack.drain()
+    heal(stack)
+    for name in ("d", "e"):
+        stack.serve(name, [*longer, 7, 8, 9], max_tokens=6)
+        assert stack.requests[name].status is RequestStatus.FINISHED_LENGTH_CAPPED
+    stack.check_end()
+
+
+def test_who_is_aborted_while_it_sits_out_a_step_leaves_nothing():
+    stack, tokens = make(sync_load=True, async_scheduling=True)
+    break_segment(stack)
+    stack.add("b", tokens, max_tokens=6)
+    stack.begin_step()
+    stack.begin_step()
+    stack.end_step()
+    assert stack.side._rollback._held_back
+    stack.abort("b")
+    stack.end_step()
+    stack.add("c", prompt(12, seed=4))
+    stack.drain()
+    assert not stack.side._rollback._held_back
+    stack.check_end()

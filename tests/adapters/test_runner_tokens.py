@@ -144,6 +144,18 @@ def test_nothing_is_said_of_a_request_that_has_just_ended(caplog, mend):
     assert not tokens.distrusted
 
 
+@pytest.mark.parametrize("mend", [True, False])
+def test_nothing_is_said_of_a_request_whose_token_vllm_has_dropped(caplog, mend):
+    runner = make_runner()
+    tokens = RunnerTokens(runner, mend=mend, block_size=2)
+    with caplog.at_level(logging.WARNING, logger="tpu_offload"):
+        runner._modify_prev_results()
+        runner.requests["b"].num_tokens = 4  # it was set back
+        go_on(runner, "b")
+    assert not caplog.records
+    assert not tokens.distrusted
+
+
 def test_a_runner_whose_steps_are_not_seen_is_not_trusted():
     runner = make_runner()
     del runner.persistent_batch_manager
@@ -152,20 +164,23 @@ def test_a_runner_whose_steps_are_not_seen_is_not_trusted():
     assert tokens.distrusted == {"b"}
 
 
-def resume(runner, *request_ids):
-    """The step after: these are in it, after a reset."""
+def resume(runner, request_id, num_tokens):
+    """The step after: this request is in it, after a reset, with so many tokens that vLLM knows."""
     output = SimpleNamespace(
-        num_scheduled_tokens=dict.fromkeys(request_ids, 1),
-        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(request_ids)),
+        num_scheduled_tokens={request_id: 1},
+        scheduled_cached_reqs=SimpleNamespace(
+            resumed_req_ids={request_id}, all_token_ids={request_id: [*PROMPT, 31, 42][:num_tokens]}
+        ),
         finished_req_ids=set(),
     )
 
     def update_states(self, output, positions):
-        for request_id in output.scheduled_cached_reqs.resumed_req_ids:  # as vLLM has it
-            state = runner.requests[request_id]
-            del state.output_token_ids[1:]
-            state.num_tokens = 4
-            runner.input_batch.num_tokens_no_spec[:] = 4
+        state, batch = runner.requests[request_id], runner.input_batch
+        del state.output_token_ids[num_tokens - len(PROMPT) :]
+        state.num_tokens = num_tokens
+        row = batch.req_id_to_index[request_id]
+        batch.token_ids_cpu[row, :num_tokens] = [*PROMPT, *state.output_token_ids]
+        batch.num_tokens_no_spec[row] = num_tokens
         return positions
 
     cls = type("Batches", (SimpleNamespace,), {"update_states": update_states})
@@ -173,32 +188,37 @@ def resume(runner, *request_ids):
     return output
 
 
+@pytest.mark.parametrize("num_tokens", [4, 5], ids=["dropped", "taken"])
 @pytest.mark.parametrize("mend", [True, False])
-def test_a_token_that_vllm_has_dropped(caplog, mend):
+def test_a_request_that_is_resumed_goes_on_with_the_tokens_that_vllm_has(caplog, mend, num_tokens):
     runner = make_runner(left_out=("a",))
-    output = resume(runner, "b")
+    output = resume(runner, "b", num_tokens)
     tokens = RunnerTokens(runner, mend=mend, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         assert runner.persistent_batch_manager.update_states(output, 7) == 7
         runner._modify_prev_results()
-    fed = runner.input_batch.token_ids_cpu[runner.input_batch.req_id_to_index["b"]]
-    assert (outputs(runner)["b"] == [31]) == (fed[3] == 31) == mend
+    if mend:
+        fed = runner.input_batch.token_ids_cpu[runner.input_batch.req_id_to_index["b"]]
+        assert outputs(runner)["b"] == [31, 42][: num_tokens - 3] == fed[3:num_tokens].tolist()
     assert tokens.distrusted == (set() if mend else {"b"})
-    assert tokens.take_news() == ({} if mend else {"b": (2, 3)})
+    assert tokens.take_news() == ({} if mend else {"b": (2, 3) if num_tokens == 4 else (3,)})
     tokens.close()
     assert "update_states" not in vars(runner.persistent_batch_manager)
 
 
-@pytest.mark.parametrize("gone", ["_pre_async_results", "results"])
+@pytest.mark.parametrize("gone", ["_pre_async_results", "results", "all_token_ids"])
 def test_a_step_that_cannot_be_read_does_not_end_the_engine(gone):
     runner = make_runner(left_out=())
-    output = resume(runner, "b")
-    RunnerTokens(runner, mend=True, block_size=2)
+    output = resume(runner, "b", 4)
+    tokens = RunnerTokens(runner, mend=True, block_size=2)
     if gone == "results":
         runner._pre_async_results = None
+    elif gone == "all_token_ids":
+        output.scheduled_cached_reqs.all_token_ids = {}
     else:
         del runner._pre_async_results
     assert runner.persistent_batch_manager.update_states(output, 7) == 7
+    assert tokens.distrusted == ({"b"} if gone == "all_token_ids" else set())
 
 
 @pytest.mark.parametrize("gone", ["results", "next_tokens", "requests", "extract"])

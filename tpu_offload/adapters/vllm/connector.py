@@ -131,7 +131,7 @@ class TPUOffloadConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See the base class; the blocks may always be freed at once."""
-        self.scheduler_side.finish(request.request_id, block_ids)
+        self.scheduler_side.finish(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool:

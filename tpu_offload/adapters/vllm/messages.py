@@ -57,8 +57,8 @@ class ReportMessage(KVConnectorWorkerMetadata):
       layout: what the caches are made of, in the first message of each worker.
       distrusted: requests that may have been computed on other tokens than vLLM has for them, each with the blocks
         from there on.
-      forget_all: a load turned out to have failed after steps had computed on its blocks, so that KV which was kept
-        since may be wrong, in HBM or in the host tier.
+      forget_all: a load turned out to have failed after steps had computed on its blocks, so that KV which was saved
+        since may be wrong.
     """
 
     reports: tuple[StepReport, ...]

@@ -9,10 +9,12 @@ vLLM does a part of it: it is told which blocks are invalid, and with the policy
     the step after it   is on its way with async scheduling, and vLLM would take its tokens. What it does with a request
                         that it preempts is done to these: the tokens are dropped when they come. Until then they
                         run in no further step, because tpu-inference writes the last token of a step over those
-                        of whoever is in the next one. (Requests of a step on its way are never preempted.)
+                        of whoever is in the next one. (vLLM preempts no request of a step on its way, but for a
+                        reset of running requests, which drops their tokens by itself.)
     waiting requests    that hold blocks give them back, to be matched again.
-    ended requests      have left blocks in the prefix cache that a step on its way when they ended computes on what is
-                        not there. Those are taken out as well.
+    who is gone         Requests that ended, or were preempted by a reset, while it was on its way, have left blocks
+                        in the prefix cache that it computed on what is not there; so has who found theirs. Nobody
+                        has their tables any more. So when loads are synchronous the prefix cache forgets everything.
     sessions            that wait for more input cannot be set back, for their computed tokens are those that vLLM keeps
                         of them. A step is wasted on them when they go on: a worker reports the blocks with it.
 """
@@ -35,33 +37,27 @@ class Rollback:
     Args:
       manager: vLLM's cache manager.
       block_size: tokens in a block.
+      sync_loads: steps compute on blocks before it is known whether their load has failed.
     """
 
-    def __init__(self, manager: "KVCacheManager", *, block_size: int) -> None:
+    def __init__(self, manager: "KVCacheManager", *, block_size: int, sync_loads: bool) -> None:
         self._manager = manager
         self._block_size = block_size
+        self._sync_loads = sync_loads
         self._held_back: list[Request] = []
         self._sessions: dict[str, set[int]] = {}
         self._spoilt_block_ids: set[int] = set()  # that the coming step computes on
-        # Blocks of requests that ended since the last step was scheduled, and between the two before it.
-        self._left: list[Sequence[int]] = []
-        self._left_before: list[Sequence[int]] = []
 
     def admit(self, request_id: str) -> None:
         """A request goes on with the blocks that it holds."""
         self._spoilt_block_ids |= self._sessions.pop(request_id, set())
 
-    def finish(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """A request ended, and gives up these blocks."""
+    def finish(self, request_id: str) -> None:
+        """A request ended."""
         self._sessions.pop(request_id, None)
-        self._left.append(block_ids)
 
     def begin_step(self) -> frozenset[int]:
-        """A step was scheduled; the spoilt blocks that it computes on.
-
-        At most one more is on its way: of those that were when a request ended, the last has ended two steps later.
-        """
-        self._left, self._left_before = [], self._left
+        """A step was scheduled; the spoilt blocks that it computes on."""
         spoilt, self._spoilt_block_ids = frozenset(self._spoilt_block_ids), set()
         return spoilt
 
@@ -70,14 +66,12 @@ class Rollback:
         if self._held_back:
             held, self._held_back = self._held_back, []
             for request in held:
+                if request.is_finished():
+                    continue
                 if request.num_stale_output_tokens:
                     self._held_back.append(request)
                 else:
                     request.next_decode_eligible_step = 0
-
-    def forget_all(self) -> None:
-        """Nothing that vLLM's prefix cache holds is found any more. Requests keep their blocks."""
-        self._manager.evict_blocks(set(range(self._manager.block_pool.num_gpu_blocks)))
 
     def spoil(self, block_ids: Collection[int], requests: Mapping[str, "Request"]) -> list[str]:
         """Sets back all of these requests that hold any of these blocks; returns which."""
@@ -88,13 +82,11 @@ class Rollback:
         while num_before < len(spoilt):  # what rests on these blocks has gone bad, too, and may be shared in turn
             num_before = len(spoilt)
             for request_id, table in tables.items():
-                first = _find(spoilt, table)
-                if first < len(table):
+                first = next((i for i, block_id in enumerate(table) if block_id in spoilt), None)
+                if first is not None:
                     firsts[request_id] = first
                     spoilt.update(table[first:])
-            for table in (*self._left, *self._left_before):
-                spoilt.update(table[_find(spoilt, table) :])
-        self._manager.evict_blocks(spoilt)
+        self._manager.evict_blocks(set(range(self._manager.block_pool.num_gpu_blocks)) if self._sync_loads else spoilt)
         for request_id, first in firsts.items():
             self._set_back(requests[request_id], tables[request_id], first)
         return list(firsts)
@@ -115,14 +107,10 @@ class Rollback:
     def _drop_step_on_its_way(self, request: "Request") -> None:
         """What vLLM's scheduler does when it preempts; but the request keeps its blocks."""
         request.num_output_placeholders = 0
+        request.spec_token_ids = []
+        request.is_prefill_chunk = True  # drafts that come now follow a token that is dropped
         if request.num_in_flight_tokens:
-            request.spec_token_ids = []
             request.num_stale_output_tokens = request.num_in_flight_tokens
             request.drop_stale_output = True
             request.next_decode_eligible_step = sys.maxsize
             self._held_back.append(request)
-
-
-def _find(spoilt: Collection[int], table: Sequence[int]) -> int:
-    """Place of the first spoilt block in a table; its length if there is none."""
-    return next((i for i, block_id in enumerate(table) if block_id in spoilt), len(table))

@@ -7,21 +7,23 @@ answers wrongly. There is one fault by which that happens, in tpu-inference 0.32
     place in the state of each request. `_modify_prev_results` puts them in, but only for requests that are in the
     next step. One that a step leaves out (preempted, or without a turn) keeps the 0, and goes on with it.
 
-    vLLM drops the token that is on its way to a request which it preempts and resumes in one step (a reset of running
-    requests). The runner puts it in nevertheless, over the last token that the request has by then; and if the
-    request has found all of its prompt, takes it for one that generates, and the engine ends.
+    A reset of running requests preempts and resumes them in one step. vLLM drops the token that is on its way to a
+    request, or has taken it if it waited for that (a pause does). The runner has not, in either case: it puts the
+    token in when the step has begun, over whatever is last by then. And if a request has found all of its prompt,
+    the runner takes it for one that generates, and the engine ends.
 
-Whether a runner has the first is seen from what it does, whenever a request is left out. Then the token is put in here;
-the dropped token is taken away before the runner comes by it. Most requests that are left out have just reached their
-last token, so that nothing is said of it before one goes on. What this cannot vouch for is not saved:
+Whether a runner has the first is seen from what it does, whenever a request is left out. Then the token is put in
+here. Most requests that are left out have just reached their last token, so that nothing is said of it before one goes
+on. One that is resumed is given the tokens that vLLM has for it, before the runner looks. What this cannot vouch for
+is not saved:
 
     left out     a request that goes on, whose tokens were left out and could not be put in
-    resumed      a request that is resumed while a token is on its way to it that could not be taken away
+    resumed      a request that is resumed while the runner has a token for it, and could not be given vLLM's
     compared     a request of which the runner has another token, before the end of what is saved, than vLLM
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 _logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ class RunnerTokens:
 
     Args:
       runner: tpu-inference's.
-      mend: put in the tokens that it leaves out, and take away those that vLLM drops.
+      mend: put in the tokens that it leaves out, and give those that are resumed vLLM's.
       block_size: tokens in a block.
     """
 
@@ -46,8 +48,8 @@ class RunnerTokens:
         # Requests whose KV may be of other tokens than those that it would be kept under, until their end.
         self._distrusted: set[str] = set()
         self._news: dict[str, tuple[int, ...]] = {}
-        # Requests that have been left out and have not gone on: their first wrong token, or None if it was put in.
-        self._left_out: dict[str, int | None] = {}
+        # Requests that have been left out and have not gone on: the first token that was, and whether it was put in.
+        self._left_out: dict[str, tuple[int, bool]] = {}
         self._original = getattr(runner, "_modify_prev_results", None)
         if self._original is not None:
             runner._modify_prev_results = self._modify_prev_results
@@ -114,13 +116,13 @@ class RunnerTokens:
     # In place of the runner's methods. No error of ours ends the engine.
 
     def _update_states(self, output: Any, *args: Any, **kwargs: Any) -> Any:
-        """The runner's own, before each step; tokens are taken away before it and after it is too late."""
+        """The runner's own, at the beginning of each step."""
         assert self._original_update is not None
         resumed: set[str] = set()
         try:
             resumed = self._resumed(output)
             if resumed and self._mend:
-                self._take_away(resumed)
+                self._give_known_tokens(resumed, output.scheduled_cached_reqs.all_token_ids)
                 resumed = set()
         except Exception as e:
             self._give_up(e)
@@ -132,15 +134,17 @@ class RunnerTokens:
                 self._go_on(request_id)
             for request_id in resumed:
                 last = self._runner.requests[request_id].num_tokens - 1
-                self._distrust(request_id, last, "a request went on while a token was on its way that vLLM has dropped")
+                self._distrust(request_id, last, "a request was resumed before the runner had its last token")
         except Exception as e:
             self._give_up(e)
         return returned
 
     def _go_on(self, request_id: str) -> None:
         """A request is in a step again that was left out of one."""
-        first = self._left_out.pop(request_id)
-        if first is not None:
+        first, put_in = self._left_out.pop(request_id)
+        if self._runner.requests[request_id].num_tokens <= first:
+            return  # vLLM has dropped that token
+        if not put_in:
             self._distrust(request_id, first, "tpu-inference left out a token of a request that a step left out")
         else:
             self._say_once(
@@ -151,15 +155,19 @@ class RunnerTokens:
             )
 
     def _resumed(self, output: Any) -> set[str]:
-        """Requests of a step that were preempted while a token was on its way to them, which has not come yet."""
+        """Requests of a step that were preempted, and for which the runner has a token that it has not put in."""
         resumed: Collection[str] = output.scheduled_cached_reqs.resumed_req_ids
         results = self._runner._pre_async_results
         if not resumed or results is None:
             return set()
         return {state.req_id for _, state, _ in results.request_seq_lens if state.req_id in resumed}
 
-    def _take_away(self, request_ids: Collection[str]) -> None:
+    def _give_known_tokens(self, request_ids: Collection[str], known: Mapping[str, Sequence[int]]) -> None:
+        states = {request_id: self._runner.requests[request_id] for request_id in request_ids}
+        outputs = {request_id: known[request_id][len(state.prompt_token_ids) :] for request_id, state in states.items()}
         results = self._runner._pre_async_results
+        for request_id, state in states.items():
+            state.output_token_ids[:] = outputs[request_id]
         results.request_seq_lens = [row for row in results.request_seq_lens if row[1].req_id not in request_ids]
         for request_id in request_ids:
             results.placeholder_req_id_to_index.pop(request_id, None)
@@ -203,7 +211,7 @@ class RunnerTokens:
         for place, state in left_out:
             num_placeholders, outputs = _num_placeholders(results, state), state.output_token_ids
             if not possible or any(outputs[-num_placeholders:]):
-                self._leave_out(state.req_id, state.num_tokens - num_placeholders)
+                self._leave_out(state.req_id, state.num_tokens - num_placeholders, put_in=False)
                 continue
             if sampled is None:
                 assert self._extract is not None
@@ -215,12 +223,12 @@ class RunnerTokens:
                     results.discard_sampled_tokens_req_indices,
                     len(results.req_ids),
                 )
+            first = state.num_tokens - num_placeholders
             outputs[len(outputs) - num_placeholders :] = sampled[place][:num_placeholders]
-            self._leave_out(state.req_id, None)
+            self._leave_out(state.req_id, first, put_in=True)
 
-    def _leave_out(self, request_id: str, first: int | None) -> None:
-        if self._left_out.get(request_id) is None:
-            self._left_out[request_id] = first
+    def _leave_out(self, request_id: str, first: int, *, put_in: bool) -> None:
+        self._left_out[request_id] = first, put_in
         if self._original_update is None:  # it would not be seen to go on
             self._go_on(request_id)
 

@@ -105,7 +105,8 @@ class SchedulerSide:
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
         """vLLM's cache manager, before the first step."""
-        self._rollback = Rollback(kv_cache_manager, block_size=self._block_size)
+        sync_loads = bool(self._config.sync_load)
+        self._rollback = Rollback(kv_cache_manager, block_size=self._block_size, sync_loads=sync_loads)
         self._distrust = Distrust(kv_cache_manager, block_size=self._block_size)
 
     def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -216,7 +217,6 @@ class SchedulerSide:
         for report in message.reports:
             self._hear(self._offload.apply(report))
         if message.forget_all:
-            self._rollback.forget_all()
             self.reset()
 
     def _hear(self, update: Update) -> None:
@@ -254,15 +254,15 @@ class SchedulerSide:
             entry.next_offer_tokens = 0
             self._offering[request_id] = entry
 
-    def finish(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """The request ended, in whatever state, and gives up these blocks."""
+    def finish(self, request_id: str) -> None:
+        """The request ended, in whatever state."""
         self._forget(request_id)
         self._promised.discard(request_id)
         self._waiting_since_s.pop(request_id, None)
         self._unfinished.pop(request_id, None)
         self._limits.pop(request_id, None)
         self._distrust.finish(request_id)
-        self._rollback.finish(request_id, block_ids)
+        self._rollback.finish(request_id)
         self._has_news = True
         if self._offload is not None:
             self._offload.finish(request_id)

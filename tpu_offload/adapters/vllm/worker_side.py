@@ -290,8 +290,8 @@ class WorkerSide:
         """A load went wrong on the device, after steps that rest on it were dispatched.
 
         An error of the device takes the caches along. What is left is a copy that says it did less than it was asked
-        to, which nobody has seen. Tokens that are out stay out. What is computed on these blocks is computed again, and
-        what was kept since is forgotten, for it may rest on them, too.
+        to, which nobody has seen. Tokens that are out stay out. All else is as if the caches were lost, and the host
+        tier is reset, for what was saved since may rest on these blocks, and what was loaded since on that.
         """
         _logger.error(
             "tpu_offload: the load of request %s failed after it was used: %s. Tokens that it has generated may be "
@@ -299,7 +299,7 @@ class WorkerSide:
             job.request_id,
             error,
         )
-        self._spoil(job.block_ids)
+        self._spoil(range(self._runner.kv_caches[0].shape[0]))
         self._forget_all = True
 
     def _receive(self, job: TransferJob) -> None:
