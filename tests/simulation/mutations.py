@@ -437,13 +437,13 @@ MUTATIONS = (
     Mutation(
         "an aborted request leaves its blocks in the swap pool",
         "swap/manager",
-        "                self._detach(swapped)\n                self._jobs.release(swapped)\n",
-        "                self._detach(swapped)\n",
+        "            self._detach(swapped)\n            self._jobs.release(swapped)\n            self._breakers",
+        "            self._detach(swapped)\n            self._breakers",
     ),
     Mutation(
         "a block of the swap pool is known by its contents after it is free",
         "swap/pool",
-        "                    if g == 0:\n                        self.forget((block,))\n",
+        "            if g == 0:\n                self.forget(free)\n",
         "",
     ),
     # Probes, and what failed before.
@@ -486,8 +486,8 @@ MUTATIONS = (
     Mutation(
         "the probe of an ended request is not withdrawn",
         "swap/manager",
-        "                self._breakers[Direction.LOAD].withdraw(request_id)\n",
-        "                pass\n",
+        "            self._breakers[Direction.LOAD].withdraw(request_id)\n        self._returned_at",
+        "            pass\n        self._returned_at",
     ),
     Mutation(
         "the probe of a lost request is not withdrawn",
