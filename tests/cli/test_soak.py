@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -106,9 +108,13 @@ def test_an_engine_that_hangs_is_noticed(tmp_path, monkeypatch, capsys, direct):
 
 
 def test_a_table_that_grows_is_noticed(tmp_path, monkeypatch, capsys, direct):
-    step = Engine.step
+    step, now_s = Engine.step, [0.0]
+    # Seconds of the soak go by with the steps: enough rounds, however busy the machine.
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], perf_counter=time.perf_counter, sleep=time.sleep)
+    monkeypatch.setattr(soak, "time", clock)
 
     def leaking(self):
+        now_s[0] += 0.01
         self._rejected_before = [*getattr(self, "_rejected_before", ()), len(self._samples)]
         return step(self)
 
