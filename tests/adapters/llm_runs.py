@@ -125,6 +125,7 @@ class Life:
         abort: dict[str, str],
         reset_when: str = "",
         preempt_at: list[int] = (),  # type: ignore[assignment]
+        pause: bool = False,
         **sampling: Any,
     ) -> dict[str, Any]:
         """Steps the engine and does things between the steps.
@@ -134,9 +135,11 @@ class Life:
           abort: by place, the vLLM status at whose sight a request is aborted.
           reset_when: the vLLM status of any request at whose first sight everything cached is forgotten.
           preempt_at: numbers of tokens of the first request at which all are preempted and what HBM has is forgotten.
+          pause: it is done by a pause, which waits for the step that is on its way, as it does in a served engine.
           sampling: as ever.
         """
         from vllm import TokensPrompt
+        from vllm.v1.core.sched.interface import PauseState
 
         engine, ids = self._llm.llm_engine, []
         for prompt in prompts:
@@ -145,7 +148,7 @@ class Life:
             internal = engine.add_request(ids[-1], TokensPrompt(prompt_token_ids=prompt), _sampling(sampling))
             ids[-1] = (ids[-1], internal)
         tokens, seen, due = [[] for _ in ids], [[] for _ in ids], {int(i): status for i, status in abort.items()}
-        aborted, preempt_at = [], list(preempt_at)
+        aborted, preempt_at, pausing = [], list(preempt_at), False
         for _ in range(_STEP_LIMIT):
             for i, (external, internal) in enumerate(ids):
                 request = self._scheduler.requests.get(internal)
@@ -162,8 +165,16 @@ class Life:
                     engine.abort_request([external])
             if not engine.has_unfinished_requests():
                 break
+            if pausing and not self._core.batch_queue:
+                pausing = False
+                self._core.pause_scheduler("keep", clear_cache=True)
+                self._core.resume_scheduler()
             if preempt_at and len(tokens[0]) >= preempt_at[0]:
                 del preempt_at[0]
+                if pause:
+                    pausing = True
+                    self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+                    continue
                 with contextlib.suppress(RuntimeError):  # blocks that a step on its way writes are not free yet
                     self._llm.reset_prefix_cache(reset_running_requests=True)
             for output in engine.step():

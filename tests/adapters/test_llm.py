@@ -356,14 +356,16 @@ def test_reset(process, plain):
 @pytest.mark.parametrize(
     "settings", [{}, {"sync_load": False}, {"mend_runner": False}], ids=["default", "async", "plain"]
 )
-def test_running_requests_are_preempted_and_go_on_at_once(process, plain, settings):
-    """Their tokens that are on the way are dropped by vLLM; the runner would put them over those before."""
-    drive = {"do": "drive", "prompts": PROMPTS[:3], "abort": {}, "preempt_at": [5, 20], "max_tokens": 40}
+@pytest.mark.parametrize("pause", [False, True], ids=["reset", "pause"])
+def test_running_requests_are_preempted_and_go_on_at_once(process, plain, settings, pause):
+    """vLLM has dropped the tokens that were on the way, or taken them; the runner has neither done."""
+    drive = {"do": "drive", "prompts": PROMPTS[:3], "abort": {}, "max_tokens": 40}
     connector = ours(decode_save=not settings, **settings)
-    outcome = process.live({"engine": ASYNC, "connector": connector, "steps": [drive, *FORGET_HBM, GENERATE]})
+    preempt = {**drive, "preempt_at": [5, 20], "pause": pause}
+    outcome = process.live({"engine": ASYNC, "connector": connector, "steps": [preempt, *FORGET_HBM, GENERATE]})
     driven = outcome["steps"][0]
     assert not driven["hung"]
-    expected = plain([{**drive, "preempt_at": []}, GENERATE], ASYNC)
+    expected = plain([drive, GENERATE], ASYNC)
     mended = "mend_runner" not in settings
     assert mended == (answers(outcome) == answers(expected))
     assert_nothing_is_left(outcome, failed=None if not mended else False, fed_wrongly=not mended)
