@@ -68,8 +68,7 @@ def transfer_config(variant):
         kv_connector="TPUOffloadConnector",
         kv_role="kv_both",
         kv_connector_module_path=module,
-        # With async scheduling, synchronous loads are for those who take an error for a load that fails.
-        kv_load_failure_policy="fail" if variant == "ours-sync" else "recompute",
+        kv_load_failure_policy="recompute",
     )
 
 
