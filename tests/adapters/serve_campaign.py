@@ -5,8 +5,8 @@ are right, and ours, with so few blocks that requests are preempted. Then HBM of
 as ours answered it, is asked of both for the next token's log probabilities: ours loads it from the host tier, `clean`
 computes it. The difference is exactly 0 unless the host tier has KV that is not of the tokens it is kept under.
 
-With planted faults all of this has to hold as well. `--faults '{"load leaves out a block": 0.05}'` is another matter: that
-is known only when tokens that rest on it are out. Answers may differ then; the host tier must have no wrong KV even so.
+With planted faults all of this has to hold as well. `--faults '{"load leaves out a block": 0.05}'` is another matter:
+that is known only when tokens that rest on it are out. Answers may differ then; what the host tier has must not.
 """
 
 import argparse
