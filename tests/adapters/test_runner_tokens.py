@@ -134,24 +134,16 @@ def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
 
 
 @pytest.mark.parametrize("mend", [True, False])
-def test_nothing_is_said_of_a_request_that_has_just_ended(caplog, mend):
+@pytest.mark.parametrize("why", ["ended, and another goes on under its id", "set back by vLLM, which drops the token"])
+def test_nothing_is_said_of_a_request_that_needs_no_token(caplog, mend, why):
+    ended = why.startswith("ended")
     runner = make_runner()
     tokens = RunnerTokens(runner, mend=mend, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
-        go_on(runner, "a", "b", finished=["b"])  # another under the same id
-    assert not caplog.records
-    assert not tokens.distrusted
-
-
-@pytest.mark.parametrize("mend", [True, False])
-def test_nothing_is_said_of_a_request_whose_token_vllm_has_dropped(caplog, mend):
-    runner = make_runner()
-    tokens = RunnerTokens(runner, mend=mend, block_size=2)
-    with caplog.at_level(logging.WARNING, logger="tpu_offload"):
-        runner._modify_prev_results()
-        runner.requests["b"].num_tokens = 4  # it was set back
-        go_on(runner, "b")
+        if not ended:
+            runner.requests["b"].num_tokens = 4
+        go_on(runner, "a", "b", finished=["b"] if ended else [])
     assert not caplog.records
     assert not tokens.distrusted
 

@@ -1,7 +1,7 @@
 """The tokens that tpu-inference's model runner feeds, held against those that vLLM knows, and faults of it mended.
 
 KV is kept under a hash of the tokens that vLLM knows. If the runner computed it on others, every request that finds it
-answers wrongly. There is one fault by which that happens, in tpu-inference 0.32 with async scheduling:
+answers wrongly. Two faults of tpu-inference 0.32 do that, both with async scheduling:
 
     A step is dispatched before the tokens of the one before it are on the host. Until they are, 0 stands in their
     place in the state of each request. `_modify_prev_results` puts them in, but only for requests that are in the
