@@ -136,7 +136,7 @@ class OffloadConfig(pydantic.BaseModel):
         le=2**20,
         allow_inf_nan=False,
         description="Loads that are not staged move at most so many GB a device before one step, which waits for them; "
-        "the rest goes before the next steps; 0 sets no bound, nor do synchronous loads of vLLM.",
+        "the rest goes before the next steps; 0 sets no bound.",
     )
     load_wait_s: float = Field(
         5.0,

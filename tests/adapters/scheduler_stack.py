@@ -277,6 +277,7 @@ class Stack:
         for connector in self.connectors:
             assert not connector.worker_side._loading
             assert not connector.worker_side._told
+            assert not connector.worker_side._in_background
 
     def close(self) -> None:
         for connector in self.connectors:

@@ -8,11 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
+from tests.adapters.hashed_model import NUM_LAYERS, PAGE_SHAPE
 from tests.adapters.scheduler_stack import BLOCK_SIZE, VOCABULARY, Stack, take_caches
 from tpu_offload import StepReport
 from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
+
+BLOCK_NBYTES = NUM_LAYERS * PAGE_SHAPE[0] * PAGE_SHAPE[1] * PAGE_SHAPE[2]
 
 
 class Faults:
@@ -73,6 +76,7 @@ class Life:
             save_path=paths,
             load_path=rng.choice([paths, "direct"]),
             sync_load=mode in ("sync", "sync and async"),
+            max_load_gb_per_step=rng.choice([1.0, 1.0, 2.5 * BLOCK_NBYTES / 2**30]),
             save_wait_s=rng.choice([0.0, 0.5]),
         )
         self.faults = Faults(self.stack, rng, self.fault_rate, rng.choice([0.0, 0.0, 0.1]))

@@ -37,6 +37,7 @@ class PlanMessage(KVConnectorMetadata):
       known_tokens: to be held against those that the runner has.
       distrusted: requests of which the scheduler has heard that nothing is to be saved.
       finished: requests that ended before this step; others may come under the same ids.
+      background_job_ids: loads of the plan that no forward pass needs before vLLM has been told that they have ended.
     """
 
     plan: StepPlan
@@ -45,6 +46,7 @@ class PlanMessage(KVConnectorMetadata):
     known_tokens: tuple[KnownTokens, ...] = ()
     distrusted: frozenset[str] = frozenset()
     finished: frozenset[str] = frozenset()
+    background_job_ids: frozenset[int] = frozenset()
 
 
 @final

@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 
 from tpu_offload import (
+    CopyPath,
     FinishedTransfer,
     KVLayout,
     OffloadConfig,
@@ -93,6 +94,8 @@ class SchedulerSide:
         # Those of them that may have something new to save; for the many that only generate a step costs nothing.
         self._offering: dict[str, _Watched] = {}
         self._promised: set[str] = set()  # matched in this pass and not admitted
+        self._sync_blocks: dict[str, int] = {}  # that the coming step waits for
+        self._max_sync_blocks = 0  # 0 for no bound
         self._matched: set[str] = set()  # matched in this pass
         self._admitted: set[str] = set()  # admitted in this pass
         self._unfinished: dict[str, Request] = {}  # those that were matched
@@ -141,9 +144,10 @@ class SchedulerSide:
         if self._waits(request_id):
             self._offload.release(request_id)
             return None, False
-        if num_tokens:
-            self._promised.add(request_id)
-        return num_tokens, num_tokens > 0 and not self._config.sync_load
+        if not num_tokens:
+            return 0, False
+        self._promised.add(request_id)
+        return num_tokens, not self._holds_up_a_step(request_id, num_tokens)
 
     def admit(self, request: "Request", block_ids: Sequence[int], num_loaded_tokens: int) -> None:
         """vLLM granted blocks, with which the request waits for a load if it has one."""
@@ -190,10 +194,12 @@ class SchedulerSide:
         self._promised.clear()
         self._has_news |= self._offload.has_jobs  # asked before they time out
         plan = self._offload.plan_step(self._changed(output))
+        in_background = frozenset(job.job_id for job in plan.loads if job.request_id not in self._sync_blocks)
+        self._sync_blocks.clear()
         self._hear(self._offload.take_update())  # a worker may never say anything again
         self._has_news |= not plan.empty
         known_tokens, self._known_tokens = tuple(self._known_tokens), []
-        return dataclasses.replace(message, plan=plan, known_tokens=known_tokens)
+        return dataclasses.replace(message, plan=plan, known_tokens=known_tokens, background_job_ids=in_background)
 
     def apply(self, message: "KVConnectorWorkerMetadata | None") -> None:
         """Takes what the workers reported after a step.
@@ -331,12 +337,29 @@ class SchedulerSide:
         now_s = self._clock()
         return now_s - self._waiting_since_s.setdefault(request_id, now_s) < limit_s
 
+    def _holds_up_a_step(self, request_id: str, num_tokens: int) -> bool:
+        """Whether the load of a request that was just matched goes before the coming step, with its first tokens.
+
+        The whole batch waits for such loads. So all of one step together are bounded, and what is beyond that waits for
+        its load in vLLM's queue, while others run.
+        """
+        if not self._config.sync_load:
+            return False
+        self._sync_blocks.pop(request_id, None)
+        num_blocks = -(-num_tokens // self._block_size)
+        if self._max_sync_blocks and sum(self._sync_blocks.values()) + num_blocks > self._max_sync_blocks:
+            return False
+        self._sync_blocks[request_id] = num_blocks
+        return True
+
     def _forget(self, request_id: str) -> bool:
         """Whether the request was watched."""
         self._offering.pop(request_id, None)
         return self._watched.pop(request_id, None) is not None
 
     def _start(self, layout: KVLayout) -> OffloadScheduler:
+        if self._config.load_path is not CopyPath.STAGED:  # else the staging buffer is the bound
+            self._max_sync_blocks = self._config.max_load_blocks(layout)
         return OffloadScheduler(
             self._config,
             layout,

@@ -39,8 +39,6 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         # The device runs a direct load between two steps in any case, so that to let the request wait spares nobody
         # anything. A staged one runs beside the steps.
         config = config.model_copy(update={"sync_load": config.load_path is CopyPath.DIRECT})
-    if config.sync_load:  # the step at hand waits for all of its loads in any case
-        config = config.model_copy(update={"max_load_gb_per_step": 0.0})
     return config
 
 

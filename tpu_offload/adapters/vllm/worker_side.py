@@ -62,10 +62,10 @@ class WorkerSide:
         self._message = PlanMessage(StepPlan(0), idle=False)
         self._plan = StepPlan(0)
         self._idle = False
-        self._sync = False
         # Loads that vLLM has not been told about, and those that it has and whose result is not there yet.
         self._loading: dict[int, TransferJob] = {}
         self._told: dict[int, TransferJob] = {}
+        self._in_background: set[int] = set()  # those of them that vLLM waits for; a step computes with the others
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._reports: list[StepReport] = []
@@ -104,7 +104,7 @@ class WorkerSide:
             block_nbytes=layout.block_nbytes_per_device,
             utilization=vllm_config.cache_config.gpu_memory_utilization,
         )
-        self._runner, self._worker, self._sync = runner, worker, bool(config.sync_load)
+        self._runner, self._worker = runner, worker
         self._tokens = RunnerTokens(runner, mend=config.mend_runner, block_size=layout.block_size)
         # With async scheduling the next plan is made before the scheduler hears of a failure.
         self._num_steps_ahead = int(vllm_config.scheduler_config.async_scheduling)
@@ -153,15 +153,18 @@ class WorkerSide:
             self._plan = StepPlan(plan.step_id)
             return
         self._loading.update((job.job_id, job) for job in plan.loads)
+        self._in_background |= self._message.background_job_ids
+        needed = {job.job_id for job in plan.loads} - self._message.background_job_ids
         begun = self._run(lambda caches: self.worker.begin_step(plan, caches))
         if not begun or self.worker.is_stale(plan):  # the worker has cancelled the saves, and wants no more of the plan
             self._plan = dataclasses.replace(plan, saves=())
-        if self._sync:
+        if needed:
             self._collect()  # direct loads are written, or have failed: nothing waits for the copies themselves
-            while any(job.job_id in self._loading for job in plan.loads):
+        while not needed.isdisjoint(self._loading):
+            self._run(self.worker.resume_loads)  # direct loads that had to share this step with others
+            self._take_written()
+            if not needed.isdisjoint(self._loading):
                 self._collect(wait=True)
-                self._run(self.worker.resume_loads)
-                self._take_written()
 
     def start_saves(self) -> None:
         """Dispatches the saves, unless the pass ran on blocks that a failed load has left as they were, or is lost.
@@ -214,6 +217,7 @@ class WorkerSide:
             worker.close()
         self._loading.clear()
         self._told.clear()
+        self._in_background.clear()
         self._received.clear()
         self._invalid_block_ids.clear()
         self._reports.clear()
@@ -251,6 +255,7 @@ class WorkerSide:
                 self._receive(job)
             self._loading.clear()
             self._told.clear()
+            self._in_background.clear()
             self._spoil(range(num_blocks))
             return False
         return True
@@ -303,16 +308,17 @@ class WorkerSide:
         self._forget_all = True
 
     def _receive(self, job: TransferJob) -> None:
-        if not self._sync:  # else vLLM does not wait for it
+        if job.job_id in self._in_background:  # else vLLM does not wait for it
+            self._in_background.discard(job.job_id)
             self._received.add(job.request_id)
 
     def _fail(self, job: TransferJob, positions: Sequence[int] = ()) -> None:
         """A load brought nothing, or all but the blocks at these positions of it: what is before them is used."""
         invalid = [job.block_ids[i] for i in positions] or job.block_ids
-        if self._sync:
-            self._spoil(invalid)
-        else:  # nothing has computed on them
+        if job.job_id in self._in_background:  # nothing has computed on them
             self._invalid_block_ids.update(invalid)
+        else:
+            self._spoil(invalid)
         self._receive(job)
 
 

@@ -1,0 +1,170 @@
+"""A hit too large to go before one step waits for its load in vLLM's queue; smaller ones hold nobody up."""
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.adapters.hashed_model import NUM_LAYERS, PAGE_SHAPE
+from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, make_stack, prompt
+from tpu_offload.types import Direction
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
+
+MAX_BLOCKS = 4  # before one step
+SMALL, LARGE = 3, 9
+BLOCK_NBYTES = NUM_LAYERS * PAGE_SHAPE[0] * PAGE_SHAPE[1] * PAGE_SHAPE[2]
+scheduling = pytest.mark.parametrize("async_scheduling", [False, True])
+workers = pytest.mark.parametrize("num_workers", [1, 2])
+
+
+def make(*prompts: list[int], **kwargs) -> Stack:
+    """An engine whose host tier has these prompts, and whose HBM has nothing."""
+    bound = {"max_load_gb_per_step": (MAX_BLOCKS + 0.5) * BLOCK_NBYTES / 2**30}
+    settings = {"num_blocks": 60, "num_cpu_chunks": 64, "max_num_batched_tokens": 200, "sync_load": None}
+    stack = make_stack(**{**settings, **bound, **kwargs})
+    assert stack.side._max_sync_blocks == MAX_BLOCKS
+    for i, tokens in enumerate(prompts):
+        stack.serve(f"saved{i}", tokens)
+        stack.scheduler.reset_prefix_cache()
+    return stack
+
+
+def blocks(num_blocks: int, *, seed: int) -> list[int]:
+    return prompt(num_blocks * BLOCK_SIZE, seed=seed)
+
+
+def fail_loads(stack: Stack, num_blocks: int) -> None:
+    """Loads whose first piece has so many blocks fail."""
+    for worker in stack.workers:
+        copier = worker._tier._copiers[Direction.LOAD]
+
+        def load(segment_id, piece, caches, real=copier.load):
+            if num_blocks in [len(piece.block_ids[piece.job_ids == job_id]) for job_id in piece.jobs()]:
+                raise RuntimeError("injected")
+            return real(segment_id, piece, caches)
+
+        copier.load = load
+
+
+@scheduling
+@workers
+def test_a_small_hit_does_not_wait_and_a_large_one_holds_nobody_up(async_scheduling, num_workers):
+    small, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
+    stack = make(small, large, async_scheduling=async_scheduling, num_workers=num_workers)
+    stack.add("runs", prompt(5, seed=7), max_tokens=30)
+    stack.step()
+    stack.step()
+    a, b = stack.add("large", [*large, 7], max_tokens=4), stack.add("small", [*small, 7], max_tokens=4)
+    before = len(stack.outputs["runs"])
+    stack.step()
+    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert b.status is RequestStatus.RUNNING
+    assert b.num_computed_tokens > len(small)
+    num_steps = 1
+    while a.status is not RequestStatus.RUNNING:
+        stack.step()
+        num_steps += 1
+    # The first load gets at least half of each step.
+    assert num_steps <= 2 + 2 * LARGE / MAX_BLOCKS
+    assert len(stack.outputs["runs"]) == before + num_steps
+    stack.drain()
+    assert stack.offload.stats().loaded_tokens == len(small) + len(large)
+    stack.check_end()
+
+
+@scheduling
+def test_hits_of_one_step_are_bounded_together(async_scheduling):
+    prompts = [blocks(SMALL, seed=seed) for seed in (3, 5, 9)]
+    stack = make(*prompts, async_scheduling=async_scheduling)
+    requests = [stack.add(f"b{i}", [*tokens, 7]) for i, tokens in enumerate(prompts)]
+    stack.step()
+    assert [request.status for request in requests] == [
+        RequestStatus.RUNNING,
+        RequestStatus.WAITING_FOR_REMOTE_KVS,
+        RequestStatus.WAITING_FOR_REMOTE_KVS,
+    ]
+    stack.drain()
+    assert stack.offload.stats().loaded_tokens == sum(map(len, prompts))
+    stack.check_end()
+
+
+@scheduling
+def test_a_small_hit_goes_before_its_step_though_a_large_one_is_on_its_way(async_scheduling):
+    small, large = blocks(SMALL, seed=3), blocks(20, seed=5)
+    stack = make(small, large, async_scheduling=async_scheduling)
+    a = stack.add("large", [*large, 7])
+    stack.step()
+    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    b = stack.add("small", [*small, 7])
+    stack.step()
+    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS, "too small a load to say anything"
+    assert b.status is RequestStatus.RUNNING
+    stack.drain()
+    stack.check_end()
+
+
+@scheduling
+@workers
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_large_hit_that_fails_spoils_no_step(async_scheduling, num_workers, policy):
+    small, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
+    stack = make(small, large, async_scheduling=async_scheduling, num_workers=num_workers, policy=policy)
+    fail_loads(stack, MAX_BLOCKS)  # its first piece
+    a, b = stack.add("large", [*large, 7]), stack.add("small", [*small, 7])
+    stack.drain()
+    assert stack.num_spoilt == 0
+    assert b.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    expected = RequestStatus.FINISHED_LENGTH_CAPPED if policy == "recompute" else RequestStatus.FINISHED_ERROR
+    assert a.status is expected
+    assert stack.offload.stats().num_failed_jobs == 1
+    stack.check_end()
+
+
+@scheduling
+@workers
+def test_a_small_hit_that_fails_leaves_a_large_one_alone(async_scheduling, num_workers):
+    small, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
+    stack = make(small, large, async_scheduling=async_scheduling, num_workers=num_workers)
+    a = stack.add("large", [*large, 7])
+    stack.step()
+    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    fail_loads(stack, SMALL)
+    stack.add("small", [*small, 7])
+    stack.drain()
+    assert stack.num_spoilt
+    assert stack.offload.stats().loaded_tokens == len(large)
+    stack.check_end()
+
+
+@scheduling
+@workers
+def test_a_large_hit_that_shares_what_a_small_one_failed_to_load(async_scheduling, num_workers):
+    """Its first blocks are in vLLM's prefix cache, where nobody has written them."""
+    large = blocks(SMALL + LARGE, seed=5)
+    small = large[: SMALL * BLOCK_SIZE]
+    stack = make(large, async_scheduling=async_scheduling, num_workers=num_workers)
+    fail_loads(stack, SMALL)
+    stack.add("small", [*small, 7], max_tokens=6)
+    a = stack.add("large", [*large, 7], max_tokens=6)
+    stack.step()
+    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    stack.drain()
+    stack.scheduler.reset_prefix_cache()
+    stack.serve("again", [*large, 7])
+    stack.check_end()
+
+
+@scheduling
+@pytest.mark.parametrize("when", ["before the step is scheduled", "while it runs"])
+def test_a_large_hit_that_is_aborted(async_scheduling, when):
+    large = blocks(20, seed=5)
+    stack = make(large, async_scheduling=async_scheduling)
+    stack.add("runs", prompt(5, seed=7), max_tokens=20)
+    stack.add("large", [*large, 7])
+    stack.step()
+    if when == "while it runs":
+        stack.meanwhile = lambda: "large" in stack.scheduler.requests and stack.abort("large")
+    else:
+        stack.abort("large")
+    stack.add("other", blocks(12, seed=11), max_tokens=4)  # takes its blocks
+    stack.drain()
+    stack.check_end()
