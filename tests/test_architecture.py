@@ -136,6 +136,8 @@ PUBLIC = [
     "LayerGroup",
     "LayerGroupKind",
     "LayoutError",
+    "Match",
+    "MatchState",
     "OffloadConfig",
     "OffloadError",
     "OffloadScheduler",

@@ -40,7 +40,7 @@ def deliver(engine: FakeEngine, **how):
 def match(engine: FakeEngine, name: str, prompt: list[int]) -> int:
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, prompt)
-    return engine.scheduler.match(name, hashes, num_tokens=len(prompt), num_computed_tokens=0)
+    return engine.scheduler.match(name, hashes, num_tokens=len(prompt), num_computed_tokens=0).num_tokens
 
 
 def num_found(engine: FakeEngine, prompt: list[int]) -> int:

@@ -95,7 +95,7 @@ def busy_engine() -> FakeEngine:
     engine.step({"saving": 8})
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(12))
-    assert engine.scheduler.match("promised", hashes, num_tokens=12, num_computed_tokens=0)
+    assert engine.scheduler.match("promised", hashes, num_tokens=12, num_computed_tokens=0).num_tokens
     assert engine.scheduler.stats().num_jobs_in_flight == 2
     return engine
 
@@ -154,7 +154,6 @@ def call_with_junk(rng: random.Random, scheduler, hashes) -> None:
         lambda: scheduler.match(name, hashes, num_tokens=maybe(12), num_computed_tokens=maybe(0)),
         lambda: scheduler.admit(name, blocks, num_loaded_tokens=maybe(11)),
         lambda: scheduler.release(name),
-        lambda: scheduler.is_saving_next(name),
         lambda: scheduler.plan_step([maybe(broken(
             ScheduledRequest, request_id=name, block_ids=blocks, block_hashes=hashes, num_prompt_tokens=maybe(8),
             num_computed_tokens=maybe(8),

@@ -141,7 +141,6 @@ class Caller:
                 "num_tokens": self.number(25), "num_computed_tokens": self.number(num), "limits": self.limits()}),
             (scheduler.admit, (name, self.table()), {"num_loaded_tokens": self.number(self.promised(good))}),
             (scheduler.release, (name,), {}),
-            (scheduler.is_saving_next, (name,), {}),
             (scheduler.plan_step, (self.changed(),), {}),
             (scheduler.plan_step, (self.changed(),), {}),
             (scheduler.preempt, (name,), {"held": held}),
@@ -248,7 +247,7 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
     engine.scheduler.finish("a")
     targets = [20, 25, 21, 24, 22, 23]
     for first in (0, 4):
-        found = engine.scheduler.match("b", hashes, num_tokens=25, num_computed_tokens=first * BLOCK_SIZE)
+        found = engine.scheduler.match("b", hashes, num_tokens=25, num_computed_tokens=first * BLOCK_SIZE).num_tokens
         engine.scheduler.admit("b", as_form(targets), num_loaded_tokens=found)
         plan = engine.scheduler.plan_step()
         assert {type(i) for job in plan.loads for i in job.block_ids} == {int}
@@ -265,9 +264,9 @@ def test_hashes_of_all_forms_name_the_same_chunks(form):
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(16))
     given = HASH_FORMS[form](hashes)
-    assert engine.scheduler.match("b", given, num_tokens=17, num_computed_tokens=0) == 16
+    assert engine.scheduler.match("b", given, num_tokens=17, num_computed_tokens=0).num_tokens == 16
     engine.scheduler.release("b")
-    assert engine.scheduler.match("b", given, num_tokens=17, num_computed_tokens=0) == 16
+    assert engine.scheduler.match("b", given, num_tokens=17, num_computed_tokens=0).num_tokens == 16
     plan = engine.scheduler.plan_step([ScheduledRequest("c", [1, 2, 3, 4], given, 16, 16)])
     assert plan.empty, "they are there already"
 

@@ -138,7 +138,7 @@ class Engine:
             block_ids = self.grant(name, len(tokens) // BLOCK_SIZE)
             num_tokens = self.scheduler.match(
                 name, self.hashes(tokens), num_tokens=len(tokens) + 1, num_computed_tokens=num_loaded
-            )
+            ).num_tokens
             assert num_tokens, f"{num_loaded} of {len(tokens)} tokens of {name} are there"
             self.scheduler.admit(name, self.rows(block_ids), num_loaded_tokens=num_tokens)
             self.rows.reuse()

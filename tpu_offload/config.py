@@ -182,8 +182,8 @@ class OffloadConfig(pydantic.BaseModel):
         ge=0,
         le=1e9,
         allow_inf_nan=False,
-        description="vLLM only: a request whose prefix is just being saved waits up to this long for it, where "
-        "otherwise it computes it again; 0 means it never waits.",
+        description="A request whose next blocks are being saved at this moment waits up to this long for them, "
+        "in engines that can (vLLM), where otherwise it computes them again; 0 means it never waits.",
     )
     swap_gb: float | Literal["auto"] = Field(
         0.0,

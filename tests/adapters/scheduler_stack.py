@@ -268,7 +268,6 @@ class Stack:
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.num_blocks - 1
         assert not self.side._watched
         assert not self.side._promised
-        assert not self.side._waiting_since_s
         if self.offload is not None:
             stats = self.offload.stats()
             assert stats.num_jobs_in_flight == 0

@@ -175,7 +175,7 @@ class FakeEngine:
         self.hasher.extend(hashes, tokens, cache_salt=cache_salt)
         num_loaded = self.scheduler.match(
             request_id, hashes, num_tokens=len(tokens), num_computed_tokens=0, limits=limits
-        )
+        ).num_tokens
         num_blocks = -(-len(tokens) // BLOCK_SIZE)
         if num_blocks > len(self.free_blocks):
             self.scheduler.release(request_id)

@@ -155,8 +155,8 @@ def test_a_probing_load_that_is_released_or_aborted_leaves_the_next_one_its_turn
     engine.clock.now_s += 11
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(8, start=100))
-    assert engine.scheduler.match("parked", hashes, num_tokens=8, num_computed_tokens=0) == 4
-    assert engine.scheduler.match("second", hashes, num_tokens=8, num_computed_tokens=0) == 0
+    assert engine.scheduler.match("parked", hashes, num_tokens=8, num_computed_tokens=0).num_tokens == 4
+    assert engine.scheduler.match("second", hashes, num_tokens=8, num_computed_tokens=0).num_tokens == 0
     engine.scheduler.release("parked")
     assert engine.add("aborted", tokens(8, start=100)).num_computed == 4
     engine.step()

@@ -11,6 +11,7 @@ from tpu_offload import (
     FailedLoad,
     JobResult,
     JobState,
+    MatchState,
     OffloadConfig,
     OffloadScheduler,
     RequestLimits,
@@ -54,7 +55,7 @@ def report_of(plan, **fields) -> StepReport:
 def test_three_long_prompts_in_one_step_are_loaded_whole_and_take_no_staging(path) -> None:
     scheduler = resident(save_path=path, load_path=path)
     for name in "bcd":
-        found = scheduler.match(name, HASHES, num_tokens=NUM_TOKENS, num_computed_tokens=0)
+        found = scheduler.match(name, HASHES, num_tokens=NUM_TOKENS, num_computed_tokens=0).num_tokens
         assert found == NUM_TOKENS - 1
         scheduler.admit(name, list(range(len(HASHES))), num_loaded_tokens=found)
     plan = scheduler.plan_step()
@@ -69,7 +70,7 @@ def test_three_long_prompts_in_one_step_are_loaded_whole_and_take_no_staging(pat
 def test_three_long_prompts_through_a_small_staging_buffer_take_turns(path, tmp_path) -> None:
     scheduler = resident(save_path=path, load_path=path, num_staging_blocks=512, profile=tmp_path / "profile")
     for name in "bcd":
-        found = scheduler.match(name, HASHES, num_tokens=NUM_TOKENS, num_computed_tokens=0)
+        found = scheduler.match(name, HASHES, num_tokens=NUM_TOKENS, num_computed_tokens=0).num_tokens
         assert found == NUM_TOKENS - 1
         scheduler.admit(name, list(range(len(HASHES))), num_loaded_tokens=found)
     scheduler.check_invariants()
@@ -182,17 +183,17 @@ def test_an_engine_that_cannot_wait_is_told_to_ask_again() -> None:
     engine.hasher.extend(hashes, tokens(40))
 
     def match(name):
-        return engine.scheduler.match(name, hashes, num_tokens=40, num_computed_tokens=0, can_wait=False)
+        found = engine.scheduler.match(name, hashes, num_tokens=40, num_computed_tokens=0, can_wait=False)
+        return found.num_tokens, found.state
 
-    assert (match("b"), engine.scheduler.awaits_staging("b")) == (0, True)
+    assert match("b") == (0, MatchState.ARRIVING)
     engine.step()
-    assert (match("b"), engine.scheduler.awaits_staging("b")) == (0, True)
+    assert match("b") == (0, MatchState.ARRIVING)
     engine.apply(engine.workers[0], engine.workers[0].finish())
-    assert (match("c"), engine.scheduler.awaits_staging("c")) == (0, True), "b asked first in this step"
+    assert match("c") == (0, MatchState.ARRIVING), "b asked first in this step"
     engine.step()
-    assert (match("b"), engine.scheduler.awaits_staging("b")) == (39, False)
+    assert match("b") == (39, MatchState.HIT)
     engine.scheduler.release("b")
-    assert not engine.scheduler.awaits_staging("nobody")
 
 
 def test_a_load_in_pieces_has_as_long_for_each_as_another_for_all() -> None:
@@ -351,7 +352,8 @@ def test_a_long_prompt_that_is_new_to_the_host_tier_is_saved_by_several_plans() 
     scheduler.check_invariants()
     scheduler.finish("a")
     assert scheduler.stats().dropped_save_blocks == 0
-    assert scheduler.match("b", prompt.block_hashes, num_tokens=10**6, num_computed_tokens=0) == num_blocks * 4
+    found = scheduler.match("b", prompt.block_hashes, num_tokens=10**6, num_computed_tokens=0)
+    assert found.num_tokens == num_blocks * 4
 
 
 @pytest.mark.usefixtures("few_at_once")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker, tokens
-from tpu_offload import CachedPrefix, JobState, RequestError, RequestLimits, ScheduledRequest
+from tpu_offload import CachedPrefix, JobState, MatchState, RequestError, RequestLimits, ScheduledRequest
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
 
 
@@ -379,10 +379,11 @@ def test_one_that_may_not_load_waits_for_no_save(limits) -> None:
     engine = FakeEngine()
     engine.add("a", tokens(16))
     engine.step({"a": 16})
-    engine.add("b", tokens(17), limits=limits)
-    assert not engine.scheduler.is_saving_next("b")
-    engine.add("c", tokens(17))
-    assert engine.scheduler.is_saving_next("c")
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(17))
+    for name, own, expected in (("b", limits, MatchState.MISS), ("c", None, MatchState.ARRIVING)):
+        found = engine.scheduler.match(name, hashes, num_tokens=17, num_computed_tokens=0, limits=own)
+        assert found.state is expected
 
 
 @pytest.mark.parametrize("early", [False, True])

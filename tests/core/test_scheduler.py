@@ -11,6 +11,8 @@ from tpu_offload import (
     FailedLoad,
     JobResult,
     JobState,
+    Match,
+    MatchState,
     OffloadConfig,
     OffloadScheduler,
     RequestError,
@@ -60,7 +62,7 @@ def test_another_salt_or_layout_never_matches() -> None:
     engine.serve("a", tokens(16))
     salted: list[bytes] = []
     engine.hasher.extend(salted, tokens(16), cache_salt="tenant")
-    assert engine.scheduler.match("b", salted, num_tokens=16, num_computed_tokens=0) == 0
+    assert engine.scheduler.match("b", salted, num_tokens=16, num_computed_tokens=0).num_tokens == 0
 
 
 def test_lookup_pins_so_that_a_promise_cannot_be_evicted() -> None:
@@ -68,7 +70,7 @@ def test_lookup_pins_so_that_a_promise_cannot_be_evicted() -> None:
     engine.serve("a", tokens(16))
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(16))
-    assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0) == 16
+    assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0).num_tokens == 16
     engine.serve("c", tokens(16, start=1000))
     assert engine.scheduler.stats().num_evicted_chunks == 0
     assert engine.scheduler.stats().dropped_save_blocks == 4, "what found no room is counted"
@@ -412,7 +414,8 @@ def test_reset_while_saves_and_loads_fly_serves_nothing_stale() -> None:
     engine.hasher.extend(hashes, tokens(12))
     engine.scheduler.match("matched", hashes, num_tokens=12, num_computed_tokens=0)
     engine.scheduler.reset()
-    assert engine.scheduler.match("x", hashes, num_tokens=12, num_computed_tokens=0) == 0, "pinned ones neither"
+    found = engine.scheduler.match("x", hashes, num_tokens=12, num_computed_tokens=0)
+    assert found.num_tokens == 0, "pinned ones neither"
     with pytest.raises(RequestError, match="to the 0 promised"):
         engine.scheduler.admit("matched", [1, 2, 3], num_loaded_tokens=12)
     worker = engine.workers[0]
@@ -438,7 +441,7 @@ def test_admitting_fewer_tokens_than_promised_gives_the_rest_back() -> None:
     engine.serve("a", tokens(24))
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(24))
-    assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4) == 19
+    assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=8)
     engine.scheduler.check_invariants()
     assert engine.scheduler.stats().staging_reserved_blocks == 2
@@ -473,7 +476,7 @@ def test_nothing_happens_when_a_size_is_zero() -> None:
         engine = FakeEngine()
         hashes: list[bytes] = []
         engine.hasher.extend(hashes, tokens(16))
-        assert scheduler.match("a", hashes, num_tokens=16, num_computed_tokens=0) == 0
+        assert scheduler.match("a", hashes, num_tokens=16, num_computed_tokens=0).num_tokens == 0
         scheduler.admit("a", [0, 1, 2, 3], num_loaded_tokens=0)
         request = engine.add("a", tokens(16))
         request.num_computed = 16
@@ -509,7 +512,7 @@ def test_chunks_of_several_blocks_save_whole_chunks_and_load_unaligned_ends(bloc
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(7 * BLOCK_SIZE))
     # One block in HBM already: the first chunk's other blocks are loaded from inside its slot.
-    num_tokens = engine.scheduler.match("b", hashes, num_tokens=28, num_computed_tokens=BLOCK_SIZE)
+    num_tokens = engine.scheduler.match("b", hashes, num_tokens=28, num_computed_tokens=BLOCK_SIZE).num_tokens
     assert num_tokens == (saved - 1) * BLOCK_SIZE
     engine.scheduler.admit("b", list(range(10, 17)), num_loaded_tokens=num_tokens)
     plan, _ = engine.step()
@@ -724,7 +727,7 @@ def test_a_promise_whose_host_memory_was_lost_can_be_taken_in_part() -> None:
     engine.serve("a", tokens(16))
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(16))
-    assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0) == 16
+    assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0).num_tokens == 16
     engine.scheduler.apply(StepReport(0, (), 64, lost_slots=((0, 64),)))
     engine.scheduler.admit("b", [0, 1], num_loaded_tokens=8)
     engine.scheduler.check_invariants()
@@ -783,14 +786,49 @@ def test_whether_what_comes_next_is_being_saved() -> None:
     worker = engine.workers[0]
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(12))
-    assert not engine.scheduler.is_saving_next("b"), "never matched"
-    assert engine.scheduler.match("b", hashes, num_tokens=12, num_computed_tokens=0) == 0
-    assert engine.scheduler.is_saving_next("b")
-    assert engine.scheduler.match("c", hashes, num_tokens=12, num_computed_tokens=12) == 0
-    assert not engine.scheduler.is_saving_next("c"), "nothing comes next"
+
+    def match(name: str, num_computed_tokens: int = 0) -> Match:
+        return engine.scheduler.match(name, hashes, num_tokens=12, num_computed_tokens=num_computed_tokens)
+
+    assert match("b") == Match(num_tokens=0, state=MatchState.ARRIVING, until_s=engine.clock.now_s + 0.5)
+    assert match("c", 12) == Match(num_tokens=0, state=MatchState.MISS), "nothing comes next"
     engine.apply(worker, worker.finish())
-    assert engine.scheduler.match("b", hashes, num_tokens=12, num_computed_tokens=0) == 11
-    assert not engine.scheduler.is_saving_next("b")
+    assert match("b") == Match(num_tokens=11, state=MatchState.HIT)
+
+
+def test_a_save_is_waited_for_so_long_and_no_longer() -> None:
+    engine = FakeEngine(save_wait_s=2.0)
+    engine.serve("first", tokens(8))
+    engine.add("a", tokens(16))
+    engine.settle()
+    engine.step({"a": 8})
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(16))
+
+    def match() -> Match:
+        return engine.scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
+
+    start_s = engine.clock.now_s
+    assert match() == Match(num_tokens=8, state=MatchState.ARRIVING, until_s=start_s + 2.0), "the rest is being saved"
+    engine.clock.now_s += 1.5
+    engine.scheduler.release("b")
+    assert match() == Match(num_tokens=8, state=MatchState.ARRIVING, until_s=start_s + 2.0), "the wait began before"
+    engine.clock.now_s += 0.5
+    assert match() == Match(num_tokens=8, state=MatchState.HIT)
+    engine.scheduler.admit("b", [40, 41, 42, 43], num_loaded_tokens=8)
+    engine.scheduler.preempt("b")
+    assert match().until_s == engine.clock.now_s + 2.0, "it has been served since"
+    engine.scheduler.release("b")
+    engine.scheduler.check_invariants()
+
+
+def test_an_engine_need_not_wait_for_a_save() -> None:
+    engine = FakeEngine(save_wait_s=0.0)
+    engine.add("a", tokens(12))
+    engine.step({"a": 12})
+    hashes: list[bytes] = []
+    engine.hasher.extend(hashes, tokens(12))
+    assert engine.scheduler.match("b", hashes, num_tokens=12, num_computed_tokens=0).state is MatchState.MISS
 
 
 def test_an_update_names_the_transfers_that_ended() -> None:
@@ -935,13 +973,13 @@ def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> Non
     engine.step()
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(9))
-    assert engine.scheduler.match("matched", hashes, num_tokens=9, num_computed_tokens=0) == 8
+    assert engine.scheduler.match("matched", hashes, num_tokens=9, num_computed_tokens=0).num_tokens == 8
     engine.add("saving", tokens(8, start=700))
     engine.step({"saving": 8})
     report = StepReport(0, tuple(worker.finish()), 64, lost_slots=((0, 64),))
     assert engine.scheduler.apply(report).failed_loads == (FailedLoad("loading", 0),)
     engine.requests["loading"].loading = False
-    assert engine.scheduler.match("late", hashes, num_tokens=9, num_computed_tokens=0) == 0
+    assert engine.scheduler.match("late", hashes, num_tokens=9, num_computed_tokens=0).num_tokens == 0
     engine.scheduler.admit("matched", [30, 31], num_loaded_tokens=8)
     plan, _ = engine.step()
     assert [job.num_blocks for job in plan.saves] == [2], "a load reads the other three slots"
@@ -964,7 +1002,7 @@ def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
         engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0)
     engine.scheduler.check_invariants()
     engine.scheduler.finish("b")
-    assert engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0) == 0
+    assert engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0).num_tokens == 0
 
 
 def test_a_scheduler_without_workers_is_an_error() -> None:
@@ -987,7 +1025,7 @@ def test_a_load_may_hang_on_a_chunk_that_is_on_its_way_back():
     engine.apply(worker, [])
     again = engine.add("b", tokens(13))
     engine.step({"b": 13})
-    matched = engine.scheduler.match("c", again.hashes, num_tokens=13, num_computed_tokens=4)
+    matched = engine.scheduler.match("c", again.hashes, num_tokens=13, num_computed_tokens=4).num_tokens
     assert matched == 8
     engine.scheduler.check_invariants()
     engine.scheduler.release("c")

@@ -86,7 +86,7 @@ class Engine:
             self.report(*plan.saves)
 
     def find(self, request_id: str, hashes: list[BlockHash]) -> int:
-        found = self.scheduler.match(request_id, hashes, num_tokens=10**6, num_computed_tokens=0)
+        found = self.scheduler.match(request_id, hashes, num_tokens=10**6, num_computed_tokens=0).num_tokens
         self.scheduler.finish(request_id)
         return found // 16
 

@@ -17,7 +17,7 @@ FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
 def match(engine, name, prompt):
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, prompt)
-    return engine.scheduler.match(name, hashes, num_tokens=len(prompt), num_computed_tokens=0)
+    return engine.scheduler.match(name, hashes, num_tokens=len(prompt), num_computed_tokens=0).num_tokens
 
 
 def report(engine, worker_id=0, *results, **fields):
@@ -140,7 +140,7 @@ def test_a_load_that_begins_inside_a_chunk_is_used_up_to_the_first_hole(failed, 
     engine.serve("a", prompt)
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, prompt)
-    assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4) == 19
+    assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=19)
     plan, _ = engine.step()
     result = JobResult(plan.loads[0].job_id, FAILED, "injected", failed_blocks=failed)
@@ -478,7 +478,7 @@ def test_memory_that_is_lost_under_a_load_inside_a_chunk_makes_the_hole_where_it
     engine.serve("a", prompt)
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, prompt)
-    assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4) == 19
+    assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=19)
     (load,) = engine.step()[0].loads
     lost = load.host_block_ids[1] // 2  # of the second chunk, whose first block is the load's second

@@ -203,7 +203,7 @@ def test_a_promise_that_rests_on_nothing_in_hbm_stands(engine):
     scheduler = engine.scheduler
     request = engine.add("b", tokens(16))
     engine.remove("b")
-    num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=0)
+    num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=0).num_tokens
     assert num_tokens == 16
     scheduler.apply(lost())
     scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
@@ -216,7 +216,7 @@ def test_a_promise_that_rests_on_lost_kv_is_void(engine):
     request = engine.add("b", tokens(16))
     engine.remove("b")
     scheduler = engine.scheduler
-    num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=8)
+    num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=8).num_tokens
     assert num_tokens == 8
     scheduler.apply(lost())
     scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
@@ -225,7 +225,7 @@ def test_a_promise_that_rests_on_lost_kv_is_void(engine):
     scheduler.check_invariants()
     # Matched again, with what HBM has of it by now, it is as any other.
     scheduler.preempt("c")
-    num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=8)
+    num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=8).num_tokens
     scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
     assert num_tokens == 8
     assert len(scheduler.plan_step(()).loads) == 1

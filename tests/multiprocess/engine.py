@@ -138,7 +138,7 @@ class Engine:
 
     def _admit(self, request_id: str, hashes: list[BlockHash]) -> None:
         num_tokens = len(hashes) * BLOCK_SIZE + 1
-        found = self._scheduler.match(request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0)
+        found = self._scheduler.match(request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0).num_tokens
         if len(self._free) < len(hashes):
             self._scheduler.release(request_id)
             self._scheduler.finish(request_id)

@@ -44,7 +44,7 @@ class Engine:
         """
         num_tokens = len(hashes) * BLOCK_SIZE + 1  # so that the last block is one like the others
         in_hbm = num_hbm_blocks * BLOCK_SIZE
-        found = self.scheduler.match(name, hashes, num_tokens=num_tokens, num_computed_tokens=in_hbm)
+        found = self.scheduler.match(name, hashes, num_tokens=num_tokens, num_computed_tokens=in_hbm).num_tokens
         for prefix in left:
             self.scheduler.evict(CachedPrefix(prefix, len(prefix), prefix.index, len(prefix) * BLOCK_SIZE))
         block_ids = list(range(len(hashes)))

@@ -14,7 +14,16 @@ from tests.simulation.memory import Junk, Prefixes, Violation, kv, mix
 from tests.simulation.model import Model
 from tests.simulation.request import Phase, Request, Run
 from tests.simulation.trace import Setup
-from tpu_offload import BlockHash, BlockHasher, CachedPrefix, KVLayout, OffloadScheduler, ScheduledRequest, Update
+from tpu_offload import (
+    BlockHash,
+    BlockHasher,
+    CachedPrefix,
+    KVLayout,
+    MatchState,
+    OffloadScheduler,
+    ScheduledRequest,
+    Update,
+)
 
 _WAITS = (Phase.LOADING, Phase.OUT, Phase.RETURNING)
 
@@ -320,11 +329,12 @@ class SimEngine:
         if request.phase is Phase.WAITING:
             cached = self.pool.lookup(request.hashes[: (num_tokens - 1) // size])
             num_cached = len(cached) * size
-            request.num_promised = self.scheduler.match(
+            found = self.scheduler.match(
                 request.name, request.hashes, num_tokens=num_tokens, num_computed_tokens=num_cached
             )
+            request.num_promised = found.num_tokens
             self.model.on_match(request, num_cached, self.epoch)
-            if dice % 5 == 1 and self.scheduler.is_saving_next(request.name):
+            if dice % 5 == 1 and found.state is MatchState.ARRIVING:
                 self.counts["waits for a save"] += 1
                 self._release(request)
                 return False

@@ -82,6 +82,7 @@ class World:
                 swap_gb=1.0 if setup.num_swap_blocks else 0.0,
                 swap_mode=setup.swap_mode,
                 job_timeout_s=TIMEOUT_S,
+                save_wait_s=1e6,  # the trace says who waits
                 breaker_failures=setup.breaker_failures,
                 breaker_retry_s=setup.breaker_retry_s,
                 metrics_log_interval=0.0,

@@ -118,7 +118,7 @@ class LoadPlanner:
         return request.promise.num_tokens
 
     def ends_at_a_save(self, request: TrackedRequest) -> bool:
-        """See `OffloadScheduler.is_saving_next`."""
+        """Whether what the last match of a request would find next is being saved at this moment."""
         end = request.num_found_chunks
         return (
             not request.at_load_limit

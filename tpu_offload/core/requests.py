@@ -70,6 +70,36 @@ def _least(one: int | None, other: int | None) -> int | None:
 NO_LIMITS = RequestLimits()
 
 
+class MatchState(enum.Enum):
+    """What a lookup found past the blocks that are in HBM."""
+
+    MISS = "miss"  # nothing
+    HIT = "hit"  # tokens that can be loaded
+    ARRIVING = "arriving"  # more will be there soon: ask again in a later step, or go on with what is there now
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The answer to a lookup. What it promises is pinned until `OffloadScheduler.admit` or `release`.
+
+    ARRIVING means that the next chunk is being saved, or that the staging buffer has no room for the load. An engine
+    that waits releases the request, runs others, and matches it again; the answer is ARRIVING until `until_s` at most.
+    An engine that does not wait takes what is promised now, which may be nothing.
+
+    Attributes:
+      num_tokens: tokens past `num_computed_tokens` that can be loaded now.
+      state: whether there are any, and whether there will be more.
+      until_s: for ARRIVING, the end of waiting on the scheduler's clock: from then on the answer is HIT or MISS.
+    """
+
+    num_tokens: int
+    state: MatchState
+    until_s: float | None = None
+
+
+MISS = Match(num_tokens=0, state=MatchState.MISS)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """A request that holds blocks of the HBM cache in the coming step, and how far it is after that.

@@ -2,8 +2,8 @@
 
 The life of a request, as the engine tells it:
 
-    n = match(...)            how many tokens past those in HBM can come from the host tier;
-                              pins the chunks and, if loads are staged, reserves staging blocks for them
+    found = match(...)        how many tokens past those in HBM can come from the host tier, and whether more are
+                              arriving; pins the chunks and, if loads are staged, reserves staging blocks for them
     admit(...)                the engine granted blocks: the promise becomes a load
       (or release(...))       it could not: the promise is given back
     plan = plan_step(...)     every step, with the requests that complete a block in it:
@@ -52,7 +52,10 @@ from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, Use, make_policy
 from tpu_offload.core.reports import Reports
 from tpu_offload.core.requests import (
+    MISS,
     CachedPrefix,
+    Match,
+    MatchState,
     RequestLimits,
     ScheduledRequest,
     TierEvent,
@@ -237,26 +240,6 @@ class OffloadScheduler:
         """Takes preempted requests' KV out of HBM and back."""
         return self._swap
 
-    def is_saving_next(self, request_id: str) -> bool:
-        """Whether what the last match of a request would find next is being saved at this moment.
-
-        An engine may let such a request wait for a step or two instead of computing what will be there by then,
-        and match it again. For how long is up to the engine: a save can take a while, and can fail.
-        """
-        check_request(request_id)
-        request = self._requests.get(request_id)
-        return request is not None and self._loads.ends_at_a_save(request)
-
-    def awaits_staging(self, request_id: str) -> bool:
-        """Whether the last match of a request found something that there were too few free staging blocks for.
-
-        An engine that matches with `can_wait=False` may match such a request again in a later step; its turn comes
-        before that of others, and before that of saves every other time.
-        """
-        check_request(request_id)
-        request = self._requests.get(request_id)
-        return request is not None and request.awaits_staging
-
     def match(
         self,
         request_id: str,
@@ -266,7 +249,7 @@ class OffloadScheduler:
         num_computed_tokens: int,
         limits: RequestLimits | None = None,
         can_wait: bool = True,
-    ) -> int:
+    ) -> Match:
         """Finds how much of a request the host tier can load, and holds it ready.
 
         Pins the chunks until `admit` or `release`. Asking again replaces the earlier answer. Staged loads also reserve
@@ -279,12 +262,13 @@ class OffloadScheduler:
           num_tokens: tokens that it needs before it can sample the next one.
           num_computed_tokens: leading tokens that are in HBM already.
           limits: the request's own, beside those of the settings. They hold until it ends, or is matched with others.
-          can_wait: False for an engine that needs each load to go with the plan that follows: the answer is 0 then for
-            one that would wait (see `awaits_staging`).
+          can_wait: False for an engine that needs each load to go with the plan that follows: one that would have to
+            wait for staging blocks is not promised then, but ARRIVING. Its turn comes before that of others, and before
+            that of saves every other time.
         Returns:
-          Tokens past `num_computed_tokens` that can be loaded. One token is always left to compute, so
-          a request whose every block is here gets one less; its last block is loaded all the same.
-          0 if `num_computed_tokens` is not at a block boundary.
+          Tokens past `num_computed_tokens` that can be loaded, and whether there will be more. One token is always left
+          to compute, so a request whose every block is here gets one less; its last block is loaded all the same. None
+          if `num_computed_tokens` is not at a block boundary.
         Raises:
           RequestError: the request is waiting for a load, an argument makes no sense, or the hashes are not
             those that an earlier match of this request had; nothing was changed.
@@ -299,10 +283,10 @@ class OffloadScheduler:
             )
         check_limits(request_id, limits)
         if not self._enabled:
-            return 0
+            return MISS
         request = self._request(request_id)
         own_limits = None if limits is None else limits.within(self._limits)
-        found = self._loads.match(
+        num_found = self._loads.match(
             request,
             block_hashes,
             num_tokens=num_tokens,
@@ -316,7 +300,7 @@ class OffloadScheduler:
         self._requests[request_id] = request
         self._saves.withdraw(request)  # it may be given other blocks
         self._saves.see(request, len(request.keys))
-        return found
+        return self._answer(request, num_found)
 
     def release(self, request_id: str) -> None:
         """Gives back what `match` promised; without a promise it does nothing."""
@@ -343,6 +327,8 @@ class OffloadScheduler:
         (num_loaded_tokens,) = check_request(request_id, num_loaded_tokens, names=("num_loaded_tokens",))
         check_sequence(request_id, block_ids, "block ids")
         request = self._requests.get(request_id)
+        if request is not None:
+            request.arriving_since_s = None
         if num_loaded_tokens == 0:
             if request is None:  # from here on it holds blocks: a reset has to find it
                 self._requests[request_id] = self._request(request_id)
@@ -592,6 +578,22 @@ class OffloadScheduler:
         assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
 
     # Inside.
+
+    def _answer(self, request: TrackedRequest, num_tokens: int) -> Match:
+        """What a match has found, and whether it is worth while to ask again."""
+        limit_s = 0.0
+        if request.awaits_staging and not num_tokens:
+            limit_s = self._config.load_wait_s
+        elif self._loads.ends_at_a_save(request):
+            limit_s = self._config.save_wait_s
+        if limit_s:
+            now_s = self._clock()
+            if request.arriving_since_s is None:
+                request.arriving_since_s = now_s
+            until_s = request.arriving_since_s + limit_s
+            if now_s < until_s:
+                return Match(num_tokens=num_tokens, state=MatchState.ARRIVING, until_s=until_s)
+        return Match(num_tokens=num_tokens, state=MatchState.HIT) if num_tokens else MISS
 
     @property
     def _has_news(self) -> bool:

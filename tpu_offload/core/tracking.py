@@ -65,6 +65,7 @@ class TrackedRequest:
       num_cut_load_blocks: blocks that its last match found and did not promise, for want of staging blocks or because
         loads are suspended; they become drops when the request ends, because until then it may be matched again.
       awaits_staging: whether that was for want of staging blocks alone.
+      arriving_since_s: when its matches began to be answered with ARRIVING; None if they were not since it held blocks.
       revoked: what it was promised and had not taken when a reset took it back.
       saving: False once a reset has made the KV in its blocks worthless to others, or a loss of the caches to all.
       has_kv: False once the caches were lost, until it is matched again: what it has in HBM, by its own blocks or by
@@ -90,6 +91,7 @@ class TrackedRequest:
     at_load_limit: bool = False
     num_cut_load_blocks: int = 0
     awaits_staging: bool = False
+    arriving_since_s: float | None = None
     revoked: Promise | None = None
     saving: bool = True
     has_kv: bool = True

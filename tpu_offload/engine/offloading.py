@@ -100,16 +100,16 @@ class Offloading:
         Returns:
           Tokens that will be loaded. If not 0, the request may not run before `poll` names it.
         """
-        num_tokens = self._scheduler.match(
+        found = self._scheduler.match(
             sequence.sequence_id,
             sequence.block_hashes,
             num_tokens=len(sequence.tokens),
             num_computed_tokens=sequence.num_computed_tokens,
             limits=sequence.request.limits,
         )
-        self._scheduler.admit(sequence.sequence_id, sequence.block_ids, num_loaded_tokens=num_tokens)
+        self._scheduler.admit(sequence.sequence_id, sequence.block_ids, num_loaded_tokens=found.num_tokens)
         self._watch(sequence)
-        return num_tokens
+        return found.num_tokens
 
     @property
     def saves_on_eviction(self) -> bool:

@@ -22,6 +22,7 @@ from tpu_offload import (
     CopyPath,
     FinishedTransfer,
     KVLayout,
+    MatchState,
     OffloadConfig,
     OffloadScheduler,
     OffloadStats,
@@ -100,7 +101,6 @@ class SchedulerSide:
         self._admitted: set[str] = set()  # admitted in this pass
         self._unfinished: dict[str, Request] = {}  # those that were matched
         self._limits: dict[str, RequestLimits | None] = {}  # theirs
-        self._waiting_since_s: dict[str, float] = {}  # requests that wait for a save, or for staging blocks
         self._known_tokens: list[KnownTokens] = []  # for the coming message
         self._told = OffloadStats()
         self._has_news = False  # something may have been counted since then
@@ -133,7 +133,7 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache:
             limits = dataclasses.replace(limits or RequestLimits(), max_load_tokens=0)
         self._has_news = True
-        num_tokens = self._offload.match(
+        found = self._offload.match(
             request_id,
             request.block_hashes,
             num_tokens=request.num_tokens,
@@ -141,13 +141,13 @@ class SchedulerSide:
             limits=limits,
             can_wait=False,  # vLLM's own queue is where it waits: workers tell vLLM only of loads that they were sent
         )
-        if self._waits(request_id):
+        if found.state is MatchState.ARRIVING:
             self._offload.release(request_id)
             return None, False
-        if not num_tokens:
+        if found.state is MatchState.MISS:
             return 0, False
         self._promised.add(request_id)
-        return num_tokens, not self._holds_up_a_step(request_id, num_tokens)
+        return found.num_tokens, not self._holds_up_a_step(request_id, found.num_tokens)
 
     def admit(self, request: "Request", block_ids: Sequence[int], num_loaded_tokens: int) -> None:
         """vLLM granted blocks, with which the request waits for a load if it has one."""
@@ -159,7 +159,6 @@ class SchedulerSide:
             self._offering[request_id] = entry
         self._rollback.admit(request_id)
         self._promised.discard(request_id)
-        self._waiting_since_s.pop(request_id, None)
         if self._offload is not None:
             self._offload.admit(request_id, block_ids, num_loaded_tokens=num_loaded_tokens)
 
@@ -264,7 +263,6 @@ class SchedulerSide:
         """The request ended, in whatever state."""
         self._forget(request_id)
         self._promised.discard(request_id)
-        self._waiting_since_s.pop(request_id, None)
         self._unfinished.pop(request_id, None)
         self._limits.pop(request_id, None)
         self._distrust.finish(request_id)
@@ -324,18 +322,6 @@ class SchedulerSide:
         """Raises AssertionError if the books disagree. For tests."""
         if self._offload is not None:
             self._offload.check_invariants()
-
-    def _waits(self, request_id: str) -> bool:
-        """Whether a request that was just matched is to be matched again in the next step; not for ever."""
-        assert self._offload is not None
-        if self._offload.awaits_staging(request_id):
-            limit_s = self._config.load_wait_s
-        elif self._config.save_wait_s and self._offload.is_saving_next(request_id):
-            limit_s = self._config.save_wait_s
-        else:
-            return False
-        now_s = self._clock()
-        return now_s - self._waiting_since_s.setdefault(request_id, now_s) < limit_s
 
     def _holds_up_a_step(self, request_id: str, num_tokens: int) -> bool:
         """Whether the load of a request that was just matched goes before the coming step, with its first tokens.
