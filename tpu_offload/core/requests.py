@@ -199,6 +199,17 @@ class Update:
     lost_swaps: tuple[str, ...] = ()
     lost_caches: tuple[int, ...] = ()
 
+    def __add__(self, later: "Update") -> "Update":
+        """What this and a later update say."""
+        return Update(
+            loaded=self.loaded + later.loaded,
+            failed_loads=self.failed_loads + later.failed_loads,
+            transfers=self.transfers + later.transfers,
+            swapped_in=self.swapped_in + later.swapped_in,
+            lost_swaps=self.lost_swaps + later.lost_swaps,
+            lost_caches=self.lost_caches + later.lost_caches,
+        )
+
 
 class TierEventKind(enum.Enum):
     """What became of chunks in the host tier."""

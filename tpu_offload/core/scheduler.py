@@ -505,7 +505,16 @@ class OffloadScheduler:
         """
         if not self._has_news:
             return _NO_UPDATE
-        return Update(*self._transfers.take_news(), *self._swap.take_news(), self._reports.take_lost_caches())
+        loaded, failed_loads, transfers = self._transfers.take_news()
+        swapped_in, lost_swaps = self._swap.take_news()
+        return Update(
+            loaded=loaded,
+            failed_loads=failed_loads,
+            transfers=transfers,
+            swapped_in=swapped_in,
+            lost_swaps=lost_swaps,
+            lost_caches=self._reports.take_lost_caches(),
+        )
 
     # State.
 

@@ -12,7 +12,7 @@ computed:
 """
 
 import dataclasses
-import itertools
+import functools
 import operator
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as List
@@ -241,8 +241,7 @@ class Offloading:
             return self._scheduler.apply(reports[0])
         if not reports:
             return self._scheduler.take_update()
-        updates = [self._scheduler.apply(report) for report in reports]
-        return Update(*(tuple(itertools.chain(*news)) for news in zip(*map(_fields, updates), strict=True)))
+        return functools.reduce(operator.add, map(self._scheduler.apply, reports))
 
     def _offer(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
         held = self._held(sequence, num_computed_tokens)
@@ -279,6 +278,3 @@ class Offloading:
     def close(self) -> None:
         """Waits for copies in flight and frees the host tier."""
         self._worker.close()
-
-
-_fields = operator.attrgetter(*(field.name for field in dataclasses.fields(Update)))
