@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker, tokens
-from tests.worker_engine import Engine as WorkerEngine
+from tests.worker.engine import Engine as WorkerEngine
 from tpu_offload import FailedLoad, JobState
 from tpu_offload.types import StepPlan
 

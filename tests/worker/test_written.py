@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.worker_engine import CANCELLED, FAILED, FINISHED, PATHS, Engine, broken, slow_down, split_path
+from tests.worker.engine import CANCELLED, FAILED, FINISHED, PATHS, Engine, broken, slow_down, split_path
 from tpu_offload.types import StepPlan
 
 

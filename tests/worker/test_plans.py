@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from tests.worker_engine import CANCELLED, FAILED, FINISHED, Engine, broken
+from tests.worker.engine import CANCELLED, FAILED, FINISHED, Engine, broken
 from tpu_offload import CachesLostError, ConfigError, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.types import CacheEpoch
 from tpu_offload.worker.arrays import renew

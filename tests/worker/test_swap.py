@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.caches import DTYPES, random_array, random_caches
-from tests.worker_engine import FAILED, FINISHED, Clock, Poisoned, broken
+from tests.worker.engine import FAILED, FINISHED, Clock, Poisoned, broken
 from tpu_offload import HostStore, KVLayout, OffloadConfig, OffloadWorker, StepPlan, SwapJob, SwapPart
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import reference

@@ -5,7 +5,7 @@ import time
 import jax
 import pytest
 
-from tests.worker_engine import CANCELLED, FAILED, FINISHED, Engine, slow_down
+from tests.worker.engine import CANCELLED, FAILED, FINISHED, Engine, slow_down
 from tpu_offload.kernels import Phase
 from tpu_offload.worker import worker as worker_module
 

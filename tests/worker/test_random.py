@@ -11,9 +11,19 @@ import jax
 import numpy as np
 import pytest
 
-from tests import worker_engine
 from tests.caches import random_array
-from tests.worker_engine import BLOCKS_PER_CHUNK, CANCELLED, FAILED, FINISHED, NUM_CHUNKS, PATHS, Engine
+from tests.worker.engine import (
+    BLOCKS_PER_CHUNK,
+    CANCELLED,
+    FAILED,
+    FINISHED,
+    NUM_CHUNKS,
+    PATHS,
+    Engine,
+    Poisoned,
+    broken,
+    forward,
+)
 from tpu_offload.kernels import reference
 from tpu_offload.kernels.programs import bitcast
 from tpu_offload.memory import host_pool
@@ -135,7 +145,7 @@ class Life:
         for copier, names in (engine.saver, saving), (engine.loader, loading):
             name = rng.choice([*names, None])
             takes = name in ("_save", "land") and rng.random() < 0.5
-            program = worker_engine.broken(RuntimeError("halted"), deletes=0 if takes else None)
+            program = broken(RuntimeError("halted"), deletes=0 if takes else None)
             if name in ("_save", "_load"):
                 patch.setattr(copier, name, program)
             elif name:
@@ -155,7 +165,7 @@ class Life:
                 self.break_programs(patch)
             self.run_pass(plan, fault_rate)
             if self.worker._tier._flights and rng.random() < fault_rate / 3:
-                rng.choice(self.worker._tier._flights).waiting_on = worker_engine.Poisoned()
+                rng.choice(self.worker._tier._flights).waiting_on = Poisoned()
             self.check_written(self.worker.take_written_loads())
             self.take(self.worker.poll(wait=quiet or rng.random() < 0.2))
         pool = self.worker._tier._pool
@@ -178,7 +188,7 @@ class Life:
                 worker.end_step(plan, engine.caches)
             return
         engine.num_fused += fused.inputs is not None
-        engine.caches, outcome = worker_engine.forward(engine.caches, *fused)
+        engine.caches, outcome = forward(engine.caches, *fused)
         worker.end_step(plan, engine.caches, outcome)
 
     def compute(self) -> None:

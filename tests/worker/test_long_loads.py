@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.worker_engine import (
+from tests.worker.engine import (
     CANCELLED,
     FAILED,
     FINISHED,

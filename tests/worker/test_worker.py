@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.caches import random_caches
-from tests.worker_engine import (
+from tests.worker.engine import (
     FAILED,
     FINISHED,
     IDLE,
@@ -113,7 +113,7 @@ def test_more_than_the_budget_in_one_plan_still_works():
     engine.check()
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if "fused" not in path])  # see test_worker_fused.py
+@pytest.mark.parametrize("path", [path for path in PATHS if "fused" not in path])  # see test_fused.py
 def test_a_long_random_run_compiles_nothing(path, compiles):
     """Jobs of every size, in any mix, over segments and past the budget, run from what was compiled at the start."""
     engine = Engine(path, skip_jax_precompile=False)

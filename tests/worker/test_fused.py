@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.caches import pointers
-from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, Engine, forward, slow_down
+from tests.worker.engine import FAILED, FINISHED, NUM_HOST_BLOCKS, Engine, forward, slow_down
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import ConfigError
 from tpu_offload.memory import host_pool

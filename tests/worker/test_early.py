@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.worker_engine import FAILED, FINISHED, PATHS, Engine, broken, forward
+from tests.worker.engine import FAILED, FINISHED, PATHS, Engine, broken, forward
 from tpu_offload import CachesLostError, StepPlan
 
 
