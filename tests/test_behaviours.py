@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker, tokens
-from tests.worker_engine import Engine as WorkerEngine
+from tests.worker.engine import Engine as WorkerEngine
+from tests.worker.engine import ending_with
 from tpu_offload import FailedLoad, JobState
 from tpu_offload.types import StepPlan
 
@@ -380,8 +381,7 @@ def test_13_a_damaged_stored_chunk_is_detected_removed_and_a_miss() -> None:
 
 def test_13_a_copy_that_did_less_than_asked_is_detected_and_its_memory_given_up() -> None:
     engine = WorkerEngine()
-    real = engine.saver._save
-    engine.saver._save = lambda *args: (real(*args)[0], jax.numpy.int32(1))  # the program says that it copied one block
+    engine.saver.save = ending_with(engine.saver.save, jax.numpy.int32(1))  # the program says that it copied one block
     engine.step(saves=[engine.save([0, 1], [0, 1])])
     report = engine.worker.poll(wait=True)
     assert [result.state for result in report.results] == [JobState.FAILED]

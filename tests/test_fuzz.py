@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.fakes import LAYOUT, FakeEngine, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
-from tests.worker_engine import Engine as WorkerEngine
+from tests.worker.engine import Engine as WorkerEngine
 from tpu_offload import (
     BlockHasher,
     HostStore,

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from tests.caches import random_caches
-from tests.worker_engine import Engine
+from tests.worker.engine import Engine
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import ConfigError
 from tpu_offload.kernels import DirectCopier, StagedCopier, TransferSpec, choose_paths

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tests.worker_engine import Engine
+from tests.worker.engine import Engine
 from tpu_offload import FusedCopies, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.kernels import reference
 

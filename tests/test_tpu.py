@@ -3,9 +3,9 @@
 import jax
 import pytest
 
-from tests import test_worker_swap
 from tests.caches import DTYPES
-from tests.worker_engine import PATHS, Engine
+from tests.worker import test_swap
+from tests.worker.engine import PATHS, Engine
 
 pytestmark = pytest.mark.tpu
 
@@ -24,8 +24,8 @@ def test_round_trip(path, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swap_round_trip(dtype):
-    test_worker_swap.test_every_bit_comes_back(dtype, num_devices=1)
+    test_swap.test_every_bit_comes_back(dtype, num_devices=1)
 
 
 def test_swapped_layer_groups():
-    test_worker_swap.test_layer_groups_have_pools_of_their_own(num_devices=1)
+    test_swap.test_layer_groups_have_pools_of_their_own(num_devices=1)

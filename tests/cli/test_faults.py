@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.worker_engine import FAILED, FINISHED, Engine
+from tests.worker.engine import FAILED, FINISHED, Engine
 from tpu_offload.cli.faults import RATES, Fault, Faults, FaultyCopier, FaultyRelay
 from tpu_offload.errors import CachesLostError
 from tpu_offload.types import Direction, JobResult, StepReport
@@ -24,7 +24,7 @@ def make_faults(*always, clock=None, seed=1):
 def make_engine(faults, path="direct"):
     engine = Engine(path)
     copiers = engine.worker._tier._copiers
-    wrapped = {copier: FaultyCopier(copier, engine.worker._tier._pool, faults) for copier in copiers.values()}
+    wrapped = {copier: FaultyCopier(copier, engine.pool, faults) for copier in copiers.values()}
     engine.worker._tier._copiers = {direction: wrapped[copier] for direction, copier in copiers.items()}
     return engine
 
@@ -60,7 +60,7 @@ def test_a_copy_fails(path, fault, direction, error):
     assert (result.state, result.error) == (FAILED, error)
     assert faults.counts[fault] > 0
     lost = fault in (Fault.SEGMENT_LOST, Fault.SHORT_SAVE)
-    assert (1 in engine.worker._tier._pool._lost) == lost
+    assert (1 in engine.pool._lost) == lost
 
 
 def test_a_block_that_is_left_out_is_not_written():
@@ -85,7 +85,7 @@ def test_a_load_takes_the_caches(path):
     load = engine.load([4], [8])
     if path == "staged":  # it is the second half that writes
         engine.step(loads=[load])
-        engine.worker._tier._flights[0].waiting_on.block_until_ready()
+        engine.flights[0].waiting_on.block_until_ready()
     with pytest.raises(CachesLostError):
         engine.step(loads=[] if engine.worker.has_flights else [load])
     assert engine.caches[0].is_deleted()

@@ -20,6 +20,7 @@ from tpu_offload import (
     TransferJob,
     Update,
 )
+from tpu_offload.core.policies import EvictionPolicy
 from tpu_offload.types import Direction
 
 BLOCK_SIZE = 4
@@ -127,14 +128,26 @@ class FakeEngine:
     """
 
     def __init__(
-        self, *, num_blocks: int = 32, workers: list[FakeWorker] | None = None, seed: int = 0, **settings
+        self,
+        *,
+        num_blocks: int = 32,
+        workers: list[FakeWorker] | None = None,
+        seed: int = 0,
+        policy: EvictionPolicy | None = None,
+        record_events: bool = False,
+        **settings,
     ) -> None:
         staged = {"save_path": "staged", "load_path": "staged"}  # so that the staging buffer bounds what is planned
         settings = staged | {"num_staging_blocks": 8, "num_cpu_chunks": 64} | settings
         self.clock = Clock()
         self.workers = workers or [FakeWorker()]
         self.scheduler = OffloadScheduler(
-            OffloadConfig.create(**settings), LAYOUT, num_workers=len(self.workers), clock=self.clock
+            OffloadConfig.create(**settings),
+            LAYOUT,
+            num_workers=len(self.workers),
+            policy=policy,
+            clock=self.clock,
+            record_events=record_events,
         )
         self.hasher = BlockHasher(LAYOUT.fingerprint(), block_size=BLOCK_SIZE)
         self.rng = random.Random(seed)

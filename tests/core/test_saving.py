@@ -434,8 +434,8 @@ class Uses(EvictionPolicy):
 
 
 def test_policies_are_told_of_the_priority() -> None:
-    engine = FakeEngine()
-    policy = engine.scheduler._index._policy = Uses()
+    policy = Uses()
+    engine = FakeEngine(policy=policy)
     engine.add("a", tokens(16), limits=RequestLimits(priority=3))
     engine.step({"a": 16})
     engine.settle()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-from collections import deque
 
 import pytest
 
@@ -874,14 +873,8 @@ class Router:
         assert self.hashes == {last_block_hash(key) for key in index._slots if index.state(key) is ChunkState.READY}
 
 
-def recording_engine(**settings) -> FakeEngine:
-    engine = FakeEngine(**settings)
-    engine.scheduler._index._changes = deque()
-    return engine
-
-
 def test_events_follow_saves_evictions_losses_and_resets() -> None:
-    engine = recording_engine(num_cpu_chunks=5)
+    engine = FakeEngine(record_events=True, num_cpu_chunks=5)
     router = Router(engine)
     engine.serve("a", tokens(12))
     router.check()
@@ -899,19 +892,18 @@ def test_events_follow_saves_evictions_losses_and_resets() -> None:
 
 
 def test_a_save_that_failed_is_no_event() -> None:
-    engine = recording_engine()
+    engine = FakeEngine(record_events=True)
     engine.add("a", tokens(12))
     engine.step({"a": 12})
     engine.apply(engine.workers[0], engine.workers[0].finish(fail=True))
     assert engine.scheduler.take_events() == []
 
 
-def test_nothing_is_recorded_unless_asked_for() -> None:
-    engine = FakeEngine()
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_nothing_is_recorded_unless_asked_for(asked_for) -> None:
+    engine = FakeEngine(record_events=asked_for)
     engine.serve("a", tokens(12))
-    assert engine.scheduler.take_events() == []
-    scheduler = OffloadScheduler(OffloadConfig.create(num_staging_blocks=8), LAYOUT, record_events=True)
-    assert scheduler._index._changes == deque()
+    assert bool(engine.scheduler.take_events()) == asked_for
 
 
 def test_the_failure_of_an_old_load_is_not_told_to_the_request_that_came_back() -> None:

@@ -1,7 +1,6 @@
 """Random lives of requests over fake memories: no wrong bytes, no leak, whatever happens in what order."""
 
 import random
-from collections import deque
 
 import pytest
 
@@ -29,6 +28,7 @@ class RandomLife:
             num_cpu_chunks=num_slots,
             decode_save=rng.random() < 0.5,
             job_timeout_s=20.0,
+            record_events=True,
             **settings,
         )
         others = random.Random(seed)
@@ -40,7 +40,6 @@ class RandomLife:
         self.num_requests = 0
         self.num_loaded_tokens = 0
         self.checked = 0
-        self.engine.scheduler._index._changes = deque()
         self.router = Router(self.engine)
 
     def arrive(self) -> None:

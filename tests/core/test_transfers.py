@@ -362,7 +362,7 @@ def test_there_is_something_to_do_while_there_is_news():
 
 def test_a_worker_that_is_through_with_jobs_that_were_never_given_is_heard_otherwise():
     engine = loading_engine()
-    (job,) = engine.scheduler._jobs
+    ((job, _),) = engine.workers[0].in_flight
     report = StepReport(0, (JobResult(job.job_id, FINISHED),), 64, oldest_job_id=10**9, incarnation=1000)
     assert engine.scheduler.apply(report).loaded == ("b",)
     assert engine.scheduler.stats().num_rejected_reports == 1
@@ -381,7 +381,7 @@ def test_a_report_cannot_make_the_swap_pool_larger_than_its_setting():
 
 def test_a_finished_job_has_no_error():
     engine = loading_engine()
-    (job,) = engine.scheduler._jobs
+    ((job, _),) = engine.workers[0].in_flight
     for result in (JobResult(job.job_id, FINISHED, "halted"), JobResult(job.job_id, FINISHED, failed_blocks=(0,))):
         assert report(engine, 0, result).loaded == ()
     assert engine.scheduler.stats().num_rejected_reports == 2

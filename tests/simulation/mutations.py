@@ -1,8 +1,12 @@
 """Deliberate bugs in the library, and a way to run the simulation with one of them in place.
 
-No file is changed: a child process imports the library through a finder that replaces one piece of one module's
-source. `python -m tests.simulation.mutations` imports jax once, forks a child for each mutation and prints, a line of
-JSON each, what the simulation found. A mutation whose text is not in its file exactly once is an error.
+Each is a piece of syntax in one function of `tpu_offload/core`, named by its qualified name whatever module it is in,
+and what stands there instead (`tests.simulation.patterns` says how the two are written). One that does not match
+exactly one place is an error.
+
+No file is changed: a child process imports the library through a finder that replaces one module's source.
+`python -m tests.simulation.mutations` imports jax once, forks a child for each mutation and prints, a line of JSON
+each, what the simulation found.
 
 A search takes minutes, and for the rarest bugs a thousand lives, so the tests begin with the seeds in `caught.json`,
 which found each bug before. `--record` searches for those that are not found by theirs and writes the file anew; that
@@ -10,18 +14,24 @@ is to be done when the simulation or the library has changed so much that lives 
 """
 
 import argparse
+import ast
 import dataclasses
+import difflib
+import functools
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[2]
+from tests.simulation.patterns import PatternError, functions, replace
+
+ROOT = Path(__file__).resolve().parents[2]
+_CORE = Path("tpu_offload", "core")
 _CAUGHT = Path(__file__).with_name("caught.json")
 _TIMEOUT_S = 600
 
@@ -32,565 +42,480 @@ class Mutation:
 
     Attributes:
       name: what it does.
-      path: the file below `tpu_offload/core/`, without `.py`.
-      old: text of it, there once.
+      function: qualified name of a function in `tpu_offload/core`.
+      find: pattern of what is there once.
       new: what stands there instead.
     """
 
     name: str
-    path: str
-    old: str
+    function: str
+    find: str
     new: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A module with a bug.
+
+    Attributes:
+      module: its name.
+      path: its file, below the root of the repository.
+      source: what is run instead of the file.
+    """
+
+    module: str
+    path: Path
+    source: str
 
 
 MUTATIONS = (
     # Ends of jobs.
     Mutation(
         "a load that failed keeps its staging blocks",
-        "transfers",
-        "        self._staging.release(job.account, job.transfer.num_staging_blocks, job.direction)\n",
-        "        if job.state is not JobState.FAILED or job.direction is Direction.SAVE:\n"
-        "            self._staging.release(job.account, job.transfer.num_staging_blocks, job.direction)\n",
+        "Transfers._end",
+        "self._staging.release(...)",
+        """
+        if job.state is not JobState.FAILED or job.direction is Direction.SAVE:
+            _0
+        """,
     ),
     Mutation(
         "staging blocks of a cancelled load are released twice",
-        "transfers",
-        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n",
-        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n"
-        "        if job.state is JobState.CANCELLED:\n"
-        "            self._staging.release(job.account, job.transfer.num_staging_blocks, job.direction)\n",
+        "Transfers._end",
+        """
+        if job.direction is Direction.LOAD:
+            self._index.unpin(...)
+        """,
+        """
+        _0
+        if job.state is JobState.CANCELLED:
+            self._staging.release(job.account, job.transfer.num_staging_blocks, job.direction)
+        """,
     ),
     Mutation(
         "the unpin is skipped when a load fails",
-        "transfers",
-        "        if job.direction is Direction.LOAD:\n            self._index.unpin(job.keys, sweep=False)\n",
-        "        if job.direction is Direction.LOAD and job.state is not JobState.FAILED:\n"
-        "            self._index.unpin(job.keys, sweep=False)\n",
+        "Transfers._end",
+        """
+        if _1:
+            self._index.unpin(...)
+        """,
+        """
+        if _1 and job.state is not JobState.FAILED:
+            self._index.unpin(...)
+        """,
     ),
-    Mutation(
-        "a late load is not cancelled on the workers",
-        "transfers",
-        "                self._to_cancel[job.job_id] = job.waiting_for\n            self._end(job)\n",
-        "                pass\n            self._end(job)\n",
-    ),
+    Mutation("a late load is not cancelled on the workers", "Transfers.expire", "self._to_cancel[_] = _", "pass"),
     Mutation(
         "the load of an aborted request is not cancelled on the workers",
-        "transfers",
-        "            self._to_cancel[load.job_id] = load.waiting_for\n",
-        "            pass\n",
+        "Transfers.detach",
+        "self._to_cancel[_] = _",
+        "pass",
     ),
     Mutation(
         "a load that was not sent yet is sent after its request is gone",
-        "load_queue",
-        "        self._waiting.remove(load)\n",
-        "        pass\n",
+        "LoadQueue.remove",
+        "self._waiting.remove(...)",
+        "pass",
     ),
-    Mutation(
-        "a failed save is published",
-        "transfers",
-        "            return list(range(len(job.keys)))\n",
-        "            return []\n",
-    ),
+    Mutation("a failed save is published", "Transfers._bad_chunks", "return list(range(_))", "return []"),
     Mutation(
         "the bad chunks of a save that failed in part are published",
-        "transfers",
-        "        return sorted({self._chunk_of(job, position) for position in job.failed_blocks})\n",
-        "        return []\n",
+        "Transfers._bad_chunks",
+        "return sorted(_)",
+        "return []",
     ),
-    Mutation(
-        "a load that failed in part is used up to the last hole",
-        "transfers",
-        "        num_loaded = 0 if job.doomed else min(job.failed_blocks)\n",
-        "        num_loaded = 0 if job.doomed else max(job.failed_blocks)\n",
-    ),
+    Mutation("a load that failed in part is used up to the last hole", "Transfers._tell_of", "min(_1)", "max(_1)"),
     Mutation(
         "a failed load is taken for a good one",
-        "transfers",
-        "        if job.state is JobState.FINISHED:\n            self._loaded.append(job.request_id)\n",
-        "        if job.state is not JobState.TIMED_OUT:\n            self._loaded.append(job.request_id)\n",
+        "Transfers._tell_of",
+        "_1.state is JobState.FINISHED",
+        "_1.state is not JobState.TIMED_OUT",
     ),
     Mutation(
         "old news is told to the next request of the same name",
-        "transfers",
-        "for failed in self._failed_loads if failed.request_id != request_id]",
-        "for failed in self._failed_loads]",
+        "Transfers.forget_news",
+        "[_1 for _1 in _2 if _]",
+        "[_1 for _1 in _2]",
     ),
     Mutation(
-        "the slots of a late save are free at once",
-        "transfers",
-        "            quarantine = job.state is JobState.TIMED_OUT\n",
-        "            quarantine = False\n",
+        "the slots of a late save are free at once", "Transfers._end_save", "_.state is JobState.TIMED_OUT", "False"
     ),
     Mutation(
         "the memory of a chunk is lost under a load and nobody minds",
-        "transfers",
-        "                job.failed_blocks.update(i for i in range(job.num_parts) if self._chunk_of(job, i) in gone)\n",
-        "                pass\n",
+        "Transfers._fail_in",
+        "_.failed_blocks.update(...)",
+        "pass",
     ),
     # What workers say.
-    Mutation(
-        "one worker's word is enough",
-        "jobs",
-        "        return None if job.waiting_for else self.end(job)\n",
-        "        return self.end(job)\n",
-    ),
+    Mutation("one worker's word is enough", "JobTable.report", "None if _.waiting_for else _1", "_1"),
     Mutation(
         "a duplicate counts for another worker",
-        "jobs",
-        "        self.waiting_for.remove(worker_id)\n        self.duration_s",
-        "        self.waiting_for.pop()\n        self.duration_s",
+        "TrackedJob.take",
+        "self.waiting_for.remove(_)",
+        "self.waiting_for.pop()",
     ),
-    Mutation(
-        "a result is expected twice",
-        "jobs",
-        "job.state is JobState.SENT and worker_id in job.waiting_for\n",
-        "job.state is JobState.SENT\n",
-    ),
+    Mutation("a result is expected twice", "JobTable.expects", "... and _ in _.waiting_for", "..."),
     Mutation(
         "a slot leaves quarantine when the first worker has spoken",
-        "jobs",
-        "        return None if job.waiting_for else self._late.pop(job_id)\n",
-        "        return self._late.pop(job_id)\n",
+        "JobTable.report_late",
+        "None if _.waiting_for else _1",
+        "_1",
     ),
+    Mutation("a job whose result was lost is taken for finished", "JobTable.pass_over", "_.doom(...)", ""),
+    Mutation("the oldest job of a worker is taken for over", "JobTable.pass_over", "_1.job_id < _2", "_1.job_id <= _2"),
+    Mutation("a late save is forgotten", "JobTable.expire", "self._late[_] = _", "pass"),
     Mutation(
-        "a job whose result was lost is taken for finished",
-        "jobs",
-        "            job.waiting_for.remove(worker_id)\n            job.doom(why)\n",
-        "            job.waiting_for.remove(worker_id)\n",
+        "jobs time out a job too early", "JobTable.expire", "_1.deadline_s <= now_s", "_1.deadline_s <= now_s + 5.0"
     ),
-    Mutation(
-        "the oldest job of a worker is taken for over",
-        "jobs",
-        "takewhile(lambda j: j.job_id < oldest_job_id, self)",
-        "takewhile(lambda j: j.job_id <= oldest_job_id, self)",
-    ),
-    Mutation(
-        "a late save is forgotten",
-        "jobs",
-        "                self._late[job.job_id] = job\n",
-        "                pass\n",
-    ),
-    Mutation(
-        "jobs time out a job too early",
-        "jobs",
-        "if job.state is JobState.SENT and job.deadline_s <= now_s]\n",
-        "if job.state is JobState.SENT and job.deadline_s <= now_s + 5.0]\n",
-    ),
-    Mutation(
-        "jobs never time out",
-        "jobs",
-        "if job.state is JobState.SENT and job.deadline_s <= now_s]\n",
-        "if False]\n",
-    ),
+    Mutation("jobs never time out", "JobTable.expire", "... and _.deadline_s <= now_s", "False"),
     Mutation(
         "a former life of a worker is listened to",
-        "reports",
-        "        if not report.incarnation or report.incarnation >= known:\n",
-        "        if True:\n",
+        "Reports._is_of_an_earlier_life",
+        "... or report.incarnation >= _",
+        "True",
     ),
     Mutation(
         "nobody notices that a worker was started anew",
-        "reports",
-        "        if known:\n            self._start_anew(report)\n            self._lose_caches(report)\n        else:",
-        "        if True:",
+        "Reports._note_life",
+        """
+        if known:
+            ...
+        else:
+            self._workers.set_epoch(_1)
+        """,
+        """
+        if True:
+            self._workers.set_epoch(_1)
+        """,
     ),
     Mutation(
-        "the slots that a new life of a worker lacks are used",
-        "reports",
-        "        self._index.limit(report.num_host_chunks)\n",
-        "        pass\n",
+        "the slots that a new life of a worker lacks are used", "Reports._start_anew", "self._index.limit(...)", "pass"
     ),
     Mutation(
         "what a worker was sent is over when it was started anew",
-        "reports",
-        '        self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")\n',
-        "        self._pass_over(worker_id, self._job_ids.num_given)\n",
+        "Reports._start_anew",
+        "self._transfers.doubt(_1, ...)",
+        "self._pass_over(_1, self._job_ids.num_given)",
     ),
     Mutation(
         "a slot is usable when the first worker has it",
-        "reports",
-        "            self._index.grow(min(self._max_host_chunks, *self._num_host_chunks.values()))\n",
-        "            self._index.grow(min(self._max_host_chunks, max(self._num_host_chunks.values())))\n",
+        "Reports._take",
+        "min(_1, *self._num_host_chunks.values())",
+        "min(_1, max(self._num_host_chunks.values()))",
     ),
-    Mutation(
-        "lost slots are passed over",
-        "reports",
-        "        self._transfers.lose_slots(first, end)\n",
-        "        pass\n",
-    ),
+    Mutation("lost slots are passed over", "Reports._lose_slots", "self._transfers.lose_slots(...)", "pass"),
     # Reset.
-    Mutation(
-        "a reset drops no chunk",
-        "scheduler",
-        "        self._index.clear()\n",
-        "        pass\n",
-    ),
-    Mutation(
-        "copies in flight survive a reset",
-        "transfers",
-        '            self._give_up(job, "the cache was reset")\n',
-        "            pass\n",
-    ),
-    Mutation(
-        "what is swapped out survives a reset",
-        "scheduler",
-        "        self._swap.reset()\n",
-        "        pass\n",
-    ),
-    Mutation(
-        "KV of before a reset is saved after it",
-        "tracking",
-        "        self.saving = False\n",
-        "        pass\n",
-    ),
-    Mutation(
-        "KV of before a reset is saved after a swap",
-        "scheduler",
-        "            request.saving = former is None or former.saving\n",
-        "            pass\n",
-    ),
+    Mutation("a reset drops no chunk", "OffloadScheduler.reset", "self._index.clear()", "pass"),
+    Mutation("copies in flight survive a reset", "Transfers.reset", "self._give_up(...)", "pass"),
+    Mutation("what is swapped out survives a reset", "OffloadScheduler.reset", "self._swap.reset()", "pass"),
+    Mutation("KV of before a reset is saved after it", "TrackedRequest.start_over", "self.saving = False", "pass"),
+    Mutation("KV of before a reset is saved after a swap", "OffloadScheduler.preempt", "_.saving = _", "pass"),
     # Lookups, pins, slots.
-    Mutation(
-        "an unfinished chunk is found",
-        "index",
-        "        if self._unready and not self._unready.isdisjoint(slots):\n",
-        "        if False:\n",
-    ),
-    Mutation(
-        "a pinned chunk is evicted",
-        "index",
-        "            if rest in pins or rest in protected or slot in unready or (num_gone and rest in stop):\n",
-        "            if rest in protected or slot in unready or (num_gone and rest in stop):\n",
-    ),
-    Mutation(
-        "a chunk that goes gives up its slot under a pin",
-        "index",
-        "            if slot in covered:\n",
-        "            if False:\n",
-    ),
+    Mutation("an unfinished chunk is found", "ChunkIndex.find", "self._unready and _", "False"),
+    Mutation("a pinned chunk is evicted", "ChunkIndex.evict", "_ in pins or ...", "..."),
+    Mutation("a chunk that goes gives up its slot under a pin", "ChunkIndex.drop", "_ in covered", "False"),
     Mutation(
         "a slot in quarantine is handed out",
-        "index",
-        "        if slot not in self._quarantined:\n            self._set_free(slot)\n",
-        "        self._set_free(slot)\n",
+        "ChunkIndex._remove",
+        """
+        if _ not in self._quarantined:
+            ...
+        """,
+        "...",
     ),
-    Mutation(
-        "a match does not pin",
-        "loading",
-        "        self._index.pin(keys)\n        self._breaker.begin(request.account)\n",
-        "        self._breaker.begin(request.account)\n",
-    ),
+    Mutation("a match does not pin", "LoadPlanner.match", "self._index.pin(...)", ""),
     Mutation(
         "a request is promised its last token",
-        "loading",
-        "        end_tokens = min((first_block + num_blocks) * self._block_size, num_tokens - 1)\n",
-        "        end_tokens = min((first_block + num_blocks) * self._block_size, num_tokens)\n",
+        "LoadPlanner.match",
+        "min(_1 * self._block_size, num_tokens - 1)",
+        "min(_1 * self._block_size, num_tokens)",
     ),
     Mutation(
         "a load that begins inside a chunk reads its first blocks",
-        "loading",
-        "                first=promise.first_block % self._blocks_per_chunk,\n",
-        "                first=0,\n",
+        "LoadPlanner.admit",
+        "_ % self._blocks_per_chunk",
+        "0",
     ),
     Mutation(
         "the engine takes less than it was promised and the rest stays reserved",
-        "loading",
-        "promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)\n",
-        "0, Direction.LOAD)\n",
+        "LoadPlanner.admit",
+        "_.num_staging_blocks - _",
+        "0",
     ),
     Mutation(
         "saves are planned as though nobody held staging blocks",
-        "staging",
-        "is Direction.LOAD else self._buffer.num_free",
-        "is Direction.LOAD else self._buffer.num_blocks",
+        "Staging.room_for_saves",
+        "self._buffer.num_free",
+        "self._buffer.num_blocks",
     ),
     Mutation(
         "the chunks of a load that was given up before it was sent stay pinned",
-        "transfers",
-        "            self._index.unpin(load.keys)\n",
+        "Transfers.detach",
+        "self._index.unpin(...)",
         "",
     ),
-    Mutation(
-        "a load that waits is never given up",
-        "load_queue",
-        "(now_s >= load.waits_until_s or not self._breaker.admits(load.account))\n",
-        "False\n",
-    ),
+    Mutation("a load that waits is never given up", "LoadQueue.impatient", "now_s >= _.waits_until_s or ...", "False"),
     Mutation(
         "a load that is given up before it was sent keeps its staging blocks",
-        "load_queue",
-        "        self._staging.release(load.account, load.num_staging_blocks, Direction.LOAD)\n",
+        "LoadQueue.remove",
+        "self._staging.release(...)",
         "",
     ),
     # Saves.
     Mutation(
         "the sampled token counts as computed",
-        "save_policy",
-        "        return min(num_prompt_tokens, num_computed_tokens)\n",
-        "        return min(num_prompt_tokens, num_computed_tokens + 1)\n",
+        "SaveBySightings.num_tokens_to_save",
+        "min(_1, num_computed_tokens)",
+        "min(_1, num_computed_tokens + 1)",
     ),
     Mutation(
-        "a chunk that is not full is saved",
-        "saving",
-        "request.limits.num_savable_tokens(num_tokens) // self._block_size\n",
-        "-(-request.limits.num_savable_tokens(num_tokens) // self._block_size)\n",
+        "a chunk that is not full is saved", "SavePlanner.read", "_1 // self._block_size", "-(-_1 // self._block_size)"
     ),
     Mutation(
         "blocks are saved after their request was preempted",
-        "scheduler",
-        "        self._saves.withdraw(request)\n        self._transfers.forget_news(request_id)\n",
-        "        self._transfers.forget_news(request_id)\n",
+        "OffloadScheduler._forget",
+        "self._saves.withdraw(...)",
+        "",
     ),
     Mutation(
         "the wrong blocks are saved where a prefix has a hole",
-        "saving",
+        "SavePlanner._plan_one",
         "[block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]",
         "[block_ids[(first + i) * size + j] for i in range(num_saved) for j in range(size)]",
     ),
     # Early saves.
-    Mutation(
-        "what left its blocks before a reset is saved after it",
-        "saving",
-        "        self.leaving.clear()\n        self._num_seen.clear()\n",
-        "        self._num_seen.clear()\n",
-    ),
+    Mutation("what left its blocks before a reset is saved after it", "SavePlanner.reset", "self.leaving.clear()", ""),
     Mutation(
         "a preempted request saves KV of before a reset",
-        "leaving",
-        "        leaving.promise = leaving.load = leaving.revoked = None\n",
-        "        leaving.promise = leaving.load = leaving.revoked = None\n        leaving.saving = True\n",
+        "LeavingBlocks.preempt",
+        "leaving.promise = leaving.load = leaving.revoked = None",
+        """
+        _0
+        leaving.saving = True
+        """,
     ),
-    Mutation(
-        "a tail is saved whose head is nowhere",
-        "saving",
-        "        if first < request.num_gone_chunks:\n",
-        "        if False:\n",
-    ),
+    Mutation("a tail is saved whose head is nowhere", "SavePlanner._plan_one", "_ < _.num_gone_chunks", "False"),
     Mutation(
         "a prefix without its head in HBM saves the wrong blocks",
-        "leaving",
-        "        request.block_ids = [-1] * num_gone_blocks + block_ids[::-1]\n",
-        "        request.block_ids = block_ids[::-1] + [-1] * num_gone_blocks\n",
+        "LeavingBlocks.evict",
+        "[-1] * _1 + _2",
+        "_2 + [-1] * _1",
     ),
     Mutation(
         "a preempted request saves the block of its last, sampled token",
-        "leaving",
-        "        num_tokens = held.num_computed_tokens\n",
-        "        num_tokens = held.num_computed_tokens + 1\n",
+        "LeavingBlocks.preempt",
+        "held.num_computed_tokens",
+        "held.num_computed_tokens + 1",
     ),
     Mutation(
         "what leaves its blocks is copied after the step",
-        "scheduler",
-        "            saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)\n",
-        "            saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)\n"
-        "            saves.jobs, saves.early = [*saves.early, *saves.jobs], []\n",
+        "OffloadScheduler.plan_step",
+        "saves = self._saves.plan(...)",
+        """
+        _0
+        saves.jobs, saves.early = [*saves.early, *saves.jobs], []
+        """,
     ),
     # Request swap.
     Mutation(
         "blocks of a late swap are free at once",
-        "swap/manager",
-        "        if not (job.state is JobState.TIMED_OUT and job.direction is Direction.SAVE):\n",
-        "        if True:\n",
+        "RequestSwap._end",
+        "not (_.state is JobState.TIMED_OUT and ...)",
+        "True",
     ),
+    Mutation("the pool's blocks are free while they are written", "PlannedSwaps.plan", "self._pool.hold(...)", "pass"),
     Mutation(
-        "the pool's blocks are free while they are written",
-        "swap/records",
-        "        self._pool.hold(places)\n",
-        "        pass\n",
-    ),
-    Mutation(
-        "a request is back before its copy is",
-        "swap/manager",
-        "        if swapped.where is not Where.RETURNING or swapped.job is not None or swapped.writers:\n",
-        "        if swapped.where is not Where.RETURNING or swapped.writers:\n",
+        "a request is back before its copy is", "RequestSwap._end_return", "_1 or _.job is not None or _2", "_1 or _2"
     ),
     Mutation(
         "a request is back before its copy out is known to be good",
-        "swap/manager",
-        "        if swapped.where is not Where.RETURNING or swapped.job is not None or swapped.writers:\n",
-        "        if swapped.where is not Where.RETURNING or swapped.job is not None:\n",
+        "RequestSwap._end_return",
+        "... or _.writers",
+        "...",
     ),
     Mutation(
-        "what the tier has of a swapped request is not pinned",
-        "swap/manager",
-        "            self._index.pin(tier_keys)\n",
-        "            pass\n",
+        "what the tier has of a swapped request is not pinned", "RequestSwap.swap_out", "self._index.pin(...)", "pass"
     ),
     Mutation(
         "blocks are brought back from the wrong places",
-        "swap/manager",
-        "tuple(swapped.pool_blocks[0][i - num_tier] for i in from_pool)",
-        "tuple(swapped.pool_blocks[0][(i - num_tier) // 2] for i in from_pool)",
+        "RequestSwap.swap_in",
+        "_1.pool_blocks[0][_2]",
+        "_1.pool_blocks[0][_2 // 2]",
     ),
     Mutation(
         "a failed copy out is taken for a good one",
-        "swap/manager",
-        "                if failed:\n                    self._lose(swapped)\n                elif self._end_return",
-        "                if self._end_return",
+        "RequestSwap._end_out",
+        """
+        if failed:
+            self._lose(_)
+        elif _1:
+            ...
+        """,
+        """
+        if _1:
+            ...
+        """,
     ),
     Mutation(
         "lost memory of the swap pool is passed over",
-        "swap/manager",
-        "            if not gone.isdisjoint(swapped.pool_blocks[group_id]):\n                self._lose(swapped)\n",
-        "            pass\n",
+        "RequestSwap.lose_blocks",
+        """
+        if _:
+            self._lose(_)
+        """,
+        "pass",
     ),
     Mutation(
-        "an aborted request leaves its blocks in the swap pool",
-        "swap/manager",
-        "            self._detach(swapped)\n            self._jobs.release(swapped)\n            self._breakers",
-        "            self._detach(swapped)\n            self._breakers",
+        "an aborted request leaves its blocks in the swap pool", "RequestSwap.forget", "self._jobs.release(_)", ""
     ),
     Mutation(
         "a block of the swap pool is known by its contents after it is free",
-        "swap/pool",
-        "            if g == 0:\n                self.forget(free)\n",
+        "SwapPool.release",
+        """
+        if _:
+            self.forget(_)
+        """,
         "",
     ),
     # Probes, and what failed before.
-    Mutation(
-        "a request is promised again what failed for it",
-        "loading",
-        "        if wary:\n",
-        "        if False:\n",
-    ),
+    Mutation("a request is promised again what failed for it", "LoadPlanner.match", "wary", "False"),
     Mutation(
         "the chunks of a load that begins inside one are counted from its first block",
-        "transfers",
-        "(first_block % self._blocks_per_chunk + position) //",
-        "(position) //",
+        "Transfers._chunk_of",
+        "_ % self._blocks_per_chunk + _1",
+        "_1",
     ),
     Mutation(
-        "a probe that was promised is not withdrawn",
-        "loading",
-        "            self._breaker.withdraw(request.account)\n",
-        "            pass\n",
+        "a probe that was promised is not withdrawn", "LoadPlanner.release", "self._breaker.withdraw(...)", "pass"
     ),
+    Mutation("a load is no probe when its promise was", "LoadQueue._send", "self._breaker.hand_over(...)", ""),
     Mutation(
-        "a load is no probe when its promise was",
-        "load_queue",
-        "        self._breaker.hand_over(load.account, job.job_id)\n",
-        "",
+        "blocks of before a reset are found in the swap pool", "RequestSwap.reset", "self._pool.forget(...)", "pass"
     ),
-    Mutation(
-        "blocks of before a reset are found in the swap pool",
-        "swap/manager",
-        "            self._pool.forget(job.pool_blocks[0])\n        for swapped",
-        "            pass\n        for swapped",
-    ),
-    Mutation(
-        "lost blocks of the swap pool are found",
-        "swap/manager",
-        "            self._pool.forget(gone)\n",
-        "            pass\n",
-    ),
+    Mutation("lost blocks of the swap pool are found", "RequestSwap.lose_blocks", "self._pool.forget(...)", "pass"),
     Mutation(
         "the probe of an ended request is not withdrawn",
-        "swap/manager",
-        "            self._breakers[Direction.LOAD].withdraw(request_id)\n        self._returned_at",
-        "            pass\n        self._returned_at",
+        "RequestSwap.forget",
+        "self._breakers[_].withdraw(...)",
+        "pass",
     ),
     Mutation(
-        "the probe of a lost request is not withdrawn",
-        "swap/manager",
-        "        self._breakers[Direction.LOAD].withdraw(swapped.request_id)\n        self._lost",
-        "        self._lost",
+        "the probe of a lost request is not withdrawn", "RequestSwap._lose", "self._breakers[_].withdraw(...)", ""
     ),
     Mutation(
         "the probe of a copy back that nobody waits for is not withdrawn",
-        "swap/manager",
-        "            self._breakers[Direction.LOAD].withdraw(job.job_id)\n",
-        "            pass\n",
+        "RequestSwap._detach",
+        "self._breakers[_].withdraw(...)",
+        "pass",
     ),
     # Lost caches, and plans on their way.
     Mutation(
         "a loss of the caches changes nothing but the plans",
-        "reports",
-        "        self._transfers.lose_caches()\n",
+        "Reports._lose_caches",
+        "self._transfers.lose_caches()",
         "",
     ),
     Mutation(
         "plans do not say for which caches they were made",
-        "scheduler",
-        "            early_saves=tuple([job.transfer for job in saves.early]),\n"
-        "            cache_epochs=self._workers.epochs,\n",
-        "            early_saves=tuple([job.transfer for job in saves.early]),\n",
+        "OffloadScheduler._make_plan",
+        "StepPlan(..., cache_epochs=_)",
+        "StepPlan(...)",
     ),
     Mutation(
-        "the engine does not hear that the caches are gone",
-        "reports",
-        "        self._lost_caches.append(report.worker_id)\n",
-        "",
+        "the engine does not hear that the caches are gone", "Reports._lose_caches", "self._lost_caches.append(...)", ""
     ),
     Mutation(
         "a worker that was started anew has its old caches",
-        "reports",
-        "            self._start_anew(report)\n            self._lose_caches(report)\n",
-        "            self._start_anew(report)\n"
-        "            self._workers.set_epoch(CacheEpoch(report.worker_id, report.incarnation, 0))\n",
+        "Reports._note_life",
+        "self._lose_caches(report)",
+        "self._workers.set_epoch(CacheEpoch(report.worker_id, report.incarnation, 0))",
     ),
     Mutation(
         "a swap-out that was planned before the loss was heard of counts",
-        "swap/manager",
-        '                job.doom("the KV caches were lost")\n',
-        "                pass\n",
+        "RequestSwap.lose_caches",
+        "_.doom(...)",
+        "pass",
     ),
     Mutation(
         "a cancel is said once",
-        "transfers",
-        "        return tuple([job.transfer for job in loads]), tuple(self._to_cancel)\n",
-        "        cancelled, self._to_cancel = tuple(self._to_cancel), {}\n"
-        "        return tuple([job.transfer for job in loads]), cancelled\n",
+        "Transfers.take_plans",
+        "return _1, tuple(self._to_cancel)",
+        """
+        cancelled, self._to_cancel = tuple(self._to_cancel), {}
+        return _1, cancelled
+        """,
     ),
 )
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one module with a piece of its source replaced."""
+    """Loads one module with other source."""
 
-    def __init__(self, name: str, path: str, mutation: Mutation) -> None:
-        super().__init__(name, path)
-        self._mutation = mutation
+    def __init__(self, mutant: Mutant) -> None:
+        super().__init__(mutant.module, str(ROOT / mutant.path))
+        self._source = mutant.source
 
     def get_code(self, fullname: str) -> Any:
-        source = Path(self.path).read_text()
-        return compile(apply(self._mutation, source), self.path, "exec")
+        return compile(self._source, self.path, "exec")
 
 
 class Finder(importlib.abc.MetaPathFinder):
     """Finds the mutated module before anybody else does."""
 
-    def __init__(self, mutation: Mutation) -> None:
-        self._mutation = mutation
-        self._name = f"tpu_offload.core.{mutation.path.replace('/', '.')}"
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._name:
+        if fullname != self._mutant.module:
             return None
-        file = str(path_of(self._mutation))
-        return importlib.machinery.ModuleSpec(fullname, _Loader(fullname, file, self._mutation), origin=file)
+        loader = _Loader(self._mutant)
+        return importlib.machinery.ModuleSpec(fullname, loader, origin=loader.path)
 
 
-def path_of(mutation: Mutation) -> Path:
-    """The file that it is in."""
-    return _ROOT / "tpu_offload" / "core" / f"{mutation.path}.py"
+@functools.cache
+def _homes(root: Path) -> Mapping[str, Sequence[Path]]:
+    """The files that each function is in, by its qualified name."""
+    homes: dict[str, list[Path]] = {}
+    for file in sorted((root / _CORE).rglob("*.py")):
+        for name, _ in functions(ast.parse(file.read_text())):
+            homes.setdefault(name, []).append(file.relative_to(root))
+    return homes
 
 
-def apply(mutation: Mutation, source: str) -> str:
-    """The source with the bug.
+def apply(mutation: Mutation, *, root: Path = ROOT) -> Mutant:
+    """The module with the bug.
 
     Raises:
-      ValueError: the text is not there, or more than once.
+      ValueError: the function, or the place in it, is not there, or more than once. One line says what is.
     """
-    if source.count(mutation.old) != 1:
-        raise ValueError(f"mutation {mutation.name!r}: its text is {source.count(mutation.old)} times in its file")
-    return source.replace(mutation.old, mutation.new)
+    try:
+        path = _home(mutation.function, root)
+        tree = ast.parse((root / path).read_text())
+        (function,) = [function for name, function in functions(tree) if name == mutation.function]
+        try:
+            replace(function, mutation.find, mutation.new)
+        except PatternError as e:
+            raise ValueError(f"{mutation.function} ({path}:{function.lineno}): {e}") from e
+    except ValueError as e:
+        raise ValueError(f"mutation {mutation.name!r}: {e}") from e
+    return Mutant(".".join(path.with_suffix("").parts), path, ast.unparse(ast.fix_missing_locations(tree)) + "\n")
+
+
+def _home(name: str, root: Path) -> Path:
+    """The file of a function."""
+    homes = _homes(root).get(name, [])
+    if not homes:
+        nearest = difflib.get_close_matches(name, _homes(root), n=3, cutoff=0.0)
+        raise ValueError(f"{name} is no function in {_CORE}; nearest: {', '.join(nearest)}")
+    if len(homes) > 1:
+        raise ValueError(f"{name} is a function {len(homes)} times, in {', '.join(map(str, homes))}")
+    return homes[0]
 
 
 def _hunt(mutation: Mutation | None, seeds: Iterable[int], num_steps: int) -> dict[str, Any]:
     """In a child: runs seeds until one finds the bug."""
     if mutation is not None:
-        apply(mutation, path_of(mutation).read_text())
-        sys.meta_path.insert(0, Finder(mutation))
+        sys.meta_path.insert(0, Finder(apply(mutation)))
     from tests.simulation.campaign import run_seeds
 
     for seed in seeds:
@@ -629,6 +554,7 @@ def run_all(num_seeds: int, num_steps: int, *, only: str = "") -> Iterator[dict[
     import pydantic  # noqa: F401
 
     known = caught()
+    _homes(ROOT)  # for all children
 
     for mutation in MUTATIONS:
         if only in mutation.name:

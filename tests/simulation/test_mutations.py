@@ -1,14 +1,16 @@
 """Each deliberate bug is caught, on a seed that the library as it is passes."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tests.simulation.campaign import run_seeds
-from tests.simulation.mutations import MUTATIONS, Mutation, apply, caught, path_of
+from tests.simulation.mutations import MUTATIONS, ROOT, Mutation, apply, caught
 from tests.simulation.test_campaign import NUM_STEPS, SEEDS
 
 MOST_SEEDS = 200  # of one that is not found any more by the seed that found it before
@@ -43,13 +45,61 @@ def test_a_bug_is_caught(found, mutation):
     )
 
 
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_a_mutation_has_its_one_place(mutation):
+    mutant = apply(mutation)
+    compile(mutant.source, mutant.module, "exec")
+    assert ast.dump(ast.parse(mutant.source)) != ast.dump(ast.parse((ROOT / mutant.path).read_text()))
+
+
 def test_there_are_many_and_all_differ():
     assert len({m.name for m in MUTATIONS}) == len(MUTATIONS) >= 25
-    assert len({(m.path, apply(m, path_of(m).read_text())) for m in MUTATIONS}) == len(MUTATIONS)
+    assert len(set(map(apply, MUTATIONS))) == len(MUTATIONS)
 
 
-@pytest.mark.parametrize("old", ["no such text", "self"])
-def test_a_mutation_that_does_not_fit_is_an_error(old):
-    mutation = Mutation("x", "jobs", old, "")
-    with pytest.raises(ValueError, match="times in its file"):
-        apply(mutation, path_of(mutation).read_text())
+def test_the_seeds_that_found_them_are_of_these():
+    assert caught().keys() <= {m.name for m in MUTATIONS}
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A small library with modules of its own."""
+    core = tmp_path / "tpu_offload" / "core"
+    (core / "swap").mkdir(parents=True)
+    (core / "jobs.py").write_text("class Jobs:\n    def end(self, job):\n        del self.jobs[job]\n")
+    (core / "swap" / "pool.py").write_text("class Pool:\n    def end(self):\n        self.pool = self.free = []\n")
+    return tmp_path
+
+
+def test_a_function_is_found_in_whatever_module_it_is(library):
+    mutation = Mutation("x", "Pool.end", "[]", "None")
+    mutant = apply(mutation, root=library)
+    assert mutant.module == "tpu_offload.core.swap.pool"
+    assert mutant.source == "class Pool:\n\n    def end(self):\n        self.pool = self.free = None\n"
+
+
+@pytest.mark.parametrize(
+    ("function", "find", "message"),
+    [
+        ("Jobs.fend", "job", "Jobs.fend is no function in tpu_offload/core; nearest: Jobs.end, Pool.end"),
+        (
+            "Jobs.end",
+            "self.job",
+            "Jobs.end (tpu_offload/core/jobs.py:2): `self.job` is not there; nearest is line 3, `del self.jobs[job]`",
+        ),
+        (
+            "Pool.end",
+            "self",
+            "Pool.end (tpu_offload/core/swap/pool.py:2): `self` is there 2 times, in lines 3, 3; expected once",
+        ),
+    ],
+)
+def test_a_mutation_that_does_not_fit_is_an_error_of_one_line(library, function, find, message):
+    with pytest.raises(ValueError, match=f"^mutation 'x': {re.escape(message)}$"):
+        apply(Mutation("x", function, find, "None"), root=library)
+
+
+def test_a_function_that_is_there_twice_is_an_error(library):
+    (library / "tpu_offload" / "core" / "pool.py").write_text("class Pool:\n    def end(self):\n        pass\n")
+    with pytest.raises(ValueError, match=r"Pool.end is a function 2 times, in .*core/pool.py, .*/swap/pool.py"):
+        apply(Mutation("x", "Pool.end", "[]", "None"), root=library)

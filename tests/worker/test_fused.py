@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.caches import pointers
-from tests.worker_engine import FAILED, FINISHED, NUM_HOST_BLOCKS, Engine, forward, slow_down
+from tests.worker.engine import FAILED, FINISHED, NUM_HOST_BLOCKS, Engine, forward, slow_down
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import ConfigError
 from tpu_offload.memory import host_pool
@@ -119,9 +119,9 @@ def test_a_segment_that_is_lost_before_the_pass_costs_its_jobs_only(monkeypatch)
     load, save = engine.load([8, 9], [0, 1]), engine.save([0, 1, 2], [8, 9, 11])
     plan, fused = begin(engine, loads=[load], saves=[save])
     assert fused.inputs.num_saves == fused.inputs.num_loads == 1
-    for part in engine.worker._tier._pool.segment(0):
+    for part in engine.pool.segment(0):
         part.delete()
-    engine.worker._tier._pool.mark_lost(0)
+    engine.pool.mark_lost(0)
     fused = engine.worker.fused_step()
     assert fused.inputs is None
     engine.worker.end_step(plan, engine.caches)
@@ -131,7 +131,7 @@ def test_a_segment_that_is_lost_before_the_pass_costs_its_jobs_only(monkeypatch)
 def test_nothing_is_fused_into_a_segment_that_is_lost(monkeypatch):
     monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
     engine = Engine("fused")
-    engine.worker._tier._pool.mark_lost(0)
+    engine.pool.mark_lost(0)
     save = engine.save([0, 1], [4, 5])
     plan, fused = begin(engine, saves=[save])
     assert fused.inputs is None
@@ -163,12 +163,12 @@ def test_impossible_saves_are_reported_once():
 
 def test_the_segment_stays_in_place_and_in_pinned_memory():
     engine = Engine("fused")
-    before = [pointers(part) for segment in engine.worker._tier._pool._segments for part in segment]
+    before = [pointers(part) for segment in engine.segments for part in segment]
     for _ in range(3):
         engine.step(saves=[engine.save([0, 1, 2, 3], [4, 5, 6, 7])], loads=[engine.load([8, 9], [8, 9])])
         engine.drain()
     assert engine.num_fused == 3
-    parts = [part for segment in engine.worker._tier._pool._segments for part in segment]
+    parts = [part for segment in engine.segments for part in segment]
     assert [pointers(part) for part in parts] == before
     assert {part.sharding.memory_kind for part in parts} == {"pinned_host"}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.caches import random_caches
-from tests.worker_engine import (
+from tests.worker.engine import (
     FAILED,
     FINISHED,
     IDLE,
@@ -90,14 +90,14 @@ def test_loads_of_a_plan_share_a_dispatch(monkeypatch):
 def test_saves_of_a_plan_fail_apart():
     """A plan has more than one save only where one has failed before."""
     engine = Engine()
-    real = engine.saver._save
+    real = engine.saver.save
 
-    def one_bad_block(segment, caches, moves):
-        if 7 in moves[0, : moves[2, 0]]:
+    def one_bad_block(segment_id, rows, kv_caches):
+        if 7 in rows.block_ids:
             raise RuntimeError("bad block")
-        return real(segment, caches, moves)
+        return real(segment_id, rows, kv_caches)
 
-    engine.saver._save = one_bad_block
+    engine.saver.save = one_bad_block
     bad, good = engine.save([7], [0]), engine.save([1], [1])
     engine.step(saves=[bad, good])
     assert engine.states() == {bad.job_id: FAILED, good.job_id: FINISHED}
@@ -113,7 +113,7 @@ def test_more_than_the_budget_in_one_plan_still_works():
     engine.check()
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if "fused" not in path])  # see test_worker_fused.py
+@pytest.mark.parametrize("path", [path for path in PATHS if "fused" not in path])  # see test_fused.py
 def test_a_long_random_run_compiles_nothing(path, compiles):
     """Jobs of every size, in any mix, over segments and past the budget, run from what was compiled at the start."""
     engine = Engine(path, skip_jax_precompile=False)
@@ -149,7 +149,7 @@ def test_report_counts_chunks_as_they_become_ready(monkeypatch):
     assert result.state is FAILED
     assert "host block ids 0 to 0" in result.error
     go_on.set()
-    engine.worker._tier._pool.wait_until_allocated()
+    engine.pool.wait_until_allocated()
     assert engine.worker.poll().num_host_chunks == NUM_CHUNKS
     engine.worker.close()
 
@@ -222,7 +222,7 @@ def test_close_waits_and_frees(caplog):
         engine.worker.close()
         engine.worker.close()
     assert token.ready
-    assert engine.worker._tier._pool._segments == []
+    assert engine.pool.num_chunks_ready == 0
     assert not caplog.records
 
 
@@ -241,7 +241,7 @@ def test_meshes_with_explicit_axes(path):
         blocks_per_chunk=2,
     )
     engine.worker = OffloadWorker(config, engine.layout, engine.caches, worker_id=3, fused=True)
-    engine.worker._tier._pool.wait_until_allocated()
+    engine.pool.wait_until_allocated()
     engine.check_round_trip()
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.worker_engine import (
+from tests.worker.engine import (
     CANCELLED,
     FAILED,
     FINISHED,
@@ -16,8 +16,10 @@ from tests.worker_engine import (
     Poisoned,
     Slow,
     broken,
+    ending_with,
     slow_down,
     split_path,
+    wait_until_rebuilt,
 )
 from tpu_offload.errors import CachesLostError, TransferError
 from tpu_offload.memory import host_pool
@@ -62,14 +64,14 @@ def test_save_that_raises_fails_its_jobs_and_no_others(caplog):
     engine.step(saves=[good])
     engine.expect_saved(good)
     assert engine.states() == {1: FINISHED}
-    engine.saver._save = broken(jax.errors.JaxRuntimeError("INTERNAL: one\ntwo"))
+    engine.saver.save = broken(jax.errors.JaxRuntimeError("INTERNAL: one\ntwo"))
     load = engine.load([9], [0])
     engine.step(saves=[engine.save([1], [1])], loads=[load])
     engine.expect_loaded(load)
     results = engine.drain()
     assert {i: r.state for i, r in results.items()} == {2: FINISHED, 3: FAILED}
     assert results[3].error == "JaxRuntimeError: INTERNAL: one"
-    del engine.saver._save
+    del engine.saver.save
     after = engine.save([1], [1])  # the segment was not donated, and goes on
     engine.step(saves=[after])
     engine.expect_saved(after)
@@ -85,10 +87,10 @@ def no_rebuild(monkeypatch):
 
 def test_failed_save_that_took_the_segment_loses_it(no_rebuild):
     engine = Engine()
-    engine.saver._save = broken(RuntimeError("the device is gone"), deletes=0)
+    engine.saver.save = broken(RuntimeError("the device is gone"), takes=engine.pool)
     engine.step(saves=[engine.save([0], [0])])
     assert engine.states() == {1: FAILED}
-    del engine.saver._save
+    del engine.saver.save
     engine.step(saves=[engine.save([1], [1]), engine.save([2], [8])], loads=[engine.load([3], [2])])
     results = engine.drain()
     assert {i: r.state for i, r in results.items()} == {2: FAILED, 3: FINISHED, 4: FAILED}
@@ -98,7 +100,7 @@ def test_failed_save_that_took_the_segment_loses_it(no_rebuild):
 
 def test_load_that_raises_leaves_the_caches():
     engine = Engine()
-    engine.loader._load = broken(ValueError("no"))
+    engine.loader.load = broken(ValueError("no"))
     engine.step(loads=[engine.load([3], [2])])
     assert engine.drain()[1].error == "ValueError: no"
     engine.check()
@@ -106,12 +108,11 @@ def test_load_that_raises_leaves_the_caches():
 
 def test_wrong_token_fails_the_job_and_the_segment(no_rebuild):
     engine = Engine()
-    real = engine.saver._save
-    engine.saver._save = lambda *args: (real(*args)[0], jax.numpy.int32(1))
+    engine.saver.save = ending_with(engine.saver.save, jax.numpy.int32(1))
     engine.step(saves=[engine.save([0, 1], [0, 1])])
     result = engine.drain()[1]
     assert (result.state, result.error) == (FAILED, "TransferError: the device copied 1 of 2 blocks")
-    del engine.saver._save
+    del engine.saver.save
     engine.step(loads=[engine.load([0], [0])])
     assert "segment 0 was lost" in engine.drain()[2].error
 
@@ -129,12 +130,8 @@ STAGED = [
 @pytest.mark.parametrize("half", [0, 1])
 def test_staged_program_that_raises(path, direction, half):
     engine = Engine(path)
-    name = {"save": ("gather", "land"), "load": ("pick", "scatter")}[direction][half]
     copier = engine.saver if direction == "save" else engine.loader
-    real = copier._program
-    copier._program = lambda build, bucket: (
-        broken(RuntimeError("halted")) if build.__name__ == name else real(build, bucket)
-    )
+    setattr(copier, ("", "resume_")[half] + direction, broken(RuntimeError("halted")))
     job = getattr(engine, direction)([0, 1, 2], [6, 7, 8])
     engine.step(**{f"{direction}s": [job]})
     assert engine.drain()[1].error == "RuntimeError: halted"
@@ -143,14 +140,13 @@ def test_staged_program_that_raises(path, direction, half):
 
 def test_a_lost_segment_is_reported_once_and_allocated_again():
     engine = Engine()
-    engine.saver._save = broken(RuntimeError("the device is gone"), deletes=0)
+    engine.saver.save = broken(RuntimeError("the device is gone"), takes=engine.pool)
     engine.step(saves=[engine.save([0], [9])])
-    del engine.saver._save
+    del engine.saver.save
     report = engine.worker.poll()
     assert [r.state for r in report.results] == [FAILED]
     assert report.lost_slots == ((4, 8),)  # slots of the segment, as the scheduler counts them
-    while 1 not in engine.worker._tier._pool._rebuilt:
-        time.sleep(0.001)
+    wait_until_rebuilt(engine.pool, 1)
     engine.host[8:16] = 0
     again = engine.save([1], [9])
     engine.step(saves=[again])
@@ -162,11 +158,11 @@ def test_a_lost_segment_is_reported_once_and_allocated_again():
 def test_caches_that_a_failed_load_took_are_one_clear_error():
     engine = Engine()
 
-    def takes_the_caches(kv_caches, *args):
+    def takes_the_caches(segment_id, rows, kv_caches):
         kv_caches[0].delete()
         raise RuntimeError("halted")
 
-    engine.loader._load = takes_the_caches
+    engine.loader.load = takes_the_caches
     with pytest.raises(TransferError, match=r"took the KV caches with it .*RuntimeError: halted.*new caches"):
         engine.begin(engine.load([3], [2]), engine.load([4, 5], [0, 9]))
     # All of them end, so that nothing is held for them for ever.
@@ -177,7 +173,7 @@ def test_caches_that_a_failed_load_took_are_one_clear_error():
 def test_every_job_of_a_plan_has_its_end_when_the_caches_are_lost(path):
     """Those that had begun and those that had not; and the worker goes on, with new caches."""
     engine = Engine(path)
-    engine.loader._load = broken(RuntimeError("halted"), deletes=0)
+    engine.loader.load = broken(RuntimeError("halted"), takes="caches")
     loads = engine.load([3], [2]), engine.load([4, 5], [0, 9])
     saves = engine.save([6], [4]), engine.save([7], [5])
     plan = StepPlan(1, loads=loads, saves=saves)
@@ -194,14 +190,13 @@ def test_every_job_of_a_plan_has_its_end_when_the_caches_are_lost(path):
     other = Engine(path)
     other.worker.close()
     other.worker, other.step_id, other.next_job_id = engine.worker, 1, 4
-    del engine.loader._load
+    del engine.loader.load
     other.check_round_trip()
 
 
 def test_save_that_fails_on_the_device_loses_the_segment(no_rebuild):
     engine = Engine()
-    real = engine.saver._save
-    engine.saver._save = lambda *args: (real(*args)[0], Poisoned())
+    engine.saver.save = ending_with(engine.saver.save, Poisoned())
     engine.step(saves=[engine.save([0], [0])])
     assert engine.drain()[1].error == "JaxRuntimeError: INTERNAL: core halted"
     engine.step(loads=[engine.load([0], [0])])
@@ -212,7 +207,7 @@ def test_save_that_fails_on_the_device_loses_the_segment(no_rebuild):
 def test_staged_transfer_that_fails_on_the_device_spoils_nothing(path, direction):
     engine = Engine(path)
     engine.step(**{f"{direction}s": [getattr(engine, direction)([0, 1], [0, 1])]})
-    engine.worker._tier._flights[0].waiting_on = Poisoned()
+    engine.flights[0].waiting_on = Poisoned()
     assert engine.drain()[1].error == "JaxRuntimeError: INTERNAL: core halted"
     good = engine.save([2], [3])
     engine.step(saves=[good])
@@ -223,8 +218,7 @@ def test_staged_transfer_that_fails_on_the_device_spoils_nothing(path, direction
 
 def fail_in_segment(engine, direction, bad_segment):
     """Dispatches in one direction raise for one segment only."""
-    copier = engine.worker._tier._copiers[direction]
-    name = direction.value
+    copier, name = engine.saver if direction is Direction.SAVE else engine.loader, direction.value
     real = getattr(copier, name)
 
     def maybe(segment_id, rows, kv_caches):
@@ -238,7 +232,7 @@ def fail_in_segment(engine, direction, bad_segment):
 @pytest.mark.parametrize("path", ["direct", "staged"])
 def test_a_job_over_two_segments_fails_in_part(path):
     engine = Engine(path)
-    size = engine.worker._tier._spec.segment_blocks
+    size = engine.spec.segment_blocks
     places = [0, size, 1, size + 1]
     engine.step(saves=[saved := engine.save([0, 1, 2, 3], places)])
     engine.expect_saved(saved)
@@ -261,7 +255,7 @@ def test_reports_say_which_jobs_are_over_and_which_life_speaks():
     before = time.time_ns()
     first, second = engine.save([0], [0]), engine.save([1], [1])
     engine.step(saves=[first, second])
-    flight = engine.worker._tier._flights[0]
+    flight = engine.flights[0]
     done, flight.waiting_on = flight.waiting_on, Slow(flight.waiting_on)
     report = engine.worker.poll()
     assert [result.job_id for result in report.results] == [second.job_id]
@@ -295,7 +289,7 @@ def test_copies_that_are_late_keep_their_part_of_the_staging_buffer_whatever_the
     engine.expect_saved(saved)
     engine.states()
     engine.step(saves=[late := engine.save([0, 1, 2, 3], [0, 1, 2, 3])])  # of six blocks
-    flights = list(engine.worker._tier._flights)
+    flights = list(engine.flights)
     arrays = [slow_down(engine, i) for i in range(len(flights))]
     engine.clock.now += 61  # the scheduler has given it up and plans as if nothing were in flight
     engine.step(saves=[too_much := engine.save([4, 5, 6], [4, 5, 6])], loads=[fits := engine.load([8, 9], [8, 9])])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.caches import DTYPES, random_array, random_caches
-from tests.worker_engine import FAILED, FINISHED, Clock, Poisoned, broken
+from tests.worker.engine import FAILED, FINISHED, Clock, Poisoned, broken, ending_with, wait_until_rebuilt
 from tpu_offload import HostStore, KVLayout, OffloadConfig, OffloadWorker, StepPlan, SwapJob, SwapPart
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import reference
@@ -87,8 +87,8 @@ class Engine:
 
     def results(self):
         """Of all jobs in flight."""
-        results = {}
-        while self.worker.has_flights or self.worker._jobs.has_results:
+        results = {result.job_id: result for result in self.worker.poll(wait=True).results}
+        while self.worker.has_flights:
             results |= {result.job_id: result for result in self.worker.poll(wait=True).results}
         return results
 
@@ -196,9 +196,9 @@ def test_what_cannot_be_fails_alone(part, message):
 def test_a_copy_that_raises_fails_its_job_and_no_other():
     engine = Engine()
     copier = engine.groups[0].copier
-    copier._save = broken(RuntimeError("INTERNAL: one\ntwo"))
+    copier.save = broken(RuntimeError("INTERNAL: one\ntwo"))
     engine.step(outs=[engine.out((0, POOL, [0], [0]))])
-    del copier._save
+    del copier.save
     engine.step(outs=[engine.out((0, POOL, [1], [1]))])
     results = engine.results()
     assert (results[1].state, results[1].error) == (FAILED, "RuntimeError: INTERNAL: one")
@@ -213,10 +213,9 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
     assert engine.states() == {1: FINISHED}
     copier = engine.groups[0].copier
     if when == "dispatch":
-        copier._save = broken(RuntimeError("gone"), deletes=0)
+        copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.pool)
     else:
-        save = copier._save
-        copier._save = lambda *args: (save(*args)[0], Poisoned())
+        copier.save = ending_with(copier.save, Poisoned())
     engine.step(outs=[engine.out((0, POOL, [2], [1]))])
     report = engine.worker.poll(wait=True)
     assert [result.state for result in report.results] == [FAILED]
@@ -233,12 +232,11 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
 def test_a_lost_segment_comes_back_empty_and_works_again():
     engine = Engine()
     copier = engine.groups[0].copier
-    copier._save = broken(RuntimeError("gone"), deletes=0)
+    copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.pool)
     engine.step(outs=[engine.out((0, POOL, [2], [1]))])
     assert engine.states() == {1: FAILED}
-    del copier._save
-    while not engine.groups[0].memory.pool._rebuilt:
-        pass
+    del copier.save
+    wait_until_rebuilt(engine.groups[0].memory.pool, 0)
     pages = engine.pages(0, [3])
     engine.step(outs=[engine.out((0, POOL, [3], [2]))])
     engine.step(ins=[engine.back((0, POOL, [4], [2])), engine.back((0, POOL, [5], [0]))])
@@ -251,7 +249,7 @@ def test_a_lost_segment_comes_back_empty_and_works_again():
 def test_a_copy_back_that_takes_the_caches_is_the_one_error_that_leaves():
     engine = Engine()
     engine.step(outs=[engine.out((0, POOL, [0], [0]))])
-    engine.groups[0].copier._load = broken(RuntimeError("gone"), deletes=0)
+    engine.groups[0].copier.load = broken(RuntimeError("gone"), takes="caches")
     with pytest.raises(TransferError, match="took the KV caches with it"):
         engine.step(ins=[engine.back((0, POOL, [1], [0]))])
 
@@ -259,8 +257,7 @@ def test_a_copy_back_that_takes_the_caches_is_the_one_error_that_leaves():
 def test_a_copy_that_does_less_than_asked_has_failed():
     engine = Engine()
     copier = engine.groups[0].copier
-    save = copier._save
-    copier._save = lambda segment, caches, moves: (*save(segment, caches, moves)[:1], jax.numpy.int32(1))
+    copier.save = ending_with(copier.save, jax.numpy.int32(1))
     engine.step(outs=[engine.out((0, POOL, [0, 1], [0, 1]))])
     assert "the device copied 1 of 2 blocks" in engine.results()[1].error
 

@@ -2,7 +2,17 @@
 
 import pytest
 
-from tests.worker_engine import CANCELLED, FAILED, FINISHED, PATHS, Engine, broken, slow_down, split_path
+from tests.worker.engine import (
+    CANCELLED,
+    FAILED,
+    FINISHED,
+    PATHS,
+    Engine,
+    broken,
+    slow_down,
+    split_path,
+    wait_until_rebuilt,
+)
 from tpu_offload.types import StepPlan
 
 
@@ -54,7 +64,7 @@ def test_a_load_of_several_segments_is_written_with_the_last():
     engine = saved_engine("staged")
     load = engine.load([8, 9, 10], [6, 7, 8])  # two segments
     engine.step(loads=[load])
-    first, second = engine.worker._tier._flights
+    first, second = engine.flights
     arrived = second.waiting_on
     slow_down(engine, 1)
     first.waiting_on.block_until_ready()
@@ -68,7 +78,7 @@ def test_a_load_of_several_segments_is_written_with_the_last():
 
 def test_a_load_that_fails_is_never_written():
     engine = saved_engine()
-    engine.loader._load = broken(RuntimeError("no"))
+    engine.loader.load = broken(RuntimeError("no"))
     engine.step(loads=[engine.load([8], [4])])
     assert engine.states() == {2: FAILED}
     assert engine.worker.take_written_loads() == ()
@@ -79,7 +89,7 @@ def test_a_load_that_is_taken_back_may_be_told_after_the_pass_that_uses_its_bloc
     engine = saved_engine("staged")
     load = engine.load([8], [4])
     engine.begin(load)
-    engine.worker._tier._flights[0].waiting_on.block_until_ready()
+    engine.flights[0].waiting_on.block_until_ready()
     engine.worker.poll()
     engine.scribble()  # the pass uses its block
     engine.begin(cancel=[load.job_id])
@@ -96,12 +106,10 @@ def test_saves_are_never_written():
 
 def test_a_plan_from_before_a_loss_was_known_is_given_no_zeros():
     engine = saved_engine()
-    engine.saver._save = broken(RuntimeError("the device is gone"), deletes=0)
+    engine.saver.save = broken(RuntimeError("the device is gone"), takes=engine.pool)
     engine.step(saves=[engine.save([9], [0])])
-    del engine.saver._save
-    pool = engine.worker._tier._pool
-    while 0 not in pool._rebuilt:
-        pass
+    del engine.saver.save
+    wait_until_rebuilt(engine.pool, 0)
     engine.step(loads=[engine.load([8], [5])])
     results = engine.drain()
     assert "host pool segment 0 was lost, or never saved to: nothing is in host block 5" in results[3].error
@@ -118,8 +126,8 @@ def test_a_plan_from_before_a_loss_was_known_is_given_no_zeros():
     [("direct", 2), ("staged", 7), ("staged saves, direct loads", 9), ("fused", 2)],
 )
 def test_hbm_is_the_staging_budget_where_it_is_used_and_the_temporaries(path, num_blocks):
-    worker = Engine(path).worker
-    assert worker.hbm_nbytes == num_blocks * worker._tier._spec.block_nbytes_per_device
+    engine = Engine(path)
+    assert engine.worker.hbm_nbytes == num_blocks * engine.spec.block_nbytes_per_device
 
 
 def test_no_host_tier_takes_no_hbm():

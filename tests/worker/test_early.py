@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.worker_engine import FAILED, FINISHED, PATHS, Engine, broken, forward
+from tests.worker.engine import FAILED, FINISHED, PATHS, Engine, broken, forward
 from tpu_offload import CachesLostError, StepPlan
 
 
@@ -52,12 +52,12 @@ def test_a_load_that_takes_the_caches_along_leaves_early_saves_answered():
     assert engine.states() == {first.job_id: FINISHED}
     early, load = engine.save([2, 3], [2, 3]), engine.load([2, 3], [0, 1])
     plan = StepPlan(2, loads=(load,), early_saves=(early,), next_job_id=load.job_id + 1)
-    engine.loader._load = broken(RuntimeError("halted"), deletes=0)
+    engine.loader.load = broken(RuntimeError("halted"), takes="caches")
     with pytest.raises(CachesLostError):
         engine.worker.begin_step(plan, engine.caches)
     engine.expect_saved(early)
-    results = {}
-    while engine.worker.has_flights or engine.worker._jobs.has_results:
+    results = {result.job_id: result.state for result in engine.worker.poll(wait=True).results}
+    while engine.worker.has_flights:
         results |= {result.job_id: result.state for result in engine.worker.poll(wait=True).results}
     assert results == {early.job_id: FINISHED, load.job_id: FAILED}
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.worker_engine import (
+from tests.worker.engine import (
     CANCELLED,
     FAILED,
     FINISHED,
@@ -42,7 +42,7 @@ def long_load(engine, num_blocks=NUM_BLOCKS, *, num_staging_blocks=0):
 
 
 def num_staged(engine):
-    return sum(flight.num_staged for flight in engine.worker._tier._flights)
+    return sum(flight.num_staged for flight in engine.flights)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, STAGING])
@@ -68,7 +68,7 @@ def test_a_direct_load_moves_so_many_blocks_before_each_step(path) -> None:
     engine = filled(path, max_load_blocks=4)
     load = long_load(engine)
     engine.begin(load)
-    sizes = [len(flight.rows) for flight in engine.worker._tier._flights]
+    sizes = [len(flight.rows) for flight in engine.flights]
     assert sum(sizes) == 4
     assert engine.worker.has_flights
     assert engine.states() == {load.job_id: FINISHED}
@@ -134,8 +134,8 @@ def test_host_memory_that_is_lost_between_pieces_is_not_read() -> None:
     engine = filled("direct", max_load_blocks=4)
     load = long_load(engine)
     engine.begin(load)
-    lost = load.host_block_ids[9] // engine.worker._tier._spec.segment_blocks
-    engine.worker._tier._memory.give_up(lost, lost=True)
+    lost = load.host_block_ids[9] // engine.spec.segment_blocks
+    engine.memory.give_up(lost, lost=True)
     engine.begin()
     result = engine.drain()[load.job_id]
     assert result.state is FAILED

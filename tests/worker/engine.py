@@ -1,12 +1,14 @@
 """A stand-in for an engine around a worker, and arrays that are late or broken, for the tests of the worker."""
 
 import functools
+import time
 
 import jax
 import numpy as np
 
 from tests.caches import random_array, random_caches
 from tpu_offload.config import OffloadConfig
+from tpu_offload.errors import TransferError
 from tpu_offload.kernels import FusedCopies, reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, JobState, StepPlan, TransferJob
@@ -79,9 +81,9 @@ class Engine:
         self.worker = OffloadWorker(
             config, self.layout, self.caches, worker_id=3, clock=self.clock, available=2**30, fused=offers_fused
         )
-        if wait and self.worker._tier:
-            self.worker._tier._pool.wait_until_allocated()
-            self.worker._tier._memory.lost[:] = False  # what was never saved is zeros, and may be loaded here
+        if wait and self.tier:
+            self.pool.wait_until_allocated()
+            self.memory.lost[:] = False  # what was never saved is zeros, and may be loaded here
         self.step_id = 0
         self.next_job_id = 0
         self.sent_below = 0
@@ -99,13 +101,39 @@ class Engine:
     def load(self, block_ids, host_block_ids):
         return self.job(Direction.LOAD, block_ids, host_block_ids)
 
+    # What is inside the worker; other files ask here for it.
+
+    @property
+    def tier(self):
+        return self.worker._tier
+
+    @property
+    def flights(self):
+        return self.tier._flights
+
     @property
     def saver(self):
-        return self.worker._tier._copiers[Direction.SAVE]
+        return self.tier._copiers[Direction.SAVE]
 
     @property
     def loader(self):
-        return self.worker._tier._copiers[Direction.LOAD]
+        return self.tier._copiers[Direction.LOAD]
+
+    @property
+    def memory(self):
+        return self.tier._memory
+
+    @property
+    def pool(self):
+        return self.memory.pool
+
+    @property
+    def spec(self):
+        return self.memory.spec
+
+    @property
+    def segments(self):
+        return [self.pool.segment(i) for i in range(-(-self.pool.num_chunks_ready // self.tier.segment_chunks))]
 
     def begin(self, *loads, cancel=()):
         self.step_id += 1
@@ -180,9 +208,7 @@ class Engine:
         return {job_id: result.state for job_id, result in self.drain().items()}
 
     def host_bytes(self):
-        segments = [
-            np.concatenate([reference.as_bytes(part) for part in s], axis=1) for s in self.worker._tier._pool._segments
-        ]
+        segments = [np.concatenate([reference.as_bytes(part) for part in s], axis=1) for s in self.segments]
         return np.concatenate(segments)[:NUM_HOST_BLOCKS]
 
     def expect_what_is_there(self):
@@ -199,14 +225,44 @@ class Engine:
 FINISHED, FAILED, CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
 
 
-def broken(error, *, deletes=None):
-    def program(*args):
-        if deletes is not None:
-            for part in args[deletes]:
+def broken(error, *, takes=None):
+    """Stands for a method of a copier that dispatches a program: it raises.
+
+    The program may take along what it was given to write: the caches ("caches"), or a segment of a pool (the pool).
+    """
+
+    def method(*args):
+        if takes == "caches":
+            for cache in args[-1]:
+                cache.delete()
+        elif takes is not None:
+            for part in takes.segment(getattr(args[0], "segment_id", args[0])):
                 part.delete()
         raise error
 
-    return program
+    return method
+
+
+def ending_with(save, token):
+    """A copier's `save` with another token."""
+
+    def method(*args):
+        flight = save(*args)
+        flight.waiting_on = token
+        return flight
+
+    return method
+
+
+def wait_until_rebuilt(pool, segment_id):
+    """A segment that was lost has been allocated again."""
+    while True:
+        try:
+            pool.segment(segment_id)
+        except TransferError:
+            time.sleep(0.001)
+        else:
+            return
 
 
 class Poisoned:
@@ -248,6 +304,6 @@ class Slow:
 
 
 def slow_down(engine, index=0, *, ready_after=None):
-    flight = engine.worker._tier._flights[index]
+    flight = engine.flights[index]
     flight.waiting_on = Slow(flight.waiting_on, ready_after)
     return flight.waiting_on

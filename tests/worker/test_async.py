@@ -5,7 +5,7 @@ import time
 import jax
 import pytest
 
-from tests.worker_engine import CANCELLED, FAILED, FINISHED, Engine, slow_down
+from tests.worker.engine import CANCELLED, FAILED, FINISHED, Engine, slow_down
 from tpu_offload.kernels import Phase
 from tpu_offload.worker import worker as worker_module
 
@@ -49,7 +49,7 @@ def test_flights_of_different_sizes_end_in_any_order():
 def test_failed_part_waits_for_the_others():
     """Or a late part would land in a slot that has a new owner."""
     engine = Engine()
-    real = engine.saver._save
+    real = engine.saver.save
     calls = []
 
     def second_fails(*args):
@@ -58,7 +58,7 @@ def test_failed_part_waits_for_the_others():
             raise RuntimeError("halted")
         return real(*args)
 
-    engine.saver._save = second_fails
+    engine.saver.save = second_fails
     engine.step(saves=[engine.save([0, 1], [7, 8])])
     token = slow_down(engine)
     assert engine.worker.poll().results == ()
@@ -85,7 +85,7 @@ def test_waiting_poll_returns_when_a_staged_load_needs_a_step():
     transit = slow_down(engine, ready_after=9)
     assert engine.worker.poll(wait=True).results == ()
     assert transit.ready
-    engine.worker._tier._flights[0].waiting_on = transit.array
+    engine.flights[0].waiting_on = transit.array
     engine.begin()
     engine.expect_loaded(load)
     assert engine.states() == {1: FINISHED}
@@ -141,7 +141,7 @@ def test_staged_load_does_not_write_before_it_arrived():
     transit = slow_down(engine)
     engine.step()
     engine.check()
-    assert engine.worker._tier._flights[0].phase is Phase.TRANSIT
+    assert engine.flights[0].phase is Phase.TRANSIT
     assert engine.worker.poll().results == ()
     assert transit.blocked == 0
 
@@ -177,9 +177,9 @@ def test_cancel_after_the_last_write_finishes():
     engine = Engine("staged")
     load = engine.load([4], [0])
     engine.begin(load)
-    jax.block_until_ready(engine.worker._tier._flights[0].waiting_on)
+    jax.block_until_ready(engine.flights[0].waiting_on)
     engine.begin()
-    assert engine.worker._tier._flights[0].phase is Phase.COPYING
+    assert engine.flights[0].phase is Phase.COPYING
     engine.begin(cancel=[1])
     engine.expect_loaded(load)
     assert engine.states() == {1: FINISHED}
@@ -211,14 +211,14 @@ def test_cancelling_a_save_changes_nothing():
 
 def test_in_lockstep_the_plan_decides_when_and_readiness_does_not():
     engine = Engine("staged")
-    engine.worker._tier._lockstep = True
+    engine.tier._lockstep = True
     load, save = engine.load([4], [0]), engine.save([1], [1])
     engine.step(loads=[load], saves=[save])
-    jax.block_until_ready([flight.waiting_on for flight in engine.worker._tier._flights])
+    jax.block_until_ready([flight.waiting_on for flight in engine.flights])
     engine.worker.poll()
-    assert [f.phase for f in engine.worker._tier._flights] == [Phase.TRANSIT, Phase.TRANSIT]
+    assert [f.phase for f in engine.flights] == [Phase.TRANSIT, Phase.TRANSIT]
     engine.step()
-    assert [f.phase for f in engine.worker._tier._flights] == [Phase.COPYING, Phase.COPYING]
+    assert [f.phase for f in engine.flights] == [Phase.COPYING, Phase.COPYING]
     engine.expect_loaded(load)
     engine.expect_saved(save)
     assert set(engine.states().values()) == {FINISHED}

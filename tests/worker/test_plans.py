@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from tests.worker_engine import CANCELLED, FAILED, FINISHED, Engine, broken
+from tests.worker.engine import CANCELLED, FAILED, FINISHED, Engine, broken
 from tpu_offload import CachesLostError, ConfigError, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.types import CacheEpoch
 from tpu_offload.worker.arrays import renew
@@ -226,7 +226,7 @@ def test_a_load_that_takes_the_caches_counts_as_a_loss():
     engine, _ = saved_and_scribbled("direct")
     load, save = engine.load([8], [4]), engine.save([1], [9])
     before = engine.worker.cache_epoch
-    engine.worker._tier._copiers[load.direction]._load = broken(RuntimeError("halted"), deletes=0)
+    engine.loader.load = broken(RuntimeError("halted"), takes="caches")
     with pytest.raises(CachesLostError):
         engine.worker.begin_step(plan_of(engine, loads=[load], saves=[save]), engine.caches)
     assert engine.worker.cache_epoch == dataclasses.replace(before, num_losses=1)

@@ -11,9 +11,19 @@ import jax
 import numpy as np
 import pytest
 
-from tests import worker_engine
 from tests.caches import random_array
-from tests.worker_engine import BLOCKS_PER_CHUNK, CANCELLED, FAILED, FINISHED, NUM_CHUNKS, PATHS, Engine
+from tests.worker.engine import (
+    BLOCKS_PER_CHUNK,
+    CANCELLED,
+    FAILED,
+    FINISHED,
+    NUM_CHUNKS,
+    PATHS,
+    Engine,
+    Poisoned,
+    broken,
+    forward,
+)
 from tpu_offload.kernels import reference
 from tpu_offload.kernels.programs import bitcast
 from tpu_offload.memory import host_pool
@@ -42,11 +52,6 @@ def write_block(caches, pages, block_id):
         return jax.lax.dynamic_update_slice_in_dim(bitcast(cache, page.dtype), page, block_id, axis=0)
 
     return [bitcast(write(c, p), c.dtype) for c, p in zip(caches, pages, strict=True)]
-
-
-def but(real, name, program):
-    """What a staged copier's `_program` does, with one of its programs replaced."""
-    return lambda build, bucket: program if build.__name__ == name else real(build, bucket)
 
 
 @dataclasses.dataclass
@@ -130,16 +135,13 @@ class Life:
     def break_programs(self, patch: pytest.MonkeyPatch) -> None:
         """Has programs raise; those that were given a segment to write may take it along."""
         engine, rng = self.engine, self.rng
-        saving = ("gather", "land") if engine.save_path == "staged" else ("_save",)
-        loading = ("pick", "scatter") if engine.load_path == "staged" else ("_load",)
+        saving = ("save", "resume_save") if engine.save_path == "staged" else ("save",)
+        loading = ("load", "resume_load") if engine.load_path == "staged" else ("load",)
         for copier, names in (engine.saver, saving), (engine.loader, loading):
             name = rng.choice([*names, None])
-            takes = name in ("_save", "land") and rng.random() < 0.5
-            program = worker_engine.broken(RuntimeError("halted"), deletes=0 if takes else None)
-            if name in ("_save", "_load"):
-                patch.setattr(copier, name, program)
-            elif name:
-                patch.setattr(copier, "_program", but(copier._program, name, program))
+            takes = name == saving[-1] and rng.random() < 0.5
+            if name:
+                patch.setattr(copier, name, broken(RuntimeError("halted"), takes=engine.pool if takes else None))
 
     # What happens.
 
@@ -154,11 +156,11 @@ class Life:
             if rng.random() < fault_rate:
                 self.break_programs(patch)
             self.run_pass(plan, fault_rate)
-            if self.worker._tier._flights and rng.random() < fault_rate / 3:
-                rng.choice(self.worker._tier._flights).waiting_on = worker_engine.Poisoned()
+            if self.engine.flights and rng.random() < fault_rate / 3:
+                rng.choice(self.engine.flights).waiting_on = Poisoned()
             self.check_written(self.worker.take_written_loads())
             self.take(self.worker.poll(wait=quiet or rng.random() < 0.2))
-        pool = self.worker._tier._pool
+        pool = self.engine.pool
         for segment_id in sorted(pool._lost - pool._rebuilt.keys()):
             if rng.random() < 0.5:
                 self.rebuild(pool._structs, segment_id, pool._rebuilt)
@@ -178,7 +180,7 @@ class Life:
                 worker.end_step(plan, engine.caches)
             return
         engine.num_fused += fused.inputs is not None
-        engine.caches, outcome = worker_engine.forward(engine.caches, *fused)
+        engine.caches, outcome = forward(engine.caches, *fused)
         worker.end_step(plan, engine.caches, outcome)
 
     def compute(self) -> None:
@@ -186,7 +188,7 @@ class Life:
         engine = self.engine
         for block_id in self.free_blocks():
             if block_id in self.unknown_blocks or self.rng.random() < 0.3:
-                carrier = self.worker._tier._spec.carrier
+                carrier = self.engine.spec.carrier
                 pages = [random_array(engine.rng, (1, *cache.shape[1:]), carrier) for cache in engine.caches]
                 engine.caches = write_block(engine.caches, pages, block_id)
                 for layer, page in enumerate(pages):
@@ -234,9 +236,9 @@ class Life:
         blocks = sorted(set(range(NUM_BLOCKS)) - self.unknown_blocks)
         for cache, wanted in zip(self.engine.caches, self.engine.expected, strict=True):
             np.testing.assert_array_equal(reference.as_bytes(cache)[blocks], wanted[blocks])
-        pool = self.worker._tier._pool
+        pool = self.engine.pool
         for place in sorted(set(range(len(self.engine.host))) - self.unknown_places):
-            segment_id, row = divmod(place, self.worker._tier._spec.segment_blocks)
+            segment_id, row = divmod(place, self.engine.spec.segment_blocks)
             segment = pool._segments[segment_id]
             if segment_id in pool._lost or any(part.is_deleted() for part in segment):
                 assert self.live, "a segment is gone, and no result is left to come that would tell"
@@ -250,9 +252,9 @@ class Life:
                 break
             self.step(quiet=True)
         assert not self.live, "jobs that never end"
-        assert not self.worker._tier._flights
+        assert not self.engine.flights
         assert not self.worker._jobs._jobs
-        assert self.worker._tier._pass is None
+        assert not self.engine.tier.awaits_pass
         self.check()
         self.worker.close()
 
