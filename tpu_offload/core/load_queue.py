@@ -27,7 +27,7 @@ class LoadQueue:
 
     def __init__(
         self,
-        jobs: JobTable[Job],
+        jobs: JobTable,
         *,
         staging: Staging,
         breaker: CircuitBreaker,

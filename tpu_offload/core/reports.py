@@ -11,7 +11,7 @@ from typing import final
 from tpu_offload.config import CopyPath
 from tpu_offload.core.boundary import has_setup, report_error
 from tpu_offload.core.index import ChunkIndex, touches
-from tpu_offload.core.jobs import JobIds
+from tpu_offload.core.jobs import JobTable
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.staging import Staging
 from tpu_offload.core.swap import RequestSwap
@@ -36,10 +36,10 @@ class Reports:
       index: grows with the host tier.
       save_policy: told how large that is.
       staging: told which paths the workers use.
-      transfers: told what became of transfer jobs, and what was lost.
-      swap: told what became of swap jobs and their memory.
+      transfers: told what was lost of the host tier.
+      swap: told what was lost of the swap pool.
       requests: by id, those that the scheduler knows; what they were promised may be lost.
-      job_ids: of the jobs that the workers may have been sent.
+      jobs: told of results.
       counts: where to count.
     """
 
@@ -56,7 +56,7 @@ class Reports:
         transfers: Transfers,
         swap: RequestSwap,
         requests: Mapping[str, TrackedRequest],
-        job_ids: JobIds,
+        jobs: JobTable,
         counts: OffloadStats,
     ) -> None:
         self._num_groups = num_groups
@@ -68,7 +68,7 @@ class Reports:
         self._transfers = transfers
         self._swap = swap
         self._requests = requests
-        self._job_ids = job_ids
+        self._jobs = jobs
         self._counts = counts
         self._workers = workers
         self._num_swap_blocks = dict.fromkeys(range(len(workers)), (0,) * num_groups)
@@ -130,13 +130,11 @@ class Reports:
         for group_id, first, end in report.lost_swap_blocks:
             self._swap.lose_blocks(group_id, first, end)
         for result in report.results:
-            if self._swap.expects(worker_id, result):
-                self._swap.report(worker_id, result)
-            else:
-                self._swap.report_late(worker_id, result.job_id)
-                self._transfers.report(worker_id, result)
-        if report.oldest_job_id <= self._job_ids.num_given:
-            self._pass_over(worker_id, report.oldest_job_id)
+            if not self._jobs.report(worker_id, result):
+                self._counts.num_ignored_results += 1
+        if report.oldest_job_id <= self._jobs.num_given:
+            why = f"worker {worker_id} never reported the result"
+            self._counts.num_lost_results += self._jobs.pass_over(worker_id, report.oldest_job_id, why=why)
         else:  # it has been told of jobs that are not ours: another scheduler's, before this one
             self._reject(f"worker {worker_id} is through with job {report.oldest_job_id}, which was never given")
         self._hear_of_losses(report)
@@ -199,12 +197,6 @@ class Reports:
         self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
         self._num_host_chunks[worker_id] = report.num_host_chunks
         self._index.limit(report.num_host_chunks)
-
-    def _pass_over(self, worker_id: int, oldest_job_id: int) -> None:
-        """A worker says no more of jobs below this id than it has said."""
-        why = f"what came of it on worker {worker_id} was never heard"
-        self._transfers.pass_over(worker_id, oldest_job_id, why=why)
-        self._counts.num_lost_results += self._swap.pass_over(worker_id, oldest_job_id, why=why)
 
     def _grow_swap_pool(self, report: StepReport) -> None:
         """A block of the swap pool is usable once every worker has it."""

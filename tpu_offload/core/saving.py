@@ -81,7 +81,7 @@ class SavePlanner:
         self,
         index: ChunkIndex,
         staging: Staging,
-        jobs: JobTable[Job],
+        jobs: JobTable,
         policy: SavePolicy,
         breaker: CircuitBreaker,
         suspects: Suspects,

@@ -23,10 +23,10 @@ What was to be saved and found no room, or was saved and lost, is saved by a lat
 engine saying so again. It may be: until `preempt` or `finish` the blocks are the request's own, and
 their KV, computed once, stays. Steps cost nothing for requests about which there is no news.
 
-Staging blocks, pins and slots of a job are released at one place (`core.transfers`), once: when every worker
-has reported the job, or when its time is over. Until then the bytes may still be moving, whatever became of
-the request. Copies that keep failing are suspended for a while (`core.breaker`), chunks that keep failing
-are left alone (`core.suspects`); the engine computes what it would have loaded.
+What a job holds (staging blocks, pins, places in the swap pool) is given back at one place (`core.holdings`), once:
+when every worker has reported the job, or when its time is over. Until then the bytes may still be moving, whatever
+became of the request. Copies that keep failing are suspended for a while (`core.breaker`), chunks that keep failing are
+left alone (`core.suspects`); the engine computes what it would have loaded.
 """
 
 import dataclasses
@@ -45,8 +45,9 @@ from tpu_offload.core.boundary import (
     check_scheduled,
 )
 from tpu_offload.core.breaker import CircuitBreaker
+from tpu_offload.core.holdings import Holdings
 from tpu_offload.core.index import Changes, ChunkIndex, ChunkState
-from tpu_offload.core.jobs import Job, JobIds, JobTable, WaitingLoad
+from tpu_offload.core.jobs import Job, JobTable, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, Use, make_policy
@@ -66,7 +67,7 @@ from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_SAVES, Offer, SavePlan, SavePlanner
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.suspects import Suspects
-from tpu_offload.core.swap import RequestSwap
+from tpu_offload.core.swap import RequestSwap, SwapPool
 from tpu_offload.core.tables import check_sequence
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.core.transfers import Transfers
@@ -133,8 +134,9 @@ class OffloadScheduler:
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
         staging = Staging(self._staging, {direction: config.path_for(direction) for direction in Direction})
         self._index = ChunkIndex(policy or make_policy(config.eviction_policy.value), record=record_events)
-        self._job_ids = JobIds()
-        self._jobs: JobTable[Job] = JobTable(num_workers=num_workers, ids=self._job_ids)
+        swap_pool = SwapPool(num_groups=len(layout.groups))
+        holdings = Holdings(staging=staging, index=self._index, pool=swap_pool)
+        self._jobs = JobTable(num_workers=num_workers, give_back=holdings.give_back)
         self._breakers = {
             direction: self._make_breaker(f"{direction.value}s", clock)
             for direction in (Direction.SAVE, Direction.LOAD)
@@ -164,7 +166,8 @@ class OffloadScheduler:
             config,
             layout,
             index=self._index,
-            jobs=JobTable(num_workers=num_workers, ids=self._job_ids),
+            jobs=self._jobs,
+            pool=swap_pool,
             breakers={
                 Direction.SAVE: self._make_breaker("swaps out", clock),
                 Direction.LOAD: self._make_breaker("swaps in", clock),
@@ -223,7 +226,7 @@ class OffloadScheduler:
             transfers=self._transfers,
             swap=self._swap,
             requests=self._requests,
-            job_ids=self._job_ids,
+            jobs=self._jobs,
             counts=self._counts,
         )
         self._num_requests_seen = 0
@@ -461,7 +464,8 @@ class OffloadScheduler:
         offers = self._read(changed) if self._enabled else _NO_OFFERS
         now_s = self._clock()
         self._workers.miss(now_s)
-        self._transfers.expire(now_s)
+        self._transfers.expire_waiting(now_s)
+        self._jobs.expire(now_s)
         self._transfers.settle()
         saves = NO_SAVES
         loads: tuple[TransferJob, ...] = ()
@@ -476,11 +480,11 @@ class OffloadScheduler:
             if saves is not NO_SAVES:
                 self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
                 self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
-        swaps = self._swap.take_jobs(now_s)
+        swaps = self._swap.take_jobs()
         if loads or cancelled or saves is not NO_SAVES or any(swaps):
             plan = self._make_plan(loads, cancelled, saves, swaps)
         else:
-            plan = StepPlan(self._num_steps, next_job_id=self._job_ids.num_given, cache_epochs=self._workers.epochs)
+            plan = StepPlan(self._num_steps, next_job_id=self._jobs.num_given, cache_epochs=self._workers.epochs)
         self._num_steps += 1
         self._stats_logger.maybe_log(now_s, self.stats)
         return plan
@@ -521,7 +525,7 @@ class OffloadScheduler:
     @property
     def has_jobs(self) -> bool:
         """Whether any job is planned or in flight, or there is news, so that plans and updates should go on."""
-        return bool(self._jobs or self._queue) or self._swap.has_jobs or self._has_news
+        return bool(self._jobs or self._queue) or self._has_news
 
     def take_events(self) -> list[TierEvent]:
         """What changed in the host tier since the last call, in order; nothing without `record_events`.
@@ -560,9 +564,9 @@ class OffloadScheduler:
         pins: dict[ChunkKey, int] = dict(self._swap.pins())
         pending: list[ChunkKey] = []
         loads: list[Job | WaitingLoad] = [*self._queue]
-        for job in self._jobs:
-            num_staged = job.transfer.num_staging_blocks
-            held[job.account, job.direction] = held.get((job.account, job.direction), 0) + num_staged
+        for job in self._jobs.of(Job):
+            account = job.held.account, job.direction
+            held[account] = held.get(account, 0) + job.held.num_staging_blocks
             if job.direction is Direction.SAVE:
                 pending += job.keys
             else:
@@ -583,7 +587,7 @@ class OffloadScheduler:
         assert sum(held.values()) == self._staging.num_reserved
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())
         self._index.check_holds(pins=pins, pending=set(pending))
-        late = [slot for job in self._jobs.late for slot in job.slots[: len(job.keys)]]
+        late = [slot for job in self._jobs.late(Job) for slot in job.slots[: len(job.keys)]]
         assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
 
     # Inside.
@@ -673,7 +677,7 @@ class OffloadScheduler:
             cancelled_job_ids=cancelled,
             swap_outs=swaps[0],
             swap_ins=swaps[1],
-            next_job_id=self._job_ids.num_given,
+            next_job_id=self._jobs.num_given,
             early_saves=tuple([job.transfer for job in saves.early]),
             cache_epochs=self._workers.epochs,
         )

@@ -37,7 +37,7 @@ from tpu_offload.core.tables import read_hashes, read_ids, read_tables
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import KVLayout, LayerGroupKind
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobResult, JobState, SwapJob, SwapPart
+from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobState, SwapJob, SwapPart
 from tpu_offload.values import as_integer, one_line
 
 _logger = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ class RequestSwap:
       config: the settings; with `swap_gb` 0 every request is recomputed.
       layout: what a block is made of.
       index: the host tier's.
-      jobs: an empty table, with job ids that no other table has.
+      jobs: where copies go.
+      pool: an empty pool.
       breakers: of the copies out and of those back.
       namespace: returns what ends the chunk keys of today.
       is_trusted: whether a request's KV is what its hashes say; not if it is of before a reset.
@@ -69,7 +70,8 @@ class RequestSwap:
         layout: KVLayout,
         *,
         index: ChunkIndex,
-        jobs: JobTable[PlannedSwap],
+        jobs: JobTable,
+        pool: SwapPool,
         breakers: Mapping[Direction, CircuitBreaker],
         namespace: Callable[[], bytes],
         is_trusted: Callable[[str], bool],
@@ -84,7 +86,8 @@ class RequestSwap:
         self._namespace = namespace
         self._is_trusted = is_trusted
         self._has_kv = has_kv
-        self._pool = SwapPool(num_groups=len(layout.groups))
+        self._pool = pool
+        jobs.tell(self, PlannedSwap)
         self._jobs = PlannedSwaps(
             jobs, layout, pool=self._pool, index=index, clock=clock, timeout_s=config.job_timeout_s
         )
@@ -295,40 +298,41 @@ class RequestSwap:
             if request_id in news:
                 news.remove(request_id)
 
-    def take_jobs(self, now_s: float) -> tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]:
+    def take_jobs(self) -> tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]:
         """The copies out and back that go with the coming step's plan."""
         self._num_steps += 1
         if not self._jobs and not self._returned_at:  # nearly always
             return (), ()
-        self._expire(now_s)
         self._forget_old_returns()
         return self._jobs.take(Direction.SAVE), self._jobs.take(Direction.LOAD)
 
-    @property
-    def has_jobs(self) -> bool:
-        """Whether copies are planned or in flight."""
-        return len(self._jobs) > 0
+    def ended(self, job: PlannedSwap) -> None:
+        """See `JobOwner`."""
+        if job.state is JobState.TIMED_OUT:
+            self._note_timeout(job)
+        failed = job.state in (JobState.FAILED, JobState.TIMED_OUT)
+        if failed:
+            self._counts.num_failed_jobs += 1
+        if job.state is JobState.FAILED:
+            _logger.warning("swap of request %s failed: %s; it is recomputed", job.swap.request_id, job.error)
+        breaker = self._breakers[job.direction]
+        if job.copy_failed:
+            breaker.failed(job.job_id, job.error)
+        elif job.state is JobState.FINISHED:
+            breaker.succeeded(job.job_id)
+        else:
+            breaker.withdraw(job.job_id)
+        if job.direction is Direction.SAVE:
+            self._end_out(job, failed=failed)
+        else:
+            self._end_in(job, failed=failed)
+        if not failed:
+            self._costs.observe_copy(job.direction, job.nbytes, job.copy_s)
+            self._count_moved(job)
 
-    def expects(self, worker_id: int, result: JobResult) -> bool:
-        """Whether a result is of a copy that this worker has not reported yet."""
-        return self._jobs.expects(worker_id, result)
-
-    def report(self, worker_id: int, result: JobResult) -> None:
-        """Takes a result that the job table expects."""
-        job = self._jobs.report(worker_id, result)
-        if job is not None:
-            self._end(job)
-
-    def report_late(self, worker_id: int, job_id: int) -> None:
-        """Takes a result that the job table does not expect."""
-        self._jobs.report_late(worker_id, job_id)
-
-    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> int:
-        """A worker is through with all jobs below this id; returns how many of them it had not reported."""
-        lost = self._jobs.pass_over(worker_id, oldest_job_id, why=why)
-        for job in lost:
-            self._end(job)
-        return len(lost)
+    def settled(self, job: PlannedSwap) -> None:
+        """See `JobOwner`."""
+        self._pool.release(job.pool_blocks)
 
     @property
     def has_news(self) -> bool:
@@ -400,7 +404,6 @@ class RequestSwap:
             swap_held_blocks=self._pool.num_held,
             swap_peak_blocks=self._pool.peak_num_held,
             num_swapped_requests=len(self._swapped),
-            num_jobs_in_flight=stats.num_jobs_in_flight + len(self._jobs),
             num_failed_jobs=stats.num_failed_jobs + counts.num_failed_jobs,
             num_timed_out_jobs=stats.num_timed_out_jobs + counts.num_timed_out_jobs,
             num_breaker_openings=stats.num_breaker_openings + sum(b.num_opened for b in self._breakers.values()),
@@ -412,7 +415,8 @@ class RequestSwap:
 
     def pins(self) -> Counter[ChunkKey]:
         """The chunks at which pins of swapped-out requests and of copies end. For `check_invariants`."""
-        return Counter(held.tier_keys[-1] for held in (*self._swapped.values(), *self._jobs) if held.tier_keys)
+        pins = (*(swapped.tier_keys for swapped in self._swapped.values()), *(job.held.pins for job in self._jobs))
+        return Counter(keys[-1] for keys in pins if keys)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless requests, copies and pool agree. For tests."""
@@ -522,30 +526,6 @@ class RequestSwap:
         else:
             breaker.hand_over(swapped.request_id, job.job_id)
 
-    def _end(self, job: PlannedSwap) -> None:
-        """A copy is over, or its time is."""
-        failed = job.state in (JobState.FAILED, JobState.TIMED_OUT)
-        if failed:
-            self._counts.num_failed_jobs += 1
-        if job.state is JobState.FAILED:
-            _logger.warning("swap of request %s failed: %s; it is recomputed", job.swap.request_id, job.error)
-        breaker = self._breakers[job.direction]
-        if job.copy_failed:
-            breaker.failed(job.job_id, job.error)
-        elif job.state is JobState.FINISHED:
-            breaker.succeeded(job.job_id)
-        else:
-            breaker.withdraw(job.job_id)
-        if job.direction is Direction.SAVE:
-            self._end_out(job, failed=failed)
-        else:
-            self._end_in(job, failed=failed)
-        if not (job.state is JobState.TIMED_OUT and job.direction is Direction.SAVE):
-            self._jobs.release(job)
-        if not failed:
-            self._costs.observe_copy(job.direction, job.nbytes, job.copy_s)
-            self._count_moved(job)
-
     def _end_out(self, job: PlannedSwap, *, failed: bool) -> None:
         if failed:
             self._pool.forget(job.pool_blocks[0])
@@ -571,15 +551,13 @@ class RequestSwap:
         elif self._end_return(swapped):
             self._swapped_in.append(swapped.request_id)
 
-    def _expire(self, now_s: float) -> None:
-        for job in self._jobs.expire(now_s):
-            direction = "out" if job.direction is Direction.SAVE else "in"
-            _logger.warning(
-                "swap %s of request %s timed out after %g s; it is recomputed",
-                direction, job.swap.request_id, self._config.job_timeout_s,
-            )  # fmt: skip
-            self._counts.num_timed_out_jobs += 1
-            self._end(job)
+    def _note_timeout(self, job: PlannedSwap) -> None:
+        direction = "out" if job.direction is Direction.SAVE else "in"
+        _logger.warning(
+            "swap %s of request %s timed out after %g s; it is recomputed",
+            direction, job.swap.request_id, self._config.job_timeout_s,
+        )  # fmt: skip
+        self._counts.num_timed_out_jobs += 1
 
     def _count_moved(self, job: PlannedSwap) -> None:
         counts = self._counts
