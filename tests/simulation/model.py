@@ -133,7 +133,7 @@ class Model:
         self.admitted.pop(name, None)
         ended = self.loads.job_of(name) not in self.jobs
         bad = self.loads.take(name, num_tokens, finished=finished, ended=ended)
-        if bad - {last_block_hash(key) for key in self.scheduler._suspects._suspects}:
+        if bad - {last_block_hash(key) for key in self.scheduler._context.suspects._suspects}:
             raise Violation(f"a chunk whose load failed for {name} is trusted all the same")
 
     def on_reset(self) -> None:
@@ -296,7 +296,7 @@ class Model:
         out = {(name, Direction.LOAD) for name in swap._swapped}
         waiting = []
         for kind, breakers, probes in (
-            ("", scheduler._breakers, jobs | promised),
+            ("", scheduler._context.breakers, jobs | promised),
             ("swap ", swap._breakers, swaps | out),
         ):
             for direction, breaker in breakers.items():

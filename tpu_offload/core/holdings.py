@@ -11,7 +11,7 @@ from typing import final
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import TrackedJob
 from tpu_offload.core.staging import Staging
-from tpu_offload.core.swap import SwapPool
+from tpu_offload.core.swap_pool import SwapPool
 from tpu_offload.types import Direction, JobState
 
 

@@ -7,19 +7,15 @@ every worker has shown that it is through with it.
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import final
 
-from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.index import ChunkIndex, touches
-from tpu_offload.core.jobs import Job, JobTable, WaitingLoad
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.index import touches
+from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.requests import FailedLoad, FinishedTransfer
 from tpu_offload.core.saving import SavePlanner
-from tpu_offload.core.staging import Staging
-from tpu_offload.core.suspects import Suspects
-from tpu_offload.core.tracking import TrackedRequest
-from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import ChunkKey, Direction, JobState, TransferJob
 
 _logger = logging.getLogger(__name__)
@@ -30,51 +26,24 @@ class Transfers:
     """The transfers in flight of one scheduler, and what their requests are yet to be told.
 
     Args:
-      jobs: those in flight; the planners add to it.
+      context: the books.
       queue: loads that no plan has taken yet.
-      index: where they have pinned and allocated chunks.
-      staging: where they have reserved.
       saves: offers again what was lost.
-      requests: by id, those that the scheduler knows.
-      breakers: told how copies in each direction do.
-      suspects: told which chunks failed.
-      counts: where to count.
-      block_size: tokens in a block.
-      block_nbytes: bytes of a block, over all devices.
-      blocks_per_chunk: blocks in a chunk.
-      timeout_s: for the log.
     """
 
-    def __init__(
-        self,
-        jobs: JobTable,
-        *,
-        queue: LoadQueue,
-        index: ChunkIndex,
-        staging: Staging,
-        saves: SavePlanner,
-        requests: Mapping[str, TrackedRequest],
-        breakers: Mapping[Direction, CircuitBreaker],
-        suspects: Suspects,
-        counts: OffloadStats,
-        block_size: int,
-        block_nbytes: int,
-        blocks_per_chunk: int,
-        timeout_s: float,
-    ) -> None:
-        self._jobs = jobs
+    def __init__(self, context: TierContext, *, queue: LoadQueue, saves: SavePlanner) -> None:
+        self._jobs = context.jobs
         self._queue = queue
-        self._index = index
-        self._staging = staging
+        self._index = context.index
         self._saves = saves
-        self._requests = requests
-        self._breakers = breakers
-        self._suspects = suspects
-        self._counts = counts
-        self._block_size = block_size
-        self._block_nbytes = block_nbytes
-        self._blocks_per_chunk = blocks_per_chunk
-        self._timeout_s = timeout_s
+        self._requests = context.requests
+        self._breakers = context.breakers
+        self._suspects = context.suspects
+        self._counts = context.counts
+        self._block_size = context.block_size
+        self._block_nbytes = context.layout.block_nbytes
+        self._blocks_per_chunk = context.blocks_per_chunk
+        self._timeout_s = context.config.job_timeout_s
         self._to_cancel: dict[int, set[int]] = {}  # by job id, the workers that may still be at it
         self._loaded: list[str] = []
         self._failed_loads: list[FailedLoad] = []
@@ -82,7 +51,7 @@ class Transfers:
         self._lost_keys: set[ChunkKey] = set()
         # Requests that have seen a load fail: they compute what failed, others may try it once more.
         self._wary: set[str] = set()
-        jobs.tell(self, Job)
+        self._jobs.tell(self, Job)
 
     # On the way down.
 

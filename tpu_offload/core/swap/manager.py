@@ -21,21 +21,18 @@ and full blocks that another swapped-out request shares are in the pool once.
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
 from tpu_offload import hashing
-from tpu_offload.config import OffloadConfig
 from tpu_offload.core.boundary import check_request, read_numbers, read_request_ids
-from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.jobs import JobTable, host_blocks
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.swap.costs import SwapCosts
-from tpu_offload.core.swap.pool import SwapPool
 from tpu_offload.core.swap.records import PlannedSwap, PlannedSwaps, Swapped, Where
 from tpu_offload.core.tables import read_hashes, read_ids, read_tables
 from tpu_offload.errors import RequestError
-from tpu_offload.layout import KVLayout, LayerGroupKind
+from tpu_offload.layout import LayerGroupKind
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobState, SwapJob, SwapPart
 from tpu_offload.values import as_integer, one_line
@@ -53,46 +50,22 @@ class RequestSwap:
     Made by the `OffloadScheduler`, which sends its copies with the plan and hands it their results.
 
     Args:
-      config: the settings; with `swap_gb` 0 every request is recomputed.
-      layout: what a block is made of.
-      index: the host tier's.
-      jobs: where copies go.
-      pool: an empty pool.
-      breakers: of the copies out and of those back.
-      namespace: returns what ends the chunk keys of today.
-      is_trusted: whether a request's KV is what its hashes say; not if it is of before a reset.
-      clock: monotonic seconds.
+      context: the books; with `swap_gb` 0 every request is recomputed.
     """
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        layout: KVLayout,
-        *,
-        index: ChunkIndex,
-        jobs: JobTable,
-        pool: SwapPool,
-        breakers: Mapping[Direction, CircuitBreaker],
-        namespace: Callable[[], bytes],
-        is_trusted: Callable[[str], bool],
-        has_kv: Callable[[str], bool],
-        clock: Callable[[], float],
-    ) -> None:
-        self._config = config
-        self._layout = layout
-        self._index = index
+    def __init__(self, context: TierContext) -> None:
+        self._config = context.config
+        self._layout = context.layout
+        self._index = context.index
         # Whether blocks of the first group stay what they are once they are full, so that a hash can name them.
-        self._has_prefix = layout.groups[0].kind is LayerGroupKind.FULL_ATTENTION
-        self._namespace = namespace
-        self._is_trusted = is_trusted
-        self._has_kv = has_kv
-        self._pool = pool
-        jobs.tell(self, PlannedSwap)
-        self._jobs = PlannedSwaps(
-            jobs, layout, pool=self._pool, index=index, clock=clock, timeout_s=config.job_timeout_s
-        )
-        self._breakers = breakers
-        self._costs = SwapCosts(config.swap_mode)
+        self._has_prefix = self._layout.groups[0].kind is LayerGroupKind.FULL_ATTENTION
+        self._keys = context.keys
+        self._requests = context.requests
+        self._pool = context.swap_pool
+        self._jobs = PlannedSwaps(context)
+        context.jobs.tell(self, PlannedSwap)
+        self._breakers = context.swap_breakers
+        self._costs = SwapCosts(self._config.swap_mode)
         self._swapped: dict[str, Swapped] = {}
         self._swapped_in: list[str] = []
         self._lost: list[str] = []
@@ -435,6 +408,16 @@ class RequestSwap:
 
     # Inside.
 
+    def _has_kv(self, request_id: str) -> bool:
+        """Whether what a request has in HBM is its KV; not after a loss of the caches."""
+        request = self._requests.get(request_id)
+        return request is None or request.has_kv
+
+    def _is_trusted(self, request_id: str) -> bool:
+        """Whether a request's KV is what its hashes say; not if it is of before a reset."""
+        request = self._requests.get(request_id)
+        return request is None or request.saving
+
     def _get(self, request_id: str) -> Swapped:
         check_request(request_id)
         swapped = self._swapped.get(request_id)
@@ -478,7 +461,7 @@ class RequestSwap:
         if not len(self._index):
             return (), ()
         keys = hashing.chunk_keys(
-            block_hashes, blocks_per_chunk=self._config.blocks_per_chunk, namespace=self._namespace()
+            block_hashes, blocks_per_chunk=self._config.blocks_per_chunk, namespace=self._keys.namespace
         )
         slots = self._index.find(keys)
         return keys[: len(slots)], tuple(slots)

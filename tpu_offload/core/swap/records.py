@@ -2,13 +2,12 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
-from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.jobs import Held, JobTable, TrackedJob
-from tpu_offload.core.swap.pool import HostBlocks, SwapPool
-from tpu_offload.layout import KVLayout
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.jobs import Held, TrackedJob
+from tpu_offload.core.swap_pool import HostBlocks
 from tpu_offload.types import ChunkKey, Direction, HostStore, JobState, SwapJob, SwapPart
 
 
@@ -86,30 +85,16 @@ class PlannedSwaps:
     """The copies that are planned or in flight, and what they hold.
 
     Args:
-      jobs: where they go.
-      layout: what a block is made of.
-      pool: where copies hold blocks.
-      index: where those that read the host tier pin chunks.
-      clock: monotonic seconds.
-      timeout_s: seconds until a copy is taken for failed.
+      context: the books.
     """
 
-    def __init__(
-        self,
-        jobs: JobTable,
-        layout: KVLayout,
-        *,
-        pool: SwapPool,
-        index: ChunkIndex,
-        clock: Callable[[], float],
-        timeout_s: float,
-    ) -> None:
-        self._jobs = jobs
-        self._layout = layout
-        self._pool = pool
-        self._index = index
-        self._clock = clock
-        self._timeout_s = timeout_s
+    def __init__(self, context: TierContext) -> None:
+        self._jobs = context.jobs
+        self._layout = context.layout
+        self._pool = context.swap_pool
+        self._index = context.index
+        self._clock = context.clock
+        self._timeout_s = context.config.job_timeout_s
         self._to_send: dict[Direction, list[PlannedSwap]] = {direction: [] for direction in Direction}
 
     def __len__(self) -> int:
