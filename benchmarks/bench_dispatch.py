@@ -215,7 +215,8 @@ class Bench:
 
     def match_all(self, ids, prompts, num_tokens):
         match = self.scheduler.match
-        return [match(i, p, num_tokens=num_tokens, num_computed_tokens=0) for i, p in zip(ids, prompts, strict=True)]
+        found = [match(i, p, num_tokens=num_tokens, num_computed_tokens=0) for i, p in zip(ids, prompts, strict=True)]
+        return [one.num_tokens for one in found]
 
     def admit_all(self, ids, tables, num_loaded_tokens):
         for request_id, table in zip(ids, tables, strict=True):

@@ -130,7 +130,8 @@ def serve(scheduler, watch, name, request_id, hashes):
     """One request from its match to its end; its stages are timed one by one."""
     num_tokens = len(hashes) * BLOCK_SIZE + 1
     block_ids = list(range(1000, 1000 + len(hashes) + 1))
-    found = watch(f"{name}_match", scheduler.match, request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0)
+    sizes = {"num_tokens": num_tokens, "num_computed_tokens": 0}
+    found = watch(f"{name}_match", scheduler.match, request_id, hashes, **sizes).num_tokens
     watch(f"{name}_admit", scheduler.admit, request_id, block_ids, num_loaded_tokens=found)
     changed = [] if found else [ScheduledRequest(request_id, block_ids, hashes, num_tokens, num_tokens)]
     plan = watch(f"{name}_plan", scheduler.plan_step, changed)

@@ -116,7 +116,7 @@ class Engine:
         hashes = hash_blocks(seed, num_chunks)
         scheduler, num_tokens, blocks = self.scheduler, num_chunks * BLOCK_SIZE + 1, list(range(num_chunks + 1))
         match = {"num_tokens": num_tokens, "num_computed_tokens": 0}
-        found = self.watch(f"match {tag}", scheduler.match, request_id, hashes, **match)
+        found = self.watch(f"match {tag}", scheduler.match, request_id, hashes, **match).num_tokens
         self.watch(f"admit {tag}", scheduler.admit, request_id, blocks, num_loaded_tokens=found)
         self.step(tag)
         done = found // BLOCK_SIZE

@@ -51,9 +51,10 @@ def test_a_prefix_in_hbm_is_not_loaded_again() -> None:
     hashes = []
     engine.hasher.extend(hashes, tokens(18))
     match = engine.scheduler.match
-    assert match("b", hashes, num_tokens=18, num_computed_tokens=8) == 8
-    assert match("b", hashes, num_tokens=18, num_computed_tokens=16) == 0
-    assert match("b", hashes, num_tokens=18, num_computed_tokens=17) == 0, "inside a block there is nothing to load"
+    assert match("b", hashes, num_tokens=18, num_computed_tokens=8).num_tokens == 8
+    assert match("b", hashes, num_tokens=18, num_computed_tokens=16).num_tokens == 0
+    within = match("b", hashes, num_tokens=18, num_computed_tokens=17)
+    assert within.num_tokens == 0, "inside a block there is nothing to load"
     assert engine.scheduler.stats().staging_reserved_blocks == 0, "asking again replaced the first promise"
 
 
