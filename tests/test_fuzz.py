@@ -60,8 +60,7 @@ def state(scheduler) -> tuple:
     del stats["num_ignored_results"], stats["num_rejected_reports"]
     jobs = [
         (job.job_id, job.state, sorted(job.waiting_for), job.doomed, job.detached, sorted(job.failed_blocks))
-        for table in (scheduler._jobs, scheduler.swap._jobs)
-        for job in table
+        for job in scheduler._jobs
     ]
     promises = [
         (name, request.promise, request.load, len(request.keys)) for name, request in scheduler._requests.items()

@@ -164,9 +164,8 @@ class Caller:
 
     def report(self) -> None:
         """The workers have done all that they were sent, but for a copy here and there."""
-        jobs = [job for table in (self.scheduler._jobs, self.swap._jobs) for job in table]
         results = []
-        for job in jobs:
+        for job in self.scheduler._jobs:
             state = JobState.FAILED if self.rng.random() < 0.1 else JobState.FINISHED
             results.append(JobResult(job.job_id, state, "x" if state is JobState.FAILED else ""))
         for worker in self.engine.workers:
@@ -174,14 +173,13 @@ class Caller:
 
     def check_jobs(self) -> None:
         """Jobs hold integers of Python, from 0 on, and as many blocks as places."""
-        for table in (self.scheduler._jobs, self.swap._jobs):
-            for job in table:
-                parts = job.swap.parts if isinstance(getattr(job, "swap", None), SwapJob) else [job.transfer]
-                for part in parts:
-                    for ids in (part.block_ids, part.host_block_ids):
-                        assert type(ids) is tuple
-                        assert all(type(i) is int and i >= 0 for i in ids), part
-                    assert len(part.block_ids) == len(part.host_block_ids) > 0
+        for job in self.scheduler._jobs:
+            parts = job.swap.parts if isinstance(getattr(job, "swap", None), SwapJob) else [job.transfer]
+            for part in parts:
+                for ids in (part.block_ids, part.host_block_ids):
+                    assert type(ids) is tuple
+                    assert all(type(i) is int and i >= 0 for i in ids), part
+                assert len(part.block_ids) == len(part.host_block_ids) > 0
 
 
 def refusal(call: Callable[[], Any]) -> str:

@@ -159,7 +159,7 @@ def test_of_several_workers_the_first_hole_counts_and_positions_that_do_not_exis
         for worker_id, positions in enumerate(failed):
             update = report(engine, worker_id, JobResult(load.job_id, FAILED, "injected", failed_blocks=positions))
         assert update.failed_loads == (FailedLoad("b", num_valid),)
-        engine.scheduler._suspects.clear()
+        engine.scheduler._context.suspects.clear()
         engine.requests["b"].loading = False
         engine.remove("b")
         engine.scheduler.check_invariants()
@@ -231,7 +231,7 @@ def test_a_chunk_whose_save_failed_twice_rests_for_every_request():
     engine.clock.now_s += 11
     assert len(engine.step()[0].saves) == 1, "it is tried again without being named again"
     engine.settle()
-    assert not len(engine.scheduler._suspects)
+    assert not len(engine.scheduler._context.suspects)
     assert match(engine, "b", tokens(9)) == 8
 
 

@@ -18,6 +18,7 @@ from tests.simulation.trace import Setup
 from tests.simulation.worker import SimWorker
 from tpu_offload import BlockHash, ChunkKey, JobState, OffloadScheduler, StepPlan, StepReport
 from tpu_offload.core.breaker import BreakerState
+from tpu_offload.core.jobs import Job
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import Direction
 
@@ -132,7 +133,7 @@ class Model:
         self.admitted.pop(name, None)
         ended = self.loads.job_of(name) not in self.jobs
         bad = self.loads.take(name, num_tokens, finished=finished, ended=ended)
-        if bad - {last_block_hash(key) for key in self.scheduler._suspects._suspects}:
+        if bad - {last_block_hash(key) for key in self.scheduler._context.suspects._suspects}:
             raise Violation(f"a chunk whose load failed for {name} is trusted all the same")
 
     def on_reset(self) -> None:
@@ -288,14 +289,14 @@ class Model:
           Violation: one waits for a probe that is not there, and would for ever.
         """
         scheduler, swap = self.scheduler, self.scheduler.swap
-        jobs = {(job.job_id, job.direction) for job in scheduler._jobs}
+        jobs = {(job.job_id, job.direction) for job in scheduler._jobs.of(Job)}
         swaps = {(job.job_id, job.direction) for job in swap._jobs}
         promised = {(r.account, Direction.LOAD) for r in scheduler._requests.values() if r.promise}
         promised |= {(load.account, Direction.LOAD) for load in scheduler._queue}
         out = {(name, Direction.LOAD) for name in swap._swapped}
         waiting = []
         for kind, breakers, probes in (
-            ("", scheduler._breakers, jobs | promised),
+            ("", scheduler._context.breakers, jobs | promised),
             ("swap ", swap._breakers, swaps | out),
         ):
             for direction, breaker in breakers.items():

@@ -66,4 +66,5 @@ def _is_ours(value: Any) -> bool:
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
     if dataclasses.is_dataclass(owner):
         return [(field.name, getattr(owner, field.name)) for field in dataclasses.fields(owner)]
-    return list(vars(owner).items()) if hasattr(owner, "__dict__") else []
+    attributes = vars(owner).items() if hasattr(owner, "__dict__") else ()
+    return [(name, value) for name, value in attributes if name != "_owners"]  # who is told of jobs, found elsewhere

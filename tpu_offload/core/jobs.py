@@ -7,10 +7,12 @@ import abc
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import final
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast, final
 
 from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
+
+_NONE: Mapping[int, Any] = {}
 
 
 def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, num_blocks: int) -> tuple[int, ...]:
@@ -24,21 +26,31 @@ def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, 
     return tuple(itertools.islice(places, first, first + num_blocks))
 
 
-@final
-class JobIds(Iterator[int]):
-    """Numbers from 0 on: ids of the jobs of one scheduler."""
+class JobOwner[J: "TrackedJob"](Protocol):
+    """What the end of a job means; one for each kind of jobs."""
 
-    def __init__(self) -> None:
-        self._num_given = 0
+    def ended(self, job: J) -> None:
+        """A job has ended, in its last state. What it held is given back after this."""
 
-    @property
-    def num_given(self) -> int:
-        """No job has this id or a greater one."""
-        return self._num_given
+    def settled(self, job: J) -> None:
+        """Nothing of a save that had timed out can land any more: the memory that it wrote is free."""
 
-    def __next__(self) -> int:
-        self._num_given += 1
-        return self._num_given - 1
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a job holds until it ends. `core.holdings` gives it back.
+
+    Attributes:
+      account: who holds the staging blocks.
+      num_staging_blocks: how many.
+      pins: keys of chunks of the host tier that it reads; the pin is at the last.
+      pool_blocks: places in the swap pool, per layer group. A copy out that times out keeps them until it is settled.
+    """
+
+    account: str = ""
+    num_staging_blocks: int = 0
+    pins: Sequence[ChunkKey] = ()
+    pool_blocks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -47,6 +59,7 @@ class TrackedJob(abc.ABC):
 
     Attributes:
       job_id: unique over the life of the scheduler.
+      held: given back when it ends.
       deadline_s: time after which it is taken for failed.
       waiting_for: workers that have not reported it.
       state: PLANNED, SENT or an end.
@@ -61,6 +74,7 @@ class TrackedJob(abc.ABC):
     """
 
     job_id: int
+    held: Held
     deadline_s: float
     waiting_for: set[int]
     state: JobState = JobState.PLANNED
@@ -106,12 +120,11 @@ class TrackedJob(abc.ABC):
 @final
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Job(TrackedJob):
-    """A transfer between HBM and the host tier, and what it holds until its end.
+    """A transfer between HBM and the host tier.
 
     Attributes:
       transfer: what the workers are told.
       request_id: the engine's request; for a save that several share, words for a log.
-      account: who holds the staging blocks, `transfer.num_staging_blocks` of them.
       keys: chunks that a load has pinned or a save has made PENDING.
       slots: where they are in the host tier.
       num_valid_tokens: for a load, the request's tokens that were in HBM before it.
@@ -119,7 +132,6 @@ class Job(TrackedJob):
 
     transfer: TransferJob
     request_id: str
-    account: str
     keys: Sequence[ChunkKey]
     slots: tuple[int, ...]
     num_valid_tokens: int
@@ -174,123 +186,157 @@ class WaitingLoad:
         return len(self.block_ids)
 
 
-class JobTable[J: TrackedJob]:
-    """All jobs of one kind that have not ended, by id, oldest first.
+@final
+class JobTable:
+    """All jobs that have not ended, of every kind, and the one way in which they end.
 
-    Beside them it keeps the saves that timed out: their copies may still land, and until it is known that they do not,
-    the memory that they write can be given to nobody.
+    A job ends when all workers have reported it, when one that has not will never do so, or at its deadline. Its owner
+    hears of it, and what it held is given back. Beside the jobs the table keeps the saves that timed out: their
+    copies may still land, and until it is known that they do not, nobody else can be given the memory that they write.
 
     Args:
       num_workers: workers that must report each job.
-      ids: where job ids come from; tables whose jobs the same workers report share it.
+      give_back: gives back what a job held that has ended.
     """
 
-    def __init__(self, *, num_workers: int, ids: JobIds) -> None:
+    def __init__(self, *, num_workers: int, give_back: Callable[[TrackedJob], None]) -> None:
         self._num_workers = num_workers
-        self._ids = ids
-        self._jobs: dict[int, J] = {}
-        self._late: dict[int, J] = {}
+        self._give_back = give_back
+        self._num_given = 0
+        self._jobs: dict[int, TrackedJob] = {}
+        self._kinds: dict[type[TrackedJob], dict[int, TrackedJob]] = {}  # the same, oldest first
+        self._owners: dict[type[TrackedJob], JobOwner[Any]] = {}
+        self._late: dict[int, TrackedJob] = {}
         self._oldest = dict.fromkeys(range(num_workers), 0)  # what each worker last said
         self._next_deadline_s = math.inf  # no job's deadline is before this
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[J]:
+    def __iter__(self) -> Iterator[TrackedJob]:
         return iter(self._jobs.values())
 
     def __contains__(self, job_id: object) -> bool:
         return job_id in self._jobs
 
-    @property
-    def late(self) -> Collection[J]:
-        """Saves that timed out and may still write to host memory."""
-        return self._late.values()
+    def of[J: TrackedJob](self, kind: type[J]) -> Collection[J]:
+        """Those of one kind, oldest first; a view."""
+        return cast(Collection[J], self._kinds.get(kind, _NONE).values())
+
+    def late[J: TrackedJob](self, kind: type[J]) -> list[J]:
+        """Saves of one kind that timed out and may still write to host memory."""
+        return [job for job in self._late.values() if isinstance(job, kind)]
+
+    def tell[J: TrackedJob](self, owner: JobOwner[J], kind: type[J]) -> None:
+        """Has the owner hear of the ends of jobs of one kind; before the first of them."""
+        assert kind not in self._owners, "one owner a kind"
+        self._owners[kind] = owner
 
     def next_id(self) -> int:
         """An id for a new job."""
-        return next(self._ids)
+        self._num_given += 1
+        return self._num_given - 1
 
     @property
     def num_given(self) -> int:
         """No job has this id or a greater one."""
-        return self._ids.num_given
+        return self._num_given
 
     def workers(self) -> set[int]:
         """Those that a new job waits for."""
         return set(range(self._num_workers))
 
-    def add(self, job: J) -> J:
+    def add[J: TrackedJob](self, job: J) -> J:
         """Takes a planned job."""
         self._jobs[job.job_id] = job
+        self._kinds.setdefault(type(job), {})[job.job_id] = job
         self._next_deadline_s = min(self._next_deadline_s, job.deadline_s)
         return job
 
-    def expects(self, worker_id: int, result: JobResult) -> bool:
-        """False for a result of a job that is unknown, unsent or ended, or that this worker reported before."""
+    def drop(self, job: TrackedJob) -> None:
+        """A job that was never sent will not be. Its owner, who says so, hears nothing."""
+        assert job.state is JobState.PLANNED, "the workers know of it"
+        self._take_out(job)
+        job.state = JobState.CANCELLED
+        self._give_back(job)
+
+    def report(self, worker_id: int, result: JobResult) -> bool:
+        """Takes one worker's result, which ends a job if it is the last.
+
+        Returns:
+          False for a result of a job that is unknown, unsent or ended, or that this worker reported before.
+        """
         job = self._jobs.get(result.job_id)
-        return job is not None and job.state is JobState.SENT and worker_id in job.waiting_for
-
-    def report(self, worker_id: int, result: JobResult) -> J | None:
-        """Takes one worker's expected result; returns the job, ended, when this was the last worker."""
-        job = self._jobs[result.job_id]
+        if job is None or job.state is not JobState.SENT or worker_id not in job.waiting_for:
+            self._report_late(worker_id, result.job_id)
+            return False
         job.take(worker_id, result)
-        return None if job.waiting_for else self.end(job)
-
-    def end(self, job: J) -> J:
-        """Takes a job out, in its last state."""
-        del self._jobs[job.job_id]
-        failed = job.doomed or job.failed_blocks
-        job.state = JobState.FAILED if failed else JobState.CANCELLED if job.detached else JobState.FINISHED
-        return job
+        if not job.waiting_for:
+            self._end(job)
+        return True
 
     def may_run(self, job_id: int, waiting_for: Collection[int]) -> bool:
         """Whether any of these workers, which have not reported a job, may still be at it."""
         return any(self._oldest[worker_id] <= job_id for worker_id in waiting_for)
 
-    def expire(self, now_s: float) -> list[J]:
-        """Takes out the sent jobs past their deadline. O(1) when none has passed, but for a look now and then."""
+    def expire(self, now_s: float) -> None:
+        """Ends the sent jobs past their deadline. O(1) when none has passed, but for a look now and then."""
         if now_s < self._next_deadline_s:
-            return []
-        jobs = [job for job in self._jobs.values() if job.state is JobState.SENT and job.deadline_s <= now_s]
-        for job in jobs:
+            return
+        overdue = [job for job in self._jobs.values() if job.state is JobState.SENT and job.deadline_s <= now_s]
+        for job in overdue:
             job.doom("timed out")
             job.copy_failed = True
-            self.end(job).state = JobState.TIMED_OUT
             if job.direction is Direction.SAVE:
                 self._late[job.job_id] = job
+            self._end(job, JobState.TIMED_OUT)
         self._next_deadline_s = min((job.deadline_s for job in self._jobs.values()), default=math.inf)
-        return jobs
 
-    def report_late(self, worker_id: int, job_id: int) -> J | None:
-        """Some result of a job that is not expected; returns the job if nothing of it can land any more."""
-        job = self._late.get(job_id)
-        if job is None or worker_id not in job.waiting_for:
-            return None
-        job.waiting_for.remove(worker_id)
-        return None if job.waiting_for else self._late.pop(job_id)
-
-    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> tuple[list[J], list[J]]:
+    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> int:
         """A worker is through with all jobs below this id, and says no more of them than it has said.
 
         Returns:
-          The jobs that failed because of that, ended; and the late ones of which nothing can land any more.
+          How many jobs it had not reported; those that no other worker is at fail.
         """
         if oldest_job_id <= self._oldest[worker_id]:
-            return [], []
+            return 0
         self._oldest[worker_id] = oldest_job_id
-        lost = [j for j in itertools.takewhile(lambda j: j.job_id < oldest_job_id, self) if worker_id in j.waiting_for]
-        lost = [job for job in lost if job.state is JobState.SENT]
+        for job_id in [job_id for job_id in self._late if job_id < oldest_job_id]:
+            self._report_late(worker_id, job_id)
+        earlier = itertools.takewhile(lambda job: job.job_id < oldest_job_id, self._jobs.values())
+        lost = [job for job in earlier if worker_id in job.waiting_for and job.state is JobState.SENT]
         for job in lost:
             job.waiting_for.remove(worker_id)
             job.doom(why)
-        late = [job_id for job_id in self._late if job_id < oldest_job_id]
-        settled = [job for job in (self.report_late(worker_id, job_id) for job_id in late) if job is not None]
-        return [self.end(job) for job in lost if not job.waiting_for], settled
+        ended = [job for job in lost if not job.waiting_for]
+        for job in ended:
+            self._end(job)
+        return len(ended)
+
+    def _end(self, job: TrackedJob, state: JobState | None = None) -> None:
+        self._take_out(job)
+        failed = job.doomed or job.failed_blocks
+        ended = JobState.FAILED if failed else JobState.CANCELLED if job.detached else JobState.FINISHED
+        job.state = state or ended
+        self._owners[type(job)].ended(job)
+        self._give_back(job)
+
+    def _take_out(self, job: TrackedJob) -> None:
+        del self._jobs[job.job_id]
+        del self._kinds[type(job)][job.job_id]
+
+    def _report_late(self, worker_id: int, job_id: int) -> None:
+        """A worker is through with a job that may have timed out."""
+        job = self._late.get(job_id)
+        if job is not None and worker_id in job.waiting_for:
+            job.waiting_for.remove(worker_id)
+            if not job.waiting_for:
+                del self._late[job_id]
+                self._owners[type(job)].settled(job)
 
 
 def transfer_job(
-    jobs: JobTable[Job],
+    jobs: JobTable,
     direction: Direction,
     *,
     block_ids: tuple[int, ...],
@@ -309,11 +355,15 @@ def transfer_job(
     return jobs.add(
         Job(
             job_id=job_id,
+            held=Held(
+                account=account,
+                num_staging_blocks=num_staging_blocks,
+                pins=keys if direction is Direction.LOAD else (),
+            ),
             deadline_s=deadline_s,
             waiting_for=jobs.workers(),
             transfer=TransferJob(job_id, direction, 0, block_ids, host_block_ids, loaded_for, num_staging_blocks),
             request_id=request_id,
-            account=account,
             keys=keys,
             slots=slots,
             num_valid_tokens=num_valid_tokens,

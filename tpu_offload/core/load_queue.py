@@ -7,9 +7,8 @@ order, for a bounded time. A load gets its job id when it is sent, so that ids r
 from collections.abc import Iterator
 from typing import final
 
-from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.jobs import Job, JobTable, WaitingLoad, transfer_job
-from tpu_offload.core.staging import Staging
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.jobs import Job, WaitingLoad, transfer_job
 from tpu_offload.types import Direction, JobState
 
 
@@ -18,27 +17,15 @@ class LoadQueue:
     """The loads that wait, first come first.
 
     Args:
-      jobs: where they go.
-      staging: where they reserve.
-      breaker: of loads.
-      timeout_s: what a worker has for a job, or for each piece of it.
-      max_blocks_per_step: blocks that unstaged loads move before one step; 0 for no bound.
+      context: where they reserve and go.
     """
 
-    def __init__(
-        self,
-        jobs: JobTable[Job],
-        *,
-        staging: Staging,
-        breaker: CircuitBreaker,
-        timeout_s: float,
-        max_blocks_per_step: int,
-    ) -> None:
-        self._jobs = jobs
-        self._staging = staging
-        self._breaker = breaker
-        self._timeout_s = timeout_s
-        self._max_blocks_per_step = max_blocks_per_step
+    def __init__(self, context: TierContext) -> None:
+        self._jobs = context.jobs
+        self._staging = context.staging
+        self._breaker = context.breakers[Direction.LOAD]
+        self._timeout_s = context.config.job_timeout_s
+        self._max_blocks_per_step = context.config.max_load_blocks(context.layout)
         self._waiting: list[WaitingLoad] = []
 
     def __len__(self) -> int:

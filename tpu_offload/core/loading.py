@@ -3,12 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.index import ChunkIndex, ChunkState
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.index import ChunkState
 from tpu_offload.core.jobs import WaitingLoad, host_blocks
 from tpu_offload.core.requests import FailedLoad, RequestLimits
-from tpu_offload.core.staging import Staging
-from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.tables import read_ids
 from tpu_offload.core.tracking import Promise, TrackedRequest
 from tpu_offload.errors import RequestError
@@ -22,22 +20,13 @@ class LoadPlanner:
     last tokens.
     """
 
-    def __init__(
-        self,
-        index: ChunkIndex,
-        staging: Staging,
-        breaker: CircuitBreaker,
-        suspects: Suspects,
-        *,
-        block_size: int,
-        blocks_per_chunk: int,
-    ) -> None:
-        self._index = index
-        self._staging = staging
-        self._breaker = breaker
-        self._suspects = suspects
-        self._block_size = block_size
-        self._blocks_per_chunk = blocks_per_chunk
+    def __init__(self, context: TierContext) -> None:
+        self._index = context.index
+        self._staging = context.staging
+        self._breaker = context.breakers[Direction.LOAD]
+        self._suspects = context.suspects
+        self._block_size = context.block_size
+        self._blocks_per_chunk = context.blocks_per_chunk
 
     def match(
         self,

@@ -5,20 +5,17 @@ each chunk has a part on every worker. A worker that was started anew has lost a
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import final
 
 from tpu_offload.config import CopyPath
 from tpu_offload.core.boundary import has_setup, report_error
-from tpu_offload.core.index import ChunkIndex, touches
-from tpu_offload.core.jobs import JobIds
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.index import touches
 from tpu_offload.core.save_policy import SavePolicy
-from tpu_offload.core.staging import Staging
 from tpu_offload.core.swap import RequestSwap
-from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.workers import Workers
-from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import CacheEpoch, Direction, StepReport, WorkerSetup
 
 _logger = logging.getLogger(__name__)
@@ -29,47 +26,33 @@ class Reports:
     """What is known of each worker, and what follows from its next report.
 
     Args:
+      context: the books.
       workers: those that report each step.
-      num_groups: layer groups.
-      max_host_chunks: slots that the host tier has at most.
-      max_swap_blocks: blocks that the swap pool has at most, per layer group.
-      index: grows with the host tier.
-      save_policy: told how large that is.
-      staging: told which paths the workers use.
-      transfers: told what became of transfer jobs, and what was lost.
-      swap: told what became of swap jobs and their memory.
-      requests: by id, those that the scheduler knows; what they were promised may be lost.
-      job_ids: of the jobs that the workers may have been sent.
-      counts: where to count.
+      save_policy: told how large the host tier is.
+      transfers: told what was lost of the host tier.
+      swap: told what was lost of the swap pool.
     """
 
     def __init__(
         self,
+        context: TierContext,
         *,
         workers: Workers,
-        num_groups: int,
-        max_host_chunks: int,
-        max_swap_blocks: int,
-        index: ChunkIndex,
         save_policy: SavePolicy,
-        staging: Staging,
         transfers: Transfers,
         swap: RequestSwap,
-        requests: Mapping[str, TrackedRequest],
-        job_ids: JobIds,
-        counts: OffloadStats,
     ) -> None:
-        self._num_groups = num_groups
-        self._max_host_chunks = max_host_chunks
-        self._max_swap_blocks = max_swap_blocks
-        self._index = index
+        self._num_groups = num_groups = len(context.layout.groups)
+        self._max_host_chunks = context.config.host_chunks(context.layout)
+        self._max_swap_blocks = context.config.max_swap_blocks(context.layout)
+        self._index = context.index
         self._save_policy = save_policy
-        self._staging = staging
+        self._staging = context.staging
         self._transfers = transfers
         self._swap = swap
-        self._requests = requests
-        self._job_ids = job_ids
-        self._counts = counts
+        self._requests = context.requests
+        self._jobs = context.jobs
+        self._counts = context.counts
         self._workers = workers
         self._num_swap_blocks = dict.fromkeys(range(len(workers)), (0,) * num_groups)
         self._num_host_chunks = dict.fromkeys(range(len(workers)), 0)
@@ -130,13 +113,11 @@ class Reports:
         for group_id, first, end in report.lost_swap_blocks:
             self._swap.lose_blocks(group_id, first, end)
         for result in report.results:
-            if self._swap.expects(worker_id, result):
-                self._swap.report(worker_id, result)
-            else:
-                self._swap.report_late(worker_id, result.job_id)
-                self._transfers.report(worker_id, result)
-        if report.oldest_job_id <= self._job_ids.num_given:
-            self._pass_over(worker_id, report.oldest_job_id)
+            if not self._jobs.report(worker_id, result):
+                self._counts.num_ignored_results += 1
+        if report.oldest_job_id <= self._jobs.num_given:
+            why = f"worker {worker_id} never reported the result"
+            self._counts.num_lost_results += self._jobs.pass_over(worker_id, report.oldest_job_id, why=why)
         else:  # it has been told of jobs that are not ours: another scheduler's, before this one
             self._reject(f"worker {worker_id} is through with job {report.oldest_job_id}, which was never given")
         self._hear_of_losses(report)
@@ -199,12 +180,6 @@ class Reports:
         self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
         self._num_host_chunks[worker_id] = report.num_host_chunks
         self._index.limit(report.num_host_chunks)
-
-    def _pass_over(self, worker_id: int, oldest_job_id: int) -> None:
-        """A worker says no more of jobs below this id than it has said."""
-        why = f"what came of it on worker {worker_id} was never heard"
-        self._transfers.pass_over(worker_id, oldest_job_id, why=why)
-        self._counts.num_lost_results += self._swap.pass_over(worker_id, oldest_job_id, why=why)
 
     def _grow_swap_pool(self, report: StepReport) -> None:
         """A block of the swap pool is usable once every worker has it."""

@@ -7,14 +7,11 @@ are about to be granted to somebody else (`core.leaving`) are saved before the s
 import dataclasses
 from collections.abc import Collection, Container, Iterable
 
-from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.jobs import Job, JobTable, host_blocks, transfer_job
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.jobs import Job, host_blocks, transfer_job
 from tpu_offload.core.leaving import LeavingBlocks, num_worth_saving
 from tpu_offload.core.requests import ScheduledRequest
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
-from tpu_offload.core.staging import Staging
-from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.tables import Ids, plain, read_changes
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import RequestError
@@ -77,29 +74,20 @@ class SavePlanner:
     tier does not, or a host tier that was lost under many requests, delays nothing that is computed meanwhile.
     """
 
-    def __init__(
-        self,
-        index: ChunkIndex,
-        staging: Staging,
-        jobs: JobTable[Job],
-        policy: SavePolicy,
-        breaker: CircuitBreaker,
-        suspects: Suspects,
-        *,
-        block_size: int,
-        blocks_per_chunk: int,
-    ) -> None:
-        self._index = index
-        self._staging = staging
-        self._jobs = jobs
+    def __init__(self, context: TierContext, policy: SavePolicy) -> None:
+        self._index = context.index
+        self._staging = context.staging
+        self._jobs = context.jobs
         self._policy = policy
-        self._breaker = breaker
-        self._suspects = suspects
-        self._block_size = block_size
-        self._blocks_per_chunk = blocks_per_chunk
+        self._breaker = context.breakers[Direction.SAVE]
+        self._suspects = context.suspects
+        self._block_size = context.block_size
+        self._blocks_per_chunk = context.blocks_per_chunk
         # Requests with something to save, by account. All others cost a step nothing.
         self._to_look_at: dict[str, TrackedRequest] = {}
-        self.leaving = LeavingBlocks(index, policy, block_size=block_size, blocks_per_chunk=blocks_per_chunk)
+        self.leaving = LeavingBlocks(
+            self._index, policy, block_size=self._block_size, blocks_per_chunk=self._blocks_per_chunk
+        )
         self._num_seen: dict[str, int] = {}  # by request id: chunks of it that the policy was told of
         self._saves_on_compute = policy.saves_on(SaveEvent.COMPUTE)
 

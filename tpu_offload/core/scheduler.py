@@ -23,10 +23,10 @@ What was to be saved and found no room, or was saved and lost, is saved by a lat
 engine saying so again. It may be: until `preempt` or `finish` the blocks are the request's own, and
 their KV, computed once, stays. Steps cost nothing for requests about which there is no news.
 
-Staging blocks, pins and slots of a job are released at one place (`core.transfers`), once: when every worker
-has reported the job, or when its time is over. Until then the bytes may still be moving, whatever became of
-the request. Copies that keep failing are suspended for a while (`core.breaker`), chunks that keep failing
-are left alone (`core.suspects`); the engine computes what it would have loaded.
+What a job holds (staging blocks, pins, places in the swap pool) is given back at one place (`core.holdings`), once:
+when every worker has reported the job, or when its time is over. Until then the bytes may still be moving, whatever
+became of the request. Copies that keep failing are suspended for a while (`core.breaker`), chunks that keep failing are
+left alone (`core.suspects`); the engine computes what it would have loaded.
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ from tpu_offload.core.boundary import (
     check_request,
     check_scheduled,
 )
-from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.index import Changes, ChunkIndex, ChunkState
-from tpu_offload.core.jobs import Job, JobIds, JobTable, WaitingLoad
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.index import Changes, ChunkState
+from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy, Use, make_policy
@@ -65,7 +65,6 @@ from tpu_offload.core.requests import (
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_SAVES, Offer, SavePlan, SavePlanner
 from tpu_offload.core.staging import Staging, StagingBufferManager
-from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tables import check_sequence
 from tpu_offload.core.tracking import TrackedRequest
@@ -132,73 +131,27 @@ class OffloadScheduler:
             layout.check_tier()
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
         staging = Staging(self._staging, {direction: config.path_for(direction) for direction in Direction})
-        self._index = ChunkIndex(policy or make_policy(config.eviction_policy.value), record=record_events)
-        self._job_ids = JobIds()
-        self._jobs: JobTable[Job] = JobTable(num_workers=num_workers, ids=self._job_ids)
-        self._breakers = {
-            direction: self._make_breaker(f"{direction.value}s", clock)
-            for direction in (Direction.SAVE, Direction.LOAD)
-        }
-        self._suspects = Suspects(retry_s=config.breaker_retry_s, clock=clock)
-        self._loads = LoadPlanner(
-            self._index,
-            staging,
-            self._breakers[Direction.LOAD],
-            self._suspects,
-            block_size=layout.block_size,
-            blocks_per_chunk=config.blocks_per_chunk,
-        )
-        self._save_policy = save_policy or make_save_policy(config)
-        self._limits = RequestLimits(config.max_save_tokens or None, config.max_load_tokens or None)
-        self._saves = SavePlanner(
-            self._index,
-            staging,
-            self._jobs,
-            self._save_policy,
-            self._breakers[Direction.SAVE],
-            self._suspects,
-            block_size=layout.block_size,
-            blocks_per_chunk=config.blocks_per_chunk,
-        )
-        self._swap = RequestSwap(
+        self._context = context = TierContext.make(
             config,
             layout,
-            index=self._index,
-            jobs=JobTable(num_workers=num_workers, ids=self._job_ids),
-            breakers={
-                Direction.SAVE: self._make_breaker("swaps out", clock),
-                Direction.LOAD: self._make_breaker("swaps in", clock),
-            },
-            namespace=lambda: self._namespace,
-            is_trusted=lambda request_id: request_id not in self._requests or self._requests[request_id].saving,
-            has_kv=lambda request_id: request_id not in self._requests or self._requests[request_id].has_kv,
+            num_workers=num_workers,
+            staging=staging,
+            policy=policy or make_policy(config.eviction_policy.value),
             clock=clock,
+            record_events=record_events,
         )
-        self._requests: dict[str, TrackedRequest] = {}
+        self._index = context.index
+        self._jobs = context.jobs
+        self._requests = context.requests
+        self._counts = context.counts
+        self._save_policy = save_policy or make_save_policy(config)
+        self._limits = RequestLimits(config.max_save_tokens or None, config.max_load_tokens or None)
         self._limits_of: dict[str, RequestLimits] = {}  # of unfinished requests that came with some
-        self._counts = OffloadStats()
-        self._queue = LoadQueue(
-            self._jobs,
-            staging=staging,
-            breaker=self._breakers[Direction.LOAD],
-            timeout_s=config.job_timeout_s,
-            max_blocks_per_step=config.max_load_blocks(layout),
-        )
-        self._transfers = Transfers(
-            self._jobs,
-            queue=self._queue,
-            index=self._index,
-            staging=staging,
-            saves=self._saves,
-            requests=self._requests,
-            breakers=self._breakers,
-            suspects=self._suspects,
-            counts=self._counts,
-            block_size=layout.block_size,
-            block_nbytes=layout.block_nbytes,
-            blocks_per_chunk=config.blocks_per_chunk,
-            timeout_s=config.job_timeout_s,
-        )
+        self._loads = LoadPlanner(context)
+        self._saves = SavePlanner(context, self._save_policy)
+        self._queue = LoadQueue(context)
+        self._transfers = Transfers(context, queue=self._queue, saves=self._saves)
+        self._swap = RequestSwap(context)
         self._workers = Workers(
             num_workers,
             own={
@@ -213,23 +166,14 @@ class OffloadScheduler:
             patience_s=config.job_timeout_s,
         )
         self._reports = Reports(
+            context,
             workers=self._workers,
-            num_groups=len(layout.groups),
-            max_host_chunks=config.host_chunks(layout),
-            max_swap_blocks=config.max_swap_blocks(layout),
-            index=self._index,
             save_policy=self._save_policy,
-            staging=staging,
             transfers=self._transfers,
             swap=self._swap,
-            requests=self._requests,
-            job_ids=self._job_ids,
-            counts=self._counts,
         )
         self._num_requests_seen = 0
         self._num_steps = 0
-        self._num_resets = 0
-        self._namespace = self._make_namespace()
         self._clock = clock
         self._stats_logger = StatsLogger(config.metrics_log_interval)
 
@@ -428,15 +372,14 @@ class OffloadScheduler:
         more, unless the request is preempted and computed again.
         """
         # Chunks that a load in flight has pinned stay until it ends; keys of a new namespace never find them.
-        self._num_resets += 1
-        self._namespace = self._make_namespace()
+        self._context.keys.reset()
         for request in self._requests.values():
             self._loads.revoke(request)
             self._saves.withdraw(request)
-            request.start_over(namespace=self._namespace)
+            request.start_over(namespace=self._context.keys.namespace)
         self._saves.reset()
         self._transfers.reset()
-        self._suspects.clear()
+        self._context.suspects.clear()
         self._swap.reset()
         self._index.clear()
 
@@ -461,7 +404,8 @@ class OffloadScheduler:
         offers = self._read(changed) if self._enabled else _NO_OFFERS
         now_s = self._clock()
         self._workers.miss(now_s)
-        self._transfers.expire(now_s)
+        self._transfers.expire_waiting(now_s)
+        self._jobs.expire(now_s)
         self._transfers.settle()
         saves = NO_SAVES
         loads: tuple[TransferJob, ...] = ()
@@ -476,11 +420,11 @@ class OffloadScheduler:
             if saves is not NO_SAVES:
                 self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
                 self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
-        swaps = self._swap.take_jobs(now_s)
+        swaps = self._swap.take_jobs()
         if loads or cancelled or saves is not NO_SAVES or any(swaps):
             plan = self._make_plan(loads, cancelled, saves, swaps)
         else:
-            plan = StepPlan(self._num_steps, next_job_id=self._job_ids.num_given, cache_epochs=self._workers.epochs)
+            plan = StepPlan(self._num_steps, next_job_id=self._jobs.num_given, cache_epochs=self._workers.epochs)
         self._num_steps += 1
         self._stats_logger.maybe_log(now_s, self.stats)
         return plan
@@ -521,7 +465,7 @@ class OffloadScheduler:
     @property
     def has_jobs(self) -> bool:
         """Whether any job is planned or in flight, or there is news, so that plans and updates should go on."""
-        return bool(self._jobs or self._queue) or self._swap.has_jobs or self._has_news
+        return bool(self._jobs or self._queue) or self._has_news
 
     def take_events(self) -> list[TierEvent]:
         """What changed in the host tier since the last call, in order; nothing without `record_events`.
@@ -536,6 +480,7 @@ class OffloadScheduler:
 
     def stats(self) -> OffloadStats:
         """A snapshot of the counters; may be taken from another thread."""
+        breakers = self._context.breakers.values()
         stats = dataclasses.replace(
             self._counts,
             staging_budget_blocks=self._staging.num_blocks,
@@ -546,8 +491,8 @@ class OffloadScheduler:
             num_evicted_chunks=self._index.num_evicted,
             num_jobs_in_flight=len(self._jobs) + len(self._queue),
             num_quarantined_chunks=self._index.num_quarantined_slots,
-            num_breaker_openings=sum(breaker.num_opened for breaker in self._breakers.values()),
-            num_open_breakers=sum(not breaker.closed for breaker in self._breakers.values()),
+            num_breaker_openings=sum(breaker.num_opened for breaker in breakers),
+            num_open_breakers=sum(not breaker.closed for breaker in breakers),
         )
         return self._swap.add_stats(stats)
 
@@ -560,9 +505,9 @@ class OffloadScheduler:
         pins: dict[ChunkKey, int] = dict(self._swap.pins())
         pending: list[ChunkKey] = []
         loads: list[Job | WaitingLoad] = [*self._queue]
-        for job in self._jobs:
-            num_staged = job.transfer.num_staging_blocks
-            held[job.account, job.direction] = held.get((job.account, job.direction), 0) + num_staged
+        for job in self._jobs.of(Job):
+            account = job.held.account, job.direction
+            held[account] = held.get(account, 0) + job.held.num_staging_blocks
             if job.direction is Direction.SAVE:
                 pending += job.keys
             else:
@@ -583,7 +528,7 @@ class OffloadScheduler:
         assert sum(held.values()) == self._staging.num_reserved
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())
         self._index.check_holds(pins=pins, pending=set(pending))
-        late = [slot for job in self._jobs.late for slot in job.slots[: len(job.keys)]]
+        late = [slot for job in self._jobs.late(Job) for slot in job.slots[: len(job.keys)]]
         assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
 
     # Inside.
@@ -608,11 +553,6 @@ class OffloadScheduler:
     def _has_news(self) -> bool:
         return self._transfers.has_news or self._swap.has_news or self._reports.has_news
 
-    def _make_namespace(self) -> bytes:
-        return hashing.key_namespace(
-            self._layout.fingerprint(), blocks_per_chunk=self._config.blocks_per_chunk, epoch=self._num_resets
-        )
-
     def _request(self, request_id: str) -> TrackedRequest:
         """The request of this id, or a new one; that is for the caller to keep."""
         return self._requests.get(request_id) or self._new_request(request_id)
@@ -620,8 +560,8 @@ class OffloadScheduler:
     def _new_request(self, request_id: str) -> TrackedRequest:
         number = self._num_requests_seen
         self._num_requests_seen += 1
-        account = f"{request_id}#{number}"
-        request = TrackedRequest(request_id, account=account, use=Use(number), namespace=self._namespace)
+        account, namespace = f"{request_id}#{number}", self._context.keys.namespace
+        request = TrackedRequest(request_id, account=account, use=Use(number), namespace=namespace)
         request.limit(self._limits_of.get(request_id, self._limits))
         return request
 
@@ -673,14 +613,10 @@ class OffloadScheduler:
             cancelled_job_ids=cancelled,
             swap_outs=swaps[0],
             swap_ins=swaps[1],
-            next_job_id=self._job_ids.num_given,
+            next_job_id=self._jobs.num_given,
             early_saves=tuple([job.transfer for job in saves.early]),
             cache_epochs=self._workers.epochs,
         )
-
-    def _make_breaker(self, what: str, clock: Callable[[], float]) -> CircuitBreaker:
-        config = self._config
-        return CircuitBreaker(what, num_failures=config.breaker_failures, retry_s=config.breaker_retry_s, clock=clock)
 
 
 def _event_kind(change: Changes) -> TierEventKind:

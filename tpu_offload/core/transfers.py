@@ -1,26 +1,22 @@
 """Transfers between HBM and the host tier, from the plan that they go with to their one end.
 
-Every job ends once: finished, failed, cancelled or timed out. The end gives back its staging blocks and its pins, and
-what a save was to write becomes visible or goes. One thing outlives it: where a save timed out, its copy may still
-land, so its slots stay in quarantine until every worker has shown that it is through with it.
+Every job ends once: finished, failed, cancelled or timed out. With the end what a save was to write becomes visible or
+goes. One thing outlives it: where a save timed out, its copy may still land, so its slots stay in quarantine until
+every worker has shown that it is through with it.
 """
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import final
 
-from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.index import ChunkIndex, touches
-from tpu_offload.core.jobs import Job, JobTable, WaitingLoad
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.index import touches
+from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.requests import FailedLoad, FinishedTransfer
 from tpu_offload.core.saving import SavePlanner
-from tpu_offload.core.staging import Staging
-from tpu_offload.core.suspects import Suspects
-from tpu_offload.core.tracking import TrackedRequest
-from tpu_offload.metrics import OffloadStats
-from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
+from tpu_offload.types import ChunkKey, Direction, JobState, TransferJob
 
 _logger = logging.getLogger(__name__)
 
@@ -30,51 +26,24 @@ class Transfers:
     """The transfers in flight of one scheduler, and what their requests are yet to be told.
 
     Args:
-      jobs: those in flight; the planners add to it.
+      context: the books.
       queue: loads that no plan has taken yet.
-      index: where they have pinned and allocated chunks.
-      staging: where they have reserved.
       saves: offers again what was lost.
-      requests: by id, those that the scheduler knows.
-      breakers: told how copies in each direction do.
-      suspects: told which chunks failed.
-      counts: where to count.
-      block_size: tokens in a block.
-      block_nbytes: bytes of a block, over all devices.
-      blocks_per_chunk: blocks in a chunk.
-      timeout_s: for the log.
     """
 
-    def __init__(
-        self,
-        jobs: JobTable[Job],
-        *,
-        queue: LoadQueue,
-        index: ChunkIndex,
-        staging: Staging,
-        saves: SavePlanner,
-        requests: Mapping[str, TrackedRequest],
-        breakers: Mapping[Direction, CircuitBreaker],
-        suspects: Suspects,
-        counts: OffloadStats,
-        block_size: int,
-        block_nbytes: int,
-        blocks_per_chunk: int,
-        timeout_s: float,
-    ) -> None:
-        self._jobs = jobs
+    def __init__(self, context: TierContext, *, queue: LoadQueue, saves: SavePlanner) -> None:
+        self._jobs = context.jobs
         self._queue = queue
-        self._index = index
-        self._staging = staging
+        self._index = context.index
         self._saves = saves
-        self._requests = requests
-        self._breakers = breakers
-        self._suspects = suspects
-        self._counts = counts
-        self._block_size = block_size
-        self._block_nbytes = block_nbytes
-        self._blocks_per_chunk = blocks_per_chunk
-        self._timeout_s = timeout_s
+        self._requests = context.requests
+        self._breakers = context.breakers
+        self._suspects = context.suspects
+        self._counts = context.counts
+        self._block_size = context.block_size
+        self._block_nbytes = context.layout.block_nbytes
+        self._blocks_per_chunk = context.blocks_per_chunk
+        self._timeout_s = context.config.job_timeout_s
         self._to_cancel: dict[int, set[int]] = {}  # by job id, the workers that may still be at it
         self._loaded: list[str] = []
         self._failed_loads: list[FailedLoad] = []
@@ -82,6 +51,7 @@ class Transfers:
         self._lost_keys: set[ChunkKey] = set()
         # Requests that have seen a load fail: they compute what failed, others may try it once more.
         self._wary: set[str] = set()
+        self._jobs.tell(self, Job)
 
     # On the way down.
 
@@ -112,49 +82,38 @@ class Transfers:
             load.detached = True
             self._to_cancel[load.job_id] = load.waiting_for
 
-    def expire(self, now_s: float) -> None:
-        """Ends the jobs that were not reported in time; before a plan, which takes the blocks of loads back.
-
-        So the workers are told before the engine hears of the failure and lets a step compute into these blocks. Loads
-        that have waited too long to be sent end as well.
-        """
+    def expire_waiting(self, now_s: float) -> None:
+        """Ends the loads that have waited too long to be sent."""
         if self._queue:
             for load in self._queue.impatient(now_s):
                 self._counts.dropped_load_blocks += load.num_parts
                 self._give_up_waiting(load)
-        for job in self._jobs.expire(now_s):
-            _logger.warning(
-                "%s of %d blocks of request %s timed out after %g s; %s",
-                job.direction.value, job.transfer.num_blocks, job.request_id, self._timeout_s,
-                "the request computes them" if job.direction is Direction.LOAD else "they are not published",
-            )  # fmt: skip
-            self._counts.num_timed_out_jobs += 1
-            if job.direction is Direction.LOAD and not job.detached:
-                self._to_cancel[job.job_id] = job.waiting_for
-            self._end(job)
 
     # On the way up.
 
-    def report(self, worker_id: int, result: JobResult) -> None:
-        """Takes one result; one that fits no job in flight is counted."""
-        if not self._jobs.expects(worker_id, result):
-            self._counts.num_ignored_results += 1
-            late = self._jobs.report_late(worker_id, result.job_id)
-            if late is not None:
-                self._index.end_quarantine(late.slots)
-            return
-        job = self._jobs.report(worker_id, result)
-        if job is not None:
-            self._end(job)
+    def ended(self, job: Job) -> None:
+        """See `JobOwner`."""
+        if job.state is JobState.TIMED_OUT:
+            self._note_timeout(job)
+        if job.state is JobState.FINISHED:
+            self._count_moved(job)
+        elif job.state is not JobState.CANCELLED:
+            self._counts.num_failed_jobs += 1
+            if job.state is JobState.FAILED:
+                _logger.warning("%s of request %s failed: %s", job.direction.value, job.request_id, job.error)
+        bad = self._bad_chunks(job)
+        too_often = self._judge(job, [job.keys[i] for i in bad])
+        if job.direction is Direction.SAVE:
+            self._end_save(job, bad)
+        else:
+            # A failure may pass, so a chunk is tried once more. What is late may cost the next request as long again.
+            self.lose(self._index.drop(job.keys if job.state is JobState.TIMED_OUT else too_often))
+            if not job.detached:
+                self._tell_of(job)
 
-    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> None:
-        """A worker is through with all jobs below this id; what it has not reported of them it never will."""
-        lost, settled = self._jobs.pass_over(worker_id, oldest_job_id, why=why)
-        for job in settled:
-            self._index.end_quarantine(job.slots)
-        for job in lost:
-            self._counts.num_lost_results += 1
-            self._end(job)
+    def settled(self, job: Job) -> None:
+        """See `JobOwner`."""
+        self._index.end_quarantine(job.slots)
 
     @property
     def has_news(self) -> bool:
@@ -191,12 +150,12 @@ class Transfers:
         """What they move is no longer what the model would compute: loads are given up, saves are not published."""
         for load in list(self._queue):
             self._give_up_waiting(load)
-        for job in list(self._jobs):
+        for job in self._jobs.of(Job):
             self._give_up(job, "the cache was reset")
 
     def doubt(self, worker_id: int, *, why: str) -> None:
         """A worker was started anew: what it was sent either died with it, or is done by one with empty memory."""
-        for job in list(self._jobs):
+        for job in self._jobs.of(Job):
             if job.state is JobState.SENT and worker_id in job.waiting_for:
                 self._give_up(job, why)
 
@@ -212,7 +171,7 @@ class Transfers:
         for load in list(self._queue):
             load.num_valid_tokens = 0
             self._give_up_waiting(load)
-        for job in list(self._jobs):
+        for job in self._jobs.of(Job):
             if job.direction is Direction.LOAD:
                 job.num_valid_tokens = 0
                 self._give_up(job, "the KV caches were lost")
@@ -229,7 +188,7 @@ class Transfers:
         self._saves.rewind_all(self._requests.values())
 
     def _fail_in(self, first: int, end: int) -> None:
-        for job in (*self._jobs, *self._queue):
+        for job in (*self._jobs.of(Job), *self._queue):
             if touches(job.slots, first, end):
                 gone = {i for i, slot in enumerate(job.slots) if first <= slot < end}
                 job.error = job.error or "the host memory of its chunks was lost"
@@ -269,26 +228,19 @@ class Transfers:
         first_block = job.num_valid_tokens // self._block_size
         return (first_block % self._blocks_per_chunk + position) // self._blocks_per_chunk
 
-    def _end(self, job: Job) -> None:
-        """The only place where what a job held is given back."""
-        self._staging.release(job.account, job.transfer.num_staging_blocks, job.direction)
-        if job.direction is Direction.LOAD:
-            self._index.unpin(job.keys, sweep=False)
-        if job.state is JobState.FINISHED:
-            self._count_moved(job)
-        elif job.state is not JobState.CANCELLED:
-            self._counts.num_failed_jobs += 1
-            if job.state is JobState.FAILED:
-                _logger.warning("%s of request %s failed: %s", job.direction.value, job.request_id, job.error)
-        bad = self._bad_chunks(job)
-        too_often = self._judge(job, [job.keys[i] for i in bad])
-        if job.direction is Direction.SAVE:
-            self._end_save(job, bad)
-        else:
-            # A failure may pass, so a chunk is tried once more. What is late may cost the next request as long again.
-            self.lose(self._index.drop(job.keys if job.state is JobState.TIMED_OUT else too_often))
-            if not job.detached:
-                self._tell_of(job)
+    def _note_timeout(self, job: Job) -> None:
+        """Before a plan, which takes the blocks of a load back.
+
+        So the workers are told before the engine hears of the failure and lets a step compute into these blocks.
+        """
+        _logger.warning(
+            "%s of %d blocks of request %s timed out after %g s; %s",
+            job.direction.value, job.transfer.num_blocks, job.request_id, self._timeout_s,
+            "the request computes them" if job.direction is Direction.LOAD else "they are not published",
+        )  # fmt: skip
+        self._counts.num_timed_out_jobs += 1
+        if job.direction is Direction.LOAD and not job.detached:
+            self._to_cancel[job.job_id] = job.waiting_for
 
     def _bad_chunks(self, job: Job) -> list[int]:
         """Which of the job's chunks were not copied."""

@@ -21,23 +21,20 @@ and full blocks that another swapped-out request shares are in the pool once.
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
 from tpu_offload import hashing
-from tpu_offload.config import OffloadConfig
 from tpu_offload.core.boundary import check_request, read_numbers, read_request_ids
-from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.jobs import JobTable, host_blocks
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.swap.costs import SwapCosts
-from tpu_offload.core.swap.pool import SwapPool
 from tpu_offload.core.swap.records import PlannedSwap, PlannedSwaps, Swapped, Where
 from tpu_offload.core.tables import read_hashes, read_ids, read_tables
 from tpu_offload.errors import RequestError
-from tpu_offload.layout import KVLayout, LayerGroupKind
+from tpu_offload.layout import LayerGroupKind
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobResult, JobState, SwapJob, SwapPart
+from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobState, SwapJob, SwapPart
 from tpu_offload.values import as_integer, one_line
 
 _logger = logging.getLogger(__name__)
@@ -53,43 +50,22 @@ class RequestSwap:
     Made by the `OffloadScheduler`, which sends its copies with the plan and hands it their results.
 
     Args:
-      config: the settings; with `swap_gb` 0 every request is recomputed.
-      layout: what a block is made of.
-      index: the host tier's.
-      jobs: an empty table, with job ids that no other table has.
-      breakers: of the copies out and of those back.
-      namespace: returns what ends the chunk keys of today.
-      is_trusted: whether a request's KV is what its hashes say; not if it is of before a reset.
-      clock: monotonic seconds.
+      context: the books; with `swap_gb` 0 every request is recomputed.
     """
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        layout: KVLayout,
-        *,
-        index: ChunkIndex,
-        jobs: JobTable[PlannedSwap],
-        breakers: Mapping[Direction, CircuitBreaker],
-        namespace: Callable[[], bytes],
-        is_trusted: Callable[[str], bool],
-        has_kv: Callable[[str], bool],
-        clock: Callable[[], float],
-    ) -> None:
-        self._config = config
-        self._layout = layout
-        self._index = index
+    def __init__(self, context: TierContext) -> None:
+        self._config = context.config
+        self._layout = context.layout
+        self._index = context.index
         # Whether blocks of the first group stay what they are once they are full, so that a hash can name them.
-        self._has_prefix = layout.groups[0].kind is LayerGroupKind.FULL_ATTENTION
-        self._namespace = namespace
-        self._is_trusted = is_trusted
-        self._has_kv = has_kv
-        self._pool = SwapPool(num_groups=len(layout.groups))
-        self._jobs = PlannedSwaps(
-            jobs, layout, pool=self._pool, index=index, clock=clock, timeout_s=config.job_timeout_s
-        )
-        self._breakers = breakers
-        self._costs = SwapCosts(config.swap_mode)
+        self._has_prefix = self._layout.groups[0].kind is LayerGroupKind.FULL_ATTENTION
+        self._keys = context.keys
+        self._requests = context.requests
+        self._pool = context.swap_pool
+        self._jobs = PlannedSwaps(context)
+        context.jobs.tell(self, PlannedSwap)
+        self._breakers = context.swap_breakers
+        self._costs = SwapCosts(self._config.swap_mode)
         self._swapped: dict[str, Swapped] = {}
         self._swapped_in: list[str] = []
         self._lost: list[str] = []
@@ -295,40 +271,41 @@ class RequestSwap:
             if request_id in news:
                 news.remove(request_id)
 
-    def take_jobs(self, now_s: float) -> tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]:
+    def take_jobs(self) -> tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]:
         """The copies out and back that go with the coming step's plan."""
         self._num_steps += 1
         if not self._jobs and not self._returned_at:  # nearly always
             return (), ()
-        self._expire(now_s)
         self._forget_old_returns()
         return self._jobs.take(Direction.SAVE), self._jobs.take(Direction.LOAD)
 
-    @property
-    def has_jobs(self) -> bool:
-        """Whether copies are planned or in flight."""
-        return len(self._jobs) > 0
+    def ended(self, job: PlannedSwap) -> None:
+        """See `JobOwner`."""
+        if job.state is JobState.TIMED_OUT:
+            self._note_timeout(job)
+        failed = job.state in (JobState.FAILED, JobState.TIMED_OUT)
+        if failed:
+            self._counts.num_failed_jobs += 1
+        if job.state is JobState.FAILED:
+            _logger.warning("swap of request %s failed: %s; it is recomputed", job.swap.request_id, job.error)
+        breaker = self._breakers[job.direction]
+        if job.copy_failed:
+            breaker.failed(job.job_id, job.error)
+        elif job.state is JobState.FINISHED:
+            breaker.succeeded(job.job_id)
+        else:
+            breaker.withdraw(job.job_id)
+        if job.direction is Direction.SAVE:
+            self._end_out(job, failed=failed)
+        else:
+            self._end_in(job, failed=failed)
+        if not failed:
+            self._costs.observe_copy(job.direction, job.nbytes, job.copy_s)
+            self._count_moved(job)
 
-    def expects(self, worker_id: int, result: JobResult) -> bool:
-        """Whether a result is of a copy that this worker has not reported yet."""
-        return self._jobs.expects(worker_id, result)
-
-    def report(self, worker_id: int, result: JobResult) -> None:
-        """Takes a result that the job table expects."""
-        job = self._jobs.report(worker_id, result)
-        if job is not None:
-            self._end(job)
-
-    def report_late(self, worker_id: int, job_id: int) -> None:
-        """Takes a result that the job table does not expect."""
-        self._jobs.report_late(worker_id, job_id)
-
-    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> int:
-        """A worker is through with all jobs below this id; returns how many of them it had not reported."""
-        lost = self._jobs.pass_over(worker_id, oldest_job_id, why=why)
-        for job in lost:
-            self._end(job)
-        return len(lost)
+    def settled(self, job: PlannedSwap) -> None:
+        """See `JobOwner`."""
+        self._pool.release(job.pool_blocks)
 
     @property
     def has_news(self) -> bool:
@@ -400,7 +377,6 @@ class RequestSwap:
             swap_held_blocks=self._pool.num_held,
             swap_peak_blocks=self._pool.peak_num_held,
             num_swapped_requests=len(self._swapped),
-            num_jobs_in_flight=stats.num_jobs_in_flight + len(self._jobs),
             num_failed_jobs=stats.num_failed_jobs + counts.num_failed_jobs,
             num_timed_out_jobs=stats.num_timed_out_jobs + counts.num_timed_out_jobs,
             num_breaker_openings=stats.num_breaker_openings + sum(b.num_opened for b in self._breakers.values()),
@@ -412,7 +388,8 @@ class RequestSwap:
 
     def pins(self) -> Counter[ChunkKey]:
         """The chunks at which pins of swapped-out requests and of copies end. For `check_invariants`."""
-        return Counter(held.tier_keys[-1] for held in (*self._swapped.values(), *self._jobs) if held.tier_keys)
+        pins = (*(swapped.tier_keys for swapped in self._swapped.values()), *(job.held.pins for job in self._jobs))
+        return Counter(keys[-1] for keys in pins if keys)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless requests, copies and pool agree. For tests."""
@@ -430,6 +407,16 @@ class RequestSwap:
         assert not set(self._lost) & set(self._swapped)
 
     # Inside.
+
+    def _has_kv(self, request_id: str) -> bool:
+        """Whether what a request has in HBM is its KV; not after a loss of the caches."""
+        request = self._requests.get(request_id)
+        return request is None or request.has_kv
+
+    def _is_trusted(self, request_id: str) -> bool:
+        """Whether a request's KV is what its hashes say; not if it is of before a reset."""
+        request = self._requests.get(request_id)
+        return request is None or request.saving
 
     def _get(self, request_id: str) -> Swapped:
         check_request(request_id)
@@ -474,7 +461,7 @@ class RequestSwap:
         if not len(self._index):
             return (), ()
         keys = hashing.chunk_keys(
-            block_hashes, blocks_per_chunk=self._config.blocks_per_chunk, namespace=self._namespace()
+            block_hashes, blocks_per_chunk=self._config.blocks_per_chunk, namespace=self._keys.namespace
         )
         slots = self._index.find(keys)
         return keys[: len(slots)], tuple(slots)
@@ -522,30 +509,6 @@ class RequestSwap:
         else:
             breaker.hand_over(swapped.request_id, job.job_id)
 
-    def _end(self, job: PlannedSwap) -> None:
-        """A copy is over, or its time is."""
-        failed = job.state in (JobState.FAILED, JobState.TIMED_OUT)
-        if failed:
-            self._counts.num_failed_jobs += 1
-        if job.state is JobState.FAILED:
-            _logger.warning("swap of request %s failed: %s; it is recomputed", job.swap.request_id, job.error)
-        breaker = self._breakers[job.direction]
-        if job.copy_failed:
-            breaker.failed(job.job_id, job.error)
-        elif job.state is JobState.FINISHED:
-            breaker.succeeded(job.job_id)
-        else:
-            breaker.withdraw(job.job_id)
-        if job.direction is Direction.SAVE:
-            self._end_out(job, failed=failed)
-        else:
-            self._end_in(job, failed=failed)
-        if not (job.state is JobState.TIMED_OUT and job.direction is Direction.SAVE):
-            self._jobs.release(job)
-        if not failed:
-            self._costs.observe_copy(job.direction, job.nbytes, job.copy_s)
-            self._count_moved(job)
-
     def _end_out(self, job: PlannedSwap, *, failed: bool) -> None:
         if failed:
             self._pool.forget(job.pool_blocks[0])
@@ -571,15 +534,13 @@ class RequestSwap:
         elif self._end_return(swapped):
             self._swapped_in.append(swapped.request_id)
 
-    def _expire(self, now_s: float) -> None:
-        for job in self._jobs.expire(now_s):
-            direction = "out" if job.direction is Direction.SAVE else "in"
-            _logger.warning(
-                "swap %s of request %s timed out after %g s; it is recomputed",
-                direction, job.swap.request_id, self._config.job_timeout_s,
-            )  # fmt: skip
-            self._counts.num_timed_out_jobs += 1
-            self._end(job)
+    def _note_timeout(self, job: PlannedSwap) -> None:
+        direction = "out" if job.direction is Direction.SAVE else "in"
+        _logger.warning(
+            "swap %s of request %s timed out after %g s; it is recomputed",
+            direction, job.swap.request_id, self._config.job_timeout_s,
+        )  # fmt: skip
+        self._counts.num_timed_out_jobs += 1
 
     def _count_moved(self, job: PlannedSwap) -> None:
         counts = self._counts

@@ -2,14 +2,13 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
-from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.jobs import JobTable, TrackedJob
-from tpu_offload.core.swap.pool import HostBlocks, SwapPool
-from tpu_offload.layout import KVLayout
-from tpu_offload.types import ChunkKey, Direction, HostStore, JobResult, JobState, SwapJob, SwapPart
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.jobs import Held, TrackedJob
+from tpu_offload.core.swap_pool import HostBlocks
+from tpu_offload.types import ChunkKey, Direction, HostStore, JobState, SwapJob, SwapPart
 
 
 class Where(enum.Enum):
@@ -53,21 +52,22 @@ class Swapped:
 @final
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class PlannedSwap(TrackedJob):
-    """Copies in flight, and what they hold until they have ended.
+    """Copies in flight. They hold the places in the swap pool that they read or write, and pin what they read.
 
     Attributes:
       swap: what the workers are told.
-      pool_blocks: places in the swap pool that they read or write; held.
-      tier_keys: chunks of the host tier that they read; pinned.
-      tier_slots: where those are.
+      tier_slots: where the chunks of the host tier are that they read.
       nbytes: bytes that move, over all devices.
     """
 
     swap: SwapJob
-    pool_blocks: HostBlocks
-    tier_keys: Sequence[ChunkKey]
     tier_slots: tuple[int, ...]
     nbytes: int
+
+    @property
+    def pool_blocks(self) -> HostBlocks:
+        """Places in the swap pool that they read or write, per layer group."""
+        return self.held.pool_blocks
 
     @property
     def direction(self) -> Direction:
@@ -85,37 +85,23 @@ class PlannedSwaps:
     """The copies that are planned or in flight, and what they hold.
 
     Args:
-      jobs: an empty table, with job ids that no other table has.
-      layout: what a block is made of.
-      pool: where copies hold blocks.
-      index: where those that read the host tier pin chunks.
-      clock: monotonic seconds.
-      timeout_s: seconds until a copy is taken for failed.
+      context: the books.
     """
 
-    def __init__(
-        self,
-        jobs: JobTable[PlannedSwap],
-        layout: KVLayout,
-        *,
-        pool: SwapPool,
-        index: ChunkIndex,
-        clock: Callable[[], float],
-        timeout_s: float,
-    ) -> None:
-        self._jobs = jobs
-        self._layout = layout
-        self._pool = pool
-        self._index = index
-        self._clock = clock
-        self._timeout_s = timeout_s
+    def __init__(self, context: TierContext) -> None:
+        self._jobs = context.jobs
+        self._layout = context.layout
+        self._pool = context.swap_pool
+        self._index = context.index
+        self._clock = context.clock
+        self._timeout_s = context.config.job_timeout_s
         self._to_send: dict[Direction, list[PlannedSwap]] = {direction: [] for direction in Direction}
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._jobs.of(PlannedSwap))
 
     def __iter__(self) -> Iterator[PlannedSwap]:
-        return iter(self._jobs)
+        return iter(self._jobs.of(PlannedSwap))
 
     def __contains__(self, job_id: object) -> bool:
         return job_id in self._jobs
@@ -158,9 +144,8 @@ class PlannedSwaps:
                 job_id=job_id,
                 deadline_s=self._clock() + self._timeout_s,
                 waiting_for=self._jobs.workers(),
+                held=Held(pins=swapped.tier_keys if reads_tier else (), pool_blocks=places),
                 swap=SwapJob(job_id, direction, swapped.request_id, tuple(parts)),
-                pool_blocks=places,
-                tier_keys=swapped.tier_keys if reads_tier else (),
                 tier_slots=swapped.tier_slots if reads_tier else (),
                 nbytes=sum(len(part.block_ids) * self._layout.groups[part.group_id].block_nbytes for part in parts),
             )
@@ -173,7 +158,7 @@ class PlannedSwaps:
         wanted = set(blocks)
         return {
             job.job_id
-            for job in self._jobs
+            for job in self
             if job.swap.direction is Direction.SAVE and not wanted.isdisjoint(job.pool_blocks[0])
         }
 
@@ -182,7 +167,7 @@ class PlannedSwaps:
         job.detached = True
         if job.state is JobState.PLANNED:
             self._to_send[Direction.LOAD].remove(job)
-            self.release(self._jobs.end(job))
+            self._jobs.drop(job)
 
     def take(self, direction: Direction) -> tuple[SwapJob, ...]:
         """What goes with the coming step's plan."""
@@ -191,38 +176,13 @@ class PlannedSwaps:
             job.state = JobState.SENT
         return tuple(job.swap for job in jobs)
 
-    def expects(self, worker_id: int, result: JobResult) -> bool:
-        """Whether a result is of a copy that this worker has not reported yet."""
-        return self._jobs.expects(worker_id, result)
-
-    def report(self, worker_id: int, result: JobResult) -> PlannedSwap | None:
-        """Takes an expected result; returns the copy when this was the last worker. It is for the caller to release."""
-        return self._jobs.report(worker_id, result)
-
-    def expire(self, now_s: float) -> list[PlannedSwap]:
-        """Those whose time is over. It is for the caller to release them; not those out, which may still land."""
-        return self._jobs.expire(now_s)
-
     @property
-    def late(self) -> Collection[PlannedSwap]:
+    def late(self) -> Sequence[PlannedSwap]:
         """Copies out that timed out and may still land."""
-        return self._jobs.late
+        return self._jobs.late(PlannedSwap)
 
-    def report_late(self, worker_id: int, job_id: int) -> None:
-        """A result that is not expected."""
-        job = self._jobs.report_late(worker_id, job_id)
-        if job is not None:
-            self.release(job)
-
-    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> list[PlannedSwap]:
-        """A worker is through with all jobs below this id; returns those that failed because of that."""
-        lost, settled = self._jobs.pass_over(worker_id, oldest_job_id, why=why)
-        for job in settled:
-            self.release(job)
-        return lost
-
-    def release(self, held: Swapped | PlannedSwap) -> None:
-        """Lets go of what a request that is no longer swapped out, or a copy that is over, held."""
-        self._pool.release(held.pool_blocks)
-        if held.tier_keys:
-            self._index.unpin(held.tier_keys)
+    def release(self, swapped: Swapped) -> None:
+        """Lets go of what a request held that is no longer swapped out."""
+        self._pool.release(swapped.pool_blocks)
+        if swapped.tier_keys:
+            self._index.unpin(swapped.tier_keys)
