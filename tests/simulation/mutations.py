@@ -72,7 +72,7 @@ MUTATIONS = (
     # Ends of jobs.
     Mutation(
         "a load that failed keeps its staging blocks",
-        "Transfers._end",
+        "Holdings.give_back",
         "self._staging.release(...)",
         """
         if job.state is not JobState.FAILED or job.direction is Direction.SAVE:
@@ -81,20 +81,17 @@ MUTATIONS = (
     ),
     Mutation(
         "staging blocks of a cancelled load are released twice",
-        "Transfers._end",
-        """
-        if job.direction is Direction.LOAD:
-            self._index.unpin(...)
-        """,
+        "Holdings.give_back",
+        "self._staging.release(...)",
         """
         _0
         if job.state is JobState.CANCELLED:
-            self._staging.release(job.account, job.transfer.num_staging_blocks, job.direction)
+            _0
         """,
     ),
     Mutation(
         "the unpin is skipped when a load fails",
-        "Transfers._end",
+        "Holdings.give_back",
         """
         if _1:
             self._index.unpin(...)
@@ -104,7 +101,7 @@ MUTATIONS = (
             self._index.unpin(...)
         """,
     ),
-    Mutation("a late load is not cancelled on the workers", "Transfers.expire", "self._to_cancel[_] = _", "pass"),
+    Mutation("a late load is not cancelled on the workers", "Transfers._note_timeout", "self._to_cancel[_] = _", "pass"),
     Mutation(
         "the load of an aborted request is not cancelled on the workers",
         "Transfers.detach",
@@ -147,19 +144,19 @@ MUTATIONS = (
         "pass",
     ),
     # What workers say.
-    Mutation("one worker's word is enough", "JobTable.report", "None if _.waiting_for else _1", "_1"),
+    Mutation("one worker's word is enough", "JobTable.report", "not job.waiting_for", "True"),
     Mutation(
         "a duplicate counts for another worker",
         "TrackedJob.take",
         "self.waiting_for.remove(_)",
         "self.waiting_for.pop()",
     ),
-    Mutation("a result is expected twice", "JobTable.expects", "... and _ in _.waiting_for", "..."),
+    Mutation("a result is expected twice", "JobTable.report", "... or worker_id not in _.waiting_for", "..."),
     Mutation(
         "a slot leaves quarantine when the first worker has spoken",
-        "JobTable.report_late",
-        "None if _.waiting_for else _1",
-        "_1",
+        "JobTable._report_late",
+        "not job.waiting_for",
+        "True",
     ),
     Mutation("a job whose result was lost is taken for finished", "JobTable.pass_over", "_.doom(...)", ""),
     Mutation("the oldest job of a worker is taken for over", "JobTable.pass_over", "_1.job_id < _2", "_1.job_id <= _2"),
@@ -319,7 +316,7 @@ MUTATIONS = (
     # Request swap.
     Mutation(
         "blocks of a late swap are free at once",
-        "RequestSwap._end",
+        "Holdings.give_back",
         "not (_.state is JobState.TIMED_OUT and ...)",
         "True",
     ),
