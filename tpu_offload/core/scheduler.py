@@ -269,9 +269,10 @@ class OffloadScheduler:
     ) -> int:
         """Finds how much of a request the host tier can load, and holds it ready.
 
-        Pins the chunks until `admit` or `release`. Asking again replaces the earlier answer. Staged loads also reserve
-        staging blocks; one that is larger than what it gets goes through that in pieces, over several steps, and one
-        that gets none waits for some after `admit`, for `load_wait_s` at most.
+        Pins the chunks until `admit` or `release`. Asking again replaces the earlier answer; the last one counts as a
+        lookup, once the request is admitted or has ended (see `OffloadStats`). Staged loads also reserve staging
+        blocks; one that is larger than what it gets goes through that in pieces, over several steps, and one that gets
+        none waits for some after `admit`, for `load_wait_s` at most.
 
         Args:
           request_id: the request.
@@ -348,11 +349,13 @@ class OffloadScheduler:
                 self._requests[request_id] = self._request(request_id)
             else:
                 self._loads.release(request)
+                self._count_lookup(request)
             return
         if request is None:
             raise RequestError(f"request {request_id} admits {num_loaded_tokens} loaded tokens but was never matched")
         revoked = self._loads.admit_revoked(request, num_loaded_tokens=num_loaded_tokens)
         if revoked is not None:
+            self._count_lookup(request)
             self._transfers.tell_failed(revoked)
             return
         load = self._loads.admit(
@@ -362,6 +365,7 @@ class OffloadScheduler:
             waits_until_s=self._clock() + self._config.load_wait_s,
         )
         self._transfers.send(load)
+        self._count_lookup(request)
         self._counts.matched_tokens += num_loaded_tokens
 
     def evict(self, prefix: CachedPrefix) -> None:
@@ -428,6 +432,8 @@ class OffloadScheduler:
     def finish(self, request_id: str) -> None:
         """A request ended, in whatever state it was, also swapped out. Unknown requests are fine."""
         check_request(request_id)
+        if (request := self._requests.get(request_id)) is not None:
+            self._count_lookup(request)
         self._forget(request_id)
         self._transfers.forget(request_id)
         self._saves.forget(request_id)
@@ -589,6 +595,8 @@ class OffloadScheduler:
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())
         self._index.check_holds(pins=pins, pending=set(pending))
         late = [slot for job in self._jobs.late for slot in job.slots[: len(job.keys)]]
+        counts = self._counts
+        assert counts.matched_tokens <= counts.found_tokens <= counts.looked_up_tokens, "found what was not looked up"
         assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
 
     # Inside.
@@ -626,6 +634,12 @@ class OffloadScheduler:
         self._index.touch(request.use, request.keys, max(request.num_saved_chunks, request.num_found_chunks))
         if request.load is not None:
             self._transfers.detach(request.load)
+
+    def _count_lookup(self, request: TrackedRequest) -> None:
+        """Counts what its last match looked up, unless it is counted."""
+        self._counts.looked_up_tokens += request.num_looked_up_tokens
+        self._counts.found_tokens += request.num_found_tokens
+        request.num_looked_up_tokens = request.num_found_tokens = 0
 
     def _read(self, changed: Iterable[ScheduledRequest]) -> Mapping[str, tuple[TrackedRequest, Offer]]:
         """What the engine says of its requests, by their ids: all of it is looked at before any of it counts."""
