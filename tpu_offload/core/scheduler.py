@@ -49,7 +49,7 @@ from tpu_offload.core.index import Changes, ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, JobIds, JobTable, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.loading import LoadPlanner
-from tpu_offload.core.policies import EvictionPolicy, Use, make_policy
+from tpu_offload.core.policies import EvictionPolicy, PriorityPolicy, Use, check_maker, find_policy
 from tpu_offload.core.reports import Reports
 from tpu_offload.core.requests import (
     CachedPrefix,
@@ -96,12 +96,14 @@ class OffloadScheduler:
       config: the settings. With a size of zero nothing is ever matched or saved.
       layout: what a block is made of.
       num_workers: workers that report each step; a job ends when all have reported it.
-      policy: eviction policy of the host tier; by default the one that the settings name.
+      policy: makes eviction policies of the host tier, one for each priority in use: a class, mostly. By default the
+        one that the settings name.
       save_policy: what is saved, and when; likewise.
       clock: monotonic seconds.
       record_events: keeps what `take_events` returns; somebody has to call it then.
     Raises:
-      ConfigError: the staging buffer or the host tier is smaller than one chunk, or there is no worker.
+      ConfigError: the staging buffer or the host tier is smaller than one chunk, there is no worker, or no eviction
+        policy can be made.
       LayoutError: the host tier is on and cannot hold such blocks.
     """
 
@@ -111,7 +113,7 @@ class OffloadScheduler:
         layout: KVLayout,
         *,
         num_workers: int = 1,
-        policy: EvictionPolicy | None = None,
+        policy: Callable[[], EvictionPolicy] | None = None,
         save_policy: SavePolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         record_events: bool = False,
@@ -129,7 +131,11 @@ class OffloadScheduler:
             layout.check_tier()
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
         staging = Staging(self._staging, {direction: config.path_for(direction) for direction in Direction})
-        self._index = ChunkIndex(policy or make_policy(config.eviction_policy.value), record=record_events)
+        if policy is None:
+            policy = find_policy(config.eviction_policy)
+        else:
+            check_maker(policy, what="policy")
+        self._index = ChunkIndex(PriorityPolicy(policy), record=record_events)
         self._job_ids = JobIds()
         self._jobs: JobTable[Job] = JobTable(num_workers=num_workers, ids=self._job_ids)
         self._breakers = {
