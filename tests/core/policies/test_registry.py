@@ -154,10 +154,11 @@ def test_the_example_keeps_to_priorities(module):
         (PriorityPolicy(DensityPolicy), "policy: got one PriorityPolicy; expected what makes them"),
         (EvictionPolicy, "policy: it cannot be made without arguments .TypeError: Can't instantiate abstract class"),
         (PriorityPolicy, "policy: it cannot be made without arguments"),
+        (lambda made=LRUPolicy(): made, "policy: it returns one LRUPolicy each time; expected a new one for each prio"),
         (dict, "policy: it makes a dict; expected an EvictionPolicy"),
         ("lru", "policy: it cannot be made without arguments .TypeError: 'str' object is not callable"),
     ],
-    ids=["made", "made with priorities", "abstract", "with arguments", "another class", "name"],
+    ids=["made", "made with priorities", "abstract", "with arguments", "always the same", "another class", "name"],
 )
 def test_a_scheduler_refuses_what_makes_no_policies(policy, error):
     with pytest.raises(ConfigError, match=error):

@@ -89,9 +89,9 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._series: dict[str, tuple[type, dict[int, Any]]] = {}
+        self._series: dict[str, tuple[type[Any], dict[int, Any]]] = {}
 
-        def add(name: str, kind: type, family: str, text: str, **extra: Any) -> None:
+        def add(name: str, kind: type[Any], family: str, text: str, **extra: Any) -> None:
             metric = metric_types[kind](name=_PREFIX + family, documentation=text, labelnames=labelnames, **extra)
             self._series[name] = kind, {i: metric.labels(*values) for i, values in per_engine_labelvalues.items()}
 

@@ -67,8 +67,8 @@ def find_policy(name: EvictionPolicyName | str) -> type[EvictionPolicy]:
     return found
 
 
-def check_maker(make: Callable[[], EvictionPolicy], *, what: str) -> None:
-    """Checks that this makes eviction policies, by making one.
+def check_maker(make: Callable[[], object], *, what: str) -> None:
+    """Checks that this makes eviction policies, by making two.
 
     Raises:
       ConfigError: it does not.
@@ -80,7 +80,7 @@ def check_maker(make: Callable[[], EvictionPolicy], *, what: str) -> None:
             f"itself, not {name}()"
         )
     try:
-        made = make()
+        made, other = make(), make()
     except Exception as e:
         raise ConfigError(
             f"{what}: it cannot be made without arguments ({type(e).__name__}: {one_line(e)}); expected a class whose "
@@ -88,3 +88,7 @@ def check_maker(make: Callable[[], EvictionPolicy], *, what: str) -> None:
         ) from e
     if not isinstance(made, EvictionPolicy):
         raise ConfigError(f"{what}: it makes a {type(made).__name__}; expected an EvictionPolicy")
+    if made is other:
+        raise ConfigError(
+            f"{what}: it returns one {type(made).__name__} each time; expected a new one for each priority"
+        )
