@@ -154,7 +154,10 @@ def test_the_example_keeps_to_priorities(module):
         (PriorityPolicy(DensityPolicy), "policy: got one PriorityPolicy; expected what makes them"),
         (EvictionPolicy, "policy: it cannot be made without arguments .TypeError: Can't instantiate abstract class"),
         (PriorityPolicy, "policy: it cannot be made without arguments"),
-        (lambda made=LRUPolicy(): made, "policy: it returns one LRUPolicy each time; expected a new one for each prio"),
+        (
+            functools.cache(LRUPolicy),
+            "policy: it returns one LRUPolicy each time; expected a new one for each priority",
+        ),
         (dict, "policy: it makes a dict; expected an EvictionPolicy"),
         ("lru", "policy: it cannot be made without arguments .TypeError: 'str' object is not callable"),
     ],
