@@ -93,6 +93,13 @@ BAD = {
     "eviction_policy": [
         ("fifo", "TPU_OFFLOAD_EVICTION_POLICY='fifo': expected 'density', 'lru', 'arc', 's3fifo' or 'wtinylfu'"),
         ("", "TPU_OFFLOAD_EVICTION_POLICY='': expected 'density', 'lru', 'arc', 's3fifo' or 'wtinylfu'"),
+        ("fifo", "module:Class of a policy of your own; did you mean s3fifo?"),
+        ("LRU", "did you mean lru?"),
+        ("w-tinylfu", "did you mean wtinylfu?"),
+        ("my_policies:", "expected module:Class, like my_package.policies:MyPolicy"),
+        (":FIFO", "expected module:Class"),
+        ("my-policies:FIFO", "expected module:Class"),
+        ("a:b:c", "expected module:Class"),
     ],
     "save_path": [
         ("diagonal", "'direct', 'staged', 'fused' or 'auto'"),
@@ -206,6 +213,14 @@ def test_unknown_variable_suggests_the_nearest(name, suggestion):
 def test_unknown_keyword_suggests_the_nearest():
     with pytest.raises(ConfigError, match="did you mean host_gb"):
         OffloadConfig.create(host_gib=1)
+
+
+def test_a_policy_of_ones_own_is_not_imported_before_it_is_used():
+    name = "nowhere.to_be_found:FIFOPolicy"
+    assert from_env(eviction_policy=name).eviction_policy == name
+    assert OffloadConfig.create(eviction_policy=EvictionPolicyName.LRU).eviction_policy is EvictionPolicyName.LRU
+    with pytest.raises(ConfigError, match=r"^eviction_policy=5: expected 'density', "):
+        OffloadConfig.create(eviction_policy=5)
 
 
 def test_frozen():
@@ -340,6 +355,8 @@ def readme_rows():
 
 
 def type_in_words(annotation):
+    if annotation == EvictionPolicyName | str:
+        return f"{type_in_words(EvictionPolicyName)} or `module:Class`"
     if annotation == float | typing.Literal["auto"]:
         return "float or `auto`"
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -2,12 +2,17 @@
 
 import dataclasses
 import logging
+import re
+from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.core.fakes import FakeEngine, tokens
 from tpu_offload import OffloadStats, StatsCollector
-from tpu_offload.metrics import GAUGES, SWAP_FIELDS, StatsLogger
+from tpu_offload.metrics import GAUGES, METRICS, SWAP_FIELDS, MetricGroup, MetricKind, StatsLogger
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def test_prometheus_sees_every_field_as_it_is_at_the_scrape():
@@ -20,16 +25,76 @@ def test_prometheus_sees_every_field_as_it_is_at_the_scrape():
     assert registry.get_sample_value("tpu_offload_saved_blocks_total") == 4
     assert registry.get_sample_value("tpu_offload_loaded_blocks_total") == 4
     assert registry.get_sample_value("tpu_offload_staging_budget_blocks") == 8
+    stats = engine.scheduler.stats()
+    for name, spec in METRICS.items():
+        assert registry.get_sample_value(f"tpu_offload_{spec.series}") == getattr(stats, name)
     text = generate_latest(registry).decode()
-    for field in dataclasses.fields(OffloadStats):
-        assert f"tpu_offload_{field.name}" in text
+    assert f"# HELP tpu_offload_found_tokens_total {METRICS['found_tokens'].help}\n" in text
+
+
+def test_every_field_is_declared_and_every_declaration_is_a_family():
+    assert [*METRICS] == [field.name for field in dataclasses.fields(OffloadStats)]
+    families = [(f.name, f.type, f.documentation) for f in StatsCollector(OffloadStats).collect()]
+    assert families == [(f"tpu_offload_{spec.family}", spec.kind.value, spec.help) for spec in METRICS.values()]
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_names_and_help_are_as_prometheus_has_them(name):
+    spec = METRICS[name]
+    assert re.fullmatch(r"[a-z]+(_[a-z]+)*", spec.family)
+    assert f"_{spec.family}".endswith(f"_{spec.unit}")
+    assert not re.search(r"^num_|nbytes|_(s|ms|gb|mib|total)(_|$)", spec.family)
+    assert spec.series == spec.family + "_total" * (spec.kind is MetricKind.COUNTER)
+    assert [other.family for other in METRICS.values()].count(spec.family) == 1
+    assert re.fullmatch(r"[A-Z][^\n|]*\.", spec.help), "a sentence for a table"
+
+
+def test_names_are_what_dashboards_know():
+    known = {
+        "saved_nbytes": "saved_bytes_total",
+        "save_s": "save_seconds_total",
+        "loaded_tokens": "loaded_tokens_total",
+        "num_failed_jobs": "failed_jobs_total",
+        "num_swapped_out": "swapped_out_requests_total",
+        "num_resident_chunks": "resident_chunks",
+        "num_jobs_in_flight": "in_flight_jobs",
+        "swap_in_nbytes_per_s": "swap_in_bytes_per_second",
+    }
+    assert {name: METRICS[name].series for name in known} == known
 
 
 def test_what_can_fall_is_a_gauge_and_what_cannot_is_a_counter():
-    kinds = {family.name: family.type for family in StatsCollector(OffloadStats).collect()}
-    falling = {"staging_reserved_blocks", "num_resident_chunks", "num_jobs_in_flight"}
-    assert all(kinds[f"tpu_offload_{name}"] == "gauge" for name in falling)
-    assert kinds["tpu_offload_dropped_save_blocks"] == kinds["tpu_offload_save_s"] == "counter"
+    """A life in which all that falls does: the counters of it never do."""
+    engine = FakeEngine(num_cpu_chunks=4)
+    snapshots = [engine.scheduler.stats()]
+    for name in "abc":
+        engine.add(name, tokens(16, start=ord(name)))
+        engine.step({name: 16})
+        snapshots.append(engine.scheduler.stats())
+        engine.settle()
+        engine.remove(name)
+        snapshots.append(engine.scheduler.stats())
+    values = {name: [getattr(stats, name) for stats in snapshots] for name in METRICS}
+    fallen = {name for name, series in values.items() if series != sorted(series)}
+    assert {"staging_reserved_blocks", "num_jobs_in_flight"} <= fallen <= GAUGES
+    risen = {name for name, series in values.items() if series[-1] > series[0]}
+    assert {"saved_nbytes", "looked_up_tokens", "num_evicted_chunks"} <= risen - GAUGES
+
+
+@pytest.mark.parametrize(
+    ("page", "prefix", "group"),
+    [("vllm.md", "vllm:tpu_offload_", MetricGroup.TIER), ("swap.md", "tpu_offload_", MetricGroup.SWAP)],
+)
+def test_the_tables_in_the_docs_are_the_declarations(page, prefix, group):
+    rows = re.findall(rf"^\| `{prefix}(\w+)` \| (counter|gauge) \| (.*) \|$", (DOCS / page).read_text(), re.MULTILINE)
+    assert rows == [(spec.series, spec.kind.value, spec.help) for spec in METRICS.values() if spec.group is group]
+
+
+def test_every_series_that_the_docs_name_is_there():
+    series = {spec.series for spec in METRICS.values()} | {"save_duration_seconds", "load_duration_seconds"}
+    for page in (*DOCS.glob("*.md"), DOCS.parent / "README.md"):
+        named = re.findall(r"\bvllm:tpu_offload_(\w+)", page.read_text())
+        assert set(named) <= series, page.name
 
 
 def test_a_snapshot_does_not_change_with_the_counters():

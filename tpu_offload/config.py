@@ -120,8 +120,9 @@ class OffloadConfig(pydantic.BaseModel):
         allow_inf_nan=False,
         description="The host pool is allocated in segments this big, in the background.",
     )
-    eviction_policy: EvictionPolicyName = Field(
-        DEFAULT_EVICTION_POLICY, description="Which chunk goes when the host tier is full."
+    eviction_policy: EvictionPolicyName | str = Field(
+        DEFAULT_EVICTION_POLICY,
+        description="Which chunk goes when the host tier is full; `module:Class` is a policy of your own.",
     )
     blocks_per_chunk: int = Field(1, ge=1, le=4096, description="Blocks in a chunk, the unit of keys and eviction.")
     save_path: CopyPath = Field(
@@ -244,6 +245,25 @@ class OffloadConfig(pydantic.BaseModel):
         if not value or len(set(value)) < len(value):
             raise ValueError("expected one or more of compute, eviction and preemption, none twice")
         return value
+
+    @pydantic.field_validator("eviction_policy", mode="plain")
+    @classmethod
+    def _is_a_policy(cls, value: Any) -> EvictionPolicyName | str:
+        """Ours become enum members. A `module:Class` is imported where it is used (`core.policies.find_policy`)."""
+        if isinstance(value, EvictionPolicyName):
+            return value
+        names = [name.value for name in EvictionPolicyName]
+        if value in names:
+            return EvictionPolicyName(value)
+        if isinstance(value, str) and ":" in value:
+            module, _, class_name = value.partition(":")
+            if all(part.isidentifier() for part in (*module.split("."), class_name)):
+                return value
+            raise ValueError("expected module:Class, like my_package.policies:MyPolicy")
+        near = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.3)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        *first, last = map(repr, names)
+        raise ValueError(f"expected {', '.join(first)} or {last}, or module:Class of a policy of your own{hint}")
 
     @pydantic.field_validator("swap_gb", mode="plain")
     @classmethod

@@ -1,13 +1,20 @@
 """What offloading did, as numbers: a snapshot for code, Prometheus series for a scrape, a line for a log.
 
+Each metric is declared once, where `OffloadStats` has its field: what it counts, in which unit, and whether it is a
+counter or a gauge. The series here and those of the vLLM adapter, their names and their help are made from that.
+
 Counting is plain integers on the scheduler's thread. Prometheus and the log read a snapshot when they
 want one, so the engine's steps pay nothing for them.
 """
 
 import dataclasses
+import enum
+import functools
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -15,115 +22,212 @@ from prometheus_client.registry import Collector
 from tpu_offload.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
+_METRIC = "tpu_offload.metric"
+_BASE_UNITS = {"_nbytes": "_bytes", "_s": "_seconds", "_nbytes_per_s": "_bytes_per_second", "_per_s": "_per_second"}
+
+
+class MetricKind(enum.Enum):
+    """What a reader may do with the values of a metric."""
+
+    COUNTER = "counter"  # only rises: look at its rate
+    GAUGE = "gauge"  # how things are now
+
+
+class MetricGroup(enum.Enum):
+    """Which engines have anything in a metric."""
+
+    TIER = "tier"  # all
+    SWAP = "swap"  # those with request swap
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """The declaration of one metric.
+
+    Attributes:
+      field: the field of `OffloadStats`.
+      family: name in Prometheus, in base units, without prefix and `_total`.
+      unit: what is counted, or the base unit; the family's name ends with it.
+      kind: counter or gauge.
+      group: which engines have it.
+      help: for an operator: what it says, and where that is not plain, what to make of it.
+    """
+
+    field: str
+    family: str
+    unit: str
+    kind: MetricKind
+    group: MetricGroup
+    help: str
+
+    @property
+    def series(self) -> str:
+        """The family as a scrape has it: counters end with `_total`."""
+        return f"{self.family}_total" if self.kind is MetricKind.COUNTER else self.family
+
+
+def _metric(kind: MetricKind, unit: str, text: str, *, group: MetricGroup = MetricGroup.TIER, family: str = "") -> Any:
+    """A field of `OffloadStats` with its declaration. The family follows from its name unless given."""
+    declared = {"kind": kind, "unit": unit, "help": text, "group": group, "family": family}
+    return dataclasses.field(default=0.0 if "second" in unit else 0, metadata={_METRIC: declared})
+
+
+_counter = functools.partial(_metric, MetricKind.COUNTER)
+_gauge = functools.partial(_metric, MetricKind.GAUGE)
+_swap_counter = functools.partial(_metric, MetricKind.COUNTER, group=MetricGroup.SWAP)
+_swap_gauge = functools.partial(_metric, MetricKind.GAUGE, group=MetricGroup.SWAP)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class OffloadStats:
-    """Running counts, and what a reader gets a copy of.
+    """Running counts, and what a reader gets a copy of. What each field is, its declaration says.
 
     Names in `_nbytes` are bytes over all devices, in `_s` seconds; others are counts.
 
-    Attributes:
-      staging_budget_blocks: size of the staging buffer.
-      staging_reserved_blocks: staging blocks held now.
-      staging_peak_blocks: the most that were ever held. Copies that are not staged hold none.
-      num_host_chunks: slots of the host tier that are usable by now.
-      num_resident_chunks: chunks in the host tier, unfinished saves included.
-      num_evicted_chunks: chunks evicted from the host tier.
-      num_jobs_in_flight: jobs and waiting loads that have not ended.
-      matched_tokens: tokens promised from the host tier to requests that took them.
-      loaded_tokens: tokens of loads that finished.
-      saved_blocks: blocks of saves that finished.
-      loaded_blocks: blocks of loads that finished.
-      saved_nbytes: bytes of those saves.
-      loaded_nbytes: bytes of those loads.
-      save_s: sum over finished saves of the slowest worker's time from dispatch to seen finished.
-      load_s: the same for loads.
-      dropped_save_blocks: blocks never saved because staging buffer, host tier or plans had no room while the
-        request held them, or because saves were suspended.
-      dropped_load_blocks: blocks in the host tier that a request computed because the staging buffer had no room for
-        too long, or because loads were suspended.
-      deferred_save_blocks: times that a block was refused in a step; it was offered again later.
-      num_failed_jobs: jobs that failed, timed-out ones included.
-      num_timed_out_jobs: jobs that some worker did not report in time.
-      num_ignored_results: reported results that fitted no job: late, doubled or unknown ones.
-      num_rejected_reports: reports that made no sense, or were of an earlier life of their worker, and were ignored.
-      num_lost_results: jobs that a worker had done with and whose result never came.
-      num_worker_restarts: workers that were started anew, with an empty host pool.
-      num_quarantined_chunks: slots of the host tier that a copy which is not waited for any more may still write.
-      num_breaker_openings: times that saves, loads, swaps out or swaps in were suspended because they kept failing.
-      num_open_breakers: how many of these four are suspended now.
-      swap_pool_blocks: blocks of the swap pool that are usable by now, of all layer groups.
-      swap_held_blocks: those that hold something now.
-      swap_peak_blocks: the most that ever did.
-      num_swapped_requests: requests that are swapped out now.
-      num_swapped_out: preempted requests that were swapped out.
-      num_swapped_in: swapped-out requests that came back.
-      num_lost_swaps: swapped-out requests that had to be recomputed, for a failed copy, lost memory or a reset.
-      num_recomputed: preempted requests that were not swapped out but recomputed.
-      num_recomputed_no_room: of these, those that found no room in the swap pool.
-      num_recomputed_faster: of these, those that recompute was taken to be faster for.
-      num_thrashed_swaps: requests swapped out again within 32 steps of their return.
-      swapped_out_blocks: blocks that were copied out.
-      swapped_in_blocks: blocks that were copied back.
-      swapped_out_nbytes: bytes of those copied out.
-      swapped_in_nbytes: bytes of those copied back.
-      swap_skipped_blocks: blocks that needed no copy: in the host tier or the swap pool already, or back in HBM.
-      swap_out_s: sum over swap-outs of the slowest worker's time from dispatch to seen finished.
-      swap_in_s: the same for swap-ins.
-      swap_out_nbytes_per_s: measured rate of the copies out; 0 until the first is measured.
-      swap_in_nbytes_per_s: the same of the copies back.
-      prefill_tokens_per_s: measured rate of recompute, as the engine reported it.
+    **Lookups** (`looked_up_tokens`, `found_tokens`). Each admission of a request counts one lookup: its last `match`
+    before `admit`. Earlier ones, of an engine that asks again while the request waits for blocks, for a save or for
+    staging blocks, count nothing. A request that ends without being admitted counts its last `match` at `finish`. One
+    that is preempted, matched and admitted again counts a second lookup; `preempt` itself counts none.
+
+    Looked up are the tokens from `num_computed_tokens` to `num_tokens`, at most as many as the limits of the settings
+    and of the request let it load, in whole blocks. A match inside a block, and one of a request with `cache=False`,
+    looks nothing up. Found are those of them in the host tier, but for the one token that is always left to compute;
+    also those that are not loaded then, for want of staging blocks or because loads are suspended. Thus
+    `matched_tokens <= found_tokens <= looked_up_tokens`. Swapped-out requests that come back look nothing up.
     """
 
-    staging_budget_blocks: int = 0
-    staging_reserved_blocks: int = 0
-    staging_peak_blocks: int = 0
-    num_host_chunks: int = 0
-    num_resident_chunks: int = 0
-    num_evicted_chunks: int = 0
-    num_jobs_in_flight: int = 0
-    matched_tokens: int = 0
-    loaded_tokens: int = 0
-    saved_blocks: int = 0
-    loaded_blocks: int = 0
-    saved_nbytes: int = 0
-    loaded_nbytes: int = 0
-    save_s: float = 0.0
-    load_s: float = 0.0
-    dropped_save_blocks: int = 0
-    dropped_load_blocks: int = 0
-    deferred_save_blocks: int = 0
-    num_failed_jobs: int = 0
-    num_timed_out_jobs: int = 0
-    num_ignored_results: int = 0
-    num_rejected_reports: int = 0
-    num_lost_results: int = 0
-    num_worker_restarts: int = 0
-    num_quarantined_chunks: int = 0
-    num_breaker_openings: int = 0
-    num_open_breakers: int = 0
-    swap_pool_blocks: int = 0
-    swap_held_blocks: int = 0
-    swap_peak_blocks: int = 0
-    num_swapped_requests: int = 0
-    num_swapped_out: int = 0
-    num_swapped_in: int = 0
-    num_lost_swaps: int = 0
-    num_recomputed: int = 0
-    num_recomputed_no_room: int = 0
-    num_recomputed_faster: int = 0
-    num_thrashed_swaps: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    swapped_out_nbytes: int = 0
-    swapped_in_nbytes: int = 0
-    swap_skipped_blocks: int = 0
-    swap_out_s: float = 0.0
-    swap_in_s: float = 0.0
-    swap_out_nbytes_per_s: float = 0.0
-    swap_in_nbytes_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
+    looked_up_tokens: int = _counter(
+        "tokens",
+        "Tokens that requests asked the host tier for: those that HBM did not have. Counted once for each admission of "
+        "a request, however often it was looked up while it waited.",
+    )
+    found_tokens: int = _counter(
+        "tokens", "Of the looked-up tokens, those that the host tier had. Divided by looked_up_tokens: its hit rate."
+    )
+    matched_tokens: int = _counter(
+        "tokens",
+        "Of the found tokens, those that requests took instead of computing them. Well below found_tokens: the staging "
+        "buffer has no room for loads, or they are suspended.",
+    )
+    loaded_tokens: int = _counter(
+        "tokens", "Tokens of loads that finished, in whole blocks. Well below matched_tokens: loads fail."
+    )
+    saved_blocks: int = _counter("blocks", "Blocks of saves that finished.")
+    loaded_blocks: int = _counter("blocks", "Blocks of loads that finished.")
+    saved_nbytes: int = _counter("bytes", "Bytes of saves that finished, over all devices.")
+    loaded_nbytes: int = _counter("bytes", "Bytes of loads that finished, over all devices.")
+    save_s: float = _counter(
+        "seconds", "Seconds of finished saves, each the slowest worker's from dispatch until seen finished."
+    )
+    load_s: float = _counter(
+        "seconds", "Seconds of finished loads, each the slowest worker's from dispatch until seen finished."
+    )
+    dropped_save_blocks: int = _counter(
+        "blocks",
+        "Blocks never saved: the staging buffer or the host tier had no room while their request held them, or saves "
+        "were suspended. A steady rate: see open_breakers; else enlarge the staging buffer or the host tier.",
+    )
+    dropped_load_blocks: int = _counter(
+        "blocks",
+        "Blocks in the host tier that were computed instead: the staging buffer had no room for too long, or loads "
+        "were suspended. A steady rate: see open_breakers; else enlarge the staging buffer.",
+    )
+    deferred_save_blocks: int = _counter(
+        "blocks", "Times that a block found no room to be saved in a step; it was offered again in a later one."
+    )
+    staging_budget_blocks: int = _gauge("blocks", "Size of the staging buffer.")
+    staging_reserved_blocks: int = _gauge("blocks", "Staging blocks held now.")
+    staging_peak_blocks: int = _gauge(
+        "blocks", "The most staging blocks that were ever held. Copies that are not staged hold none."
+    )
+    num_host_chunks: int = _gauge(
+        "chunks", "Slots of the host tier whose memory is there; it grows after the start, in the background."
+    )
+    num_resident_chunks: int = _gauge("chunks", "Chunks in the host tier, unfinished saves included.")
+    num_evicted_chunks: int = _counter("chunks", "Chunks evicted from the host tier to make room.")
+    num_quarantined_chunks: int = _gauge(
+        "chunks",
+        "Slots of the host tier that are kept back because a copy that timed out may still write them. Should go back "
+        "to 0.",
+    )
+    num_jobs_in_flight: int = _gauge(
+        "jobs", "Copies planned, or waiting for room, and not ended.", family="in_flight_jobs"
+    )
+    num_failed_jobs: int = _counter(
+        "jobs", "Copies that failed, timed-out ones included. Should be 0; the log says why each failed."
+    )
+    num_timed_out_jobs: int = _counter(
+        "jobs", "Copies that some worker did not report in time. Should be 0; look for a worker that hangs."
+    )
+    num_ignored_results: int = _counter(
+        "results", "Results of workers that fitted no copy: late, doubled or unknown ones. A few follow a timeout."
+    )
+    num_rejected_reports: int = _counter(
+        "reports",
+        "Reports of workers that made no sense, or came from an earlier life of the worker, and were ignored. Should "
+        "be 0.",
+    )
+    num_lost_results: int = _counter(
+        "results", "Copies that a worker was done with and whose result never came. Should be 0; reports were lost."
+    )
+    num_worker_restarts: int = _counter(
+        "restarts", "Workers that were started anew. Each time the host tier is empty afterwards."
+    )
+    num_breaker_openings: int = _counter(
+        "openings", "Times that one kind of copy (see open_breakers) was suspended because it kept failing."
+    )
+    num_open_breakers: int = _gauge(
+        "breakers",
+        "Kinds of copies (saves, loads; with request swap also swaps out, swaps in) that are suspended now because "
+        "they keep failing. Requests are served and compute instead. Alert when it is not 0.",
+    )
+    swap_pool_blocks: int = _swap_gauge("blocks", "Blocks of the swap pool whose memory is there, of all layer groups.")
+    swap_held_blocks: int = _swap_gauge("blocks", "Blocks of the swap pool that hold something now.")
+    swap_peak_blocks: int = _swap_gauge("blocks", "The most blocks of the swap pool that ever held something.")
+    num_swapped_requests: int = _swap_gauge("requests", "Requests that are swapped out now.")
+    num_swapped_out: int = _swap_counter("requests", "Preempted requests that were swapped out.")
+    num_swapped_in: int = _swap_counter("requests", "Swapped-out requests that came back.")
+    num_lost_swaps: int = _swap_counter(
+        "swaps",
+        "Swapped-out requests that had to be recomputed: a copy failed or came late, host memory was lost, or the "
+        "cache was reset.",
+    )
+    num_recomputed: int = _swap_counter("requests", "Preempted requests that were not swapped out but recomputed.")
+    num_recomputed_no_room: int = _swap_counter(
+        "requests", "Of the recomputed requests, those for which the swap pool had no room. Make it larger."
+    )
+    num_recomputed_faster: int = _swap_counter(
+        "requests", "Of the recomputed requests, those for which recompute was predicted to be faster than a swap."
+    )
+    num_thrashed_swaps: int = _swap_counter(
+        "swaps",
+        "Requests swapped out again within 32 steps of their return. A steady rate: HBM is too small for so many "
+        "requests at a time.",
+    )
+    swapped_out_blocks: int = _swap_counter("blocks", "Blocks that were swapped out.")
+    swapped_in_blocks: int = _swap_counter("blocks", "Blocks that were swapped in.")
+    swapped_out_nbytes: int = _swap_counter("bytes", "Bytes that were swapped out, over all devices.")
+    swapped_in_nbytes: int = _swap_counter("bytes", "Bytes that were swapped in, over all devices.")
+    swap_skipped_blocks: int = _swap_counter(
+        "blocks",
+        "Blocks of swapped requests that needed no copy: in the host tier or the swap pool already, or still in HBM.",
+    )
+    swap_out_s: float = _swap_counter(
+        "seconds", "Seconds of finished swaps out, each the slowest worker's from dispatch until seen finished."
+    )
+    swap_in_s: float = _swap_counter(
+        "seconds", "Seconds of finished swaps in, each the slowest worker's from dispatch until seen finished."
+    )
+    swap_out_nbytes_per_s: float = _swap_gauge(
+        "bytes_per_second", "Measured rate of the copies out; 0 until the first is measured."
+    )
+    swap_in_nbytes_per_s: float = _swap_gauge(
+        "bytes_per_second", "Measured rate of the copies in; 0 until the first is measured."
+    )
+    prefill_tokens_per_s: float = _swap_gauge(
+        "tokens_per_second", "Measured rate of recompute, as the engine reported it; 0 until it has."
+    )
 
     def since(self, earlier: "OffloadStats") -> "OffloadStats":
         """What was counted after an earlier snapshot; what is not a count, as it is now."""
@@ -135,24 +239,35 @@ class OffloadStats:
         return dict(zip(_NAMES, _values(self), strict=True))
 
 
-GAUGES = frozenset({
-    "staging_budget_blocks", "staging_reserved_blocks", "staging_peak_blocks", "num_host_chunks",
-    "num_resident_chunks", "num_jobs_in_flight", "swap_pool_blocks", "swap_held_blocks", "swap_peak_blocks",
-    "num_swapped_requests", "swap_out_nbytes_per_s", "swap_in_nbytes_per_s", "prefill_tokens_per_s",
-    "num_quarantined_chunks", "num_open_breakers",
-})  # fmt: skip
+def _family(field: str, unit: str) -> str:
+    """The name in Prometheus: no `num_`, base units in full, the unit at the end."""
+    name = field.removeprefix("num_")
+    for short in sorted(_BASE_UNITS, key=len, reverse=True):
+        if name.endswith(short):
+            name = name.removesuffix(short) + _BASE_UNITS[short]
+            break
+    return name if name.endswith(f"_{unit}") else f"{name}_{unit}"
+
+
+def _specs() -> Mapping[str, MetricSpec]:
+    specs = {}
+    for field in dataclasses.fields(OffloadStats):
+        declared = dict(field.metadata[_METRIC])
+        declared["family"] = declared["family"] or _family(field.name, declared["unit"])
+        specs[field.name] = MetricSpec(field=field.name, **declared)
+    return MappingProxyType(specs)
+
+
+METRICS = _specs()
+"""The declarations of all metrics, by field of `OffloadStats`, in its order."""
+
+GAUGES = frozenset(name for name, spec in METRICS.items() if spec.kind is MetricKind.GAUGE)
 """Fields of `OffloadStats` that say how things are; all others count up."""
 
-SWAP_FIELDS = frozenset({
-    "swap_pool_blocks", "swap_held_blocks", "swap_peak_blocks", "num_swapped_requests", "num_swapped_out",
-    "num_swapped_in", "num_lost_swaps", "num_recomputed", "num_recomputed_no_room", "num_recomputed_faster",
-    "num_thrashed_swaps", "swapped_out_blocks", "swapped_in_blocks", "swapped_out_nbytes", "swapped_in_nbytes",
-    "swap_skipped_blocks", "swap_out_s", "swap_in_s", "swap_out_nbytes_per_s", "swap_in_nbytes_per_s",
-    "prefill_tokens_per_s",
-})  # fmt: skip
+SWAP_FIELDS = frozenset(name for name, spec in METRICS.items() if spec.group is MetricGroup.SWAP)
 """Fields of `OffloadStats` that only engines with request swap have anything in."""
 
-_NAMES = tuple(field.name for field in dataclasses.fields(OffloadStats))
+_NAMES = tuple(METRICS)
 _values = operator.attrgetter(*_NAMES)
 
 
@@ -171,12 +286,11 @@ class StatsCollector(Collector):
         self._get_stats = get_stats
 
     def collect(self) -> Iterable[Metric]:
-        """One family a field of `OffloadStats`, named `tpu_offload_<field>`."""
+        """One family a metric: `tpu_offload_<family>`."""
         stats = self._get_stats()
-        for field in dataclasses.fields(stats):
-            name, text = f"tpu_offload_{field.name}", f"OffloadStats.{field.name}"
-            family = GaugeMetricFamily if field.name in GAUGES else CounterMetricFamily
-            yield family(name, text, value=getattr(stats, field.name))
+        for spec in METRICS.values():
+            family = GaugeMetricFamily if spec.kind is MetricKind.GAUGE else CounterMetricFamily
+            yield family(f"tpu_offload_{spec.family}", spec.help, value=getattr(stats, spec.field))
 
 
 class StatsLogger:
@@ -203,11 +317,13 @@ class StatsLogger:
             return
         self._last_moved = moved
         _logger.info(
-            "saved %d MiB, loaded %d MiB (%d tokens), host tier %d/%d chunks (%d evicted), staging peak %d/%d blocks, "
+            "saved %d MiB, loaded %d MiB (%d tokens), found %d of %d tokens looked up, "
+            "host tier %d/%d chunks (%d evicted), staging peak %d/%d blocks, "
             "dropped %d save and %d load blocks, %d jobs failed%s%s",
-            stats.saved_nbytes >> 20, stats.loaded_nbytes >> 20, stats.loaded_tokens, stats.num_resident_chunks,
-            stats.num_host_chunks, stats.num_evicted_chunks, stats.staging_peak_blocks, stats.staging_budget_blocks,
-            stats.dropped_save_blocks, stats.dropped_load_blocks, stats.num_failed_jobs,
+            stats.saved_nbytes >> 20, stats.loaded_nbytes >> 20, stats.loaded_tokens, stats.found_tokens,
+            stats.looked_up_tokens, stats.num_resident_chunks, stats.num_host_chunks, stats.num_evicted_chunks,
+            stats.staging_peak_blocks, stats.staging_budget_blocks, stats.dropped_save_blocks,
+            stats.dropped_load_blocks, stats.num_failed_jobs,
             _trouble_text(stats), _swap_text(stats),
         )  # fmt: skip
 

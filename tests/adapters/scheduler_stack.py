@@ -438,6 +438,19 @@ def save_prompt(stack: Stack, name: str, num_tokens: int = 40, **kwargs) -> list
     return tokens
 
 
+def hold_saves(stack: Stack) -> list:
+    """Saves end only when the list is emptied."""
+    held = [True]
+    for worker in stack.workers:
+
+        def land(flight, real=worker._tier._land):
+            if not (held and flight.direction is Direction.SAVE):
+                real(flight)
+
+        worker._tier._land = land
+    return held
+
+
 def broken(*_args):
     raise RuntimeError("injected")
 

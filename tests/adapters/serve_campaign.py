@@ -21,7 +21,7 @@ from scripts.vllm_cpu.vllm_server import BLOCK_SIZE, OURS, Folder, Server, Serve
 
 FAULTS = {"load raises": 0.1, "load raises and takes the KV caches": 0.02}
 _CLEAN_BLOCKS = 400
-_FAILED = "vllm:tpu_offload_num_failed_jobs_total"
+_FAILED = "vllm:tpu_offload_failed_jobs_total"
 _PREEMPTED = "vllm:num_preemptions_total"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tpu_offload.metrics import SWAP_FIELDS
+from tpu_offload.metrics import METRICS, SWAP_FIELDS
 
 pytestmark = pytest.mark.vllm
 
@@ -455,10 +455,10 @@ def test_metrics_events_and_name(process):
 
     assert not [name for name in metrics if "swap" in name]  # vLLM does not swap
     for name in stats.keys() - SWAP_FIELDS:
-        assert metrics[f"vllm:tpu_offload_{name}"] == int(stats[name])  # so vLLM's snapshot has it
+        assert metrics[f"vllm:tpu_offload_{METRICS[name].family}"] == int(stats[name])  # so vLLM's snapshot has it
     assert stats["saved_nbytes"] > 0 < stats["loaded_nbytes"]
-    assert metrics["vllm:tpu_offload_save_seconds"] > 0
-    assert metrics["vllm:tpu_offload_load_seconds"] > 0
+    assert metrics["vllm:tpu_offload_save_duration_seconds"] > 0
+    assert metrics["vllm:tpu_offload_load_duration_seconds"] > 0
     (line,) = [line for line in log if "KV Transfer metrics" in line]
     assert f"Loaded tokens={stats['loaded_tokens']}" in line
 

@@ -12,6 +12,7 @@ from tests.adapters.scheduler_stack import (
     SMALL,
     Stack,
     break_loads,
+    hold_saves,
     make_stack,
     prompt,
     save_prompt,
@@ -187,19 +188,6 @@ def test_tenants_share_nothing(kind):
 
 
 # Saves that are on their way.
-
-
-def hold_saves(stack: Stack) -> list:
-    """Saves end only when the list is emptied."""
-    held = [True]
-    for worker in stack.workers:
-
-        def land(flight, real=worker._tier._land):
-            if not (held and flight.direction is Direction.SAVE):
-                real(flight)
-
-        worker._tier._land = land
-    return held
 
 
 def test_a_request_waits_for_the_save_of_its_prefix():

@@ -15,7 +15,7 @@ import pytest
 from scripts.vllm_cpu.vllm_client import Client, Load, answers, words
 from scripts.vllm_cpu.vllm_server import BLOCK_SIZE, OURS, Folder, Server
 from tests.adapters.kv_tree import KVTree
-from tpu_offload.metrics import SWAP_FIELDS, OffloadStats
+from tpu_offload.metrics import METRICS, MetricGroup
 
 pytestmark = pytest.mark.vllm
 
@@ -65,7 +65,7 @@ class Served:
 
     def quiet_metrics(self):
         """Of `ours`, once nothing is on its way."""
-        idle = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:tpu_offload_num_jobs_in_flight")
+        idle = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:tpu_offload_in_flight_jobs")
         end_s = time.monotonic() + _QUIET_LIMIT_S
         while any((metrics := self.ours.metrics())[name] for name in idle):
             assert time.monotonic() < end_s, {name: metrics[name] for name in idle}
@@ -192,7 +192,7 @@ def test_events_tell_what_a_look_up_finds(served):
     served.ours.reset_prefix_cache(external=True)
     turns = [*talk(served.ours, lambda c: c.converse(PRESSURE, seed=5))]
     turns += talk(served.ours, lambda c: c.converse(PRESSURE, seed=6))
-    resident = served.quiet_metrics()["vllm:tpu_offload_num_resident_chunks"]
+    resident = served.quiet_metrics()["vllm:tpu_offload_resident_chunks"]
     tree.follow_until(lambda: len(tree.host) == resident)
     assert 0 < len(tree.host) <= NUM_HOST_BLOCKS
     assert tree.num_removed > 0
@@ -213,22 +213,24 @@ def test_metrics_agree_with_each_other(served):
     assert series
     assert all('model_name="m"' in line and 'engine="0"' in line for line in series)
     assert not [line for line in series if "swap" in line]
-    for name in OffloadStats.__slots__:
-        assert name in SWAP_FIELDS or name in metrics or f"{name}_total" in metrics, name
+    for spec in METRICS.values():
+        assert (spec.series in metrics) == (spec.group is not MetricGroup.SWAP), spec.series
+        assert spec.group is MetricGroup.SWAP or f"# HELP vllm:tpu_offload_{spec.series} {spec.help}\n" in text
 
     num_loaded, num_saved = metrics["loaded_blocks_total"], metrics["saved_blocks_total"]
     assert num_loaded > 0 < num_saved
-    assert metrics["loaded_nbytes_total"] / num_loaded == metrics["saved_nbytes_total"] / num_saved == 32768
+    assert metrics["loaded_bytes_total"] / num_loaded == metrics["saved_bytes_total"] / num_saved == 32768
     assert metrics["loaded_tokens_total"] == num_loaded * BLOCK_SIZE
+    assert metrics["looked_up_tokens_total"] > metrics["found_tokens_total"] >= metrics["matched_tokens_total"]
     assert metrics["matched_tokens_total"] >= metrics["loaded_tokens_total"]
-    assert metrics["num_host_chunks"] == NUM_HOST_BLOCKS
-    assert 0 < metrics["num_resident_chunks"] <= num_saved - metrics["num_evicted_chunks_total"]
-    assert metrics["load_seconds_count"] > 0 < metrics["save_seconds_count"]
-    assert metrics["load_seconds_sum"] == pytest.approx(metrics["load_s_total"])
+    assert metrics["host_chunks"] == NUM_HOST_BLOCKS
+    assert 0 < metrics["resident_chunks"] <= num_saved - metrics["evicted_chunks_total"]
+    assert metrics["load_duration_seconds_count"] > 0 < metrics["save_duration_seconds_count"]
+    assert metrics["load_duration_seconds_sum"] == pytest.approx(metrics["load_seconds_total"])
     for name in ("failed_jobs", "timed_out_jobs", "ignored_results", "rejected_reports", "lost_results"):
-        assert metrics[f"num_{name}_total"] == 0, name
-    assert metrics["num_worker_restarts_total"] == metrics["num_open_breakers"] == 0
-    assert metrics["num_quarantined_chunks"] == metrics["staging_reserved_blocks"] == 0
+        assert metrics[f"{name}_total"] == 0, name
+    assert metrics["worker_restarts_total"] == metrics["open_breakers"] == 0
+    assert metrics["quarantined_chunks"] == metrics["staging_reserved_blocks"] == 0
 
 
 async def _streams_when(server, strike):

@@ -10,10 +10,11 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, kv_cache_config, make_config
+from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, SMALL, Stack, kv_cache_config, make_config, make_stack
 from tpu_offload import ConfigError
 from tpu_offload.adapters.vllm.plugin import CONNECTOR_NAME, register
 from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config
+from tpu_offload.core.policies import LRUPolicy
 
 pytestmark = pytest.mark.vllm
 
@@ -36,6 +37,16 @@ def test_the_environment_is_read_and_the_extra_config_wins(monkeypatch):
     extra = {"host_gb": 2.5, "num_staging_blocks": 9}
     found = read_config(config(transfer={"kv_connector_extra_config": extra}), kv_cache_config(8))
     assert (found.host_gb, found.num_cpu_chunks, found.num_staging_blocks, found.decode_save) == (2.5, None, 9, True)
+
+
+def test_a_policy_that_cannot_be_had_ends_the_engine_at_its_start():
+    with pytest.raises(ConfigError, match="TPU_OFFLOAD_EVICTION_POLICY=nowhere_at_all:P: nowhere_at_all cannot be imp"):
+        Stack(num_blocks=8, eviction_policy="nowhere_at_all:P", **SMALL)
+
+
+def test_a_policy_of_ones_own_is_used():
+    stack = make_stack(eviction_policy="tpu_offload.core.policies.lru:LRUPolicy")
+    assert type(stack.offload._index._policy._base) is LRUPolicy
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,8 @@ def test_saves_that_fail_for_ever_are_left_alone_until_they_work_again(num_worke
         for i in range(8):
             stack.serve(f"r{i}", prompt(24, seed=i))
         assert calls == 3
-        assert metrics["num_open_breakers"] == 1
-        assert metrics["num_breaker_openings_total"] == 1
+        assert metrics["open_breakers"] == 1
+        assert metrics["breaker_openings_total"] == 1
         assert metrics.total.reduce()["Suspended kinds of copies"] == 1
         assert stack.offload.stats().num_resident_chunks == 1  # the warm-up's
         assert not stack.errors
@@ -179,8 +179,8 @@ def test_saves_that_fail_for_ever_are_left_alone_until_they_work_again(num_worke
     stack.num_steps += 50
     stack.serve("probe", prompt(24, seed=50))
     stack.serve("more", prompt(24, seed=51))
-    assert metrics["num_open_breakers"] == 0
-    assert metrics["num_breaker_openings_total"] == 1
+    assert metrics["open_breakers"] == 0
+    assert metrics["breaker_openings_total"] == 1
     stack.scheduler.reset_prefix_cache()
     stack.serve("hit", [*prompt(24, seed=51), 7])
     assert stack.offload.stats().loaded_blocks == 3
@@ -192,8 +192,8 @@ def test_what_went_wrong_is_on_the_endpoint():
     metrics = Metrics(stack)
     relay = Relay(stack, "never")
     stack.serve("a", prompt(40))
-    assert metrics["num_timed_out_jobs_total"] == 1
-    assert metrics["num_quarantined_chunks"] == 5
+    assert metrics["timed_out_jobs_total"] == 1
+    assert metrics["quarantined_chunks"] == 5
     relay.fate = "every second one"
     relay.num_seen = 0
     stack.add("b", prompt(16, seed=3), max_tokens=8)
@@ -202,8 +202,8 @@ def test_what_went_wrong_is_on_the_endpoint():
     relay.fate = "well"
     stack.add("c", prompt(16, seed=4), max_tokens=8)
     stack.drain()
-    assert metrics["num_lost_results_total"] == 1
-    assert metrics["num_quarantined_chunks"] == 0
-    for name in ("num_rejected_reports_total", "num_worker_restarts_total", "num_breaker_openings_total"):
+    assert metrics["lost_results_total"] == 1
+    assert metrics["quarantined_chunks"] == 0
+    for name in ("rejected_reports_total", "worker_restarts_total", "breaker_openings_total"):
         assert metrics[name] == 0
     stack.check_end()

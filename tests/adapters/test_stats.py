@@ -5,9 +5,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.stats import PrefixCacheStats
 
-from tests.adapters.scheduler_stack import BLOCK_SIZE, SMALL, Stack, make_stack, prompt, save_prompt
+from tests.adapters.scheduler_stack import BLOCK_SIZE, SMALL, Stack, hold_saves, make_stack, prompt, save_prompt
 from tpu_offload.adapters.vllm import TPUOffloadConnector
+from tpu_offload.metrics import METRICS, MetricGroup
 
 pytestmark = pytest.mark.vllm
 
@@ -52,16 +54,85 @@ def test_statistics_add_up_and_reach_prometheus():
         metrics.observe(payload, 0)
         total = total.aggregate(TPUOffloadConnector.build_kv_connector_stats(dict(payload)))
     labels = {"model_name": "m", "engine": "0"}
-    for name in ("loaded_tokens", "saved_nbytes", "loaded_nbytes", "matched_tokens"):
+    for name in ("looked_up_tokens", "found_tokens", "matched_tokens", "loaded_tokens", "saved_nbytes", "load_s"):
         grown = getattr(after, name) - getattr(before, name)
         assert grown > 0, name
-        assert registry.get_sample_value(f"vllm:tpu_offload_{name}_total", labels) == grown
-        assert total.data[name] == grown
+        assert registry.get_sample_value(f"vllm:tpu_offload_{METRICS[name].series}", labels) == pytest.approx(grown)
+        assert total.data[name] == pytest.approx(grown)
     assert registry.get_sample_value("vllm:tpu_offload_staging_peak_blocks", labels) == after.staging_peak_blocks
-    assert registry.get_sample_value("vllm:tpu_offload_load_seconds_count", labels) == 1
+    assert registry.get_sample_value("vllm:tpu_offload_load_duration_seconds_count", labels) == 1
+    families = {family.name: (family.type, family.documentation) for family in registry.collect()}
+    for spec in METRICS.values():
+        expected = None if spec.group is MetricGroup.SWAP else (spec.kind.value, spec.help)
+        assert families.get(f"vllm:tpu_offload_{spec.family}") == expected
     line = total.reduce()
     assert line["Loaded tokens"] == 40
     assert not total.is_empty()
+
+
+@pytest.fixture
+def vllm_lookups(monkeypatch):
+    """Queries and hits, in tokens, that vLLM has counted of the connector."""
+    found, record = [0, 0], PrefixCacheStats.record
+
+    def counting(self, num_tokens, num_hits, preempted, **kwargs):
+        if "hits_by_source" in kwargs:  # else of its own prefix cache
+            found[0] += num_tokens
+            found[1] += num_hits
+        record(self, num_tokens, num_hits, preempted, **kwargs)
+
+    monkeypatch.setattr(PrefixCacheStats, "record", counting)
+    return found
+
+
+def lookups(stack: Stack) -> tuple[int, int, int]:
+    stats = stack.offload.stats()
+    return stats.looked_up_tokens, stats.found_tokens, stats.matched_tokens
+
+
+@pytest.mark.parametrize("sync_load", [True, False])
+def test_a_request_that_waits_is_looked_up_once_as_vllm_counts_it(vllm_lookups, sync_load):
+    """It is matched in every step while its prefix is being saved, and again while vLLM has no blocks for it."""
+    stack = make_stack(prefix_caching=False, sync_load=sync_load, save_wait_s=100.0, num_blocks=24, max_num_seqs=2)
+    before = lookups(stack)
+    vllm_lookups[:] = 0, 0
+    matched, match = [], stack.side.match
+
+    def counting(request, *args):
+        found = match(request, *args)
+        matched.append((request.request_id, found[0]))
+        return found
+
+    stack.side.match = counting
+    held = hold_saves(stack)
+    tokens = prompt(40)
+    first = stack.add("a", tokens, max_tokens=2)
+    while not first.is_finished():
+        stack.step()
+    stack.add("b", tokens, max_tokens=2)
+    for _ in range(5):
+        stack.step()
+    assert matched.count(("b", None)) == 5
+    assert lookups(stack)[0] - before[0] == 40
+    held.clear()
+    for i in range(4):
+        stack.add(f"c{i}", [*tokens, *prompt(80, seed=i)], max_tokens=2)
+    stack.drain()
+    assert len(matched) > 11, "some found no blocks and were matched again"
+    looked_up, found, taken = (one - other for one, other in zip(lookups(stack), before, strict=True))
+    assert [looked_up, taken] == vllm_lookups
+    assert (looked_up, found) == (2 * 40 + 4 * 120, 39 + 4 * 40)
+    stack.check_end()
+
+
+@pytest.mark.parametrize(("limit", "counted"), [(None, (40, 39, 39)), (20, (16, 16, 16)), (0, (0, 0, 0))])
+def test_what_a_request_may_not_load_is_not_looked_up(limit, counted):
+    stack = make_stack(prefix_caching=False)
+    tokens = save_prompt(stack, "a")
+    before = lookups(stack)
+    params = {} if limit is None else {"tpu_offload.max_load_tokens": limit}
+    stack.serve("b", tokens, extra_args={"kv_transfer_params": params})
+    assert tuple(one - other for one, other in zip(lookups(stack), before, strict=True)) == counted
 
 
 def test_no_statistics_while_nothing_happens():

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from tests.core.policies import example
 from tests.sim.traces import chats, write_trace
 from tpu_offload.cli.main import main
 from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES
@@ -195,6 +196,23 @@ def test_plot(tmp_path, trace_path, suffix, begins):
     if suffix == "svg":
         assert b"belady (the bound)" in pictures[0]
         assert (b"lru (default)" in pictures[0]) == (DEFAULT_POLICY == "lru")
+
+
+def test_a_policy_of_ones_own(tmp_path, trace_path, error_of, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "simulated_policy.py").write_text(example.source())
+    flags = ("--policies", "simulated_policy:FIFOPolicy,lru", "--sizes", "0.3")
+    report = report_of(tmp_path, trace_path, *flags)
+    trace = read_traces([trace_path])
+    setup = Setup(round(0.3 * trace.num_unique_blocks))
+    hits = [sum(replay(trace, make(), setup).host_hits) for make in (example.load(), POLICIES["lru"])]
+    assert [row["policy"] for row in report["results"]] == ["simulated_policy:FIFOPolicy", "lru"]
+    assert [row["prefix_hit_rate"] for row in report["results"]] == [num / trace.num_blocks for num in hits]
+    assert hits[0] != hits[1]
+    others = report_of(tmp_path, trace_path, *flags, "--jobs", "2")["results"]
+    assert [row | {"run_s": 0} for row in others] == [row | {"run_s": 0} for row in report["results"]]
+    wrong = error_of(trace_path, "--policies", "simulated_policy:LIFOPolicy")
+    assert "simulated_policy has no LIFOPolicy; did you mean FIFOPolicy?" in wrong
 
 
 def test_wrong_flags(tmp_path, trace_path, error_of):

@@ -78,7 +78,7 @@ def test_the_same_hits(tmp_path, name, hbm, num_sightings):
     trace = chat_trace(tmp_path, 6)
     front = play_hbm(trace, hbm) if hbm else no_front(trace)
     for num_chunks in (40, 70, 150):
-        engine = Engine(POLICIES[name](), num_chunks=num_chunks, num_sightings=num_sightings)
+        engine = Engine(POLICIES[name], num_chunks=num_chunks, num_sightings=num_sightings)
         hits = []
         for number, request in enumerate(trace.requests):
             hashes = hashes_of(trace, request.blocks[-1])
@@ -100,7 +100,7 @@ def test_the_same_hits_when_hbm_evicts(tmp_path, name, num_sightings):
     for num_chunks in (40, 70, 150):
         setup = Setup(num_chunks, save_on=SaveEvent.HBM_EVICTION, num_sightings=num_sightings)
         engine = Engine(
-            POLICIES[name](), num_chunks=num_chunks, num_sightings=num_sightings, save_on=SaveEvent.HBM_EVICTION
+            POLICIES[name], num_chunks=num_chunks, num_sightings=num_sightings, save_on=SaveEvent.HBM_EVICTION
         )
         hits = []
         for number, request in enumerate(trace.requests):
@@ -115,7 +115,7 @@ def test_the_same_hits_when_hbm_evicts(tmp_path, name, num_sightings):
 
 def test_prompts_that_find_no_room(tmp_path):
     trace = make_trace(tmp_path, [[*range(i * 10, i * 10 + 8)] for i in (0, 1, 0, 0)])
-    engine = Engine(LRUPolicy(), num_chunks=5, num_sightings=1)
+    engine = Engine(LRUPolicy, num_chunks=5, num_sightings=1)
     hits = []
     for number, request in enumerate(trace.requests):
         hashes = hashes_of(trace, request.blocks[-1])

@@ -101,7 +101,9 @@ MUTATIONS = (
             self._index.unpin(...)
         """,
     ),
-    Mutation("a late load is not cancelled on the workers", "Transfers._note_timeout", "self._to_cancel[_] = _", "pass"),
+    Mutation(
+        "a late load is not cancelled on the workers", "Transfers._note_timeout", "self._to_cancel[_] = _", "pass"
+    ),
     Mutation(
         "the load of an aborted request is not cancelled on the workers",
         "Transfers.detach",

@@ -8,14 +8,7 @@ from rich.table import Table
 
 from tpu_offload.cli.report import at_path, format_number, percentile
 from tpu_offload.cli.serving import ServedRun
-from tpu_offload.metrics import OffloadStats
-
-_SWAP_COUNTS = (
-    "num_swapped_out", "num_swapped_in", "num_lost_swaps", "num_recomputed", "num_recomputed_no_room",
-    "num_recomputed_faster", "num_thrashed_swaps", "swapped_out_blocks", "swapped_in_blocks", "swapped_out_nbytes",
-    "swapped_in_nbytes", "swap_skipped_blocks", "swap_out_s", "swap_in_s", "swap_out_nbytes_per_s",
-    "swap_in_nbytes_per_s", "prefill_tokens_per_s", "swap_pool_blocks", "swap_peak_blocks", "num_failed_jobs",
-)  # fmt: skip
+from tpu_offload.metrics import SWAP_FIELDS, OffloadStats
 
 _RATIOS = ("tokens_per_s", "completion_p50_s", "completion_p99_s", "ttft_p50_s")
 
@@ -51,7 +44,7 @@ def side_numbers(run: ServedRun, stats: OffloadStats | None, *, round_number: in
             "hbm": sum(request.prompt_tokens.hbm for request in requests),
             "host": sum(request.prompt_tokens.host for request in requests),
         },
-        "swap": {name: counts[name] for name in _SWAP_COUNTS},
+        "swap": {name: counts[name] for name in counts if name in SWAP_FIELDS or name == "num_failed_jobs"},
     }
 
 

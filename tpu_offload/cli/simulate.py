@@ -24,8 +24,8 @@ from tpu_offload.cli.simulate_sizes import (
 )
 from tpu_offload.cli.terminal import progress
 from tpu_offload.config import SaveEvent
-from tpu_offload.core.policies import POLICIES
-from tpu_offload.errors import InputError
+from tpu_offload.core.policies import POLICIES, find_policy
+from tpu_offload.errors import ConfigError, InputError
 from tpu_offload.sim import (
     BOUND,
     Result,
@@ -91,7 +91,13 @@ def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
 def _add_tier_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = ", ".join((*POLICIES, BOUND))
-    add("--policies", type=list_flag(_policy), nargs="+", metavar="NAME", help=f"of {names} (all of them)")
+    add(
+        "--policies",
+        type=list_flag(_policy),
+        nargs="+",
+        metavar="NAME",
+        help=f"of {names} (all of them), or module:Class",
+    )
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument(
         "--sizes",
@@ -112,8 +118,13 @@ def _add_tier_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _policy(name: str) -> str:
-    if name not in POLICIES and name != BOUND:
-        raise argparse.ArgumentTypeError(f"{name!r}; expected one of {', '.join((*POLICIES, BOUND))}")
+    if ":" in name:
+        try:
+            find_policy(name)
+        except ConfigError as e:
+            raise argparse.ArgumentTypeError(str(e)) from e
+    elif name not in POLICIES and name != BOUND:
+        raise argparse.ArgumentTypeError(f"{name!r}; expected one of {', '.join((*POLICIES, BOUND))}, or module:Class")
     return name
 
 

@@ -54,7 +54,7 @@ class LoadPlanner:
         if num_computed_tokens == 0:
             # A reset, or a loss of the caches, has found it waiting, with nothing in HBM that it could have spoilt.
             request.saving = True
-        request.num_cut_load_blocks = 0
+        request.num_cut_load_blocks = request.num_looked_up_tokens = request.num_found_tokens = 0
         request.awaits_staging = False
         request.at_load_limit = not request.limits.cache
         if num_computed_tokens % self._block_size:
@@ -70,6 +70,7 @@ class LoadPlanner:
         if wary:
             del slots[self._suspects.num_trusted(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]
         request.num_found_chunks = min(first_chunk + len(slots), len(request.keys))
+        request.num_looked_up_tokens = num_tokens - num_computed_tokens
         # One token is left to compute; the block that holds it is loaded if tokens before it come with it.
         chunk_size = self._blocks_per_chunk * self._block_size
         end_tokens = min((first_chunk + len(slots)) * chunk_size, num_tokens - 1)
@@ -78,8 +79,10 @@ class LoadPlanner:
             allowed = request.limits.max_load_tokens // self._block_size
             request.at_load_limit = max(0, wanted) >= allowed
             wanted = min(wanted, allowed)
+            request.num_looked_up_tokens = min(request.num_looked_up_tokens, allowed * self._block_size)
         if not slots or wanted < 1:
             return 0
+        request.num_found_tokens = min(end_tokens - num_computed_tokens, wanted * self._block_size)
         num_blocks = num_staging_blocks = 0
         if self._breaker.admits(request.account):
             num_blocks = wanted if self._breaker.closed else min(wanted, self._blocks_per_chunk)

@@ -49,7 +49,7 @@ from tpu_offload.core.index import Changes, ChunkState
 from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.loading import LoadPlanner
-from tpu_offload.core.policies import EvictionPolicy, Use, make_policy
+from tpu_offload.core.policies import EvictionPolicy, PriorityPolicy, Use, check_maker, find_policy
 from tpu_offload.core.reports import Reports
 from tpu_offload.core.requests import (
     MISS,
@@ -98,12 +98,14 @@ class OffloadScheduler:
       config: the settings. With a size of zero nothing is ever matched or saved.
       layout: what a block is made of.
       num_workers: workers that report each step; a job ends when all have reported it.
-      policy: eviction policy of the host tier; by default the one that the settings name.
+      policy: makes eviction policies of the host tier, one for each priority in use: a class, mostly. By default the
+        one that the settings name.
       save_policy: what is saved, and when; likewise.
       clock: monotonic seconds.
       record_events: keeps what `take_events` returns; somebody has to call it then.
     Raises:
-      ConfigError: the staging buffer or the host tier is smaller than one chunk, or there is no worker.
+      ConfigError: the staging buffer or the host tier is smaller than one chunk, there is no worker, or no eviction
+        policy can be made.
       LayoutError: the host tier is on and cannot hold such blocks.
     """
 
@@ -113,7 +115,7 @@ class OffloadScheduler:
         layout: KVLayout,
         *,
         num_workers: int = 1,
-        policy: EvictionPolicy | None = None,
+        policy: Callable[[], EvictionPolicy] | None = None,
         save_policy: SavePolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         record_events: bool = False,
@@ -131,12 +133,16 @@ class OffloadScheduler:
             layout.check_tier()
         self._staging = StagingBufferManager(config.staging_blocks(layout) if self._enabled else 0)
         staging = Staging(self._staging, {direction: config.path_for(direction) for direction in Direction})
+        if policy is None:
+            policy = find_policy(config.eviction_policy)
+        else:
+            check_maker(policy, what="policy")
         self._context = context = TierContext.make(
             config,
             layout,
             num_workers=num_workers,
             staging=staging,
-            policy=policy or make_policy(config.eviction_policy.value),
+            policy=PriorityPolicy(policy),
             clock=clock,
             record_events=record_events,
         )
@@ -196,9 +202,10 @@ class OffloadScheduler:
     ) -> Match:
         """Finds how much of a request the host tier can load, and holds it ready.
 
-        Pins the chunks until `admit` or `release`. Asking again replaces the earlier answer. Staged loads also reserve
-        staging blocks; one that is larger than what it gets goes through that in pieces, over several steps, and one
-        that gets none waits for some after `admit`, for `load_wait_s` at most.
+        Pins the chunks until `admit` or `release`. Asking again replaces the earlier answer; the last one counts as a
+        lookup, once the request is admitted or has ended (see `OffloadStats`). Staged loads also reserve staging
+        blocks; one that is larger than what it gets goes through that in pieces, over several steps, and one that gets
+        none waits for some after `admit`, for `load_wait_s` at most.
 
         Args:
           request_id: the request.
@@ -278,11 +285,13 @@ class OffloadScheduler:
                 self._requests[request_id] = self._request(request_id)
             else:
                 self._loads.release(request)
+                self._count_lookup(request)
             return
         if request is None:
             raise RequestError(f"request {request_id} admits {num_loaded_tokens} loaded tokens but was never matched")
         revoked = self._loads.admit_revoked(request, num_loaded_tokens=num_loaded_tokens)
         if revoked is not None:
+            self._count_lookup(request)
             self._transfers.tell_failed(revoked)
             return
         load = self._loads.admit(
@@ -292,6 +301,7 @@ class OffloadScheduler:
             waits_until_s=self._clock() + self._config.load_wait_s,
         )
         self._transfers.send(load)
+        self._count_lookup(request)
         self._counts.matched_tokens += num_loaded_tokens
 
     def evict(self, prefix: CachedPrefix) -> None:
@@ -358,6 +368,8 @@ class OffloadScheduler:
     def finish(self, request_id: str) -> None:
         """A request ended, in whatever state it was, also swapped out. Unknown requests are fine."""
         check_request(request_id)
+        if (request := self._requests.get(request_id)) is not None:
+            self._count_lookup(request)
         self._forget(request_id)
         self._transfers.forget(request_id)
         self._saves.forget(request_id)
@@ -529,6 +541,8 @@ class OffloadScheduler:
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())
         self._index.check_holds(pins=pins, pending=set(pending))
         late = [slot for job in self._jobs.late(Job) for slot in job.slots[: len(job.keys)]]
+        counts = self._counts
+        assert counts.matched_tokens <= counts.found_tokens <= counts.looked_up_tokens, "found what was not looked up"
         assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
 
     # Inside.
@@ -577,6 +591,12 @@ class OffloadScheduler:
         self._index.touch(request.use, request.keys, max(request.num_saved_chunks, request.num_found_chunks))
         if request.load is not None:
             self._transfers.detach(request.load)
+
+    def _count_lookup(self, request: TrackedRequest) -> None:
+        """Counts what its last match looked up, unless it is counted."""
+        self._counts.looked_up_tokens += request.num_looked_up_tokens
+        self._counts.found_tokens += request.num_found_tokens
+        request.num_looked_up_tokens = request.num_found_tokens = 0
 
     def _read(self, changed: Iterable[ScheduledRequest]) -> Mapping[str, tuple[TrackedRequest, Offer]]:
         """What the engine says of its requests, by their ids: all of it is looked at before any of it counts."""

@@ -57,6 +57,8 @@ class TrackedRequest:
       num_gone_chunks: leading chunks that have no blocks in HBM any more (of a prefix that HBM evicts).
       num_looked_at_chunks: how many were offered when it was last tried to save them.
       num_found_chunks: leading chunks that its last match found in the host tier, or that it had in HBM then.
+      num_looked_up_tokens: what its last match asked the host tier for, until that is counted (see `OffloadStats`).
+      num_found_tokens: how many of these it found.
       num_saved_chunks: leading chunks that are in the host tier or on the way, as last seen.
       num_refused_chunks: chunks after those that found no room when it was last tried; drops if the request
         ends now.
@@ -85,6 +87,8 @@ class TrackedRequest:
     num_gone_chunks: int = 0
     num_looked_at_chunks: int = 0
     num_found_chunks: int = 0
+    num_looked_up_tokens: int = 0
+    num_found_tokens: int = 0
     num_saved_chunks: int = 0
     num_refused_chunks: int = 0
     rests_until_s: float = 0.0

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import final
 
-from tpu_offload.core.policies import POLICIES
+from tpu_offload.core.policies import find_policy
 from tpu_offload.errors import InputError
 from tpu_offload.sim.belady import belady_hits
 from tpu_offload.sim.hbm import Front
@@ -29,7 +29,7 @@ class Run:
     """One policy at one size.
 
     Attributes:
-      policy: its name in `POLICIES`, or `BOUND`.
+      policy: its name in `POLICIES`, `module:Class` of another, or `BOUND`.
       size_share: the host tier's room as a share of the unique blocks, as it was asked for.
       setup: what it runs in.
     """
@@ -99,7 +99,7 @@ class Scene:
             hits = self._bound_hits(run.setup.num_chunks)
             outcome = Outcome(tuple(hits), (0,) * len(hits))
         else:
-            outcome = replay(self.trace, POLICIES[run.policy](), run.setup, front=self.front)
+            outcome = replay(self.trace, find_policy(run.policy)(), run.setup, front=self.front)
         run_s = time.perf_counter() - start_s
         return Result(
             run,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.policies import decisions
+from tests.core.policies import decisions, example
 from tests.core.policies.residents import CountedResidents, FakeResidents, new_use
 from tpu_offload.config import EvictionPolicyName, OffloadConfig
 from tpu_offload.core.index import ChunkIndex
@@ -25,9 +25,10 @@ from tpu_offload.core.policies import (
 )
 from tpu_offload.errors import ConfigError
 
+CLASSES = {**POLICIES, "docs/policies.md": example.load()}
 MAKERS = {
-    **POLICIES,
-    **{f"{name}, priorities": lambda make=make: PriorityPolicy(make) for name, make in POLICIES.items()},
+    **CLASSES,
+    **{f"{name}, priorities": lambda make=make: PriorityPolicy(make) for name, make in CLASSES.items()},
 }
 
 

@@ -37,6 +37,7 @@ from tpu_offload.adapters.vllm.limits import FewLines, read_limits
 from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.rollback import Rollback
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats
+from tpu_offload.core.policies import find_policy
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -70,6 +71,8 @@ class SchedulerSide:
       num_workers: processes that hold a part of the caches.
       record_events: whether somebody takes the events.
       clock: monotonic seconds.
+    Raises:
+      ConfigError: the settings name an eviction policy that cannot be made.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class SchedulerSide:
     ) -> None:
         self.num_workers = num_workers
         self._config = config
+        self._policy = find_policy(config.eviction_policy)  # before the first step: an error then ends the engine
         self._block_size = block_size
         self._record_events = record_events
         self._clock = clock
@@ -350,6 +354,7 @@ class SchedulerSide:
             self._config,
             layout,
             num_workers=self.num_workers,
+            policy=self._policy,
             clock=self._clock,
             record_events=self._record_events,
         )

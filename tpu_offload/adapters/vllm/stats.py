@@ -8,45 +8,19 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from tpu_offload import FinishedTransfer, OffloadStats
-from tpu_offload.metrics import GAUGES, SWAP_FIELDS
+from tpu_offload.metrics import GAUGES, METRICS, MetricGroup, MetricKind
 from tpu_offload.types import Direction
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _PREFIX = "vllm:tpu_offload_"
-_SECONDS = {Direction.SAVE: "save_seconds", Direction.LOAD: "load_seconds"}
+_SECONDS = {Direction.SAVE: "save_duration_seconds", Direction.LOAD: "load_duration_seconds"}
+_SECONDS_HELP = (
+    "Seconds of each copy, from dispatch until seen finished. It is looked at once a step, so no shorter than a step."
+)
 _BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
-_FIELDS = [name for name in OffloadStats().as_dict() if name not in SWAP_FIELDS]
-_HELP = {
-    "matched_tokens": "Tokens that requests took from the host tier instead of computing them.",
-    "loaded_tokens": "Tokens of loads that finished.",
-    "saved_blocks": "Blocks of saves that finished.",
-    "loaded_blocks": "Blocks of loads that finished.",
-    "saved_nbytes": "Bytes of saves that finished, over all devices.",
-    "loaded_nbytes": "Bytes of loads that finished, over all devices.",
-    "save_s": "Seconds of finished saves, from dispatch until seen finished.",
-    "load_s": "Seconds of finished loads, from dispatch until seen finished.",
-    "dropped_save_blocks": "Blocks never saved: no room in the staging buffer or the host tier.",
-    "dropped_load_blocks": "Blocks of the host tier that were computed: no room in the staging buffer.",
-    "deferred_save_blocks": "Times that a block found no room in a step and was offered again later.",
-    "num_evicted_chunks": "Chunks evicted from the host tier.",
-    "num_failed_jobs": "Copies that failed.",
-    "num_timed_out_jobs": "Copies that some worker did not report in time.",
-    "num_ignored_results": "Reported results that fitted no copy.",
-    "num_rejected_reports": "Reports of workers that made no sense and were ignored.",
-    "num_lost_results": "Copies that a worker had done with and whose result never came.",
-    "num_worker_restarts": "Workers that were started anew, with an empty host tier.",
-    "num_quarantined_chunks": "Slots of the host tier that a copy which timed out may still write.",
-    "num_breaker_openings": "Times that saves or loads were suspended because they kept failing.",
-    "num_open_breakers": "Whether saves, loads or both are suspended now: 0 to 2.",
-    "staging_budget_blocks": "Size of the staging buffer.",
-    "staging_reserved_blocks": "Staging blocks held now.",
-    "staging_peak_blocks": "The most staging blocks that were ever held.",
-    "num_host_chunks": "Slots of the host tier whose memory is there.",
-    "num_resident_chunks": "Chunks in the host tier, unfinished saves included.",
-    "num_jobs_in_flight": "Copies planned and not ended.",
-}
+_SPECS = {name: spec for name, spec in METRICS.items() if spec.group is not MetricGroup.SWAP}
 
 
 @final
@@ -57,7 +31,7 @@ class OffloadConnectorStats(KVConnectorStats):
     @classmethod
     def of(cls, stats: OffloadStats, transfers: Iterable[FinishedTransfer]) -> "OffloadConnectorStats":
         """Of what was counted, and the transfers that ended, in an interval."""
-        data: dict[str, Any] = {name: value for name, value in stats.as_dict().items() if name in _FIELDS}
+        data: dict[str, Any] = {name: value for name, value in stats.as_dict().items() if name in _SPECS}
         for name in _SECONDS.values():
             data[name] = []
         for transfer in transfers:
@@ -93,9 +67,9 @@ class OffloadConnectorStats(KVConnectorStats):
         }
         if data.get("num_open_breakers"):
             line["Suspended kinds of copies"] = data["num_open_breakers"]
-        for name, label in (("load_seconds", "Longest load (ms)"), ("save_seconds", "Longest save (ms)")):
-            if data.get(name):
-                line[label] = round(1000 * max(data[name]), 2)
+        for direction, label in ((Direction.LOAD, "Longest load (ms)"), (Direction.SAVE, "Longest save (ms)")):
+            if durations := data.get(_SECONDS[direction]):
+                line[label] = round(1000 * max(durations), 2)
         return line
 
     def is_empty(self) -> bool:
@@ -105,7 +79,7 @@ class OffloadConnectorStats(KVConnectorStats):
 
 @final
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """One series a field of `OffloadStats` but request swap's, `vllm:tpu_offload_<field>`; two histograms."""
+    """The series of every metric but request swap's, `vllm:tpu_offload_<family>`, and two histograms."""
 
     def __init__(
         self,
@@ -115,24 +89,24 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        kinds = {
-            **{name: Gauge if name in GAUGES else Counter for name in _FIELDS},
-            **dict.fromkeys(_SECONDS.values(), Histogram),
-        }
-        self._kinds = kinds
-        self._series: dict[str, dict[int, Any]] = {}
-        for name, kind in kinds.items():
-            extra: dict[str, Any] = {"buckets": _BUCKETS_S} if kind is Histogram else {}
-            text = _HELP.get(name, "Seconds from the dispatch of a copy until it was seen finished.")
-            metric = metric_types[kind](name=_PREFIX + name, documentation=text, labelnames=labelnames, **extra)
-            self._series[name] = {i: metric.labels(*values) for i, values in per_engine_labelvalues.items()}
+        self._series: dict[str, tuple[type[Any], dict[int, Any]]] = {}
+
+        def add(name: str, kind: type[Any], family: str, text: str, **extra: Any) -> None:
+            metric = metric_types[kind](name=_PREFIX + family, documentation=text, labelnames=labelnames, **extra)
+            self._series[name] = kind, {i: metric.labels(*values) for i, values in per_engine_labelvalues.items()}
+
+        for name, spec in _SPECS.items():
+            add(name, Gauge if spec.kind is MetricKind.GAUGE else Counter, spec.family, spec.help)
+        for name in _SECONDS.values():
+            add(name, Histogram, name, _SECONDS_HELP, buckets=_BUCKETS_S)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds an interval; see the base class."""
         for name, value in transfer_stats_data.items():
             if name not in self._series:
                 continue
-            series, kind = self._series[name][engine_idx], self._kinds[name]
+            kind, of_engine = self._series[name]
+            series = of_engine[engine_idx]
             if kind is Gauge:
                 series.set(value)
             elif kind is Counter:

@@ -1,6 +1,10 @@
-"""Eviction policies by the names that the settings know."""
+"""Eviction policies by what the settings say: a name of ours, or the class of somebody else's."""
 
-from tpu_offload.config import DEFAULT_EVICTION_POLICY, EvictionPolicyName
+import difflib
+import importlib
+from collections.abc import Callable
+
+from tpu_offload.config import DEFAULT_EVICTION_POLICY, ENV_PREFIX, EvictionPolicyName
 from tpu_offload.core.policies.arc import ARCPolicy
 from tpu_offload.core.policies.base import EvictionPolicy
 from tpu_offload.core.policies.density import DensityPolicy
@@ -9,6 +13,7 @@ from tpu_offload.core.policies.priority import PriorityPolicy
 from tpu_offload.core.policies.s3fifo import S3FIFOPolicy
 from tpu_offload.core.policies.wtinylfu import WTinyLFUPolicy
 from tpu_offload.errors import ConfigError
+from tpu_offload.values import one_line
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     EvictionPolicyName.DENSITY.value: DensityPolicy,
@@ -20,12 +25,70 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 DEFAULT_POLICY = DEFAULT_EVICTION_POLICY.value
 
 
-def make_policy(name: str = DEFAULT_POLICY) -> EvictionPolicy:
-    """A new policy of this name, which knows no chunk and keeps to priorities.
+def make_policy(name: EvictionPolicyName | str = DEFAULT_POLICY) -> EvictionPolicy:
+    """A new policy, by what `find_policy` takes; it knows no chunk and keeps to priorities.
 
     Raises:
-      ConfigError: there is none of this name.
+      ConfigError: see `find_policy`.
     """
-    if name not in POLICIES:
-        raise ConfigError(f"{name!r} is no eviction policy; expected one of {', '.join(POLICIES)}")
-    return PriorityPolicy(POLICIES[name])
+    return PriorityPolicy(find_policy(name))
+
+
+def find_policy(name: EvictionPolicyName | str) -> type[EvictionPolicy]:
+    """The policy of this name, or the class that `module:Class` names, which is imported.
+
+    Raises:
+      ConfigError: there is none of this name, the module does not import, or what it has is no class that is derived
+        from `EvictionPolicy` and made without arguments.
+    """
+    name = name.value if isinstance(name, EvictionPolicyName) else name
+    if name in POLICIES:
+        return POLICIES[name]
+    module_name, colon, class_name = name.partition(":")
+    if not colon:
+        raise ConfigError(f"{name!r} is no eviction policy; expected one of {', '.join(POLICIES)}, or module:Class")
+    what = f"{ENV_PREFIX}EVICTION_POLICY={name}"
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as e:  # whatever a module that is not ours may do
+        raise ConfigError(
+            f"{what}: {module_name} cannot be imported ({type(e).__name__}: {one_line(e)}); expected a module on the "
+            "PYTHONPATH of the engine's process"
+        ) from e
+    found = getattr(module, class_name, None)
+    if found is None:
+        near = difflib.get_close_matches(class_name, vars(module), n=1)
+        raise ConfigError(f"{what}: {module_name} has no {class_name}" + (f"; did you mean {near[0]}?" if near else ""))
+    if not (isinstance(found, type) and issubclass(found, EvictionPolicy)):
+        raise ConfigError(
+            f"{what}: {class_name} is {one_line(found)}; expected a class derived from tpu_offload.EvictionPolicy"
+        )
+    check_maker(found, what=what)
+    return found
+
+
+def check_maker(make: Callable[[], object], *, what: str) -> None:
+    """Checks that this makes eviction policies, by making two.
+
+    Raises:
+      ConfigError: it does not.
+    """
+    if isinstance(make, EvictionPolicy):
+        name = type(make).__name__
+        raise ConfigError(
+            f"{what}: got one {name}; expected what makes them, because each priority in use has its own: give {name} "
+            f"itself, not {name}()"
+        )
+    try:
+        made, other = make(), make()
+    except Exception as e:
+        raise ConfigError(
+            f"{what}: it cannot be made without arguments ({type(e).__name__}: {one_line(e)}); expected a class whose "
+            "constructor needs none and which implements all abstract methods"
+        ) from e
+    if not isinstance(made, EvictionPolicy):
+        raise ConfigError(f"{what}: it makes a {type(made).__name__}; expected an EvictionPolicy")
+    if made is other:
+        raise ConfigError(
+            f"{what}: it returns one {type(made).__name__} each time; expected a new one for each priority"
+        )

@@ -33,7 +33,7 @@ from tpu_offload.core.swap.records import PlannedSwap, PlannedSwaps, Swapped, Wh
 from tpu_offload.core.tables import read_hashes, read_ids, read_tables
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import LayerGroupKind
-from tpu_offload.metrics import OffloadStats
+from tpu_offload.metrics import GAUGES, SWAP_FIELDS, OffloadStats
 from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobState, SwapJob, SwapPart
 from tpu_offload.values import as_integer, one_line
 
@@ -561,8 +561,4 @@ class RequestSwap:
             del self._returned_at[request_id]
 
 
-_COUNTED = (
-    "num_swapped_out", "num_swapped_in", "num_lost_swaps", "num_recomputed", "num_recomputed_no_room",
-    "num_recomputed_faster", "num_thrashed_swaps", "swapped_out_blocks", "swapped_in_blocks", "swapped_out_nbytes",
-    "swapped_in_nbytes", "swap_skipped_blocks", "swap_out_s", "swap_in_s",
-)  # fmt: skip
+_COUNTED = SWAP_FIELDS - GAUGES
