@@ -1,4 +1,4 @@
-"""Starts `tpu-offload`. Beside the package, because importing that takes seconds in which Ctrl-C has to work."""
+"""Starts `tpu-offload`. Beside the package, because importing a command takes seconds in which Ctrl-C has to work."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ _INTERRUPTED = 130
 
 
 def run() -> NoReturn:
-    """Imports the commands and runs one. An interrupt before that ends the process: it has done nothing yet."""
+    """Imports a command and runs it. An interrupt before that ends the process: it has done nothing yet."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _end)

@@ -1,6 +1,7 @@
 # Sourced by the scripts beside it, after `set -euo pipefail`. Defines
 #
-#   use_venv EXTRA    EXTRA is base, test or dev; each holds the one before
+#   use_venv SET    SET is base, commands (the extras of `tpu-offload replay`, and so of all commands), test or dev;
+#                   each holds the one before
 #
 # which leaves an up-to-date environment in .venv/ and sets `venv_python` to its interpreter.
 #
@@ -48,7 +49,11 @@ _find_python() {
 }
 
 _level() {
-  case $1 in base) echo 1 ;; test) echo 2 ;; dev) echo 3 ;; *) echo 0 ;; esac
+  case $1 in base) echo 1 ;; commands) echo 2 ;; test) echo 3 ;; dev) echo 4 ;; *) echo 0 ;; esac
+}
+
+_extras() {
+  case $1 in base) ;; commands) echo '[cli,engine]' ;; *) echo "[$1]" ;; esac
 }
 
 # Fails when there is no working interpreter in .venv.
@@ -94,8 +99,7 @@ use_venv() {
       echo "${0##*/}: adding packages to $venv" >&2
     fi
     rm -f "$venv/.stamp"
-    target=$root
-    if [ "$want" != base ]; then target="$root[$want]"; fi
+    target=$root$(_extras "$want")
     "$venv_python" -I -m pip --quiet --disable-pip-version-check install --editable "$target" 9>&- ||
       _die "pip could not install the packages (see above)"
     echo "$fingerprint $want" >"$venv/.stamp.new"

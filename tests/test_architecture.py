@@ -1,6 +1,13 @@
 """The structure that the code promises, read from its imports."""
 
 import ast
+import configparser
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +15,7 @@ import pytest
 import tpu_offload
 
 PACKAGE = Path(tpu_offload.__file__).parent
+ROOT = Path(__file__).parents[1]
 FOUNDATION = {"errors", "types", "values", "config", "layout", "hashing", "metrics", "profile"}
 PARTS = {"core", "kernels", "memory", "tiers"}
 FRONTS = {"adapters", "sim"}
@@ -29,7 +37,7 @@ def modules():
 
 
 MODULES = modules()
-INITS = [path for path in MODULES if path.endswith("__init__.py")]
+INITS = [path for path in MODULES if path.endswith("__init__.py") and path != "__init__.py"]
 
 
 def part_of(path):
@@ -65,7 +73,7 @@ def test_imports_go_one_way(path):
     assert not forbidden_imports(path, MODULES[path])
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) in FOUNDATION | {"core"}])
+@pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) in FOUNDATION | {"core", "sim"}])
 def test_decisions_know_no_arrays(path):
     assert not {name.split(".")[0] for name in imported(MODULES[path])} & {"jax", "jaxlib", "flax", "libtpu"}
 
@@ -102,6 +110,35 @@ def test_init_files_re_export_and_nothing_else(path):
             assert i == 0, f"line {node.lineno} is no import and no __all__"
             assert isinstance(node.value.value, str), "expected a docstring"
     assert sorted(names) == sorted(exported), "__all__ is what is imported"
+
+
+def test_the_package_loads_its_names_lazily():
+    """It has them three times, for type checkers, for itself and in `__all__`, and nothing else."""
+    docstring, typing_import, choice, table, exported = MODULES["__init__.py"].body
+    assert isinstance(docstring.value.value, str)
+    assert ast.unparse(typing_import) == "from typing import TYPE_CHECKING"
+    assert ast.unparse(choice.test) == "TYPE_CHECKING"
+    imported = {alias.name: node.module for node in choice.body for alias in node.names}
+    assert [node.name for node in choice.orelse] == ["__getattr__", "__dir__"]
+    assert (table.targets[0].id, exported.targets[0].id) == ("_MODULES", "__all__")
+    assert imported == ast.literal_eval(table.value)
+    assert sorted(imported) == sorted(ast.literal_eval(exported.value))
+
+
+@pytest.mark.parametrize("name", tpu_offload.__all__)
+def test_a_public_name_is_there(name):
+    value = getattr(importlib.import_module(tpu_offload._MODULES[name]), name)
+    assert getattr(tpu_offload, name) is value
+    assert tpu_offload.__dict__[name] is value, "looked up once"
+    assert name in dir(tpu_offload)
+
+
+def test_another_name_is_not():
+    assert not hasattr(tpu_offload, "Offloader")
+    with pytest.raises(AttributeError, match="module 'tpu_offload' has no attribute 'Offloader'"):
+        _ = tpu_offload.Offloader
+    with pytest.raises(ImportError, match="cannot import name 'Offloader' from 'tpu_offload'"):
+        from tpu_offload import Offloader  # noqa: F401
 
 
 def test_public_interface():
@@ -167,6 +204,102 @@ PUBLIC = [
 ]
 
 
+# --- what an environment needs ------------------------------------------------------------------
+
+# Prints, after each step, which of the packages that take long to import have been imported.
+STARTS = """
+import contextlib, importlib, io, json, pkgutil, sys
+
+HEAVY = {"jax", "jaxlib", "flax", "matplotlib", "rich"}
+seen = {}
+
+def import_all(name):
+    package = importlib.import_module(name)
+    for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+        importlib.import_module(module.name)
+
+def command(*argv):
+    import tpu_offload_command
+
+    sys.argv = ["tpu-offload", *argv]
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            tpu_offload_command.run()
+        except SystemExit as e:
+            assert not e.code, e.code
+
+for what, step, *args in (
+    ("core", import_all, "tpu_offload.core"),
+    ("sim", import_all, "tpu_offload.sim"),
+    ("--help", command, "--help"),
+    ("simulate --help", command, "simulate", "--help"),
+    ("simulate", command, "simulate", "--trace", sys.argv[1], "--sizes", "1", "--num-layers", "1"),
+):
+    if what == "simulate":
+        HEAVY.remove("rich")  # prints its tables
+        args += ["--num-kv-heads", "1", "--head-size", "1"]
+    step(*args)
+    seen[what] = sorted(HEAVY & sys.modules.keys())
+print(json.dumps(seen))
+"""
+
+
+def test_decisions_and_simulations_start_without_jax(tmp_path):
+    trace = tmp_path / "t.jsonl"
+    line = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
+    trace.write_text(2 * (json.dumps(line) + "\n"))
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, trace],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert list(seen) == ["core", "sim", "--help", "simulate --help", "simulate"]
+    assert not any(seen.values()), seen
+
+
+def requirements():
+    """Names of the distributions that are installed always (the key is empty), and with each extra."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = {"": setup["options"]["install_requires"]} | dict(setup["options.extras_require"])
+    return {extra: {normal(name) for name in re.findall(r"^[\w-]+", text, re.M)} for extra, text in lines.items()}
+
+
+def normal(name):
+    return name.lower().replace("_", "-")
+
+
+REQUIRED = requirements()
+DISTRIBUTIONS = importlib.metadata.packages_distributions()
+PROVIDED = {"tpu_offload", "vllm", "tpu_inference", "ray"}  # by whoever serves with vLLM
+EXTRAS = {"engine": ("engine",), "cli": ("cli", "engine")}  # by part; the other parts serve, and have none
+
+
+def needed(path, tree):
+    """Distributions that a file imports from."""
+    names = {name.split(".")[0] for name in imported(tree)} - sys.stdlib_module_names - PROVIDED
+    return {normal(distribution) for name in names for distribution in DISTRIBUTIONS.get(name, [name])}
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_imports_are_required(path):
+    allowed = set.union(*(REQUIRED[extra] for extra in ("", *EXTRAS.get(part_of(path), ()))))
+    assert needed(path, MODULES[path]) <= allowed
+
+
+def test_no_more_is_required_than_imported():
+    used = {extra: set() for extra in ("", "engine", "cli")}
+    for path, tree in MODULES.items():
+        used[part_of(path) if part_of(path) in EXTRAS else ""] |= needed(path, tree)
+    assert REQUIRED[""] == used[""] | {"jaxlib"}  # which jax imports: its lower bound is ours to give
+    assert REQUIRED["engine"] == used["engine"] - REQUIRED[""]
+    assert REQUIRED["cli"] == used["cli"] - REQUIRED[""]
+
+
 # --- these rules can fail -----------------------------------------------------------------------
 
 
@@ -199,3 +332,8 @@ def test_a_wrong_import_is_found(path, source, wrong):
 def test_a_look_at_the_environment_is_found(source):
     assert reads_environment(ast.parse(source))
     assert not reads_environment(ast.parse("import os\nos.cpu_count()"))
+
+
+def test_an_import_that_is_not_required_is_found():
+    source = "def f():\n    from flax import nnx\n    import prometheus_client.core, vllm.config, json"
+    assert needed("core/scheduler.py", ast.parse(source)) - REQUIRED[""] == {"flax"}

@@ -1,51 +1,128 @@
-"""Moves the KV cache of language-model inference between TPU HBM, host memory and storage."""
+"""Moves the KV cache of language-model inference between TPU HBM, host memory and storage.
 
-from tpu_offload.config import CopyPath, EvictionPolicyName, OffloadConfig, SaveEvent, SwapMode
-from tpu_offload.core.policies import EvictionPolicy, Residents, Use
-from tpu_offload.core.requests import (
-    CachedPrefix,
-    FailedLoad,
-    FinishedTransfer,
-    Match,
-    MatchState,
-    RequestLimits,
-    ScheduledRequest,
-    TierEvent,
-    TierEventKind,
-    Update,
-)
-from tpu_offload.core.save_policy import SavePolicy
-from tpu_offload.core.scheduler import OffloadScheduler
-from tpu_offload.core.swap import Candidate, RequestSwap, choose_victims
-from tpu_offload.errors import (
-    CachesLostError,
-    CompileError,
-    ConfigError,
-    InputError,
-    LayoutError,
-    OffloadError,
-    RequestError,
-    StagingError,
-)
-from tpu_offload.hashing import BlockHasher
-from tpu_offload.kernels import FusedCopies, FusedInputs, FusedOutcome, FusedStep
-from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
-from tpu_offload.metrics import OffloadStats, StatsCollector
-from tpu_offload.types import (
-    BlockHash,
-    CacheEpoch,
-    ChunkKey,
-    HostStore,
-    JobResult,
-    JobState,
-    StepPlan,
-    StepReport,
-    SwapJob,
-    SwapPart,
-    TransferJob,
-    WorkerSetup,
-)
-from tpu_offload.worker import OffloadWorker
+The public names are loaded on first use (PEP 562), so that whoever imports a part that decides, simulates or parses
+flags does not wait for jax. A name stands three times here: for type checkers, for the loader and in `__all__`.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpu_offload.config import CopyPath, EvictionPolicyName, OffloadConfig, SaveEvent, SwapMode
+    from tpu_offload.core.policies import EvictionPolicy, Residents, Use
+    from tpu_offload.core.requests import (
+        CachedPrefix,
+        FailedLoad,
+        FinishedTransfer,
+        Match,
+        MatchState,
+        RequestLimits,
+        ScheduledRequest,
+        TierEvent,
+        TierEventKind,
+        Update,
+    )
+    from tpu_offload.core.save_policy import SavePolicy
+    from tpu_offload.core.scheduler import OffloadScheduler
+    from tpu_offload.core.swap import Candidate, RequestSwap, choose_victims
+    from tpu_offload.errors import (
+        CachesLostError,
+        CompileError,
+        ConfigError,
+        InputError,
+        LayoutError,
+        OffloadError,
+        RequestError,
+        StagingError,
+    )
+    from tpu_offload.hashing import BlockHasher
+    from tpu_offload.kernels import FusedCopies, FusedInputs, FusedOutcome, FusedStep
+    from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+    from tpu_offload.metrics import OffloadStats, StatsCollector
+    from tpu_offload.types import (
+        BlockHash,
+        CacheEpoch,
+        ChunkKey,
+        HostStore,
+        JobResult,
+        JobState,
+        StepPlan,
+        StepReport,
+        SwapJob,
+        SwapPart,
+        TransferJob,
+        WorkerSetup,
+    )
+    from tpu_offload.worker import OffloadWorker
+else:  # type checkers would take any name for one of ours if they saw `__getattr__`
+
+    def __getattr__(name):
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
+
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
+
+_MODULES = {
+    "BlockHash": "tpu_offload.types",
+    "BlockHasher": "tpu_offload.hashing",
+    "CacheEpoch": "tpu_offload.types",
+    "CachedPrefix": "tpu_offload.core.requests",
+    "CachesLostError": "tpu_offload.errors",
+    "Candidate": "tpu_offload.core.swap",
+    "ChunkKey": "tpu_offload.types",
+    "CompileError": "tpu_offload.errors",
+    "ConfigError": "tpu_offload.errors",
+    "CopyPath": "tpu_offload.config",
+    "EvictionPolicy": "tpu_offload.core.policies",
+    "EvictionPolicyName": "tpu_offload.config",
+    "FailedLoad": "tpu_offload.core.requests",
+    "FinishedTransfer": "tpu_offload.core.requests",
+    "FusedCopies": "tpu_offload.kernels",
+    "FusedInputs": "tpu_offload.kernels",
+    "FusedOutcome": "tpu_offload.kernels",
+    "FusedStep": "tpu_offload.kernels",
+    "HostStore": "tpu_offload.types",
+    "InputError": "tpu_offload.errors",
+    "JobResult": "tpu_offload.types",
+    "JobState": "tpu_offload.types",
+    "KVLayout": "tpu_offload.layout",
+    "LayerGroup": "tpu_offload.layout",
+    "LayerGroupKind": "tpu_offload.layout",
+    "LayoutError": "tpu_offload.errors",
+    "Match": "tpu_offload.core.requests",
+    "MatchState": "tpu_offload.core.requests",
+    "OffloadConfig": "tpu_offload.config",
+    "OffloadError": "tpu_offload.errors",
+    "OffloadScheduler": "tpu_offload.core.scheduler",
+    "OffloadStats": "tpu_offload.metrics",
+    "OffloadWorker": "tpu_offload.worker",
+    "RequestError": "tpu_offload.errors",
+    "RequestLimits": "tpu_offload.core.requests",
+    "RequestSwap": "tpu_offload.core.swap",
+    "Residents": "tpu_offload.core.policies",
+    "SaveEvent": "tpu_offload.config",
+    "SavePolicy": "tpu_offload.core.save_policy",
+    "ScheduledRequest": "tpu_offload.core.requests",
+    "StagingError": "tpu_offload.errors",
+    "StatsCollector": "tpu_offload.metrics",
+    "StepPlan": "tpu_offload.types",
+    "StepReport": "tpu_offload.types",
+    "SwapJob": "tpu_offload.types",
+    "SwapMode": "tpu_offload.config",
+    "SwapPart": "tpu_offload.types",
+    "TierEvent": "tpu_offload.core.requests",
+    "TierEventKind": "tpu_offload.core.requests",
+    "TransferJob": "tpu_offload.types",
+    "Update": "tpu_offload.core.requests",
+    "Use": "tpu_offload.core.policies",
+    "WorkerSetup": "tpu_offload.types",
+    "choose_victims": "tpu_offload.core.swap",
+}
 
 __all__ = [
     "BlockHash",

@@ -37,7 +37,7 @@ def test_while_modules_are_imported(tmp_path, signum):
     (tmp_path / "jax.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     with subprocess.Popen(
-        [sys.executable, "-c", entry_point()],
+        [sys.executable, "-c", entry_point(), "replay"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -58,7 +58,7 @@ def run_campaign(first_seed: int, num_seeds: int, num_steps: int, *, num_jobs: i
         for batch in batches:
             yield run_seeds(*batch)
         return
-    # Not fork: jax, which the library imports, has threads.
+    # Not fork: jax, which tpu_offload.worker imports, has threads.
     with multiprocessing.get_context("spawn").Pool(num_jobs, _ignore_interrupt) as pool:
         yield from pool.imap_unordered(_run_batch, batches)
 

@@ -12,14 +12,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from tpu_offload.cli import bench_report
-from tpu_offload.cli import report as report_lib
 from tpu_offload.cli.devices import check_backend, device_errors
 from tpu_offload.cli.flags import float_flag, int_flag
+from tpu_offload.cli.output import check_writable, write_json
 from tpu_offload.cli.terminal import stop_on_interrupt
 from tpu_offload.cli.transfer_figures import PATHS, Failure, Figures
 from tpu_offload.cli.transfer_methods import Geometry
@@ -49,15 +48,12 @@ _ON_CPU = _Defaults(num_layers=8, block_size=16, seconds=60, step_ms=2)
 _ON_ACCELERATOR = _Defaults(num_layers=32, block_size=128, seconds=100, step_ms=5)
 
 
-def add_command(commands: Any) -> None:
-    """Adds `bench` to the subcommands of `tpu-offload`."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure the copy paths and recommend one for each direction",
-        description="Measures how fast blocks move between device and host by each copy path, beside what the "
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tpu-offload bench`, and the function that runs it, to its parser."""
+    parser.description = (
+        "Measures how fast blocks move between device and host by each copy path, beside what the "
         "machine can do at all and beside one device_put a block, and how much it delays a model. Prints what to "
-        "set and writes it to a file for TPU_OFFLOAD_PROFILE. The TPU_OFFLOAD_* variables do not apply.",
-        allow_abbrev=False,
+        "set and writes it to a file for TPU_OFFLOAD_PROFILE. The TPU_OFFLOAD_* variables do not apply."
     )
     add = parser.add_argument
     add(
@@ -115,7 +111,7 @@ def add_command(commands: Any) -> None:
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
     started_s = time.monotonic()
-    report_lib.check_writable(args.output)
+    check_writable(args.output)
     check_backend()
     defaults = _ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR
     sizes = tuple(sorted(set(args.num_blocks or ((1, 8) if args.quick else (1, 8, 64)))))
@@ -139,7 +135,7 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     output = args.output
     if interrupted and output.is_file():  # a profile that may be whole is not given up for a part of one
         output = output.with_name(f"{output.name}.interrupted")
-    report_lib.write_json(output, profile)
+    write_json(output, profile)
     bench_report.tell(profile, figures, failures, geometry, output)
     if interrupted:
         sys.stderr.write("tpu-offload: interrupted: this is what was measured until then\n")

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from tpu_offload.cli import report as report_lib
-from tpu_offload.cli.terminal import ReportConsole
+from tpu_offload.cli.console import ReportConsole
+from tpu_offload.cli.devices import environment
 from tpu_offload.cli.transfer_figures import Failure, Figures, Spread, rank
 from tpu_offload.cli.transfer_methods import Geometry
 from tpu_offload.config import CopyPath
@@ -46,7 +46,7 @@ def build_profile(
             }
         ],
         "bench": {
-            **report_lib.environment(),
+            **environment(),
             "date": time.strftime("%Y-%m-%d"),
             "argv": list(argv),
             "interrupted": interrupted,

@@ -22,6 +22,7 @@ from typing import Any
 
 from tpu_offload.cli import preempt_report
 from tpu_offload.cli import report as report_lib
+from tpu_offload.cli.console import ReportConsole, progress
 from tpu_offload.cli.replay_setup import (
     Setup,
     blocks_per_request,
@@ -31,7 +32,6 @@ from tpu_offload.cli.replay_setup import (
     serve_once,
 )
 from tpu_offload.cli.serving import ServedRun
-from tpu_offload.cli.terminal import ReportConsole, progress
 from tpu_offload.config import OffloadConfig, SwapMode
 from tpu_offload.engine import ModelConfig
 from tpu_offload.metrics import OffloadStats

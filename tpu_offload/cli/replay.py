@@ -14,9 +14,11 @@ from typing import Any
 
 from tpu_offload.cli import preempt, soak, soak_setup
 from tpu_offload.cli import report as report_lib
+from tpu_offload.cli.console import ReportConsole, progress
 from tpu_offload.cli.copy_rates import measure_copy_rates
-from tpu_offload.cli.devices import check_backend, device_errors
+from tpu_offload.cli.devices import check_backend, device_errors, environment
 from tpu_offload.cli.flags import float_flag, int_flag
+from tpu_offload.cli.output import check_writable, write_json
 from tpu_offload.cli.replay_setup import (
     DEFAULT_NUM_CHAT_REQUESTS,
     DEFAULT_NUM_DECODE_REQUESTS,
@@ -28,7 +30,7 @@ from tpu_offload.cli.replay_setup import (
     describe,
     serve_once,
 )
-from tpu_offload.cli.terminal import ReportConsole, progress, stop_on_interrupt
+from tpu_offload.cli.terminal import stop_on_interrupt
 from tpu_offload.cli.transfer_methods import Geometry
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import EngineConfig, ModelConfig
@@ -40,14 +42,11 @@ _logger = logging.getLogger(__name__)
 _DEFAULT_CONCURRENCY = 3
 
 
-def add_command(commands: Any) -> None:
-    """Adds `replay` to the subcommands of `tpu-offload`."""
-    parser = commands.add_parser(
-        "replay",
-        help="serve a workload without and with offloading",
-        description="Serves a workload twice, without and with offloading, under an HBM too small for it. The "
-        "TPU_OFFLOAD_* variables apply. Exit status 1 when any output token differs.",
-        allow_abbrev=False,
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tpu-offload replay`, and the function that runs it, to its parser."""
+    parser.description = (
+        "Serves a workload twice, without and with offloading, under an HBM too small for it. The "
+        "TPU_OFFLOAD_* variables apply. Exit status 1 when any output token differs."
     )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -117,7 +116,7 @@ def add_command(commands: Any) -> None:
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.json is not None:
-        report_lib.check_writable(args.json)
+        check_writable(args.json)
     if args.rounds is not None and not args.preempt:
         raise InputError(f"--rounds {args.rounds} does nothing here: it goes with --preempt")
     if args.soak is not None and args.preempt:
@@ -146,9 +145,9 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     with stop_on_interrupt() as stop, device_errors(make_smaller="--num-blocks or the model"):
         report = compare(stop=stop)
         interrupted = stop()
-    report |= {"interrupted": interrupted, "argv": argv, **report_lib.environment()}
+    report |= {"interrupted": interrupted, "argv": argv, **environment()}
     if args.json is not None:
-        report_lib.write_json(args.json, report)
+        write_json(args.json, report)
     return tell(report)
 
 

@@ -7,11 +7,9 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from tpu_offload.cli import report as report_lib
-from tpu_offload.cli import simulate_report
 from tpu_offload.cli.flags import float_flag, int_flag, list_flag
+from tpu_offload.cli.output import check_writable, write_file, write_json
 from tpu_offload.cli.simulate_plot import check_plottable, draw
 from tpu_offload.cli.simulate_sizes import (
     Size,
@@ -22,7 +20,6 @@ from tpu_offload.cli.simulate_sizes import (
     share_flag,
     size_flag,
 )
-from tpu_offload.cli.terminal import progress
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
@@ -46,14 +43,11 @@ _SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SAVE_EVENTS = (SaveEvent.COMPUTE, SaveEvent.HBM_EVICTION)
 
 
-def add_command(commands: Any) -> None:
-    """Adds `simulate` to the subcommands of `tpu-offload`."""
-    parser = commands.add_parser(
-        "simulate",
-        help="play request traces through eviction policies",
-        description="Plays the prompts of request traces through host tiers of several sizes with several eviction "
-        "policies, and beside them the best that could be done (belady). docs/simulator.md says more.",
-        allow_abbrev=False,
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tpu-offload simulate`, and the function that runs it, to its parser."""
+    parser.description = (
+        "Plays the prompts of request traces through host tiers of several sizes with several eviction "
+        "policies, and beside them the best that could be done (belady). docs/simulator.md says more."
     )
     _add_trace_flags(parser)
     _add_tier_flags(parser)
@@ -129,6 +123,8 @@ def _policy(name: str) -> str:
 
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
+    from tpu_offload.cli import simulate_report  # imports rich, which takes time that `--help` need not
+
     _check(args)
     nbytes = chunk_nbytes(args)
     trace = _read(args)
@@ -148,9 +144,9 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
         "argv": argv,
     }
     if args.json is not None:
-        report_lib.write_json(args.json, report)
+        write_json(args.json, report)
     if args.plot is not None:
-        report_lib.write_file(args.plot, draw(report, args.plot.suffix))
+        write_file(args.plot, draw(report, args.plot.suffix))
     simulate_report.tell(report)
     return 0
 
@@ -177,7 +173,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
         if owner:
             raise InputError(f"{flag} {path} is the file that {owner}; expected another file")
         taken[os.path.realpath(path)] = f"{flag} {path} is written to"
-        report_lib.check_writable(path)
+        check_writable(path)
 
 
 def _read(args: argparse.Namespace) -> Trace:
@@ -228,6 +224,8 @@ def _flat[T](lists: Sequence[Sequence[T]] | None) -> list[T]:
 
 
 def _play(scene: Scene, runs: Sequence[Run], *, num_jobs: int) -> list[Result]:
+    from tpu_offload.cli.console import progress
+
     results: dict[int, Result] = {}
     with (
         progress(len(runs), what="runs") as start,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tpu_offload.cli.extras import require
 from tpu_offload.errors import InputError
 from tpu_offload.sim import BOUND
 
@@ -19,6 +20,7 @@ def check_plottable(path: Path) -> None:
     """
     if path.suffix.lower() not in _SUFFIXES:
         raise InputError(f"cannot draw into {path}: its name ends with none of {', '.join(_SUFFIXES)}")
+    require("--plot", "matplotlib")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as e:

@@ -1,13 +1,14 @@
 """Sizes of simulated tiers as a person gives them: shares, chunks, or GB of a model."""
 
 import argparse
+import contextlib
 import dataclasses
 import enum
 import re
 from typing import final
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 
 from tpu_offload.cli.flags import float_flag, int_flag
 from tpu_offload.errors import InputError
@@ -121,10 +122,12 @@ def chunk_nbytes(args: argparse.Namespace) -> int | None:
 def _num_bits(dtype_name: str) -> int:
     """Bits of a value. Not by `itemsize`, which is a whole byte for types of 4 bits; packed, two of them share one."""
     try:
-        dtype = jnp.dtype(dtype_name)
-        if not jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer):
-            raise TypeError(f"{dtype} is no type of real numbers")
-        return jax.dtypes.itemsize_bits(dtype)
+        dtype = np.dtype(dtype_name)
+        if dtype.kind != "c":  # `finfo` says how large each part of a complex number is
+            for info in (ml_dtypes.iinfo, ml_dtypes.finfo):
+                with contextlib.suppress(ValueError):  # it is for the other kind
+                    return int(info(dtype).bits)
+        raise TypeError(f"{dtype} is no type of real numbers")
     except (TypeError, ValueError, SyntaxError) as e:
         raise InputError(
             f"--dtype {dtype_name!r}; expected the name of a type of real numbers, like bfloat16 or float8_e4m3fn"

@@ -27,6 +27,7 @@ import psutil
 
 from tpu_offload.cli import report as report_lib
 from tpu_offload.cli import soak_report
+from tpu_offload.cli.console import ReportConsole, progress
 from tpu_offload.cli.faults import Fault, Faults
 from tpu_offload.cli.replay_setup import (
     Setup,
@@ -37,7 +38,6 @@ from tpu_offload.cli.serving import Record, serve
 from tpu_offload.cli.soak_report import Round
 from tpu_offload.cli.soak_setup import Soak
 from tpu_offload.cli.tables import TableHistory, table_sizes
-from tpu_offload.cli.terminal import ReportConsole, progress
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import Engine, Request, RequestOutput
 

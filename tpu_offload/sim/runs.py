@@ -21,7 +21,7 @@ from tpu_offload.sim.trace import Trace
 
 BOUND = "belady"
 _INTERRUPTS = signal.SIGINT, signal.SIGTERM
-_BLOCKS_A_PROCESS = 500_000  # about two seconds of work, for one to start and import jax
+_BLOCKS_A_PROCESS = 250_000  # about half a second of work, for one to start and import numpy and pydantic
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def play_all(
     if num_jobs <= 1:
         yield from ((number, scene.play(run)) for number, run in enumerate(runs))
         return
-    # Not forked: threads of jax may hold locks, and a forked child would wait for them for ever.
+    # Not forked: threads of the caller (jax has some) may hold locks, and a forked child would wait for ever.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_jobs, context, initializer=_enter, initargs=(scene,)) as pool, _ended():
         with _deaf_to_interrupts():

@@ -1,0 +1,77 @@
+"""Commands in an environment that lacks packages of extras: one line says what is missing, and how to install it."""
+
+import configparser
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_simulate import write_trace
+from tpu_offload.cli import extras
+from tpu_offload.cli.main import main
+
+SETUP = Path(__file__).parents[2] / "setup.cfg"
+
+
+@pytest.fixture
+def lack(monkeypatch):
+    def lack(*packages):
+        for package in packages:
+            monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+
+    return lack
+
+
+@pytest.mark.parametrize(
+    ("argv", "lacking", "missing", "wanted"),
+    [
+        (["replay"], ["flax", "rich"], "replay needs flax and rich, which are", "cli,engine"),
+        (["replay", "--help"], ["flax"], "replay needs flax, which is", "engine"),
+        (["bench", "--quick"], ["flax", "matplotlib", "rich"], "bench needs rich, which is", "cli"),
+        (["simulate", "--trace", "none.jsonl"], ["rich"], "simulate needs rich, which is", "cli"),
+    ],
+)
+def test_a_command_says_what_is_missing(lack, capsys, argv, lacking, missing, wanted):
+    lack(*lacking)
+    assert main(argv) == 2
+    install = f"install with: pip install 'tpu_offload[{wanted}]'"
+    assert capsys.readouterr() == ("", f"tpu-offload: error: {missing} not installed; {install}\n")
+
+
+def test_a_plot_says_what_is_missing(tmp_path, lack, capsys):
+    flags = ["--trace", str(write_trace(tmp_path / "t.jsonl", [[1, 2], [1, 2]])), "--sizes", "1", "--policies", "lru"]
+    lack("matplotlib", "flax")
+    assert main(["simulate", *flags, "--plot", str(tmp_path / "a.png")]) == 2
+    install = "install with: pip install 'tpu_offload[cli]'"
+    assert capsys.readouterr() == (
+        "",
+        f"tpu-offload: error: --plot needs matplotlib, which is not installed; {install}\n",
+    )
+    assert main(["simulate", *flags]) == 0
+
+
+def test_all_commands_are_listed_without_them(lack, capsys):
+    lack("flax", "matplotlib", "rich")
+    with pytest.raises(SystemExit) as exit_:
+        main(["--help"])
+    assert exit_.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"    {command} " in out for command in ("replay", "bench", "simulate"))
+
+
+def test_bench_needs_no_engine():
+    """In a process of its own: here everything is imported already."""
+    code = "import sys; sys.modules.update(flax=None, matplotlib=None); from tpu_offload.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "bench", "--help"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--fused-blocks" in done.stdout
+
+
+def test_the_extras_are_those_of_the_package():
+    setup = configparser.ConfigParser()
+    setup.read(SETUP)
+    for extra in ("cli", "engine"):
+        lines = setup["options.extras_require"][extra].split()
+        known = [package for package, its_extra in extras._EXTRAS.items() if its_extra == extra]
+        assert [line.partition(">=")[0] for line in lines] == known
