@@ -1,4 +1,4 @@
-"""The README's code for engine authors runs, and does what it says."""
+"""The code in docs/engine.md runs, and does what it says."""
 
 import functools
 import re
@@ -11,12 +11,12 @@ from tests.worker.engine import Engine
 from tpu_offload import FusedCopies, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.kernels import reference
 
-README = Path(__file__).parents[1] / "README.md"
+DOCS = Path(__file__).parents[1] / "docs" / "engine.md"
 
 
 def test_a_step_with_fused_copies():
     """A save in one step and a load in the next, by the code as it stands there."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "FusedCopies(" in block]
     setup, step = code.split("\nkv_caches = worker.begin_step")
     setup = setup.replace("fused=True)", "fused=True, available=2**30)")  # host memory: not all that is free
