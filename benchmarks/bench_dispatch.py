@@ -101,7 +101,13 @@ class Bench:
         self.caches, _ = self.glue_step(glue, batch, self.caches)  # all are offered; their prompts are saved
         self.settle()
         everyone = [
-            ScheduledRequest(s.request_id, s.block_ids, s.block_hashes, s.num_prompt_tokens, s.num_computed_tokens)
+            ScheduledRequest(
+                request_id=s.request_id,
+                block_ids=s.block_ids,
+                block_hashes=s.block_hashes,
+                num_prompt_tokens=s.num_prompt_tokens,
+                num_computed_tokens=s.num_computed_tokens,
+            )
             for s in sequences
         ]
         for _ in range(self.args.steps):
@@ -166,7 +172,13 @@ class Bench:
         for request_id, hashes in zip(ids, prompts, strict=True):
             self.scheduler.match(request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0)
         changed = [
-            ScheduledRequest(request_id, table, hashes, num_tokens, num_tokens)
+            ScheduledRequest(
+                request_id=request_id,
+                block_ids=table,
+                block_hashes=hashes,
+                num_prompt_tokens=num_tokens,
+                num_computed_tokens=num_tokens,
+            )
             for request_id, table, hashes in zip(ids, tables, prompts, strict=True)
         ]
         plan = self.times(f"save_{name}_plan", self.scheduler.plan_step, changed)

@@ -133,11 +133,27 @@ def serve(scheduler, watch, name, request_id, hashes):
     sizes = {"num_tokens": num_tokens, "num_computed_tokens": 0}
     found = watch(f"{name}_match", scheduler.match, request_id, hashes, **sizes).num_tokens
     watch(f"{name}_admit", scheduler.admit, request_id, block_ids, num_loaded_tokens=found)
-    changed = [] if found else [ScheduledRequest(request_id, block_ids, hashes, num_tokens, num_tokens)]
+    changed = (
+        []
+        if found
+        else [
+            ScheduledRequest(
+                request_id=request_id,
+                block_ids=block_ids,
+                block_hashes=hashes,
+                num_prompt_tokens=num_tokens,
+                num_computed_tokens=num_tokens,
+            )
+        ]
+    )
     plan = watch(f"{name}_plan", scheduler.plan_step, changed)
     (job,) = plan.loads or plan.saves
     assert job.num_blocks == len(hashes)
-    report = StepReport(0, (JobResult(job.job_id, JobState.FINISHED),), scheduler.stats().num_host_chunks)
+    report = StepReport(
+        worker_id=0,
+        results=(JobResult(job_id=job.job_id, state=JobState.FINISHED),),
+        num_host_chunks=scheduler.stats().num_host_chunks,
+    )
     watch(f"{name}_report", scheduler.apply, report)
     watch(f"{name}_finish", scheduler.finish, request_id)
     return found
@@ -147,7 +163,7 @@ def measure(num_indexed, num_chunks, *, num_requests, seed):
     rng = random.Random(seed)
     config = OffloadConfig.create(num_cpu_chunks=num_indexed, num_staging_blocks=2 * num_chunks)
     scheduler = OffloadScheduler(config, LAYOUT)
-    scheduler.apply(StepReport(0, (), num_indexed))
+    scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=num_indexed))
     namespace = hashing.key_namespace(LAYOUT.fingerprint(), blocks_per_chunk=1)
     alone, peer = ChunkIndex(LRUPolicy()), PeerIndex(num_indexed)
     alone.grow(num_indexed)

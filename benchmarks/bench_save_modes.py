@@ -106,21 +106,23 @@ def evict(num_blocks, args):
         ),
         layout,
     )
-    report = StepReport(0, (), args.repeats * num_blocks)
+    report = StepReport(worker_id=0, results=(), num_host_chunks=args.repeats * num_blocks)
     scheduler.apply(report)
     rng = np.random.default_rng(args.seed)
     seconds = {"first_eviction_s": [], "later_eviction_s": []}
     for _ in range(args.repeats):
         hashes = [rng.bytes(32) for _ in range(num_blocks)]
         blocks = {block_hash: i for i, block_hash in enumerate(hashes)}
-        prefix = CachedPrefix(hashes, num_blocks, blocks.get, num_blocks * BLOCK_SIZE)
+        prefix = CachedPrefix(
+            block_hashes=hashes, num_blocks=num_blocks, block_of=blocks.get, num_prompt_tokens=num_blocks * BLOCK_SIZE
+        )
         start = time.perf_counter()
         scheduler.evict(prefix)
         plan = scheduler.plan_step()
         seconds["first_eviction_s"].append(time.perf_counter() - start)
         assert sum(len(job.block_ids) for job in plan.early_saves) == num_blocks
-        results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in plan.early_saves)
-        scheduler.apply(StepReport(0, results, report.num_host_chunks))
+        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.early_saves)
+        scheduler.apply(StepReport(worker_id=0, results=results, num_host_chunks=report.num_host_chunks))
         later = [dataclasses.replace(prefix, num_blocks=num_blocks - i) for i in range(1, min(num_blocks, 51))]
         start = time.perf_counter()
         for shorter in later:  # HBM gives up the tail first, block by block

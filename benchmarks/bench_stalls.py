@@ -96,14 +96,21 @@ class Engine:
         return self.watch.close()
 
     def apply(self, name, *, results=(), next_job_id=0, **fields):
-        report = StepReport(0, results, self.num_chunks, oldest_job_id=next_job_id, incarnation=self.life, **fields)
+        report = StepReport(
+            worker_id=0,
+            results=results,
+            num_host_chunks=self.num_chunks,
+            oldest_job_id=next_job_id,
+            incarnation=self.life,
+            **fields,
+        )
         self.watch(name, self.scheduler.apply, report)
 
     def step(self, tag, changed=()):
         """One step: plan, copies, report, events; returns whether there was anything to copy."""
         plan = self.watch(f"plan_step {tag}", self.scheduler.plan_step, changed)
         jobs = (*plan.loads, *plan.saves, *plan.early_saves)
-        results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in jobs)
+        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in jobs)
         self.apply(f"apply {tag}", results=results, next_job_id=plan.next_job_id)
         if self.record_events:
             self.watch(f"take_events {tag}", self.scheduler.take_events)
@@ -122,7 +129,18 @@ class Engine:
         done = found // BLOCK_SIZE
         while done < num_chunks:
             done = min(num_chunks, done + self.num_staging)
-            self.step(tag, [ScheduledRequest(request_id, blocks, hashes, num_tokens, done * BLOCK_SIZE)])
+            self.step(
+                tag,
+                [
+                    ScheduledRequest(
+                        request_id=request_id,
+                        block_ids=blocks,
+                        block_hashes=hashes,
+                        num_prompt_tokens=num_tokens,
+                        num_computed_tokens=done * BLOCK_SIZE,
+                    )
+                ],
+            )
         while self.step(tag):
             pass
         self.watch(f"finish {tag}", scheduler.finish, request_id)
@@ -132,7 +150,18 @@ class Engine:
         request_id = f"r{next(self.numbers)}"
         hashes = hash_blocks(seed, num_chunks)
         num_tokens, blocks = num_chunks * BLOCK_SIZE, list(range(num_chunks))
-        self.step(tag, [ScheduledRequest(request_id, blocks, hashes, num_tokens, num_tokens)])
+        self.step(
+            tag,
+            [
+                ScheduledRequest(
+                    request_id=request_id,
+                    block_ids=blocks,
+                    block_hashes=hashes,
+                    num_prompt_tokens=num_tokens,
+                    num_computed_tokens=num_tokens,
+                )
+            ],
+        )
         while self.step(tag):
             pass
         self.watch(f"finish {tag}", self.scheduler.finish, request_id)

@@ -66,9 +66,10 @@ class Bench:
         self.num_requests += 1
         last = self.engine.num_blocks
         candidates = [
-            Candidate(f"old{i}", [[last - 2 * i - 1, last - 2 * i - 2]], [1]) for i in range(self.args.num_running)
+            Candidate(request_id=f"old{i}", block_ids=[[last - 2 * i - 1, last - 2 * i - 2]], num_new_blocks=[1])
+            for i in range(self.args.num_running)
         ]
-        candidates.append(Candidate(name, [blocks], [0]))
+        candidates.append(Candidate(request_id=name, block_ids=[blocks], num_new_blocks=[0]))
         seconds = {}
         start = time.perf_counter()
         (victim,) = choose_victims(candidates, num_free=[0]) if num_blocks >= self.args.num_running else (name,)

@@ -187,10 +187,12 @@ class SchedulerAlone:
             page = (self.args.block_size, 1, 2, 1)
             group = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), page, "float32")
             layout = KVLayout(self.args.block_size, (group,))
-        results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in (*plan.loads, *plan.saves))
+        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in (*plan.loads, *plan.saves))
         message = None
         if results or self.is_new:
-            message = ReportMessage((StepReport(0, results, self.args.host_blocks),), layout)
+            message = ReportMessage(
+                (StepReport(worker_id=0, results=results, num_host_chunks=self.args.host_blocks),), layout
+            )
         self.is_new = False
         received = {job.request_id for job in plan.loads} if self.args.variant != "ours-sync" else None
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=message)

@@ -240,7 +240,7 @@ def test_08_reset_while_saves_and_loads_fly_serves_nothing_stale(staged) -> None
     assert num_found(engine, tokens(12)) == 0
     _, [cancelled] = engine.step()
     results = cancelled + worker.finish()
-    assert engine.apply(worker, results).failed_loads == (FailedLoad("loading", 0),)
+    assert engine.apply(worker, results).failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=0),)
     ignored = engine.scheduler.stats().num_ignored_results
     assert engine.scheduler.apply(worker.report(results)).loaded == ()
     assert engine.scheduler.stats().num_ignored_results == ignored + len(results) == ignored + 2
@@ -325,7 +325,7 @@ def test_11_of_ten_chunks_loaded_three_fail_and_seven_are_used_up_to_the_first_h
     engine.add("b", tokens(41))
     engine.step()
     update = deliver(engine, fail=True, failed_blocks=failed_blocks)
-    assert update.failed_loads == (FailedLoad("b", num_valid_tokens),)
+    assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=num_valid_tokens),)
     engine.check_bytes(engine.requests["b"], num_valid_tokens)
     engine.step({"b": 41 - num_valid_tokens})
     engine.settle()
@@ -342,7 +342,7 @@ def test_12_a_failed_load_ends_in_recompute_for_that_request_only_and_is_not_tri
     engine.add("b", prompt)
     engine.add("c", healthy)
     engine.step()
-    assert deliver(engine, num_jobs=1, fail=True).failed_loads == (FailedLoad("b", 0),)
+    assert deliver(engine, num_jobs=1, fail=True).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert deliver(engine).loaded == ("c",)
     engine.remove("c")
     engine.step({"b": 12})
@@ -395,7 +395,7 @@ def test_13_a_transient_error_leaves_the_chunk_and_a_second_one_removes_it() -> 
     for num_left in (12, 0):
         engine.add("b", tokens(13))
         engine.step()
-        assert deliver(engine, fail=True).failed_loads == (FailedLoad("b", 0),)
+        assert deliver(engine, fail=True).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
         engine.remove("b")
         assert num_found(engine, tokens(12)) == num_left
     assert engine.scheduler.stats().num_resident_chunks == 0

@@ -42,9 +42,9 @@ def test_a_step_with_fused_copies():
     assert len(names["programs"]) == 8
     names["worker"].wait_until_allocated()
     for plan in (
-        StepPlan(1, saves=(engine.save([3, 1], [4, 5]),)),
-        StepPlan(2, loads=(engine.load([0, 2], [4, 5]),)),
-        StepPlan(3),
+        StepPlan(step_id=1, saves=(engine.save([3, 1], [4, 5]),)),
+        StepPlan(step_id=2, loads=(engine.load([0, 2], [4, 5]),)),
+        StepPlan(step_id=3),
     ):
         names["plan"] = plan
         exec("kv_caches = worker.begin_step" + step, names)

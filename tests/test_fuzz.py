@@ -109,15 +109,20 @@ def test_fifty_thousand_reports_that_make_no_sense_or_name_unknown_jobs_change_n
     engine = busy_engine()
     scheduler, rng = engine.scheduler, random.Random(1)
     before = state(scheduler)
-    good = JobResult(1000, JobState.FINISHED)
+    good = JobResult(job_id=1000, state=JobState.FINISHED)
     for _ in range(50_000):
         results = []
         for _ in range(rng.randint(0, 3)):  # unknown jobs; a report of these alone is sound
-            known = JobResult(rng.choice([77, 1000, 2**40]), rng.choice([JobState.FINISHED, JobState.FAILED]), "x", 0.1)
+            known = JobResult(
+                job_id=rng.choice([77, 1000, 2**40]),
+                state=rng.choice([JobState.FINISHED, JobState.FAILED]),
+                error="x",
+                duration_s=0.1,
+            )
             results.append(known if rng.random() < 0.5 else mutated(rng, good, keep=["failed_blocks"]))
         if rng.random() < 0.1:
             results.append(rng.choice(JUNK))
-        report = StepReport(rng.randint(0, 1), tuple(results), rng.choice([0, 64]))
+        report = StepReport(worker_id=rng.randint(0, 1), results=tuple(results), num_host_chunks=rng.choice([0, 64]))
         if rng.random() < 0.7:
             # Junk that could be meant is not junk: a larger incarnation is a worker that was started anew.
             report = mutated(rng, report)
@@ -193,8 +198,15 @@ def strange_job(rng: random.Random) -> object:
     ids = tuple(rng.choice([0, 1, 2, 5, 900, -1, HUGE, None, "3", 2.0, True]) for _ in range(rng.randint(0, 3)))
     others = tuple(rng.choice([0, 1, 3, 10**6]) for _ in ids)
     direction = rng.choice(list(Direction))
-    good = TransferJob(rng.randrange(10**6), direction, 0, (1, 2), (3, 4), "r")
-    part = SwapPart(0, rng.choice(list(HostStore)), (1, 2), (3, 4))
+    good = TransferJob(
+        job_id=rng.randrange(10**6),
+        direction=direction,
+        group_id=0,
+        block_ids=(1, 2),
+        host_block_ids=(3, 4),
+        request_id="r",
+    )
+    part = SwapPart(group_id=0, store=rng.choice(list(HostStore)), block_ids=(1, 2), host_block_ids=(3, 4))
     return rng.choice([
         rng.choice(JUNK),
         mutated(rng, good),
@@ -202,7 +214,7 @@ def strange_job(rng: random.Random) -> object:
                host_block_ids=others, request_id=""),
         broken(SwapJob, job_id=rng.randrange(10**6), direction=direction, request_id="r",
                parts=(mutated(rng, part), part)[: rng.randint(1, 2)]),
-        mutated(rng, SwapJob(rng.randrange(10**6), direction, "r", (part,))),
+        mutated(rng, SwapJob(job_id=rng.randrange(10**6), direction=direction, request_id="r", parts=(part,))),
     ])  # fmt: skip
 
 

@@ -93,7 +93,11 @@ class Caller:
 
     def limits(self) -> Any:
         rng = self.rng
-        good = RequestLimits(rng.choice([None, 0, 8]), rng.choice([None, 0, 8]), rng.randint(-1, 1))
+        good = RequestLimits(
+            max_save_tokens=rng.choice([None, 0, 8]),
+            max_load_tokens=rng.choice([None, 0, 8]),
+            priority=rng.randint(-1, 1),
+        )
         return rng.choice([5, "x", Unprintable()]) if rng.random() < self.share_bad / 2 else rng.choice([None, good])
 
     def scheduled(self, name: str, *, computed: int | None = None) -> Any:
@@ -102,7 +106,11 @@ class Caller:
             return rng.choice([None, 5, "a", Unprintable(), {}])
         num = rng.randint(0, NUM_BLOCKS * BLOCK_SIZE) if computed is None else computed
         return ScheduledRequest(
-            self.name(name), self.table(), self.block_hashes(name), self.number(num), self.number(num)
+            request_id=self.name(name),
+            block_ids=self.table(),
+            block_hashes=self.block_hashes(name),
+            num_prompt_tokens=self.number(num),
+            num_computed_tokens=self.number(num),
         )
 
     def changed(self) -> Any:
@@ -124,9 +132,12 @@ class Caller:
 
         num = rng.randint(1, NUM_BLOCKS)
         good = CachedPrefix(
-            self.block_hashes(name), self.number(num), block_of, self.number(num * BLOCK_SIZE),
-            RequestLimits(max_save_tokens=8),
-        )  # fmt: skip
+            block_hashes=self.block_hashes(name),
+            num_blocks=self.number(num),
+            block_of=block_of,
+            num_prompt_tokens=self.number(num * BLOCK_SIZE),
+            limits=RequestLimits(max_save_tokens=8),
+        )
         bad = dataclasses.replace(good, **rng.choice([{"block_of": 5}, {"limits": None}, {"limits": 5}]))
         return self.one_of({"it": lambda it: it}, good, lambda: rng.choice([None, 5, bad]))
 
@@ -167,7 +178,7 @@ class Caller:
         results = []
         for job in self.scheduler._jobs:
             state = JobState.FAILED if self.rng.random() < 0.1 else JobState.FINISHED
-            results.append(JobResult(job.job_id, state, "x" if state is JobState.FAILED else ""))
+            results.append(JobResult(job_id=job.job_id, state=state, error="x" if state is JobState.FAILED else ""))
         for worker in self.engine.workers:
             self.scheduler.apply(worker.report(results))
 
@@ -236,7 +247,17 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
     engine.hasher.extend(hashes, tokens(24))
     ids = [9, 3, 11, 5, 2, 8]
     worker.hbm.update(zip(ids, hashes, strict=True))
-    plan = engine.scheduler.plan_step([ScheduledRequest("a", as_form(ids), hashes, 24, 24)])
+    plan = engine.scheduler.plan_step(
+        [
+            ScheduledRequest(
+                request_id="a",
+                block_ids=as_form(ids),
+                block_hashes=hashes,
+                num_prompt_tokens=24,
+                num_computed_tokens=24,
+            )
+        ]
+    )
     for _ in range(3):  # four staging blocks for six: the rest waits for a step that says nothing
         assert {type(i) for job in plan.saves for i in job.block_ids} <= {int}
         worker.end_step(plan)
@@ -265,7 +286,13 @@ def test_hashes_of_all_forms_name_the_same_chunks(form):
     assert engine.scheduler.match("b", given, num_tokens=17, num_computed_tokens=0).num_tokens == 16
     engine.scheduler.release("b")
     assert engine.scheduler.match("b", given, num_tokens=17, num_computed_tokens=0).num_tokens == 16
-    plan = engine.scheduler.plan_step([ScheduledRequest("c", [1, 2, 3, 4], given, 16, 16)])
+    plan = engine.scheduler.plan_step(
+        [
+            ScheduledRequest(
+                request_id="c", block_ids=[1, 2, 3, 4], block_hashes=given, num_prompt_tokens=16, num_computed_tokens=16
+            )
+        ]
+    )
     assert plan.empty, "they are there already"
 
 
@@ -273,8 +300,15 @@ def test_a_step_is_refused_as_a_whole():
     engine = FakeEngine()
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(8))
-    good = [ScheduledRequest(name, [i, i + 1], hashes, 8, 8) for i, name in enumerate("ab")]
-    bad = ScheduledRequest("c", [1, True], hashes, 8, 8)
+    good = [
+        ScheduledRequest(
+            request_id=name, block_ids=[i, i + 1], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
+        )
+        for i, name in enumerate("ab")
+    ]
+    bad = ScheduledRequest(
+        request_id="c", block_ids=[1, True], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
+    )
     before = snapshot(engine.scheduler)
     engine.clock.now_s += 1000  # jobs that time out then are not refused, but they wait for a step that is
     with pytest.raises(RequestError, match="request c has block ids like True; expected a sequence of integers from 0"):
@@ -290,10 +324,24 @@ def test_of_a_request_that_is_named_twice_in_a_step_the_last_counts():
     engine = FakeEngine()
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(8))
-    named = [ScheduledRequest("a", [1, 2], hashes, 8, 8), ScheduledRequest("a", [3, 4], hashes, 8, 8)]
+    named = [
+        ScheduledRequest(
+            request_id="a", block_ids=[1, 2], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
+        ),
+        ScheduledRequest(
+            request_id="a", block_ids=[3, 4], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
+        ),
+    ]
     assert [job.block_ids for job in engine.scheduler.plan_step(named).saves] == [(3, 4)]
     engine.scheduler.check_invariants()
-    named = [ScheduledRequest("b", [1, 2], hashes[::-1], 8, 8), ScheduledRequest("b", [], hashes[::-1], 8, 8)]
+    named = [
+        ScheduledRequest(
+            request_id="b", block_ids=[1, 2], block_hashes=hashes[::-1], num_prompt_tokens=8, num_computed_tokens=8
+        ),
+        ScheduledRequest(
+            request_id="b", block_ids=[], block_hashes=hashes[::-1], num_prompt_tokens=8, num_computed_tokens=8
+        ),
+    ]
     assert engine.scheduler.plan_step(named).empty
 
 
@@ -302,12 +350,29 @@ def test_another_prompt_under_the_same_id_is_refused_where_it_would_be_saved():
     one, other = [], []
     engine.hasher.extend(one, tokens(8))
     engine.hasher.extend(other, tokens(8, start=100))
-    engine.scheduler.plan_step([ScheduledRequest("a", [1, 2], one, 8, 8)])
+    engine.scheduler.plan_step(
+        [
+            ScheduledRequest(
+                request_id="a", block_ids=[1, 2], block_hashes=one, num_prompt_tokens=8, num_computed_tokens=8
+            )
+        ]
+    )
     before = snapshot(engine.scheduler)
     with pytest.raises(RequestError, match="the hash of block 1 is not the one it had before"):
-        engine.scheduler.plan_step([ScheduledRequest("a", [3, 4], other, 8, 8)])
+        engine.scheduler.plan_step(
+            [
+                ScheduledRequest(
+                    request_id="a", block_ids=[3, 4], block_hashes=other, num_prompt_tokens=8, num_computed_tokens=8
+                )
+            ]
+        )
     with pytest.raises(RequestError, match="request a is preempted and holds what request b held"):
-        engine.scheduler.preempt("a", held=ScheduledRequest("b", [3, 4], other, 8, 8))
+        engine.scheduler.preempt(
+            "a",
+            held=ScheduledRequest(
+                request_id="b", block_ids=[3, 4], block_hashes=other, num_prompt_tokens=8, num_computed_tokens=8
+            ),
+        )
     assert not differences(before, snapshot(engine.scheduler))
 
 
@@ -323,9 +388,9 @@ def test_a_refused_match_leaves_the_limits_as_they_were():
 @pytest.mark.parametrize("form", TABLE_FORMS)
 def test_victims_are_chosen_from_tables_of_all_forms(form):
     candidates = [
-        Candidate("old", [TABLE_FORMS[form]([1, 2])], TABLE_FORMS[form]([1])),
-        Candidate("new", [TABLE_FORMS[form]([2, 3])], [0]),
+        Candidate(request_id="old", block_ids=[TABLE_FORMS[form]([1, 2])], num_new_blocks=TABLE_FORMS[form]([1])),
+        Candidate(request_id="new", block_ids=[TABLE_FORMS[form]([2, 3])], num_new_blocks=[0]),
     ]
     assert choose_victims(candidates, num_free=TABLE_FORMS[form]([0])) == ("new",)
     with pytest.raises(RequestError, match="expected"):
-        choose_victims([*candidates, Candidate("bad", [[True]], [0])], num_free=[0])
+        choose_victims([*candidates, Candidate(request_id="bad", block_ids=[[True]], num_new_blocks=[0])], num_free=[0])

@@ -123,7 +123,15 @@ class Engine:
             block_ids = self.grant(name, len(tokens) // BLOCK_SIZE)
             self.scheduler.admit(name, self.rows(block_ids), num_loaded_tokens=0)
             table = self.rows(block_ids)
-            changed.append(ScheduledRequest(name, table, self.hashes(tokens), len(tokens), len(tokens)))
+            changed.append(
+                ScheduledRequest(
+                    request_id=name,
+                    block_ids=table,
+                    block_hashes=self.hashes(tokens),
+                    num_prompt_tokens=len(tokens),
+                    num_computed_tokens=len(tokens),
+                )
+            )
             computed.append((block_ids, tokens))
         self.step(changed, computed)
         for _ in range(20):
@@ -181,7 +189,16 @@ def test_what_a_preempted_request_held_is_read_at_once(form):
     block_ids = engine.grant("a", 2)
     engine.scheduler.admit("a", engine.rows(block_ids), num_loaded_tokens=0)
     engine.write(block_ids, tokens)
-    engine.finish("a", held=ScheduledRequest("a", engine.rows(block_ids), engine.hashes(tokens), 8, 8))
+    engine.finish(
+        "a",
+        held=ScheduledRequest(
+            request_id="a",
+            block_ids=engine.rows(block_ids),
+            block_hashes=engine.hashes(tokens),
+            num_prompt_tokens=8,
+            num_computed_tokens=8,
+        ),
+    )
     engine.load("b", tokens)
     engine.worker.close()
 
@@ -192,12 +209,30 @@ def test_blocks_that_the_engine_has_moved_are_read_where_they_are():
     tokens = list(range(400, 432))
     block_ids = engine.grant("a", 8)
     hashes = engine.hashes(tokens)
-    named = [ScheduledRequest("a", engine.rows(block_ids), hashes, 32, 32)]
+    named = [
+        ScheduledRequest(
+            request_id="a",
+            block_ids=engine.rows(block_ids),
+            block_hashes=hashes,
+            num_prompt_tokens=32,
+            num_computed_tokens=32,
+        )
+    ]
     engine.step(named, [(block_ids, tokens)])  # two staging blocks: two of eight are saved
     moved = [block for block in range(NUM_BLOCKS) if block not in block_ids and block != JUNK][:8]
     engine.write(moved, tokens)
     engine.write(block_ids, [-1] * 32)
-    engine.step([ScheduledRequest("a", engine.rows(moved), hashes, 32, 32)])
+    engine.step(
+        [
+            ScheduledRequest(
+                request_id="a",
+                block_ids=engine.rows(moved),
+                block_hashes=hashes,
+                num_prompt_tokens=32,
+                num_computed_tokens=32,
+            )
+        ]
+    )
     for _ in range(8):
         engine.step()
     engine.tables["a"] = moved

@@ -6,6 +6,8 @@ and holds only ids and numbers. No array and no object of either side ever cross
 
 import dataclasses
 import enum
+import operator
+from collections.abc import Callable
 from typing import Any, NewType
 
 BlockHash = NewType("BlockHash", bytes)
@@ -38,7 +40,7 @@ class JobState(enum.Enum):
         return self not in (JobState.PLANNED, JobState.SENT)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferJob:
     """Blocks of one layer group that move together: a load for one request, a save for one or more.
 
@@ -82,7 +84,7 @@ class HostStore(enum.Enum):
     HOST_TIER = "host_tier"  # chunks that were saved; only read by swaps
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SwapPart:
     """Blocks of one layer group that a swap moves between HBM and one host store.
 
@@ -105,7 +107,7 @@ class SwapPart:
             )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SwapJob:
     """One request's blocks on their way out of HBM, or back.
 
@@ -127,7 +129,7 @@ class SwapJob:
         return sum(len(part.block_ids) for part in self.parts)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What the workers do around one forward pass.
 
@@ -167,13 +169,20 @@ class StepPlan:
             self.loads or self.saves or self.cancelled_job_ids or self.swap_outs or self.swap_ins or self.early_saves
         )
 
-    def __reduce__(self) -> tuple[type["StepPlan"], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., "StepPlan"], tuple[Any, ...]]:
         """A plan is pickled every step, and what dataclasses do for slots takes longer."""
-        jobs = self.loads, self.saves, self.cancelled_job_ids, self.swap_outs, self.swap_ins
-        return StepPlan, (self.step_id, *jobs, self.next_job_id, self.early_saves, self.cache_epochs)
+        return _unpickle_plan, _values_of_plan(self)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+_PLAN_FIELDS = tuple(field.name for field in dataclasses.fields(StepPlan))
+_values_of_plan: Callable[[StepPlan], tuple[Any, ...]] = operator.attrgetter(*_PLAN_FIELDS)
+
+
+def _unpickle_plan(*values: Any) -> StepPlan:
+    return StepPlan(**dict(zip(_PLAN_FIELDS, values, strict=True)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
     """How a job ended on one worker.
 
@@ -195,7 +204,7 @@ class JobResult:
     failed_blocks: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheEpoch:
     """Names the KV caches of one worker between two losses: nothing saved from others is what the scheduler thinks.
 
@@ -210,7 +219,7 @@ class CacheEpoch:
     num_losses: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
     """What a worker was made with. The scheduler compares it with its own settings and with the other workers'.
 
@@ -243,7 +252,7 @@ class WorkerSetup:
     rival: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one worker has to say since its last report.
 

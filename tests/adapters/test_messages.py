@@ -12,14 +12,34 @@ from tpu_offload.types import Direction, TransferJob
 
 pytestmark = pytest.mark.vllm
 
-LOAD = TransferJob(7, Direction.LOAD, 0, (1, 2), (3, 4), "request")
-REPORTS = tuple(StepReport(i, (JobResult(7, JobState.FAILED, "why", 0.5),), 9, ((0, 4),)) for i in range(2))
+LOAD = TransferJob(
+    job_id=7, direction=Direction.LOAD, group_id=0, block_ids=(1, 2), host_block_ids=(3, 4), request_id="request"
+)
+REPORTS = tuple(
+    StepReport(
+        worker_id=i,
+        results=(JobResult(job_id=7, state=JobState.FAILED, error="why", duration_s=0.5),),
+        num_host_chunks=9,
+        lost_slots=((0, 4),),
+    )
+    for i in range(2)
+)
 
 
 def test_plans_and_reports_survive_pickling():
     for message in (
-        PlanMessage(StepPlan(3), idle=True),
-        PlanMessage(StepPlan(4, (LOAD,), (TransferJob(8, Direction.SAVE, 0, (5,), (6,)),), (2,)), idle=False),
+        PlanMessage(StepPlan(step_id=3), idle=True),
+        PlanMessage(
+            StepPlan(
+                step_id=4,
+                loads=(LOAD,),
+                saves=(
+                    TransferJob(job_id=8, direction=Direction.SAVE, group_id=0, block_ids=(5,), host_block_ids=(6,)),
+                ),
+                cancelled_job_ids=(2,),
+            ),
+            idle=False,
+        ),
         ReportMessage(REPORTS),
     ):
         assert pickle.loads(pickle.dumps(message)) == message

@@ -423,7 +423,9 @@ def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, as
         jnp.int32(0),
     )  # it says it copied nothing
     held, poll = [True], worker.poll
-    worker.poll = lambda *, wait=False: StepReport(0, (), worker.num_host_chunks) if held else poll(wait=wait)
+    worker.poll = lambda *, wait=False: (
+        StepReport(worker_id=0, results=(), num_host_chunks=worker.num_host_chunks) if held else poll(wait=wait)
+    )
     longer = [*tokens, *prompt(20, seed=8)]
     request = stack.add("b", longer, max_tokens=8)
     while len(stack.outputs["b"]) < 2:

@@ -44,7 +44,9 @@ def delay(worker, rng: random.Random, rate: float) -> None:
 
     def poll(*, wait: bool = False):
         if not wait and rng.random() < rate:
-            return StepReport(worker._report.worker_id, (), worker._report.num_host_chunks)
+            return StepReport(
+                worker_id=worker._report.worker_id, results=(), num_host_chunks=worker._report.num_host_chunks
+            )
         return real(wait=wait)
 
     worker.poll = poll

@@ -111,7 +111,9 @@ def test_a_copy_comes_late(path, fault, longest_s):
 
 
 def make_report(*job_ids):
-    return StepReport(0, tuple(JobResult(job_id, FINISHED) for job_id in job_ids), 5)
+    return StepReport(
+        worker_id=0, results=tuple(JobResult(job_id=job_id, state=FINISHED) for job_id in job_ids), num_host_chunks=5
+    )
 
 
 def test_reports_are_lost_doubled_or_held_back():

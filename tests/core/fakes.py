@@ -61,7 +61,7 @@ class FakeWorker:
             for entry in list(self.in_flight):
                 if entry[0].job_id == job_id:
                     self.in_flight.remove(entry)
-                    results.append(JobResult(job_id, JobState.CANCELLED))
+                    results.append(JobResult(job_id=job_id, state=JobState.CANCELLED))
         for job in plan.loads:
             content = [self.host[i] for i in job.host_block_ids]
             self.in_flight.append((job, content))
@@ -90,7 +90,11 @@ class FakeWorker:
             state = JobState.FAILED if fail else JobState.FINISHED
             results.append(
                 JobResult(
-                    job.job_id, state, "injected" if fail else "", 0.5, failed_blocks=failed_blocks if fail else ()
+                    job_id=job.job_id,
+                    state=state,
+                    error="injected" if fail else "",
+                    duration_s=0.5,
+                    failed_blocks=failed_blocks if fail else (),
                 )
             )
         del self.in_flight[: len(results)]
@@ -103,7 +107,12 @@ class FakeWorker:
 
     def report(self, results: list[JobResult] | None = None) -> StepReport:
         lost, self.lost_slots = tuple(self.lost_slots), []
-        return StepReport(self.worker_id, tuple(results or ()), self.num_host_chunks, lost)
+        return StepReport(
+            worker_id=self.worker_id,
+            results=tuple(results or ()),
+            num_host_chunks=self.num_host_chunks,
+            lost_slots=lost,
+        )
 
 
 @dataclasses.dataclass
@@ -170,14 +179,26 @@ class FakeEngine:
             if block_id in self.cached:
                 request, i = self.cached[block_id]
                 limits = request.limits or RequestLimits()
-                self.scheduler.evict(CachedPrefix(request.hashes, i + 1, block_of.get, len(request.tokens), limits))
+                self.scheduler.evict(
+                    CachedPrefix(
+                        block_hashes=request.hashes,
+                        num_blocks=i + 1,
+                        block_of=block_of.get,
+                        num_prompt_tokens=len(request.tokens),
+                        limits=limits,
+                    )
+                )
         for block_id in granted:
             self.cached.pop(block_id, None)
         return granted
 
     def held(self, request: FakeRequest) -> ScheduledRequest:
         return ScheduledRequest(
-            request.request_id, request.block_ids, request.hashes, len(request.tokens), request.num_computed
+            request_id=request.request_id,
+            block_ids=request.block_ids,
+            block_hashes=request.hashes,
+            num_prompt_tokens=len(request.tokens),
+            num_computed_tokens=request.num_computed,
         )
 
     def add(
@@ -228,7 +249,11 @@ class FakeEngine:
                 request.num_named_blocks = num_blocks
                 scheduled.append(
                     ScheduledRequest(
-                        request.request_id, request.block_ids, request.hashes, len(request.tokens), request.num_computed
+                        request_id=request.request_id,
+                        block_ids=request.block_ids,
+                        block_hashes=request.hashes,
+                        num_prompt_tokens=len(request.tokens),
+                        num_computed_tokens=request.num_computed,
                     )
                 )
         plan = self.scheduler.plan_step(scheduled)
@@ -269,7 +294,7 @@ class FakeEngine:
                 update = self.apply(worker, early + worker.finish())
                 loaded += update.loaded
                 failed += update.failed_loads
-        return Update(tuple(loaded), tuple(failed))
+        return Update(loaded=tuple(loaded), failed_loads=tuple(failed))
 
     def serve(self, request_id: str, tokens: list[int]) -> int:
         """Runs one request to its end; returns how many tokens were loaded."""

@@ -32,23 +32,35 @@ def resident(**config) -> OffloadScheduler:
     """A scheduler whose host tier holds a prompt of 100,000 tokens."""
     num_chunks = len(HASHES)
     scheduler = OffloadScheduler(OffloadConfig.create(num_cpu_chunks=num_chunks, **config), LAYOUT)
-    scheduler.apply(StepReport(0, (), num_chunks))
-    changed = [ScheduledRequest("a", list(range(num_chunks)), HASHES, NUM_TOKENS, NUM_TOKENS)]
+    scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=num_chunks))
+    changed = [
+        ScheduledRequest(
+            request_id="a",
+            block_ids=list(range(num_chunks)),
+            block_hashes=HASHES,
+            num_prompt_tokens=NUM_TOKENS,
+            num_computed_tokens=NUM_TOKENS,
+        )
+    ]
     for _ in range(2000):
         plan = scheduler.plan_step(changed)
         changed = []
         if not plan.saves:
             break
-        results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in plan.saves)
-        scheduler.apply(StepReport(0, results, num_chunks, oldest_job_id=plan.next_job_id))
+        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.saves)
+        scheduler.apply(
+            StepReport(worker_id=0, results=results, num_host_chunks=num_chunks, oldest_job_id=plan.next_job_id)
+        )
     scheduler.finish("a")
     assert scheduler.stats().num_resident_chunks == num_chunks
     return scheduler
 
 
 def report_of(plan, **fields) -> StepReport:
-    results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in (*plan.loads, *plan.saves))
-    return StepReport(0, results, len(HASHES), oldest_job_id=plan.next_job_id, **fields)
+    results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in (*plan.loads, *plan.saves))
+    return StepReport(
+        worker_id=0, results=results, num_host_chunks=len(HASHES), oldest_job_id=plan.next_job_id, **fields
+    )
 
 
 @pytest.mark.parametrize("path", ["direct", "fused"])
@@ -134,7 +146,7 @@ def test_it_waits_no_longer_than_it_may() -> None:
     engine.clock.now_s += 3
     plan, _ = engine.step()
     assert not plan.loads
-    assert engine.apply(engine.workers[0], []).failed_loads == (FailedLoad("b", 0),)
+    assert engine.apply(engine.workers[0], []).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert engine.scheduler.stats().dropped_load_blocks == 10
     assert engine.scheduler.stats().num_failed_jobs == 0, "nothing was tried"
     engine.scheduler.check_invariants()
@@ -151,7 +163,7 @@ def test_a_load_that_waits_can_be_given_up(end) -> None:
     engine.step()
     if end == "reset":
         engine.scheduler.reset()
-        assert engine.apply(engine.workers[0], []).failed_loads == (FailedLoad("b", 0),)
+        assert engine.apply(engine.workers[0], []).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     else:
         engine.remove("b", preempt=end == "preempt")
     engine.scheduler.check_invariants()
@@ -172,7 +184,7 @@ def test_slots_that_are_lost_while_a_load_waits_end_it_at_the_first_of_them() ->
     engine.apply(worker, worker.finish())
     engine.scheduler.check_invariants()
     update = engine.settle()
-    assert update.failed_loads == (FailedLoad("b", 6 * BLOCK_SIZE),)
+    assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=6 * BLOCK_SIZE),)
     engine.check_bytes(request, 6 * BLOCK_SIZE)
 
 
@@ -341,9 +353,15 @@ def saved_blocks(plan) -> list[int]:
 
 def test_a_long_prompt_that_is_new_to_the_host_tier_is_saved_by_several_plans() -> None:
     scheduler = OffloadScheduler(OffloadConfig.create(num_cpu_chunks=8000, **DIRECT), LAYOUT)
-    scheduler.apply(StepReport(0, (), 8000))
+    scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=8000))
     num_blocks = 2 * saving.MAX_AT_ONCE + 1000
-    prompt = ScheduledRequest("a", range(num_blocks), HASHES[:num_blocks], num_blocks * 4, num_blocks * 4)
+    prompt = ScheduledRequest(
+        request_id="a",
+        block_ids=range(num_blocks),
+        block_hashes=HASHES[:num_blocks],
+        num_prompt_tokens=num_blocks * 4,
+        num_computed_tokens=num_blocks * 4,
+    )
     plans = [scheduler.plan_step([prompt]), *(scheduler.plan_step() for _ in range(3))]
     assert [len(saved_blocks(plan)) for plan in plans] == [saving.MAX_AT_ONCE, saving.MAX_AT_ONCE, 1000, 0]
     assert [block for plan in plans for block in saved_blocks(plan)] == list(range(num_blocks))

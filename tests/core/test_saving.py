@@ -16,7 +16,13 @@ def blocks(jobs) -> list[int]:
 def prefix(request, num_blocks=None, *, gone=0, limits=None) -> CachedPrefix:
     block_of = dict(list(zip(request.hashes, request.block_ids, strict=False))[gone:])
     num_blocks = num_blocks or len(request.hashes)
-    return CachedPrefix(request.hashes, num_blocks, block_of.get, len(request.tokens), limits or RequestLimits())
+    return CachedPrefix(
+        block_hashes=request.hashes,
+        num_blocks=num_blocks,
+        block_of=block_of.get,
+        num_prompt_tokens=len(request.tokens),
+        limits=limits or RequestLimits(),
+    )
 
 
 def computed(engine: FakeEngine, name: str, prompt: list[int], **kwargs):
@@ -149,15 +155,15 @@ def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
     "wrong",
     [
         "nothing",
-        CachedPrefix([b"1"], 2, lambda h: 1, 4),
-        CachedPrefix([b"1"], 0, lambda h: 1, 4),
-        CachedPrefix(7, 1, lambda h: 1, 4),
-        CachedPrefix([b"1"], 1, 7, 4),
-        CachedPrefix([b"1"], 1, lambda h: -1, 4),
-        CachedPrefix([b"1"], 1, lambda h: h, 4),
-        CachedPrefix([b"1"], 1, lambda h: 1, -4),
-        CachedPrefix([1], 1, lambda h: 1, 4),
-        CachedPrefix([b"1"], 1, lambda h: 1, 4, "limits"),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=2, block_of=lambda h: 1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=0, block_of=lambda h: 1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=7, num_blocks=1, block_of=lambda h: 1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=7, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda h: -1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda h: h, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda h: 1, num_prompt_tokens=-4),
+        CachedPrefix(block_hashes=[1], num_blocks=1, block_of=lambda h: 1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda h: 1, num_prompt_tokens=4, limits="limits"),
     ],
     ids=[
         "type",
@@ -240,7 +246,11 @@ def test_what_a_load_was_still_bringing_is_not_saved() -> None:
 def test_what_is_said_of_a_preempted_request_is_looked_at() -> None:
     engine = FakeEngine(save_on="preemption")
     computed(engine, "a", tokens(16))
-    for wrong in ("nothing", ScheduledRequest("a", 5, [], 4, 4), ScheduledRequest("b", [1], [7], 4, 4)):
+    for wrong in (
+        "nothing",
+        ScheduledRequest(request_id="a", block_ids=5, block_hashes=[], num_prompt_tokens=4, num_computed_tokens=4),
+        ScheduledRequest(request_id="b", block_ids=[1], block_hashes=[7], num_prompt_tokens=4, num_computed_tokens=4),
+    ):
         with pytest.raises(RequestError):
             engine.scheduler.preempt(getattr(wrong, "request_id", "a"), held=wrong)
     engine.remove("a", preempt=True)
@@ -359,7 +369,13 @@ def test_limits_last_until_the_request_ends() -> None:
     engine.remove("a", preempt=True)
     # Also of one that is not matched again.
     request = engine.add("x", tokens(16, start=50))
-    named = ScheduledRequest("a", request.block_ids, request.hashes, 16, 16)
+    named = ScheduledRequest(
+        request_id="a",
+        block_ids=request.block_ids,
+        block_hashes=request.hashes,
+        num_prompt_tokens=16,
+        num_computed_tokens=16,
+    )
     assert engine.scheduler.plan_step([named]).saves == ()
     engine.scheduler.finish("a")
     engine.add("a", tokens(16))

@@ -103,9 +103,13 @@ def test_doubled_late_and_unknown_results_change_nothing_and_are_counted() -> No
     for _ in range(3):
         engine.apply(workers[0], results)
     assert engine.scheduler.has_jobs, "one worker has not reported"
-    engine.apply(workers[0], [JobResult(999, JobState.FINISHED)])
-    engine.apply(workers[1], [JobResult(results[0].job_id, JobState.SENT)])
-    engine.scheduler.apply(StepReport(7, (JobResult(results[0].job_id, JobState.FINISHED),), 1000))
+    engine.apply(workers[0], [JobResult(job_id=999, state=JobState.FINISHED)])
+    engine.apply(workers[1], [JobResult(job_id=results[0].job_id, state=JobState.SENT)])
+    engine.scheduler.apply(
+        StepReport(
+            worker_id=7, results=(JobResult(job_id=results[0].job_id, state=JobState.FINISHED),), num_host_chunks=1000
+        )
+    )
     assert engine.scheduler.stats().num_ignored_results == 3
     assert engine.scheduler.stats().num_rejected_reports == 2
     assert engine.scheduler.stats().num_host_chunks == 64
@@ -179,7 +183,11 @@ def _scheduled(request, num_prompt_tokens):
     from tpu_offload import ScheduledRequest
 
     return ScheduledRequest(
-        request.request_id, request.block_ids, request.hashes, num_prompt_tokens, request.num_computed
+        request_id=request.request_id,
+        block_ids=request.block_ids,
+        block_hashes=request.hashes,
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=request.num_computed,
     )
 
 
@@ -356,12 +364,14 @@ def test_a_failed_load_ends_in_recompute_for_that_request_only_and_is_not_tried_
     engine.step()
     worker = engine.workers[0]
     update = engine.apply(worker, worker.finish(fail=True))
-    assert update.failed_loads == (FailedLoad("b", 0),)
+    assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert engine.scheduler.stats().num_failed_jobs == 1
     engine.remove("b")
     assert engine.add("c", tokens(12)).num_computed == 11, "an error may pass: it is tried once more"
     engine.step()
-    assert engine.apply(worker, worker.finish(fail=True)).failed_loads == (FailedLoad("c", 0),)
+    assert engine.apply(worker, worker.finish(fail=True)).failed_loads == (
+        FailedLoad(request_id="c", num_valid_tokens=0),
+    )
     assert engine.add("d", tokens(12)).num_computed == 0
     assert engine.add("e", tokens(12, start=300)).num_computed == 11
     engine.scheduler.check_invariants()
@@ -376,7 +386,7 @@ def test_a_late_load_is_cancelled_before_the_engine_hears_of_it() -> None:
     plan, [results] = engine.step()
     assert len(plan.cancelled_job_ids) == 1
     worker = engine.workers[0]
-    assert engine.apply(worker, []).failed_loads == (FailedLoad("b", 0),)
+    assert engine.apply(worker, []).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert engine.scheduler.stats().staging_reserved_blocks == 0
     assert engine.scheduler.stats().num_timed_out_jobs == 1
     assert not engine.scheduler.has_jobs
@@ -420,7 +430,7 @@ def test_reset_while_saves_and_loads_fly_serves_nothing_stale() -> None:
         engine.scheduler.admit("matched", [1, 2, 3], num_loaded_tokens=12)
     worker = engine.workers[0]
     update = engine.apply(worker, worker.finish())
-    assert update.failed_loads == (FailedLoad("loading", 0),)
+    assert update.failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=0),)
     engine.add("half", tokens(12, start=200))
     engine.step({"half": 4})
     engine.scheduler.reset()
@@ -704,7 +714,7 @@ def test_requests_of_one_step_share_a_save_and_after_a_failure_each_has_its_own(
     assert [job.num_blocks for job in plan.saves] == [2, 2, 2]
     engine.scheduler.check_invariants()
     a, *others = worker.finish()
-    engine.apply(worker, [JobResult(a.job_id, JobState.FAILED, "again"), *others])
+    engine.apply(worker, [JobResult(job_id=a.job_id, state=JobState.FAILED, error="again"), *others])
     assert engine.scheduler.plan_step().empty, "it fails for ever, and takes no other down"
     assert engine.scheduler.stats().num_resident_chunks == 4
     engine.scheduler.check_invariants()
@@ -728,7 +738,7 @@ def test_a_promise_whose_host_memory_was_lost_can_be_taken_in_part() -> None:
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(16))
     assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0).num_tokens == 16
-    engine.scheduler.apply(StepReport(0, (), 64, lost_slots=((0, 64),)))
+    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, lost_slots=((0, 64),)))
     engine.scheduler.admit("b", [0, 1], num_loaded_tokens=8)
     engine.scheduler.check_invariants()
     engine.scheduler.finish("b")
@@ -755,7 +765,7 @@ def test_a_load_that_one_worker_fails_and_another_never_reports_times_out() -> N
     engine.clock.now_s += 6
     plan, [_, late] = engine.step()
     assert len(plan.cancelled_job_ids) == 1
-    assert engine.apply(workers[0], []).failed_loads == (FailedLoad("b", 0),)
+    assert engine.apply(workers[0], []).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert engine.scheduler.stats().num_failed_jobs == 1
     engine.apply(workers[1], late)
     assert not engine.scheduler.has_jobs
@@ -774,7 +784,7 @@ def test_a_load_in_flight_at_a_reset_is_cancelled_by_the_next_plan(sent) -> None
     plan, (results,) = engine.step()
     assert len(plan.cancelled_job_ids) == sent
     assert plan.loads == ()
-    assert engine.apply(engine.workers[0], results).failed_loads == (FailedLoad("b", 0),)
+    assert engine.apply(engine.workers[0], results).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert not engine.scheduler.has_jobs
     engine.scheduler.check_invariants()
 
@@ -969,15 +979,17 @@ def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> Non
     assert engine.scheduler.match("matched", hashes, num_tokens=9, num_computed_tokens=0).num_tokens == 8
     engine.add("saving", tokens(8, start=700))
     engine.step({"saving": 8})
-    report = StepReport(0, tuple(worker.finish()), 64, lost_slots=((0, 64),))
-    assert engine.scheduler.apply(report).failed_loads == (FailedLoad("loading", 0),)
+    report = StepReport(worker_id=0, results=tuple(worker.finish()), num_host_chunks=64, lost_slots=((0, 64),))
+    assert engine.scheduler.apply(report).failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=0),)
     engine.requests["loading"].loading = False
     assert engine.scheduler.match("late", hashes, num_tokens=9, num_computed_tokens=0).num_tokens == 0
     engine.scheduler.admit("matched", [30, 31], num_loaded_tokens=8)
     plan, _ = engine.step()
     assert [job.num_blocks for job in plan.saves] == [2], "a load reads the other three slots"
     update = engine.scheduler.apply(worker.report(worker.finish()))
-    assert update.failed_loads == (FailedLoad("matched", 0),), "zeros were copied, whatever the worker says"
+    assert update.failed_loads == (FailedLoad(request_id="matched", num_valid_tokens=0),), (
+        "zeros were copied, whatever the worker says"
+    )
     engine.scheduler.check_invariants()
     plan, _ = engine.step()
     assert [job.num_blocks for job in plan.saves] == [3], "who still holds the blocks saves them again"

@@ -73,14 +73,26 @@ class Engine:
         self.report()
 
     def report(self, *jobs, **fields):
-        results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in jobs)
-        return self.scheduler.apply(StepReport(0, results, self.num_chunks, incarnation=self.life, **fields))
+        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in jobs)
+        return self.scheduler.apply(
+            StepReport(worker_id=0, results=results, num_host_chunks=self.num_chunks, incarnation=self.life, **fields)
+        )
 
     def save(self, request_id: str, hashes: list[BlockHash]) -> None:
         num_tokens = len(hashes) * 16
         blocks = list(range(len(hashes)))
         self.scheduler.match(request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0)
-        plan = self.scheduler.plan_step([ScheduledRequest(request_id, blocks, hashes, num_tokens, num_tokens)])
+        plan = self.scheduler.plan_step(
+            [
+                ScheduledRequest(
+                    request_id=request_id,
+                    block_ids=blocks,
+                    block_hashes=hashes,
+                    num_prompt_tokens=num_tokens,
+                    num_computed_tokens=num_tokens,
+                )
+            ]
+        )
         self.report(*plan.saves)
         while (plan := self.scheduler.plan_step()).saves:
             self.report(*plan.saves)
@@ -190,7 +202,13 @@ def test_a_save_of_a_long_prompt_costs_what_the_staging_buffer_lets_through() ->
         engine = Engine(40_000, 16)
         hashes, blocks = chain(0, num_blocks), list(range(num_blocks))
         engine.scheduler.match("a", hashes, num_tokens=num_blocks * 16, num_computed_tokens=0)
-        scheduled = ScheduledRequest("a", blocks, hashes, num_blocks * 16, num_blocks * 16)
+        scheduled = ScheduledRequest(
+            request_id="a",
+            block_ids=blocks,
+            block_hashes=hashes,
+            num_prompt_tokens=num_blocks * 16,
+            num_computed_tokens=num_blocks * 16,
+        )
         steps = [num_opcodes(engine.scheduler.plan_step, [scheduled])]
         steps.append(num_opcodes(engine.scheduler.plan_step))
         counts.append(max(steps))
@@ -204,9 +222,15 @@ def test_a_plan_of_very_many_new_chunks_costs_what_one_plan_saves() -> None:
     for num_blocks in (2 * MAX_SAVED, 10 * MAX_SAVED):
         config = OffloadConfig.create(num_cpu_chunks=NUM_CHUNKS, save_path="direct", load_path="direct")
         scheduler = OffloadScheduler(config, LAYOUT, clock=lambda: 0.0)
-        scheduler.apply(StepReport(0, (), NUM_CHUNKS))
+        scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=NUM_CHUNKS))
         hashes, blocks = chain(0, num_blocks), list(range(num_blocks))
-        scheduled = ScheduledRequest("a", blocks, hashes, num_blocks * 16, num_blocks * 16)
+        scheduled = ScheduledRequest(
+            request_id="a",
+            block_ids=blocks,
+            block_hashes=hashes,
+            num_prompt_tokens=num_blocks * 16,
+            num_computed_tokens=num_blocks * 16,
+        )
         counts.append([num_opcodes(scheduler.plan_step, [scheduled]), num_opcodes(scheduler.plan_step)])
     few, many = counts
     assert max(many) < max(few) + 2000

@@ -21,7 +21,9 @@ def match(engine, name, prompt):
 
 
 def report(engine, worker_id=0, *results, **fields):
-    base = StepReport(worker_id, tuple(results), engine.workers[worker_id].num_host_chunks)
+    base = StepReport(
+        worker_id=worker_id, results=tuple(results), num_host_chunks=engine.workers[worker_id].num_host_chunks
+    )
     return engine.scheduler.apply(dataclasses.replace(base, **fields))
 
 
@@ -37,11 +39,13 @@ def test_a_job_whose_result_never_came_ends_as_soon_as_its_worker_is_known_to_be
     assert report(engine, 0, oldest_job_id=save.job_id).failed_loads == ()
     assert engine.scheduler.stats().num_jobs_in_flight == 2, "the other worker may be at them"
     assert report(engine, 1, oldest_job_id=load.job_id).failed_loads == (), "nothing is said of this very job"
-    assert report(engine, 1, oldest_job_id=save.job_id + 1).failed_loads == (FailedLoad("loading", 0),)
+    assert report(engine, 1, oldest_job_id=save.job_id + 1).failed_loads == (
+        FailedLoad(request_id="loading", num_valid_tokens=0),
+    )
     assert report(engine, 0, oldest_job_id=save.job_id + 1).failed_loads == ()
     stats = engine.scheduler.stats()
     assert (stats.num_jobs_in_flight, stats.num_lost_results, stats.staging_reserved_blocks) == (0, 2, 0)
-    assert report(engine, 0, JobResult(load.job_id, FINISHED)).loaded == (), "too late"
+    assert report(engine, 0, JobResult(job_id=load.job_id, state=FINISHED)).loaded == (), "too late"
     assert engine.scheduler.stats().num_ignored_results == 1
     engine.requests["loading"].loading = False
     engine.scheduler.check_invariants()
@@ -82,7 +86,7 @@ def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_wi
     for worker_id in range(2):
         assert engine.step()[0].saves == ()
         if how == "late result":
-            report(engine, worker_id, JobResult(job.job_id, FINISHED), incarnation=100)
+            report(engine, worker_id, JobResult(job_id=job.job_id, state=FINISHED), incarnation=100)
         elif how == "later jobs are over":
             report(engine, worker_id, oldest_job_id=job.job_id + 1, incarnation=100)
         else:
@@ -112,20 +116,20 @@ def test_a_worker_that_started_anew_has_nothing_and_what_it_was_at_fails():
     plan, _ = engine.step({"saving": 8})
     assert match(engine, "promised", tokens(12)) == 11
     update = report(engine, 1, incarnation=6, num_host_chunks=3)
-    assert update.failed_loads == (FailedLoad("loading", 0),)
+    assert update.failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=0),)
     engine.requests["loading"].loading = False
     stats = engine.scheduler.stats()
     assert (stats.num_worker_restarts, stats.num_host_chunks) == (1, 3)
     assert match(engine, "late", tokens(16)) == 0
     engine.scheduler.admit("promised", [40, 41, 42], num_loaded_tokens=11)
-    old = report(engine, 1, JobResult(plan.saves[0].job_id, FINISHED), incarnation=5, num_host_chunks=64)
+    old = report(engine, 1, JobResult(job_id=plan.saves[0].job_id, state=FINISHED), incarnation=5, num_host_chunks=64)
     assert old.loaded == ()
     assert engine.scheduler.stats().num_host_chunks == 3, "what an earlier life says is not heard"
     engine.step()
     last = plan.saves[0].job_id + 2
     for worker_id in range(2):
         update = report(engine, worker_id, incarnation=5 + worker_id, oldest_job_id=last, num_host_chunks=3)
-    assert update.failed_loads == (FailedLoad("promised", 0),)
+    assert update.failed_loads == (FailedLoad(request_id="promised", num_valid_tokens=0),)
     assert engine.scheduler.stats().num_jobs_in_flight == 0
     engine.scheduler.check_invariants()
     report(engine, 1, incarnation=6, num_host_chunks=64)
@@ -143,9 +147,9 @@ def test_a_load_that_begins_inside_a_chunk_is_used_up_to_the_first_hole(failed, 
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=19)
     plan, _ = engine.step()
-    result = JobResult(plan.loads[0].job_id, FAILED, "injected", failed_blocks=failed)
+    result = JobResult(job_id=plan.loads[0].job_id, state=FAILED, error="injected", failed_blocks=failed)
     update = report(engine, 0, result)
-    assert update.failed_loads == (FailedLoad("b", num_valid),)
+    assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=num_valid),)
     assert engine.scheduler.stats().loaded_tokens == num_valid - 4
     engine.scheduler.check_invariants()
 
@@ -157,8 +161,12 @@ def test_of_several_workers_the_first_hole_counts_and_positions_that_do_not_exis
         engine.add("b", tokens(25))
         (load,) = engine.step()[0].loads
         for worker_id, positions in enumerate(failed):
-            update = report(engine, worker_id, JobResult(load.job_id, FAILED, "injected", failed_blocks=positions))
-        assert update.failed_loads == (FailedLoad("b", num_valid),)
+            update = report(
+                engine,
+                worker_id,
+                JobResult(job_id=load.job_id, state=FAILED, error="injected", failed_blocks=positions),
+            )
+        assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=num_valid),)
         engine.scheduler._context.suspects.clear()
         engine.requests["b"].loading = False
         engine.remove("b")
@@ -193,7 +201,7 @@ def test_lost_memory_fails_the_chunks_that_were_in_it_and_no_others():
     lost = plan.loads[0].host_block_ids[2]
     results = engine.workers[0].finish()
     update = report(engine, 0, *results, lost_slots=((lost, lost + 1), (plan.saves[0].host_block_ids[1],) * 2)[:1])
-    assert update.failed_loads == (FailedLoad("loading", 8),)
+    assert update.failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=8),)
     engine.requests["loading"].loading = False
     assert match(engine, "b", tokens(13, start=100)) == 12
     engine.scheduler.release("b")
@@ -210,7 +218,7 @@ def test_who_admits_what_a_reset_took_back_is_told_that_its_load_failed():
     engine.scheduler.admit("b", [1, 2, 3], num_loaded_tokens=11)
     plan, _ = engine.step()
     assert plan.empty
-    assert report(engine).failed_loads == (FailedLoad("b", 0),)
+    assert report(engine).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert engine.scheduler.stats().staging_reserved_blocks == 0
     engine.scheduler.check_invariants()
 
@@ -282,7 +290,17 @@ def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_was_never_ma
     engine.grow_hashes(request)
     engine.scheduler.admit("quiet", request.block_ids, num_loaded_tokens=0)
     engine.scheduler.reset()
-    plan = engine.scheduler.plan_step([ScheduledRequest("quiet", [1, 2], request.hashes, 8, 8)])
+    plan = engine.scheduler.plan_step(
+        [
+            ScheduledRequest(
+                request_id="quiet",
+                block_ids=[1, 2],
+                block_hashes=request.hashes,
+                num_prompt_tokens=8,
+                num_computed_tokens=8,
+            )
+        ]
+    )
     assert plan.saves == ()
 
 
@@ -309,7 +327,7 @@ def test_what_timed_out_can_be_heard_of_without_a_report():
     engine.step()
     engine.clock.now_s += 6
     engine.step()
-    assert engine.scheduler.take_update().failed_loads == (FailedLoad("b", 0),)
+    assert engine.scheduler.take_update().failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert engine.scheduler.take_update() == Update()
 
 
@@ -326,7 +344,7 @@ def test_plans_say_which_ids_are_given_so_that_a_worker_that_missed_some_can_say
 def loading_engine(**settings):
     engine = FakeEngine(job_timeout_s=5.0, **settings)
     engine.serve("a", tokens(8))
-    engine.scheduler.apply(StepReport(0, (), 64, incarnation=1000))
+    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, incarnation=1000))
     engine.add("b", tokens(8))
     engine.step()
     return engine
@@ -338,8 +356,8 @@ def test_who_waits_is_told_also_when_no_report_is_taken(said):
     engine.clock.now_s += 6
     engine.step()
     assert engine.scheduler.has_jobs, "there is news"
-    report = dataclasses.replace(StepReport(0, (), 64, incarnation=1000), **said)
-    assert engine.scheduler.apply(report).failed_loads == (FailedLoad("b", 0),)
+    report = dataclasses.replace(StepReport(worker_id=0, results=(), num_host_chunks=64, incarnation=1000), **said)
+    assert engine.scheduler.apply(report).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert not engine.scheduler.has_jobs
 
 
@@ -350,7 +368,7 @@ def test_there_is_something_to_do_while_there_is_news():
     engine.scheduler.reset()
     engine.scheduler.admit("b", [1, 2], num_loaded_tokens=7)
     assert engine.scheduler.has_jobs
-    assert engine.scheduler.take_update().failed_loads == (FailedLoad("b", 0),)
+    assert engine.scheduler.take_update().failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert not engine.scheduler.has_jobs
     swaps = SwapEngine()
     swaps.start("a", tokens(9))
@@ -363,7 +381,13 @@ def test_there_is_something_to_do_while_there_is_news():
 def test_a_worker_that_is_through_with_jobs_that_were_never_given_is_heard_otherwise():
     engine = loading_engine()
     ((job, _),) = engine.workers[0].in_flight
-    report = StepReport(0, (JobResult(job.job_id, FINISHED),), 64, oldest_job_id=10**9, incarnation=1000)
+    report = StepReport(
+        worker_id=0,
+        results=(JobResult(job_id=job.job_id, state=FINISHED),),
+        num_host_chunks=64,
+        oldest_job_id=10**9,
+        incarnation=1000,
+    )
     assert engine.scheduler.apply(report).loaded == ("b",)
     assert engine.scheduler.stats().num_rejected_reports == 1
 
@@ -373,23 +397,26 @@ def test_a_report_cannot_make_the_swap_pool_larger_than_its_setting():
     most = engine.config.max_swap_blocks(engine.layout)
     before = engine.scheduler.stats().swap_pool_blocks
     for num_blocks in (most + 1, 2**40):
-        engine.scheduler.apply(StepReport(0, (), 0, num_swap_blocks=(num_blocks,)))
+        engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=0, num_swap_blocks=(num_blocks,)))
     assert engine.scheduler.stats().swap_pool_blocks == before
-    engine.scheduler.apply(StepReport(0, (), 0, num_swap_blocks=(most,)))
+    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=0, num_swap_blocks=(most,)))
     assert engine.scheduler.stats().swap_pool_blocks == most
 
 
 def test_a_finished_job_has_no_error():
     engine = loading_engine()
     ((job, _),) = engine.workers[0].in_flight
-    for result in (JobResult(job.job_id, FINISHED, "halted"), JobResult(job.job_id, FINISHED, failed_blocks=(0,))):
+    for result in (
+        JobResult(job_id=job.job_id, state=FINISHED, error="halted"),
+        JobResult(job_id=job.job_id, state=FINISHED, failed_blocks=(0,)),
+    ):
         assert report(engine, 0, result).loaded == ()
     assert engine.scheduler.stats().num_rejected_reports == 2
 
 
 def test_the_swap_pool_of_a_worker_that_started_anew_grows_again():
     engine = SwapEngine(pool=(8,))
-    base = StepReport(0, (), 0, num_swap_blocks=(8,), incarnation=1)
+    base = StepReport(worker_id=0, results=(), num_host_chunks=0, num_swap_blocks=(8,), incarnation=1)
     engine.scheduler.apply(base)
     engine.start("a", tokens(9))
     engine.swap_out("a")
@@ -483,7 +510,7 @@ def test_memory_that_is_lost_under_a_load_inside_a_chunk_makes_the_hole_where_it
     (load,) = engine.step()[0].loads
     lost = load.host_block_ids[1] // 2  # of the second chunk, whose first block is the load's second
     update = report(engine, 0, *engine.workers[0].finish(), lost_slots=((lost, lost + 1),))
-    assert update.failed_loads == (FailedLoad("b", 8),)
+    assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=8),)
 
 
 def test_many_failed_saves_in_one_report_take_no_longer_than_one():

@@ -35,7 +35,9 @@ def scheduler(num_workers=2, clock=None):
 
 
 def report(worker_id=0, *, incarnation=7, num_host_chunks=16, **fields):
-    return StepReport(worker_id, (), num_host_chunks, incarnation=incarnation, **fields)
+    return StepReport(
+        worker_id=worker_id, results=(), num_host_chunks=num_host_chunks, incarnation=incarnation, **fields
+    )
 
 
 def check_nothing_was_taken(scheduler, worker_id):
@@ -127,7 +129,13 @@ def test_a_setup_that_makes_no_sense_is_ignored_with_its_report(wrong):
 
 
 def lost(worker_id=0, *, num_cache_losses=1, **fields):
-    return StepReport(worker_id, fields.pop("results", ()), 64, num_cache_losses=num_cache_losses, **fields)
+    return StepReport(
+        worker_id=worker_id,
+        results=fields.pop("results", ()),
+        num_host_chunks=64,
+        num_cache_losses=num_cache_losses,
+        **fields,
+    )
 
 
 @pytest.fixture
@@ -159,14 +167,14 @@ def test_it_is_told_once_and_plans_name_the_new_caches(engine):
 def test_what_the_engine_knows_already_is_no_news(engine):
     engine.add("a", tokens(16))
     engine.step({"a": 7})
-    engine.scheduler.lose_caches(CacheEpoch(0, 0, 1))
+    engine.scheduler.lose_caches(CacheEpoch(worker_id=0, incarnation=0, num_losses=1))
     engine.remove("a", preempt=True)
     engine.add("a", tokens(16))
     plan, _ = engine.step({"a": 16})
     assert plan.cache_epochs == ((0, 1),)
     assert len(plan.saves) == 1
     (job,) = plan.saves
-    results = (JobResult(job.job_id, JobState.FINISHED),)
+    results = (JobResult(job_id=job.job_id, state=JobState.FINISHED),)
     assert engine.scheduler.apply(lost(results=results)).lost_caches == ()
     assert engine.scheduler.stats().num_resident_chunks == 4
 
@@ -177,7 +185,7 @@ def test_loads_on_their_way_have_brought_nothing_not_even_what_was_before_them(e
     plan, _ = engine.step()
     assert len(plan.loads) == 1
     update = engine.scheduler.apply(lost())
-    assert update.failed_loads == (FailedLoad("b", 0),)
+    assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert engine.scheduler.plan_step(()).cancelled_job_ids == (plan.loads[0].job_id,)
 
 
@@ -190,10 +198,12 @@ def test_a_cancel_is_repeated_until_every_worker_is_through_with_the_load():
     engine.remove("b")
     for _ in range(3):
         assert engine.scheduler.plan_step(()).cancelled_job_ids == (load.job_id,)
-    cancelled = (JobResult(load.job_id, JobState.CANCELLED),)
-    engine.scheduler.apply(StepReport(0, cancelled, 64))
+    cancelled = (JobResult(job_id=load.job_id, state=JobState.CANCELLED),)
+    engine.scheduler.apply(StepReport(worker_id=0, results=cancelled, num_host_chunks=64))
     assert engine.scheduler.plan_step(()).cancelled_job_ids == (load.job_id,)
-    engine.scheduler.apply(StepReport(1, (), 64, oldest_job_id=load.job_id + 1))  # its report got lost
+    engine.scheduler.apply(
+        StepReport(worker_id=1, results=(), num_host_chunks=64, oldest_job_id=load.job_id + 1)
+    )  # its report got lost
     assert engine.scheduler.plan_step(()).empty
     engine.scheduler.check_invariants()
 
@@ -220,7 +230,7 @@ def test_a_promise_that_rests_on_lost_kv_is_void(engine):
     assert num_tokens == 8
     scheduler.apply(lost())
     scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
-    assert scheduler.take_update().failed_loads == (FailedLoad("c", 0),)
+    assert scheduler.take_update().failed_loads == (FailedLoad(request_id="c", num_valid_tokens=0),)
     assert scheduler.plan_step(()).loads == ()
     scheduler.check_invariants()
     # Matched again, with what HBM has of it by now, it is as any other.
@@ -233,7 +243,15 @@ def test_a_promise_that_rests_on_lost_kv_is_void(engine):
 
 
 @pytest.mark.parametrize(
-    "wrong", ["x", 5, CacheEpoch(9, 0, 1), CacheEpoch(-1, 0, 1), CacheEpoch(0, 0, 2**70), CacheEpoch("a", 0, 0)]
+    "wrong",
+    [
+        "x",
+        5,
+        CacheEpoch(worker_id=9, incarnation=0, num_losses=1),
+        CacheEpoch(worker_id=-1, incarnation=0, num_losses=1),
+        CacheEpoch(worker_id=0, incarnation=0, num_losses=2**70),
+        CacheEpoch(worker_id="a", incarnation=0, num_losses=0),
+    ],
 )
 def test_an_epoch_of_no_worker_is_refused(engine, wrong):
     with pytest.raises(RequestError) as caught:
@@ -262,7 +280,7 @@ def test_a_swap_pool_that_cannot_be_is_a_mistake_in_the_settings():
 
 
 def test_nothing_is_swapped_out_that_is_gone(engine):
-    engine.scheduler.apply(StepReport(0, (), 64, num_swap_blocks=(20,)))
+    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, num_swap_blocks=(20,)))
     request = engine.add("a", tokens(16))
     engine.step({"a": 9})
     engine.scheduler.apply(lost(num_swap_blocks=(20,)))
@@ -270,14 +288,14 @@ def test_nothing_is_swapped_out_that_is_gone(engine):
 
 
 def test_a_swap_out_that_is_planned_when_the_loss_is_heard_of_fails(engine):
-    engine.scheduler.apply(StepReport(0, (), 64, num_swap_blocks=(20,)))
+    engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, num_swap_blocks=(20,)))
     request = engine.add("a", tokens(16))
     engine.step({"a": 9})
     assert engine.scheduler.swap.swap_out("a", [request.block_ids], num_computed_tokens=9)
     engine.scheduler.preempt("a")
     engine.scheduler.apply(lost(num_swap_blocks=(20,)))
     (job,) = engine.scheduler.plan_step(()).swap_outs
-    results = (JobResult(job.job_id, JobState.FINISHED),)
+    results = (JobResult(job_id=job.job_id, state=JobState.FINISHED),)
     update = engine.scheduler.apply(lost(results=results, num_swap_blocks=(20,)))
     assert update.lost_swaps == ("a",)
 

@@ -210,7 +210,7 @@ def test_the_second_who_asks_is_saved():
 
 
 def test_tokens_of_plain_and_limited_requests_are_the_same(plain):
-    for limits in (RequestLimits(cache=False), RequestLimits(10, 10, 3)):
+    for limits in (RequestLimits(cache=False), RequestLimits(max_save_tokens=10, max_load_tokens=10, priority=3)):
         engine = Engine(TINY, TIGHT, offload=make_offload("eviction,compute"))
         assert tokens_of(serve_rounds(engine, rounds(limits=limits))) == {
             name: tokens for name, (tokens, _) in plain[TIGHT].items()

@@ -293,7 +293,7 @@ def test_closing_the_engine_while_copies_fly():
 def test_reports_that_never_come_hold_up_nobody_else():
     """Everything but the swapped-out request is cancelled; a new one is served at once, not when the copy times out."""
     engine, victim = engine_with_one_out()
-    engine._offload._worker.poll = lambda *, wait=False: StepReport(0, (), 0)
+    engine._offload._worker.poll = lambda *, wait=False: StepReport(worker_id=0, results=(), num_host_chunks=0)
     engine.abort(*({f"r{i}" for i in range(4)} - {victim.request_id}))
     engine.add_request(make_request("new", random_tokens(77, 5), max_tokens=3))
     outputs = [output for _ in range(8) for output in engine.step()]

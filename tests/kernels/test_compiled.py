@@ -49,7 +49,12 @@ def test_what_is_compiled_at_its_first_use_fails_its_jobs_and_is_tried_once(refu
     worker, caches = make_worker(skip_jax_precompile=True)
     worker.wait_until_allocated()
     for job_id in (1, 2):
-        plan = StepPlan(job_id, saves=(TransferJob(job_id, Direction.SAVE, 0, (3,), (0,)),))
+        plan = StepPlan(
+            step_id=job_id,
+            saves=(
+                TransferJob(job_id=job_id, direction=Direction.SAVE, group_id=0, block_ids=(3,), host_block_ids=(0,)),
+            ),
+        )
         caches = worker.begin_step(plan, caches)
         worker.end_step(plan, caches)
         (result,) = worker.poll().results

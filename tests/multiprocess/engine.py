@@ -185,7 +185,13 @@ class Engine:
 
     def _preempt(self, request: Request) -> None:
         num_tokens = len(request.hashes) * BLOCK_SIZE
-        held = ScheduledRequest(request.id, request.blocks, request.hashes, num_tokens, len(request.seeds) * BLOCK_SIZE)
+        held = ScheduledRequest(
+            request_id=request.id,
+            block_ids=request.blocks,
+            block_hashes=request.hashes,
+            num_prompt_tokens=num_tokens,
+            num_computed_tokens=len(request.seeds) * BLOCK_SIZE,
+        )
         self._scheduler.preempt(request.id, held=None if request.tainted else held)
         self.counts["preempted"] += 1
         self._end(self._running, request)
@@ -210,7 +216,15 @@ class Engine:
                     request.seeds.append(seed)
                     writes[request.blocks[i]] = seed
                 num_tokens, num_computed = len(request.hashes) * BLOCK_SIZE, len(request.seeds) * BLOCK_SIZE
-                changed.append(ScheduledRequest(request.id, request.blocks, request.hashes, num_tokens, num_computed))
+                changed.append(
+                    ScheduledRequest(
+                        request_id=request.id,
+                        block_ids=request.blocks,
+                        block_hashes=request.hashes,
+                        num_prompt_tokens=num_tokens,
+                        num_computed_tokens=num_computed,
+                    )
+                )
         return writes, changed
 
     def _scribble_over(self, writes: dict[int, int]) -> None:
@@ -258,7 +272,14 @@ class Engine:
         """The contents of a free block go; the scheduler may have them saved before."""
         hashes, num_blocks = self._cached.get(block_id, ([], 0))
         if num_blocks and self._block_of.get(hashes[num_blocks - 1]) == block_id:
-            self._scheduler.evict(CachedPrefix(hashes, num_blocks, self._block_of.get, num_blocks * BLOCK_SIZE))
+            self._scheduler.evict(
+                CachedPrefix(
+                    block_hashes=hashes,
+                    num_blocks=num_blocks,
+                    block_of=self._block_of.get,
+                    num_prompt_tokens=num_blocks * BLOCK_SIZE,
+                )
+            )
             del self._block_of[hashes[num_blocks - 1]]
             self.counts["evicted"] += 1
         self._cached.pop(block_id, None)

@@ -26,12 +26,14 @@ class Engine:
         )
         self.scheduler = OffloadScheduler(config, LAYOUT, policy=policy)
         self.num_chunks = num_chunks
-        self.scheduler.apply(StepReport(0, (), num_chunks))
+        self.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=num_chunks))
 
     def step(self, *scheduled):
         plan = self.scheduler.plan_step(scheduled)
-        results = tuple(JobResult(job.job_id, JobState.FINISHED) for job in plan.early_saves + plan.loads + plan.saves)
-        self.scheduler.apply(StepReport(0, results, self.num_chunks))
+        results = tuple(
+            JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.early_saves + plan.loads + plan.saves
+        )
+        self.scheduler.apply(StepReport(worker_id=0, results=results, num_host_chunks=self.num_chunks))
 
     def serve(self, name, hashes, *, num_hbm_blocks, left=()):
         """Returns how many blocks were loaded.
@@ -46,11 +48,26 @@ class Engine:
         in_hbm = num_hbm_blocks * BLOCK_SIZE
         found = self.scheduler.match(name, hashes, num_tokens=num_tokens, num_computed_tokens=in_hbm).num_tokens
         for prefix in left:
-            self.scheduler.evict(CachedPrefix(prefix, len(prefix), prefix.index, len(prefix) * BLOCK_SIZE))
+            self.scheduler.evict(
+                CachedPrefix(
+                    block_hashes=prefix,
+                    num_blocks=len(prefix),
+                    block_of=prefix.index,
+                    num_prompt_tokens=len(prefix) * BLOCK_SIZE,
+                )
+            )
         block_ids = list(range(len(hashes)))
         self.scheduler.admit(name, block_ids, num_loaded_tokens=found)
         self.step()
-        self.step(ScheduledRequest(name, block_ids, hashes, num_tokens, num_tokens))
+        self.step(
+            ScheduledRequest(
+                request_id=name,
+                block_ids=block_ids,
+                block_hashes=hashes,
+                num_prompt_tokens=num_tokens,
+                num_computed_tokens=num_tokens,
+            )
+        )
         self.scheduler.finish(name)
         return found // BLOCK_SIZE
 

@@ -168,7 +168,13 @@ class SimEngine:
             if num_full != request.num_named or (number and mix(number, request.arrival + 900) % 7 == 0):
                 request.num_named = num_full
                 named.append(
-                    ScheduledRequest(request.name, request.blocks, request.hashes, request.num_prompt, run.end)
+                    ScheduledRequest(
+                        request_id=request.name,
+                        block_ids=request.blocks,
+                        block_hashes=request.hashes,
+                        num_prompt_tokens=request.num_prompt,
+                        num_computed_tokens=run.end,
+                    )
                 )
         return named
 
@@ -354,7 +360,14 @@ class SimEngine:
         """Takes free blocks, and tells of what is cached there."""
         for block_hash in self.pool.next_to_go(num_blocks):
             request, number = self._origins.pop(block_hash)
-            self.scheduler.evict(CachedPrefix(request.hashes, number + 1, self.pool.get, request.num_prompt))
+            self.scheduler.evict(
+                CachedPrefix(
+                    block_hashes=request.hashes,
+                    num_blocks=number + 1,
+                    block_of=self.pool.get,
+                    num_prompt_tokens=request.num_prompt,
+                )
+            )
         return self.pool.allocate(num_blocks)
 
     def _release(self, request: Request) -> None:
@@ -416,7 +429,11 @@ class SimEngine:
             held = None
             if request.blocks and not (out or is_lost):
                 held = ScheduledRequest(
-                    request.name, request.blocks, request.hashes, request.num_prompt, request.num_computed
+                    request_id=request.name,
+                    block_ids=request.blocks,
+                    block_hashes=request.hashes,
+                    num_prompt_tokens=request.num_prompt,
+                    num_computed_tokens=request.num_computed,
                 )
             self.scheduler.preempt(request.name, held=held)
             self.model.on_gone(request.name)

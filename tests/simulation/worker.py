@@ -133,7 +133,7 @@ class SimWorker:
         self.long_loads: dict[int, LongLoad] = {}
         self.results: list[JobResult] = []
         self.last_job_id = -1
-        self.gate = PlanGate(CacheEpoch(self.worker_id, self.incarnation, 0), None)
+        self.gate = PlanGate(CacheEpoch(worker_id=self.worker_id, incarnation=self.incarnation, num_losses=0), None)
         self._plan: StepPlan | None = None
         self._grow()
 
@@ -208,15 +208,15 @@ class SimWorker:
         in_flight = [*(flight.job_id for flight in self.flights), *self.long_loads]
         oldest = min(in_flight, default=self.last_job_id + 1)
         return StepReport(
-            self.worker_id,
-            results,
-            self.host.num_ready,
-            lost,
-            (self.pool.num_ready,) if self.max_swap else (),
-            lost_swap,
-            oldest,
-            self.incarnation,
-            self.gate.epoch.num_losses,
+            worker_id=self.worker_id,
+            results=results,
+            num_host_chunks=self.host.num_ready,
+            lost_slots=lost,
+            num_swap_blocks=(self.pool.num_ready,) if self.max_swap else (),
+            lost_swap_blocks=lost_swap,
+            oldest_job_id=oldest,
+            incarnation=self.incarnation,
+            num_cache_losses=self.gate.epoch.num_losses,
         )
 
     def will_write(self, slot: int) -> bool:
@@ -290,7 +290,7 @@ class SimWorker:
         for load in list(self.long_loads.values()):
             places = load.job.host_block_ids[load.num_dispatched :]
             if load.why is None and not self.host.lost.isdisjoint(places):
-                result = JobResult(load.job.job_id, _FAILED, "what was there is lost")
+                result = JobResult(job_id=load.job.job_id, state=_FAILED, error="what was there is lost")
                 self._fail_piece(load, result, load.num_dispatched, load.job.num_blocks)
 
     def _end_long_loads(self) -> None:
@@ -300,13 +300,15 @@ class SimWorker:
                 continue
             if load.why is not None:
                 failed = tuple(sorted(load.failed)) if len(load.failed) < load.job.num_blocks else ()
-                self.results.append(JobResult(job_id, _FAILED, load.why.error, 0.5, failed_blocks=failed))
+                self.results.append(
+                    JobResult(job_id=job_id, state=_FAILED, error=load.why.error, duration_s=0.5, failed_blocks=failed)
+                )
             elif load.is_cancelled:
-                self.results.append(JobResult(job_id, _CANCELLED))
+                self.results.append(JobResult(job_id=job_id, state=_CANCELLED))
             elif load.num_dispatched < load.job.num_blocks:
                 continue
             else:
-                self.results.append(JobResult(job_id, _FINISHED, "", 0.5, 0.25))
+                self.results.append(JobResult(job_id=job_id, state=_FINISHED, error="", duration_s=0.5, copy_s=0.25))
             del self.long_loads[job_id]
 
     def _swap_out(self, job: SwapJob) -> None:
@@ -344,7 +346,7 @@ class SimWorker:
             why = "what was there is lost"
         if why:
             self._count("refused")
-            self._fly(job_id, None, {}, JobResult(job_id, _FAILED, why))
+            self._fly(job_id, None, {}, JobResult(job_id=job_id, state=_FAILED, error=why))
         return bool(why)
 
     def _copy(
@@ -353,7 +355,7 @@ class SimWorker:
         """What a copy writes in the end, and how it ends."""
         writes = dict(zip(targets, contents, strict=True))
         if not faults:
-            return writes, JobResult(job_id, _FINISHED, "", 0.5, 0.25)
+            return writes, JobResult(job_id=job_id, state=_FINISHED, error="", duration_s=0.5, copy_s=0.25)
         fault = faults.popleft()
         partly = faults is not self.faults["swap"]
         kind = fault % NUM_KINDS
@@ -369,7 +371,13 @@ class SimWorker:
                 writes.pop(targets[i])
         named = len(failed) < len(targets) and kind != 4
         self._count("failed partly" if named else "failed wholly")
-        return writes, JobResult(job_id, _FAILED, "injected", 0.5, failed_blocks=tuple(sorted(failed)) if named else ())
+        return writes, JobResult(
+            job_id=job_id,
+            state=_FAILED,
+            error="injected",
+            duration_s=0.5,
+            failed_blocks=tuple(sorted(failed)) if named else (),
+        )
 
     def _fly(
         self,
@@ -399,7 +407,7 @@ class SimWorker:
             if not flight.writes_host:
                 flight.writes.clear()
                 if flight.result.state is _FINISHED:
-                    flight.result = JobResult(flight.job_id, _CANCELLED)
+                    flight.result = JobResult(job_id=flight.job_id, state=_CANCELLED)
         for load in self.long_loads.values():
             load.is_cancelled = True
         self._count("losses of the caches")
@@ -408,7 +416,7 @@ class SimWorker:
     def _cancel_all(self, plan: StepPlan) -> StepPlan:
         for job in jobs_of(plan):
             self._accept(job.job_id)
-            self._fly(job.job_id, None, {}, JobResult(job.job_id, _CANCELLED))
+            self._fly(job.job_id, None, {}, JobResult(job_id=job.job_id, state=_CANCELLED))
         return without_jobs(plan)
 
     def _cancel(self, job_id: int) -> None:
@@ -421,7 +429,7 @@ class SimWorker:
             if flight.job_id == job_id and flight.into_hbm:
                 flight.writes.clear()
                 if flight.result.state is _FINISHED:
-                    flight.result = JobResult(job_id, _CANCELLED)
+                    flight.result = JobResult(job_id=job_id, state=_CANCELLED)
                 self._count("cancelled")
 
     def _land_early(self, memory: Memory, places: Iterable[int]) -> None:

@@ -93,7 +93,13 @@ class Engine:
 
     def job(self, direction, block_ids, host_block_ids):
         self.next_job_id += 1
-        return TransferJob(self.next_job_id, direction, 0, tuple(block_ids), tuple(host_block_ids))
+        return TransferJob(
+            job_id=self.next_job_id,
+            direction=direction,
+            group_id=0,
+            block_ids=tuple(block_ids),
+            host_block_ids=tuple(host_block_ids),
+        )
 
     def save(self, block_ids, host_block_ids):
         return self.job(Direction.SAVE, block_ids, host_block_ids)
@@ -138,11 +144,13 @@ class Engine:
     def begin(self, *loads, cancel=()):
         self.step_id += 1
         next_job_id = self.sent(*loads)
-        self.plan = StepPlan(self.step_id, loads=loads, cancelled_job_ids=tuple(cancel), next_job_id=next_job_id)
+        self.plan = StepPlan(
+            step_id=self.step_id, loads=loads, cancelled_job_ids=tuple(cancel), next_job_id=next_job_id
+        )
         self.caches = self.worker.begin_step(self.plan, self.caches)
 
     def end(self, *saves):
-        self.worker.end_step(StepPlan(self.step_id, saves=saves, next_job_id=self.sent(*saves)), self.caches)
+        self.worker.end_step(StepPlan(step_id=self.step_id, saves=saves, next_job_id=self.sent(*saves)), self.caches)
 
     def sent(self, *jobs):
         """The `next_job_id` of a plan with these jobs."""
@@ -155,7 +163,7 @@ class Engine:
             self.end(*saves)
             return
         self.step_id += 1
-        plan = StepPlan(self.step_id, loads=tuple(loads), saves=tuple(saves), cancelled_job_ids=tuple(cancel))
+        plan = StepPlan(step_id=self.step_id, loads=tuple(loads), saves=tuple(saves), cancelled_job_ids=tuple(cancel))
         self.caches = self.worker.begin_step(plan, self.caches, fuse=True)
         fused = self.worker.fused_step()
         self.num_fused += fused.inputs is not None

@@ -54,7 +54,9 @@ def test_ids_out_of_range_fail_alone(path, blocks, places, part):
 
 def test_unknown_layer_group_fails():
     engine = Engine()
-    engine.step(saves=[TransferJob(1, Direction.SAVE, 1, (0,), (0,))])
+    engine.step(
+        saves=[TransferJob(job_id=1, direction=Direction.SAVE, group_id=1, block_ids=(0,), host_block_ids=(0,))]
+    )
     assert "layer group 1" in engine.drain()[1].error
 
 
@@ -176,7 +178,7 @@ def test_every_job_of_a_plan_has_its_end_when_the_caches_are_lost(path):
     engine.loader.load = broken(RuntimeError("halted"), takes="caches")
     loads = engine.load([3], [2]), engine.load([4, 5], [0, 9])
     saves = engine.save([6], [4]), engine.save([7], [5])
-    plan = StepPlan(1, loads=loads, saves=saves)
+    plan = StepPlan(step_id=1, loads=loads, saves=saves)
     with pytest.raises(CachesLostError):
         # Of the fused path only what does not fit into the pass is loaded by itself.
         engine.worker.begin_step(plan, engine.caches, fuse=path != "fused")
@@ -272,10 +274,10 @@ def test_reports_say_which_jobs_are_over_and_which_life_speaks():
 
 def test_a_worker_says_that_it_is_through_with_jobs_that_never_reached_it():
     engine = Engine()
-    engine.worker.begin_step(StepPlan(1, next_job_id=7), engine.caches)
+    engine.worker.begin_step(StepPlan(step_id=1, next_job_id=7), engine.caches)
     assert engine.worker.poll().oldest_job_id == 7
-    save = TransferJob(9, Direction.SAVE, 0, (0,), (0,))
-    plan = StepPlan(2, saves=(save,), next_job_id=10)
+    save = TransferJob(job_id=9, direction=Direction.SAVE, group_id=0, block_ids=(0,), host_block_ids=(0,))
+    plan = StepPlan(step_id=2, saves=(save,), next_job_id=10)
     engine.caches = engine.worker.begin_step(plan, engine.caches)
     assert engine.worker.poll().oldest_job_id <= 9, "the save of this very plan has not begun"
     engine.worker.end_step(plan, engine.caches)
@@ -333,8 +335,8 @@ def test_a_new_worker_gives_nobody_the_memory_that_nothing_was_saved_to():
 
 def test_a_job_that_makes_no_sense_says_nothing_of_others():
     engine = Engine()
-    bad = TransferJob(10**9, Direction.SAVE, 0, (-1,), (0,))
-    plan = StepPlan(0, saves=(bad,), next_job_id=3)
+    bad = TransferJob(job_id=10**9, direction=Direction.SAVE, group_id=0, block_ids=(-1,), host_block_ids=(0,))
+    plan = StepPlan(step_id=0, saves=(bad,), next_job_id=3)
     engine.caches = engine.worker.begin_step(plan, engine.caches)
     engine.worker.end_step(plan, engine.caches)
     report = engine.worker.poll()

@@ -15,7 +15,7 @@ from tpu_offload.worker import OffloadWorker
 
 def begin(engine, *, loads=(), saves=(), fuse=True):
     engine.step_id += 1
-    plan = StepPlan(engine.step_id, loads=tuple(loads), saves=tuple(saves))
+    plan = StepPlan(step_id=engine.step_id, loads=tuple(loads), saves=tuple(saves))
     engine.caches = engine.worker.begin_step(plan, engine.caches, fuse=fuse)
     return plan, engine.worker.fused_step()
 
@@ -58,7 +58,7 @@ def test_a_run_never_crosses_chunks_and_half_a_chunk_is_no_run():
     for places in ([1, 2], [0], [3, 4, 6, 5], [1, 0]):
         _, fused = begin(engine, saves=[engine.save(range(len(places)), places)])
         assert fused.inputs is None
-        engine.worker.end_step(StepPlan(engine.step_id), engine.caches)
+        engine.worker.end_step(StepPlan(step_id=engine.step_id), engine.caches)
     assert set(engine.states().values()) == {FINISHED}
 
 

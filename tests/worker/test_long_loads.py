@@ -38,7 +38,15 @@ def long_load(engine, num_blocks=NUM_BLOCKS, *, num_staging_blocks=0):
     engine.next_job_id += 1
     places = np.random.default_rng(3).permutation(16)[:num_blocks].tolist()
     blocks = tuple(range(num_blocks))
-    return TransferJob(engine.next_job_id, Direction.LOAD, 0, blocks, tuple(places), "r", num_staging_blocks)
+    return TransferJob(
+        job_id=engine.next_job_id,
+        direction=Direction.LOAD,
+        group_id=0,
+        block_ids=blocks,
+        host_block_ids=tuple(places),
+        request_id="r",
+        num_staging_blocks=num_staging_blocks,
+    )
 
 
 def num_staged(engine):
@@ -120,7 +128,13 @@ def test_a_piece_that_fails_ends_the_load_with_the_blocks_before_it(path) -> Non
     result = results[load.job_id]
     assert result.state is FAILED
     assert result.failed_blocks == tuple(range(4, NUM_BLOCKS))
-    first = TransferJob(99, Direction.LOAD, 0, load.block_ids[:4], load.host_block_ids[:4])
+    first = TransferJob(
+        job_id=99,
+        direction=Direction.LOAD,
+        group_id=0,
+        block_ids=load.block_ids[:4],
+        host_block_ids=load.host_block_ids[:4],
+    )
     engine.expect_loaded(first)
     engine.check()
     again = long_load(engine)

@@ -29,7 +29,7 @@ def epochs(engine, *, num_losses=None):
 def plan_of(engine, *, loads=(), saves=(), early=(), **fields):
     engine.step_id += 1
     return StepPlan(
-        engine.step_id,
+        step_id=engine.step_id,
         loads=tuple(loads),
         saves=tuple(saves),
         early_saves=tuple(early),
@@ -265,7 +265,7 @@ def test_a_worker_that_sees_another_in_its_place_says_so():
     engine = Engine("direct")
     do(engine, plan_of(engine, cache_epochs=epochs(engine)))
     own = engine.worker.cache_epoch
-    assert own == CacheEpoch(3, own.incarnation, 0)
+    assert own == CacheEpoch(worker_id=3, incarnation=own.incarnation, num_losses=0)
     do(engine, plan_of(engine, cache_epochs=((0, 0),) * 3 + ((own.incarnation + 5, 0),)))
     assert engine.worker.poll().setup.rival == own.incarnation + 5
 

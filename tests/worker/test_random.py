@@ -148,10 +148,15 @@ class Life:
     def step(self, *, quiet: bool = False) -> None:
         rng, fault_rate = self.rng, 0.0 if quiet else self.fault_rate
         self.engine.step_id += 1
-        plan = StepPlan(self.engine.step_id)
+        plan = StepPlan(step_id=self.engine.step_id)
         if not quiet:
             cancelled = self.draw_cancels()  # first: their blocks may go to others in the same plan
-            plan = StepPlan(plan.step_id, self.draw_jobs(Direction.LOAD), self.draw_jobs(Direction.SAVE), cancelled)
+            plan = StepPlan(
+                step_id=plan.step_id,
+                loads=self.draw_jobs(Direction.LOAD),
+                saves=self.draw_jobs(Direction.SAVE),
+                cancelled_job_ids=cancelled,
+            )
         with pytest.MonkeyPatch.context() as patch:
             if rng.random() < fault_rate:
                 self.break_programs(patch)

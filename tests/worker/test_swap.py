@@ -49,8 +49,11 @@ class Engine:
 
     def job(self, direction, *parts):
         self.num_jobs += 1
-        parts = [SwapPart(group, store, tuple(blocks), tuple(places)) for group, store, blocks, places in parts]
-        return SwapJob(self.num_jobs, direction, f"r{self.num_jobs}", tuple(parts))
+        parts = [
+            SwapPart(group_id=group, store=store, block_ids=tuple(blocks), host_block_ids=tuple(places))
+            for group, store, blocks, places in parts
+        ]
+        return SwapJob(job_id=self.num_jobs, direction=direction, request_id=f"r{self.num_jobs}", parts=tuple(parts))
 
     def out(self, *parts):
         return self.job(Direction.SAVE, *parts)
@@ -59,7 +62,7 @@ class Engine:
         return self.job(Direction.LOAD, *parts)
 
     def step(self, *, outs=(), ins=(), saves=(), loads=(), scribble=False):
-        plan = StepPlan(0, saves=tuple(saves), loads=tuple(loads), swap_outs=tuple(outs), swap_ins=tuple(ins))
+        plan = StepPlan(step_id=0, saves=tuple(saves), loads=tuple(loads), swap_outs=tuple(outs), swap_ins=tuple(ins))
         self.caches = self.worker.begin_step(plan, self.caches)
         if scribble:
             self.scribble()
@@ -162,7 +165,9 @@ def test_layer_groups_have_pools_of_their_own(num_devices):
 def test_a_request_comes_back_from_the_tier_and_the_pool(load_path):
     engine = Engine(tier=True, load_path=load_path)
     pages, own = engine.pages(0, [3, 4]), engine.pages(0, [9])
-    engine.step(saves=[TransferJob(100, Direction.SAVE, 0, (3, 4), (6, 1))])
+    engine.step(
+        saves=[TransferJob(job_id=100, direction=Direction.SAVE, group_id=0, block_ids=(3, 4), host_block_ids=(6, 1))]
+    )
     engine.step(outs=[engine.out((0, POOL, [9], [7]))], scribble=True)
     assert engine.states() == {100: FINISHED, 1: FINISHED}
     engine.step(ins=[engine.back((0, TIER, [0, 1], [6, 1]), (0, POOL, [2], [7]))])
@@ -303,8 +308,13 @@ def test_a_pool_of_less_than_a_block_is_no_pool(caplog):
     worker = OffloadWorker(OffloadConfig.create(num_cpu_chunks=0, swap_gb=1e-9), layout, caches, available=2**30)
     assert caplog.text.count("holds less than a block of each layer group") == 1
     assert worker.poll().num_swap_blocks == ()
-    job = SwapJob(1, Direction.SAVE, "r", (SwapPart(0, POOL, (0,), (0,)),))
-    worker.begin_step(StepPlan(0, swap_outs=(job,)), caches)
+    job = SwapJob(
+        job_id=1,
+        direction=Direction.SAVE,
+        request_id="r",
+        parts=(SwapPart(group_id=0, store=POOL, block_ids=(0,), host_block_ids=(0,)),),
+    )
+    worker.begin_step(StepPlan(step_id=0, swap_outs=(job,)), caches)
     (result,) = worker.poll().results
     assert "this worker has no such memory" in result.error
 

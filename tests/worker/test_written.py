@@ -139,4 +139,4 @@ def test_no_host_tier_takes_no_hbm():
 
 def test_an_empty_plan_leaves_the_caches_as_they_are():
     engine = saved_engine()
-    assert engine.worker.begin_step(StepPlan(99), engine.caches) is engine.caches
+    assert engine.worker.begin_step(StepPlan(step_id=99), engine.caches) is engine.caches

@@ -147,13 +147,25 @@ class WorkerCopies:
         places = range(self._next_place, self._next_place + num_blocks)
         self._next_place += num_blocks
         self._next_id += 1
-        jobs = (TransferJob(self._next_id, direction, 0, tuple(block_ids), tuple(places)),)
-        return StepPlan(self._next_id, saves=jobs) if direction is Direction.SAVE else StepPlan(self._next_id, jobs)
+        jobs = (
+            TransferJob(
+                job_id=self._next_id,
+                direction=direction,
+                group_id=0,
+                block_ids=tuple(block_ids),
+                host_block_ids=tuple(places),
+            ),
+        )
+        return (
+            StepPlan(step_id=self._next_id, saves=jobs)
+            if direction is Direction.SAVE
+            else StepPlan(step_id=self._next_id, loads=jobs)
+        )
 
     def idle_plan(self) -> StepPlan:
         """A plan with nothing in it."""
         self._next_id += 1
-        return StepPlan(self._next_id)
+        return StepPlan(step_id=self._next_id)
 
     def dispatch(self, plan: StepPlan, caches: Caches) -> Caches:
         """Hands a plan to the worker, with no model step in it."""

@@ -142,7 +142,7 @@ class LoadPlanner:
             return None
         self.release(request)
         num_valid_tokens = promise.first_block * self._block_size if request.has_kv else 0
-        return FailedLoad(request.request_id, num_valid_tokens)
+        return FailedLoad(request_id=request.request_id, num_valid_tokens=num_valid_tokens)
 
     def admit(
         self, request: TrackedRequest, block_ids: Sequence[int], *, num_loaded_tokens: int, waits_until_s: float

@@ -150,7 +150,9 @@ class Reports:
             self._start_anew(report)
             self._lose_caches(report)
         else:  # its first life, as far as anybody knows
-            self._workers.set_epoch(CacheEpoch(report.worker_id, report.incarnation, 0))
+            self._workers.set_epoch(
+                CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=0)
+            )
 
     def _hear_of_losses(self, report: StepReport) -> None:
         incarnation, num_losses = self._workers.known_epoch(report.worker_id)
@@ -160,7 +162,9 @@ class Reports:
 
     def _lose_caches(self, report: StepReport) -> None:
         """The KV in HBM is gone on one worker, and with it what all of them have: each block has a part on each."""
-        self._workers.set_epoch(CacheEpoch(report.worker_id, report.incarnation, report.num_cache_losses))
+        self._workers.set_epoch(
+            CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=report.num_cache_losses)
+        )
         self._lost_caches.append(report.worker_id)
         self._transfers.lose_caches()
         self._swap.lose_caches()

@@ -11,7 +11,7 @@ from tpu_offload.values import as_integer, one_line
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
     """What the host tier may do for one request.
 
@@ -100,7 +100,7 @@ class Match:
 MISS = Match(num_tokens=0, state=MatchState.MISS)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
     """A request that holds blocks of the HBM cache in the coming step, and how far it is after that.
 
@@ -127,7 +127,7 @@ class ScheduledRequest:
     num_computed_tokens: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPrefix:
     """A prefix in the engine's HBM cache, the last block of which is about to be granted to somebody else.
 
@@ -147,7 +147,7 @@ class CachedPrefix:
     limits: RequestLimits = NO_LIMITS
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FailedLoad:
     """A load that did not bring all that it should have.
 
@@ -160,7 +160,7 @@ class FailedLoad:
     num_valid_tokens: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTransfer:
     """A job that every worker has finished.
 
@@ -175,7 +175,7 @@ class FinishedTransfer:
     duration_s: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """What a report changed for the engine.
 
@@ -219,7 +219,7 @@ class TierEventKind(enum.Enum):
     CLEARED = "cleared"  # no lookup finds any chunk any more, whatever was told before
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TierEvent:
     """A change of the host tier, for routers that send a request where its prefix is.
 

@@ -151,7 +151,9 @@ class OffloadScheduler:
         self._requests = context.requests
         self._counts = context.counts
         self._save_policy = save_policy or make_save_policy(config)
-        self._limits = RequestLimits(config.max_save_tokens or None, config.max_load_tokens or None)
+        self._limits = RequestLimits(
+            max_save_tokens=config.max_save_tokens or None, max_load_tokens=config.max_load_tokens or None
+        )
         self._limits_of: dict[str, RequestLimits] = {}  # of unfinished requests that came with some
         self._loads = LoadPlanner(context)
         self._saves = SavePlanner(context, self._save_policy)
@@ -436,7 +438,9 @@ class OffloadScheduler:
         if loads or cancelled or saves is not NO_SAVES or any(swaps):
             plan = self._make_plan(loads, cancelled, saves, swaps)
         else:
-            plan = StepPlan(self._num_steps, next_job_id=self._jobs.num_given, cache_epochs=self._workers.epochs)
+            plan = StepPlan(
+                step_id=self._num_steps, next_job_id=self._jobs.num_given, cache_epochs=self._workers.epochs
+            )
         self._num_steps += 1
         self._stats_logger.maybe_log(now_s, self.stats)
         return plan
@@ -487,7 +491,7 @@ class OffloadScheduler:
         events = []
         for kind, changes in itertools.groupby(self._index.take_changes(_MAX_EVENT_CHUNKS), key=_event_kind):
             keys = itertools.chain.from_iterable(keys or () for keys, _ in changes)
-            events.append(TierEvent(kind, tuple(map(hashing.last_block_hash, keys))))
+            events.append(TierEvent(kind=kind, block_hashes=tuple(map(hashing.last_block_hash, keys))))
         return events
 
     def stats(self) -> OffloadStats:

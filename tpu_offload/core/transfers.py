@@ -221,7 +221,7 @@ class Transfers:
         """A load will not be sent: its request computes."""
         self.detach(load)
         self._requests[load.request_id].load = None
-        self._failed_loads.append(FailedLoad(load.request_id, load.num_valid_tokens))
+        self._failed_loads.append(FailedLoad(request_id=load.request_id, num_valid_tokens=load.num_valid_tokens))
 
     def _chunk_of(self, job: Job | WaitingLoad, position: int) -> int:
         """Which of a job's chunks a block belongs to. A load may begin inside a chunk."""
@@ -284,11 +284,15 @@ class Transfers:
         # What came before the first hole can be used.
         num_loaded = 0 if job.doomed else min(job.failed_blocks)
         self._counts.loaded_tokens += num_loaded * self._block_size
-        self._failed_loads.append(FailedLoad(job.request_id, job.num_valid_tokens + num_loaded * self._block_size))
+        self._failed_loads.append(
+            FailedLoad(request_id=job.request_id, num_valid_tokens=job.num_valid_tokens + num_loaded * self._block_size)
+        )
 
     def _count_moved(self, job: Job) -> None:
         num_blocks, counts = job.transfer.num_blocks, self._counts
-        self._finished.append(FinishedTransfer(job.direction, num_blocks, job.duration_s))
+        self._finished.append(
+            FinishedTransfer(direction=job.direction, num_blocks=num_blocks, duration_s=job.duration_s)
+        )
         nbytes = num_blocks * self._block_nbytes
         if job.direction is Direction.SAVE:
             counts.saved_blocks += num_blocks

@@ -201,7 +201,13 @@ class KVBlocks:
                 continue
             longest[id(origin)] = number
             self._on_evict(
-                CachedPrefix(origin.block_hashes, number + 1, self._full.get, origin.num_prompt_tokens, origin.limits)
+                CachedPrefix(
+                    block_hashes=origin.block_hashes,
+                    num_blocks=number + 1,
+                    block_of=self._full.get,
+                    num_prompt_tokens=origin.num_prompt_tokens,
+                    limits=origin.limits,
+                )
             )
 
     def take(self, sequence: Sequence) -> None:

@@ -26,12 +26,12 @@ def sound_plan(plan: Any, *, last: int) -> StepPlan:
     """
     if type(plan) is not StepPlan:
         _logger.error("a plan is a %s; expected a StepPlan: nothing of it is done", type(plan).__name__)
-        return StepPlan(last)
+        return StepPlan(step_id=last)
     try:
         return _sound(plan, last=last)
     except AttributeError as e:  # unpickled from something else
         _logger.error("a plan has no %s: nothing of it is done", e.name)
-        return StepPlan(last)
+        return StepPlan(step_id=last)
 
 
 def transfer_error(job: TransferJob, direction: Direction) -> str:
@@ -91,7 +91,17 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
     loads, saves, outs, ins, early = answered
     step_id = plan.step_id if _is_count(plan.step_id) else last
     next_job_id = plan.next_job_id if _is_count(plan.next_job_id) else 0
-    return StepPlan(step_id, loads, saves, kept, outs, ins, next_job_id, early, epochs)
+    return StepPlan(
+        step_id=step_id,
+        loads=loads,
+        saves=saves,
+        cancelled_job_ids=kept,
+        swap_outs=outs,
+        swap_ins=ins,
+        next_job_id=next_job_id,
+        early_saves=early,
+        cache_epochs=epochs,
+    )
 
 
 _INTS = {int}

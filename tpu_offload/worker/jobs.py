@@ -168,4 +168,8 @@ class WorkerJobs:
             _logger.warning("job %d failed: %s", job_id, job.error)
         failed = job.failed_positions() if job.error else ()
         seconds = self._clock() - job.started_s
-        self._results.append(JobResult(job_id, state, job.error, seconds, job.copy_s, failed))
+        self._results.append(
+            JobResult(
+                job_id=job_id, state=state, error=job.error, duration_s=seconds, copy_s=job.copy_s, failed_blocks=failed
+            )
+        )

@@ -104,7 +104,7 @@ class OffloadWorker:
         if config.enabled:
             self._num_host_chunks, segments = _plan_pool(config, layout, kv_caches, available or 0)
         # The last plan, as it was given, and what there is to do of it; None when it has ended.
-        self._plan: tuple[StepPlan | None, StepPlan] = None, StepPlan(0)
+        self._plan: tuple[StepPlan | None, StepPlan] = None, StepPlan(step_id=0)
         self._tier: TierCopies | None = None
         self._swap: SwapCopies | None = None
         if self._num_host_chunks:
@@ -131,8 +131,10 @@ class OffloadWorker:
                 wrap_copier=wrap_copier,
             )
         setup = _describe(config, layout, kv_caches, self._tier)
-        self._gate = PlanGate(CacheEpoch(worker_id, incarnation, 0), setup)
-        self._report = StepReport(worker_id, (), 0, incarnation=incarnation, setup=setup)
+        self._gate = PlanGate(CacheEpoch(worker_id=worker_id, incarnation=incarnation, num_losses=0), setup)
+        self._report = StepReport(
+            worker_id=worker_id, results=(), num_host_chunks=0, incarnation=incarnation, setup=setup
+        )
 
     @property
     def cache_epoch(self) -> CacheEpoch:
@@ -349,7 +351,16 @@ class OffloadWorker:
         lost_swap = self._swap.take_lost() if self._swap else ()
         results = self._jobs.take_results()
         self._report = StepReport(
-            last.worker_id, (), num_ready, (), num_swap, (), oldest, last.incarnation, gate.epoch.num_losses, gate.setup
+            worker_id=last.worker_id,
+            results=(),
+            num_host_chunks=num_ready,
+            lost_slots=(),
+            num_swap_blocks=num_swap,
+            lost_swap_blocks=(),
+            oldest_job_id=oldest,
+            incarnation=last.incarnation,
+            num_cache_losses=gate.epoch.num_losses,
+            setup=gate.setup,
         )
         return dataclasses.replace(self._report, results=results, lost_slots=lost, lost_swap_blocks=lost_swap)
 

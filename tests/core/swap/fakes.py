@@ -57,15 +57,17 @@ class FakeSwapWorker:
                     elif not failed:
                         hbm[block] = host[place]
             state = FAILED if failed else FINISHED
-            self.unreported.append(JobResult(job.job_id, state, "injected" if failed else "", 0.5))
+            self.unreported.append(
+                JobResult(job_id=job.job_id, state=state, error="injected" if failed else "", duration_s=0.5)
+            )
         for job in plan.loads:
             self.hbm[0].update(zip(job.block_ids, [self.tier[i] for i in job.host_block_ids], strict=True))
-            self.unreported.append(JobResult(job.job_id, FINISHED))
+            self.unreported.append(JobResult(job_id=job.job_id, state=FINISHED))
 
     def end_step(self, plan: StepPlan) -> None:
         for job in plan.saves:
             self.tier.update(zip(job.host_block_ids, [self.hbm[0][b] for b in job.block_ids], strict=True))
-            self.unreported.append(JobResult(job.job_id, FINISHED))
+            self.unreported.append(JobResult(job_id=job.job_id, state=FINISHED))
 
     def lose(self, group_id: int, first: int, end: int) -> None:
         self.pool[group_id].update(dict.fromkeys(range(first, end), POISON))
@@ -83,7 +85,14 @@ class FakeSwapWorker:
         self.unreported = [result for result in self.unreported if result not in results]
         lost, self.lost = tuple(self.lost), []
         lost_slots, self.lost_slots = tuple(self.lost_slots), []
-        return StepReport(self.worker_id, tuple(results), self.num_host_chunks, lost_slots, self.num_blocks, lost)
+        return StepReport(
+            worker_id=self.worker_id,
+            results=tuple(results),
+            num_host_chunks=self.num_host_chunks,
+            lost_slots=lost_slots,
+            num_swap_blocks=self.num_blocks,
+            lost_swap_blocks=lost,
+        )
 
 
 @dataclasses.dataclass
@@ -162,7 +171,11 @@ class SwapEngine:
 
     def scheduled(self, request: Running) -> ScheduledRequest:
         return ScheduledRequest(
-            request.name, request.block_ids, request.hashes, len(request.tokens), request.num_computed
+            request_id=request.name,
+            block_ids=request.block_ids,
+            block_hashes=request.hashes,
+            num_prompt_tokens=len(request.tokens),
+            num_computed_tokens=request.num_computed,
         )
 
     def swap_out(self, name: str) -> bool:

@@ -429,10 +429,10 @@ def test_results_that_fit_nothing_change_nothing():
     engine.swap_out("a")
     engine.step()
     (result,) = engine.workers[0].unreported
-    planned = [JobResult(result.job_id + 1, FINISHED), JobResult(99, FAILED)]
+    planned = [JobResult(job_id=result.job_id + 1, state=FINISHED), JobResult(job_id=99, state=FAILED)]
     engine.report(engine.workers[0], [result, result, *planned])
     engine.report(engine.workers[0], [result])
-    engine.scheduler.apply(StepReport(7, (result,), 0))
+    engine.scheduler.apply(StepReport(worker_id=7, results=(result,), num_host_chunks=0))
     assert engine.scheduler.has_jobs
     assert swap_stats(engine, "num_ignored_results", "num_rejected_reports") == (4, 1)
     engine.report(engine.workers[1])
@@ -477,7 +477,7 @@ def test_a_measured_rate_comes_from_measured_copies():
     engine.swap_out("a")
     engine.step()
     (result,) = engine.workers[0].unreported
-    engine.workers[0].unreported = [JobResult(result.job_id, FINISHED, copy_s=0.5)]
+    engine.workers[0].unreported = [JobResult(job_id=result.job_id, state=FINISHED, copy_s=0.5)]
     engine.report(engine.workers[0])
     nbytes = 5 * engine.layout.groups[0].block_nbytes
     assert swap_stats(engine, "swap_out_nbytes_per_s", "swap_in_nbytes_per_s") == (2 * nbytes, 0)

@@ -9,7 +9,7 @@ from tpu_offload import Candidate, choose_victims
 
 
 def candidate(name, blocks, need=0):
-    return Candidate(name, [blocks], [need])
+    return Candidate(request_id=name, block_ids=[blocks], num_new_blocks=[need])
 
 
 def test_nobody_is_a_victim_while_all_can_go_on():
@@ -43,9 +43,9 @@ def test_the_last_one_is_never_a_victim():
 
 def test_every_layer_group_must_be_satisfied():
     requests = [
-        Candidate("a", [[0], [0]], [0, 1]),
-        Candidate("b", [[1], []], [0, 0]),
-        Candidate("c", [[2], [1]], [0, 0]),
+        Candidate(request_id="a", block_ids=[[0], [0]], num_new_blocks=[0, 1]),
+        Candidate(request_id="b", block_ids=[[1], []], num_new_blocks=[0, 0]),
+        Candidate(request_id="c", block_ids=[[2], [1]], num_new_blocks=[0, 0]),
     ]
     assert choose_victims(requests, num_free=[7, 0]) == ("c",)
     assert choose_victims([requests[0], requests[2], requests[1]], num_free=[7, 0]) == ("b", "c")
@@ -57,9 +57,9 @@ def test_the_choice_is_the_shortest_suffix_that_a_plain_count_accepts(seed):
     num_groups = rng.randint(1, 2)
     requests = [
         Candidate(
-            f"r{i}",
-            [rng.sample(range(20), rng.randint(0, 6)) for _ in range(num_groups)],
-            [rng.randint(0, 3) for _ in range(num_groups)],
+            request_id=f"r{i}",
+            block_ids=[rng.sample(range(20), rng.randint(0, 6)) for _ in range(num_groups)],
+            num_new_blocks=[rng.randint(0, 3) for _ in range(num_groups)],
         )
         for i in range(rng.randint(1, 6))
     ]

@@ -183,7 +183,7 @@ class SchedulerSide:
                     self._stop_saving(request_id)
                 self._offering.pop(request_id, None)
         message = PlanMessage(
-            StepPlan(0),
+            StepPlan(step_id=0),
             idle,
             spoilt_block_ids=self._rollback.begin_step(),
             distrusted=self._distrust.request_ids,
@@ -191,7 +191,7 @@ class SchedulerSide:
         )
         if self._offload is None:
             self._num_early_steps += 1
-            return dataclasses.replace(message, plan=StepPlan(self._num_early_steps))
+            return dataclasses.replace(message, plan=StepPlan(step_id=self._num_early_steps))
         for request_id in self._promised:
             self._offload.release(request_id)
         self._promised.clear()

@@ -59,8 +59,8 @@ class WorkerSide:
         self._worker_id = 0
         self._layout: KVLayout | None = None
         self._tokens: RunnerTokens | None = None
-        self._message = PlanMessage(StepPlan(0), idle=False)
-        self._plan = StepPlan(0)
+        self._message = PlanMessage(StepPlan(step_id=0), idle=False)
+        self._plan = StepPlan(step_id=0)
         self._idle = False
         # Loads that vLLM has not been told about, and those that it has and whose result is not there yet.
         self._loading: dict[int, TransferJob] = {}
@@ -69,7 +69,7 @@ class WorkerSide:
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._reports: list[StepReport] = []
-        self._last_report = StepReport(0, (), 0)
+        self._last_report = StepReport(worker_id=0, results=(), num_host_chunks=0)
         self._told_news: tuple[Any, ...] = ()
         self._forget_all = False
         # The last plan whose steps may have computed on blocks that a failed load left as they were.
@@ -150,7 +150,7 @@ class WorkerSide:
         """Dispatches the loads; those that the coming pass needs are written when it returns, or have failed."""
         plan = self._plan
         if self.worker.has_begun(plan):  # a message that came twice: nothing of it is done again
-            self._plan = StepPlan(plan.step_id)
+            self._plan = StepPlan(step_id=plan.step_id)
             return
         self._loading.update((job.job_id, job) for job in plan.loads)
         self._in_background |= self._message.background_job_ids
@@ -179,7 +179,7 @@ class WorkerSide:
             self._cancel_saves("a request was computed on other tokens than vLLM has for it")
         else:
             self._run(self._end)
-        self._plan = StepPlan(self._plan.step_id)
+        self._plan = StepPlan(step_id=self._plan.step_id)
 
     def take_received(self) -> set[str]:
         """Requests whose load has ended, well or not, since the last call."""
@@ -234,7 +234,9 @@ class WorkerSide:
     def _cancel_saves(self, error: str) -> None:
         """Reports the saves of the plan as cancelled: not as failed, for that would say something of the next copy."""
         if self._plan.saves:
-            results = tuple(JobResult(job.job_id, JobState.CANCELLED, error) for job in self._plan.saves)
+            results = tuple(
+                JobResult(job_id=job.job_id, state=JobState.CANCELLED, error=error) for job in self._plan.saves
+            )
             self._collect()
             self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=()))
 

@@ -221,10 +221,10 @@ class RequestSwap:
         targets = [[granted[0][i] for i in from_pool], *granted[1:]]
         places = (tuple(swapped.pool_blocks[0][i - num_tier] for i in from_pool), *swapped.pool_blocks[1:])
         tier = SwapPart(
-            0,
-            HostStore.HOST_TIER,
-            tuple(granted[0][i] for i in from_tier),
-            tuple(swapped.tier_blocks[i] for i in from_tier),
+            group_id=0,
+            store=HostStore.HOST_TIER,
+            block_ids=tuple(granted[0][i] for i in from_tier),
+            host_block_ids=tuple(swapped.tier_blocks[i] for i in from_tier),
         )
         swapped.job = self._jobs.plan(swapped, Direction.LOAD, targets, places, tier=tier)
         self._hand_over(swapped, Direction.LOAD, swapped.job)

@@ -127,7 +127,7 @@ class PlannedSwaps:
           None if there is nothing to copy.
         """
         parts = [
-            SwapPart(g, HostStore.SWAP_POOL, tuple(blocks), tuple(held))
+            SwapPart(group_id=g, store=HostStore.SWAP_POOL, block_ids=tuple(blocks), host_block_ids=tuple(held))
             for g, (blocks, held) in enumerate(zip(block_ids, places, strict=True))
             if blocks
         ]
@@ -145,7 +145,7 @@ class PlannedSwaps:
                 deadline_s=self._clock() + self._timeout_s,
                 waiting_for=self._jobs.workers(),
                 held=Held(pins=swapped.tier_keys if reads_tier else (), pool_blocks=places),
-                swap=SwapJob(job_id, direction, swapped.request_id, tuple(parts)),
+                swap=SwapJob(job_id=job_id, direction=direction, request_id=swapped.request_id, parts=tuple(parts)),
                 tier_slots=swapped.tier_slots if reads_tier else (),
                 nbytes=sum(len(part.block_ids) * self._layout.groups[part.group_id].block_nbytes for part in parts),
             )

@@ -10,7 +10,7 @@ from tpu_offload.core.tables import check_sequence, read_ids, read_tables
 from tpu_offload.errors import RequestError
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A request that holds blocks of the HBM cache.
 
@@ -73,7 +73,7 @@ def _read(candidate: Candidate, num_groups: int) -> Candidate:
             f"request {request_id} has {len(tables)} block tables and {len(num_new_blocks)} numbers of new blocks; "
             f"expected {num_groups} of each"
         )
-    return Candidate(request_id, tables, num_new_blocks)
+    return Candidate(request_id=request_id, block_ids=tables, num_new_blocks=num_new_blocks)
 
 
 def _counts(what: str, given: Any) -> list[int]:
