@@ -7,18 +7,18 @@ from typing import Any
 
 # Tables that are never empty: their sizes are fixed, or bounded by the memory that they describe.
 _BOUNDED = (
-    "_index",  # slots and resident chunks; `check_invariants` holds them together
-    "_num_host_chunks", "_num_swap_blocks", "_oldest", "_breakers", "_to_send",  # one entry each
+    "_context.index",  # slots and resident chunks; `check_invariants` holds them together
+    "_num_host_chunks", "_num_swap_blocks", "_oldest", "breakers", "_to_send",  # one entry each
     "_workers._own", "_workers._setups", "_workers._missing",  # likewise
-    "_swap._pool._free", "_swap._pool._doubtful", "_swap._pool._num_blocks",  # places of the swap pool
-    "_swap._pool._num_known", "_swap._pool._unusable",
+    "swap_pool._free", "swap_pool._doubtful", "swap_pool._num_blocks",  # places of the swap pool
+    "swap_pool._num_known", "swap_pool._unusable",
     "_swap._returned_at",  # the last 32 steps
-    "_suspects._suspects",  # the last chunks that failed, at most 4096
+    "suspects._suspects",  # the last chunks that failed, at most 4096
     "_costs",  # the last measurements
     "_stages",  # one entry for each direction
 )  # fmt: skip
 # What a worker that is not heard of again may still write.
-_LATE = ("_late", "_transfers._to_cancel", "_swap._pool._num_holders")
+_LATE = ("_late", "_transfers._to_cancel", "swap_pool._num_holders")
 _MODULE = "tpu_offload.core"
 
 
