@@ -121,7 +121,8 @@ def test_a_large_hit_that_fails_spoils_no_step(async_scheduling, num_workers, po
 
 @scheduling
 @workers
-def test_a_small_hit_that_fails_leaves_a_large_one_alone(async_scheduling, num_workers):
+def test_a_small_hit_fails_while_a_large_one_is_on_its_way(async_scheduling, num_workers):
+    """One program moves pieces of both, so that both fail; only the small one has been computed on."""
     small, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
     stack = make(small, large, async_scheduling=async_scheduling, num_workers=num_workers)
     a = stack.add("large", [*large, 7])
@@ -131,7 +132,7 @@ def test_a_small_hit_that_fails_leaves_a_large_one_alone(async_scheduling, num_w
     stack.add("small", [*small, 7])
     stack.drain()
     assert stack.num_spoilt
-    assert stack.offload.stats().loaded_tokens == len(large)
+    assert 0 < stack.offload.stats().loaded_tokens < len(large), "the pieces that came before"
     stack.check_end()
 
 
