@@ -450,14 +450,42 @@ class Uses(EvictionPolicy):
 
 
 def test_policies_are_told_of_the_priority() -> None:
-    policy = Uses()
-    engine = FakeEngine(policy=policy)
+    made: list[Uses] = []
+
+    class Kept(Uses):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    engine = FakeEngine(policy=Kept)
     engine.add("a", tokens(16), limits=RequestLimits(priority=3))
     engine.step({"a": 16})
     engine.settle()
     engine.remove("a")
-    assert {use.priority for use in policy.uses} == {3}
-    assert len({use.use_id for use in policy.uses}) == 1
+    uses = [use for policy in made for use in policy.uses]
+    assert {use.priority for use in uses} == {3}
+    assert len({use.use_id for use in uses}) == 1
+
+
+def test_hashes_that_are_not_chained_are_not_saved(caplog) -> None:
+    """Two blocks of a prompt that have one hash: it says nothing of the tokens before."""
+    engine = FakeEngine()
+    one, two, three = (bytes([i]) * 16 for i in range(3))
+    repeated = [one, two, one, three]
+    offer = {"block_ids": [4, 5, 6, 7], "num_prompt_tokens": 16, "num_computed_tokens": 16}
+    for _ in range(2):
+        plan = engine.scheduler.plan_step(
+            [ScheduledRequest(request_id="a", block_hashes=repeated, **offer)],
+        )
+        assert plan.empty
+    assert [record.getMessage() for record in caplog.records] == [
+        "request a: two of its blocks have one hash; expected hashes of all tokens up to the end of each block. "
+        "Nothing more of it is saved"
+    ]
+    plan = engine.scheduler.plan_step([ScheduledRequest(request_id="b", block_hashes=[one, two, three], **offer)])
+    assert [job.num_blocks for job in plan.saves] == [3]
+    engine.scheduler.finish("a")
+    engine.scheduler.check_invariants()
 
 
 @pytest.mark.parametrize(

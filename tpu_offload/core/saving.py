@@ -5,6 +5,7 @@ are about to be granted to somebody else (`core.leaving`) are saved before the s
 """
 
 import dataclasses
+import logging
 from collections.abc import Collection, Container, Iterable
 
 from tpu_offload.core.context import TierContext
@@ -16,6 +17,8 @@ from tpu_offload.core.tables import Ids, plain, read_changes
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey, Direction
+
+_logger = logging.getLogger(__name__)
 
 _ACCOUNT = "saves"  # holds the staging blocks of all saves; accounts of requests have a # in them
 MAX_AT_ONCE = 2048
@@ -296,6 +299,14 @@ class SavePlanner:
         request.rests_until_s = self._suspects.until_s(keys[copyable]) if copyable < num_chunks else 0.0
         missing, end = self._index.missing(keys, first, copyable)
         saved = missing[:room]
+        if len(saved) > 1 and len({keys[i] for i in saved}) < len(saved):
+            _logger.error(
+                "request %s: two of its blocks have one hash; expected hashes of all tokens up to the end of each "
+                "block. Nothing more of it is saved",
+                request.request_id,
+            )
+            request.saving, request.num_refused_chunks = False, 0
+            return 0
         own: Container[ChunkKey] = ()
         has_holes = len(missing) < end - first
         if (first or has_holes) and len(saved) > self._index.num_free_slots:
