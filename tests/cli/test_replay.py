@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.cli.conftest import interrupted_replay
+from tests.cli.conftest import interrupted_run
 from tpu_offload.cli import replay_setup
 from tpu_offload.cli.main import main
 
@@ -173,6 +173,7 @@ def test_offloading_turned_off_by_a_variable(monkeypatch, capsys, tmp_path):
         ("--trace x --prompts y", "not allowed with"),
         ("--reqests 4", "unrecognized arguments: --reqests 4"),
         ("--request 4", "unrecognized arguments: --request 4"),
+        ("--soak 60", "unrecognized arguments: --soak 60"),
         ("left over", "unrecognized arguments: left over"),
         ("--tokens-per-block 8", "--tokens-per-block 8 does nothing here: it goes with --trace"),
         ("--max-tokens 8", "--max-tokens 8 does nothing here: it goes with --prompts"),
@@ -240,7 +241,8 @@ def test_help_names_every_flag(capsys):
 
 
 def test_interrupt_reports_what_is_finished(tmp_path):
-    report = interrupted_replay(tmp_path / "r.json", *TINY, "--requests", "2000", "--turns", "50", during="baseline")
+    flags = "replay", *TINY, "--requests", "2000", "--turns", "50"
+    report = interrupted_run("tpu_offload.cli.main", *flags, path=tmp_path / "r.json", during="baseline")
     assert report["baseline"]["num_requests"] > 0
     assert report["offload"]["num_requests"] == 0
 

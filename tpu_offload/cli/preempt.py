@@ -94,7 +94,7 @@ def build_comparison(args: argparse.Namespace, offload: OffloadConfig) -> Compar
       InputError: a flag cannot be.
       ConfigError: a setting cannot be.
     """
-    workload = build_workload(args, MODEL)
+    workload = build_workload(args, MODEL, default="decode")
     concurrency = args.concurrency or min(DEFAULT_CONCURRENCY, args.max_num_batched_tokens)
     offload, notes = _settings(offload)
     needed = blocks_per_request(workload, args.block_size)

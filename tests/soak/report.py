@@ -1,4 +1,4 @@
-"""What `replay --soak` came to: numbers of its rounds for a file, a table for a person, and the verdict."""
+"""What a soak came to: numbers of its rounds for a file, a table for a person, and the verdict."""
 
 import dataclasses
 import statistics
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tpu_offload.cli.tables import TableHistory
+from tests.soak.container_census import SizeHistory
 
 MAX_GROWTH_MIB = 5.0
 """Memory that the process may gain over the second half of a soak and still be called flat: allocators are not."""
@@ -50,7 +50,7 @@ class Round:
     num_entries: int = 0
 
 
-def numbers(rounds: Sequence[Round], tables: TableHistory) -> dict[str, Any]:
+def numbers(rounds: Sequence[Round], tables: SizeHistory) -> dict[str, Any]:
     """All rounds, as they stand in the JSON file."""
     num_compared = sum(done.num_compared for done in rounds)
     differences = [difference for done in rounds for difference in done.differences]
@@ -63,7 +63,7 @@ def numbers(rounds: Sequence[Round], tables: TableHistory) -> dict[str, Any]:
         "num_compared": num_compared,
         "differences": differences,
         "memory": _memory(rounds),
-        "num_tables": tables.num_tables,
+        "num_tables": tables.num_containers,
         "largest_tables": tables.largest(10),
         "grown_tables": tables.grown(),
         "num_jobs_left": max((done.num_jobs_left for done in rounds), default=0),
