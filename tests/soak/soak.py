@@ -30,7 +30,7 @@ from tests.soak.container_census import SizeHistory, container_sizes
 from tests.soak.faults import Fault, Faults
 from tests.soak.plan import Plan
 from tests.soak.report import Round
-from tpu_offload.cli import report as report_lib
+from tpu_offload.cli.replay_report import find_differences
 from tpu_offload.cli.replay_setup import Setup, describe, serve_once
 from tpu_offload.cli.serving import Record, serve
 from tpu_offload.cli.terminal import progress
@@ -203,7 +203,7 @@ def _serve_round(
         num_jobs_left = side.rest()
     except Exception as e:  # what the soak is there to find: nothing that befalls the library may end an engine
         error = "".join(traceback.format_exception(e))
-    found, num_compared = report_lib.find_differences(baseline, records, names=("baseline", side.name))
+    found, num_compared = find_differences(baseline, records, names=("baseline", side.name))
     return Round(
         engine=side.name,
         num_requests=len(records),

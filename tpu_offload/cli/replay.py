@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from tpu_offload.cli import preempt
+from tpu_offload.cli import preempt, replay_report
 from tpu_offload.cli import report as report_lib
 from tpu_offload.cli.copy_rates import measure_copy_rates
 from tpu_offload.cli.devices import check_backend
@@ -21,7 +21,6 @@ from tpu_offload.cli.replay_setup import (
     DEFAULT_NUM_CHAT_REQUESTS,
     DEFAULT_NUM_DECODE_REQUESTS,
     DEFAULT_NUM_TURNS,
-    Compare,
     Setup,
     blocks_per_request,
     build_setup,
@@ -84,7 +83,7 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
             setattr(args, name, int(defaults[name]))
     offload = OffloadConfig.from_env()
     check_backend()
-    compare: Compare
+    compare: Callable[..., dict[str, Any]]
     tell: Callable[[dict[str, Any]], int]
     if args.preempt:
         comparison = preempt.build_comparison(args, offload)
@@ -124,22 +123,19 @@ def _serve_twice(setup: Setup, *, stop: Callable[[], bool]) -> dict[str, Any]:
     with progress(setup.workload.num_requests) as on_finish:
         baseline, _ = serve_once(setup, None, on_finish=on_finish("baseline"), stop=stop)
         offload, stats = serve_once(setup, setup.offload, on_finish=on_finish("offload"), stop=stop)
-    differences, num_compared = report_lib.find_differences(baseline.records, offload.records)
-    baseline_numbers = report_lib.run_numbers(baseline, block_size=block_size)
-    offload_numbers = report_lib.run_numbers(offload, block_size=block_size)
-    extra = report_lib.offload_numbers(stats or OffloadStats())
+    differences, num_compared = replay_report.find_differences(baseline.records, offload.records)
+    baseline_numbers = replay_report.run_numbers(baseline, block_size=block_size)
+    offload_numbers = replay_report.run_numbers(offload, block_size=block_size)
+    extra = replay_report.offload_numbers(stats or OffloadStats())
     if stats and offload.complete:
         extra["transfers"]["copy_rates"] = _copy_rates(setup)
     recomputed = baseline_numbers["prompt_tokens"]["recomputed"]
     loaded = offload_numbers["prompt_tokens"]["host"]
     return {
         **describe(setup),
-        # Nothing compared is not the same as nothing different.
-        "outputs_identical": not differences if num_compared else None,
-        "num_compared": num_compared,
-        "differences": [difference.as_dict() for difference in differences],
+        **replay_report.outcome([difference.as_dict() for difference in differences], num_compared),
         "loaded_share_of_recomputed": loaded / recomputed if recomputed else None,
-        "host_hits": report_lib.hit_ttfts(baseline, offload),
+        "host_hits": replay_report.hit_ttfts(baseline, offload),
         "baseline": baseline_numbers,
         "offload": offload_numbers | extra,
     }
@@ -158,7 +154,7 @@ def _copy_rates(setup: Setup) -> dict[str, Any] | None:
 def _tell(setup: Setup, report: dict[str, Any]) -> int:
     """Prints the table and what it means; returns the exit status."""
     console = ReportConsole()
-    console.print(report_lib.build_table(report))
+    console.print(replay_report.comparison_table(report))
     if not setup.offload.enabled:
         console.print("Offloading is off: a size in the TPU_OFFLOAD_* variables is zero.")
     if report["loaded_share_of_recomputed"] is not None:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -250,18 +250,11 @@ def serve_once(
         return run, engine.offload_stats()
 
 
-class Compare(Protocol):
-    """Serves all that a report is made from."""
-
-    def __call__(self, *, stop: Callable[[], bool]) -> dict[str, Any]:
-        """Returns the report; `stop` is asked before each step."""
-
-
-def make_report(compare: Compare, path: Path | None, argv: list[str]) -> dict[str, Any]:
+def make_report(compare: Callable[..., dict[str, Any]], path: Path | None, argv: list[str]) -> dict[str, Any]:
     """Serves until the end or an interrupt, and writes what was measured to a file.
 
     Args:
-      compare: serves.
+      compare: serves, and returns the report; its keyword `stop` is asked before each step.
       path: of the JSON file; None writes none.
       argv: the arguments of the command, for the report.
     """
