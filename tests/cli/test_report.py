@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from rich.console import Console
 
 from tpu_offload.cli import replay_report, report
 from tpu_offload.cli.serving import Record, ServedRun
@@ -108,6 +109,38 @@ def test_hits_are_compared_with_the_same_requests():
         "baseline_ttft_p50_s": 8.0,
         "offload_ttft_p50_s": 3.0,
     }
+
+
+def test_a_row_has_a_cell_for_each_side():
+    sides = {"a": {"b": 2**20, "c": 2**21}, "s": 0.25}, {"a": {"b": 0}, "s": None}
+    assert report.Row("one", "a.b").cells(sides) == ("one", "1,048,576", "0")
+    assert report.Row("two", ("a.b", "a.c"), "MiB").cells(sides) == ("two", "1.0 + 2.0", "0.0 + -")
+    assert report.Row("of", ("a.b", "a.c"), "id", " of ", only_last=True).cells(sides) == ("of", "", "0 of -")
+    assert report.Row("time", "s", "s").cells(sides) == ("time", "250.0 ms", "-")
+    assert report.Row("text", lambda side: f"<{side['s']}>").cells(sides) == ("text", "<0.25>", "<None>")
+
+
+def test_comparison_table(capsys):
+    baseline = ServedRun((record("a", (1,), prompt=range(8), ttft_s=2.0),), 2.0, True)
+    hit = record("a", (1,), prompt=range(8), ttft_s=0.5, sources=PromptTokens(hbm=0, host=4, computed=4))
+    numbers = {
+        "workload": {"name": "w", "num_requests": 1},
+        "host_hits": replay_report.hit_ttfts(baseline, ServedRun((hit,), 1.0, True)),
+        "baseline": replay_report.run_numbers(baseline, block_size=4),
+        "offload": replay_report.run_numbers(ServedRun((hit,), 1.0, True), block_size=4)
+        | replay_report.offload_numbers(OffloadStats(staging_budget_blocks=1000, saved_nbytes=2**20)),
+    }
+    Console(width=100).print(replay_report.comparison_table(numbers))
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        ["requests finished", "1", "1", ""],
+        ["prompt tokens loaded from host", "0", "4", ""],
+        ["p50 of 1 with a host hit", "2000.0 ms", "500.0 ms", "0.25"],
+        ["generated tokens/s", "0.5", "1.0", "2.00"],
+        ["staging peak of budget, blocks", "", "0 of 1000", ""],
+        ["saved, MiB", "", "1.0", ""],
+    ):
+        assert line in lines
 
 
 def test_file_is_replaced_whole(tmp_path):
