@@ -178,7 +178,7 @@ def main():
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         flag = f"--xla_force_host_platform_device_count={max(args.devices)}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    from tpu_offload.cli.report import environment
+    from tpu_offload.cli.devices import environment
 
     started_s = time.monotonic()
     todo, rows = points(args), []

@@ -1,4 +1,4 @@
-"""Numbers of a replay: the comparison, what could have been reused, and the file."""
+"""Numbers of a replay: the comparison, and what could have been reused; and tables."""
 
 import dataclasses
 import json
@@ -9,7 +9,6 @@ from rich.console import Console
 from tpu_offload.cli import replay_report, report
 from tpu_offload.cli.serving import Record, ServedRun
 from tpu_offload.engine import PromptTokens, RequestStats
-from tpu_offload.errors import InputError
 from tpu_offload.metrics import OffloadStats
 
 
@@ -141,24 +140,3 @@ def test_comparison_table(capsys):
         ["saved, MiB", "", "1.0", ""],
     ):
         assert line in lines
-
-
-def test_file_is_replaced_whole(tmp_path):
-    path = tmp_path / "r.json"
-    path.write_text("old")
-    report.write_json(path, {"x": 1})
-    assert json.loads(path.read_text()) == {"x": 1}
-    with pytest.raises(ValueError, match="JSON"):
-        report.write_json(path, {"x": float("nan")})
-    assert json.loads(path.read_text()) == {"x": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
-
-
-def test_file_that_cannot_be_written(tmp_path):
-    for path, reason in ((tmp_path, "it is a directory"), (tmp_path / "no" / "r.json", "there is no directory")):
-        with pytest.raises(InputError, match=reason):
-            report.check_writable(path)
-        with pytest.raises(InputError, match="cannot write"):
-            report.write_json(path, {})
-    report.check_writable(tmp_path / "r.json")
-    assert not list(tmp_path.iterdir())

@@ -9,13 +9,14 @@ from typing import NoReturn
 from tests.soak import report as soak_report
 from tests.soak.plan import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, DEFAULT_NUM_TURNS, ENGINE, MODEL, build_plan
 from tests.soak.soak import soak
-from tpu_offload.cli import report as report_lib
-from tpu_offload.cli.command import Parser, exit_status, run_process
+from tpu_offload.cli.command import Parser, end_process, exit_status
+from tpu_offload.cli.console import ReportConsole
 from tpu_offload.cli.devices import check_backend
 from tpu_offload.cli.flags import int_flag
-from tpu_offload.cli.replay_flags import MODEL_FLAGS, add_flags
+from tpu_offload.cli.output import check_writable
+from tpu_offload.cli.replay_flags import MODEL_FLAGS, add_serving_flags
 from tpu_offload.cli.replay_setup import make_report
-from tpu_offload.cli.terminal import ReportConsole
+from tpu_offload.cli.terminal import interrupt_once
 from tpu_offload.config import OffloadConfig
 
 _PROG = "soak"
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     args = _parse(argv)
     if args.json is not None:
-        report_lib.check_writable(args.json)
+        check_writable(args.json)
     offload = OffloadConfig.from_env()
     check_backend()
     plan = build_plan(args, offload)
@@ -52,7 +53,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     seconds = parser.add_mutually_exclusive_group(required=True)
     seconds.add_argument("seconds", type=int_flag(1), nargs="?", metavar="SECONDS", help="how long to go on")
     seconds.add_argument("--seconds", type=int_flag(1), dest="seconds_flag", metavar="SECONDS", help="the same")
-    add_flags(
+    add_serving_flags(
         parser,
         defaults={name: str(value) for name, value in ENGINE.items()}
         | {name: str(getattr(MODEL, name)) for name in MODEL_FLAGS}
@@ -72,7 +73,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def run() -> NoReturn:
     """Runs the command as a process of its own."""
-    run_process(main)
+    interrupt_once()
+    end_process(main())
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ from tests.soak.container_census import SizeHistory, container_sizes
 from tests.soak.faults import Fault, Faults
 from tests.soak.plan import Plan
 from tests.soak.report import Round
+from tpu_offload.cli.console import progress
 from tpu_offload.cli.replay_report import find_differences
 from tpu_offload.cli.replay_setup import Setup, describe, serve_once
 from tpu_offload.cli.serving import Record, serve
-from tpu_offload.cli.terminal import progress
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import Engine, Request, RequestOutput
 

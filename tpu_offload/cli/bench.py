@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from tpu_offload.cli import bench_report
-from tpu_offload.cli import report as report_lib
 from tpu_offload.cli.devices import check_backend, device_errors
 from tpu_offload.cli.flags import float_flag, int_flag
+from tpu_offload.cli.output import check_writable, write_json
 from tpu_offload.cli.terminal import stop_on_interrupt
 from tpu_offload.cli.transfer_figures import PATHS, Failure, Figures
 from tpu_offload.cli.transfer_methods import Geometry
@@ -115,7 +115,7 @@ def add_command(commands: Any) -> None:
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
     started_s = time.monotonic()
-    report_lib.check_writable(args.output)
+    check_writable(args.output)
     check_backend()
     defaults = _ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR
     sizes = tuple(sorted(set(args.num_blocks or ((1, 8) if args.quick else (1, 8, 64)))))
@@ -139,7 +139,7 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     output = args.output
     if interrupted and output.is_file():  # a profile that may be whole is not given up for a part of one
         output = output.with_name(f"{output.name}.interrupted")
-    report_lib.write_json(output, profile)
+    write_json(output, profile)
     bench_report.tell(profile, figures, failures, geometry, output)
     if interrupted:
         sys.stderr.write("tpu-offload: interrupted: this is what was measured until then\n")

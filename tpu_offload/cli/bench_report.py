@@ -11,8 +11,9 @@ from typing import Any
 import jax
 from rich.table import Column, Table
 
-from tpu_offload.cli.report import Spread, build_table, environment
-from tpu_offload.cli.terminal import ReportConsole
+from tpu_offload.cli.console import ReportConsole
+from tpu_offload.cli.devices import environment
+from tpu_offload.cli.report import Spread, build_table
 from tpu_offload.cli.transfer_figures import Failure, Figures, rank
 from tpu_offload.cli.transfer_methods import Geometry
 from tpu_offload.config import CopyPath

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from tpu_offload.cli.compiling import COMPILE_THREAD
-from tpu_offload.cli.terminal import interrupt_once, open_missing_streams
+from tpu_offload.cli.terminal import open_missing_streams
 from tpu_offload.errors import InputError, OffloadError
 
 
@@ -48,10 +48,8 @@ def exit_status(prog: str, command: Callable[[], int]) -> int:
         return 130
 
 
-def run_process(main: Callable[[], int]) -> NoReturn:
-    """Runs one command as a process of its own, and ends that without a word more than the command had to say."""
-    interrupt_once()
-    status = main()
+def end_process(status: int) -> NoReturn:
+    """Ends the process after its command, without a word more than that had to say."""
     if status == 130 or any(thread.name == COMPILE_THREAD and thread.is_alive() for thread in threading.enumerate()):
         # The interpreter would wait for a compile that nobody wants any more, or pull the ground from under it.
         with contextlib.suppress(OSError):

@@ -1,7 +1,10 @@
-"""What can be wrong with the devices, as one line for a person."""
+"""The devices: what can be wrong with them, as one line for a person, and what reports say of them."""
 
 import contextlib
+import importlib.metadata
+import platform
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -30,3 +33,16 @@ def device_errors(*, make_smaller: str) -> Iterator[None]:
             raise
         first_line = str(e).partition("\n")[0]
         raise InputError(f"out of device memory ({first_line}); make {make_smaller} smaller") from e
+
+
+def environment() -> dict[str, Any]:
+    """Versions and device, for whoever compares two files."""
+    versions = {"python": platform.python_version()}
+    for name in ("tpu_offload", "jax", "jaxlib", "flax", "numpy", "libtpu"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    devices = jax.devices()
+    device = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+    return {"versions": versions, "device": device}

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tpu_offload.cli import bench, replay, simulate
-from tpu_offload.cli.command import Parser, exit_status, run_process
+from tpu_offload.cli.command import Parser, end_process, exit_status
+from tpu_offload.cli.terminal import interrupt_once
 
 _PROG = "tpu-offload"
 
@@ -39,7 +40,8 @@ def _run(argv: list[str]) -> int:
 
 def run() -> NoReturn:
     """Runs one command as a process of its own."""
-    run_process(main)
+    interrupt_once()
+    end_process(main())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_offload.cli import preempt_report
+from tpu_offload.cli.console import ReportConsole, progress
 from tpu_offload.cli.replay_report import find_differences, outcome
 from tpu_offload.cli.replay_setup import (
     Setup,
@@ -32,7 +33,6 @@ from tpu_offload.cli.replay_setup import (
 )
 from tpu_offload.cli.report import tell_outcome
 from tpu_offload.cli.serving import ServedRun
-from tpu_offload.cli.terminal import ReportConsole, progress
 from tpu_offload.config import OffloadConfig, SwapMode
 from tpu_offload.engine import ModelConfig
 from tpu_offload.metrics import OffloadStats

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_offload.cli import preempt, replay_report
-from tpu_offload.cli import report as report_lib
+from tpu_offload.cli.console import ReportConsole, progress
 from tpu_offload.cli.copy_rates import measure_copy_rates
 from tpu_offload.cli.devices import check_backend
 from tpu_offload.cli.flags import int_flag
-from tpu_offload.cli.replay_flags import ENGINE_FLAGS, MODEL_FLAGS, add_flags
+from tpu_offload.cli.output import check_writable
+from tpu_offload.cli.replay_flags import ENGINE_FLAGS, MODEL_FLAGS, add_serving_flags
 from tpu_offload.cli.replay_setup import (
     DEFAULT_NUM_CHAT_REQUESTS,
     DEFAULT_NUM_DECODE_REQUESTS,
@@ -29,7 +30,7 @@ from tpu_offload.cli.replay_setup import (
     make_report,
     serve_once,
 )
-from tpu_offload.cli.terminal import ReportConsole, progress
+from tpu_offload.cli.report import tell_outcome
 from tpu_offload.cli.transfer_methods import Geometry
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import EngineConfig, ModelConfig
@@ -57,7 +58,7 @@ def add_command(commands: Any) -> None:
     own = dataclasses.asdict(EngineConfig()) | dataclasses.asdict(ModelConfig())
     of_preempt = preempt.ENGINE | dataclasses.asdict(preempt.MODEL)
     sizes = {name: f"{int(own[name])}; with --preempt {of_preempt[name]}" for name in (*ENGINE_FLAGS, *MODEL_FLAGS)}
-    add_flags(
+    add_serving_flags(
         parser,
         defaults=sizes
         | {
@@ -74,7 +75,7 @@ def add_command(commands: Any) -> None:
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.json is not None:
-        report_lib.check_writable(args.json)
+        check_writable(args.json)
     if args.rounds is not None and not args.preempt:
         raise InputError(f"--rounds {args.rounds} does nothing here: it goes with --preempt")
     defaults = preempt.ENGINE if args.preempt else dataclasses.asdict(EngineConfig())
@@ -161,4 +162,4 @@ def _tell(setup: Setup, report: dict[str, Any]) -> int:
         share = report["loaded_share_of_recomputed"]
         console.print(f"Loaded from the host: {share:.0%} of the prompt tokens that the baseline computed again.")
     same = f"every token of the {report['num_compared']} requests that both runs finished"
-    return report_lib.tell_outcome(console, report, same=same)
+    return tell_outcome(console, report, same=same)

@@ -11,7 +11,7 @@ ENGINE_FLAGS = ("block_size", "max_num_batched_tokens", "num_spare_blocks", "asy
 MODEL_FLAGS = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
 
 
-def add_flags(parser: argparse.ArgumentParser, *, defaults: Mapping[str, str]) -> None:
+def add_serving_flags(parser: argparse.ArgumentParser, *, defaults: Mapping[str, str]) -> None:
     """Adds them to a command.
 
     Args:

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from tpu_offload.cli import report as report_lib
-from tpu_offload.cli.devices import device_errors
+from tpu_offload.cli.devices import device_errors, environment
+from tpu_offload.cli.output import write_json
 from tpu_offload.cli.replay_flags import MODEL_FLAGS
 from tpu_offload.cli.serving import ServedRun, serve
 from tpu_offload.cli.terminal import stop_on_interrupt
@@ -72,7 +72,7 @@ def build_setup(
     """Checks the sizes against each other, the memory and the offload settings.
 
     Args:
-      args: those of `add_flags`.
+      args: those of `add_serving_flags`.
       offload: the settings of the library.
       workload: what is served.
       model: gives the sizes that no flag does.
@@ -117,7 +117,7 @@ def build_workload(args: argparse.Namespace, model: ModelConfig, *, default: str
     """What the flags ask for.
 
     Args:
-      args: those of `add_flags`.
+      args: those of `add_serving_flags`.
       model: gives the sizes that no flag does.
       default: the workload that is generated if no flag says which.
     Raises:
@@ -261,7 +261,7 @@ def make_report(compare: Callable[..., dict[str, Any]], path: Path | None, argv:
     with stop_on_interrupt() as stop, device_errors(make_smaller="--num-blocks or the model"):
         report = compare(stop=stop)
         interrupted = stop()
-    report |= {"interrupted": interrupted, "argv": argv, **report_lib.environment()}
+    report |= {"interrupted": interrupted, "argv": argv, **environment()}
     if path is not None:
-        report_lib.write_json(path, report)
+        write_json(path, report)
     return report

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_offload.cli import report as report_lib
 from tpu_offload.cli import simulate_report
+from tpu_offload.cli.console import progress
 from tpu_offload.cli.flags import float_flag, int_flag, list_flag
+from tpu_offload.cli.output import check_writable, write_file, write_json
 from tpu_offload.cli.simulate_plot import check_plottable, draw
 from tpu_offload.cli.simulate_sizes import (
     Size,
@@ -22,7 +23,6 @@ from tpu_offload.cli.simulate_sizes import (
     share_flag,
     size_flag,
 )
-from tpu_offload.cli.terminal import progress
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES
 from tpu_offload.errors import InputError
@@ -137,9 +137,9 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
         "argv": argv,
     }
     if args.json is not None:
-        report_lib.write_json(args.json, report)
+        write_json(args.json, report)
     if args.plot is not None:
-        report_lib.write_file(args.plot, draw(report, args.plot.suffix))
+        write_file(args.plot, draw(report, args.plot.suffix))
     simulate_report.tell(report)
     return 0
 
@@ -166,7 +166,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
         if owner:
             raise InputError(f"{flag} {path} is the file that {owner}; expected another file")
         taken[os.path.realpath(path)] = f"{flag} {path} is written to"
-        report_lib.check_writable(path)
+        check_writable(path)
 
 
 def _read(args: argparse.Namespace) -> Trace:

@@ -1,0 +1,60 @@
+"""Files that a command writes: whole or not at all."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tpu_offload.errors import InputError
+
+
+def check_writable(path: Path) -> None:
+    """Finds out before the work whether `write_json` has a chance after it.
+
+    Raises:
+      InputError: it has none.
+    """
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a directory")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no directory {path.parent}")
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as e:  # symbolic links that lead back to themselves
+        raise InputError(f"cannot write {path}: {e.strerror or e}") from e
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"cannot write {path}: permission denied")
+
+
+def write_json(path: Path, report: Mapping[str, Any]) -> None:
+    """Writes the report, into a file whole or not at all.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    write_file(path, (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+      InputError: it cannot be written.
+    """
+    path = path.resolve()
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a terminal
+            path.write_bytes(content)
+            return
+        # Beside the target, so that the rename stays within one file system.
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as e:
+        raise InputError(f"cannot write {path}: {e.strerror or e}") from e
