@@ -38,7 +38,7 @@ def parse_line(value: Any) -> TraceLine:
     if not isinstance(value, dict):
         raise ValueError('expected an object with "timestamp", "input_length", "output_length" and "hash_ids"')
     time_ms, ids = value.get("timestamp"), value.get("hash_ids")
-    if type(time_ms) not in (int, float) or not 0 <= time_ms <= _MAX_FLOAT:  # not so for NaN
+    if isinstance(time_ms, bool) or not isinstance(time_ms, int | float) or not 0 <= time_ms <= _MAX_FLOAT:  # or NaN
         raise wrong(value, "timestamp", f"a number of milliseconds, from 0 to {_MAX_FLOAT:.1e}")
     if not isinstance(ids, list) or not all(type(i) is str or (type(i) is int and i >= 0) for i in ids):
         raise wrong(value, "hash_ids", "a list of numbers of at least 0 or strings, one a block")
