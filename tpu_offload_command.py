@@ -1,5 +1,7 @@
 """Starts `tpu-offload`. Beside the package, because importing a command takes seconds in which Ctrl-C has to work."""
 
+import functools
+import importlib
 import os
 import signal
 import sys
@@ -10,20 +12,24 @@ _PROG = "tpu-offload"
 _INTERRUPTED = 130
 
 
-def run() -> NoReturn:
-    """Imports a command and runs it. An interrupt before that ends the process: it has done nothing yet."""
+def run(*, prog: str = _PROG, module: str = "tpu_offload.cli.main") -> NoReturn:
+    """Imports a command and runs it. An interrupt before that ends the process: it has done nothing yet.
+
+    Args:
+      prog: the command's name, for what is said of an interrupt.
+      module: has its `run`, which takes the signals over.
+    """
     for signum in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, _end)
-    from tpu_offload.cli.main import run as run_command
+            signal.signal(signum, functools.partial(_end, prog))
+    importlib.import_module(module).run()
+    raise AssertionError(f"{module}.run() has returned")
 
-    run_command()  # takes the signals over
 
-
-def _end(signum: int, frame: types.FrameType | None) -> NoReturn:
+def _end(prog: str, signum: int, frame: types.FrameType | None) -> NoReturn:
     # Not an exception: it would be raised in the middle of somebody's import, and some of those catch all.
     try:
-        os.write(2, f"{_PROG}: interrupted\n".encode())
+        os.write(2, f"{prog}: interrupted\n".encode())
     finally:
         os._exit(_INTERRUPTED)
 

@@ -12,16 +12,17 @@ prompts that the tier holds, half are new.
 """
 
 import argparse
-import hashlib
 import json
 import platform
 import random
 import statistics
 import sys
 import time
+from pathlib import Path
 
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import POLICIES, EvictionPolicy, PriorityPolicy, Use
+from tpu_offload.sim import read_traces
 
 TIMED = ("insert", "touch", "evict")
 
@@ -78,10 +79,8 @@ class Server:
 
 
 def read_trace(path):
-    with open(path) as file:
-        prompts = [json.loads(line)["hash_ids"] for line in file]
-    keys = {block: hashlib.sha256(str(block).encode()).digest()[:24] for prompt in prompts for block in prompt}
-    return [[keys[block] for block in prompt] for prompt in prompts if prompt], len(keys)
+    trace = read_traces([Path(path)])
+    return [[trace.keys[block] for block in r.blocks] for r in trace.requests if r.blocks], trace.num_unique_blocks
 
 
 def make_requests(rng, num_chunks, prompt_chunks, num_requests):

@@ -3,7 +3,9 @@
 #   use_venv SET    SET is base, commands (the extras of `tpu-offload replay`, and so of all commands), test or dev;
 #                   each holds the one before
 #
-# which leaves an up-to-date environment in .venv/ and sets `venv_python` to its interpreter.
+# which leaves an up-to-date environment in .venv/ and sets `venv_python` to its interpreter, and
+#
+#   default_to_cpu    sets JAX_PLATFORMS=cpu on a machine without an accelerator, unless it is set
 #
 # .venv/.stamp says what is installed: it is removed before anything is changed and written last, so
 # an interrupted setup is seen and done again from nothing. It covers the requirements, the interpreter
@@ -106,4 +108,14 @@ use_venv() {
     mv "$venv/.stamp.new" "$venv/.stamp"
   fi
   exec 9<&-
+}
+
+# Without an accelerator, jax would look for one (slowly and loudly where libtpu is installed).
+default_to_cpu() {
+  local device
+  if [ -n "${JAX_PLATFORMS:-}" ]; then return; fi
+  for device in /dev/accel[0-9]* /dev/vfio/[0-9]* /dev/nvidia[0-9]* /dev/nvidiactl /dev/dxg /dev/kfd; do
+    if [ -e "$device" ]; then return; fi
+  done
+  export JAX_PLATFORMS=cpu
 }

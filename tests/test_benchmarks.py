@@ -65,7 +65,9 @@ def test_policies(tmp_path):
     path = tmp_path / "p.json"
     trace = tmp_path / "trace.jsonl"
     requests = [list(range(i % 7, i % 7 + 5)) for i in range(80)]
-    trace.write_text("".join(json.dumps({"hash_ids": [f"{r[0]}-{block}" for block in r]}) + "\n" for r in requests))
+    trace.write_text(
+        "".join(json.dumps({"timestamp": 0, "hash_ids": [f"{r[0]}-{i}" for i in r]}) + "\n" for r in requests)
+    )
     command = [sys.executable, "benchmarks/bench_policies.py", "--json", str(path), "--trace", str(trace)]
     sweep = ["--share", "0.5", "--num-chunks", "100", "--prompt-chunks", "5", "--chunks-timed", "400", "--slices", "4"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

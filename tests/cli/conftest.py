@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import tpu_offload.cli.transfer_rates as transfer_rates
 
+ROOT = Path(__file__).parents[2]
 TINY_BENCH = (
     *("--num-layers", "2", "--page-shape", "4", "8", "2", "8", "--devices", "1"),
     *("--num-blocks", "1", "3", "--rounds", "2"),
@@ -23,12 +25,12 @@ def small_buffers(monkeypatch):
     monkeypatch.setattr(transfer_rates, "_WALK_NBYTES", 1)
 
 
-def interrupted_replay(path, *flags, during):
-    """Stops `replay` by Ctrl-C while it serves the run `during`; returns the report that it has written to `path`."""
-    command = [sys.executable, "-m", "tpu_offload.cli.main", "replay", *flags, "--json", str(path)]
+def interrupted_run(module, *argv, path, during):
+    """Stops a command by Ctrl-C while it serves the run `during`; returns the report that it has written to `path`."""
+    command = [sys.executable, "-m", module, *argv, "--json", str(path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
     ) as process:
         try:
             lines = iter(process.stderr.readline, "")

@@ -32,12 +32,17 @@ def entry_point():
     return f"from {module} import {function}; {function}()"
 
 
+@pytest.mark.parametrize(
+    ("prog", "argv"),
+    [("tpu-offload", ("-c", entry_point(), "replay")), ("soak", ("-P", "-m", "tests.soak"))],
+    ids=["tpu-offload", "soak"],
+)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_while_modules_are_imported(tmp_path, signum):
+def test_while_modules_are_imported(tmp_path, signum, prog, argv):
     (tmp_path / "jax.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     with subprocess.Popen(
-        [sys.executable, "-c", entry_point(), "replay"],
+        [sys.executable, *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -49,7 +54,7 @@ def test_while_modules_are_imported(tmp_path, signum):
             _, err = process.communicate(timeout=120)
         finally:
             process.kill()
-    assert (process.returncode, err) == (130, "tpu-offload: interrupted\n")
+    assert (process.returncode, err) == (130, f"{prog}: interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.cli.conftest import interrupted_replay
+from tests.cli.conftest import interrupted_run
 from tpu_offload.cli import preempt, preempt_report, replay_setup
 from tpu_offload.cli.main import main
 from tpu_offload.cli.serving import Record, ServedRun
@@ -205,8 +205,8 @@ def test_wrong_flag(capsys, tmp_path, monkeypatch, flags, expected):
 
 
 def test_interrupt_reports_what_is_finished(tmp_path):
-    flags = "--preempt", *TINY, "--requests", "400", "--concurrency", "4"
-    report = interrupted_replay(tmp_path / "r.json", *flags, during="reference")
+    flags = "replay", "--preempt", *TINY, "--requests", "400", "--concurrency", "4"
+    report = interrupted_run("tpu_offload.cli.main", *flags, path=tmp_path / "r.json", during="reference")
     assert report["num_reference_requests"] > 0
     assert report["swap"] == {"rounds": [], "median": {}, "tokens_per_s_range": None}
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.cli.conftest import interrupted_replay
+from tests.cli.conftest import interrupted_run
 from tpu_offload.cli import replay_setup
 from tpu_offload.cli.main import main
 
@@ -240,7 +240,8 @@ def test_help_names_every_flag(capsys):
 
 
 def test_interrupt_reports_what_is_finished(tmp_path):
-    report = interrupted_replay(tmp_path / "r.json", *TINY, "--requests", "2000", "--turns", "50", during="baseline")
+    flags = "replay", *TINY, "--requests", "2000", "--turns", "50"
+    report = interrupted_run("tpu_offload.cli.main", *flags, path=tmp_path / "r.json", during="baseline")
     assert report["baseline"]["num_requests"] > 0
     assert report["offload"]["num_requests"] == 0
 

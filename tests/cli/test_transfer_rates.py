@@ -9,7 +9,8 @@ import pytest
 from tpu_offload import OffloadConfig
 from tpu_offload.cli.copy_rates import CopyRates, measure_copy_rates
 from tpu_offload.cli.model_step import ModelStep
-from tpu_offload.cli.transfer_figures import PATHS, Figures, Spread, rank
+from tpu_offload.cli.report import Spread
+from tpu_offload.cli.transfer_figures import PATHS, Figures, rank
 from tpu_offload.cli.transfer_limits import BusCopies, Memcpy
 from tpu_offload.cli.transfer_methods import Geometry, PeerCopies, WorkerCopies
 from tpu_offload.cli.transfer_rates import TransferBench

@@ -4,16 +4,17 @@ import dataclasses
 import enum
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.table import Table
+from rich.table import Column, Table
 
 from tpu_offload.cli.console import ReportConsole
 from tpu_offload.cli.devices import environment
-from tpu_offload.cli.transfer_figures import Failure, Figures, Spread, rank
+from tpu_offload.cli.report import Spread, build_table
+from tpu_offload.cli.transfer_figures import Failure, Figures, rank
 from tpu_offload.cli.transfer_methods import Geometry
 from tpu_offload.config import CopyPath
 from tpu_offload.errors import InputError
@@ -72,45 +73,45 @@ def as_json(record: Figures | Failure) -> dict[str, Any]:
     return {key: value.value if isinstance(value, enum.Enum) else value for key, value in plain.items()}
 
 
-def build_table(figures: Sequence[Figures], failures: Sequence[Failure], title: str) -> Table:
+def figures_table(figures: Sequence[Figures], failures: Sequence[Failure], title: str) -> Table:
     """The figures for a terminal; what was not measured has no column."""
-    with_peer = any(one.of_peer for one in figures)
-    with_delay = any(one.delay_s for one in figures)
-    table = Table(title=title)
-    for name in ("", "blocks", "path"):
-        table.add_column(name, justify="right" if name == "blocks" else "left", no_wrap=True)
-    columns = ["GB/s", "limit", "of limit", *(["of peer"] if with_peer else []), "ms", "dispatch ms"]
-    for name in columns + (["reported ms", "delays model ms"] if with_delay else []):
+    shown = [spec for spec in _COLUMNS if spec[1] not in _MAY_BE_LEFT_OUT or any(getattr(f, spec[1]) for f in figures)]
+    columns = [Column(name, justify="right" if name == "blocks" else "left", no_wrap=True) for name in _LABELS]
+    for name, _, _ in shown:
         # Where it is narrow, a ratio goes over two lines; nothing is ever cut off.
         width = 12 if name.startswith("of ") else max(map(len, name.split()))
-        table.add_column(name, justify="right", overflow="fold", min_width=width)
+        columns.append(Column(name, justify="right", overflow="fold", min_width=width))
+    lines: list[Sequence[str] | None] = []
     for direction in (Direction.SAVE, Direction.LOAD):
         mine = [one for one in figures if one.direction is direction]
         for num_blocks in sorted({one.num_blocks for one in mine}):
-            for one in [one for one in mine if one.num_blocks == num_blocks]:
-                cells = [
-                    f"{one.gb_per_s.median:.2f}" if one.gb_per_s else "-",
-                    f"{one.limit_gb_per_s.median:.2f}",
-                    _ratio(one.of_limit),
-                    *([_ratio(one.of_peer)] if with_peer else []),
-                    _ms(one.seconds),
-                    _ms(one.dispatch_s),
-                    *([_ms(one.reported_s), _ms(one.delay_s)] if with_delay else []),
-                ]
-                table.add_row(direction.value, str(num_blocks), one.path.value, *cells)
-            table.add_section()
-        for failure in [failure for failure in failures if failure.direction is direction]:
-            table.add_row(direction.value, "", failure.path.value, "failed")
-        table.add_section()
-    return table
+            for one in mine:
+                if one.num_blocks == num_blocks:
+                    cells = (text(spread) if (spread := getattr(one, name)) else "-" for _, name, text in shown)
+                    lines.append((direction.value, str(num_blocks), one.path.value, *cells))
+            lines.append(None)
+        lines += [(direction.value, "", f.path.value, "failed") for f in failures if f.direction is direction]
+        lines.append(None)
+    return build_table(title, columns, lines)
 
 
-def _ratio(spread: Spread | None) -> str:
-    return f"{spread.median:.2f} ({spread.p10:.2f}-{spread.p90:.2f})" if spread else "-"
+def _ms(spread: Spread) -> str:
+    return f"{spread.median * 1e3:.2f}"
 
 
-def _ms(spread: Spread | None) -> str:
-    return f"{spread.median * 1e3:.2f}" if spread else "-"
+_plain, _ratio = "{0.median:.2f}".format, "{0.median:.2f} ({0.p10:.2f}-{0.p90:.2f})".format
+_LABELS = ("", "blocks", "path")
+_COLUMNS: tuple[tuple[str, str, Callable[[Spread], str]], ...] = (
+    ("GB/s", "gb_per_s", _plain),
+    ("limit", "limit_gb_per_s", _plain),
+    ("of limit", "of_limit", _ratio),
+    ("of peer", "of_peer", _ratio),
+    ("ms", "seconds", _ms),
+    ("dispatch ms", "dispatch_s", _ms),
+    ("reported ms", "reported_s", _ms),
+    ("delays model ms", "delay_s", _ms),
+)
+_MAY_BE_LEFT_OUT = ("of_peer", "reported_s", "delay_s")
 
 
 def tell(
@@ -130,45 +131,38 @@ def tell(
       output: where the profile was written to.
     """
     console = ReportConsole()
-    bench = profile["bench"]
-    versions = ", ".join(f"{name} {version}" for name, version in bench["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in profile["bench"]["versions"].items())
     console.print(f"{geometry.num_devices} x {profile['device_kind']}; {versions}", highlight=False)
     shape = "x".join(map(str, geometry.page_shape))
     title = (
         f"blocks of {geometry.block_nbytes / 2**20:.2f} MiB: {geometry.num_layers} layers, pages of "
         f"{geometry.dtype}[{shape}]"
     )
-    console.print(build_table(figures, failures, title))
-    console.print("Ratios are of times, within a round: median (10th to 90th percentile). limit: one contiguous copy.")
+    console.print(figures_table(figures, failures, title))
+    lines = ["Ratios are of times, within a round: median (10th to 90th percentile). limit: one contiguous copy."]
     step = next((one.step_s for one in figures if one.step_s), None)
     if step:
-        console.print(
+        lines.append(
             f"delays model: how much later a run of {step.median * 1e3:.1f} ms steps ends because of the job. "
             "reported: when the job is, beside these steps."
         )
-    fused = [one for one in figures if one.path is CopyPath.FUSED]
+    fused = sorted({(one.num_blocks, one.num_fused_blocks) for one in figures if one.path is CopyPath.FUSED})
     if fused:
-        console.print("fused: the copy is inside of a step, and has no time of its own.")
-    for num_blocks, num_fused in sorted({(f.num_blocks, f.num_fused_blocks) for f in fused}):
-        if num_fused < num_blocks:
-            console.print(f"fused jobs of {num_blocks} blocks: {num_fused} in the step, the others directly.")
-    for failure in failures:
-        text = f"{failure.path.value} {failure.direction.value}s failed: {failure.error}"
-        console.print(text, highlight=False, markup=False)
-    console.print("\nRecommended here:")
+        lines.append("fused: the copy is inside of a step, and has no time of its own.")
+    lines += [f"fused jobs of {n} blocks: {k} in the step, the others directly." for n, k in fused if k < n]
+    lines += [f"{one.path.value} {one.direction.value}s failed: {one.error}" for one in failures]
     best = {direction: profile["entries"][0][direction.value][0] for direction in Direction}
-    for direction in Direction:
-        console.print(f"  TPU_OFFLOAD_{direction.name}_PATH={best[direction]}", highlight=False)
+    lines += ["", "Recommended here:", *(f"  TPU_OFFLOAD_{d.name}_PATH={best[d]}" for d in Direction)]
     if CopyPath.FUSED.value in best.values():
-        sizes = ",".join(map(str, sorted({1, *(one.num_fused_blocks for one in fused)})))
-        console.print(
+        sizes = ",".join(map(str, sorted({1, *(num_fused for _, num_fused in fused)})))
+        lines.append(
             f"fused was measured with TPU_OFFLOAD_BLOCK_SIZE_BUCKETS={sizes} (the engine's step is compiled for each) "
-            "and needs an\nengine that offers it; with auto, one that does not takes the next best path.",
-            highlight=False,
+            "and needs an\nengine that offers it; with auto, one that does not takes the next best path."
         )
-    console.print("or, to have the paths read from the file that was written:")
-    for direction in Direction:
-        console.print(f"  TPU_OFFLOAD_{direction.name}_PATH=auto", highlight=False)
+    lines.append("or, to have the paths read from the file that was written:")
+    lines += [f"  TPU_OFFLOAD_{d.name}_PATH=auto" for d in Direction]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
     console.print(
         f"  TPU_OFFLOAD_PROFILE={shlex.quote(str(output.absolute()))}", highlight=False, markup=False, soft_wrap=True
     )

@@ -6,20 +6,15 @@ in `tpu_offload_command`, which handles interrupts until that is done.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import importlib
-import logging
-import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from tpu_offload.cli.compiling import COMPILE_THREAD
+from tpu_offload.cli.command import Parser, end_process, exit_status
 from tpu_offload.cli.extras import require
-from tpu_offload.cli.terminal import interrupt_once, open_missing_streams
-from tpu_offload.errors import InputError, OffloadError
+from tpu_offload.cli.terminal import interrupt_once
 
 _PROG = "tpu-offload"
 
@@ -52,13 +47,6 @@ _COMMANDS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong flag as an `InputError`, like any other wrong input."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (see {self.prog} --help)")
-
-
 def main(argv: Sequence[str] | None = None, *, on_import: Callable[[], None] = lambda: None) -> int:
     """Runs one command.
 
@@ -66,30 +54,21 @@ def main(argv: Sequence[str] | None = None, *, on_import: Callable[[], None] = l
       argv: the arguments after the program's name; by default those of the process.
       on_import: called once the command is imported, before it runs.
     Returns:
-      Exit status: 0, 1 when a command found what it is there to find (outputs that differ), 2 for
-      input that cannot be used, 130 when interrupted, 141 when nobody reads the output any more.
+      Exit status, see `exit_status`.
     """
-    open_missing_streams()
-    logging.basicConfig(level=logging.WARNING, format=f"{_PROG}: %(levelname)s: %(message)s")
-    try:
-        argv = sys.argv[1:] if argv is None else list(argv)
-        args = _parse(argv)
-        on_import()
-        status: int = args.run(args, argv)
-        return status
-    except BrokenPipeError:  # whoever read our output has gone, as `head` does; nobody is left to be told
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 141
-    except (OffloadError, OSError) as e:
-        sys.stderr.write(f"{_PROG}: error: {' '.join(str(e).split())}\n")
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{_PROG}: interrupted\n")
-        return 130
+    given = sys.argv[1:] if argv is None else list(argv)
+    return exit_status(_PROG, lambda: _run(given, on_import))
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog=_PROG, description="KV cache offloading for TPUs.", allow_abbrev=False)
+def _run(argv: list[str], on_import: Callable[[], None]) -> int:
+    args = _parse(argv)
+    on_import()
+    status: int = args.run(args, argv)
+    return status
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog=_PROG, description="KV cache offloading for TPUs.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     called = next((arg for arg in argv if not arg.startswith("-")), None)  # no flag in front of it takes a value
     for name, command in _COMMANDS.items():
@@ -101,15 +80,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run() -> NoReturn:
-    """Runs one command as a process of its own, and ends that without a word more than the command had to say."""
-    status = main(on_import=interrupt_once)  # not before: a KeyboardInterrupt in an import may be caught there
-    if status == 130 or any(thread.name == COMPILE_THREAD and thread.is_alive() for thread in threading.enumerate()):
-        # The interpreter would wait for a compile that nobody wants any more, or pull the ground from under it.
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+    """Runs one command as a process of its own."""
+    # Not before the import: a KeyboardInterrupt in one may be caught there.
+    end_process(main(on_import=interrupt_once))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tpu_offload.cli import preempt_report
-from tpu_offload.cli import report as report_lib
 from tpu_offload.cli.console import ReportConsole, progress
+from tpu_offload.cli.replay_report import find_differences, outcome
 from tpu_offload.cli.replay_setup import (
     Setup,
     blocks_per_request,
@@ -31,6 +31,7 @@ from tpu_offload.cli.replay_setup import (
     describe,
     serve_once,
 )
+from tpu_offload.cli.report import tell_outcome
 from tpu_offload.cli.serving import ServedRun
 from tpu_offload.config import OffloadConfig, SwapMode
 from tpu_offload.engine import ModelConfig
@@ -94,7 +95,7 @@ def build_comparison(args: argparse.Namespace, offload: OffloadConfig) -> Compar
       InputError: a flag cannot be.
       ConfigError: a setting cannot be.
     """
-    workload = build_workload(args, MODEL)
+    workload = build_workload(args, MODEL, default="decode")
     concurrency = args.concurrency or min(DEFAULT_CONCURRENCY, args.max_num_batched_tokens)
     offload, notes = _settings(offload)
     needed = blocks_per_request(workload, args.block_size)
@@ -153,7 +154,7 @@ def compare(comparison: Comparison, *, stop: Callable[[], bool]) -> dict[str, An
                 name = f"{side.name}, round {i + 1}"
                 run, stats = serve(side, name)
                 runs[side.name].append(preempt_report.side_numbers(run, stats, round_number=i + 1))
-                found, num = report_lib.find_differences(reference.records, run.records, names=("reference", name))
+                found, num = find_differences(reference.records, run.records, names=("reference", name))
                 differences += [{"run": side.name, "round": i + 1} | difference.as_dict() for difference in found]
                 num_compared += num
                 num_runs_compared += bool(num)
@@ -164,11 +165,8 @@ def compare(comparison: Comparison, *, stop: Callable[[], bool]) -> dict[str, An
         "num_rounds": comparison.num_rounds,
         "num_reference_requests": len(reference.records),
         "notes": list(comparison.notes),
-        # Nothing compared is not the same as nothing different.
-        "outputs_identical": not differences if num_compared else None,
-        "num_compared": num_compared,
+        **outcome(differences, num_compared),
         "num_runs_compared": num_runs_compared,
-        "differences": differences,
         "recompute": recompute,
         "swap": swap,
         "swap_to_recompute": preempt_report.ratios(recompute, swap),
@@ -184,11 +182,11 @@ def compare(comparison: Comparison, *, stop: Callable[[], bool]) -> dict[str, An
 def tell(comparison: Comparison, report: dict[str, Any]) -> int:
     """Prints the table and what it means; returns the exit status."""
     console = ReportConsole()
-    console.print(preempt_report.build_table(report))
+    console.print(preempt_report.comparison_table(report))
     for note in (*comparison.notes, *preempt_report.findings(report)):
         console.print(note)
     same = (
         f"every token and log-probability of {report['num_compared']} requests in {report['num_runs_compared']} runs "
         "equals that of the reference, where nothing is preempted"
     )
-    return report_lib.tell_outcome(console, report, same=same)
+    return tell_outcome(console, report, same=same)

@@ -9,11 +9,16 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from tpu_offload.cli.devices import device_errors, environment
+from tpu_offload.cli.output import write_json
+from tpu_offload.cli.replay_flags import MODEL_FLAGS
 from tpu_offload.cli.serving import ServedRun, serve
+from tpu_offload.cli.terminal import stop_on_interrupt
 from tpu_offload.cli.workloads import (
     NUM_TOKENS,
     Workload,
@@ -33,8 +38,6 @@ from tpu_offload.profile import Profile
 DEFAULT_NUM_CHAT_REQUESTS = 160
 DEFAULT_NUM_DECODE_REQUESTS = 256
 DEFAULT_NUM_TURNS = 10
-
-MODEL_FLAGS = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def build_setup(
     """Checks the sizes against each other, the memory and the offload settings.
 
     Args:
-      args: the flags of `replay`.
+      args: those of `add_serving_flags`.
       offload: the settings of the library.
       workload: what is served.
       model: gives the sizes that no flag does.
@@ -110,17 +113,18 @@ def build_setup(
     return Setup(workload, model, engine, offload, concurrency, sampling)
 
 
-def build_workload(args: argparse.Namespace, model: ModelConfig) -> Workload:
+def build_workload(args: argparse.Namespace, model: ModelConfig, *, default: str = "chat") -> Workload:
     """What the flags ask for.
 
     Args:
-      args: the flags of `replay`.
+      args: those of `add_serving_flags`.
       model: gives the sizes that no flag does.
+      default: the workload that is generated if no flag says which.
     Raises:
       InputError: a flag goes with another source, or a file cannot be used.
     """
     generated = args.prompts is None and args.trace is None
-    name = args.workload or ("decode" if args.preempt else "chat")
+    name = args.workload or default
     for flag, value, source, wanted in (
         ("--turns", args.turns, generated and name == "chat", "--workload chat"),
         ("--max-tokens", args.max_tokens, args.prompts, "--prompts"),
@@ -244,3 +248,20 @@ def serve_once(
             stop=stop,
         )
         return run, engine.offload_stats()
+
+
+def make_report(compare: Callable[..., dict[str, Any]], path: Path | None, argv: list[str]) -> dict[str, Any]:
+    """Serves until the end or an interrupt, and writes what was measured to a file.
+
+    Args:
+      compare: serves, and returns the report; its keyword `stop` is asked before each step.
+      path: of the JSON file; None writes none.
+      argv: the arguments of the command, for the report.
+    """
+    with stop_on_interrupt() as stop, device_errors(make_smaller="--num-blocks or the model"):
+        report = compare(stop=stop)
+        interrupted = stop()
+    report |= {"interrupted": interrupted, "argv": argv, **environment()}
+    if path is not None:
+        write_json(path, report)
+    return report

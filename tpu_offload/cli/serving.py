@@ -46,6 +46,11 @@ class ServedRun:
     wall_s: float
     complete: bool
 
+    @property
+    def ttfts_s(self) -> list[float]:
+        """Times to the first token, of the requests that have one."""
+        return [record.stats.ttft_s for record in self.records if record.stats.ttft_s is not None]
+
 
 class _Session:
     """A conversation while it is served."""

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from tpu_offload.cli.console import ReportConsole
+from tpu_offload.cli.report import build_table, format_number
 from tpu_offload.cli.simulate_sizes import GB
 from tpu_offload.core.policies import DEFAULT_POLICY
 from tpu_offload.sim import BOUND, Part, Result, Scene
@@ -81,13 +82,13 @@ def tell(report: Mapping[str, Any]) -> None:
             f"HBM in front: {report['num_hbm_blocks']} blocks, which alone hit {results[0]['hbm_hit_rate']:.3f} of the "
             f"blocks{where}; saved on {report['save_on']}, after {report['save_after_sightings']} sightings."
         )
-    console.print(_matrix(results, f"Prefix hit rate of the host tier{where}", _decimals("prefix_hit_rate")))
+    console.print(_matrix(results, f"Prefix hit rate of the host tier{where}", _cell("prefix_hit_rate", "share")))
     if {_BASE, BOUND} <= {row["policy"] for row in results}:
         others = [row for row in results if row["policy"] not in (_BASE, BOUND)]
         if others:
             console.print(_matrix(others, f"Part of the way from {_BASE} to the bound{where}", _way(results)))
     for part in ("first", "second"):
-        console.print(_matrix(results, f"Prefix hit rate, {part} part", _decimals(f"{part}_part_hit_rate")))
+        console.print(_matrix(results, f"Prefix hit rate, {part} part", _cell(f"{part}_part_hit_rate", "share")))
     played = [row for row in results if row["policy"] != BOUND]
     if played:
         _tell_traffic(console, played, has_secondary=any(row["secondary_hit_rate"] for row in played))
@@ -95,29 +96,20 @@ def tell(report: Mapping[str, Any]) -> None:
 
 def _tell_traffic(console: ReportConsole, played: Sequence[_Row], *, has_secondary: bool) -> None:
     if has_secondary:
-        console.print(_matrix(played, "Prefix hit rate of the secondary tier", _decimals("secondary_hit_rate")))
-    moves = ["saved", "loaded", *(["secondary_saved", "secondary_loaded"] if has_secondary else [])]
-    for name in moves:
+        title = "Prefix hit rate of the secondary tier"
+        console.print(_matrix(played, title, _cell("secondary_hit_rate", "share")))
+    for name in ("saved", "loaded", *(["secondary_saved", "secondary_loaded"] if has_secondary else [])):
         what = name.capitalize().replace("_", " tier, ")
         in_gb = played[0][f"{name}_nbytes"] is not None
-        cell = _gb(f"{name}_nbytes") if in_gb else _count(f"num_{name}_chunks")
+        cell = _cell(f"{name}_nbytes", "GB") if in_gb else _cell(f"num_{name}_chunks", "narrow")
         console.print(_matrix(played, f"{what} {'GB' if in_gb else 'chunks'}", cell))
-    console.print(_matrix(played, "Evicted chunks", _count("num_evicted_chunks")))
+    console.print(_matrix(played, "Evicted chunks", _cell("num_evicted_chunks", "narrow")))
     if any(row["num_dropped_chunks"] for row in played):
-        console.print(_matrix(played, "Dropped chunks", _count("num_dropped_chunks")))
+        console.print(_matrix(played, "Dropped chunks", _cell("num_dropped_chunks", "narrow")))
 
 
-def _decimals(name: str) -> Callable[[_Row], str]:
-    return lambda row: "-" if row[name] is None else f"{row[name]:.3f}"
-
-
-def _count(name: str) -> Callable[[_Row], str]:
-    # Eight columns of these are to fit in a narrow terminal.
-    return lambda row: str(row[name]) if row[name] < 100_000 else f"{row[name] / 1000:.0f}k"
-
-
-def _gb(name: str) -> Callable[[_Row], str]:
-    return lambda row: f"{row[name] / GB:.1f}"
+def _cell(name: str, unit: str) -> Callable[[_Row], str]:
+    return lambda row: format_number(row[name], unit)
 
 
 def _way(results: Sequence[_Row]) -> Callable[[_Row], str]:
@@ -135,12 +127,12 @@ def _way(results: Sequence[_Row]) -> Callable[[_Row], str]:
 
 def _matrix(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Table:
     """A line for each policy, a column for each size."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
+    columns = [""]
     for share, nbytes in dict.fromkeys((row["size_share"], row["nbytes"]) for row in rows):
         in_gb = f"\n{nbytes / GB:.3g} GB" if nbytes else ""
-        table.add_column(f"{100 * share:.3g} %{in_gb}", justify="right")
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        mine = [row for row in rows if row["policy"] == policy]
-        table.add_row(policy + (" *" if mine[0]["default"] else ""), *map(cell, mine))
-    return table
+        columns.append(f"{100 * share:.3g} %{in_gb}")
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        label = row["policy"] + (" *" if row["default"] else "")
+        lines.setdefault(label, [label]).append(cell(row))
+    return build_table(title, columns, lines.values(), left_title=True)

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 import jax
 
 from tpu_offload.cli.model_step import ModelStep
+from tpu_offload.cli.report import Spread
 from tpu_offload.cli.step_times import JobTimes, time_steps
-from tpu_offload.cli.transfer_figures import PATHS, Failure, Figures, Spread
+from tpu_offload.cli.transfer_figures import PATHS, Failure, Figures
 from tpu_offload.cli.transfer_limits import BusCopies, Memcpy
 from tpu_offload.cli.transfer_methods import Geometry, Method, PeerCopies
 from tpu_offload.cli.transfer_methods import WorkerCopies as Worker

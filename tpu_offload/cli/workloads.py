@@ -7,6 +7,7 @@ special ids above for the roles, so that no tokenizer is needed.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import numpy as np
 from tpu_offload.errors import InputError
 from tpu_offload.hashing import BlockHasher
 from tpu_offload.sim.json_lines import parse_lines
+from tpu_offload.sim.mooncake import MAX_LENGTH, parse_line, wrong
 from tpu_offload.types import BlockHash
 
 NUM_TOKENS = 261  # 256 byte values, then the special ids
 _ROLES = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
 _END = 260
 
-_MAX_LENGTH = 2**31 - 1  # of a prompt or answer in a trace, in tokens
 _TRACE_BLOCK_TOKENS = 512  # tokens that one hash id of the Mooncake format stands for
 
 
@@ -154,7 +155,7 @@ def decode_workload(*, num_requests: int, seed: int) -> Workload:
 
 
 def prompts_workload(
-    path: Path, *, num_requests: int | None, max_tokens: int, limit_tokens: int = _MAX_LENGTH
+    path: Path, *, num_requests: int | None, max_tokens: int, limit_tokens: int = MAX_LENGTH
 ) -> Workload:
     """Reads conversations, one a line: a list of `{"role", "content"}`, or `{"messages": [...]}`.
 
@@ -182,7 +183,7 @@ def prompts_workload(
 
 
 def trace_workload(
-    path: Path, *, num_requests: int | None, tokens_per_block: int, seed: int, limit_tokens: int = _MAX_LENGTH
+    path: Path, *, num_requests: int | None, tokens_per_block: int, seed: int, limit_tokens: int = MAX_LENGTH
 ) -> Workload:
     """Reads a trace in the Mooncake format, with 512 tokens scaled down to `tokens_per_block`.
 
@@ -203,19 +204,10 @@ def trace_workload(
         return blocks[hash_id]
 
     conversations: list[Conversation] = []
-
-    def parse(value: Any) -> tuple[int, int, list[int]]:
-        request = _parse_trace_request(value)
-        num_tokens = _scaled(request[0], tokens_per_block) + _scaled(request[1], tokens_per_block)
-        _check_length("a request", num_tokens, limit_tokens)
-        return request
-
-    for number, request in parse_lines(path, parse):
-        input_length, output_length, hash_ids = request
-        num_tokens = _scaled(input_length, tokens_per_block)
-        tokens = [token for hash_id in hash_ids for token in block_tokens(hash_id)][:num_tokens]
-        turn = Turn(tuple(tokens), max_tokens=_scaled(output_length, tokens_per_block))
-        conversations.append(Conversation(f"line-{number}", (turn,)))
+    parse = functools.partial(_parse_trace_request, tokens_per_block=tokens_per_block, limit_tokens=limit_tokens)
+    for number, (num_prompt, num_answer, hash_ids) in parse_lines(path, parse):
+        tokens = [token for hash_id in hash_ids for token in block_tokens(hash_id)][:num_prompt]
+        conversations.append(Conversation(f"line-{number}", (Turn(tuple(tokens), max_tokens=num_answer),)))
         if len(conversations) == num_requests:
             break
     return _nonempty("trace", path, conversations)
@@ -278,32 +270,22 @@ def _check_length(what: str, num_tokens: int, limit_tokens: int) -> None:
         )
 
 
-def _parse_trace_request(value: Any) -> tuple[int, int, list[int]]:
-    if not isinstance(value, dict):
-        raise ValueError("expected an object with timestamp, input_length, output_length and hash_ids")
-
-    def number(key: str, *, at_least: int) -> int:
-        got = value.get(key)
-        if not isinstance(got, int) or isinstance(got, bool) or not at_least <= got <= _MAX_LENGTH:
-            raise ValueError(f"{key} is {_short(got)}; expected an integer of {at_least} to {_MAX_LENGTH}")
-        return got
-
-    timestamp = value.get("timestamp")
-    if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not timestamp >= 0:
-        raise ValueError(f"timestamp is {_short(timestamp)}; expected milliseconds, at least 0")
-    input_length, output_length = number("input_length", at_least=1), number("output_length", at_least=0)
-    hash_ids = value.get("hash_ids")
-    if not isinstance(hash_ids, list) or any(type(i) is not int or i < 0 for i in hash_ids):
-        raise ValueError("hash_ids is no list of integers of at least 0")
-    expected = -(-input_length // _TRACE_BLOCK_TOKENS)
+def _parse_trace_request(value: Any, *, tokens_per_block: int, limit_tokens: int) -> tuple[int, int, Sequence[int]]:
+    """Tokens of the prompt and of the answer, scaled down, and the ids of the prompt's blocks."""
+    line = parse_line(value)
+    if not line.input_length:
+        raise wrong(value, "input_length", f"a number of tokens, from 1 to {MAX_LENGTH}")
+    if line.output_length is None:
+        raise wrong(value, "output_length", f"a number of tokens, from 0 to {MAX_LENGTH}")
+    hash_ids = [hash_id for hash_id in line.hash_ids if isinstance(hash_id, int)]
+    if len(hash_ids) < len(line.hash_ids):
+        raise wrong(value, "hash_ids", "a list of numbers of at least 0, one a block")
+    expected = -(-line.input_length // _TRACE_BLOCK_TOKENS)
     if len(hash_ids) != expected:
         raise ValueError(
-            f"{len(hash_ids)} hash_ids for input_length={input_length}; expected {expected}, one for each "
+            f"{len(hash_ids)} hash_ids for input_length={line.input_length}; expected {expected}, one for each "
             f"{_TRACE_BLOCK_TOKENS} tokens"
         )
-    return input_length, output_length, hash_ids
-
-
-def _short(value: Any) -> str:
-    text = "missing" if value is None else repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    num_prompt, num_answer = (_scaled(num, tokens_per_block) for num in (line.input_length, line.output_length))
+    _check_length("a request", num_prompt + num_answer, limit_tokens)
+    return num_prompt, num_answer, hash_ids

@@ -12,13 +12,13 @@ another, whatever its ids.
 import dataclasses
 import hashlib
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from tpu_offload.errors import InputError
 from tpu_offload.sim.json_lines import parse_lines
+from tpu_offload.sim.mooncake import parse_line
 from tpu_offload.types import ChunkKey
 
 _DIGEST_NBYTES = 16
@@ -121,8 +121,8 @@ class _Builder:
         root = hashlib.blake2b(f"trace {number}".encode(), digest_size=_DIGEST_NBYTES).digest()
         tree = _Tree(self._keys, self._parents, root)
         not_chained = wrong_length = ""
-        for line, value in parse_lines(path, _parse):
-            time_s, num_prompt_tokens, num_output_tokens, ids = value
+        for line, request in parse_lines(path, parse_line):
+            num_prompt_tokens, ids = request.input_length, request.hash_ids
             num_others = tree.num_others
             blocks = tree.number(ids)
             if tree.num_others > num_others and not not_chained:
@@ -130,7 +130,7 @@ class _Builder:
             if not wrong_length and num_prompt_tokens is not None:
                 wrong_length = self._check_length(path, line, num_prompt_tokens, len(ids))
             num_tokens = len(ids) * self._block_tokens if num_prompt_tokens is None else num_prompt_tokens
-            requests.append(Request(time_s, blocks, num_tokens, num_output_tokens))
+            requests.append(Request(request.time_s, blocks, num_tokens, request.output_length or 0))
         if not requests:
             raise InputError(f"{path} has no request; expected one JSON object a line")
         if any(b.time_s < a.time_s for a, b in itertools.pairwise(requests)):
@@ -200,37 +200,3 @@ class _Tree:
         self._keys.append(ChunkKey(digest + _NAMESPACE))
         self._parents.append(parent)
         return len(self._parents) - 1
-
-
-_MAX_FLOAT = sys.float_info.max  # an integer may be larger, and is no float then
-_EXPECTED = {
-    "timestamp": "a number of milliseconds",
-    "hash_ids": "a list of numbers or strings, one a block",
-}
-
-type _Line = tuple[float, int | None, int, Sequence[int | str]]
-
-
-def _parse(value: Any) -> _Line:
-    if not isinstance(value, dict):
-        raise ValueError('expected an object with "timestamp", "input_length", "output_length" and "hash_ids"')
-    for name in ("timestamp", "hash_ids"):
-        if name not in value:
-            raise ValueError(f'"{name}" is missing; expected {_EXPECTED[name]}')
-    ids = value["hash_ids"]
-    if not isinstance(ids, list) or not all(type(hash_id) in (int, str) for hash_id in ids):
-        raise ValueError(f'expected "hash_ids" to be {_EXPECTED["hash_ids"]}')
-    return _time_s(value["timestamp"]), _length(value, "input_length"), _length(value, "output_length") or 0, ids
-
-
-def _time_s(timestamp: Any) -> float:
-    if type(timestamp) in (int, float) and abs(timestamp) <= _MAX_FLOAT:  # not so for NaN
-        return float(timestamp / 1e3)
-    raise ValueError(f'expected "timestamp" to be {_EXPECTED["timestamp"]}, at most {_MAX_FLOAT:.1e}')
-
-
-def _length(value: dict[str, Any], name: str) -> int | None:
-    length = value.get(name)
-    if length is not None and (type(length) is not int or length < 0):
-        raise ValueError(f'expected "{name}" to be a number of tokens, 0 or more')
-    return length

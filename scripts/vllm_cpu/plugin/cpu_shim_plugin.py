@@ -2,14 +2,16 @@
 
     CPU_SHIM_FAULTS='{"seed": 7, "load raises": 0.05, "load leaves out a block": 0.02}'
 
-The faults are those of `tpu_offload.cli.faults`, each with its probability a copy. They are put where the worker takes
+The faults are those of `tests.soak.faults`, each with its probability a copy. They are put where the worker takes
 an argument for it; the library does not know of them.
 """
 
 import functools
 import json
 import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 _installed = False
@@ -36,7 +38,9 @@ def _look_at_models_here() -> None:
 
 
 def _plant(settings: dict[str, Any]) -> None:
-    from tpu_offload.cli.faults import Fault, Faults, FaultyCopier
+    # In front: other packages of this environment have installed a `tests` of their own.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    from tests.soak.faults import Fault, Faults, FaultyCopier
     from tpu_offload.worker import OffloadWorker
 
     seed = settings.pop("seed", 0)

@@ -1,4 +1,4 @@
-"""What `replay --soak` serves and with which sizes: too little of everything, and short times."""
+"""What a soak serves and with which sizes: too little of everything, and short times."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from tpu_offload.cli.workloads import Workload, chat_workload, decode_workload
 from tpu_offload.config import CopyPath, OffloadConfig, SwapMode
 from tpu_offload.engine import ModelConfig
 
-_NUM_REQUESTS, _TURNS = 32, 4
+DEFAULT_NUM_REQUESTS, DEFAULT_NUM_TURNS = 32, 4
 DEFAULT_CONCURRENCY = 6
 ENGINE = {"block_size": 16, "max_num_batched_tokens": 128, "num_spare_blocks": 0, "async_scheduling": 1}
 MODEL = ModelConfig(num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128)
@@ -34,7 +34,7 @@ _PATHS = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Soak:
+class Plan:
     """What is served, how, and for how long.
 
     Attributes:
@@ -50,12 +50,12 @@ class Soak:
     seed: int
 
 
-def build_soak(args: argparse.Namespace, offload: OffloadConfig) -> Soak:
+def build_plan(args: argparse.Namespace, offload: OffloadConfig) -> Plan:
     """Checks flags and settings, and sizes everything too small.
 
     Raises:
-      InputError: a flag cannot be.
-      ConfigError: a setting cannot be.
+      InputError: an invalid flag.
+      ConfigError: an invalid setting.
     """
     workload = _mixed_workload(args)
     concurrency = args.concurrency or DEFAULT_CONCURRENCY
@@ -67,16 +67,16 @@ def build_soak(args: argparse.Namespace, offload: OffloadConfig) -> Soak:
     pressed = _press(offload, setup)
     for size in (pressed.staging_blocks, pressed.host_chunks):
         size(layout_of(setup.model, setup.engine))
-    return Soak(setup, _by_path(pressed), args.soak, args.seed)
+    return Plan(setup, _by_path(pressed), args.seconds, args.seed)
 
 
 def _mixed_workload(args: argparse.Namespace) -> Workload:
     """What the flags ask for; by default chats, which share prefixes, and among them long answers, which need room."""
     if args.workload or args.prompts or args.trace:
         return build_workload(args, MODEL)
-    num_requests = args.requests or _NUM_REQUESTS
+    num_requests = args.requests or DEFAULT_NUM_REQUESTS
     num_decode = num_requests // 4
-    chat = chat_workload(num_requests=num_requests - num_decode, turns=args.turns or _TURNS, seed=args.seed)
+    chat = chat_workload(num_requests=num_requests - num_decode, turns=args.turns or DEFAULT_NUM_TURNS, seed=args.seed)
     decode = decode_workload(num_requests=num_decode, seed=args.seed).conversations if num_decode else ()
     pairs = itertools.zip_longest(chat.conversations, decode)
     return Workload("chats and long answers", tuple(one for pair in pairs for one in pair if one is not None))

@@ -1,12 +1,13 @@
-"""Tables of any object are found and counted, and those that grow are told from those that go up and down."""
+"""Containers of any object are found and counted, and those that grow are told from those that go up and down."""
 
 import collections
 import random
 
 import pytest
 
-from tpu_offload.cli import tables
-from tpu_offload.cli.tables import TableHistory, table_sizes
+from tests.soak import container_census
+from tests.soak.container_census import SizeHistory, container_sizes
+from tests.soak.faults import Faults, FaultyCopier
 
 
 class Part:
@@ -33,7 +34,7 @@ class Whole:
 
 
 def test_containers_are_found_wherever_they_are():
-    assert table_sizes(Whole(), "it") == {
+    assert container_sizes(Whole(), "it") == {
         "it.parts": 2,
         "it.parts[].entries": 3,
         "it.queue": 2,
@@ -45,11 +46,17 @@ def test_a_container_at_two_places_counts_once():
     shared = [1, 2]
     whole = Whole()
     whole.parts = {"a": Part(shared), "b": Part(shared)}
-    assert table_sizes(whole, "it")["it.parts[].entries"] == 2
+    assert container_sizes(whole, "it")["it.parts[].entries"] == 2
+
+
+def test_a_wrapped_copier_is_looked_into():
+    """Or nothing that the copiers of a soak keep would be counted."""
+    faults = Faults(1, job_timeout_s=1.0, clock=lambda: 0.0)
+    assert container_sizes(FaultyCopier(Part([1, 2]), None, faults), "it")["it._copier.entries"] == 2
 
 
 def history_of(samples):
-    history = TableHistory()
+    history = SizeHistory()
     for sample in samples:
         history.add(sample)
     return history
@@ -60,13 +67,13 @@ def grown_tables(samples):
 
 
 def test_a_long_history_stays_small_and_keeps_its_shape(monkeypatch):
-    monkeypatch.setattr(tables, "_MOST_SAMPLES", 40)
+    monkeypatch.setattr(container_census, "_MOST_SAMPLES", 40)
     history = history_of({"full": 300, "leak": 10 * i} for i in range(5000))
     assert all(len(sizes) == history._num_samples < 40 for sizes in history._sizes.values())
     assert list(history.grown()) == ["leak"]
     assert history.largest(1).keys() == {"leak"}
     assert 45_000 < history.largest(1)["leak"] < 50_000
-    assert history.num_tables == 2
+    assert history.num_containers == 2
 
 
 def noisy(start, slope, *, num=30, noise=10, seed=0):

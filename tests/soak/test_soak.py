@@ -1,4 +1,4 @@
-"""`replay --soak`: it passes, it can fail in every way that it looks for, and it adds up."""
+"""The soak: it passes, it can fail in every way that it looks for, and it adds up."""
 
 import dataclasses
 import json
@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from tests.cli.conftest import interrupted_replay
-from tpu_offload.cli import faults as faults_lib
-from tpu_offload.cli import soak, soak_report
-from tpu_offload.cli.faults import Fault
-from tpu_offload.cli.main import main
-from tpu_offload.cli.soak_report import Round
-from tpu_offload.cli.tables import TableHistory
+from tests.cli.conftest import interrupted_run
+from tests.soak import faults as faults_lib
+from tests.soak import report as soak_report
+from tests.soak import soak
+from tests.soak.cli import main
+from tests.soak.container_census import SizeHistory
+from tests.soak.faults import Fault
+from tests.soak.report import Round
 from tpu_offload.engine import Engine
 
 TINY = ("--num-layers", "1", "--d-model", "32", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16")
@@ -37,7 +38,7 @@ def direct(monkeypatch):
 
 def report_of(tmp_path, *flags, status=0):
     path = tmp_path / "r.json"
-    assert main(["replay", "--soak", *flags, "--json", str(path)]) == status
+    assert main([*flags, "--json", str(path)]) == status
     return json.loads(path.read_text())
 
 
@@ -126,18 +127,34 @@ def test_a_table_that_grows_is_noticed(tmp_path, monkeypatch, capsys, direct):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--soak 0", "argument --soak: '0'"),
-        ("--soak 5 --preempt", "--soak 5 and --preempt are two different things"),
-        ("--soak 5 --rounds 2", "--rounds 2 does nothing here: it goes with --preempt"),
-        ("--soak 5 --num-blocks 3", "--num-blocks 3 holds 48 tokens"),
+        ("0", "argument SECONDS: '0'"),
+        ("--seconds 0", "argument --seconds: '0'"),
+        ("5 --seconds 5", "argument --seconds: not allowed with argument SECONDS"),
+        ("", "one of the arguments SECONDS --seconds is required"),
+        ("5 --preempt", "unrecognized arguments: --preempt"),
+        ("5 --rounds 2", "unrecognized arguments: --rounds 2"),
+        ("--seconds 5 --num-blocks 3", "--num-blocks 3 holds 48 tokens"),
+        ("5 --trace no-such-file", "cannot read no-such-file: No such file"),
+        ("5 --workload decode --turns 2", "--turns 2 does nothing here: it goes with --workload chat"),
+        ("5 --json no-such-folder/r.json", "cannot write no-such-folder/r.json: there is no directory"),
     ],
 )
 def test_wrong_flag(capsys, flags, expected):
-    assert main(["replay", *flags.split()]) == 2
+    assert main(flags.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
+    assert err.startswith("soak: error: ")
     assert expected in err
     assert err.count("\n") == 1
+
+
+def test_help_names_every_default(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith("usage: soak ")
+    assert "tokens in a block (16)" in out
+    assert "requests in flight (6)" in out
 
 
 # --- numbers ------------------------------------------------------------------------------------
@@ -152,7 +169,7 @@ def make_rounds(num, *, mib=lambda i: 400.0, **changes):
 
 
 def numbers(rounds):
-    report = soak_report.numbers(rounds, TableHistory())
+    report = soak_report.numbers(rounds, SizeHistory())
     json.dumps(report, allow_nan=False)
     return report | {"interrupted": False}
 
@@ -185,7 +202,7 @@ def test_jobs_without_an_end_are_a_failure():
 
 
 def test_interrupt_reports_what_is_there(tmp_path):
-    flags = "--soak", "300", *TINY, "--requests", "400"
-    report = interrupted_replay(tmp_path / "r.json", *flags, during="baseline")
+    flags = "300", *TINY, "--requests", "400"
+    report = interrupted_run("tests.soak", *flags, path=tmp_path / "r.json", during="baseline")
     assert report["num_baseline_requests"] > 0
     assert report["faults"] == dict.fromkeys((fault.value for fault in Fault), 0)

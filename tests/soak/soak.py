@@ -1,4 +1,4 @@
-"""`tpu-offload replay --soak SECONDS`: serves a workload again and again while copies, messages and requests go wrong.
+"""Serves a workload again and again while copies, messages and requests go wrong.
 
 HBM, staging buffer, host tier and swap pool are small, so that everything is evicted, dropped, preempted and swapped
 out all the time, and faults strike at random (see `faults`). Three engines take turns, a round each: one copies
@@ -25,19 +25,15 @@ from typing import Any
 import jax
 import psutil
 
-from tpu_offload.cli import report as report_lib
-from tpu_offload.cli import soak_report
-from tpu_offload.cli.console import ReportConsole, progress
-from tpu_offload.cli.faults import Fault, Faults
-from tpu_offload.cli.replay_setup import (
-    Setup,
-    describe,
-    serve_once,
-)
+from tests.soak import report as soak_report
+from tests.soak.container_census import SizeHistory, container_sizes
+from tests.soak.faults import Fault, Faults
+from tests.soak.plan import Plan
+from tests.soak.report import Round
+from tpu_offload.cli.console import progress
+from tpu_offload.cli.replay_report import find_differences
+from tpu_offload.cli.replay_setup import Setup, describe, serve_once
 from tpu_offload.cli.serving import Record, serve
-from tpu_offload.cli.soak_report import Round
-from tpu_offload.cli.soak_setup import Soak
-from tpu_offload.cli.tables import TableHistory, table_sizes
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import Engine, Request, RequestOutput
 
@@ -50,7 +46,7 @@ _CERTAIN = {Fault.RESET: 100}  # a step of the first round, by which there is so
 _REST_JOBS = 4  # times what a job may take, an engine is given to come to rest
 
 
-def soak(plan: Soak, *, stop: Callable[[], bool]) -> dict[str, Any]:
+def soak(plan: Plan, *, stop: Callable[[], bool]) -> dict[str, Any]:
     """Serves all rounds; returns the report."""
     setup = plan.setup
     with progress(setup.workload.num_requests) as on_finish:
@@ -60,7 +56,7 @@ def soak(plan: Soak, *, stop: Callable[[], bool]) -> dict[str, Any]:
         for i, (name, config) in enumerate(plan.configs.items()):
             if baseline.complete and not stop():
                 sides.append(stack.enter_context(_engine(setup, name, config, seed=plan.seed + i)))
-        tables = TableHistory()
+        tables = SizeHistory()
         rounds = list(_serve_rounds(plan, sides, baseline.records, tables, on_finish=on_finish, stop=stop))
         return {
             **describe(setup),
@@ -139,10 +135,10 @@ def _engine(setup: Setup, name: str, config: OffloadConfig, *, seed: int) -> Ite
 
 
 def _serve_rounds(
-    plan: Soak,
+    plan: Plan,
     sides: Sequence[_Side],
     baseline: Sequence[Record],
-    tables: TableHistory,
+    tables: SizeHistory,
     *,
     on_finish: Callable[[str], Callable[[], None]],
     stop: Callable[[], bool],
@@ -156,7 +152,7 @@ def _serve_rounds(
             gc.collect()
             sizes = {"jax arrays of the process": len(jax.live_arrays())}
             for other in sides:
-                found = table_sizes(other.engine, other.name)
+                found = container_sizes(other.engine, other.name)
                 sizes |= {path: size for path, size in found.items() if _FILLS_SLOWLY not in path}
             tables.add(sizes)
             rss_nbytes, num_entries = psutil.Process().memory_info().rss, sum(sizes.values())
@@ -168,7 +164,7 @@ def _serve_rounds(
 
 
 def _serve_round(
-    plan: Soak,
+    plan: Plan,
     side: _Side,
     baseline: Sequence[Record],
     *,
@@ -207,7 +203,7 @@ def _serve_round(
         num_jobs_left = side.rest()
     except Exception as e:  # what the soak is there to find: nothing that befalls the library may end an engine
         error = "".join(traceback.format_exception(e))
-    found, num_compared = report_lib.find_differences(baseline, records, names=("baseline", side.name))
+    found, num_compared = find_differences(baseline, records, names=("baseline", side.name))
     return Round(
         engine=side.name,
         num_requests=len(records),
@@ -236,8 +232,3 @@ def _counted_log_lines() -> Iterator[dict[str, int]]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
-
-
-def tell(report: dict[str, Any]) -> int:
-    """Prints the tables and the verdict; returns the exit status."""
-    return soak_report.tell(ReportConsole(), report)

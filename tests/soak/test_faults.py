@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.soak.faults import RATES, Fault, Faults, FaultyCopier, FaultyRelay
 from tests.worker.engine import FAILED, FINISHED, Engine
-from tpu_offload.cli.faults import RATES, Fault, Faults, FaultyCopier, FaultyRelay
 from tpu_offload.errors import CachesLostError
 from tpu_offload.types import Direction, JobResult, StepReport
 

@@ -1,4 +1,4 @@
-"""What `replay --soak` came to: numbers of its rounds for a file, a table for a person, and the verdict."""
+"""What a soak came to: numbers of its rounds for a file, a table for a person, and the verdict."""
 
 import dataclasses
 import statistics
@@ -8,7 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tpu_offload.cli.tables import TableHistory
+from tests.soak.container_census import SizeHistory
+from tpu_offload.cli.replay_report import outcome
+from tpu_offload.cli.report import build_table, print_differences
 
 MAX_GROWTH_MIB = 5.0
 """Memory that the process may gain over the second half of a soak and still be called flat: allocators are not."""
@@ -50,20 +52,16 @@ class Round:
     num_entries: int = 0
 
 
-def numbers(rounds: Sequence[Round], tables: TableHistory) -> dict[str, Any]:
+def numbers(rounds: Sequence[Round], tables: SizeHistory) -> dict[str, Any]:
     """All rounds, as they stand in the JSON file."""
-    num_compared = sum(done.num_compared for done in rounds)
     differences = [difference for done in rounds for difference in done.differences]
     return {
         "num_rounds": len(rounds),
         "wall_s": rounds[-1].at_s if rounds else 0.0,
         "num_requests": sum(done.num_requests for done in rounds),
-        # Nothing compared is not the same as nothing different.
-        "outputs_identical": not differences if num_compared else None,
-        "num_compared": num_compared,
-        "differences": differences,
+        **outcome(differences, sum(done.num_compared for done in rounds)),
         "memory": _memory(rounds),
-        "num_tables": tables.num_tables,
+        "num_tables": tables.num_containers,
         "largest_tables": tables.largest(10),
         "grown_tables": tables.grown(),
         "num_jobs_left": max((done.num_jobs_left for done in rounds), default=0),
@@ -116,11 +114,10 @@ def failures(report: Mapping[str, Any]) -> list[str]:
 
 def tell(console: Console, report: Mapping[str, Any]) -> int:
     """Prints the tables and the verdict; returns the exit status."""
-    console.print(_build_table(report))
+    console.print(_table(report))
     for error in report["errors"]:
         console.print(error, highlight=False, markup=False)
-    for difference in report["differences"][:10]:
-        console.print(difference["text"], highlight=False, markup=False)
+    print_differences(console, report)
     found = failures(report)
     if report["interrupted"]:
         console.print("Interrupted: the numbers cover the rounds so far.")
@@ -144,30 +141,24 @@ def _verdict(report: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _build_table(report: Mapping[str, Any]) -> Table:
+def _table(report: Mapping[str, Any]) -> Table:
     workload, memory = report["workload"], report["memory"]
-    table = Table(
-        title=f"{workload['name']}: {workload['num_requests']} requests a round, {report['num_rounds']} rounds in "
-        f"{report['wall_s']:.0f} s, {report['num_requests']:,} requests"
-    )
-    table.add_column("")
-    table.add_column("all engines", justify="right")
-    for fault, count in report["faults"].items():
-        table.add_row(fault, f"{count:,}")
-    table.add_section()
-    for name in _COUNTS:
-        table.add_row(name.removeprefix("num_").replace("_", " "), f"{_total(report, name):,}")
-    table.add_section()
+    counts = {name: sum(engine.get(name, 0) for engine in report["engines"].values()) for name in _COUNTS}
+    lines: list[Sequence[str] | None] = [(fault, f"{count:,}") for fault, count in report["faults"].items()]
+    lines.append(None)
+    lines += [(name.removeprefix("num_").replace("_", " "), f"{count:,}") for name, count in counts.items()]
+    lines.append(None)
     if memory["growth_mib"] is not None:
         sizes = " -> ".join(f"{memory[name]:.0f}" for name in ("start_mib", "half_mib", "end_mib"))
-        table.add_row("memory after the first round -> at half -> at the end, MiB", sizes)
-        table.add_row("growth over the second half, MiB", f"{memory['growth_mib']:+.2f}")
         per_1000 = memory["growth_mib_per_1000_requests"]
-        table.add_row("  for 1000 requests", "-" if per_1000 is None else f"{per_1000:+.3f}")
-    for path, size in list(report["largest_tables"].items())[:5]:
-        table.add_row(f"entries of {path}", f"{size:,}")
-    return table
-
-
-def _total(report: Mapping[str, Any], name: str) -> int:
-    return sum(engine.get(name, 0) for engine in report["engines"].values())
+        lines += [
+            ("memory after the first round -> at half -> at the end, MiB", sizes),
+            ("growth over the second half, MiB", f"{memory['growth_mib']:+.2f}"),
+            ("  for 1000 requests", "-" if per_1000 is None else f"{per_1000:+.3f}"),
+        ]
+    lines += [(f"entries of {path}", f"{size:,}") for path, size in list(report["largest_tables"].items())[:5]]
+    title = (
+        f"{workload['name']}: {workload['num_requests']} requests a round, {report['num_rounds']} rounds in "
+        f"{report['wall_s']:.0f} s, {report['num_requests']:,} requests"
+    )
+    return build_table(title, ("", "all engines"), lines)

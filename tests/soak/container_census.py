@@ -1,17 +1,20 @@
-"""How large every table is that an object keeps, found without knowing them: so that one that grows is noticed."""
+"""How large every container is that an object keeps, found without knowing them: so that one that leaks is noticed.
+
+In the report of a soak they are called tables.
+"""
 
 import array
 import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
-_TABLES = (dict, list, set, frozenset, tuple, collections.deque)
-_PACKAGE = "tpu_offload"
+_CONTAINERS = (dict, list, set, frozenset, tuple, collections.deque)
+_PACKAGES = ("tpu_offload", "tests")  # what wraps a copier is of the soak, and leads on to it
 _AT_LEAST, _OF_FEW = 16, 240
 _MOST_SAMPLES = 1024
 
 
-def table_sizes(root: Any, name: str) -> dict[str, int]:
+def container_sizes(root: Any, name: str) -> dict[str, int]:
     """Entries of every container that is reached from an object, by the attributes that lead to it.
 
     Containers at the same place of several objects, as of all that are in one list, count together. Objects of other
@@ -28,19 +31,19 @@ def table_sizes(root: Any, name: str) -> dict[str, int]:
         path, value = waiting.popleft()
         if id(value) in seen:
             continue
-        if isinstance(value, _TABLES):
+        if isinstance(value, _CONTAINERS):
             seen.add(id(value))
             sizes[path] += len(value)
             waiting += ((f"{path}[]", entry) for entry in _entries(value))
-        elif type(value).__module__.split(".")[0] == _PACKAGE:
+        elif type(value).__module__.split(".")[0] in _PACKAGES:
             seen.add(id(value))
             waiting += ((f"{path}.{attribute}", entry) for attribute, entry in _attributes(value))
     return dict(sizes)
 
 
 @final
-class TableHistory:
-    """Sizes of tables over time, in little memory itself: of many samples every other one is dropped."""
+class SizeHistory:
+    """Sizes of containers over time, in little memory itself: of many samples every other one is dropped."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, array.array[int]] = {}
@@ -49,7 +52,7 @@ class TableHistory:
         self._every = 1
 
     def add(self, sizes: Mapping[str, int]) -> None:
-        """Takes what `table_sizes` returned. A table that is not there has no entries."""
+        """Takes what `container_sizes` returned. A container that is not there has no entries."""
         self._num_seen += 1
         if (self._num_seen - 1) % self._every:
             return
@@ -64,17 +67,17 @@ class TableHistory:
             self._every *= 2
 
     @property
-    def num_tables(self) -> int:
-        """Tables that were ever seen."""
+    def num_containers(self) -> int:
+        """Containers that were ever seen."""
         return len(self._sizes)
 
     def largest(self, num: int) -> dict[str, int]:
-        """The largest tables of the second half, and the most that they had."""
+        """The largest containers of the second half, and the most that they had."""
         half = {path: max(history[len(history) // 2 :], default=0) for path, history in self._sizes.items()}
         return dict(collections.Counter(half).most_common(num))
 
     def grown(self) -> dict[str, str]:
-        """The tables that grew over the second half.
+        """The containers that grew over the second half.
 
         One that is full, or as full as chance has it, goes up and down. One that leaks has more entries in all of the
         last third of that half than in any of its first third, and not by a little: chance can do that too, the more
@@ -96,9 +99,9 @@ class TableHistory:
         return grown
 
 
-def _entries(table: Any) -> Iterator[Any]:
-    """What may hold further tables; of equal kinds of plain values, by far the most, nothing."""
-    values = (*table.keys(), *table.values()) if isinstance(table, dict) else table
+def _entries(container: Any) -> Iterator[Any]:
+    """What may hold further containers; of equal kinds of plain values, by far the most, nothing."""
+    values = (*container.keys(), *container.values()) if isinstance(container, dict) else container
     return (value for value in values if not isinstance(value, (int, float, str, bytes, type(None))))
 
 

@@ -1,0 +1,218 @@
+"""What a replay came to: numbers of its runs for a file, a table for a person, and the comparison of the outputs."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from tpu_offload.cli.report import Row, at_path, build_table, percentile
+from tpu_offload.cli.serving import Record, ServedRun
+from tpu_offload.hashing import BlockHasher
+from tpu_offload.metrics import SWAP_FIELDS, OffloadStats
+from tpu_offload.types import BlockHash
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """A request whose two runs gave different tokens or log-probabilities, and where they first differ."""
+
+    request_id: str
+    position: int
+    baseline: tuple[float, ...]
+    offload: tuple[float, ...]
+    what: str = "token"
+    names: tuple[str, str] = ("baseline", "offload")
+
+    def __str__(self) -> str:
+        one, other = self.names
+        return (
+            f"request {self.request_id} differs from {self.what} {self.position} on: {one} "
+            f"{list(self.baseline[self.position :][:4])}, {other} {list(self.offload[self.position :][:4])}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """It, as it stands in the JSON file."""
+        return dataclasses.asdict(self) | {"text": str(self)}
+
+
+def find_differences(
+    baseline: Iterable[Record], offload: Iterable[Record], *, names: tuple[str, str] = ("baseline", "offload")
+) -> tuple[list[Difference], int]:
+    """Compares every output token, and its log-probability bit for bit, of the requests that both runs finished.
+
+    Returns:
+      The requests that differ, in the order of the offload run, and how many were compared.
+    """
+    expected = {record.request_id: record for record in baseline}
+    pairs = [(expected[record.request_id], record) for record in offload if record.request_id in expected]
+    differences = []
+    for one, other in pairs:
+        for what, mine, theirs in ("token", one.tokens, other.tokens), ("logprob", one.logprobs, other.logprobs):
+            position = _first_difference(mine, theirs)
+            if position is not None:
+                differences.append(Difference(one.request_id, position, mine, theirs, what, names))
+                break
+    return differences, len(pairs)
+
+
+def outcome(differences: Sequence[Mapping[str, Any]], num_compared: int) -> dict[str, Any]:
+    """What the comparison came to, as it stands in the JSON file."""
+    return {
+        # Nothing compared is not the same as nothing different.
+        "outputs_identical": not differences if num_compared else None,
+        "num_compared": num_compared,
+        "differences": list(differences),
+    }
+
+
+def _first_difference(one: Sequence[float], other: Sequence[float]) -> int | None:
+    """Where two sequences differ in any bit; None if nowhere."""
+    bits, other_bits = np.asarray(one, np.float64).view(np.int64), np.asarray(other, np.float64).view(np.int64)
+    length = min(len(bits), len(other_bits))
+    differs = np.flatnonzero(bits[:length] != other_bits[:length])
+    if len(differs):
+        return int(differs[0])
+    return length if len(bits) != len(other_bits) else None
+
+
+def count_recomputed(records: Sequence[Record], *, block_size: int) -> int:
+    """Prompt tokens that were computed although an earlier request had computed their KV before.
+
+    It is what an unlimited cache would have saved: full blocks only, never the whole prompt.
+    """
+    hasher = BlockHasher(b"", block_size=block_size)
+    seen: set[BlockHash] = set()
+    num_recomputed = 0
+    for record in sorted(records, key=lambda record: record.stats.arrival_s):
+        hashes: list[BlockHash] = []
+        hasher.extend(hashes, record.prompt_tokens)
+        num_known = next((i for i, block_hash in enumerate(hashes) if block_hash not in seen), len(hashes))
+        reusable = min(num_known * block_size, len(record.prompt_tokens) - 1)
+        sources = record.stats.prompt_tokens
+        num_recomputed += max(0, reusable - sources.hbm - sources.host)
+        hasher.extend(hashes, record.prompt_tokens + record.tokens[:-1])
+        seen.update(hashes)
+    return num_recomputed
+
+
+def served_numbers(run: ServedRun) -> dict[str, Any]:
+    """What every served run has in the JSON file. Times that nothing was measured for are None."""
+    requests = [record.stats for record in run.records]
+    sources = [request.prompt_tokens for request in requests]
+    num_generated = sum(len(record.tokens) for record in run.records)
+    return {
+        "num_requests": len(requests),
+        "complete": run.complete,
+        "wall_s": run.wall_s,
+        "ttft_p50_s": percentile(run.ttfts_s, 50),
+        "tokens_per_s": num_generated / run.wall_s if run.wall_s else None,
+        "num_generated_tokens": num_generated,
+        "prompt_tokens": {
+            "computed": sum(source.computed for source in sources),
+            "hbm": sum(source.hbm for source in sources),
+            "host": sum(source.host for source in sources),
+        },
+        "num_preemptions": sum(request.num_preemptions for request in requests),
+    }
+
+
+def run_numbers(run: ServedRun, *, block_size: int) -> dict[str, Any]:
+    """One run of a replay, as it stands in the JSON file."""
+    numbers = served_numbers(run)
+    num_tokens = numbers["num_generated_tokens"] + sum(len(record.prompt_tokens) for record in run.records)
+    numbers["prompt_tokens"]["recomputed"] = count_recomputed(run.records, block_size=block_size)
+    return numbers | {
+        "ttft_p99_s": percentile(run.ttfts_s, 99),
+        "total_tokens_per_s": num_tokens / run.wall_s if run.wall_s else None,
+    }
+
+
+def offload_numbers(stats: OffloadStats) -> dict[str, Any]:
+    """What only the offload run has."""
+    return {
+        "staging": {
+            "budget_blocks": stats.staging_budget_blocks,
+            "peak_blocks": stats.staging_peak_blocks,
+            "dropped_blocks": stats.dropped_save_blocks + stats.dropped_load_blocks,
+            "dropped_save_blocks": stats.dropped_save_blocks,
+            "dropped_load_blocks": stats.dropped_load_blocks,
+        },
+        "transfers": {
+            "saved_nbytes": stats.saved_nbytes,
+            "loaded_nbytes": stats.loaded_nbytes,
+            "save_s": stats.save_s,
+            "load_s": stats.load_s,
+            "num_failed_jobs": stats.num_failed_jobs,
+        },
+        "host": {
+            "num_chunks": stats.num_host_chunks,
+            "num_resident_chunks": stats.num_resident_chunks,
+            "num_evicted_chunks": stats.num_evicted_chunks,
+        },
+        "swap": {name: value for name, value in stats.as_dict().items() if name in SWAP_FIELDS},
+    }
+
+
+def hit_ttfts(baseline: ServedRun, offload: ServedRun) -> dict[str, Any]:
+    """Time to first token over the requests that loaded from the host, in both runs."""
+    before = {record.request_id: record.stats.ttft_s for record in baseline.records}
+    pairs = [
+        (before[record.request_id], record.stats.ttft_s)
+        for record in offload.records
+        if record.stats.prompt_tokens.host and record.request_id in before
+    ]
+    return {
+        "num_requests": len(pairs),
+        "baseline_ttft_p50_s": percentile([one for one, _ in pairs if one is not None], 50),
+        "offload_ttft_p50_s": percentile([other for _, other in pairs if other is not None], 50),
+    }
+
+
+def comparison_table(report: Mapping[str, Any]) -> Table:
+    """The report for a terminal."""
+    hits = report["host_hits"]
+    sides = [report[name] | {"hit_ttft_p50_s": hits[f"{name}_ttft_p50_s"]} for name in ("baseline", "offload")]
+
+    def quotient(row: Row) -> str:
+        if row.only_last or not isinstance(row.value, str) or row.value in ("num_requests", "num_preemptions"):
+            return ""
+        one, other = (at_path(side, row.value) for side in sides)
+        return f"{other / one:.2f}" if one and other is not None else ""
+
+    return build_table(
+        f"{report['workload']['name']}: {report['workload']['num_requests']} requests",
+        ("", "baseline", "offload", "offload / baseline"),
+        ((*row.cells(sides), quotient(row)) if row else None for row in _rows(report)),
+    )
+
+
+def _rows(report: Mapping[str, Any]) -> Iterable[Row | None]:
+    yield Row("requests finished", "num_requests")
+    yield Row("prompt tokens computed", "prompt_tokens.computed")
+    yield Row("  of these, computed again", "prompt_tokens.recomputed")
+    yield Row("prompt tokens hit in HBM", "prompt_tokens.hbm")
+    yield Row("prompt tokens loaded from host", "prompt_tokens.host")
+    yield Row("time to first token, p50", "ttft_p50_s", "s")
+    yield Row("time to first token, p99", "ttft_p99_s", "s")
+    if num_hits := report["host_hits"]["num_requests"]:
+        yield Row(f"  p50 of {num_hits} with a host hit", "hit_ttft_p50_s", "s")
+    yield Row("generated tokens/s", "tokens_per_s", "rate")
+    yield Row("all tokens/s", "total_tokens_per_s", "rate")
+    yield Row("preemptions", "num_preemptions")
+    yield None
+    only = functools.partial(Row, unit="id", only_last=True)
+    yield only("staging peak of budget, blocks", ("staging.peak_blocks", "staging.budget_blocks"), between=" of ")
+    yield only("dropped blocks, save + load", ("staging.dropped_save_blocks", "staging.dropped_load_blocks"))
+    yield only("saved, MiB", "transfers.saved_nbytes", unit="MiB")
+    yield only("loaded, MiB", "transfers.loaded_nbytes", unit="MiB")
+    if rates := report["offload"]["transfers"].get("copy_rates"):
+        label = f"GB/s of {rates['num_blocks']} blocks alone, save + load"
+        yield only(label, lambda _: f"{rates['save_gb_per_s']:.2f} + {rates['load_gb_per_s']:.2f}")
+    yield only("host chunks resident, evicted", ("host.num_resident_chunks", "host.num_evicted_chunks"), between=", ")
+    swap = report["offload"]["swap"]
+    if swap["swap_pool_blocks"]:
+        text = f"{swap['num_swapped_out']}, {swap['num_recomputed'] + swap['num_lost_swaps']}"
+        yield only("preempted requests swapped out, recomputed", lambda _: text)
