@@ -7,18 +7,48 @@ from pathlib import Path
 import jax
 import numpy as np
 
+import tpu_offload
+from tests.caches import random_caches
 from tests.worker.engine import Engine
 from tpu_offload import FusedCopies, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.kernels import reference
 
 DOCS = Path(__file__).parents[1] / "docs" / "engine.md"
+PLAIN, FUSED = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+
+
+def test_a_request_that_is_saved_and_one_that_loads(monkeypatch):
+    """The same prompt twice, by the code as it stands there."""
+    monkeypatch.setenv("TPU_OFFLOAD_NUM_CPU_CHUNKS", "8")
+    setup, life = PLAIN.split("\n# When a request")
+    caches = random_caches(np.random.default_rng(0), num_blocks=8)
+    before = [reference.as_bytes(cache) for cache in caches]
+    names = {name: getattr(tpu_offload, name) for name in tpu_offload.__all__} | {
+        "kv_caches": caches,
+        "block_hashes": [b"first" * 6, b"second" * 5],
+        "tokens": range(40),  # two blocks of 16, and some
+        "in_hbm": 0,
+        "forward": lambda caches, _: caches,
+    }
+    exec(setup.replace("config, layout, kv_caches)", "config, layout, kv_caches, available=2**30)"), names)
+    names["worker"].wait_until_allocated()
+    names["scheduler"].apply(names["worker"].poll())
+    for request_id, block_ids in (("a", [5, 3, 1]), ("b", [0, 2, 4])):
+        held = tpu_offload.ScheduledRequest(request_id, block_ids, names["block_hashes"], 40, 40)
+        names |= {"request_id": request_id, "block_ids": block_ids, "changed": [held]}
+        exec("#" + life, names)
+        while names["scheduler"].has_jobs:
+            names["scheduler"].apply(names["worker"].poll(wait=True))
+    assert names["found"] == tpu_offload.Match(num_tokens=32, state=tpu_offload.MatchState.HIT)
+    assert names["plan"].loads
+    for cache, old in zip(names["kv_caches"], before, strict=True):
+        np.testing.assert_array_equal(reference.as_bytes(cache)[[0, 2]], old[[5, 3]])
+    names["worker"].close()
 
 
 def test_a_step_with_fused_copies():
     """A save in one step and a load in the next, by the code as it stands there."""
-    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    (code,) = [block for block in blocks if "FusedCopies(" in block]
-    setup, step = code.split("\nkv_caches = worker.begin_step")
+    setup, step = FUSED.split("\nkv_caches = worker.begin_step")
     setup = setup.replace("fused=True)", "fused=True, available=2**30)")  # host memory: not all that is free
     engine = Engine()  # for its caches
     engine.worker.close()
