@@ -70,7 +70,7 @@ def test_the_example_runs_by_its_name_in_the_settings(module):
 
 def test_a_module_is_imported_once(module, tmp_path):
     log = tmp_path / "log"
-    name = module(f"open({str(log)!r}, 'a').write('imported.')\n{example.source()}")
+    name = module(f"with open({str(log)!r}, 'a') as file:\n    file.write('imported.')\n{example.source()}")
     classes = {find_policy(f"{name}:FIFOPolicy") for _ in range(3)}
     make_engine(eviction_policy=f"{name}:FIFOPolicy")
     assert len(classes) == 1
