@@ -201,12 +201,12 @@ def test_plot(tmp_path, trace_path, suffix, begins):
 def test_a_policy_of_ones_own(tmp_path, trace_path, error_of, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "simulated_policy.py").write_text(example.source())
-    flags = ("--policies", "simulated_policy:FIFOPolicy,lru", "--sizes", "0.3")
+    flags = ("--policies", "simulated_policy:FIFOPolicy,density", "--sizes", "0.3")
     report = report_of(tmp_path, trace_path, *flags)
     trace = read_traces([trace_path])
     setup = Setup(round(0.3 * trace.num_unique_blocks))
-    hits = [sum(replay(trace, make(), setup).host_hits) for make in (example.load(), POLICIES["lru"])]
-    assert [row["policy"] for row in report["results"]] == ["simulated_policy:FIFOPolicy", "lru"]
+    hits = [sum(replay(trace, make(), setup).host_hits) for make in (example.load(), POLICIES["density"])]
+    assert [row["policy"] for row in report["results"]] == ["simulated_policy:FIFOPolicy", "density"]
     assert [row["prefix_hit_rate"] for row in report["results"]] == [num / trace.num_blocks for num in hits]
     assert hits[0] != hits[1]
     others = report_of(tmp_path, trace_path, *flags, "--jobs", "2")["results"]
