@@ -73,8 +73,9 @@ def check_maker(make: Callable[[], object] | EvictionPolicy, *, what: str) -> No
     Raises:
       ConfigError: it does not.
     """
-    if isinstance(make, EvictionPolicy):
-        name = type(make).__name__
+    given: object = make  # which need not be what it should
+    if isinstance(given, EvictionPolicy):
+        name = type(given).__name__
         raise ConfigError(
             f"{what}: got one {name}; expected what makes them, because each priority in use has its own: give {name} "
             f"itself, not {name}()"
