@@ -268,7 +268,9 @@ def _environment(folder: Folder) -> dict[str, str]:
         "HOME": str(folder.path / "home"),
         "TMPDIR": str(folder.path / "tmp"),
         "VLLM_RPC_BASE_PATH": str(folder.path / "tmp"),
-        "PYTHONPATH": os.pathsep.join(str(_HERE / name) for name in ("stubs", "plugin", ".")),
+        "PYTHONPATH": os.pathsep.join(
+            str(path) for path in (_HERE / "stubs", _HERE / "plugin", _HERE, _HERE.parents[1])
+        ),
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "HF_HUB_OFFLINE": "1",

@@ -230,7 +230,7 @@ def test_a_request_that_waits_for_a_save_holds_nothing():
 def test_it_does_not_wait_for_ever(wait_s):
     stack = make_stack(prefix_caching=False, save_wait_s=wait_s)
     now = [0.0]
-    stack.side._clock = lambda: now[0]
+    stack.offload._clock = lambda: now[0]
     held = hold_saves(stack)
     tokens = prompt(40)
     request = stack.add("a", tokens, max_tokens=2)
@@ -530,7 +530,7 @@ def test_three_workers_that_report_in_any_order(order):
 
 
 def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
-    stack = make_stack(num_workers=2, job_timeout_s=5.0)
+    stack = make_stack(num_workers=2, job_timeout_s=5.0, save_wait_s=0.0)
     now = [stack.offload._clock()]
     stack.offload._clock = lambda: now[0]
 
@@ -545,7 +545,6 @@ def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
     stack.step()
     assert stack.offload.has_jobs
     stack.scheduler.reset_prefix_cache()
-    stack.side._config = stack.side._config.model_copy(update={"save_wait_s": 0.0})
     again = stack.add("b", prompt(40))
     while not again.is_finished():
         stack.step()

@@ -67,7 +67,7 @@ def find_policy(name: EvictionPolicyName | str) -> type[EvictionPolicy]:
     return found
 
 
-def check_maker(make: Callable[[], object] | EvictionPolicy, *, what: str) -> None:
+def check_maker(make: Callable[[], object], *, what: str) -> None:
     """Checks that this makes eviction policies, by making two.
 
     Raises:
