@@ -25,16 +25,23 @@ def test_a_request_that_is_saved_and_one_that_loads(monkeypatch):
     before = [reference.as_bytes(cache) for cache in caches]
     names = {name: getattr(tpu_offload, name) for name in tpu_offload.__all__} | {
         "kv_caches": caches,
-        "block_hashes": [b"first" * 6, b"second" * 5],
         "tokens": range(40),  # two blocks of 16, and some
         "in_hbm": 0,
         "forward": lambda caches, _: caches,
     }
-    exec(setup.replace("config, layout, kv_caches)", "config, layout, kv_caches, available=2**30)"), names)
+    exec(setup.replace("worker_id=0)", "worker_id=0, available=2**30)"), names)
     names["worker"].wait_until_allocated()
     names["scheduler"].apply(names["worker"].poll())
     for request_id, block_ids in (("a", [5, 3, 1]), ("b", [0, 2, 4])):
-        held = tpu_offload.ScheduledRequest(request_id, block_ids, names["block_hashes"], 40, 40)
+        hashes: list[bytes] = []
+        names["hasher"].extend(hashes, range(40))
+        held = tpu_offload.ScheduledRequest(
+            request_id=request_id,
+            block_ids=block_ids,
+            block_hashes=hashes,
+            num_prompt_tokens=40,
+            num_computed_tokens=40,
+        )
         names |= {"request_id": request_id, "block_ids": block_ids, "changed": [held]}
         exec("#" + life, names)
         while names["scheduler"].has_jobs:

@@ -220,7 +220,7 @@ class OffloadScheduler:
             that of saves every other time.
         Returns:
           Tokens past `num_computed_tokens` that can be loaded, and whether there will be more. One token is always left
-          to compute, so a request whose every block is here gets one less; its last block is loaded all the same. None
+          to compute, so a request whose every block is here gets one less; its last block is loaded all the same. MISS
           if `num_computed_tokens` is not at a block boundary.
         Raises:
           RequestError: the request is waiting for a load, an argument makes no sense, or the hashes are not
