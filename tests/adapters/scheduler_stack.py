@@ -268,6 +268,8 @@ class Stack:
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.num_blocks - 1
         assert not self.side._watched
         assert not self.side._promised
+        assert not self.side._in_background
+        assert not self.side._first_in_background
         if self.offload is not None:
             stats = self.offload.stats()
             assert stats.num_jobs_in_flight == 0

@@ -5,6 +5,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.adapters.hashed_model import NUM_LAYERS, PAGE_SHAPE
 from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, make_stack, prompt
+from tests.adapters.test_partial_loads import computed
 from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
@@ -168,4 +169,57 @@ def test_a_large_hit_that_is_aborted(async_scheduling, when):
         stack.abort("large")
     stack.add("other", blocks(12, seed=11), max_tokens=4)  # takes its blocks
     stack.drain()
+    stack.check_end()
+
+
+@scheduling
+def test_loads_of_one_step_stay_within_the_bound_though_many_wait(async_scheduling):
+    """A small hit goes before all loads that are on their way, not behind those that are no larger."""
+    prompts = [blocks(SMALL, seed=seed) for seed in (3, 5, 9, 11, 13, 15)]
+    stack = make(*prompts, async_scheduling=async_scheduling, max_num_seqs=20, num_blocks=100)
+    moved: list[int] = []
+    (worker,) = stack.workers
+    copier = worker._tier._copiers[Direction.LOAD]
+
+    def load(segment_id, piece, caches, real=copier.load):
+        moved[-1] += len(piece.block_ids)
+        return real(segment_id, piece, caches)
+
+    copier.load = load
+    requests = [stack.add(f"b{i}", [*tokens, 7]) for i, tokens in enumerate(prompts)]
+    for _ in range(len(prompts) * 3):
+        moved.append(0)
+        stack.step()
+    assert all(request.is_finished() for request in requests)
+    assert sum(moved) == SMALL * len(prompts)
+    assert max(moved) <= MAX_BLOCKS + -(-MAX_BLOCKS // 4)
+    stack.drain()
+    stack.check_end()
+
+
+@scheduling
+def test_one_document_is_loaded_once(async_scheduling):
+    large = blocks(LARGE, seed=5)
+    stack = make(large, async_scheduling=async_scheduling)
+    requests = [stack.add(f"b{i}", [*large, 7 + i], max_tokens=4) for i in range(4)]
+    stack.step()
+    assert [request.status for request in requests].count(RequestStatus.WAITING_FOR_REMOTE_KVS) == 1
+    stack.drain()
+    assert stack.offload.stats().loaded_tokens == len(large)
+    stack.check_end()
+
+
+@scheduling
+@workers
+def test_what_no_step_has_computed_on_costs_the_prefix_cache_nothing(async_scheduling, num_workers):
+    other, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
+    stack = make(large, async_scheduling=async_scheduling, num_workers=num_workers)
+    stack.serve("other", other)  # in HBM from here on
+    fail_loads(stack, MAX_BLOCKS)
+    stack.serve("large", [*large, 7])
+    assert stack.offload.stats().num_failed_jobs == 1
+    stack.scheduler.reset_connector_cache()
+    counts = computed(stack)
+    stack.serve("again", [*other, 7], max_tokens=1)
+    assert counts["again"] == 1
     stack.check_end()

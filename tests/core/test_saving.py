@@ -467,6 +467,20 @@ def test_policies_are_told_of_the_priority() -> None:
     assert len({use.use_id for use in uses}) == 1
 
 
+def test_blocks_of_others_that_have_the_same_hash(caplog) -> None:
+    """The first block of one prompt is the second of another, and the hashes say nothing of what was before."""
+    engine = FakeEngine()
+    one, two = (bytes([i]) * 16 for i in range(2))
+    offer = {"block_ids": [4, 5], "num_prompt_tokens": 8, "num_computed_tokens": 8}
+    offer_one = offer | {"num_prompt_tokens": 4, "num_computed_tokens": 4}
+    plan = engine.scheduler.plan_step([ScheduledRequest(request_id="a", block_hashes=[one], **offer_one)])
+    assert [job.num_blocks for job in plan.saves] == [1]
+    for _ in range(2):
+        assert engine.scheduler.plan_step([ScheduledRequest(request_id="b", block_hashes=[two, one], **offer)]).empty
+    assert len(caplog.records) == 1
+    engine.scheduler.check_invariants()
+
+
 def test_hashes_that_are_not_chained_are_not_saved(caplog) -> None:
     """Two blocks of a prompt that have one hash: it says nothing of the tokens before."""
     engine = FakeEngine()

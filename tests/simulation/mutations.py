@@ -194,7 +194,7 @@ MUTATIONS = (
         "what a worker was sent is over when it was started anew",
         "Reports._start_anew",
         "self._transfers.doubt(_1, ...)",
-        "self._pass_over(_1, self._job_ids.num_given)",
+        "self._jobs.pass_over(_1, self._jobs.num_given, why='')",
     ),
     Mutation(
         "a slot is usable when the first worker has it",
@@ -427,7 +427,7 @@ MUTATIONS = (
         "a worker that was started anew has its old caches",
         "Reports._note_life",
         "self._lose_caches(report)",
-        "self._workers.set_epoch(CacheEpoch(report.worker_id, report.incarnation, 0))",
+        "self._workers.set_epoch(CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=0))",
     ),
     Mutation(
         "a swap-out that was planned before the loss was heard of counts",

@@ -83,13 +83,14 @@ class Match:
     """The answer to a lookup. What it promises is pinned until `OffloadScheduler.admit` or `release`.
 
     ARRIVING means that the next chunk is being saved, or that the staging buffer has no room for the load. An engine
-    that waits releases the request, runs others, and matches it again; the answer is ARRIVING until `until_s` at most.
-    An engine that does not wait takes what is promised now, which may be nothing.
+    that waits releases the request, runs others, and matches it again; the answer is ARRIVING until `until_s` at most,
+    unless it has something else to wait for by then. An engine that does not wait takes what is promised now, which may
+    be nothing.
 
     Attributes:
       num_tokens: tokens past `num_computed_tokens` that can be loaded now.
       state: whether there are any, and whether there will be more.
-      until_s: for ARRIVING, the end of waiting on the scheduler's clock: from then on the answer is HIT or MISS.
+      until_s: for ARRIVING, the end of waiting for this, on the scheduler's clock.
     """
 
     num_tokens: int

@@ -6,7 +6,7 @@ are about to be granted to somebody else (`core.leaving`) are saved before the s
 
 import dataclasses
 import logging
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.jobs import Job, host_blocks, transfer_job
@@ -299,7 +299,7 @@ class SavePlanner:
         request.rests_until_s = self._suspects.until_s(keys[copyable]) if copyable < num_chunks else 0.0
         missing, end = self._index.missing(keys, first, copyable)
         saved = missing[:room]
-        if len(saved) > 1 and len({keys[i] for i in saved}) < len(saved):
+        if len(saved) > 1 and self._repeat([keys[i] for i in saved]):
             _logger.error(
                 "request %s: two of its blocks have one hash; expected hashes of all tokens up to the end of each "
                 "block. Nothing more of it is saved",
@@ -336,6 +336,10 @@ class SavePlanner:
         save.slots += slots
         save.request_ids.append(request.request_id)
         return num_saved
+
+    def _repeat(self, missing: Sequence[ChunkKey]) -> bool:
+        """Whether chunks that follow each other, the first of which is missing, are not what chained hashes name."""
+        return len(set(missing)) < len(missing) or any(key in self._index for key in missing)
 
     def _make_job(self, save: _Save, *, deadline_s: float) -> Job:
         num_blocks, others = len(save.block_ids), len(save.request_ids) - 1

@@ -3,14 +3,15 @@
 Two things bound a piece. A staged load takes at most the staging blocks that were reserved for it. Loads that are not
 staged take no HBM, but the step that follows waits for them: all of them together move so many blocks before one step.
 Of these the load that came first gets half, so that it ends; the others share the rest, the shortest first, so that a
-small load does not wait for a large one; what they leave is the first one's as well.
+small load does not wait for a large one; what they leave is the first one's as well. Loads that the coming step needs
+go before all of that, whole; the others get what the bound leaves, and at least a quarter of it.
 
 What goes before which step follows from plans and counts alone, so that hosts that share one model agree on it.
 """
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -104,6 +105,7 @@ class LoadBacklog:
         step_id: int,
         room: Callable[[BackloggedLoad], int] | None,
         staging_room: int = sys.maxsize,
+        urgent: Collection[int] = (),
     ) -> tuple[list[TransferJob], list[int]]:
         """What is dispatched before the coming step.
 
@@ -112,6 +114,7 @@ class LoadBacklog:
           step_id: the step.
           room: for staged loads, how many blocks of one may be dispatched now; None if they are not staged.
           staging_room: likewise, of all of them together.
+          urgent: ids of those that the step needs, if they are not staged.
         Returns:
           Jobs with the blocks to dispatch, each a part or all of one; and the ids of those that have none left.
         """
@@ -120,24 +123,27 @@ class LoadBacklog:
         for job in new:
             self._loads[job.job_id] = BackloggedLoad(job, np.array(job.host_block_ids, np.int32))
         loads = list(self._loads.values())
-        sizes = self._shares(loads) if room is None else _staged_sizes(loads, room, staging_room)
+        sizes = self._shares(loads, urgent) if room is None else _staged_sizes(loads, room, staging_room)
         pieces = [load.cut(size, step_id=step_id) for load, size in zip(loads, sizes, strict=True) if size > 0]
         done = [load.job.job_id for load in loads if not load.num_left]
         for job_id in done:
             del self._loads[job_id]
         return pieces, done
 
-    def _shares(self, loads: Sequence[BackloggedLoad]) -> list[int]:
+    def _shares(self, loads: Sequence[BackloggedLoad], urgent: Collection[int]) -> list[int]:
         """Blocks of each load that go before the coming step, for loads that are not staged."""
-        if not loads:
-            return []
-        left = self._max_blocks
-        sizes = [min(loads[0].num_left, -(-left // 2)), *[0] * (len(loads) - 1)]
-        left -= sizes[0]
-        for i in sorted(range(1, len(loads)), key=lambda i: loads[i].num_left):
+        sizes = [load.num_left if load.job.job_id in urgent else 0 for load in loads]
+        others = [i for i, load in enumerate(loads) if load.job.job_id not in urgent]
+        if not others:
+            return sizes
+        left = max(self._max_blocks - sum(sizes), -(-self._max_blocks // 4))
+        first = others[0]
+        sizes[first] = min(loads[first].num_left, -(-left // 2))
+        left -= sizes[first]
+        for i in sorted(others[1:], key=lambda i: loads[i].num_left):
             sizes[i] = min(loads[i].num_left, left)
             left -= sizes[i]
-        sizes[0] += min(loads[0].num_left - sizes[0], left)
+        sizes[first] += min(loads[first].num_left - sizes[first], left)
         return sizes
 
 

@@ -8,7 +8,7 @@ is given up, and nothing is read from it before something has been saved there a
 import dataclasses
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, final
 
 import jax
@@ -191,13 +191,14 @@ class TierCopies:
         self._fail_lost_loads()
         self._dispatch(*self._accept_saves(plan.early_saves), Direction.SAVE, kv_caches)
 
-    def begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool) -> Caches:
+    def begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int] = ()) -> Caches:
         """Takes back what is cancelled, goes on with what has arrived, and dispatches the loads, also of earlier plans.
 
         Args:
           plan: its loads, saves and cancelled jobs.
           kv_caches: all caches; donated.
           fuse: a forward pass follows that takes copies along.
+          urgent: ids of loads that the pass needs, see `OffloadWorker.begin_step`.
         Returns:
           The caches to use from now on.
         Raises:
@@ -209,7 +210,7 @@ class TierCopies:
         if self._flights:
             kv_caches = self._resume(kv_caches)
         if plan.loads or self._backlog or (fuse and plan.saves):
-            job_ids, groups = self._next_loads(plan.loads)
+            job_ids, groups = self._next_loads(plan.loads, urgent)
             if fuse and self._fused is not None:
                 groups = self._plan_pass(self._fused, plan, groups)
             kv_caches = self._dispatch(job_ids, groups, Direction.LOAD, kv_caches)
@@ -279,7 +280,7 @@ class TierCopies:
                 accepted.append(job)
         return accepted
 
-    def _next_loads(self, new: Sequence[TransferJob]) -> tuple[list[int], Groups]:
+    def _next_loads(self, new: Sequence[TransferJob], urgent: Collection[int] = ()) -> tuple[list[int], Groups]:
         """Loads to dispatch now, the plan's and those that are left: ids of those that end, and blocks by segment."""
         self._fail_lost_loads()
         stages = self._copiers[Direction.LOAD].stages
@@ -291,6 +292,7 @@ class TierCopies:
             step_id=self._step_id,
             room=self._room if stages else None,
             staging_room=self._staging_room,
+            urgent=urgent,
         )
         return job_ids, self._rows_by_segment(pieces)
 

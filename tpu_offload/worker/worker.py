@@ -24,7 +24,7 @@ whether it is over is asked of its token, in `poll`.
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, final
 
 import jax
@@ -168,7 +168,9 @@ class OffloadWorker:
         """Chunks that the host pool will have when all of it is allocated; reports say how many it has."""
         return self._num_host_chunks
 
-    def begin_step(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool = False) -> Caches:
+    def begin_step(
+        self, plan: StepPlan, kv_caches: Caches, *, fuse: bool = False, urgent: Collection[int] = ()
+    ) -> Caches:
         """Dispatches the early saves and loads of a plan, before the forward pass.
 
         Also with an empty plan: staged loads that have arrived are written into the caches here.
@@ -179,6 +181,8 @@ class OffloadWorker:
           kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
           fuse: a forward pass follows that takes `fused_step()` along. Without it nothing waits for one:
             what the fused path would have taken goes by the direct path.
+          urgent: ids of loads of the plan that the forward pass computes with, for an engine that does not wait for
+            them. If they are not staged they go before all others, whole, whatever `max_load_gb_per_step` is.
         Returns:
           The caches to use from now on.
         Raises:
@@ -202,7 +206,7 @@ class OffloadWorker:
         if tier is not None:
             tier.abandon_pass()
         try:
-            return self._begin(plan, list(kv_caches), fuse=fuse)  # the programs are compiled for a list
+            return self._begin(plan, list(kv_caches), fuse=fuse, urgent=urgent)  # the programs are compiled for a list
         except CachesLostError:
             self.lose_caches()
             raise
@@ -236,7 +240,7 @@ class OffloadWorker:
         """Whether a plan was made for caches, or for an incarnation, that are gone: its jobs are cancelled."""
         return self._gate.is_stale(plan)
 
-    def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool) -> Caches:
+    def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int]) -> Caches:
         # What leaves its blocks is read before anything is written into them: loads, swap-ins, the forward pass.
         if self._tier is None:
             self._refuse(plan.early_saves, _OFF)
@@ -245,7 +249,7 @@ class OffloadWorker:
         if self._swap is not None and plan.swap_outs:
             self._swap.swap_out(plan.swap_outs, kv_caches)
         if self._tier is not None:
-            kv_caches = self._tier.begin(plan, kv_caches, fuse=fuse)
+            kv_caches = self._tier.begin(plan, kv_caches, fuse=fuse, urgent=urgent)
         else:
             self._refuse(plan.loads, _OFF)
         if self._swap is not None and plan.swap_ins:

@@ -61,12 +61,14 @@ class ReportMessage(KVConnectorWorkerMetadata):
         from there on.
       forget_all: a load turned out to have failed after steps had computed on its blocks, so that KV which was saved
         since may be wrong.
+      computed_on_invalid: a step has computed on blocks that are reported as invalid with this message.
     """
 
     reports: tuple[StepReport, ...]
     layout: KVLayout | None = None
     distrusted: tuple[tuple[str, tuple[int, ...]], ...] = ()
     forget_all: bool = False
+    computed_on_invalid: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMessage":
         """Puts two messages of one step together."""
@@ -76,4 +78,5 @@ class ReportMessage(KVConnectorWorkerMetadata):
             self.layout or other.layout,
             self.distrusted + other.distrusted,
             self.forget_all or other.forget_all,
+            self.computed_on_invalid or other.computed_on_invalid,
         )

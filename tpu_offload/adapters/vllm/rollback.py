@@ -14,7 +14,7 @@ vLLM does a part of it: it is told which blocks are invalid, and with the policy
     waiting requests    that hold blocks give them back, to be matched again.
     who is gone         Requests that ended, or were preempted by a reset, while it was on its way, have left blocks
                         in the prefix cache that it computed on what is not there; so has who found theirs. Nobody
-                        has their tables any more. So when loads are synchronous the prefix cache forgets everything.
+                        has their tables any more. So when a synchronous load fails the prefix cache forgets everything.
     sessions            that wait for more input cannot be set back, for their computed tokens are those that vLLM keeps
                         of them. A step is wasted on them when they go on: a worker reports the blocks with it.
 """
@@ -73,8 +73,11 @@ class Rollback:
                 else:
                     request.next_decode_eligible_step = 0
 
-    def spoil(self, block_ids: Collection[int], requests: Mapping[str, "Request"]) -> list[str]:
-        """Sets back all of these requests that hold any of these blocks; returns which."""
+    def spoil(self, block_ids: Collection[int], requests: Mapping[str, "Request"], *, computed_on: bool) -> list[str]:
+        """Sets back all of these requests that hold any of these blocks; returns which.
+
+        `computed_on` says whether a step may have computed on them by now.
+        """
         spoilt = {block_id for block_id in block_ids if block_id < self._manager.block_pool.num_gpu_blocks}
         tables = {request_id: self._manager.get_block_ids(request_id)[0] for request_id in requests}
         firsts: dict[str, int] = {}
@@ -86,7 +89,8 @@ class Rollback:
                 if first is not None:
                     firsts[request_id] = first
                     spoilt.update(table[first:])
-        self._manager.evict_blocks(set(range(self._manager.block_pool.num_gpu_blocks)) if self._sync_loads else spoilt)
+        forget_all = self._sync_loads and computed_on
+        self._manager.evict_blocks(set(range(self._manager.block_pool.num_gpu_blocks)) if forget_all else spoilt)
         for request_id, first in firsts.items():
             self._set_back(requests[request_id], tables[request_id], first)
         return list(firsts)

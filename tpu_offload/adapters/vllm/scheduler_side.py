@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 
 from tpu_offload import (
+    BlockHash,
     CopyPath,
     FinishedTransfer,
     KVLayout,
@@ -101,6 +102,10 @@ class SchedulerSide:
         self._promised: set[str] = set()  # matched in this pass and not admitted
         self._sync_blocks: dict[str, int] = {}  # that the coming step waits for
         self._max_sync_blocks = 0  # 0 for no bound
+        # Requests whose load goes in the background, by the first block that it loads, and the other way round.
+        self._in_background: dict[BlockHash, str] = {}
+        self._first_in_background: dict[str, BlockHash] = {}
+        self._computed_on_invalid = False
         self._matched: set[str] = set()  # matched in this pass
         self._admitted: set[str] = set()  # admitted in this pass
         self._unfinished: dict[str, Request] = {}  # those that were matched
@@ -150,8 +155,16 @@ class SchedulerSide:
             return None, False
         if found.state is MatchState.MISS:
             return 0, False
+        holds_up = self._holds_up_a_step(request_id, found.num_tokens)
+        if self._config.sync_load and not holds_up:
+            first = request.block_hashes[num_computed_tokens // self._block_size]
+            if self._is_on_its_way(first, request_id):
+                self._offload.release(request_id)
+                return None, False
+            self._in_background[first] = request_id
+            self._first_in_background[request_id] = first
         self._promised.add(request_id)
-        return found.num_tokens, not self._holds_up_a_step(request_id, found.num_tokens)
+        return found.num_tokens, not holds_up
 
     def admit(self, request: "Request", block_ids: Sequence[int], num_loaded_tokens: int) -> None:
         """vLLM granted blocks, with which the request waits for a load if it has one."""
@@ -223,6 +236,7 @@ class SchedulerSide:
                 return
             self._offload = self._start(message.layout)
         self._has_news = True
+        self._computed_on_invalid |= message.computed_on_invalid
         for report in message.reports:
             self._hear(self._offload.apply(report))
         if message.forget_all:
@@ -248,7 +262,8 @@ class SchedulerSide:
     def spoil(self, block_ids: set[int]) -> None:
         """Blocks do not hold what they should: some worker failed to load them, or has lost its caches."""
         requests = {request_id: entry.request for request_id, entry in self._watched.items()}
-        for request_id in self._rollback.spoil(block_ids, requests):
+        computed_on, self._computed_on_invalid = self._computed_on_invalid, False
+        for request_id in self._rollback.spoil(block_ids, requests, computed_on=computed_on):
             self._offer_anew(request_id)
 
     def _offer_anew(self, request_id: str) -> None:
@@ -269,6 +284,9 @@ class SchedulerSide:
         self._promised.discard(request_id)
         self._unfinished.pop(request_id, None)
         self._limits.pop(request_id, None)
+        first = self._first_in_background.pop(request_id, None)
+        if first is not None and self._in_background.get(first) == request_id:
+            del self._in_background[first]
         self._distrust.finish(request_id)
         self._rollback.finish(request_id)
         self._has_news = True
@@ -341,6 +359,19 @@ class SchedulerSide:
             return False
         self._sync_blocks[request_id] = num_blocks
         return True
+
+    def _is_on_its_way(self, first: BlockHash, request_id: str) -> bool:
+        """Whether another request waits for a load that begins with the same block.
+
+        vLLM finds blocks in its prefix cache once their load is over. Until then requests for one document would each
+        load all of it, into blocks of their own. That load ends, well or not, after `job_timeout_s` at the latest.
+        """
+        other = self._watched.get(self._in_background.get(first, ""))
+        return (
+            other is not None
+            and other.request.request_id != request_id
+            and other.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        )
 
     def _forget(self, request_id: str) -> bool:
         """Whether the request was watched."""

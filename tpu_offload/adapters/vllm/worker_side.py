@@ -72,6 +72,7 @@ class WorkerSide:
         self._last_report = StepReport(worker_id=0, results=(), num_host_chunks=0)
         self._told_news: tuple[Any, ...] = ()
         self._forget_all = False
+        self._computed_on_invalid = False
         # The last plan whose steps may have computed on blocks that a failed load left as they were.
         self._last_spoilt_step_id = -1
         self._num_steps_ahead = 0
@@ -155,16 +156,15 @@ class WorkerSide:
         self._loading.update((job.job_id, job) for job in plan.loads)
         self._in_background |= self._message.background_job_ids
         needed = {job.job_id for job in plan.loads} - self._message.background_job_ids
-        begun = self._run(lambda caches: self.worker.begin_step(plan, caches))
+        begun = self._run(lambda caches: self.worker.begin_step(plan, caches, urgent=needed))
         if not begun or self.worker.is_stale(plan):  # the worker has cancelled the saves, and wants no more of the plan
             self._plan = dataclasses.replace(plan, saves=())
         if needed:
             self._collect()  # direct loads are written, or have failed: nothing waits for the copies themselves
-        while not needed.isdisjoint(self._loading):
-            self._run(self.worker.resume_loads)  # direct loads that had to share this step with others
+        while not needed.isdisjoint(self._loading):  # staged ones
+            self._collect(wait=True)
+            self._run(self.worker.resume_loads)
             self._take_written()
-            if not needed.isdisjoint(self._loading):
-                self._collect(wait=True)
 
     def start_saves(self) -> None:
         """Dispatches the saves, unless the pass ran on blocks that a failed load has left as they were, or is lost.
@@ -202,9 +202,10 @@ class WorkerSide:
         layout, self._layout = self._layout, None
         distrusted = tuple(self._tokens.take_news().items()) if self._tokens is not None else ()
         forget_all, self._forget_all = self._forget_all, False
-        if not (reports or layout or distrusted or forget_all):
+        computed, self._computed_on_invalid = self._computed_on_invalid, False
+        if not (reports or layout or distrusted or forget_all or computed):
             return None
-        return ReportMessage(tuple(reports), layout, distrusted, forget_all)
+        return ReportMessage(tuple(reports), layout, distrusted, forget_all, computed)
 
     def close(self) -> None:
         """Waits for copies in flight and frees the host tier."""
@@ -265,6 +266,7 @@ class WorkerSide:
     def _spoil(self, block_ids: Iterable[int]) -> None:
         """The step at hand computes on these blocks, or has, and so may those that are on their way by then."""
         self._invalid_block_ids.update(block_ids)
+        self._computed_on_invalid = True
         self._last_spoilt_step_id = self._plan.step_id + self._num_steps_ahead
 
     def _worker_is_busy(self) -> bool:
