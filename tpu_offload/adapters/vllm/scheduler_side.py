@@ -161,6 +161,7 @@ class SchedulerSide:
             if self._is_on_its_way(first, request_id):
                 self._offload.release(request_id)
                 return None, False
+            self._forget_first(request_id)
             self._in_background[first] = request_id
             self._first_in_background[request_id] = first
         self._promised.add(request_id)
@@ -284,9 +285,7 @@ class SchedulerSide:
         self._promised.discard(request_id)
         self._unfinished.pop(request_id, None)
         self._limits.pop(request_id, None)
-        first = self._first_in_background.pop(request_id, None)
-        if first is not None and self._in_background.get(first) == request_id:
-            del self._in_background[first]
+        self._forget_first(request_id)
         self._distrust.finish(request_id)
         self._rollback.finish(request_id)
         self._has_news = True
@@ -372,6 +371,12 @@ class SchedulerSide:
             and other.request.request_id != request_id
             and other.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         )
+
+    def _forget_first(self, request_id: str) -> None:
+        """The request loads in the background no more, or from another block on."""
+        first = self._first_in_background.pop(request_id, None)
+        if first is not None and self._in_background.get(first) == request_id:
+            del self._in_background[first]
 
     def _forget(self, request_id: str) -> bool:
         """Whether the request was watched."""
