@@ -17,7 +17,7 @@ import tpu_offload
 PACKAGE = Path(tpu_offload.__file__).parent
 ROOT = Path(__file__).parents[1]
 FOUNDATION = {"errors", "types", "values", "config", "layout", "hashing", "metrics", "profile"}
-PARTS = {"core", "kernels", "memory", "tiers"}
+PARTS = {"core", "kernels", "memory"}
 FRONTS = {"adapters", "sim"}
 
 # part -> the parts it may import; "" is the package itself, which is the public interface.

@@ -18,7 +18,7 @@ from tpu_offload import (
 )
 from tpu_offload.core.big_tables import NUM_PARTS, FreeSlots, Scrap, Table, without
 from tpu_offload.core.index import MAX_AT_ONCE, NUM_FREED, ChunkIndex, ChunkState
-from tpu_offload.core.policies import POLICIES, DensityPolicy, Use, make_policy
+from tpu_offload.core.policies import POLICIES, DensityPolicy, PriorityPolicy, Use, find_policy
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run
 from tpu_offload.core.requests import TierEventKind
@@ -37,7 +37,7 @@ def chain(name: int, num: int) -> list[bytes]:
 
 def make(policy: str, num_prompts: int, num_chunks: int, *, record: bool = False) -> ChunkIndex:
     """A full index."""
-    index = ChunkIndex(make_policy(policy), record=record)
+    index = ChunkIndex(PriorityPolicy(find_policy(policy)), record=record)
     index.grow(num_prompts * num_chunks)
     for i in range(num_prompts):
         keys = chain(i, num_chunks)

@@ -6,27 +6,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tests.simulation import campaign, shrink, trace
+from tpu_offload.cli.command import Parser, exit_status
 from tpu_offload.cli.flags import int_flag
-from tpu_offload.cli.terminal import interrupt_once, open_missing_streams
+from tpu_offload.cli.terminal import interrupt_once
+from tpu_offload.errors import InputError
 
 _PROG = "simulate"
 _LINE_INTERVAL_S = 10.0
 _MAX_SHOWN = 3  # violations that are cut down; one of each kind
-
-
-class _Usage(Exception):
-    """A person's mistake."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _Usage(f"{message} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,27 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
       Exit status: 0, 1 when a rule was broken, 2 for input that cannot be used, 130 when interrupted, 141 when
       nobody reads the output any more.
     """
-    open_missing_streams()
-    try:
-        args = _parse(argv)
-        if args.replay is not None:
-            return _replay(*_load(args.replay))
-        if args.seed is not None:
-            return _replay_seed(args.seed, args.steps, args.save)
-        return _campaign(args)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 141
-    except (_Usage, OSError) as e:
-        sys.stderr.write(f"{_PROG}: error: {' '.join(str(e).split())}\n")
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{_PROG}: interrupted\n")
-        return 130
+    return exit_status(_PROG, lambda: _run(_parse(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.replay is not None:
+        return _replay(*_load(args.replay))
+    if args.seed is not None:
+        return _replay_seed(args.seed, args.steps, args.save)
+    return _campaign(args)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog=_PROG,
         description="Lets the scheduler live through random lives with faults of every kind, and checks every byte.",
         allow_abbrev=False,
@@ -86,10 +70,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.first_seed is not None and (args.seed is not None or args.replay is not None):
         other = "--replay" if args.seed is None else "--seed"
-        raise _Usage(f"argument --first-seed: not allowed with argument {other} (see {_PROG} --help)")
+        raise InputError(f"argument --first-seed: not allowed with argument {other} (see {_PROG} --help)")
     args.first_seed = args.first_seed or 0
     if not args.save.is_dir():
-        raise _Usage(f"--save {args.save} is no directory")
+        raise InputError(f"--save {args.save} is no directory")
     return args
 
 
@@ -97,7 +81,7 @@ def _load(path: Path) -> tuple[trace.Setup, list[trace.Action]]:
     try:
         return trace.load(path)
     except ValueError as e:
-        raise _Usage(str(e)) from e
+        raise InputError(str(e)) from e
 
 
 def _campaign(args: argparse.Namespace) -> int:

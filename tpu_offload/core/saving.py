@@ -93,6 +93,7 @@ class SavePlanner:
         )
         self._num_seen: dict[str, int] = {}  # by request id: chunks of it that the policy was told of
         self._saves_on_compute = policy.saves_on(SaveEvent.COMPUTE)
+        self._num_unchained = 0  # requests whose block hashes say nothing of the tokens before
 
     def read(self, request: TrackedRequest, scheduled: ScheduledRequest) -> Offer | None:
         """Reads what is said of a request and changes nothing; None if it is no news.
@@ -300,12 +301,7 @@ class SavePlanner:
         missing, end = self._index.missing(keys, first, copyable)
         saved = missing[:room]
         if len(saved) > 1 and self._repeat([keys[i] for i in saved]):
-            _logger.error(
-                "request %s: two of its blocks have one hash; expected hashes of all tokens up to the end of each "
-                "block. Nothing more of it is saved",
-                request.request_id,
-            )
-            request.saving, request.num_refused_chunks = False, 0
+            self._refuse(request)
             return 0
         own: Container[ChunkKey] = ()
         has_holes = len(missing) < end - first
@@ -340,6 +336,19 @@ class SavePlanner:
     def _repeat(self, missing: Sequence[ChunkKey]) -> bool:
         """Whether chunks that follow each other, the first of which is missing, are not what chained hashes name."""
         return len(set(missing)) < len(missing) or any(key in self._index for key in missing)
+
+    def _refuse(self, request: TrackedRequest) -> None:
+        """Nothing more of a request is saved: what was would be found by prompts that begin otherwise."""
+        request.saving, request.num_refused_chunks = False, 0
+        self._num_unchained += 1
+        if self._num_unchained.bit_count() == 1:  # 1, 2, 4, 8, ...: an engine that hashes so does it for each request
+            _logger.error(
+                "request %s: one block hash stands for blocks with different tokens before them; expected hashes of "
+                "all tokens up to the end of each block (BlockHasher makes them). Nothing more of it is saved (%d "
+                "requests so far)",
+                request.request_id,
+                self._num_unchained,
+            )
 
     def _make_job(self, save: _Save, *, deadline_s: float) -> Job:
         num_blocks, others = len(save.block_ids), len(save.request_ids) - 1

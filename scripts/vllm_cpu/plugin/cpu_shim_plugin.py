@@ -9,9 +9,7 @@ an argument for it; the library does not know of them.
 import functools
 import json
 import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 _installed = False
@@ -38,8 +36,6 @@ def _look_at_models_here() -> None:
 
 
 def _plant(settings: dict[str, Any]) -> None:
-    # In front: other packages of this environment have installed a `tests` of their own.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from tests.soak.faults import Fault, Faults, FaultyCopier
     from tpu_offload.worker import OffloadWorker
 

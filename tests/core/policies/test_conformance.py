@@ -21,7 +21,7 @@ from tpu_offload.core.policies import (
     PriorityPolicy,
     Use,
     density,
-    make_policy,
+    find_policy,
 )
 from tpu_offload.errors import ConfigError
 
@@ -268,12 +268,12 @@ def test_every_name_that_the_settings_know_is_a_policy() -> None:
     assert list(POLICIES) == [name.value for name in EvictionPolicyName]
     assert OffloadConfig.create().eviction_policy.value == DEFAULT_POLICY
     with pytest.raises(ConfigError, match="'fifo' is no eviction policy; expected one of density, lru, arc"):
-        make_policy("fifo")
+        find_policy("fifo")
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_by_name_keeps_to_priorities(name, residents) -> None:
-    policy = make_policy(name)
+    policy = PriorityPolicy(find_policy(name))
     policy.resize(10)
     for i, priority in enumerate((1, 0, 2)):
         residents.add(keys("abc"[i], 2))

@@ -16,7 +16,6 @@ from tpu_offload.core.policies import (
     LRUPolicy,
     PriorityPolicy,
     find_policy,
-    make_policy,
 )
 
 _number = itertools.count()
@@ -110,7 +109,7 @@ def test_what_does_not_fit_is_refused_in_one_line(module, source, wanted, error)
 
 def test_a_name_that_nobody_has():
     with pytest.raises(ConfigError, match=r"'fifo' is no eviction policy; expected one of density, .*, or module:"):
-        make_policy("fifo")
+        find_policy("fifo")
 
 
 # Priorities.
@@ -123,7 +122,7 @@ def test_however_it_is_given_it_keeps_to_priorities(name, how):
         "by name": None,
         "class": POLICIES[name],
         "function": functools.partial(POLICIES[name]),
-        "makes them with priorities": functools.partial(make_policy, name),
+        "makes them with priorities": lambda: PriorityPolicy(find_policy(name)),
     }[how]
     engine = make_engine(eviction_policy=name)
     if policy is not None:

@@ -221,6 +221,7 @@ class WorkerSide:
         self._in_background.clear()
         self._received.clear()
         self._invalid_block_ids.clear()
+        self._computed_on_invalid = self._forget_all = False
         self._reports.clear()
 
     def _compare_tokens(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.density import DensityPolicy
 from tpu_offload.core.policies.lru import LRUPolicy
 from tpu_offload.core.policies.priority import PriorityPolicy
-from tpu_offload.core.policies.registry import DEFAULT_POLICY, POLICIES, check_maker, find_policy, make_policy
+from tpu_offload.core.policies.registry import DEFAULT_POLICY, POLICIES, check_maker, find_policy
 from tpu_offload.core.policies.s3fifo import S3FIFOPolicy
 from tpu_offload.core.policies.wtinylfu import WTinyLFUPolicy
 
@@ -23,5 +23,4 @@ __all__ = [
     "WTinyLFUPolicy",
     "check_maker",
     "find_policy",
-    "make_policy",
 ]

@@ -9,7 +9,6 @@ from tpu_offload.core.policies.arc import ARCPolicy
 from tpu_offload.core.policies.base import EvictionPolicy
 from tpu_offload.core.policies.density import DensityPolicy
 from tpu_offload.core.policies.lru import LRUPolicy
-from tpu_offload.core.policies.priority import PriorityPolicy
 from tpu_offload.core.policies.s3fifo import S3FIFOPolicy
 from tpu_offload.core.policies.wtinylfu import WTinyLFUPolicy
 from tpu_offload.errors import ConfigError
@@ -23,15 +22,6 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
     EvictionPolicyName.WTINYLFU.value: WTinyLFUPolicy,
 }
 DEFAULT_POLICY = DEFAULT_EVICTION_POLICY.value
-
-
-def make_policy(name: EvictionPolicyName | str = DEFAULT_POLICY) -> EvictionPolicy:
-    """A new policy, by what `find_policy` takes; it knows no chunk and keeps to priorities.
-
-    Raises:
-      ConfigError: see `find_policy`.
-    """
-    return PriorityPolicy(find_policy(name))
 
 
 def find_policy(name: EvictionPolicyName | str) -> type[EvictionPolicy]:
