@@ -72,7 +72,7 @@ MUTATIONS = (
     # Ends of jobs.
     Mutation(
         "a load that failed keeps its staging blocks",
-        "Holdings.give_back",
+        "Completion.complete",
         "self._staging.release(...)",
         """
         if job.state is not JobState.FAILED or job.direction is Direction.SAVE:
@@ -81,7 +81,7 @@ MUTATIONS = (
     ),
     Mutation(
         "staging blocks of a cancelled load are released twice",
-        "Holdings.give_back",
+        "Completion.complete",
         "self._staging.release(...)",
         """
         _0
@@ -91,7 +91,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the unpin is skipped when a load fails",
-        "Holdings.give_back",
+        "Completion.complete",
         """
         if _1:
             self._index.unpin(...)
@@ -101,9 +101,7 @@ MUTATIONS = (
             self._index.unpin(...)
         """,
     ),
-    Mutation(
-        "a late load is not cancelled on the workers", "Transfers._note_timeout", "self._to_cancel[_] = _", "pass"
-    ),
+    Mutation("a late load is not cancelled on the workers", "Transfers.ended", "self._to_cancel[_] = _", "pass"),
     Mutation(
         "the load of an aborted request is not cancelled on the workers",
         "Transfers.detach",
@@ -318,8 +316,8 @@ MUTATIONS = (
     # Request swap.
     Mutation(
         "blocks of a late swap are free at once",
-        "Holdings.give_back",
-        "not (_.state is JobState.TIMED_OUT and ...)",
+        "Completion.complete",
+        "not (timed_out and ...)",
         "True",
     ),
     Mutation("the pool's blocks are free while they are written", "PlannedSwaps.plan", "self._pool.hold(...)", "pass"),
@@ -402,9 +400,9 @@ MUTATIONS = (
         "the probe of a lost request is not withdrawn", "RequestSwap._lose", "self._breakers[_].withdraw(...)", ""
     ),
     Mutation(
-        "the probe of a copy back that nobody waits for is not withdrawn",
-        "RequestSwap._detach",
-        "self._breakers[_].withdraw(...)",
+        "the probe of a job that is dropped or cancelled is not withdrawn",
+        "Completion.complete",
+        "job.breaker.withdraw(...)",
         "pass",
     ),
     # Lost caches, and plans on their way.

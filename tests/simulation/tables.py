@@ -67,4 +67,4 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
     if dataclasses.is_dataclass(owner):
         return [(field.name, getattr(owner, field.name)) for field in dataclasses.fields(owner)]
     attributes = vars(owner).items() if hasattr(owner, "__dict__") else ()
-    return [(name, value) for name, value in attributes if name != "_owners"]  # who is told of jobs, found elsewhere
+    return [(name, value) for name, value in attributes if name != "_on_end"]  # methods of what is found elsewhere

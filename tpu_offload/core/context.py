@@ -7,7 +7,7 @@ from typing import Self, final
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
 from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.core.holdings import Holdings
+from tpu_offload.core.completion import Completion
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import JobTable
 from tpu_offload.core.policies import EvictionPolicy
@@ -100,7 +100,10 @@ class TierContext:
 
         index = ChunkIndex(policy, record=record_events)
         swap_pool = SwapPool(num_groups=len(layout.groups))
-        holdings = Holdings(staging=staging, index=index, pool=swap_pool)
+        counts = OffloadStats()
+        completion = Completion(
+            staging=staging, index=index, pool=swap_pool, counts=counts, timeout_s=config.job_timeout_s
+        )
         return cls(
             config=config,
             layout=layout,
@@ -108,13 +111,13 @@ class TierContext:
             index=index,
             staging=staging,
             swap_pool=swap_pool,
-            jobs=JobTable(num_workers=num_workers, give_back=holdings.give_back),
+            jobs=JobTable(num_workers=num_workers, complete=completion.complete, settle=completion.settle),
             requests={},
             keys=KeySpace(layout, blocks_per_chunk=config.blocks_per_chunk),
             breakers={Direction.SAVE: breaker("saves"), Direction.LOAD: breaker("loads")},
             swap_breakers={Direction.SAVE: breaker("swaps out"), Direction.LOAD: breaker("swaps in")},
             suspects=Suspects(retry_s=config.breaker_retry_s, clock=clock),
-            counts=OffloadStats(),
+            counts=counts,
         )
 
     @property

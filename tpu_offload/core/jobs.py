@@ -8,8 +8,9 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast, final
+from typing import Any, cast, final
 
+from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
 
 _NONE: Mapping[int, Any] = {}
@@ -26,30 +27,22 @@ def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, 
     return tuple(itertools.islice(places, first, first + num_blocks))
 
 
-class JobOwner[J: "TrackedJob"](Protocol):
-    """What the end of a job means; one for each kind of jobs."""
-
-    def ended(self, job: J) -> None:
-        """A job has ended, in its last state. What it held is given back after this."""
-
-    def settled(self, job: J) -> None:
-        """Nothing of a save that had timed out can land any more: the memory that it wrote is free."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a job holds until it ends. `core.holdings` gives it back.
+    """What a job holds until it ends. `core.completion` gives it back.
 
     Attributes:
       account: who holds the staging blocks.
       num_staging_blocks: how many.
       pins: keys of chunks of the host tier that it reads; the pin is at the last.
-      pool_blocks: places in the swap pool, per layer group. A copy out that times out keeps them until it is settled.
+      slots: of the host tier, that it writes. They are kept past the end only if it times out, until it is settled.
+      pool_blocks: places in the swap pool, per layer group. A copy out that times out keeps them likewise.
     """
 
     account: str = ""
     num_staging_blocks: int = 0
     pins: Sequence[ChunkKey] = ()
+    slots: tuple[int, ...] = ()
     pool_blocks: tuple[tuple[int, ...], ...] = ()
 
 
@@ -60,6 +53,7 @@ class TrackedJob(abc.ABC):
     Attributes:
       job_id: unique over the life of the scheduler.
       held: given back when it ends.
+      breaker: told how it ended.
       deadline_s: time after which it is taken for failed.
       waiting_for: workers that have not reported it.
       state: PLANNED, SENT or an end.
@@ -75,6 +69,7 @@ class TrackedJob(abc.ABC):
 
     job_id: int
     held: Held
+    breaker: CircuitBreaker
     deadline_s: float
     waiting_for: set[int]
     state: JobState = JobState.PLANNED
@@ -95,6 +90,16 @@ class TrackedJob(abc.ABC):
     @abc.abstractmethod
     def num_parts(self) -> int:
         """Blocks of it that can fail on their own; 0 if it succeeds or fails as a whole."""
+
+    @property
+    @abc.abstractmethod
+    def what(self) -> str:
+        """What it is, for a line in the log."""
+
+    @property
+    @abc.abstractmethod
+    def consequence(self) -> str:
+        """What follows for the engine if it fails, for the same."""
 
     def doom(self, why: str) -> None:
         """Whatever the workers report, the outcome is a failure."""
@@ -146,6 +151,16 @@ class Job(TrackedJob):
         """Blocks that move."""
         return self.transfer.num_blocks
 
+    @property
+    def what(self) -> str:
+        """See `TrackedJob`."""
+        return f"{self.direction.value} of request {self.request_id}"
+
+    @property
+    def consequence(self) -> str:
+        """See `TrackedJob`."""
+        return "the request computes its blocks" if self.direction is Direction.LOAD else "its blocks are not published"
+
 
 @final
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -190,22 +205,30 @@ class WaitingLoad:
 class JobTable:
     """All jobs that have not ended, of every kind, and the one way in which they end.
 
-    A job ends when all workers have reported it, when one that has not will never do so, or at its deadline. Its owner
-    hears of it, and what it held is given back. Beside the jobs the table keeps the saves that timed out: their
-    copies may still land, and until it is known that they do not, nobody else can be given the memory that they write.
+    A job ends when all workers have reported it, when one that has not will never do so, or at its deadline. Beside the
+    jobs the table keeps the saves that timed out: their copies may still land, and until it is known that they do not,
+    nobody else can be given the memory that they write.
 
     Args:
       num_workers: workers that must report each job.
-      give_back: gives back what a job held that has ended.
+      complete: ends a job, see `Completion.complete`.
+      settle: ends a save that had timed out for good, see `Completion.settle`.
     """
 
-    def __init__(self, *, num_workers: int, give_back: Callable[[TrackedJob], None]) -> None:
+    def __init__(
+        self,
+        *,
+        num_workers: int,
+        complete: Callable[[TrackedJob], None],
+        settle: Callable[[TrackedJob], None],
+    ) -> None:
         self._num_workers = num_workers
-        self._give_back = give_back
+        self._complete = complete
+        self._settle = settle
         self._num_given = 0
         self._jobs: dict[int, TrackedJob] = {}
         self._kinds: dict[type[TrackedJob], dict[int, TrackedJob]] = {}  # the same, oldest first
-        self._owners: dict[type[TrackedJob], JobOwner[Any]] = {}
+        self._on_end: dict[type[TrackedJob], Callable[[Any], None]] = {}
         self._late: dict[int, TrackedJob] = {}
         self._oldest = dict.fromkeys(range(num_workers), 0)  # what each worker last said
         self._next_deadline_s = math.inf  # no job's deadline is before this
@@ -227,10 +250,10 @@ class JobTable:
         """Saves of one kind that timed out and may still write to host memory."""
         return [job for job in self._late.values() if isinstance(job, kind)]
 
-    def tell[J: TrackedJob](self, owner: JobOwner[J], kind: type[J]) -> None:
-        """Has the owner hear of the ends of jobs of one kind; before the first of them."""
-        assert kind not in self._owners, "one owner a kind"
-        self._owners[kind] = owner
+    def on_end[J: TrackedJob](self, kind: type[J], ended: Callable[[J], None]) -> None:
+        """Has `ended` called with each job of one kind that has been completed; before the first of them."""
+        assert kind not in self._on_end, "one for each kind"
+        self._on_end[kind] = ended
 
     def next_id(self) -> int:
         """An id for a new job."""
@@ -254,11 +277,11 @@ class JobTable:
         return job
 
     def drop(self, job: TrackedJob) -> None:
-        """A job that was never sent will not be. Its owner, who says so, hears nothing."""
+        """A job that was never sent will not be. The caller knows, so nothing else is called."""
         assert job.state is JobState.PLANNED, "the workers know of it"
         self._take_out(job)
         job.state = JobState.CANCELLED
-        self._give_back(job)
+        self._complete(job)
 
     def report(self, worker_id: int, result: JobResult) -> bool:
         """Takes one worker's result, which ends a job if it is the last.
@@ -318,8 +341,8 @@ class JobTable:
         failed = job.doomed or job.failed_blocks
         ended = JobState.FAILED if failed else JobState.CANCELLED if job.detached else JobState.FINISHED
         job.state = state or ended
-        self._owners[type(job)].ended(job)
-        self._give_back(job)
+        self._complete(job)
+        self._on_end[type(job)](job)
 
     def _take_out(self, job: TrackedJob) -> None:
         del self._jobs[job.job_id]
@@ -332,7 +355,7 @@ class JobTable:
             job.waiting_for.remove(worker_id)
             if not job.waiting_for:
                 del self._late[job_id]
-                self._owners[type(job)].settled(job)
+                self._settle(job)
 
 
 def transfer_job(
@@ -347,6 +370,7 @@ def transfer_job(
     slots: tuple[int, ...],
     num_valid_tokens: int,
     num_staging_blocks: int,
+    breaker: CircuitBreaker,
     deadline_s: float,
 ) -> Job:
     """Plans a transfer under a new id."""
@@ -359,7 +383,9 @@ def transfer_job(
                 account=account,
                 num_staging_blocks=num_staging_blocks,
                 pins=keys if direction is Direction.LOAD else (),
+                slots=slots if direction is Direction.SAVE else (),
             ),
+            breaker=breaker,
             deadline_s=deadline_s,
             waiting_for=jobs.workers(),
             transfer=TransferJob(

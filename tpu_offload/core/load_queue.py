@@ -93,6 +93,7 @@ class LoadQueue:
             slots=load.slots,
             num_valid_tokens=load.num_valid_tokens,
             num_staging_blocks=load.num_staging_blocks,
+            breaker=self._breaker,
             deadline_s=now_s + self._timeout_s * num_pieces,
         )
         job.state = JobState.SENT

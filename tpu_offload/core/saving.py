@@ -363,6 +363,7 @@ class SavePlanner:
             slots=tuple(save.slots),
             num_valid_tokens=0,
             num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks),
+            breaker=self._breaker,
             deadline_s=deadline_s,
         )
         self._breaker.begin(job.job_id)

@@ -23,7 +23,7 @@ What was to be saved and found no room, or was saved and lost, is saved by a lat
 engine saying so again. It may be: until `preempt` or `finish` the blocks are the request's own, and
 their KV, computed once, stays. Steps cost nothing for requests about which there is no news.
 
-What a job holds (staging blocks, pins, places in the swap pool) is given back at one place (`core.holdings`), once:
+What a job holds (staging blocks, pins, places in the swap pool) is given back at one place (`core.completion`), once:
 when every worker has reported the job, or when its time is over. Until then the bytes may still be moving, whatever
 became of the request. Copies that keep failing are suspended for a while (`core.breaker`), chunks that keep failing are
 left alone (`core.suspects`); the engine computes what it would have loaded.

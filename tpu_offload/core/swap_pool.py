@@ -115,9 +115,10 @@ class SwapPool:
 
     def trust(self, blocks: HostBlocks) -> None:
         """A copy to these blocks has come to its end."""
-        for doubtful, group in zip(self._doubtful, blocks, strict=True):
-            if doubtful:
+        for g, (doubtful, group) in enumerate(zip(self._doubtful, blocks, strict=True)):
+            if doubtful and not doubtful.isdisjoint(group):
                 doubtful.difference_update(group)
+                self._sort_free(g)
 
     def _sort_free(self, group_id: int) -> None:
         free, self._free[group_id] = self._free[group_id], deque()

@@ -5,7 +5,6 @@ goes. One thing outlives it: where a save timed out, its copy may still land, so
 every worker has shown that it is through with it.
 """
 
-import logging
 import sys
 from collections.abc import Sequence
 from typing import final
@@ -17,8 +16,6 @@ from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.requests import FailedLoad, FinishedTransfer
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.types import ChunkKey, Direction, JobState, TransferJob
-
-_logger = logging.getLogger(__name__)
 
 
 @final
@@ -37,13 +34,11 @@ class Transfers:
         self._index = context.index
         self._saves = saves
         self._requests = context.requests
-        self._breakers = context.breakers
         self._suspects = context.suspects
         self._counts = context.counts
         self._block_size = context.block_size
         self._block_nbytes = context.layout.block_nbytes
         self._blocks_per_chunk = context.blocks_per_chunk
-        self._timeout_s = context.config.job_timeout_s
         self._to_cancel: dict[int, set[int]] = {}  # by job id, the workers that may still be at it
         self._loaded: list[str] = []
         self._failed_loads: list[FailedLoad] = []
@@ -51,7 +46,7 @@ class Transfers:
         self._lost_keys: set[ChunkKey] = set()
         # Requests that have seen a load fail: they compute what failed, others may try it once more.
         self._wary: set[str] = set()
-        self._jobs.tell(self, Job)
+        self._jobs.on_end(Job, self.ended)
 
     # On the way down.
 
@@ -92,15 +87,12 @@ class Transfers:
     # On the way up.
 
     def ended(self, job: Job) -> None:
-        """See `JobOwner`."""
-        if job.state is JobState.TIMED_OUT:
-            self._note_timeout(job)
+        """What the end of a transfer means for its chunks and its request."""
         if job.state is JobState.FINISHED:
             self._count_moved(job)
-        elif job.state is not JobState.CANCELLED:
-            self._counts.num_failed_jobs += 1
-            if job.state is JobState.FAILED:
-                _logger.warning("%s of request %s failed: %s", job.direction.value, job.request_id, job.error)
+        if job.state is JobState.TIMED_OUT and job.direction is Direction.LOAD and not job.detached:
+            # Before a plan, so that the workers are told before the engine lets a step compute into these blocks.
+            self._to_cancel[job.job_id] = job.waiting_for
         bad = self._bad_chunks(job)
         too_often = self._judge(job, [job.keys[i] for i in bad])
         if job.direction is Direction.SAVE:
@@ -110,10 +102,6 @@ class Transfers:
             self.lose(self._index.drop(job.keys if job.state is JobState.TIMED_OUT else too_often))
             if not job.detached:
                 self._tell_of(job)
-
-    def settled(self, job: Job) -> None:
-        """See `JobOwner`."""
-        self._index.end_quarantine(job.slots)
 
     @property
     def has_news(self) -> bool:
@@ -228,20 +216,6 @@ class Transfers:
         first_block = job.num_valid_tokens // self._block_size
         return (first_block % self._blocks_per_chunk + position) // self._blocks_per_chunk
 
-    def _note_timeout(self, job: Job) -> None:
-        """Before a plan, which takes the blocks of a load back.
-
-        So the workers are told before the engine hears of the failure and lets a step compute into these blocks.
-        """
-        _logger.warning(
-            "%s of %d blocks of request %s timed out after %g s; %s",
-            job.direction.value, job.transfer.num_blocks, job.request_id, self._timeout_s,
-            "the request computes them" if job.direction is Direction.LOAD else "they are not published",
-        )  # fmt: skip
-        self._counts.num_timed_out_jobs += 1
-        if job.direction is Direction.LOAD and not job.detached:
-            self._to_cancel[job.job_id] = job.waiting_for
-
     def _bad_chunks(self, job: Job) -> list[int]:
         """Which of the job's chunks were not copied."""
         if job.doomed:
@@ -249,16 +223,11 @@ class Transfers:
         return sorted({self._chunk_of(job, position) for position in job.failed_blocks})
 
     def _judge(self, job: Job, bad: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """What its end says of later copies; returns the chunks that have failed too often."""
-        breaker = self._breakers[job.direction]
+        """What its end says of later copies of its chunks; returns those that have failed too often."""
         if job.state is JobState.FINISHED:
-            breaker.succeeded(job.job_id)
             self._suspects.succeeded(job.keys, job.direction)
         elif job.copy_failed:
-            breaker.failed(job.job_id, job.error)
             return self._suspects.failed(bad, job.direction, job_id=job.job_id, next_job_id=self._jobs.num_given)
-        else:
-            breaker.withdraw(job.job_id)
         return []
 
     def _end_save(self, job: Job, bad: Sequence[int]) -> None:

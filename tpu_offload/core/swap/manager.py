@@ -19,7 +19,6 @@ and full blocks that another swapped-out request shares are in the pool once.
 """
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import final
@@ -36,8 +35,6 @@ from tpu_offload.layout import LayerGroupKind
 from tpu_offload.metrics import GAUGES, SWAP_FIELDS, OffloadStats
 from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobState, SwapJob, SwapPart
 from tpu_offload.values import as_integer, one_line
-
-_logger = logging.getLogger(__name__)
 
 _THRASH_STEPS = 32
 _MAX_TOKENS = 2**63 - 1
@@ -63,7 +60,7 @@ class RequestSwap:
         self._requests = context.requests
         self._pool = context.swap_pool
         self._jobs = PlannedSwaps(context)
-        context.jobs.tell(self, PlannedSwap)
+        context.jobs.on_end(PlannedSwap, self.ended)
         self._breakers = context.swap_breakers
         self._costs = SwapCosts(self._config.swap_mode)
         self._swapped: dict[str, Swapped] = {}
@@ -280,21 +277,8 @@ class RequestSwap:
         return self._jobs.take(Direction.SAVE), self._jobs.take(Direction.LOAD)
 
     def ended(self, job: PlannedSwap) -> None:
-        """See `JobOwner`."""
-        if job.state is JobState.TIMED_OUT:
-            self._note_timeout(job)
+        """What the end of a copy out or back means for its request, and for those that share its blocks."""
         failed = job.state in (JobState.FAILED, JobState.TIMED_OUT)
-        if failed:
-            self._counts.num_failed_jobs += 1
-        if job.state is JobState.FAILED:
-            _logger.warning("swap of request %s failed: %s; it is recomputed", job.swap.request_id, job.error)
-        breaker = self._breakers[job.direction]
-        if job.copy_failed:
-            breaker.failed(job.job_id, job.error)
-        elif job.state is JobState.FINISHED:
-            breaker.succeeded(job.job_id)
-        else:
-            breaker.withdraw(job.job_id)
         if job.direction is Direction.SAVE:
             self._end_out(job, failed=failed)
         else:
@@ -302,10 +286,6 @@ class RequestSwap:
         if not failed:
             self._costs.observe_copy(job.direction, job.nbytes, job.copy_s)
             self._count_moved(job)
-
-    def settled(self, job: PlannedSwap) -> None:
-        """See `JobOwner`."""
-        self._pool.release(job.pool_blocks)
 
     @property
     def has_news(self) -> bool:
@@ -377,8 +357,6 @@ class RequestSwap:
             swap_held_blocks=self._pool.num_held,
             swap_peak_blocks=self._pool.peak_num_held,
             num_swapped_requests=len(self._swapped),
-            num_failed_jobs=stats.num_failed_jobs + counts.num_failed_jobs,
-            num_timed_out_jobs=stats.num_timed_out_jobs + counts.num_timed_out_jobs,
             num_breaker_openings=stats.num_breaker_openings + sum(b.num_opened for b in self._breakers.values()),
             num_open_breakers=stats.num_open_breakers + sum(not b.closed for b in self._breakers.values()),
             swap_out_nbytes_per_s=costs.nbytes_per_s(Direction.SAVE),
@@ -478,7 +456,6 @@ class RequestSwap:
         job, swapped.job = swapped.job, None
         swapped.where = Where.OUT
         if job is not None:
-            self._breakers[Direction.LOAD].withdraw(job.job_id)
             self._jobs.detach(job)
 
     def _lose(self, swapped: Swapped) -> None:
@@ -533,14 +510,6 @@ class RequestSwap:
             self._lose(swapped)
         elif self._end_return(swapped):
             self._swapped_in.append(swapped.request_id)
-
-    def _note_timeout(self, job: PlannedSwap) -> None:
-        direction = "out" if job.direction is Direction.SAVE else "in"
-        _logger.warning(
-            "swap %s of request %s timed out after %g s; it is recomputed",
-            direction, job.swap.request_id, self._config.job_timeout_s,
-        )  # fmt: skip
-        self._counts.num_timed_out_jobs += 1
 
     def _count_moved(self, job: PlannedSwap) -> None:
         counts = self._counts

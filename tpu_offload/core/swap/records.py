@@ -79,6 +79,16 @@ class PlannedSwap(TrackedJob):
         """A request is back with all of its blocks or not at all."""
         return 0
 
+    @property
+    def what(self) -> str:
+        """See `TrackedJob`."""
+        return f"swap {'out' if self.direction is Direction.SAVE else 'in'} of request {self.swap.request_id}"
+
+    @property
+    def consequence(self) -> str:
+        """See `TrackedJob`."""
+        return "it is recomputed"
+
 
 @final
 class PlannedSwaps:
@@ -94,6 +104,7 @@ class PlannedSwaps:
         self._pool = context.swap_pool
         self._index = context.index
         self._clock = context.clock
+        self._breakers = context.swap_breakers
         self._timeout_s = context.config.job_timeout_s
         self._to_send: dict[Direction, list[PlannedSwap]] = {direction: [] for direction in Direction}
 
@@ -144,6 +155,7 @@ class PlannedSwaps:
                 job_id=job_id,
                 deadline_s=self._clock() + self._timeout_s,
                 waiting_for=self._jobs.workers(),
+                breaker=self._breakers[direction],
                 held=Held(pins=swapped.tier_keys if reads_tier else (), pool_blocks=places),
                 swap=SwapJob(job_id=job_id, direction=direction, request_id=swapped.request_id, parts=tuple(parts)),
                 tier_slots=swapped.tier_slots if reads_tier else (),
