@@ -32,7 +32,7 @@ from tpu_offload.engine.offloading import Offloading, Seams
 from tpu_offload.engine.request import Request, SamplingParams
 from tpu_offload.engine.sequence import Phase, Run, Sequence
 from tpu_offload.kernels import Rows
-from tpu_offload.types import Direction
+from tpu_offload.types import Direction, JobKind
 
 BLOCK_SIZE = 16
 
@@ -77,10 +77,12 @@ class Bench:
         self.config = OffloadConfig.create(num_cpu_chunks=args.host_chunks, num_staging_blocks=2 * args.num_blocks)
         self.scheduler = OffloadScheduler(self.config, self.layout)
         self.worker = OffloadWorker(self.config, self.layout, self.caches)
-        self.worker._tier._pool.wait_until_allocated()
+        self.worker.wait_until_allocated()
         self.scheduler.apply(self.worker.poll())
         self.num_requests = 0
-        saver, loader = (self.worker._tier._copiers[direction] for direction in (Direction.SAVE, Direction.LOAD))
+        saver, loader = (
+            self.worker._tier._groups[0].copiers[direction] for direction in (Direction.SAVE, Direction.LOAD)
+        )
         self.dispatch = saver.save
         self.in_program_s = 0.0
         saver.save, loader.load = self.clocked(saver.save), self.clocked(loader.load)
@@ -182,10 +184,10 @@ class Bench:
             for request_id, table, hashes in zip(ids, tables, prompts, strict=True)
         ]
         plan = self.times(f"save_{name}_plan", self.scheduler.plan_step, changed)
-        assert sum(job.num_blocks for job in plan.saves) == self.args.num_blocks
+        assert sum(job.num_blocks for job in plan.of(JobKind.SAVE)) == self.args.num_blocks
         caches = self.times(f"save_{name}_begin_step", self.worker.begin_step, plan, self.caches)
         self.times_outside(f"save_{name}_end_step", self.worker.end_step, plan, caches)
-        (flight,) = self.worker._tier._flights
+        (flight,) = self.worker._tier._groups[0].flights
         token, flight.waiting_on = flight.waiting_on, NotReady()
         assert not self.times("poll_in_flight", self.worker.poll).results
         flight.waiting_on = token
@@ -198,7 +200,7 @@ class Bench:
         assert found == [num_tokens - 1] * num_requests
         self.times(f"load_{name}_admit", self.admit_all, ids, tables, num_tokens - 1)
         plan = self.times(f"load_{name}_plan", self.scheduler.plan_step)
-        assert len(plan.loads) == num_requests
+        assert len(plan.of(JobKind.LOAD)) == num_requests
         self.caches = self.times_outside(f"load_{name}_begin_step", self.worker.begin_step, plan, self.caches)
         self.settle()
         for request_id in ids:

@@ -25,7 +25,16 @@ from collections import OrderedDict
 
 import numpy as np
 
-from tpu_offload import JobResult, JobState, OffloadConfig, OffloadScheduler, ScheduledRequest, StepReport, hashing
+from tpu_offload import (
+    JobKind,
+    JobResult,
+    JobState,
+    OffloadConfig,
+    OffloadScheduler,
+    ScheduledRequest,
+    StepReport,
+    hashing,
+)
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import LRUPolicy, Use
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
@@ -147,7 +156,7 @@ def serve(scheduler, watch, name, request_id, hashes):
         ]
     )
     plan = watch(f"{name}_plan", scheduler.plan_step, changed)
-    (job,) = plan.loads or plan.saves
+    (job,) = plan.of(JobKind.LOAD) or plan.of(JobKind.SAVE)
     assert job.num_blocks == len(hashes)
     report = StepReport(
         worker_id=0,

@@ -30,7 +30,7 @@ import time
 import jax
 import numpy as np
 
-from tpu_offload import CachedPrefix, JobResult, JobState, OffloadConfig, OffloadScheduler, StepReport
+from tpu_offload import CachedPrefix, JobKind, JobResult, JobState, OffloadConfig, OffloadScheduler, StepReport
 from tpu_offload.config import DEFAULT_EVICTION_POLICY
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, Request, SamplingParams
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
@@ -120,15 +120,15 @@ def evict(num_blocks, args):
         scheduler.evict(prefix)
         plan = scheduler.plan_step()
         seconds["first_eviction_s"].append(time.perf_counter() - start)
-        assert sum(len(job.block_ids) for job in plan.early_saves) == num_blocks
-        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.early_saves)
+        assert sum(len(job.block_ids) for job in plan.of(JobKind.EARLY_SAVE)) == num_blocks
+        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.of(JobKind.EARLY_SAVE))
         scheduler.apply(StepReport(worker_id=0, results=results, num_host_chunks=report.num_host_chunks))
         later = [dataclasses.replace(prefix, num_blocks=num_blocks - i) for i in range(1, min(num_blocks, 51))]
         start = time.perf_counter()
         for shorter in later:  # HBM gives up the tail first, block by block
             scheduler.evict(shorter)
         seconds["later_eviction_s"].append((time.perf_counter() - start) / len(later))
-        assert not scheduler.plan_step().early_saves
+        assert not scheduler.plan_step().of(JobKind.EARLY_SAVE)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

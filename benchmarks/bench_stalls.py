@@ -22,6 +22,7 @@ import numpy as np
 
 from tpu_offload import (
     BlockHash,
+    JobKind,
     JobResult,
     JobState,
     OffloadConfig,
@@ -109,7 +110,7 @@ class Engine:
     def step(self, tag, changed=()):
         """One step: plan, copies, report, events; returns whether there was anything to copy."""
         plan = self.watch(f"plan_step {tag}", self.scheduler.plan_step, changed)
-        jobs = (*plan.loads, *plan.saves, *plan.early_saves)
+        jobs = (*plan.of(JobKind.LOAD), *plan.of(JobKind.SAVE), *plan.of(JobKind.EARLY_SAVE))
         results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in jobs)
         self.apply(f"apply {tag}", results=results, next_job_id=plan.next_job_id)
         if self.record_events:

@@ -178,7 +178,7 @@ class SchedulerAlone:
     def our_copies(self, metadata):
         from vllm.v1.outputs import KVConnectorOutput
 
-        from tpu_offload import JobResult, JobState, KVLayout, StepReport
+        from tpu_offload import JobKind, JobResult, JobState, KVLayout, StepReport
         from tpu_offload.adapters.vllm.messages import ReportMessage
         from tpu_offload.layout import LayerGroup, LayerGroupKind
 
@@ -187,14 +187,14 @@ class SchedulerAlone:
             page = (self.args.block_size, 1, 2, 1)
             group = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), page, "float32")
             layout = KVLayout(self.args.block_size, (group,))
-        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in (*plan.loads, *plan.saves))
+        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.jobs)
         message = None
         if results or self.is_new:
             message = ReportMessage(
                 (StepReport(worker_id=0, results=results, num_host_chunks=self.args.host_blocks),), layout
             )
         self.is_new = False
-        received = {job.request_id for job in plan.loads} if self.args.variant != "ours-sync" else None
+        received = {job.request_id for job in plan.of(JobKind.LOAD)} if self.args.variant != "ours-sync" else None
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=message)
 
 

@@ -13,7 +13,7 @@ from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker, tokens
 from tests.worker.engine import Engine as WorkerEngine
 from tests.worker.engine import ending_with
 from tpu_offload import FailedLoad, JobState
-from tpu_offload.types import StepPlan
+from tpu_offload.types import JobKind, StepPlan
 
 staged_or_not = pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 
@@ -61,7 +61,7 @@ def assert_nothing_is_held(engine: FakeEngine) -> None:
 @staged_or_not
 def test_01_preempt_fences_pending_saves_and_resume_reloads_exactly_those_blocks(staged) -> None:
     engine = make_engine(staged=staged, num_blocks=5)
-    (save,) = compute(engine, "a", tokens(18)).saves
+    (save,) = compute(engine, "a", tokens(18)).of(JobKind.SAVE)
     engine.remove("a", preempt=True)
     engine.add("b", tokens(20, start=500))  # gets the same five blocks, and computes before the save has landed
     engine.step({"b": 20})
@@ -70,7 +70,7 @@ def test_01_preempt_fences_pending_saves_and_resume_reloads_exactly_those_blocks
     resumed = engine.add("a", tokens(18))
     assert resumed.num_computed == 16
     plan, _ = engine.step()
-    (load,) = plan.loads
+    (load,) = plan.of(JobKind.LOAD)
     assert load.host_block_ids == save.host_block_ids
     assert load.block_ids == tuple(resumed.block_ids[:4])
     assert engine.settle().loaded == ("a",)  # the fakes compare the bytes
@@ -147,7 +147,7 @@ def test_05_two_that_miss_the_same_prefix_cause_one_save() -> None:
         engine.add(name, tokens(12))
     together, _ = engine.step({"a": 12, "b": 12})
     later, _ = engine.step({"c": 12})
-    assert [job.num_blocks for job in together.saves + later.saves] == [3]
+    assert [job.num_blocks for job in together.of(JobKind.SAVE) + later.of(JobKind.SAVE)] == [3]
     engine.settle()
     assert engine.scheduler.stats().num_resident_chunks == 3
 
@@ -177,8 +177,8 @@ def test_06_the_last_sampled_token_never_completes_a_saved_block() -> None:
     request.tokens.append(7)  # sampled: it fills the second block and is hashed, but its KV comes with the next step
     engine.grow_hashes(request)
     assert len(request.hashes) == 2
-    assert engine.step()[0].saves == ()
-    (save,) = engine.step({"a": 1})[0].saves
+    assert engine.step()[0].of(JobKind.SAVE) == ()
+    (save,) = engine.step({"a": 1})[0].of(JobKind.SAVE)
     assert save.block_ids == (request.block_ids[1],)
 
 
@@ -194,11 +194,11 @@ def test_06_rejected_speculative_tokens_are_never_saved() -> None:
     request.tokens += [8]
     request.num_computed = 9
     engine.grow_hashes(request)
-    assert engine.step()[0].saves == ()
+    assert engine.step()[0].of(JobKind.SAVE) == ()
     request.tokens += tokens(3, start=90)
     engine.grow_hashes(request)
-    assert engine.step()[0].saves == (), "the hash is known, the KV is that of the rejected ones"
-    (save,) = engine.step({"a": 3})[0].saves
+    assert engine.step()[0].of(JobKind.SAVE) == (), "the hash is known, the KV is that of the rejected ones"
+    (save,) = engine.step({"a": 3})[0].of(JobKind.SAVE)
     assert save.block_ids == (request.block_ids[2],)
     engine.settle()
     assert POISON not in worker.host.values()
@@ -212,7 +212,7 @@ def test_07_chunked_prefill_leaves_no_hole_when_a_step_found_no_room(blocks_per_
     saved: list[int] = []
     for computed in ({"a": 8}, {"a": 4}, {"a": 8}, {"a": 4}, {}, {}, {}):
         plan, _ = engine.step(computed)
-        saved += [block for job in plan.saves for block in job.block_ids]
+        saved += [block for job in plan.of(JobKind.SAVE) for block in job.block_ids]
         assert saved == request.block_ids[: len(saved)], "always the next ones"
         if len(computed) == 0:
             deliver(engine)
@@ -308,7 +308,7 @@ def test_11_of_ten_chunks_saved_three_fail_and_seven_are_used_up_to_the_first_ho
     deliver(engine, fail=True, failed_blocks=(4, 6, 9))
     assert engine.scheduler.stats().num_resident_chunks == 7
     assert num_found(engine, tokens(40)) == 16
-    (save,) = engine.step()[0].saves
+    (save,) = engine.step()[0].of(JobKind.SAVE)
     assert save.block_ids == tuple(engine.requests["a"].block_ids[i] for i in (4, 6, 9))
     engine.settle()
     engine.remove("a")

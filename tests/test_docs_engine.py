@@ -10,7 +10,7 @@ import numpy as np
 import tpu_offload
 from tests.caches import random_caches
 from tests.worker.engine import Engine
-from tpu_offload import FusedCopies, OffloadConfig, OffloadWorker, StepPlan
+from tpu_offload import FusedCopies, JobKind, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.kernels import reference
 
 DOCS = Path(__file__).parents[1] / "docs" / "engine.md"
@@ -47,7 +47,7 @@ def test_a_request_that_is_saved_and_one_that_loads(monkeypatch):
         while names["scheduler"].has_jobs:
             names["scheduler"].apply(names["worker"].poll(wait=True))
     assert names["found"] == tpu_offload.Match(num_tokens=32, state=tpu_offload.MatchState.HIT)
-    assert names["plan"].loads
+    assert names["plan"].of(JobKind.LOAD)
     for cache, old in zip(names["kv_caches"], before, strict=True):
         np.testing.assert_array_equal(reference.as_bytes(cache)[[0, 2]], old[[5, 3]])
     names["worker"].close()
@@ -79,14 +79,14 @@ def test_a_step_with_fused_copies():
     assert len(names["programs"]) == 8
     names["worker"].wait_until_allocated()
     for plan in (
-        StepPlan(step_id=1, saves=(engine.save([3, 1], [4, 5]),)),
-        StepPlan(step_id=2, loads=(engine.load([0, 2], [4, 5]),)),
+        StepPlan(step_id=1, jobs=(engine.save([3, 1], [4, 5]),)),
+        StepPlan(step_id=2, jobs=(engine.load([0, 2], [4, 5]),)),
         StepPlan(step_id=3),
     ):
         names["plan"] = plan
         exec("kv_caches = worker.begin_step" + step, names)
         assert names["outcome"] is None or not plan.empty
-        assert len(names["worker"].poll(wait=True).results) == len(plan.saves + plan.loads)
+        assert len(names["worker"].poll(wait=True).results) == len(plan.of(JobKind.SAVE) + plan.of(JobKind.LOAD))
     for cache, old in zip(names["kv_caches"], before, strict=True):
         np.testing.assert_array_equal(reference.as_bytes(cache)[:4], old[[3, 1, 1, 3]])
     names["worker"].close()

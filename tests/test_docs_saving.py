@@ -29,7 +29,7 @@ def test_the_code_for_engine_authors():
     exec(first, names)
     names["block_hashes"] = young.hashes
     exec("#" + second, names)
-    (job,) = names["plan"].early_saves
+    (job,) = names["plan"].of(tpu_offload.JobKind.EARLY_SAVE)
     assert list(job.block_ids) == old.block_ids[:3] + young.block_ids
     exec("scheduler.lose_caches()", names)
 

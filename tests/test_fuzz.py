@@ -12,7 +12,10 @@ from tests.core.swap.fakes import SwapEngine
 from tests.worker.engine import Engine as WorkerEngine
 from tpu_offload import (
     BlockHasher,
+    CopyJob,
+    CopyPart,
     HostStore,
+    JobKind,
     JobResult,
     JobState,
     OffloadConfig,
@@ -21,11 +24,7 @@ from tpu_offload import (
     ScheduledRequest,
     StepPlan,
     StepReport,
-    SwapJob,
-    SwapPart,
-    TransferJob,
 )
-from tpu_offload.types import Direction
 
 HUGE = 10**30
 JUNK = [
@@ -197,24 +196,16 @@ def test_thirty_thousand_calls_that_make_no_sense_raise_one_clear_line_and_chang
 def strange_job(rng: random.Random) -> object:
     ids = tuple(rng.choice([0, 1, 2, 5, 900, -1, HUGE, None, "3", 2.0, True]) for _ in range(rng.randint(0, 3)))
     others = tuple(rng.choice([0, 1, 3, 10**6]) for _ in ids)
-    direction = rng.choice(list(Direction))
-    good = TransferJob(
-        job_id=rng.randrange(10**6),
-        direction=direction,
-        group_id=0,
-        block_ids=(1, 2),
-        host_block_ids=(3, 4),
-        request_id="r",
-    )
-    part = SwapPart(group_id=0, store=rng.choice(list(HostStore)), block_ids=(1, 2), host_block_ids=(3, 4))
+    kind = rng.choice(list(JobKind))
+    part = CopyPart(store=rng.choice(list(HostStore)), block_ids=(1, 2), host_block_ids=(3, 4))
+    odd = broken(CopyPart, group_id=0, store=HostStore.HOST_TIER, block_ids=ids, host_block_ids=others)
+    good = CopyJob(job_id=rng.randrange(10**6), kind=kind, parts=(part,), request_id="r")
     return rng.choice([
         rng.choice(JUNK),
         mutated(rng, good),
-        broken(TransferJob, job_id=rng.randrange(10**6), direction=direction, group_id=0, block_ids=ids,
-               host_block_ids=others, request_id=""),
-        broken(SwapJob, job_id=rng.randrange(10**6), direction=direction, request_id="r",
+        broken(CopyJob, job_id=rng.randrange(10**6), kind=kind, parts=(odd,), request_id="", num_staging_blocks=0),
+        broken(CopyJob, job_id=rng.randrange(10**6), kind=kind, request_id="r", num_staging_blocks=0,
                parts=(mutated(rng, part), part)[: rng.randint(1, 2)]),
-        mutated(rng, SwapJob(job_id=rng.randrange(10**6), direction=direction, request_id="r", parts=(part,))),
     ])  # fmt: skip
 
 
@@ -224,17 +215,13 @@ def test_fifteen_thousand_plans_that_make_no_sense_leave_worker_and_caches_as_th
     engine.worker.wait_until_allocated()
     caches = engine.caches
     for step_id in range(15_000):
-        fields = {
-            name: tuple(strange_job(rng) for _ in range(rng.randint(0, 2)))
-            for name in ("loads", "saves", "swap_outs", "swap_ins", "early_saves")
-        }
         plan = broken(
             StepPlan,
             step_id=rng.choice([step_id, rng.choice(JUNK)]),
             cancelled_job_ids=rng.choice(JUNK),
             cache_epochs=rng.choice([(), rng.choice(JUNK)]),
             next_job_id=rng.choice([0, rng.choice(JUNK)]),
-            **fields,
+            jobs=tuple(strange_job(rng) for _ in range(rng.randint(0, 10))),
         )
         plan = mutated(rng, plan) if rng.random() < 0.1 else plan
         caches = worker.begin_step(plan, caches)

@@ -33,7 +33,7 @@ from tpu_offload import (
     ScheduledRequest,
     choose_victims,
 )
-from tpu_offload.types import SwapJob
+from tpu_offload.types import JobKind
 
 NAMES = ["a", "b", "c", "d"]
 NUM_BLOCKS = 6
@@ -185,8 +185,7 @@ class Caller:
     def check_jobs(self) -> None:
         """Jobs hold integers of Python, from 0 on, and as many blocks as places."""
         for job in self.scheduler._jobs:
-            parts = job.swap.parts if isinstance(getattr(job, "swap", None), SwapJob) else [job.transfer]
-            for part in parts:
+            for part in job.wire.parts:
                 for ids in (part.block_ids, part.host_block_ids):
                     assert type(ids) is tuple
                     assert all(type(i) is int and i >= 0 for i in ids), part
@@ -259,7 +258,7 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
         ]
     )
     for _ in range(3):  # four staging blocks for six: the rest waits for a step that says nothing
-        assert {type(i) for job in plan.saves for i in job.block_ids} <= {int}
+        assert {type(i) for job in plan.of(JobKind.SAVE) for i in job.block_ids} <= {int}
         worker.end_step(plan)
         engine.scheduler.apply(worker.report(worker.finish()))
         plan = engine.scheduler.plan_step()
@@ -269,7 +268,7 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
         found = engine.scheduler.match("b", hashes, num_tokens=25, num_computed_tokens=first * BLOCK_SIZE).num_tokens
         engine.scheduler.admit("b", as_form(targets), num_loaded_tokens=found)
         plan = engine.scheduler.plan_step()
-        assert {type(i) for job in plan.loads for i in job.block_ids} == {int}
+        assert {type(i) for job in plan.of(JobKind.LOAD) for i in job.block_ids} == {int}
         engine.apply_results = worker.begin_step(plan)
         engine.scheduler.apply(worker.report(worker.finish()))
     assert [worker.hbm[i] for i in targets] == hashes
@@ -317,7 +316,7 @@ def test_a_step_is_refused_as_a_whole():
         engine.scheduler.plan_step(broken_iterator([*good, *good]))
     assert not differences(before, snapshot(engine.scheduler))
     plan = engine.scheduler.plan_step(good)
-    assert [job.num_blocks for job in plan.saves] == [2]  # the prompt is the same
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [2]  # the prompt is the same
 
 
 def test_of_a_request_that_is_named_twice_in_a_step_the_last_counts():
@@ -332,7 +331,7 @@ def test_of_a_request_that_is_named_twice_in_a_step_the_last_counts():
             request_id="a", block_ids=[3, 4], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
         ),
     ]
-    assert [job.block_ids for job in engine.scheduler.plan_step(named).saves] == [(3, 4)]
+    assert [job.block_ids for job in engine.scheduler.plan_step(named).of(JobKind.SAVE)] == [(3, 4)]
     engine.scheduler.check_invariants()
     named = [
         ScheduledRequest(

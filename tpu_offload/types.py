@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import operator
 from collections.abc import Callable
-from typing import Any, NewType
+from typing import Any, NewType, Self
 
 BlockHash = NewType("BlockHash", bytes)
 """Hash of one block's tokens chained on the hash of the block before it (see `hashing`)."""
@@ -40,65 +40,65 @@ class JobState(enum.Enum):
         return self not in (JobState.PLANNED, JobState.SENT)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TransferJob:
-    """Blocks of one layer group that move together: a load for one request, a save for one or more.
+class StepPhase(enum.Enum):
+    """When in a step a job is dispatched, in this order."""
+
+    BEFORE_WRITES = "before writes"  # before anything of the step writes into the KV caches
+    BEFORE_FORWARD = "before forward"
+    AFTER_FORWARD = "after forward"  # before any later step can overwrite what it reads
+
+
+class JobKind(enum.Enum):
+    """What a job is for.
 
     Attributes:
-      job_id: unique over the life of the scheduler.
-      direction: save or load.
-      group_id: index of the layer group in `KVLayout.groups`.
-      block_ids: blocks of the HBM cache.
-      host_block_ids: as many places in the host pool; block `j` of the chunk in slot `s` is at
-        `s * blocks_per_chunk + j`.
-      request_id: the engine's request that a load is for; empty for a save.
-      num_staging_blocks: staging blocks that are reserved for it on every worker, 0 on a path that stages nothing. A
-        load of more blocks than that is copied in pieces: never more of it than this is in the staging buffer.
+      direction: which way its blocks go.
+      phase: when in its step it is dispatched.
+      of_swap: it moves one request out of HBM or back: all of its blocks or none. Any other job may fail in part.
     """
 
-    job_id: int
     direction: Direction
-    group_id: int
-    block_ids: tuple[int, ...]
-    host_block_ids: tuple[int, ...]
-    request_id: str = ""
-    num_staging_blocks: int = 0
+    phase: StepPhase
+    of_swap: bool
 
-    def __post_init__(self) -> None:
-        if len(self.block_ids) != len(self.host_block_ids):
-            raise ValueError(
-                f"job {self.job_id}: {len(self.block_ids)} blocks for {len(self.host_block_ids)} host blocks; "
-                "expected as many of each"
-            )
+    def __new__(cls, value: str, direction: Direction, phase: StepPhase, of_swap: bool) -> Self:
+        """Gives a member its attributes; its value is the name alone."""
+        member = object.__new__(cls)
+        member._value_ = value
+        member.direction, member.phase, member.of_swap = direction, phase, of_swap
+        return member
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that move."""
-        return len(self.block_ids)
+    # In the order in which they are dispatched. The blocks of the first two are others' from their step on.
+    EARLY_SAVE = "early save", Direction.SAVE, StepPhase.BEFORE_WRITES, False
+    SWAP_OUT = "swap out", Direction.SAVE, StepPhase.BEFORE_WRITES, True
+    LOAD = "load", Direction.LOAD, StepPhase.BEFORE_FORWARD, False
+    SWAP_IN = "swap in", Direction.LOAD, StepPhase.BEFORE_FORWARD, True
+    SAVE = "save", Direction.SAVE, StepPhase.AFTER_FORWARD, False
 
 
 class HostStore(enum.Enum):
-    """Which host memory a part of a swap is in."""
+    """A kind of host memory."""
 
+    HOST_TIER = "host_tier"  # chunks that were saved
     SWAP_POOL = "swap_pool"  # blocks of requests that were swapped out
-    HOST_TIER = "host_tier"  # chunks that were saved; only read by swaps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SwapPart:
-    """Blocks of one layer group that a swap moves between HBM and one host store.
+class CopyPart:
+    """Blocks of one layer group that a job moves between HBM and one host store.
 
     Attributes:
+      block_ids: blocks of the group's caches.
+      host_block_ids: as many places in the store. In the host tier block `j` of the chunk in slot `s` is at
+        `s * blocks_per_chunk + j`.
       group_id: index of the layer group in `KVLayout.groups`.
       store: the host memory.
-      block_ids: blocks of the group's caches.
-      host_block_ids: as many places in the store.
     """
 
-    group_id: int
-    store: HostStore
     block_ids: tuple[int, ...]
     host_block_ids: tuple[int, ...]
+    group_id: int = 0
+    store: HostStore = HostStore.HOST_TIER
 
     def __post_init__(self) -> None:
         if len(self.block_ids) != len(self.host_block_ids):
@@ -108,25 +108,47 @@ class SwapPart:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SwapJob:
-    """One request's blocks on their way out of HBM, or back.
+class CopyJob:
+    """Blocks that move together: to or from HBM for one request, or a save for one or more.
 
     Attributes:
-      job_id: unique over the life of the scheduler, also among transfer jobs.
-      direction: SAVE swaps out, LOAD swaps in.
-      request_id: whose blocks.
-      parts: what moves; only a swap-in reads the host tier.
+      job_id: unique over the life of the scheduler.
+      kind: what it is for, and with that which way it goes and when.
+      parts: what moves. Only a swap moves blocks of the swap pool; one that comes back may read the host tier as well.
+      request_id: the engine's request; empty for a save.
+      num_staging_blocks: staging blocks that are reserved for it on every worker, 0 on a path that stages nothing. A
+        load of more blocks than that is copied in pieces: never more of it than this is in the staging buffer.
     """
 
     job_id: int
-    direction: Direction
-    request_id: str
-    parts: tuple[SwapPart, ...]
+    kind: JobKind
+    parts: tuple[CopyPart, ...]
+    request_id: str = ""
+    num_staging_blocks: int = 0
+
+    @property
+    def direction(self) -> Direction:
+        """Which way it goes."""
+        return self.kind.direction
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Blocks of HBM, of one part after the other."""
+        if len(self.parts) == 1:
+            return self.parts[0].block_ids
+        return tuple(block for part in self.parts for block in part.block_ids)
+
+    @property
+    def host_block_ids(self) -> tuple[int, ...]:
+        """Their places in host memory, likewise."""
+        if len(self.parts) == 1:
+            return self.parts[0].host_block_ids
+        return tuple(place for part in self.parts for place in part.host_block_ids)
 
     @property
     def num_blocks(self) -> int:
         """Blocks that move, of all layer groups."""
-        return sum(len(part.block_ids) for part in self.parts)
+        return sum([len(part.block_ids) for part in self.parts])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,39 +157,33 @@ class StepPlan:
 
     Attributes:
       step_id: counts up by one a plan.
-      loads: dispatched before the forward pass.
-      saves: dispatched after the forward pass, before any later step can overwrite their blocks.
+      jobs: each is dispatched in the phase of its kind; those of one phase in the order of `JobKind`.
       cancelled_job_ids: loads whose blocks the engine has taken back. A worker must not write into
         their blocks from this plan on; it reports the job as cancelled, or as finished when it had
         dispatched the last write before. Repeated in every plan until the job is known to be over, so that no plan
         that is lost or comes too late leaves a load behind.
-      swap_outs: dispatched before any load, because their blocks are others' from this step on.
-      swap_ins: dispatched before the forward pass, after `swap_outs`.
       next_job_id: jobs with smaller ids have been sent, with this plan or before; a worker that does not have them
         never will, and says so with `StepReport.oldest_job_id`. So a plan that comes twice, or after a later one, is
         recognized, and nothing of it is done again. 0, as in a plan made by hand, says nothing.
-      early_saves: like `swap_outs`: dispatched before any load, because their blocks are others' from this step on.
       cache_epochs: per worker id, (incarnation, number of cache losses) of that worker as the scheduler knew them when
         it made the plan. A worker that is past that does none of the jobs: what they copy is gone, or is not what the
         scheduler thinks it is. Empty, as in a plan made by hand, is not checked.
     """
 
     step_id: int
-    loads: tuple[TransferJob, ...] = ()
-    saves: tuple[TransferJob, ...] = ()
+    jobs: tuple[CopyJob, ...] = ()
     cancelled_job_ids: tuple[int, ...] = ()
-    swap_outs: tuple[SwapJob, ...] = ()
-    swap_ins: tuple[SwapJob, ...] = ()
     next_job_id: int = 0
-    early_saves: tuple[TransferJob, ...] = ()
     cache_epochs: tuple[tuple[int, int], ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (
-            self.loads or self.saves or self.cancelled_job_ids or self.swap_outs or self.swap_ins or self.early_saves
-        )
+        return not (self.jobs or self.cancelled_job_ids)
+
+    def of(self, *kinds: JobKind) -> tuple[CopyJob, ...]:
+        """The jobs of these kinds, in their order."""
+        return tuple([job for job in self.jobs if job.kind in kinds]) if self.jobs else ()
 
     def __reduce__(self) -> tuple[Callable[..., "StepPlan"], tuple[Any, ...]]:
         """A plan is pickled every step, and what dataclasses do for slots takes longer."""
@@ -190,8 +206,8 @@ class JobResult:
       job_id: the job.
       state: FINISHED, FAILED or CANCELLED.
       error: what went wrong, in one line; empty unless FAILED.
-      failed_blocks: for a transfer job that FAILED, positions in its `block_ids` of the blocks that were not copied,
-        ascending; empty stands for all of them.
+      failed_blocks: positions in `CopyJob.block_ids` of the blocks that were not copied, ascending; empty stands for
+        all of them, as it always does for a swap.
       duration_s: seconds from dispatch to the poll that saw the end.
       copy_s: seconds that the copy itself took, where the worker has measured it (some swaps), else 0.
     """

@@ -30,6 +30,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from tests.inside import tier_group
+
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 1024,
@@ -217,7 +219,7 @@ class Life:
         import jax
         import numpy as np
 
-        pool = self.worker._tier._pool
+        pool = tier_group(self.worker).memory.pool
         pool.wait_until_allocated()
         for i, segment in enumerate(pool._segments):
             pool.replace(i, [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment])
@@ -226,7 +228,7 @@ class Life:
         """The next loads fail, in this method of the copier."""
         from tpu_offload.types import Direction
 
-        copier, left = self.worker._tier._copiers[Direction.LOAD], [times]
+        copier, left = tier_group(self.worker).copiers[Direction.LOAD], [times]
         load = getattr(copier, method)
 
         def fail(*args: Any) -> Any:
@@ -241,7 +243,7 @@ class Life:
         """After so many loads, one takes the KV caches with it; and so on."""
         from tpu_offload.types import Direction
 
-        copier, left = self.worker._tier._copiers[Direction.LOAD], list(skip)
+        copier, left = tier_group(self.worker).copiers[Direction.LOAD], list(skip)
         load = getattr(copier, method)
 
         def fail(*args: Any) -> Any:
@@ -501,7 +503,7 @@ def live(life: dict[str, Any], model: str) -> dict[str, Any]:
         outcome["end"] = alive.drain()
         left = [weakref.ref(alive.runner), weakref.ref(alive.runner.kv_caches[0])]
         if alive.connector is not None:
-            left.append(weakref.ref(alive.worker._tier._pool))
+            left.append(weakref.ref(tier_group(alive.worker).memory.pool))
         del alive, llm
         gc.collect()
         return outcome | {"freed": [ref() is None for ref in left], "log": log}

@@ -42,6 +42,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, VOCABULARY, Prefix, Runner, continued, next_token
+from tests.inside import tier_group
 from tpu_offload import CopyPath
 from tpu_offload.adapters.vllm import worker_side
 from tpu_offload.adapters.vllm.messages import ReportMessage
@@ -444,12 +445,13 @@ def hold_saves(stack: Stack) -> list:
     """Saves end only when the list is emptied."""
     held = [True]
     for worker in stack.workers:
+        group = tier_group(worker)
 
-        def land(flight, real=worker._tier._land):
+        def land(flight, real=group.land):
             if not (held and flight.direction is Direction.SAVE):
                 real(flight)
 
-        worker._tier._land = land
+        group.land = land
     return held
 
 
@@ -458,7 +460,7 @@ def broken(*_args):
 
 
 def break_loads(stack: Stack, worker: int = 0) -> None:
-    stack.workers[worker]._tier._copiers[Direction.LOAD].load = broken
+    tier_group(stack.workers[worker]).copiers[Direction.LOAD].load = broken
 
 
 def take_caches(kv_caches) -> None:
@@ -470,7 +472,7 @@ def take_caches(kv_caches) -> None:
 
 def lose_caches(stack: Stack, worker: int = 0) -> None:
     """The next load takes the caches with it; those after it do not."""
-    copier = stack.workers[worker]._tier._copiers[Direction.LOAD]
+    copier = tier_group(stack.workers[worker]).copiers[Direction.LOAD]
     name = "resume_load" if stack.side._config.load_path is CopyPath.STAGED else "load"
 
     def fail(*args):

@@ -6,6 +6,7 @@ from vllm.v1.request import RequestStatus
 from tests.adapters.hashed_model import NUM_LAYERS, PAGE_SHAPE
 from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, make_stack, prompt
 from tests.adapters.test_partial_loads import computed
+from tests.inside import tier_group
 from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
@@ -36,7 +37,7 @@ def blocks(num_blocks: int, *, seed: int) -> list[int]:
 def fail_loads(stack: Stack, num_blocks: int) -> None:
     """Loads whose first piece has so many blocks fail."""
     for worker in stack.workers:
-        copier = worker._tier._copiers[Direction.LOAD]
+        copier = tier_group(worker).copiers[Direction.LOAD]
 
         def load(segment_id, piece, caches, real=copier.load):
             if num_blocks in [len(piece.block_ids[piece.job_ids == job_id]) for job_id in piece.jobs()]:
@@ -179,7 +180,7 @@ def test_loads_of_one_step_stay_within_the_bound_though_many_wait(async_scheduli
     stack = make(*prompts, async_scheduling=async_scheduling, max_num_seqs=20, num_blocks=100)
     moved: list[int] = []
     (worker,) = stack.workers
-    copier = worker._tier._copiers[Direction.LOAD]
+    copier = tier_group(worker).copiers[Direction.LOAD]
 
     def load(segment_id, piece, caches, real=copier.load):
         moved[-1] += len(piece.block_ids)

@@ -6,15 +6,14 @@ import msgspec
 import pytest
 
 from tests.adapters.scheduler_stack import make_stack, save_prompt
+from tests.jobs import copy_job
 from tpu_offload import JobResult, JobState, StepPlan, StepReport
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
-from tpu_offload.types import Direction, TransferJob
+from tpu_offload.types import JobKind
 
 pytestmark = pytest.mark.vllm
 
-LOAD = TransferJob(
-    job_id=7, direction=Direction.LOAD, group_id=0, block_ids=(1, 2), host_block_ids=(3, 4), request_id="request"
-)
+LOAD = copy_job(7, JobKind.LOAD, (1, 2), (3, 4), request_id="request")
 REPORTS = tuple(
     StepReport(
         worker_id=i,
@@ -32,10 +31,7 @@ def test_plans_and_reports_survive_pickling():
         PlanMessage(
             StepPlan(
                 step_id=4,
-                loads=(LOAD,),
-                saves=(
-                    TransferJob(job_id=8, direction=Direction.SAVE, group_id=0, block_ids=(5,), host_block_ids=(6,)),
-                ),
+                jobs=(LOAD, copy_job(8, JobKind.SAVE, (5,), (6,))),
                 cancelled_job_ids=(2,),
             ),
             idle=False,

@@ -4,6 +4,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, Stack, make_stack, prompt, save_prompt
+from tests.inside import tier_group
 from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
@@ -21,13 +22,13 @@ def make(**kwargs) -> tuple[Stack, list[int]]:
     block_nbytes = BLOCK_SIZE * 2 * 8 * 2
     segment_gb = CHUNKS_PER_SEGMENT * block_nbytes / 2**30
     stack = make_stack(**{"num_blocks": 40, "num_cpu_chunks": 30, "host_segment_gb": segment_gb, **kwargs})
-    assert stack.workers[0]._tier._spec.segment_blocks == CHUNKS_PER_SEGMENT
+    assert tier_group(stack.workers[0]).memory.spec.segment_blocks == CHUNKS_PER_SEGMENT
     return stack, save_prompt(stack, "a")
 
 
 def break_segment(stack: Stack, segment_id: int = 1, worker: int = 0) -> None:
     """Loads from one segment of the host pool fail."""
-    copier = stack.workers[worker]._tier._copiers[Direction.LOAD]
+    copier = tier_group(stack.workers[worker]).copiers[Direction.LOAD]
     real = copier.load
 
     def load(which, piece, caches):
@@ -39,7 +40,7 @@ def break_segment(stack: Stack, segment_id: int = 1, worker: int = 0) -> None:
 
 
 def heal(stack: Stack, worker: int = 0) -> None:
-    del stack.workers[worker]._tier._copiers[Direction.LOAD].load
+    del tier_group(stack.workers[worker]).copiers[Direction.LOAD].load
 
 
 def computed(stack: Stack) -> dict[str, int]:

@@ -17,6 +17,7 @@ from tests.adapters.scheduler_stack import (
     prompt,
     save_prompt,
 )
+from tests.inside import tier_group
 from tpu_offload import StepReport
 from tpu_offload.adapters.vllm.messages import ReportMessage
 from tpu_offload.types import Direction
@@ -108,7 +109,7 @@ def test_a_synchronous_load_that_fails_spoils_nothing(load_path):
     stack.step()
     assert stack.num_spoilt == 1
     assert stack.outputs["b"] == []
-    del stack.workers[0]._tier._copiers[Direction.LOAD].load
+    del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.drain()
     assert stack.offload.stats().saved_blocks == num_saved + 1  # from what was computed afterwards, and not before
     stack.serve("c", [*tokens, *prompt(8, seed=77)])
@@ -131,7 +132,7 @@ def test_with_async_scheduling_the_step_that_was_under_way_saves_nothing_either(
     if policy == "fail":
         assert status(stack, "b") is RequestStatus.FINISHED_ERROR
         assert stack.outputs["b"] == []
-    del stack.workers[0]._tier._copiers[Direction.LOAD].load
+    del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.scheduler.reset_prefix_cache()
     stack.serve("c", longer)
     stack.check_end()
@@ -376,7 +377,7 @@ def test_blocks_of_an_aborted_load_are_not_written_any_more():
     request = stack.add("b", tokens)
     stack.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert {flight.direction for flight in stack.workers[0]._tier._flights} == {Direction.LOAD}
+    assert {flight.direction for flight in tier_group(stack.workers[0]).flights} == {Direction.LOAD}
     stack.abort("b")
     stack.add("c", prompt(70, seed=6), max_tokens=9)  # needs every block
     stack.drain()
@@ -417,8 +418,8 @@ def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, as
     stack = make_stack(policy=policy, async_scheduling=async_scheduling, sync_load=sync_load)
     tokens = save_prompt(stack, "a")
     (worker,) = stack.workers
-    load = worker._tier._copiers[Direction.LOAD]._load
-    worker._tier._copiers[Direction.LOAD]._load = lambda *args: (
+    load = tier_group(worker).copiers[Direction.LOAD]._load
+    tier_group(worker).copiers[Direction.LOAD]._load = lambda *args: (
         load(*args)[0],
         jnp.int32(0),
     )  # it says it copied nothing
@@ -448,7 +449,7 @@ def test_a_chunk_that_failed_is_not_tried_for_ever():
     tokens = save_prompt(stack, "a")
     break_loads(stack)
     stack.serve("b", tokens)
-    del stack.workers[0]._tier._copiers[Direction.LOAD].load
+    del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.scheduler.reset_prefix_cache()
     stack.serve("c", tokens)  # what `b` computed was saved anew
     assert stack.offload.stats().loaded_blocks == 5
@@ -460,7 +461,7 @@ def test_a_load_that_times_out_is_computed():
     tokens = save_prompt(stack, "a")
     now = [stack.offload._clock()]
     stack.offload._clock = lambda: now[0]
-    stack.workers[0]._tier._resume_load = lambda flight, caches: caches  # it never arrives
+    tier_group(stack.workers[0])._resume_load = lambda flight, caches: None  # it never arrives
     stack.add("other", prompt(8, seed=4), max_tokens=12)
     request = stack.add("b", tokens)
     stack.step()
@@ -470,7 +471,7 @@ def test_a_load_that_times_out_is_computed():
     stack.step()
     stack.step()
     assert request.status is RequestStatus.RUNNING
-    del stack.workers[0]._tier._resume_load
+    del tier_group(stack.workers[0])._resume_load
     stack.drain()
     stats = stack.offload.stats()
     assert (stats.num_timed_out_jobs, stats.loaded_blocks) == (1, 0)

@@ -6,6 +6,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import broken, make_stack, prompt, save_prompt
+from tests.inside import tier_group
 from tpu_offload.types import Direction
 
 pytestmark = pytest.mark.vllm
@@ -39,7 +40,7 @@ def test_reset_of_running_requests_whose_load_is_not_acknowledged(sync_load):
 def test_a_load_fails_on_one_worker_before_the_other_has_acknowledged_it(num_tokens):
     stack = make_stack(num_blocks=24, num_workers=2)
     tokens = save_prompt(stack, "a")
-    stack.workers[1]._tier._copiers[Direction.LOAD].load = broken
+    tier_group(stack.workers[1]).copiers[Direction.LOAD].load = broken
     stack.add("b", tokens, max_tokens=8)
     with results_held_back(stack.workers[0]):
         for _ in range(4):
@@ -52,12 +53,12 @@ def test_who_shares_blocks_whose_synchronous_load_failed_saves_nothing_of_that_s
     stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=40)
     tokens = save_prompt(stack, "a", 32)
     other = [*tokens, *prompt(16, seed=78)]
-    stack.workers[0]._tier._copiers[Direction.LOAD].load = broken
+    tier_group(stack.workers[0]).copiers[Direction.LOAD].load = broken
     stack.add("b", [*tokens, *prompt(9, seed=77)])
     stack.add("c", other)
     stack.step()
     assert stack.num_spoilt == 2
-    del stack.workers[0]._tier._copiers[Direction.LOAD].load
+    del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     for _ in range(2):
         stack.step()
     stack.abort("c")
@@ -70,11 +71,11 @@ def test_who_shares_blocks_whose_synchronous_load_failed_saves_nothing_of_that_s
 def test_blocks_whose_synchronous_load_failed_are_not_found_before_they_are_computed():
     stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=48)
     tokens = save_prompt(stack, "a", 64)
-    stack.workers[0]._tier._copiers[Direction.LOAD].load = broken
+    tier_group(stack.workers[0]).copiers[Direction.LOAD].load = broken
     stack.add("b", [*tokens, *prompt(9, seed=77)])
     stack.step()
     assert stack.num_spoilt == 1
-    del stack.workers[0]._tier._copiers[Direction.LOAD].load
+    del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.abort("b")
     stack.serve("c", [*tokens, *prompt(3)])
     stack.check_end()
@@ -83,12 +84,12 @@ def test_blocks_whose_synchronous_load_failed_are_not_found_before_they_are_comp
 def test_who_shares_blocks_whose_synchronous_load_failed_does_not_wait_for_another_to_compute_them():
     stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=40)
     tokens = save_prompt(stack, "a", 32)
-    stack.workers[0]._tier._copiers[Direction.LOAD].load = broken
+    tier_group(stack.workers[0]).copiers[Direction.LOAD].load = broken
     stack.add("b", [*tokens, *prompt(4, seed=77)])
     stack.add("c", [*tokens, *prompt(4, seed=78)])
     stack.step()
     assert stack.num_spoilt == 2
-    del stack.workers[0]._tier._copiers[Direction.LOAD].load
+    del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.abort("b")
     stack.drain()
     stack.check_end()

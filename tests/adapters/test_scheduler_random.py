@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.adapters.hashed_model import NUM_LAYERS, PAGE_SHAPE
 from tests.adapters.scheduler_stack import BLOCK_SIZE, VOCABULARY, Stack, take_caches
+from tests.inside import tier_group
 from tpu_offload import StepReport
 from tpu_offload.types import Direction
 
@@ -24,7 +25,7 @@ class Faults:
     def __init__(self, stack: Stack, rng: random.Random, rate: float, loss_rate: float) -> None:
         self.rng, self.rate, self.loss_rate, self.num_lost = rng, rate, loss_rate, 0
         for worker in stack.workers if rate or loss_rate else ():
-            for direction, copier in worker._tier._copiers.items():
+            for direction, copier in tier_group(worker).copiers.items():
                 for method in ("save",) if direction is Direction.SAVE else ("load", "resume_load"):
                     if hasattr(copier, method):
                         setattr(copier, method, functools.partial(self.maybe, method, getattr(copier, method)))

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.v1.request import RequestStatus
 
 from tests.adapters.scheduler_stack import SMALL, Stack, prompt
+from tests.inside import tier_group
 from tpu_offload.adapters.vllm import TPUOffloadConnector
 from tpu_offload.adapters.vllm.messages import ReportMessage
 from tpu_offload.types import Direction
@@ -104,7 +105,7 @@ def test_a_worker_whose_load_never_arrives(async_scheduling):
     stack.serve("a", prompt(40))
     stack.scheduler.reset_prefix_cache()
     stuck = stack.workers[1]
-    stuck._tier._resume_load = lambda flight, caches: caches
+    tier_group(stuck)._resume_load = lambda flight, caches: None
     stack.add("other", prompt(16, seed=4), max_tokens=20)
     request = stack.add("b", prompt(41))
     for _ in range(int(TIMEOUT_S)):
@@ -114,7 +115,7 @@ def test_a_worker_whose_load_never_arrives(async_scheduling):
     for _ in range(4):
         stack.step()
     assert request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
-    del stuck._tier._resume_load
+    del tier_group(stuck)._resume_load
     stack.drain(max_steps=60)
     assert stack.offload.stats().num_timed_out_jobs == 1
     assert len(stack.outputs["b"]) == 3
@@ -123,7 +124,7 @@ def test_a_worker_whose_load_never_arrives(async_scheduling):
 
 @contextlib.contextmanager
 def failing_saves(stack: Stack, worker: int, fail):
-    copier = stack.workers[worker]._tier._copiers[Direction.SAVE]
+    copier = tier_group(stack.workers[worker]).copiers[Direction.SAVE]
     copier.save = fail
     yield
     del copier.save

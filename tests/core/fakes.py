@@ -6,6 +6,7 @@ import random
 from tpu_offload import (
     BlockHasher,
     CachedPrefix,
+    CopyJob,
     JobResult,
     JobState,
     KVLayout,
@@ -17,11 +18,10 @@ from tpu_offload import (
     ScheduledRequest,
     StepPlan,
     StepReport,
-    TransferJob,
     Update,
 )
 from tpu_offload.core.policies import EvictionPolicy
-from tpu_offload.types import Direction
+from tpu_offload.types import Direction, JobKind
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (4, 2, 2, 8), "bfloat16"),))
@@ -50,19 +50,19 @@ class FakeWorker:
         self.staged = staged
         self.hbm: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
-        self.in_flight: list[tuple[TransferJob, list[bytes]]] = []
+        self.in_flight: list[tuple[CopyJob, list[bytes]]] = []
         self.lost_slots: list[tuple[int, int]] = []
 
     def begin_step(self, plan: StepPlan) -> list[JobResult]:
         results = []
-        for job in plan.early_saves:
+        for job in plan.of(JobKind.EARLY_SAVE):
             self.in_flight.append((job, [self.hbm[b] for b in job.block_ids]))
         for job_id in plan.cancelled_job_ids:
             for entry in list(self.in_flight):
                 if entry[0].job_id == job_id:
                     self.in_flight.remove(entry)
                     results.append(JobResult(job_id=job_id, state=JobState.CANCELLED))
-        for job in plan.loads:
+        for job in plan.of(JobKind.LOAD):
             content = [self.host[i] for i in job.host_block_ids]
             self.in_flight.append((job, content))
             if not self.staged:
@@ -70,7 +70,7 @@ class FakeWorker:
         return results
 
     def end_step(self, plan: StepPlan) -> None:
-        for job in plan.saves:
+        for job in plan.of(JobKind.SAVE):
             self.in_flight.append((job, [self.hbm[b] for b in job.block_ids]))
 
     def finish(

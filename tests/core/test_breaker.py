@@ -4,6 +4,7 @@ import logging
 
 from tests.core.fakes import Clock, FakeEngine, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
+from tpu_offload import JobKind
 from tpu_offload.core.breaker import CircuitBreaker
 
 
@@ -118,13 +119,13 @@ def test_saves_that_keep_failing_are_suspended_and_come_back_by_themselves():
     engine.clock.now_s += 101
     engine.add("probe", tokens(16, start=1000))
     plan, _ = engine.step({"probe": 16})
-    assert [job.num_blocks for job in plan.saves] == [1], "the smallest copy there is"
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [1], "the smallest copy there is"
     plan, _ = engine.step()
-    assert plan.saves == ()
+    assert plan.of(JobKind.SAVE) == ()
     engine.apply(engine.workers[0], engine.workers[0].finish())
     assert engine.scheduler.stats().num_open_breakers == 0
     plan, _ = engine.step()
-    assert [job.num_blocks for job in plan.saves] == [3]
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [3]
     engine.settle()
     engine.scheduler.check_invariants()
 

@@ -21,7 +21,7 @@ from tpu_offload import (
 from tpu_offload.config import CopyPath
 from tpu_offload.core import saving
 from tpu_offload.core.staging import Staging, StagingBufferManager
-from tpu_offload.types import Direction
+from tpu_offload.types import Direction, JobKind
 
 NUM_TOKENS = 100_000
 HASHES = [i.to_bytes(16, "little") for i in range(NUM_TOKENS // BLOCK_SIZE)]
@@ -45,9 +45,9 @@ def resident(**config) -> OffloadScheduler:
     for _ in range(2000):
         plan = scheduler.plan_step(changed)
         changed = []
-        if not plan.saves:
+        if not plan.of(JobKind.SAVE):
             break
-        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.saves)
+        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.of(JobKind.SAVE))
         scheduler.apply(
             StepReport(worker_id=0, results=results, num_host_chunks=num_chunks, oldest_job_id=plan.next_job_id)
         )
@@ -57,7 +57,7 @@ def resident(**config) -> OffloadScheduler:
 
 
 def report_of(plan, **fields) -> StepReport:
-    results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in (*plan.loads, *plan.saves))
+    results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.jobs)
     return StepReport(
         worker_id=0, results=results, num_host_chunks=len(HASHES), oldest_job_id=plan.next_job_id, **fields
     )
@@ -71,7 +71,7 @@ def test_three_long_prompts_in_one_step_are_loaded_whole_and_take_no_staging(pat
         assert found == NUM_TOKENS - 1
         scheduler.admit(name, list(range(len(HASHES))), num_loaded_tokens=found)
     plan = scheduler.plan_step()
-    assert [(job.num_blocks, job.num_staging_blocks) for job in plan.loads] == [(len(HASHES), 0)] * 3
+    assert [(job.num_blocks, job.num_staging_blocks) for job in plan.of(JobKind.LOAD)] == [(len(HASHES), 0)] * 3
     scheduler.check_invariants()
     assert scheduler.apply(report_of(plan)).loaded == tuple("bcd")
     stats = scheduler.stats()
@@ -87,13 +87,15 @@ def test_three_long_prompts_through_a_small_staging_buffer_take_turns(path, tmp_
         scheduler.admit(name, list(range(len(HASHES))), num_loaded_tokens=found)
     scheduler.check_invariants()
     first = scheduler.plan_step()
-    assert [(job.request_id, job.num_staging_blocks) for job in first.loads] == [("b", 256), ("c", 256)], "half each"
-    sent, loaded = list(first.loads), []
+    assert [(job.request_id, job.num_staging_blocks) for job in first.of(JobKind.LOAD)] == [("b", 256), ("c", 256)], (
+        "half each"
+    )
+    sent, loaded = list(first.of(JobKind.LOAD)), []
     plan = first
     for _ in range(10):
         loaded += scheduler.apply(report_of(plan)).loaded
         plan = scheduler.plan_step()
-        sent += plan.loads
+        sent += plan.of(JobKind.LOAD)
         scheduler.check_invariants()
     assert loaded == list("bcd")
     assert [job.job_id for job in sent] == sorted(job.job_id for job in sent)
@@ -129,11 +131,11 @@ def test_a_load_that_finds_no_room_waits_for_it() -> None:
     fill(engine)
     assert engine.add("b", tokens(40)).num_computed == 39
     plan, _ = engine.step()
-    assert not plan.loads
+    assert not plan.of(JobKind.LOAD)
     assert engine.scheduler.has_jobs
     engine.apply(engine.workers[0], engine.workers[0].finish())
     plan, _ = engine.step()
-    assert [job.num_staging_blocks for job in plan.loads] == [2]
+    assert [job.num_staging_blocks for job in plan.of(JobKind.LOAD)] == [2]
     assert engine.settle().loaded == ("b",)
     assert engine.scheduler.stats().dropped_load_blocks == 0
 
@@ -145,7 +147,7 @@ def test_it_waits_no_longer_than_it_may() -> None:
     engine.step()
     engine.clock.now_s += 3
     plan, _ = engine.step()
-    assert not plan.loads
+    assert not plan.of(JobKind.LOAD)
     assert engine.apply(engine.workers[0], []).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert engine.scheduler.stats().dropped_load_blocks == 10
     assert engine.scheduler.stats().num_failed_jobs == 0, "nothing was tried"
@@ -169,7 +171,7 @@ def test_a_load_that_waits_can_be_given_up(end) -> None:
     engine.scheduler.check_invariants()
     engine.settle()
     plan, _ = engine.step()
-    assert not plan.loads
+    assert not plan.of(JobKind.LOAD)
     assert engine.scheduler.stats().staging_reserved_blocks == 0
     assert not engine.scheduler.has_jobs
 
@@ -212,7 +214,7 @@ def test_a_load_in_pieces_has_as_long_for_each_as_another_for_all() -> None:
     engine = long_engine(job_timeout_s=10.0)
     engine.add("b", tokens(40))
     plan, _ = engine.step()
-    assert plan.loads[0].num_staging_blocks == 2, "five pieces"
+    assert plan.of(JobKind.LOAD)[0].num_staging_blocks == 2, "five pieces"
     engine.clock.now_s += 49
     engine.step()
     assert engine.scheduler.stats().num_timed_out_jobs == 0
@@ -238,7 +240,7 @@ def test_direct_saves_are_not_deferred_by_the_staging_budget() -> None:
     engine = FakeEngine(num_staging_blocks=4, num_blocks=64, **DIRECT)
     engine.add("a", tokens(40))
     plan, _ = engine.step({"a": 40})
-    assert [job.num_blocks for job in plan.saves] == [10]
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [10]
     stats = engine.scheduler.stats()
     assert (stats.deferred_save_blocks, stats.staging_reserved_blocks) == (0, 0)
 
@@ -348,7 +350,7 @@ def few_at_once(monkeypatch) -> None:
 
 
 def saved_blocks(plan) -> list[int]:
-    return [block for job in plan.saves for block in job.block_ids]
+    return [block for job in plan.of(JobKind.SAVE) for block in job.block_ids]
 
 
 def test_a_long_prompt_that_is_new_to_the_host_tier_is_saved_by_several_plans() -> None:
@@ -409,7 +411,7 @@ def test_for_what_leaves_it_is_now_or_never_and_all_of_it_is_saved() -> None:
     engine.add("a", tokens(10 * BLOCK_SIZE))
     engine.step({"a": 10 * BLOCK_SIZE})
     blocks = engine.remove("a", preempt=True).block_ids
-    (job,) = engine.step()[0].early_saves
+    (job,) = engine.step()[0].of(JobKind.EARLY_SAVE)
     assert list(job.block_ids) == blocks
     assert engine.scheduler.stats().dropped_save_blocks == 0
 
@@ -463,6 +465,6 @@ def test_saves_that_the_plan_has_no_room_for_do_not_wait_for_the_staging_buffer(
         request = engine.add(name, tokens(2 * BLOCK_SIZE + 1, start=1000))
         assert request.num_computed == 2 * BLOCK_SIZE
         plan, _ = engine.step()
-        assert (len(plan.loads), len(saved_blocks(plan))) == (1, 6)
+        assert (len(plan.of(JobKind.LOAD)), len(saved_blocks(plan))) == (1, 6)
         engine.apply(engine.workers[0], engine.workers[0].finish())
         engine.remove(name)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker, tokens
-from tpu_offload import CachedPrefix, JobState, MatchState, RequestError, RequestLimits, ScheduledRequest
+from tpu_offload import CachedPrefix, JobKind, JobState, MatchState, RequestError, RequestLimits, ScheduledRequest
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
 
 
@@ -29,7 +29,7 @@ def computed(engine: FakeEngine, name: str, prompt: list[int], **kwargs):
     """A request that has computed its prompt, and had nothing of it saved."""
     request = engine.add(name, prompt, **kwargs)
     plan, _ = engine.step({name: len(prompt)})
-    assert plan.saves == ()
+    assert plan.of(JobKind.SAVE) == ()
     return request
 
 
@@ -41,12 +41,12 @@ def test_an_evicted_tail_is_saved_with_its_head_before_the_step() -> None:
     request = computed(engine, "a", tokens(16))
     engine.scheduler.evict(prefix(request))
     plan, _ = engine.step()
-    assert (blocks(plan.early_saves), plan.saves) == (request.block_ids, ())
+    assert (blocks(plan.of(JobKind.EARLY_SAVE)), plan.of(JobKind.SAVE)) == (request.block_ids, ())
     engine.settle()
     assert engine.add("b", tokens(17)).num_computed == 16
     engine.scheduler.evict(prefix(request))
     engine.scheduler.evict(prefix(request, 2))
-    assert engine.step()[0].early_saves == (), "it is there"
+    assert engine.step()[0].of(JobKind.EARLY_SAVE) == (), "it is there"
     engine.scheduler.check_invariants()
 
 
@@ -56,9 +56,9 @@ def test_what_lost_its_head_is_saved_only_behind_what_is_there() -> None:
     engine.scheduler.evict(prefix(request, 3, gone=2))
     assert engine.step()[0].empty
     engine.scheduler.evict(prefix(request, 2))
-    assert blocks(engine.step()[0].early_saves) == request.block_ids[:2]
+    assert blocks(engine.step()[0].of(JobKind.EARLY_SAVE)) == request.block_ids[:2]
     engine.scheduler.evict(prefix(request, gone=2))
-    assert blocks(engine.step()[0].early_saves) == request.block_ids[2:], "its head is on the way"
+    assert blocks(engine.step()[0].of(JobKind.EARLY_SAVE)) == request.block_ids[2:], "its head is on the way"
     engine.settle()
     assert engine.add("b", tokens(17)).num_computed == 16
 
@@ -72,7 +72,7 @@ def test_a_head_that_goes_for_another_save_of_the_plan_takes_its_tail_along() ->
     other = computed(engine, "b", tokens(8, start=100))
     engine.scheduler.evict(prefix(other))
     engine.scheduler.evict(prefix(first, gone=1))
-    assert blocks(engine.step()[0].early_saves) == other.block_ids
+    assert blocks(engine.step()[0].of(JobKind.EARLY_SAVE)) == other.block_ids
     engine.settle()
     assert engine.scheduler.stats().num_failed_jobs == 0
     engine.scheduler.check_invariants()
@@ -83,7 +83,7 @@ def test_of_one_prefix_that_is_told_of_twice_each_block_is_saved_once() -> None:
     request = computed(engine, "a", tokens(16))
     for num_blocks in (2, 4, 3, 4):
         engine.scheduler.evict(prefix(request, num_blocks))
-    assert sorted(blocks(engine.step()[0].early_saves)) == sorted(request.block_ids)
+    assert sorted(blocks(engine.step()[0].of(JobKind.EARLY_SAVE))) == sorted(request.block_ids)
 
 
 def test_what_finds_no_room_is_dropped_and_counted_and_its_head_is_saved() -> None:
@@ -91,7 +91,7 @@ def test_what_finds_no_room_is_dropped_and_counted_and_its_head_is_saved() -> No
     request = computed(engine, "a", tokens(16))
     engine.scheduler.evict(prefix(request))
     plan, _ = engine.step()
-    assert blocks(plan.early_saves) == request.block_ids[:3]
+    assert blocks(plan.of(JobKind.EARLY_SAVE)) == request.block_ids[:3]
     assert engine.scheduler.stats().dropped_save_blocks == 1
     assert engine.scheduler.stats().deferred_save_blocks == 0
     engine.settle()
@@ -104,7 +104,7 @@ def test_the_prompt_or_the_answer_too() -> None:
         request = engine.add("a", tokens(16))
         engine.step({"a": 16})
         engine.scheduler.evict(dataclasses.replace(prefix(request, 3), num_prompt_tokens=10))
-        assert len(blocks(engine.step()[0].early_saves)) == num_saved
+        assert len(blocks(engine.step()[0].of(JobKind.EARLY_SAVE))) == num_saved
 
 
 def test_only_whole_chunks() -> None:
@@ -113,9 +113,9 @@ def test_only_whole_chunks() -> None:
     engine.scheduler.evict(prefix(request, 1))
     assert engine.step()[0].empty
     engine.scheduler.evict(prefix(request, 3))
-    assert blocks(engine.step()[0].early_saves) == request.block_ids[:2]
+    assert blocks(engine.step()[0].of(JobKind.EARLY_SAVE)) == request.block_ids[:2]
     engine.scheduler.evict(prefix(request, 6, gone=1))
-    assert blocks(engine.step()[0].early_saves) == request.block_ids[2:6], "the first chunk is there"
+    assert blocks(engine.step()[0].of(JobKind.EARLY_SAVE)) == request.block_ids[2:6], "the first chunk is there"
 
 
 def test_an_eviction_is_no_use_of_what_is_there() -> None:
@@ -144,11 +144,11 @@ def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
     request = computed(engine, "a", tokens(16))
     engine.scheduler.evict(prefix(request))
     engine.scheduler.reset()
-    assert engine.step()[0].early_saves == ()
+    assert engine.step()[0].of(JobKind.EARLY_SAVE) == ()
     engine.scheduler.evict(prefix(request))
     engine.scheduler.preempt("a", held=engine.held(request))
     engine.scheduler.lose_caches()
-    assert engine.step()[0].early_saves == ()
+    assert engine.step()[0].of(JobKind.EARLY_SAVE) == ()
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_preempted_request_finds_prompt_and_answer() -> None:
     engine.step({"a": 5})
     engine.remove("a", preempt=True)
     plan, _ = engine.step()
-    assert blocks(plan.early_saves) == request.block_ids[:5], "23 tokens are computed"
+    assert blocks(plan.of(JobKind.EARLY_SAVE)) == request.block_ids[:5], "23 tokens are computed"
     engine.settle()
     assert engine.add("a", request.tokens).num_computed == 20
     assert engine.scheduler.stats().dropped_save_blocks == 0
@@ -222,12 +222,12 @@ def test_what_waited_for_room_is_not_a_drop_if_it_is_saved_at_preemption() -> No
     engine = FakeEngine(save_on="compute,preemption", num_staging_blocks=2)
     request = engine.add("a", tokens(16))
     plan, _ = engine.step({"a": 16})
-    assert blocks(plan.saves) == request.block_ids[:2]
+    assert blocks(plan.of(JobKind.SAVE)) == request.block_ids[:2]
     (worker,) = engine.workers
     engine.apply(worker, worker.finish())
     engine.remove("a", preempt=True)
     assert engine.scheduler.stats().dropped_save_blocks == 0
-    assert blocks(engine.step()[0].early_saves) == request.block_ids[2:]
+    assert blocks(engine.step()[0].of(JobKind.EARLY_SAVE)) == request.block_ids[2:]
 
 
 def test_what_a_load_was_still_bringing_is_not_saved() -> None:
@@ -240,7 +240,7 @@ def test_what_a_load_was_still_bringing_is_not_saved() -> None:
     request.num_computed = 16  # whatever the engine says
     engine.scheduler.preempt("b", held=engine.held(request))
     engine.scheduler.reset()
-    assert engine.step()[0].early_saves == ()
+    assert engine.step()[0].of(JobKind.EARLY_SAVE) == ()
 
 
 def test_what_is_said_of_a_preempted_request_is_looked_at() -> None:
@@ -254,7 +254,7 @@ def test_what_is_said_of_a_preempted_request_is_looked_at() -> None:
         with pytest.raises(RequestError):
             engine.scheduler.preempt(getattr(wrong, "request_id", "a"), held=wrong)
     engine.remove("a", preempt=True)
-    assert len(blocks(engine.step()[0].early_saves)) == 4
+    assert len(blocks(engine.step()[0].of(JobKind.EARLY_SAVE))) == 4
 
 
 # --- worth saving ---------------------------------------------------------------------------------
@@ -282,12 +282,12 @@ def test_a_request_counts_once_however_often_it_is_asked_for_and_preempted() -> 
         engine.scheduler.release("a")
     for _ in range(3):
         engine.add("a", tokens(16))
-        assert engine.step({"a": 16})[0].saves == ()
+        assert engine.step({"a": 16})[0].of(JobKind.SAVE) == ()
         engine.remove("a", preempt=True)
     engine.add("a", tokens(16))
     engine.remove("a")
     engine.add("a", tokens(16))  # another one
-    assert len(blocks(engine.step({"a": 16})[0].saves)) == 4
+    assert len(blocks(engine.step({"a": 16})[0].of(JobKind.SAVE))) == 4
 
 
 def test_what_is_found_in_hbm_is_seen() -> None:
@@ -296,14 +296,14 @@ def test_what_is_found_in_hbm_is_seen() -> None:
     hashes = request.hashes
     engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=16)
     engine.scheduler.evict(prefix(request))
-    assert len(blocks(engine.step()[0].early_saves)) == 4
+    assert len(blocks(engine.step()[0].of(JobKind.EARLY_SAVE))) == 4
 
 
 def test_a_preempted_request_is_saved_whoever_has_seen_it() -> None:
     engine = FakeEngine(save_after_sightings=5, save_on="preemption")
     computed(engine, "a", tokens(16))
     engine.remove("a", preempt=True)
-    assert len(blocks(engine.step()[0].early_saves)) == 4
+    assert len(blocks(engine.step()[0].of(JobKind.EARLY_SAVE))) == 4
 
 
 # --- limits of a request --------------------------------------------------------------------------
@@ -323,11 +323,11 @@ def test_a_preempted_request_is_saved_whoever_has_seen_it() -> None:
 def test_so_much_is_saved_of_a_request(save_on, limits, num_saved) -> None:
     engine = FakeEngine(save_on=save_on)
     request = engine.add("a", tokens(16), limits=limits)
-    saves = list(engine.step({"a": 16})[0].saves)
+    saves = list(engine.step({"a": 16})[0].of(JobKind.SAVE))
     engine.remove("a", preempt=save_on == "preemption")
     if save_on == "eviction":
         engine.scheduler.evict(prefix(request, limits=limits))
-    saves += engine.step()[0].early_saves
+    saves += engine.step()[0].of(JobKind.EARLY_SAVE)
     assert len(blocks(saves)) == num_saved
 
 
@@ -354,7 +354,7 @@ def test_so_much_is_loaded_for_a_request(limits, num_loaded) -> None:
 def test_limits_of_the_settings_hold_for_all() -> None:
     engine = FakeEngine(max_save_tokens=12, max_load_tokens=8)
     engine.add("a", tokens(16), limits=RequestLimits(max_save_tokens=100))
-    assert len(blocks(engine.step({"a": 16})[0].saves)) == 3
+    assert len(blocks(engine.step({"a": 16})[0].of(JobKind.SAVE))) == 3
     engine.settle()
     assert engine.add("b", tokens(16), limits=RequestLimits(max_load_tokens=100)).num_computed == 8
     assert engine.add("c", tokens(16), limits=RequestLimits(max_load_tokens=4)).num_computed == 4
@@ -376,10 +376,10 @@ def test_limits_last_until_the_request_ends() -> None:
         num_prompt_tokens=16,
         num_computed_tokens=16,
     )
-    assert engine.scheduler.plan_step([named]).saves == ()
+    assert engine.scheduler.plan_step([named]).of(JobKind.SAVE) == ()
     engine.scheduler.finish("a")
     engine.add("a", tokens(16))
-    assert len(blocks(engine.step({"a": 16})[0].saves)) == 4
+    assert len(blocks(engine.step({"a": 16})[0].of(JobKind.SAVE))) == 4
 
 
 def test_one_that_is_not_to_be_cached_is_not_seen() -> None:
@@ -414,7 +414,7 @@ def test_the_highest_priority_is_saved_first(early) -> None:
         for name in names:
             engine.remove(name, preempt=True)
         plan, _ = engine.step()
-    assert blocks(plan.early_saves if early else plan.saves) == [
+    assert blocks(plan.of(JobKind.EARLY_SAVE) if early else plan.of(JobKind.SAVE)) == [
         block for name in ("high", "usual") for block in requests[name].block_ids
     ]
 
@@ -474,7 +474,7 @@ def test_blocks_of_others_that_have_the_same_hash(caplog) -> None:
     offer = {"block_ids": [4, 5], "num_prompt_tokens": 8, "num_computed_tokens": 8}
     offer_one = offer | {"num_prompt_tokens": 4, "num_computed_tokens": 4}
     plan = engine.scheduler.plan_step([ScheduledRequest(request_id="a", block_hashes=[one], **offer_one)])
-    assert [job.num_blocks for job in plan.saves] == [1]
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [1]
     for _ in range(2):
         assert engine.scheduler.plan_step([ScheduledRequest(request_id="b", block_hashes=[two, one], **offer)]).empty
     assert len(caplog.records) == 1
@@ -497,7 +497,7 @@ def test_hashes_that_are_not_chained_are_not_saved(caplog) -> None:
         "up to the end of each block (BlockHasher makes them). Nothing more of it is saved (1 requests so far)"
     ]
     plan = engine.scheduler.plan_step([ScheduledRequest(request_id="b", block_hashes=[one, two, three], **offer)])
-    assert [job.num_blocks for job in plan.saves] == [3]
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [3]
     engine.scheduler.finish("a")
     engine.scheduler.check_invariants()
 
@@ -571,11 +571,11 @@ def test_suspended_saves_are_drops() -> None:
     engine.apply(worker, worker.finish(fail=True))
     second = computed(engine, "b", tokens(16, start=100))
     engine.scheduler.evict(prefix(second))
-    assert engine.step()[0].early_saves == ()
+    assert engine.step()[0].of(JobKind.EARLY_SAVE) == ()
     assert engine.scheduler.stats().dropped_save_blocks == 4
     engine.clock.now_s += 10
     engine.scheduler.evict(prefix(second))
-    assert len(blocks(engine.step()[0].early_saves)) == 1, "a probe"
+    assert len(blocks(engine.step()[0].of(JobKind.EARLY_SAVE))) == 1, "a probe"
 
 
 def test_an_early_save_comes_before_others_when_there_is_room_for_one() -> None:
@@ -587,9 +587,9 @@ def test_an_early_save_comes_before_others_when_there_is_room_for_one() -> None:
         worker.hbm.update(zip(request.block_ids, request.hashes, strict=True))
     engine.scheduler.evict(prefix(request))
     plan, _ = engine.step({"b": 16})
-    assert blocks(plan.early_saves) == request.block_ids
-    assert plan.saves == ()
+    assert blocks(plan.of(JobKind.EARLY_SAVE)) == request.block_ids
+    assert plan.of(JobKind.SAVE) == ()
     (worker,) = engine.workers
     engine.apply(worker, worker.finish())
-    assert blocks(engine.step()[0].saves) == other.block_ids
+    assert blocks(engine.step()[0].of(JobKind.SAVE)) == other.block_ids
     assert all(job.state is not JobState.PLANNED for job in engine.scheduler._jobs)

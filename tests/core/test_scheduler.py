@@ -22,7 +22,7 @@ from tpu_offload.core.index import ChunkState
 from tpu_offload.core.requests import TierEventKind
 from tpu_offload.errors import ConfigError
 from tpu_offload.hashing import last_block_hash
-from tpu_offload.types import Direction
+from tpu_offload.types import Direction, JobKind
 
 
 def test_a_prompt_served_twice_is_loaded_the_second_time() -> None:
@@ -123,7 +123,7 @@ def test_two_requests_that_miss_the_same_prefix_cause_one_save() -> None:
     engine.add("a", tokens(12))
     engine.add("b", tokens(12))
     plan, _ = engine.step({"a": 12, "b": 12})
-    assert sum(job.num_blocks for job in plan.saves) == 3
+    assert sum(job.num_blocks for job in plan.of(JobKind.SAVE)) == 3
 
 
 def test_two_requests_that_hit_the_same_prefix_while_it_loads_are_both_safe() -> None:
@@ -141,12 +141,12 @@ def test_saves_of_a_prefix_that_failed_under_another_request_are_offered_again()
     engine.add("b", tokens(8))
     engine.step({"a": 8})
     plan, _ = engine.step({"b": 8})
-    assert plan.saves == ()
+    assert plan.of(JobKind.SAVE) == ()
     worker = engine.workers[0]
     engine.apply(worker, worker.finish(fail=True))
     engine.remove("a")
     plan, _ = engine.step()
-    assert [job.num_blocks for job in plan.saves] == [2]
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [2]
     engine.settle()
     assert engine.serve("c", tokens(9)) == 8
 
@@ -159,9 +159,9 @@ def test_the_last_sampled_token_never_completes_a_saved_block() -> None:
     engine.grow_hashes(request)
     assert len(request.hashes) == 2
     plan, _ = engine.step()
-    assert plan.saves == ()
+    assert plan.of(JobKind.SAVE) == ()
     plan, _ = engine.step({"a": 1})
-    assert [job.num_blocks for job in plan.saves] == [1]
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [1]
 
 
 def test_only_prompts_are_saved_unless_decode_save_is_on() -> None:
@@ -175,7 +175,7 @@ def test_only_prompts_are_saved_unless_decode_save_is_on() -> None:
         num_prompt_tokens, num_blocks = 8, 0
         request.num_computed = 16
         plan = engine.scheduler.plan_step([_scheduled(request, num_prompt_tokens)])
-        num_blocks = 2 + sum(job.num_blocks for job in plan.saves)
+        num_blocks = 2 + sum(job.num_blocks for job in plan.of(JobKind.SAVE))
         assert num_blocks == expected
 
 
@@ -196,13 +196,13 @@ def test_chunked_prefill_leaves_no_hole_when_a_step_found_no_staging() -> None:
     engine.add("a", tokens(24))
     engine.step({"a": 8})  # takes both staging blocks
     plan, _ = engine.step({"a": 8})
-    assert plan.saves == ()
+    assert plan.of(JobKind.SAVE) == ()
     assert engine.scheduler.stats().deferred_save_blocks == 2
     worker = engine.workers[0]
     engine.apply(worker, worker.finish())
     plan, _ = engine.step({"a": 8})  # the refused ones come first
     request = engine.requests["a"]
-    assert plan.saves[0].block_ids == tuple(request.block_ids[2:4])
+    assert plan.of(JobKind.SAVE)[0].block_ids == tuple(request.block_ids[2:4])
     engine.apply(worker, worker.finish())
     engine.settle()
     engine.step()
@@ -255,7 +255,7 @@ def test_an_evicted_head_is_saved_again_by_the_request_that_still_holds_it() -> 
     engine.settle()
     engine.serve("b", tokens(16, start=1000))  # takes all four slots
     plan, _ = engine.step({"a": 8})
-    assert plan.saves[0].block_ids == tuple(engine.requests["a"].block_ids[:4])
+    assert plan.of(JobKind.SAVE)[0].block_ids == tuple(engine.requests["a"].block_ids[:4])
     engine.settle()
     engine.remove("a")
     assert engine.serve("c", tokens(17)) == 16
@@ -403,7 +403,7 @@ def test_a_late_save_is_not_published_and_its_slots_wait_for_the_report() -> Non
     engine.remove("a")
     engine.add("b", tokens(12, start=50))
     plan, _ = engine.step({"b": 12})
-    assert plan.saves == (), "the slots may still be written"
+    assert plan.of(JobKind.SAVE) == (), "the slots may still be written"
     assert engine.scheduler.stats().num_quarantined_chunks == 3
     assert engine.scheduler.stats().staging_reserved_blocks == 0
     worker = engine.workers[0]
@@ -435,7 +435,7 @@ def test_reset_while_saves_and_loads_fly_serves_nothing_stale() -> None:
     engine.step({"half": 4})
     engine.scheduler.reset()
     plan, _ = engine.step({"half": 8})
-    assert plan.saves == (), "KV from before the reset is not saved after it"
+    assert plan.of(JobKind.SAVE) == (), "KV from before the reset is not saved after it"
     engine.settle()
     assert engine.scheduler.stats().num_resident_chunks == 0
     engine.remove("half")
@@ -506,8 +506,8 @@ def test_plans_and_reports_survive_pickling() -> None:
     engine.add("b", tokens(16))
     engine.add("c", tokens(8, start=77))
     plan, _ = engine.step({"c": 8})
-    assert plan.loads
-    assert plan.saves
+    assert plan.of(JobKind.LOAD)
+    assert plan.of(JobKind.SAVE)
     assert pickle.loads(pickle.dumps(plan)) == plan
     report = engine.workers[0].report(engine.workers[0].finish())
     assert pickle.loads(pickle.dumps(report)) == report
@@ -526,7 +526,7 @@ def test_chunks_of_several_blocks_save_whole_chunks_and_load_unaligned_ends(bloc
     assert num_tokens == (saved - 1) * BLOCK_SIZE
     engine.scheduler.admit("b", list(range(10, 17)), num_loaded_tokens=num_tokens)
     plan, _ = engine.step()
-    job = plan.loads[0]
+    job = plan.of(JobKind.LOAD)[0]
     assert job.block_ids == tuple(range(11, 10 + saved))
     worker = engine.workers[0]
     assert [worker.host[i] for i in job.host_block_ids] == hashes[1:saved]
@@ -575,7 +575,7 @@ def test_what_found_no_room_is_saved_later_without_the_engine_naming_the_request
     for _ in range(3):
         engine.apply(worker, worker.finish())
         plan = engine.scheduler.plan_step()
-        saved += [b for job in plan.saves for b in job.block_ids]
+        saved += [b for job in plan.of(JobKind.SAVE) for b in job.block_ids]
         worker.end_step(plan)
     assert saved == request.block_ids[2:]
     engine.apply(worker, worker.finish())
@@ -590,7 +590,7 @@ def test_a_save_that_failed_is_tried_again_without_the_engine_naming_the_request
     worker = engine.workers[0]
     engine.apply(worker, worker.finish(fail=True))
     plan = engine.scheduler.plan_step()
-    assert [job.block_ids for job in plan.saves] == [tuple(request.block_ids)]
+    assert [job.block_ids for job in plan.of(JobKind.SAVE)] == [tuple(request.block_ids)]
     assert engine.scheduler.plan_step().empty, "once"
 
 
@@ -643,7 +643,7 @@ def test_a_block_table_that_grows_in_place_is_read_as_far_as_it_was_offered() ->
     worker = engine.workers[0]
     engine.apply(worker, worker.finish())
     plan = engine.scheduler.plan_step()
-    assert [job.block_ids for job in plan.saves] == [tuple(request.block_ids[2:3])]
+    assert [job.block_ids for job in plan.of(JobKind.SAVE)] == [tuple(request.block_ids[2:3])]
     engine.apply(worker, worker.finish())
     assert engine.scheduler.plan_step().empty
 
@@ -658,7 +658,7 @@ def test_what_becomes_of_a_block_table_after_the_call_does_not_matter() -> None:
     for first in (2, 4):
         engine.apply(worker, worker.finish())
         plan = engine.scheduler.plan_step()
-        assert [block for job in plan.saves for block in job.block_ids] == list(named[first : first + 2])
+        assert [block for job in plan.of(JobKind.SAVE) for block in job.block_ids] == list(named[first : first + 2])
         worker.end_step(plan)
     engine.apply(worker, worker.finish())
     assert engine.scheduler.plan_step().empty
@@ -674,7 +674,7 @@ def test_a_request_that_is_named_again_with_other_blocks_has_those() -> None:
     moved = [request.block_ids[0], *(block + 10 for block in request.block_ids[1:])]
     named = dataclasses.replace(_scheduled(request, 20), block_ids=moved)
     plan = engine.scheduler.plan_step([named])
-    assert [job.block_ids for job in plan.saves] == [tuple(moved[2:4])]
+    assert [job.block_ids for job in plan.of(JobKind.SAVE)] == [tuple(moved[2:4])]
 
 
 def test_naming_a_request_again_with_fewer_tokens_takes_back_the_offer() -> None:
@@ -685,7 +685,7 @@ def test_naming_a_request_again_with_fewer_tokens_takes_back_the_offer() -> None
     worker = engine.workers[0]
     engine.apply(worker, worker.finish())
     plan = engine.scheduler.plan_step([_scheduled(request, 20)])
-    assert [job.block_ids for job in plan.saves] == [tuple(request.block_ids[2:3])]
+    assert [job.block_ids for job in plan.of(JobKind.SAVE)] == [tuple(request.block_ids[2:3])]
     worker.end_step(plan)
     engine.apply(worker, worker.finish())
     assert engine.scheduler.plan_step().empty
@@ -707,11 +707,11 @@ def test_requests_of_one_step_share_a_save_and_after_a_failure_each_has_its_own(
     for name in "abc":
         engine.add(name, tokens(8, start=ord(name) * 100))
     plan, _ = engine.step(dict.fromkeys("abc", 8))
-    assert [job.num_blocks for job in plan.saves] == [6]
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [6]
     worker = engine.workers[0]
     engine.apply(worker, worker.finish(fail=True))
     plan, _ = engine.step()
-    assert [job.num_blocks for job in plan.saves] == [2, 2, 2]
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [2, 2, 2]
     engine.scheduler.check_invariants()
     a, *others = worker.finish()
     engine.apply(worker, [JobResult(job_id=a.job_id, state=JobState.FAILED, error="again"), *others])
@@ -729,7 +729,7 @@ def test_what_others_wait_for_is_tried_in_the_order_of_waiting() -> None:
     for name in "bc":
         engine.apply(worker, worker.finish())
         plan, _ = engine.step()
-        assert [job.block_ids for job in plan.saves] == [tuple(engine.requests[name].block_ids)]
+        assert [job.block_ids for job in plan.of(JobKind.SAVE)] == [tuple(engine.requests[name].block_ids)]
 
 
 def test_a_promise_whose_host_memory_was_lost_can_be_taken_in_part() -> None:
@@ -752,7 +752,7 @@ def test_blocks_that_are_not_granted_yet_are_not_saved() -> None:
     request.num_computed = 16
     request.block_ids = request.block_ids[:2]
     plan = engine.scheduler.plan_step([_scheduled(request, 16)])
-    assert plan.saves[0].block_ids == tuple(request.block_ids)
+    assert plan.of(JobKind.SAVE)[0].block_ids == tuple(request.block_ids)
 
 
 def test_a_load_that_one_worker_fails_and_another_never_reports_times_out() -> None:
@@ -783,7 +783,7 @@ def test_a_load_in_flight_at_a_reset_is_cancelled_by_the_next_plan(sent) -> None
     engine.scheduler.reset()
     plan, (results,) = engine.step()
     assert len(plan.cancelled_job_ids) == sent
-    assert plan.loads == ()
+    assert plan.of(JobKind.LOAD) == ()
     assert engine.apply(engine.workers[0], results).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert not engine.scheduler.has_jobs
     engine.scheduler.check_invariants()
@@ -958,10 +958,10 @@ def test_a_failed_load_leaves_no_hole_in_what_others_have_saved() -> None:
         engine.apply(worker, worker.finish(fail=True))
         engine.remove("b")
     plan, _ = engine.step({"holder": 4})
-    assert plan.saves == (), "the first three failed twice and rest, and what follows hangs on them"
+    assert plan.of(JobKind.SAVE) == (), "the first three failed twice and rest, and what follows hangs on them"
     engine.clock.now_s += 6
     plan, _ = engine.step()
-    assert plan.saves[0].num_blocks == 4, "the three that the failed load gave up, and the new one"
+    assert plan.of(JobKind.SAVE)[0].num_blocks == 4, "the three that the failed load gave up, and the new one"
     engine.settle()
     assert engine.add("c", tokens(25)).num_computed == 24
 
@@ -985,14 +985,14 @@ def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> Non
     assert engine.scheduler.match("late", hashes, num_tokens=9, num_computed_tokens=0).num_tokens == 0
     engine.scheduler.admit("matched", [30, 31], num_loaded_tokens=8)
     plan, _ = engine.step()
-    assert [job.num_blocks for job in plan.saves] == [2], "a load reads the other three slots"
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [2], "a load reads the other three slots"
     update = engine.scheduler.apply(worker.report(worker.finish()))
     assert update.failed_loads == (FailedLoad(request_id="matched", num_valid_tokens=0),), (
         "zeros were copied, whatever the worker says"
     )
     engine.scheduler.check_invariants()
     plan, _ = engine.step()
-    assert [job.num_blocks for job in plan.saves] == [3], "who still holds the blocks saves them again"
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [3], "who still holds the blocks saves them again"
 
 
 def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
@@ -1047,4 +1047,4 @@ def test_a_request_that_waits_during_a_reset_is_saved_when_it_runs():
     engine.scheduler.reset()
     engine.add("a", tokens(8))
     plan, _ = engine.step({"a": 8})
-    assert plan.saves
+    assert plan.of(JobKind.SAVE)

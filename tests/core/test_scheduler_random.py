@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker
 from tests.core.test_scheduler import Router
-from tpu_offload import StepPlan
+from tpu_offload import JobKind, StepPlan
 
 
 class RandomLife:
@@ -140,7 +140,7 @@ def test_random_life_that_saves_at_other_times(seed, save_on, save_after_sightin
     life.run(100)
     assert life.checked > 50
     if "compute" not in save_on:
-        assert not any(plan.saves for plan in life.plans)
+        assert not any(plan.of(JobKind.SAVE) for plan in life.plans)
 
 
 def test_the_random_lives_do_save_early_and_load_that() -> None:
@@ -149,7 +149,7 @@ def test_the_random_lives_do_save_early_and_load_that() -> None:
         for seed in range(15):
             life = RandomLife(seed, save_on=save_on)
             life.run(100)
-            num_early += sum(len(plan.early_saves) for plan in life.plans)
+            num_early += sum(len(plan.of(JobKind.EARLY_SAVE)) for plan in life.plans)
             num_loaded += life.num_loaded_tokens
         assert num_early > 50 < num_loaded, (save_on, num_early, num_loaded)
 
@@ -161,7 +161,7 @@ def test_naming_requests_in_which_nothing_changed_changes_nothing(seed) -> None:
         life.run(80)
     assert lives[0].plans == lives[1].plans == lives[2].plans
     assert lives[0].engine.scheduler.stats() == lives[1].engine.scheduler.stats() == lives[2].engine.scheduler.stats()
-    assert any(plan.saves for plan in lives[0].plans)
+    assert any(plan.of(JobKind.SAVE) for plan in lives[0].plans)
 
 
 def test_the_random_lives_do_load_evict_drop_and_fail() -> None:

@@ -25,7 +25,7 @@ from tpu_offload.core.requests import TierEventKind
 from tpu_offload.core.saving import MAX_AT_ONCE as MAX_SAVED
 from tpu_offload.hashing import PrefixKeys
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import ChunkKey, JobKind
 
 NUM_CHUNKS = 30_000
 LAYOUT = KVLayout(16, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2, 128), "bfloat16"),))
@@ -93,9 +93,9 @@ class Engine:
                 )
             ]
         )
-        self.report(*plan.saves)
-        while (plan := self.scheduler.plan_step()).saves:
-            self.report(*plan.saves)
+        self.report(*plan.of(JobKind.SAVE))
+        while (plan := self.scheduler.plan_step()).of(JobKind.SAVE):
+            self.report(*plan.of(JobKind.SAVE))
 
     def find(self, request_id: str, hashes: list[BlockHash]) -> int:
         found = self.scheduler.match(request_id, hashes, num_tokens=10**6, num_computed_tokens=0).num_tokens
@@ -312,7 +312,7 @@ def test_after_a_restart_nothing_is_saved_of_running_requests_whose_kv_is_gone_w
     engine.save("a", chain(0, 100))
     engine.life += 1
     engine.report()
-    assert engine.scheduler.plan_step().saves == ()
+    assert engine.scheduler.plan_step().of(JobKind.SAVE) == ()
     engine.scheduler.check_invariants()
 
 

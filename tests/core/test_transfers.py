@@ -9,7 +9,7 @@ from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
 from tpu_offload.core.suspects import Suspects
-from tpu_offload.types import ChunkKey, Direction
+from tpu_offload.types import ChunkKey, Direction, JobKind
 
 FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
 
@@ -33,7 +33,7 @@ def test_a_job_whose_result_never_came_ends_as_soon_as_its_worker_is_known_to_be
     engine.add("loading", tokens(8))
     engine.add("saving", tokens(8, start=100))
     plan, _ = engine.step({"saving": 8})
-    (load,), (save,) = plan.loads, plan.saves
+    (load,), (save,) = plan.of(JobKind.LOAD), plan.of(JobKind.SAVE)
     for worker in engine.workers:
         worker.finish()  # and every word of it is lost
     assert report(engine, 0, oldest_job_id=save.job_id).failed_loads == ()
@@ -50,7 +50,7 @@ def test_a_job_whose_result_never_came_ends_as_soon_as_its_worker_is_known_to_be
     engine.requests["loading"].loading = False
     engine.scheduler.check_invariants()
     plan, _ = engine.step()
-    assert [job.num_blocks for job in plan.saves] == [2], "it is saved again"
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [2], "it is saved again"
 
 
 def test_the_same_of_swaps():
@@ -58,7 +58,7 @@ def test_the_same_of_swaps():
     engine.start("a", tokens(9))
     engine.swap_out("a")
     plan = engine.step()
-    (job,) = plan.swap_outs
+    (job,) = plan.of(JobKind.SWAP_OUT)
     for worker in engine.workers:
         worker.unreported = []
         update = engine.scheduler.apply(dataclasses.replace(worker.report(), oldest_job_id=job.job_id + 1))
@@ -76,15 +76,15 @@ def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_wi
         report(engine, worker_id, incarnation=100)
     engine.add("a", tokens(16))
     plan, _ = engine.step({"a": 16})
-    (job,) = plan.saves
+    (job,) = plan.of(JobKind.SAVE)
     engine.remove("a")
     engine.clock.now_s += 6
     engine.add("b", tokens(16, start=100))
-    assert engine.step({"b": 16})[0].saves == (), "the memory may still be written"
+    assert engine.step({"b": 16})[0].of(JobKind.SAVE) == (), "the memory may still be written"
     stats = engine.scheduler.stats()
     assert (stats.num_quarantined_chunks, stats.num_resident_chunks, stats.num_timed_out_jobs) == (4, 0, 1)
     for worker_id in range(2):
-        assert engine.step()[0].saves == ()
+        assert engine.step()[0].of(JobKind.SAVE) == ()
         if how == "late result":
             report(engine, worker_id, JobResult(job_id=job.job_id, state=FINISHED), incarnation=100)
         elif how == "later jobs are over":
@@ -94,13 +94,13 @@ def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_wi
             report(engine, worker_id, oldest_job_id=job.job_id + 1, incarnation=200 + worker_id)
     assert engine.scheduler.stats().num_quarantined_chunks == 0
     if how == "started anew":  # what b has computed is gone with the KV caches
-        assert engine.step()[0].saves == ()
+        assert engine.step()[0].of(JobKind.SAVE) == ()
         engine.remove("b", preempt=True)
         engine.add("c", tokens(16, start=100))
         plan, _ = engine.step({"c": 16})
     else:
         plan, _ = engine.step()
-    assert [job.num_blocks for job in plan.saves] == [4]
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [4]
     engine.scheduler.check_invariants()
 
 
@@ -122,11 +122,13 @@ def test_a_worker_that_started_anew_has_nothing_and_what_it_was_at_fails():
     assert (stats.num_worker_restarts, stats.num_host_chunks) == (1, 3)
     assert match(engine, "late", tokens(16)) == 0
     engine.scheduler.admit("promised", [40, 41, 42], num_loaded_tokens=11)
-    old = report(engine, 1, JobResult(job_id=plan.saves[0].job_id, state=FINISHED), incarnation=5, num_host_chunks=64)
+    old = report(
+        engine, 1, JobResult(job_id=plan.of(JobKind.SAVE)[0].job_id, state=FINISHED), incarnation=5, num_host_chunks=64
+    )
     assert old.loaded == ()
     assert engine.scheduler.stats().num_host_chunks == 3, "what an earlier life says is not heard"
     engine.step()
-    last = plan.saves[0].job_id + 2
+    last = plan.of(JobKind.SAVE)[0].job_id + 2
     for worker_id in range(2):
         update = report(engine, worker_id, incarnation=5 + worker_id, oldest_job_id=last, num_host_chunks=3)
     assert update.failed_loads == (FailedLoad(request_id="promised", num_valid_tokens=0),)
@@ -147,7 +149,7 @@ def test_a_load_that_begins_inside_a_chunk_is_used_up_to_the_first_hole(failed, 
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=19)
     plan, _ = engine.step()
-    result = JobResult(job_id=plan.loads[0].job_id, state=FAILED, error="injected", failed_blocks=failed)
+    result = JobResult(job_id=plan.of(JobKind.LOAD)[0].job_id, state=FAILED, error="injected", failed_blocks=failed)
     update = report(engine, 0, result)
     assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=num_valid),)
     assert engine.scheduler.stats().loaded_tokens == num_valid - 4
@@ -159,7 +161,7 @@ def test_of_several_workers_the_first_hole_counts_and_positions_that_do_not_exis
     engine.serve("a", tokens(25))
     for failed, num_valid in ((((4,), (2, 5)), 8), (((4,), (6,)), 0), (((4,), ()), 0)):
         engine.add("b", tokens(25))
-        (load,) = engine.step()[0].loads
+        (load,) = engine.step()[0].of(JobKind.LOAD)
         for worker_id, positions in enumerate(failed):
             update = report(
                 engine,
@@ -185,7 +187,7 @@ def test_what_a_partly_failed_save_copied_is_published_and_the_rest_saved_again_
     assert match(engine, "b", tokens(9, start=300)) == 8, "the other request's chunk was copied"
     engine.scheduler.release("b")
     plan, _ = engine.step()
-    assert [job.num_blocks for job in plan.saves] == [2]
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [2]
     engine.settle()
     assert match(engine, "late", tokens(25)) == 24
     engine.scheduler.release("late")
@@ -198,9 +200,11 @@ def test_lost_memory_fails_the_chunks_that_were_in_it_and_no_others():
     engine.add("loading", tokens(17))
     engine.add("saving", tokens(12, start=100))
     plan, _ = engine.step({"saving": 12})
-    lost = plan.loads[0].host_block_ids[2]
+    lost = plan.of(JobKind.LOAD)[0].host_block_ids[2]
     results = engine.workers[0].finish()
-    update = report(engine, 0, *results, lost_slots=((lost, lost + 1), (plan.saves[0].host_block_ids[1],) * 2)[:1])
+    update = report(
+        engine, 0, *results, lost_slots=((lost, lost + 1), (plan.of(JobKind.SAVE)[0].host_block_ids[1],) * 2)[:1]
+    )
     assert update.failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=8),)
     engine.requests["loading"].loading = False
     assert match(engine, "b", tokens(13, start=100)) == 12
@@ -230,14 +234,14 @@ def test_a_chunk_whose_save_failed_twice_rests_for_every_request():
     for i in range(6):
         engine.add(f"r{i}", tokens(8))
         plan, _ = engine.step({f"r{i}": 8})
-        num_tried += len(plan.saves)
+        num_tried += len(plan.of(JobKind.SAVE))
         engine.apply(worker, worker.finish(fail=True))
         engine.remove(f"r{i}")
     assert num_tried == 2
     engine.add("late", tokens(8))
-    assert engine.step({"late": 8})[0].saves == ()
+    assert engine.step({"late": 8})[0].of(JobKind.SAVE) == ()
     engine.clock.now_s += 11
-    assert len(engine.step()[0].saves) == 1, "it is tried again without being named again"
+    assert len(engine.step()[0].of(JobKind.SAVE)) == 1, "it is tried again without being named again"
     engine.settle()
     assert not len(engine.scheduler._context.suspects)
     assert match(engine, "b", tokens(9)) == 8
@@ -301,7 +305,7 @@ def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_was_never_ma
             )
         ]
     )
-    assert plan.saves == ()
+    assert plan.of(JobKind.SAVE) == ()
 
 
 def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_came_back_from_the_swap_pool():
@@ -312,12 +316,12 @@ def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_came_back_fr
     engine.swap_in("a")
     engine.settle()
     engine.scheduler.reset()
-    assert engine.step([engine.scheduled(request)]).saves == ()
+    assert engine.step([engine.scheduled(request)]).of(JobKind.SAVE) == ()
     engine.swap_out("a")
     engine.settle()
     engine.swap_in("a")
     engine.settle()
-    assert engine.step([engine.scheduled(request)]).saves == (), "nor after it has left and come back"
+    assert engine.step([engine.scheduled(request)]).of(JobKind.SAVE) == (), "nor after it has left and come back"
 
 
 def test_what_timed_out_can_be_heard_of_without_a_report():
@@ -336,7 +340,7 @@ def test_plans_say_which_ids_are_given_so_that_a_worker_that_missed_some_can_say
     assert engine.step()[0].next_job_id == 0
     engine.add("a", tokens(8))
     plan, _ = engine.step({"a": 8})
-    assert plan.next_job_id == plan.saves[0].job_id + 1
+    assert plan.next_job_id == plan.of(JobKind.SAVE)[0].job_id + 1
     assert engine.step()[0].next_job_id == plan.next_job_id
     assert pickle.loads(pickle.dumps(plan)) == plan
 
@@ -507,7 +511,7 @@ def test_memory_that_is_lost_under_a_load_inside_a_chunk_makes_the_hole_where_it
     engine.hasher.extend(hashes, prompt)
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=19)
-    (load,) = engine.step()[0].loads
+    (load,) = engine.step()[0].of(JobKind.LOAD)
     lost = load.host_block_ids[1] // 2  # of the second chunk, whose first block is the load's second
     update = report(engine, 0, *engine.workers[0].finish(), lost_slots=((lost, lost + 1),))
     assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=8),)
@@ -539,7 +543,7 @@ def test_a_request_with_a_chunk_that_rests_costs_nothing_meanwhile():
     engine.step()
     engine.scheduler._index.touch = None  # would raise
     for _ in range(10):
-        assert engine.step()[0].saves == ()
+        assert engine.step()[0].of(JobKind.SAVE) == ()
     del engine.scheduler._index.touch
     engine.clock.now_s += 101
-    assert len(engine.step()[0].saves) == 1
+    assert len(engine.step()[0].of(JobKind.SAVE)) == 1

@@ -8,7 +8,7 @@ import pytest
 from tests.core.fakes import LAYOUT, Clock, FakeEngine, FakeWorker
 from tests.core.test_scheduler import tokens
 from tpu_offload import ConfigError, FailedLoad, JobResult, JobState, OffloadConfig, OffloadScheduler, RequestError
-from tpu_offload.types import CacheEpoch, StepReport, WorkerSetup
+from tpu_offload.types import CacheEpoch, JobKind, StepReport, WorkerSetup
 
 CONFIG = OffloadConfig.create(num_staging_blocks=8, num_cpu_chunks=64, job_timeout_s=5.0)
 SETUP = WorkerSetup(
@@ -148,11 +148,11 @@ def test_nothing_that_a_request_holds_is_saved_after_a_loss_until_it_is_preempte
     engine.step({"a": 3})
     update = engine.scheduler.apply(lost())
     assert update.lost_caches == (0,)
-    assert engine.step({"a": 13})[0].saves == ()
+    assert engine.step({"a": 13})[0].of(JobKind.SAVE) == ()
     engine.scheduler.check_invariants()
     engine.remove("a", preempt=True)
     engine.add("a", tokens(16))
-    assert [job.num_blocks for job in engine.step({"a": 16})[0].saves] == [4]
+    assert [job.num_blocks for job in engine.step({"a": 16})[0].of(JobKind.SAVE)] == [4]
 
 
 def test_it_is_told_once_and_plans_name_the_new_caches(engine):
@@ -172,8 +172,8 @@ def test_what_the_engine_knows_already_is_no_news(engine):
     engine.add("a", tokens(16))
     plan, _ = engine.step({"a": 16})
     assert plan.cache_epochs == ((0, 1),)
-    assert len(plan.saves) == 1
-    (job,) = plan.saves
+    assert len(plan.of(JobKind.SAVE)) == 1
+    (job,) = plan.of(JobKind.SAVE)
     results = (JobResult(job_id=job.job_id, state=JobState.FINISHED),)
     assert engine.scheduler.apply(lost(results=results)).lost_caches == ()
     assert engine.scheduler.stats().num_resident_chunks == 4
@@ -183,10 +183,10 @@ def test_loads_on_their_way_have_brought_nothing_not_even_what_was_before_them(e
     engine.serve("a", tokens(16))
     engine.add("b", tokens(16))
     plan, _ = engine.step()
-    assert len(plan.loads) == 1
+    assert len(plan.of(JobKind.LOAD)) == 1
     update = engine.scheduler.apply(lost())
     assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
-    assert engine.scheduler.plan_step(()).cancelled_job_ids == (plan.loads[0].job_id,)
+    assert engine.scheduler.plan_step(()).cancelled_job_ids == (plan.of(JobKind.LOAD)[0].job_id,)
 
 
 def test_a_cancel_is_repeated_until_every_worker_is_through_with_the_load():
@@ -194,7 +194,7 @@ def test_a_cancel_is_repeated_until_every_worker_is_through_with_the_load():
     engine = FakeEngine(workers=workers, num_blocks=64)
     engine.serve("a", tokens(16))
     engine.add("b", tokens(16))
-    (load,) = engine.step()[0].loads
+    (load,) = engine.step()[0].of(JobKind.LOAD)
     engine.remove("b")
     for _ in range(3):
         assert engine.scheduler.plan_step(()).cancelled_job_ids == (load.job_id,)
@@ -217,7 +217,7 @@ def test_a_promise_that_rests_on_nothing_in_hbm_stands(engine):
     assert num_tokens == 16
     scheduler.apply(lost())
     scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
-    assert len(scheduler.plan_step(()).loads) == 1
+    assert len(scheduler.plan_step(()).of(JobKind.LOAD)) == 1
     scheduler.check_invariants()
 
 
@@ -231,14 +231,14 @@ def test_a_promise_that_rests_on_lost_kv_is_void(engine):
     scheduler.apply(lost())
     scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
     assert scheduler.take_update().failed_loads == (FailedLoad(request_id="c", num_valid_tokens=0),)
-    assert scheduler.plan_step(()).loads == ()
+    assert scheduler.plan_step(()).of(JobKind.LOAD) == ()
     scheduler.check_invariants()
     # Matched again, with what HBM has of it by now, it is as any other.
     scheduler.preempt("c")
     num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=8).num_tokens
     scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
     assert num_tokens == 8
-    assert len(scheduler.plan_step(()).loads) == 1
+    assert len(scheduler.plan_step(()).of(JobKind.LOAD)) == 1
     scheduler.check_invariants()
 
 
@@ -294,7 +294,7 @@ def test_a_swap_out_that_is_planned_when_the_loss_is_heard_of_fails(engine):
     assert engine.scheduler.swap.swap_out("a", [request.block_ids], num_computed_tokens=9)
     engine.scheduler.preempt("a")
     engine.scheduler.apply(lost(num_swap_blocks=(20,)))
-    (job,) = engine.scheduler.plan_step(()).swap_outs
+    (job,) = engine.scheduler.plan_step(()).of(JobKind.SWAP_OUT)
     results = (JobResult(job_id=job.job_id, state=JobState.FINISHED),)
     update = engine.scheduler.apply(lost(results=results, num_swap_blocks=(20,)))
     assert update.lost_swaps == ("a",)
@@ -306,4 +306,4 @@ def test_a_worker_that_starts_anew_has_lost_its_caches_too(engine):
     engine.step({"a": 7})
     assert engine.scheduler.apply(report(incarnation=6)).lost_caches == (0,)
     plan, _ = engine.step({"a": 9})
-    assert (plan.saves, plan.cache_epochs) == ((), ((6, 0),))
+    assert (plan.of(JobKind.SAVE), plan.cache_epochs) == ((), ((6, 0),))

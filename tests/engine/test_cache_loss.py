@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
-from tpu_offload import OffloadConfig
+from tpu_offload import JobKind, OffloadConfig
 from tpu_offload.engine import Engine, Seams
 
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
@@ -170,7 +170,7 @@ def test_no_plan_is_carried_out_twice(answers):
     begin_step = worker.begin_step
 
     def spy(plan, kv_caches, **kwargs):
-        job_ids.extend(job.job_id for job in (*plan.loads, *plan.saves))
+        job_ids.extend(job.job_id for job in (*plan.of(JobKind.LOAD), *plan.of(JobKind.SAVE)))
         return begin_step(plan, kv_caches, **kwargs)
 
     worker.begin_step = spy

@@ -17,9 +17,10 @@ from tests.engine.helpers import (
     serve_rounds,
     tokens_of,
 )
+from tests.inside import tier_group
 from tpu_offload import OffloadConfig, RequestError, Update
 from tpu_offload.engine import Engine, FinishReason
-from tpu_offload.types import Direction
+from tpu_offload.types import Direction, JobKind
 
 # One conversation fills most of it, so that each turn pushes the others out.
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
@@ -98,7 +99,7 @@ def test_wrong_bytes_would_be_noticed(plain_outputs):
 
     def damaging(plan, kv_caches, **kwargs):
         kv_caches = begin_step(plan, kv_caches, **kwargs)
-        block_ids = jnp.asarray([b for job in plan.loads for b in job.block_ids], int)
+        block_ids = jnp.asarray([b for job in plan.of(JobKind.LOAD) for b in job.block_ids], int)
         return [cache.at[block_ids].set(1.0) for cache in kv_caches]
 
     engine._offload._worker.begin_step = damaging
@@ -208,7 +209,7 @@ def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs):
     engine = Engine(TINY, TIGHT, offload=make_offload())
     first, second, third = rounds()
     outputs = serve(engine, first)
-    copier = engine._offload._worker._tier._copiers[Direction.SAVE]
+    copier = tier_group(engine._offload._worker).copiers[Direction.SAVE]
     real = copier._save
 
     def fails_once(segment, *args):
@@ -236,7 +237,7 @@ def test_a_load_that_fails_in_part_costs_only_what_did_not_come():
     engine = Engine(TINY, config, offload=offload)
     engine.wait_for_host_memory()
     outputs = [serve(engine, [make_request("p0", prompt)]), serve(engine, [make_request("p1", others)])]
-    copier = engine._offload._worker._tier._copiers[Direction.LOAD]
+    copier = tier_group(engine._offload._worker).copiers[Direction.LOAD]
     real, segments = copier.load, []
 
     def maybe(segment_id, rows, kv_caches):

@@ -17,7 +17,7 @@ from tests.engine.helpers import (
     serve_rounds,
     tokens_of,
 )
-from tpu_offload import OffloadConfig, RequestLimits
+from tpu_offload import JobKind, OffloadConfig, RequestLimits
 from tpu_offload.engine import Engine
 
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
@@ -83,7 +83,7 @@ def damage(engine, direction):
     begin_step = engine._offload._worker.begin_step
 
     def damaging(plan, kv_caches, **kwargs):
-        jobs = plan.early_saves if direction == "early" else plan.loads
+        jobs = plan.of(JobKind.EARLY_SAVE) if direction == "early" else plan.of(JobKind.LOAD)
         block_ids = jnp.asarray([b for job in jobs for b in job.block_ids], int)
         if direction == "early":
             kv_caches = [cache.at[block_ids].set(1.0) for cache in kv_caches]

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from tests.caches import random_caches
+from tests.jobs import copy_job
 from tpu_offload import CompileError, KVLayout, OffloadConfig, OffloadError, OffloadWorker
 from tpu_offload.kernels import DirectCopier, TransferSpec, programs
 from tpu_offload.kernels.compiled import CompiledPrograms
-from tpu_offload.types import Direction, JobState, StepPlan, TransferJob
+from tpu_offload.types import JobKind, JobState, StepPlan
 
 OUT_OF_HBM = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM\n\nmore lines\n"
 
@@ -51,9 +52,7 @@ def test_what_is_compiled_at_its_first_use_fails_its_jobs_and_is_tried_once(refu
     for job_id in (1, 2):
         plan = StepPlan(
             step_id=job_id,
-            saves=(
-                TransferJob(job_id=job_id, direction=Direction.SAVE, group_id=0, block_ids=(3,), host_block_ids=(0,)),
-            ),
+            jobs=(copy_job(job_id, JobKind.SAVE, (3,), (0,)),),
         )
         caches = worker.begin_step(plan, caches)
         worker.end_step(plan, caches)

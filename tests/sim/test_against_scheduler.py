@@ -7,7 +7,15 @@ import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT
 from tests.sim.traces import chats, make_trace
-from tpu_offload import CachedPrefix, JobResult, JobState, OffloadConfig, OffloadScheduler, ScheduledRequest, StepReport
+from tpu_offload import (
+    CachedPrefix,
+    JobResult,
+    JobState,
+    OffloadConfig,
+    OffloadScheduler,
+    ScheduledRequest,
+    StepReport,
+)
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy
 from tpu_offload.hashing import key_namespace, last_block_hash
@@ -30,9 +38,7 @@ class Engine:
 
     def step(self, *scheduled):
         plan = self.scheduler.plan_step(scheduled)
-        results = tuple(
-            JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.early_saves + plan.loads + plan.saves
-        )
+        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.jobs)
         self.scheduler.apply(StepReport(worker_id=0, results=results, num_host_chunks=self.num_chunks))
 
     def serve(self, name, hashes, *, num_hbm_blocks, left=()):

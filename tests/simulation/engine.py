@@ -18,6 +18,7 @@ from tpu_offload import (
     BlockHash,
     BlockHasher,
     CachedPrefix,
+    JobKind,
     KVLayout,
     MatchState,
     OffloadScheduler,
@@ -454,6 +455,6 @@ class SimEngine:
         self.scheduler.finish(request.name)
         self.scheduler.swap.discard([request.name])
         self.model.on_gone(request.name)
-        self.model.loads.end(request.name)
+        self.model.of(JobKind.LOAD).end(request.name)
         self.pool.free(request.blocks)
         request.blocks = []

@@ -20,7 +20,7 @@ from tpu_offload import BlockHash, ChunkKey, JobState, OffloadScheduler, StepPla
 from tpu_offload.core.breaker import BreakerState
 from tpu_offload.core.jobs import Job
 from tpu_offload.hashing import last_block_hash
-from tpu_offload.types import Direction
+from tpu_offload.types import Direction, JobKind
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -160,13 +160,15 @@ class Model:
     def on_plan(self, plan: StepPlan) -> None:
         """Takes note of the jobs, and looks whether they may do what they are about to do."""
         self.look()
-        waiting = {load.request_id for load in self.scheduler._queue} | {job.request_id for job in plan.loads}
+        waiting = {load.request_id for load in self.scheduler._queue} | {
+            job.request_id for job in plan.of(JobKind.LOAD)
+        }
         for name in self.admitted.keys() - waiting:  # given up; the engine is about to be told
             del self.admitted[name]
             self.counts["loads that were not sent"] += 1
         readers = self._readers()
         now_s = self.planned_at_s = self.clock()
-        for job in plan.loads:
+        for job in plan.of(JobKind.LOAD):
             num_blocks, since_s, _ = self.admitted.pop(job.request_id, (-1, 0.0, ()))
             self.counts["loads that waited"] += since_s < now_s - 0.15
             if num_blocks != job.num_blocks:
@@ -182,8 +184,8 @@ class Model:
             self.counts["loads in pieces"] += num_pieces > 1
             deadline_s = now_s + self.timeout_s * num_pieces
             self._open(job.job_id, OpenJob(Direction.LOAD, num_staged, slots, self._everybody(), deadline_s))
-        self.counts["early saves"] += len(plan.early_saves)
-        for job in (*plan.early_saves, *plan.saves):
+        self.counts["early saves"] += len(plan.of(JobKind.EARLY_SAVE))
+        for job in (*plan.of(JobKind.EARLY_SAVE), *plan.of(JobKind.SAVE)):
             slots = {place // self.size for place in job.host_block_ids}
             if len(slots) * self.size != job.num_blocks:
                 raise Violation(f"save {job.job_id} has two chunks for one slot, or half a chunk")
@@ -193,7 +195,7 @@ class Model:
                 raise Violation(f"save {job.job_id} of {job.num_blocks} blocks has {job.num_staging_blocks} staged")
             deadline_s, num_staged = now_s + self.timeout_s, job.num_staging_blocks
             self._open(job.job_id, OpenJob(Direction.SAVE, num_staged, slots, self._everybody(), deadline_s))
-        for swap in plan.swap_outs:
+        for swap in plan.of(JobKind.SWAP_OUT):
             for place in (place for part in swap.parts for place in part.host_block_ids):
                 if any(worker.will_write_swap(place) for worker in self.workers):
                     raise Violation(f"swap {swap.job_id} writes pool block {place}, where a copy may still land")

@@ -19,8 +19,8 @@ from typing import final
 
 from tests.simulation.memory import Junk, mix
 from tests.simulation.trace import Setup
-from tpu_offload import CacheEpoch, HostStore, JobResult, JobState, StepPlan, StepReport, SwapJob, TransferJob
-from tpu_offload.worker.plan_gate import PlanGate, jobs_of, without_jobs
+from tpu_offload import CacheEpoch, CopyJob, HostStore, JobKind, JobResult, JobState, StepPlan, StepReport
+from tpu_offload.worker.plan_gate import PlanGate
 
 _FINISHED, _FAILED, _CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
 NUM_KINDS = 8  # of faults; of those above 1 some blocks are spared, and all but 4 say which
@@ -94,7 +94,7 @@ class LongLoad:
       is_cancelled: nothing more of it is written.
     """
 
-    job: TransferJob
+    job: CopyJob
     num_dispatched: int = 0
     failed: set[int] = dataclasses.field(default_factory=set)
     why: JobResult | None = None
@@ -164,12 +164,12 @@ class SimWorker:
             self._count("plans ignored")
             return
         if self.gate.is_stale(plan):
-            self._count("plans refused", len(jobs_of(plan)) > 0)
+            self._count("plans refused", len(plan.jobs) > 0)
             plan = self._cancel_all(plan)
         self._plan = plan
-        for job in plan.early_saves:
+        for job in plan.of(JobKind.EARLY_SAVE):
             self._save(job)
-        for swap in plan.swap_outs:
+        for swap in plan.of(JobKind.SWAP_OUT):
             self._swap_out(swap)
         for job_id in plan.cancelled_job_ids:
             self._cancel(job_id)
@@ -177,20 +177,20 @@ class SimWorker:
             plan = self._plan = self._lose_caches(plan)
         if self.flights:
             self._end_flights(into_hbm=True)
-        for job in plan.loads:
+        for job in plan.of(JobKind.LOAD):
             self._load(job)
         if self.long_loads:
             self._dispatch_pieces()
-        for swap in plan.swap_ins:
+        for swap in plan.of(JobKind.SWAP_IN):
             self._swap_in(swap)
-        if not plan.saves:
+        if not plan.of(JobKind.SAVE):
             self.last_job_id = max(self.last_job_id, plan.next_job_id - 1)
 
     def end_step(self, plan: StepPlan) -> None:
         """Everything after it."""
         begun, self._plan = self._plan, None
         if begun is not None and begun.step_id == plan.step_id:
-            for job in begun.saves:
+            for job in begun.of(JobKind.SAVE):
                 self._save(job)
             self.last_job_id = max(self.last_job_id, plan.next_job_id - 1)
         if self.flights:
@@ -237,7 +237,7 @@ class SimWorker:
 
     # Copies.
 
-    def _save(self, job: TransferJob) -> None:
+    def _save(self, job: CopyJob) -> None:
         self._accept(job.job_id)
         if self._refuse(job.job_id, job.host_block_ids, self.host, reads=False):
             return
@@ -248,7 +248,7 @@ class SimWorker:
         self._fly(job.job_id, self.host if self.stages_saves else None, writes, result, writes_host=True)
         self.flights[-1].num_staged = job.num_blocks if self.stages_saves else 0
 
-    def _load(self, job: TransferJob) -> None:
+    def _load(self, job: CopyJob) -> None:
         self._accept(job.job_id)
         if self._refuse(job.job_id, job.host_block_ids, self.host, reads=True):
             return
@@ -311,7 +311,7 @@ class SimWorker:
                 self.results.append(JobResult(job_id=job_id, state=_FINISHED, error="", duration_s=0.5, copy_s=0.25))
             del self.long_loads[job_id]
 
-    def _swap_out(self, job: SwapJob) -> None:
+    def _swap_out(self, job: CopyJob) -> None:
         self._accept(job.job_id)
         for part in job.parts:
             if self._refuse(job.job_id, part.host_block_ids, self.pool, reads=False):
@@ -320,7 +320,7 @@ class SimWorker:
             writes, result = self._copy(job.job_id, part.host_block_ids, contents, self.faults["swap"])
             self._fly(job.job_id, self.pool, writes, result, writes_host=True)
 
-    def _swap_in(self, job: SwapJob) -> None:
+    def _swap_in(self, job: CopyJob) -> None:
         self._accept(job.job_id)
         writes: dict[int, tuple[int, ...]] = {}
         for part in job.parts:
@@ -411,13 +411,13 @@ class SimWorker:
         for load in self.long_loads.values():
             load.is_cancelled = True
         self._count("losses of the caches")
-        return self._cancel_all(dataclasses.replace(plan, early_saves=(), swap_outs=()))
+        return self._cancel_all(dataclasses.replace(plan, jobs=plan.of(JobKind.LOAD, JobKind.SWAP_IN, JobKind.SAVE)))
 
     def _cancel_all(self, plan: StepPlan) -> StepPlan:
-        for job in jobs_of(plan):
+        for job in plan.jobs:
             self._accept(job.job_id)
             self._fly(job.job_id, None, {}, JobResult(job_id=job.job_id, state=_CANCELLED))
-        return without_jobs(plan)
+        return dataclasses.replace(plan, jobs=())
 
     def _cancel(self, job_id: int) -> None:
         load = self.long_loads.get(job_id)

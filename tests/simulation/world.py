@@ -14,7 +14,7 @@ from tests.simulation.model import Model
 from tests.simulation.request import Phase, Run
 from tests.simulation.trace import Action, Setup
 from tests.simulation.worker import FAULTY, NUM_KINDS, PARTIAL, SimWorker
-from tpu_offload import KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler, StepPlan
+from tpu_offload import JobKind, KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler, StepPlan
 
 TIMEOUT_S = 10.0
 STEP_S = 0.1
@@ -449,12 +449,16 @@ class World:
 
     def _log_plan(self, plan) -> None:
         parts = [
-            f"load {j.job_id} for {j.request_id}: {list(j.host_block_ids)} -> {list(j.block_ids)}" for j in plan.loads
+            f"load {j.job_id} for {j.request_id}: {list(j.host_block_ids)} -> {list(j.block_ids)}"
+            for j in plan.of(JobKind.LOAD)
         ]
-        for what, jobs in (("early save", plan.early_saves), ("save", plan.saves)):
+        for what, jobs in (("early save", plan.of(JobKind.EARLY_SAVE)), ("save", plan.of(JobKind.SAVE))):
             parts += [f"{what} {j.job_id}: {list(j.block_ids)} -> {list(j.host_block_ids)}" for j in jobs]
         parts += [f"cancel {i}" for i in plan.cancelled_job_ids]
-        parts += [f"swap {j.direction.value} {j.job_id} of {j.request_id}" for j in (*plan.swap_outs, *plan.swap_ins)]
+        parts += [
+            f"swap {j.direction.value} {j.job_id} of {j.request_id}"
+            for j in (*plan.of(JobKind.SWAP_OUT), *plan.of(JobKind.SWAP_IN))
+        ]
         self.log(f"plan {plan.step_id}: {'; '.join(parts)}")
 
 

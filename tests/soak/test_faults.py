@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.inside import tier_group
 from tests.soak.faults import RATES, Fault, Faults, FaultyCopier, FaultyRelay
 from tests.worker.engine import FAILED, FINISHED, Engine
 from tpu_offload.errors import CachesLostError
@@ -23,9 +24,9 @@ def make_faults(*always, clock=None, seed=1):
 
 def make_engine(faults, path="direct"):
     engine = Engine(path)
-    copiers = engine.worker._tier._copiers
+    copiers = tier_group(engine.worker).copiers
     wrapped = {copier: FaultyCopier(copier, engine.pool, faults) for copier in copiers.values()}
-    engine.worker._tier._copiers = {direction: wrapped[copier] for direction, copier in copiers.items()}
+    tier_group(engine.worker).copiers = {direction: wrapped[copier] for direction, copier in copiers.items()}
     return engine
 
 

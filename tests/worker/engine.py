@@ -7,11 +7,12 @@ import jax
 import numpy as np
 
 from tests.caches import random_array, random_caches
+from tests.jobs import copy_job
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import FusedCopies, reference
 from tpu_offload.layout import KVLayout
-from tpu_offload.types import Direction, JobState, StepPlan, TransferJob
+from tpu_offload.types import Direction, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker
 
 PATHS = [
@@ -93,13 +94,8 @@ class Engine:
 
     def job(self, direction, block_ids, host_block_ids):
         self.next_job_id += 1
-        return TransferJob(
-            job_id=self.next_job_id,
-            direction=direction,
-            group_id=0,
-            block_ids=tuple(block_ids),
-            host_block_ids=tuple(host_block_ids),
-        )
+        kind = JobKind.SAVE if direction is Direction.SAVE else JobKind.LOAD
+        return copy_job(self.next_job_id, kind, block_ids, host_block_ids)
 
     def save(self, block_ids, host_block_ids):
         return self.job(Direction.SAVE, block_ids, host_block_ids)
@@ -114,20 +110,25 @@ class Engine:
         return self.worker._tier
 
     @property
+    def group(self):
+        (group,) = self.tier._groups
+        return group
+
+    @property
     def flights(self):
-        return self.tier._flights
+        return self.group.flights
 
     @property
     def saver(self):
-        return self.tier._copiers[Direction.SAVE]
+        return self.group.copiers[Direction.SAVE]
 
     @property
     def loader(self):
-        return self.tier._copiers[Direction.LOAD]
+        return self.group.copiers[Direction.LOAD]
 
     @property
     def memory(self):
-        return self.tier._memory
+        return self.group.memory
 
     @property
     def pool(self):
@@ -144,13 +145,11 @@ class Engine:
     def begin(self, *loads, cancel=()):
         self.step_id += 1
         next_job_id = self.sent(*loads)
-        self.plan = StepPlan(
-            step_id=self.step_id, loads=loads, cancelled_job_ids=tuple(cancel), next_job_id=next_job_id
-        )
+        self.plan = StepPlan(step_id=self.step_id, jobs=loads, cancelled_job_ids=tuple(cancel), next_job_id=next_job_id)
         self.caches = self.worker.begin_step(self.plan, self.caches)
 
     def end(self, *saves):
-        self.worker.end_step(StepPlan(step_id=self.step_id, saves=saves, next_job_id=self.sent(*saves)), self.caches)
+        self.worker.end_step(StepPlan(step_id=self.step_id, jobs=saves, next_job_id=self.sent(*saves)), self.caches)
 
     def sent(self, *jobs):
         """The `next_job_id` of a plan with these jobs."""
@@ -163,7 +162,7 @@ class Engine:
             self.end(*saves)
             return
         self.step_id += 1
-        plan = StepPlan(step_id=self.step_id, loads=tuple(loads), saves=tuple(saves), cancelled_job_ids=tuple(cancel))
+        plan = StepPlan(step_id=self.step_id, jobs=(*loads, *saves), cancelled_job_ids=tuple(cancel))
         self.caches = self.worker.begin_step(plan, self.caches, fuse=True)
         fused = self.worker.fused_step()
         self.num_fused += fused.inputs is not None

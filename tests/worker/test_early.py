@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.jobs import as_early
 from tests.worker.engine import FAILED, FINISHED, PATHS, Engine, broken, forward
 from tpu_offload import CachesLostError, StepPlan
 
@@ -15,13 +16,11 @@ def test_an_early_save_reads_before_a_load_and_the_step_overwrite(path):
     engine.expect_saved(first)
     assert engine.states() == {first.job_id: FINISHED}
     engine.scribble()
-    early = engine.save([5, 6], [8, 9])  # by now they hold something else
+    early = as_early(engine.save([5, 6], [8, 9]))  # by now they hold something else
     load = engine.load([5, 6, 7, 8], [4, 5, 6, 7])
     late = engine.save([9, 10], [10, 11])
     engine.step_id += 1
-    plan = StepPlan(
-        step_id=engine.step_id, loads=(load,), saves=(late,), early_saves=(early,), next_job_id=late.job_id + 1
-    )
+    plan = StepPlan(step_id=engine.step_id, jobs=(early, load, late), next_job_id=late.job_id + 1)
     engine.caches = engine.worker.begin_step(plan, engine.caches, fuse="fused" in path)
     engine.expect_saved(early)
     engine.expect_loaded(load)
@@ -36,8 +35,8 @@ def test_an_early_save_reads_before_a_load_and_the_step_overwrite(path):
 
 def test_early_saves_that_cannot_be_fail_and_are_answered():
     engine = Engine()
-    bad, good = engine.save([99], [0]), engine.save([1], [2])
-    plan = StepPlan(step_id=1, early_saves=(bad, good), next_job_id=good.job_id + 1)
+    bad, good = as_early(engine.save([99], [0])), as_early(engine.save([1], [2]))
+    plan = StepPlan(step_id=1, jobs=(bad, good), next_job_id=good.job_id + 1)
     engine.caches = engine.worker.begin_step(plan, engine.caches)
     engine.worker.end_step(plan, engine.caches)
     engine.expect_saved(good)
@@ -52,8 +51,8 @@ def test_a_load_that_takes_the_caches_along_leaves_early_saves_answered():
     engine.step(saves=[first])
     engine.expect_saved(first)
     assert engine.states() == {first.job_id: FINISHED}
-    early, load = engine.save([2, 3], [2, 3]), engine.load([2, 3], [0, 1])
-    plan = StepPlan(step_id=2, loads=(load,), early_saves=(early,), next_job_id=load.job_id + 1)
+    early, load = as_early(engine.save([2, 3], [2, 3])), engine.load([2, 3], [0, 1])
+    plan = StepPlan(step_id=2, jobs=(early, load), next_job_id=load.job_id + 1)
     engine.loader.load = broken(RuntimeError("halted"), takes="caches")
     with pytest.raises(CachesLostError):
         engine.worker.begin_step(plan, engine.caches)
@@ -66,8 +65,8 @@ def test_a_load_that_takes_the_caches_along_leaves_early_saves_answered():
 
 def test_without_a_host_tier_an_early_save_is_refused():
     engine = Engine(wait=False, num_cpu_chunks=0, swap_gb=0.001)
-    early = engine.save([2, 3], [2, 3])
-    plan = StepPlan(step_id=1, early_saves=(early,), next_job_id=early.job_id + 1)
+    early = as_early(engine.save([2, 3], [2, 3]))
+    plan = StepPlan(step_id=1, jobs=(early,), next_job_id=early.job_id + 1)
     engine.caches = engine.worker.begin_step(plan, engine.caches)
     engine.worker.end_step(plan, engine.caches)
     (result,) = engine.worker.poll().results

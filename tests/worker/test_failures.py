@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.jobs import copy_job
 from tests.worker.engine import (
     CANCELLED,
     FAILED,
@@ -23,7 +24,7 @@ from tests.worker.engine import (
 )
 from tpu_offload.errors import CachesLostError, TransferError
 from tpu_offload.memory import host_pool
-from tpu_offload.types import Direction, StepPlan, TransferJob
+from tpu_offload.types import Direction, JobKind, StepPlan
 from tpu_offload.worker.arrays import renew
 
 
@@ -54,9 +55,7 @@ def test_ids_out_of_range_fail_alone(path, blocks, places, part):
 
 def test_unknown_layer_group_fails():
     engine = Engine()
-    engine.step(
-        saves=[TransferJob(job_id=1, direction=Direction.SAVE, group_id=1, block_ids=(0,), host_block_ids=(0,))]
-    )
+    engine.step(saves=[copy_job(1, JobKind.SAVE, (0,), (0,), group_id=1)])
     assert "layer group 1" in engine.drain()[1].error
 
 
@@ -178,7 +177,7 @@ def test_every_job_of_a_plan_has_its_end_when_the_caches_are_lost(path):
     engine.loader.load = broken(RuntimeError("halted"), takes="caches")
     loads = engine.load([3], [2]), engine.load([4, 5], [0, 9])
     saves = engine.save([6], [4]), engine.save([7], [5])
-    plan = StepPlan(step_id=1, loads=loads, saves=saves)
+    plan = StepPlan(step_id=1, jobs=(*loads, *saves))
     with pytest.raises(CachesLostError):
         # Of the fused path only what does not fit into the pass is loaded by itself.
         engine.worker.begin_step(plan, engine.caches, fuse=path != "fused")
@@ -276,8 +275,8 @@ def test_a_worker_says_that_it_is_through_with_jobs_that_never_reached_it():
     engine = Engine()
     engine.worker.begin_step(StepPlan(step_id=1, next_job_id=7), engine.caches)
     assert engine.worker.poll().oldest_job_id == 7
-    save = TransferJob(job_id=9, direction=Direction.SAVE, group_id=0, block_ids=(0,), host_block_ids=(0,))
-    plan = StepPlan(step_id=2, saves=(save,), next_job_id=10)
+    save = copy_job(9, JobKind.SAVE, (0,), (0,))
+    plan = StepPlan(step_id=2, jobs=(save,), next_job_id=10)
     engine.caches = engine.worker.begin_step(plan, engine.caches)
     assert engine.worker.poll().oldest_job_id <= 9, "the save of this very plan has not begun"
     engine.worker.end_step(plan, engine.caches)
@@ -335,8 +334,8 @@ def test_a_new_worker_gives_nobody_the_memory_that_nothing_was_saved_to():
 
 def test_a_job_that_makes_no_sense_says_nothing_of_others():
     engine = Engine()
-    bad = TransferJob(job_id=10**9, direction=Direction.SAVE, group_id=0, block_ids=(-1,), host_block_ids=(0,))
-    plan = StepPlan(step_id=0, saves=(bad,), next_job_id=3)
+    bad = copy_job(10**9, JobKind.SAVE, (-1,), (0,))
+    plan = StepPlan(step_id=0, jobs=(bad,), next_job_id=3)
     engine.caches = engine.worker.begin_step(plan, engine.caches)
     engine.worker.end_step(plan, engine.caches)
     report = engine.worker.poll()

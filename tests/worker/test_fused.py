@@ -15,7 +15,7 @@ from tpu_offload.worker import OffloadWorker
 
 def begin(engine, *, loads=(), saves=(), fuse=True):
     engine.step_id += 1
-    plan = StepPlan(step_id=engine.step_id, loads=tuple(loads), saves=tuple(saves))
+    plan = StepPlan(step_id=engine.step_id, jobs=(*loads, *saves))
     engine.caches = engine.worker.begin_step(plan, engine.caches, fuse=fuse)
     return plan, engine.worker.fused_step()
 

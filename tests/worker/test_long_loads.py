@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.jobs import copy_job
 from tests.worker.engine import (
     CANCELLED,
     FAILED,
@@ -12,7 +13,7 @@ from tests.worker.engine import (
     Engine,
     broken,
 )
-from tpu_offload.types import Direction, TransferJob
+from tpu_offload.types import JobKind
 
 NUM_BLOCKS = 10
 STAGING = 6
@@ -38,12 +39,11 @@ def long_load(engine, num_blocks=NUM_BLOCKS, *, num_staging_blocks=0):
     engine.next_job_id += 1
     places = np.random.default_rng(3).permutation(16)[:num_blocks].tolist()
     blocks = tuple(range(num_blocks))
-    return TransferJob(
-        job_id=engine.next_job_id,
-        direction=Direction.LOAD,
-        group_id=0,
-        block_ids=blocks,
-        host_block_ids=tuple(places),
+    return copy_job(
+        engine.next_job_id,
+        JobKind.LOAD,
+        blocks,
+        places,
         request_id="r",
         num_staging_blocks=num_staging_blocks,
     )
@@ -128,13 +128,7 @@ def test_a_piece_that_fails_ends_the_load_with_the_blocks_before_it(path) -> Non
     result = results[load.job_id]
     assert result.state is FAILED
     assert result.failed_blocks == tuple(range(4, NUM_BLOCKS))
-    first = TransferJob(
-        job_id=99,
-        direction=Direction.LOAD,
-        group_id=0,
-        block_ids=load.block_ids[:4],
-        host_block_ids=load.host_block_ids[:4],
-    )
+    first = copy_job(99, JobKind.LOAD, load.block_ids[:4], load.host_block_ids[:4])
     engine.expect_loaded(first)
     engine.check()
     again = long_load(engine)

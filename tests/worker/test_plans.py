@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
+from tests.jobs import as_early
 from tests.worker.engine import CANCELLED, FAILED, FINISHED, Engine, broken
 from tpu_offload import CachesLostError, ConfigError, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.types import CacheEpoch
@@ -30,9 +31,7 @@ def plan_of(engine, *, loads=(), saves=(), early=(), **fields):
     engine.step_id += 1
     return StepPlan(
         step_id=engine.step_id,
-        loads=tuple(loads),
-        saves=tuple(saves),
-        early_saves=tuple(early),
+        jobs=(*map(as_early, early), *loads, *saves),
         **({"next_job_id": engine.sent(*loads, *saves, *early)} | fields),
     )
 

@@ -27,7 +27,7 @@ from tests.worker.engine import (
 from tpu_offload.kernels import reference
 from tpu_offload.kernels.programs import bitcast
 from tpu_offload.memory import host_pool
-from tpu_offload.types import Direction, StepPlan, StepReport, TransferJob
+from tpu_offload.types import CopyJob, Direction, JobKind, StepPlan, StepReport
 from tpu_offload.worker import worker as worker_module
 
 NUM_BLOCKS = 12
@@ -64,7 +64,7 @@ class Copy:
       lost: the segment was lost in the meantime, so that it brings nothing, however it ends.
     """
 
-    job: TransferJob
+    job: CopyJob
     wanted: Any = None
     taken_back: bool = False
     lost: bool = False
@@ -108,7 +108,7 @@ class Life:
         """Those that no load is filling; saves have read theirs when their step is over."""
         return sorted(set(range(NUM_BLOCKS)).difference(*(copy.job.block_ids for copy in self.loads())))
 
-    def draw_jobs(self, direction: Direction) -> tuple[TransferJob, ...]:
+    def draw_jobs(self, direction: Direction) -> tuple[CopyJob, ...]:
         """Up to two jobs of some chunks each, the first and the last of which may be cut."""
         rng, engine, saving = self.rng, self.engine, direction is Direction.SAVE
         jobs = []
@@ -153,8 +153,7 @@ class Life:
             cancelled = self.draw_cancels()  # first: their blocks may go to others in the same plan
             plan = StepPlan(
                 step_id=plan.step_id,
-                loads=self.draw_jobs(Direction.LOAD),
-                saves=self.draw_jobs(Direction.SAVE),
+                jobs=self.draw_jobs(Direction.LOAD) + self.draw_jobs(Direction.SAVE),
                 cancelled_job_ids=cancelled,
             )
         with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +175,7 @@ class Life:
         engine.caches = worker.begin_step(plan, engine.caches, fuse=fuse)
         fused = worker.fused_step()
         self.compute()
-        for job in plan.saves:
+        for job in plan.of(JobKind.SAVE):
             self.live[job.job_id].wanted = np.stack([c[list(job.block_ids)] for c in engine.expected], axis=1)
         if fuse and worker.offers_fused and rng.random() < fault_rate:  # it fails
             for part in fused.segment if rng.random() < 0.5 else ():

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from tests.caches import DTYPES, random_array, random_caches
+from tests.jobs import copy_job
 from tests.worker.engine import FAILED, FINISHED, Clock, Poisoned, broken, ending_with, wait_until_rebuilt
-from tpu_offload import HostStore, KVLayout, OffloadConfig, OffloadWorker, StepPlan, SwapJob, SwapPart
+from tpu_offload import CopyJob, CopyPart, HostStore, JobKind, KVLayout, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import reference
 from tpu_offload.memory import host_pool
-from tpu_offload.types import Direction, TransferJob
+from tpu_offload.types import Direction
 
 NUM_BLOCKS = (12, 7)  # of the layers with full attention, and of those with a window
 POOL, TIER = HostStore.SWAP_POOL, HostStore.HOST_TIER
@@ -47,22 +48,22 @@ class Engine:
         self.expected = [reference.as_bytes(cache) for cache in self.caches]
         self.num_jobs = 0
 
-    def job(self, direction, *parts):
+    def job(self, kind, *parts):
         self.num_jobs += 1
         parts = [
-            SwapPart(group_id=group, store=store, block_ids=tuple(blocks), host_block_ids=tuple(places))
+            CopyPart(group_id=group, store=store, block_ids=tuple(blocks), host_block_ids=tuple(places))
             for group, store, blocks, places in parts
         ]
-        return SwapJob(job_id=self.num_jobs, direction=direction, request_id=f"r{self.num_jobs}", parts=tuple(parts))
+        return CopyJob(job_id=self.num_jobs, kind=kind, request_id=f"r{self.num_jobs}", parts=tuple(parts))
 
     def out(self, *parts):
-        return self.job(Direction.SAVE, *parts)
+        return self.job(JobKind.SWAP_OUT, *parts)
 
     def back(self, *parts):
-        return self.job(Direction.LOAD, *parts)
+        return self.job(JobKind.SWAP_IN, *parts)
 
     def step(self, *, outs=(), ins=(), saves=(), loads=(), scribble=False):
-        plan = StepPlan(step_id=0, saves=tuple(saves), loads=tuple(loads), swap_outs=tuple(outs), swap_ins=tuple(ins))
+        plan = StepPlan(step_id=0, jobs=(*outs, *loads, *ins, *saves))
         self.caches = self.worker.begin_step(plan, self.caches)
         if scribble:
             self.scribble()
@@ -165,9 +166,7 @@ def test_layer_groups_have_pools_of_their_own(num_devices):
 def test_a_request_comes_back_from_the_tier_and_the_pool(load_path):
     engine = Engine(tier=True, load_path=load_path)
     pages, own = engine.pages(0, [3, 4]), engine.pages(0, [9])
-    engine.step(
-        saves=[TransferJob(job_id=100, direction=Direction.SAVE, group_id=0, block_ids=(3, 4), host_block_ids=(6, 1))]
-    )
+    engine.step(saves=[copy_job(100, JobKind.SAVE, (3, 4), (6, 1))])
     engine.step(outs=[engine.out((0, POOL, [9], [7]))], scribble=True)
     assert engine.states() == {100: FINISHED, 1: FINISHED}
     engine.step(ins=[engine.back((0, TIER, [0, 1], [6, 1]), (0, POOL, [2], [7]))])
@@ -308,13 +307,13 @@ def test_a_pool_of_less_than_a_block_is_no_pool(caplog):
     worker = OffloadWorker(OffloadConfig.create(num_cpu_chunks=0, swap_gb=1e-9), layout, caches, available=2**30)
     assert caplog.text.count("holds less than a block of each layer group") == 1
     assert worker.poll().num_swap_blocks == ()
-    job = SwapJob(
+    job = CopyJob(
         job_id=1,
-        direction=Direction.SAVE,
+        kind=JobKind.SWAP_OUT,
         request_id="r",
-        parts=(SwapPart(group_id=0, store=POOL, block_ids=(0,), host_block_ids=(0,)),),
+        parts=(CopyPart(group_id=0, store=POOL, block_ids=(0,), host_block_ids=(0,)),),
     )
-    worker.begin_step(StepPlan(step_id=0, swap_outs=(job,)), caches)
+    worker.begin_step(StepPlan(step_id=0, jobs=(job,)), caches)
     (result,) = worker.poll().results
     assert "this worker has no such memory" in result.error
 

@@ -21,7 +21,7 @@ from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import InputError, TransferError
 from tpu_offload.kernels import TransferSpec
 from tpu_offload.layout import KVLayout
-from tpu_offload.types import Direction, JobState, StepPlan, TransferJob
+from tpu_offload.types import CopyJob, CopyPart, Direction, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker
 
 Caches = list[jax.Array]
@@ -147,20 +147,9 @@ class WorkerCopies:
         places = range(self._next_place, self._next_place + num_blocks)
         self._next_place += num_blocks
         self._next_id += 1
-        jobs = (
-            TransferJob(
-                job_id=self._next_id,
-                direction=direction,
-                group_id=0,
-                block_ids=tuple(block_ids),
-                host_block_ids=tuple(places),
-            ),
-        )
-        return (
-            StepPlan(step_id=self._next_id, saves=jobs)
-            if direction is Direction.SAVE
-            else StepPlan(step_id=self._next_id, loads=jobs)
-        )
+        kind = JobKind.SAVE if direction is Direction.SAVE else JobKind.LOAD
+        part = CopyPart(block_ids=tuple(block_ids), host_block_ids=tuple(places))
+        return StepPlan(step_id=self._next_id, jobs=(CopyJob(job_id=self._next_id, kind=kind, parts=(part,)),))
 
     def idle_plan(self) -> StepPlan:
         """A plan with nothing in it."""

@@ -10,7 +10,7 @@ import logging
 from typing import final
 
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.jobs import TrackedJob
+from tpu_offload.core.jobs import Job
 from tpu_offload.core.staging import Staging
 from tpu_offload.core.swap_pool import SwapPool
 from tpu_offload.metrics import OffloadStats
@@ -40,16 +40,15 @@ class Completion:
         self._counts = counts
         self._timeout_s = timeout_s
 
-    def complete(self, job: TrackedJob) -> None:
+    def complete(self, job: Job) -> None:
         """A job has ended, in its last state."""
-        held = job.held
-        if held.account:
-            self._staging.release(held.account, held.num_staging_blocks, job.direction)
-        if held.pins:
-            self._index.unpin(held.pins, sweep=False)
+        if job.account:
+            self._staging.release(job.account, job.wire.num_staging_blocks, job.direction)
+        if job.keys and job.direction is Direction.LOAD:
+            self._index.unpin(job.keys, sweep=False)
         timed_out = job.state is JobState.TIMED_OUT
-        if held.pool_blocks and not (timed_out and job.direction is Direction.SAVE):
-            self._pool.release(held.pool_blocks)
+        if job.pool_blocks and not (timed_out and job.direction is Direction.SAVE):
+            self._pool.release(job.pool_blocks)
         if timed_out:
             self._counts.num_timed_out_jobs += 1
             _logger.warning("%s timed out after %g s; %s", job.what, self._timeout_s, job.consequence)
@@ -63,9 +62,9 @@ class Completion:
         else:
             job.breaker.withdraw(job.job_id)
 
-    def settle(self, job: TrackedJob) -> None:
+    def settle(self, job: Job) -> None:
         """Nothing of a save that had timed out can land any more: the memory that it wrote is free."""
-        if job.held.slots:
-            self._index.end_quarantine(job.held.slots)
-        if job.held.pool_blocks:
-            self._pool.release(job.held.pool_blocks)
+        if job.slots:
+            self._index.end_quarantine(job.slots)
+        if job.pool_blocks:
+            self._pool.release(job.pool_blocks)

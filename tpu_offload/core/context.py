@@ -111,7 +111,7 @@ class TierContext:
             index=index,
             staging=staging,
             swap_pool=swap_pool,
-            jobs=JobTable(num_workers=num_workers, complete=completion.complete, settle=completion.settle),
+            jobs=JobTable(layout, num_workers=num_workers, complete=completion.complete, settle=completion.settle),
             requests={},
             keys=KeySpace(layout, blocks_per_chunk=config.blocks_per_chunk),
             breakers={Direction.SAVE: breaker("saves"), Direction.LOAD: breaker("loads")},

@@ -3,17 +3,17 @@
 It ends when every worker has reported it, or shown that it is through with it, or when its deadline passes.
 """
 
-import abc
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, cast, final
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import final
 
 from tpu_offload.core.breaker import CircuitBreaker
-from tpu_offload.types import ChunkKey, Direction, JobResult, JobState, TransferJob
+from tpu_offload.layout import KVLayout
+from tpu_offload.types import ChunkKey, CopyJob, CopyPart, Direction, JobKind, JobResult, JobState
 
-_NONE: Mapping[int, Any] = {}
+_ORDER = {kind: number for number, kind in enumerate(JobKind)}
 
 
 def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, num_blocks: int) -> tuple[int, ...]:
@@ -27,32 +27,20 @@ def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, 
     return tuple(itertools.islice(places, first, first + num_blocks))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What a job holds until it ends. `core.completion` gives it back.
-
-    Attributes:
-      account: who holds the staging blocks.
-      num_staging_blocks: how many.
-      pins: keys of chunks of the host tier that it reads; the pin is at the last.
-      slots: of the host tier, that it writes. They are kept past the end only if it times out, until it is settled.
-      pool_blocks: places in the swap pool, per layer group. A copy out that times out keeps them likewise.
-    """
-
-    account: str = ""
-    num_staging_blocks: int = 0
-    pins: Sequence[ChunkKey] = ()
-    slots: tuple[int, ...] = ()
-    pool_blocks: tuple[tuple[int, ...], ...] = ()
-
-
+@final
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class TrackedJob(abc.ABC):
-    """What is known of any job in flight.
+class Job:
+    """What is known of a job in flight, of whatever kind, and what it holds until it ends (see `core.completion`).
 
     Attributes:
-      job_id: unique over the life of the scheduler.
-      held: given back when it ends.
+      wire: what the workers are told.
+      what: names it in a log line, with its requests.
+      account: who holds its staging blocks.
+      keys: chunks of the host tier that it reads, and has pinned, or that it writes, and has made PENDING.
+      slots: where they are.
+      pool_blocks: places in the swap pool that it reads or writes, per layer group; held.
+      num_valid_tokens: for a load, the request's tokens that were in HBM before it.
+      nbytes: bytes that move, over all devices.
       breaker: told how it ended.
       deadline_s: time after which it is taken for failed.
       waiting_for: workers that have not reported it.
@@ -67,8 +55,14 @@ class TrackedJob(abc.ABC):
       copy_s: the longest time that a worker measured for the copy alone; 0 when none did.
     """
 
-    job_id: int
-    held: Held
+    wire: CopyJob
+    what: str
+    account: str
+    keys: Sequence[ChunkKey]
+    slots: tuple[int, ...]
+    pool_blocks: tuple[tuple[int, ...], ...]
+    num_valid_tokens: int
+    nbytes: int
     breaker: CircuitBreaker
     deadline_s: float
     waiting_for: set[int]
@@ -82,24 +76,31 @@ class TrackedJob(abc.ABC):
     copy_s: float = 0.0
 
     @property
-    @abc.abstractmethod
+    def job_id(self) -> int:
+        """Unique over the life of the scheduler."""
+        return self.wire.job_id
+
+    @property
+    def kind(self) -> JobKind:
+        """What it is for."""
+        return self.wire.kind
+
+    @property
     def direction(self) -> Direction:
         """Which way it goes."""
+        return self.wire.kind.direction
 
     @property
-    @abc.abstractmethod
     def num_parts(self) -> int:
         """Blocks of it that can fail on their own; 0 if it succeeds or fails as a whole."""
+        return 0 if self.wire.kind.of_swap else self.wire.num_blocks
 
     @property
-    @abc.abstractmethod
-    def what(self) -> str:
-        """What it is, for a line in the log."""
-
-    @property
-    @abc.abstractmethod
     def consequence(self) -> str:
-        """What follows for the engine if it fails, for the same."""
+        """What follows for the engine if it fails, for a log line."""
+        if self.wire.kind.of_swap:
+            return "the request is recomputed"
+        return "the request computes its blocks" if self.direction is Direction.LOAD else "its blocks are not published"
 
     def doom(self, why: str) -> None:
         """Whatever the workers report, the outcome is a failure."""
@@ -124,54 +125,13 @@ class TrackedJob(abc.ABC):
 
 @final
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class Job(TrackedJob):
-    """A transfer between HBM and the host tier.
-
-    Attributes:
-      transfer: what the workers are told.
-      request_id: the engine's request; for a save that several share, words for a log.
-      keys: chunks that a load has pinned or a save has made PENDING.
-      slots: where they are in the host tier.
-      num_valid_tokens: for a load, the request's tokens that were in HBM before it.
-    """
-
-    transfer: TransferJob
-    request_id: str
-    keys: Sequence[ChunkKey]
-    slots: tuple[int, ...]
-    num_valid_tokens: int
-
-    @property
-    def direction(self) -> Direction:
-        """Save or load."""
-        return self.transfer.direction
-
-    @property
-    def num_parts(self) -> int:
-        """Blocks that move."""
-        return self.transfer.num_blocks
-
-    @property
-    def what(self) -> str:
-        """See `TrackedJob`."""
-        return f"{self.direction.value} of request {self.request_id}"
-
-    @property
-    def consequence(self) -> str:
-        """See `TrackedJob`."""
-        return "the request computes its blocks" if self.direction is Direction.LOAD else "its blocks are not published"
-
-
-@final
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class WaitingLoad:
     """A load that its request waits for and that no plan has taken yet; it has no job id until one does.
 
     Attributes:
       request_id: the engine's request.
       account: who holds the staging blocks.
-      block_ids: blocks of the HBM cache.
-      host_block_ids: as many places in the host pool.
+      parts: the blocks of HBM, and their places in the host tier.
       keys: the chunks that hold them; pinned.
       slots: where these are in the host tier.
       num_valid_tokens: the request's tokens that were in HBM before it.
@@ -184,8 +144,7 @@ class WaitingLoad:
 
     request_id: str
     account: str
-    block_ids: tuple[int, ...]
-    host_block_ids: tuple[int, ...]
+    parts: tuple[CopyPart, ...]
     keys: Sequence[ChunkKey]
     slots: tuple[int, ...]
     num_valid_tokens: int
@@ -198,7 +157,7 @@ class WaitingLoad:
     @property
     def num_parts(self) -> int:
         """Blocks that are to move."""
-        return len(self.block_ids)
+        return sum([len(part.block_ids) for part in self.parts])
 
 
 @final
@@ -210,6 +169,7 @@ class JobTable:
     nobody else can be given the memory that they write.
 
     Args:
+      layout: how many bytes a block has.
       num_workers: workers that must report each job.
       complete: ends a job, see `Completion.complete`.
       settle: ends a save that had timed out for good, see `Completion.settle`.
@@ -217,69 +177,119 @@ class JobTable:
 
     def __init__(
         self,
+        layout: KVLayout,
         *,
         num_workers: int,
-        complete: Callable[[TrackedJob], None],
-        settle: Callable[[TrackedJob], None],
+        complete: Callable[[Job], None],
+        settle: Callable[[Job], None],
     ) -> None:
+        self._block_nbytes = [group.block_nbytes for group in layout.groups]
         self._num_workers = num_workers
         self._complete = complete
         self._settle = settle
         self._num_given = 0
-        self._jobs: dict[int, TrackedJob] = {}
-        self._kinds: dict[type[TrackedJob], dict[int, TrackedJob]] = {}  # the same, oldest first
-        self._on_end: dict[type[TrackedJob], Callable[[Any], None]] = {}
-        self._late: dict[int, TrackedJob] = {}
+        self._jobs: dict[int, Job] = {}
+        self._planned: list[Job] = []  # those of them that no plan has taken yet
+        self._on_end: dict[JobKind, Callable[[Job], None]] = {}
+        self._late: dict[int, Job] = {}
         self._oldest = dict.fromkeys(range(num_workers), 0)  # what each worker last said
         self._next_deadline_s = math.inf  # no job's deadline is before this
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[TrackedJob]:
+    def __iter__(self) -> Iterator[Job]:
         return iter(self._jobs.values())
 
     def __contains__(self, job_id: object) -> bool:
         return job_id in self._jobs
 
-    def of[J: TrackedJob](self, kind: type[J]) -> Collection[J]:
-        """Those of one kind, oldest first; a view."""
-        return cast(Collection[J], self._kinds.get(kind, _NONE).values())
+    def of(self, *kinds: JobKind) -> list[Job]:
+        """Those of these kinds, oldest first."""
+        return [job for job in self._jobs.values() if job.kind in kinds]
 
-    def late[J: TrackedJob](self, kind: type[J]) -> list[J]:
-        """Saves of one kind that timed out and may still write to host memory."""
-        return [job for job in self._late.values() if isinstance(job, kind)]
+    def late(self, *kinds: JobKind) -> list[Job]:
+        """Saves of these kinds that timed out and may still write to host memory."""
+        return [job for job in self._late.values() if job.kind in kinds]
 
-    def on_end[J: TrackedJob](self, kind: type[J], ended: Callable[[J], None]) -> None:
-        """Has `ended` called with each job of one kind that has been completed; before the first of them."""
-        assert kind not in self._on_end, "one for each kind"
-        self._on_end[kind] = ended
-
-    def next_id(self) -> int:
-        """An id for a new job."""
-        self._num_given += 1
-        return self._num_given - 1
+    def on_end(self, *kinds: JobKind, call: Callable[[Job], None]) -> None:
+        """Has `call` called with each job of these kinds that has been completed; before the first of them."""
+        for kind in kinds:
+            assert kind not in self._on_end, "one for each kind"
+            self._on_end[kind] = call
 
     @property
     def num_given(self) -> int:
         """No job has this id or a greater one."""
         return self._num_given
 
-    def workers(self) -> set[int]:
-        """Those that a new job waits for."""
-        return set(range(self._num_workers))
+    def plan(
+        self,
+        kind: JobKind,
+        parts: tuple[CopyPart, ...],
+        *,
+        who: str,
+        breaker: CircuitBreaker,
+        deadline_s: float,
+        account: str = "",
+        num_staging_blocks: int = 0,
+        keys: Sequence[ChunkKey] = (),
+        slots: tuple[int, ...] = (),
+        pool_blocks: tuple[tuple[int, ...], ...] = (),
+        num_valid_tokens: int = 0,
+    ) -> Job:
+        """Takes up a job, under a new id. From now on it holds what the caller has taken hold of for it.
 
-    def add[J: TrackedJob](self, job: J) -> J:
-        """Takes a planned job."""
+        Args:
+          kind: what it is for.
+          parts: what moves.
+          who: its request; for a save that several share, words for a log.
+          breaker, deadline_s, account, keys, slots, pool_blocks, num_valid_tokens: see `Job`.
+          num_staging_blocks: see `CopyJob`.
+        """
+        is_save = kind.direction is Direction.SAVE and not kind.of_swap
+        wire = CopyJob(
+            job_id=self._num_given,
+            kind=kind,
+            parts=parts,
+            request_id="" if is_save else who,
+            num_staging_blocks=num_staging_blocks,
+        )
+        self._num_given += 1
+        job = Job(
+            wire=wire,
+            what=f"{kind.value} of request {who}",
+            account=account,
+            keys=keys,
+            slots=slots,
+            pool_blocks=pool_blocks,
+            num_valid_tokens=num_valid_tokens,
+            nbytes=sum([len(part.block_ids) * self._block_nbytes[part.group_id] for part in parts]),
+            breaker=breaker,
+            deadline_s=deadline_s,
+            waiting_for=set(range(self._num_workers)),
+        )
         self._jobs[job.job_id] = job
-        self._kinds.setdefault(type(job), {})[job.job_id] = job
-        self._next_deadline_s = min(self._next_deadline_s, job.deadline_s)
+        self._planned.append(job)
+        self._next_deadline_s = min(self._next_deadline_s, deadline_s)
         return job
 
-    def drop(self, job: TrackedJob) -> None:
+    def send(self) -> tuple[CopyJob, ...]:
+        """All that is planned goes with the plan at hand, in the order of `JobKind`."""
+        if not self._planned:
+            return ()
+        jobs, self._planned = self._planned, []
+        if any(job.kind is not jobs[0].kind for job in jobs):
+            jobs.sort(key=lambda job: _ORDER[job.kind])
+        for job in jobs:
+            job.state = JobState.SENT
+        return tuple([job.wire for job in jobs])
+
+    def drop(self, job: Job) -> None:
         """A job that was never sent will not be. The caller knows, so nothing else is called."""
         assert job.state is JobState.PLANNED, "the workers know of it"
-        self._take_out(job)
+        del self._jobs[job.job_id]
+        self._planned.remove(job)
         job.state = JobState.CANCELLED
         self._complete(job)
 
@@ -336,17 +346,13 @@ class JobTable:
             self._end(job)
         return len(ended)
 
-    def _end(self, job: TrackedJob, state: JobState | None = None) -> None:
-        self._take_out(job)
+    def _end(self, job: Job, state: JobState | None = None) -> None:
+        del self._jobs[job.job_id]
         failed = job.doomed or job.failed_blocks
         ended = JobState.FAILED if failed else JobState.CANCELLED if job.detached else JobState.FINISHED
         job.state = state or ended
         self._complete(job)
-        self._on_end[type(job)](job)
-
-    def _take_out(self, job: TrackedJob) -> None:
-        del self._jobs[job.job_id]
-        del self._kinds[type(job)][job.job_id]
+        self._on_end[job.kind](job)
 
     def _report_late(self, worker_id: int, job_id: int) -> None:
         """A worker is through with a job that may have timed out."""
@@ -356,50 +362,3 @@ class JobTable:
             if not job.waiting_for:
                 del self._late[job_id]
                 self._settle(job)
-
-
-def transfer_job(
-    jobs: JobTable,
-    direction: Direction,
-    *,
-    block_ids: tuple[int, ...],
-    host_block_ids: tuple[int, ...],
-    request_id: str,
-    account: str,
-    keys: Sequence[ChunkKey],
-    slots: tuple[int, ...],
-    num_valid_tokens: int,
-    num_staging_blocks: int,
-    breaker: CircuitBreaker,
-    deadline_s: float,
-) -> Job:
-    """Plans a transfer under a new id."""
-    loaded_for = request_id if direction is Direction.LOAD else ""
-    job_id = jobs.next_id()
-    return jobs.add(
-        Job(
-            job_id=job_id,
-            held=Held(
-                account=account,
-                num_staging_blocks=num_staging_blocks,
-                pins=keys if direction is Direction.LOAD else (),
-                slots=slots if direction is Direction.SAVE else (),
-            ),
-            breaker=breaker,
-            deadline_s=deadline_s,
-            waiting_for=jobs.workers(),
-            transfer=TransferJob(
-                job_id=job_id,
-                direction=direction,
-                group_id=0,
-                block_ids=block_ids,
-                host_block_ids=host_block_ids,
-                request_id=loaded_for,
-                num_staging_blocks=num_staging_blocks,
-            ),
-            request_id=request_id,
-            keys=keys,
-            slots=slots,
-            num_valid_tokens=num_valid_tokens,
-        )
-    )

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import final
 
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.jobs import Job, WaitingLoad, transfer_job
-from tpu_offload.types import Direction, JobState
+from tpu_offload.core.jobs import Job, WaitingLoad
+from tpu_offload.types import Direction, JobKind
 
 
 @final
@@ -82,12 +82,10 @@ class LoadQueue:
     def _send(self, load: WaitingLoad, now_s: float) -> Job:
         at_a_time = load.num_staging_blocks or self._max_blocks_per_step or load.num_parts
         num_pieces = -(-load.num_parts // at_a_time)
-        job = transfer_job(
-            self._jobs,
-            Direction.LOAD,
-            block_ids=load.block_ids,
-            host_block_ids=load.host_block_ids,
-            request_id=load.request_id,
+        job = self._jobs.plan(
+            JobKind.LOAD,
+            load.parts,
+            who=load.request_id,
             account=load.account,
             keys=load.keys,
             slots=load.slots,
@@ -96,7 +94,6 @@ class LoadQueue:
             breaker=self._breaker,
             deadline_s=now_s + self._timeout_s * num_pieces,
         )
-        job.state = JobState.SENT
         job.failed_blocks = load.failed_blocks
         job.doomed, job.error = load.doomed, load.error
         self._breaker.hand_over(load.account, job.job_id)

@@ -10,7 +10,7 @@ from tpu_offload.core.requests import FailedLoad, RequestLimits
 from tpu_offload.core.tables import read_ids
 from tpu_offload.core.tracking import Promise, TrackedRequest
 from tpu_offload.errors import RequestError
-from tpu_offload.types import BlockHash, Direction
+from tpu_offload.types import BlockHash, CopyPart, Direction
 
 
 class LoadPlanner:
@@ -170,14 +170,14 @@ class LoadPlanner:
             self._index.unpin(promise.keys)
         self._index.touch(request.use, request.keys, end_chunk)
         request.promise = None
+        host_ids = host_blocks(
+            promise.slots,
+            blocks_per_chunk=self._blocks_per_chunk,
+            first=promise.first_block % self._blocks_per_chunk,
+            num_blocks=num_blocks,
+        )
         request.load = load = WaitingLoad(
-            block_ids=tuple(ids),
-            host_block_ids=host_blocks(
-                promise.slots,
-                blocks_per_chunk=self._blocks_per_chunk,
-                first=promise.first_block % self._blocks_per_chunk,
-                num_blocks=num_blocks,
-            ),
+            parts=(CopyPart(block_ids=tuple(ids), host_block_ids=host_ids),),
             request_id=request.request_id,
             account=request.account,
             keys=keys,

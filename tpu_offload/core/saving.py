@@ -9,14 +9,14 @@ import logging
 from collections.abc import Collection, Container, Iterable, Sequence
 
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.jobs import Job, host_blocks, transfer_job
+from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.leaving import LeavingBlocks, num_worth_saving
 from tpu_offload.core.requests import ScheduledRequest
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.tables import Ids, plain, read_changes
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import RequestError
-from tpu_offload.types import BlockHash, ChunkKey, Direction
+from tpu_offload.types import BlockHash, ChunkKey, CopyPart, Direction, JobKind
 
 _logger = logging.getLogger(__name__)
 
@@ -41,14 +41,10 @@ class SavePlan:
     """The saves of a step.
 
     Attributes:
-      early: of blocks that are others' from this step on.
-      jobs: of blocks that their requests hold on to.
       num_dropped_chunks: chunks for which it was now or never, and that found no room.
       num_refused_chunks: chunks that found no room and will be tried again.
     """
 
-    early: list[Job] = dataclasses.field(default_factory=list)
-    jobs: list[Job] = dataclasses.field(default_factory=list)
     num_dropped_chunks: int = 0
     num_refused_chunks: int = 0
 
@@ -189,14 +185,12 @@ class SavePlanner:
         num_early = num_saved = 0
         if self.leaving:
             leaving = _by_priority(self.leaving.take())
-            plan.early, num_early = self._plan_all(
-                leaving, room if admitted else 0, deadline_s=deadline_s, is_use=False
-            )
+            num_early = self._plan_all(JobKind.EARLY_SAVE, leaving, room if admitted else 0, deadline_s=deadline_s)
             plan.num_dropped_chunks = sum(request.num_refused_chunks for request in leaving)
         if self._to_look_at and admitted:
             room = min(room - num_early, MAX_AT_ONCE)
             requests = _by_priority(self._in_turn(room))
-            plan.jobs, num_saved = self._plan_all(requests, room, deadline_s=deadline_s)
+            num_saved = self._plan_all(JobKind.SAVE, requests, room, deadline_s=deadline_s)
             for request in requests:
                 plan.num_refused_chunks += request.num_refused_chunks
                 if not request.num_refused_chunks:
@@ -240,11 +234,9 @@ class SavePlanner:
             assert len(request.block_ids) >= num_blocks, "chunks are on offer whose blocks are not known"
             assert len(request.keys) >= request.num_offered_chunks, "chunks are on offer whose keys are not known"
 
-    def _plan_all(
-        self, requests: Iterable[TrackedRequest], room: int, *, deadline_s: float, is_use: bool = True
-    ) -> tuple[list[Job], int]:
-        """Plans the saves of these in this order, at most `room` chunks; returns the jobs, and how many chunks."""
-        jobs: list[Job] = []
+    def _plan_all(self, kind: JobKind, requests: Iterable[TrackedRequest], room: int, *, deadline_s: float) -> int:
+        """Plans the saves of these in this order, at most `room` chunks; returns how many."""
+        is_use = kind is JobKind.SAVE
         shared, num_saved = _Save(), 0
         some_suspect = len(self._suspects) > 0
         for request in requests:
@@ -252,10 +244,10 @@ class SavePlanner:
             save = _Save() if some_suspect and self._has_suspects(request) else shared
             num_saved += self._plan_one(request, save, room - num_saved, is_use=is_use)
             if save is not shared and save.slots:
-                jobs.append(self._make_job(save, deadline_s=deadline_s))
+                self._plan_job(kind, save, deadline_s=deadline_s)
         if shared.slots:
-            jobs.append(self._make_job(shared, deadline_s=deadline_s))
-        return jobs, num_saved
+            self._plan_job(kind, shared, deadline_s=deadline_s)
+        return num_saved
 
     def _in_turn(self, room: int) -> Collection[TrackedRequest]:
         """The requests with something to save, those first that have waited longest, or offer least."""
@@ -350,24 +342,21 @@ class SavePlanner:
                 self._num_unchained,
             )
 
-    def _make_job(self, save: _Save, *, deadline_s: float) -> Job:
+    def _plan_job(self, kind: JobKind, save: _Save, *, deadline_s: float) -> None:
         num_blocks, others = len(save.block_ids), len(save.request_ids) - 1
-        job = transfer_job(
-            self._jobs,
-            Direction.SAVE,
-            block_ids=tuple(save.block_ids),
-            host_block_ids=host_blocks(save.slots, blocks_per_chunk=self._blocks_per_chunk, num_blocks=num_blocks),
-            request_id=save.request_ids[0] + (f" and {others} more" if others else ""),
+        host_ids = host_blocks(save.slots, blocks_per_chunk=self._blocks_per_chunk, num_blocks=num_blocks)
+        job = self._jobs.plan(
+            kind,
+            (CopyPart(block_ids=tuple(save.block_ids), host_block_ids=host_ids),),
+            who=save.request_ids[0] + (f" and {others} more" if others else ""),
             account=_ACCOUNT,
             keys=tuple(save.keys),
             slots=tuple(save.slots),
-            num_valid_tokens=0,
             num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks),
             breaker=self._breaker,
             deadline_s=deadline_s,
         )
         self._breaker.begin(job.job_id)
-        return job
 
 
 def _by_priority(requests: Iterable[TrackedRequest]) -> list[TrackedRequest]:

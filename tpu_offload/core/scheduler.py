@@ -63,7 +63,7 @@ from tpu_offload.core.requests import (
     Update,
 )
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
-from tpu_offload.core.saving import NO_SAVES, Offer, SavePlan, SavePlanner
+from tpu_offload.core.saving import NO_SAVES, Offer, SavePlanner
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tables import check_sequence
@@ -78,11 +78,9 @@ from tpu_offload.types import (
     CacheEpoch,
     ChunkKey,
     Direction,
-    JobState,
+    JobKind,
     StepPlan,
     StepReport,
-    SwapJob,
-    TransferJob,
 )
 from tpu_offload.values import as_count, one_line
 
@@ -421,26 +419,25 @@ class OffloadScheduler:
         self._transfers.expire_waiting(now_s)
         self._jobs.expire(now_s)
         self._transfers.settle()
-        saves = NO_SAVES
-        loads: tuple[TransferJob, ...] = ()
         cancelled: tuple[int, ...] = ()
         if self._enabled:
             for request, offer in offers.values():
                 self._saves.offer(request, offer)
                 self._requests[request.request_id] = request
             if self._transfers.has_plans:
-                loads, cancelled = self._transfers.take_plans(now_s)
+                cancelled = self._transfers.plan(now_s)
             saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
             if saves is not NO_SAVES:
                 self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
                 self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
-        swaps = self._swap.take_jobs()
-        if loads or cancelled or saves is not NO_SAVES or any(swaps):
-            plan = self._make_plan(loads, cancelled, saves, swaps)
-        else:
-            plan = StepPlan(
-                step_id=self._num_steps, next_job_id=self._jobs.num_given, cache_epochs=self._workers.epochs
-            )
+        self._swap.begin_step()
+        plan = StepPlan(
+            step_id=self._num_steps,
+            jobs=self._jobs.send(),
+            cancelled_job_ids=cancelled,
+            next_job_id=self._jobs.num_given,
+            cache_epochs=self._workers.epochs,
+        )
         self._num_steps += 1
         self._stats_logger.maybe_log(now_s, self.stats)
         return plan
@@ -521,9 +518,10 @@ class OffloadScheduler:
         pins: dict[ChunkKey, int] = dict(self._swap.pins())
         pending: list[ChunkKey] = []
         loads: list[Job | WaitingLoad] = [*self._queue]
-        for job in self._jobs.of(Job):
-            account = job.held.account, job.direction
-            held[account] = held.get(account, 0) + job.held.num_staging_blocks
+        kinds = JobKind.EARLY_SAVE, JobKind.LOAD, JobKind.SAVE
+        for job in self._jobs.of(*kinds):
+            account = job.account, job.direction
+            held[account] = held.get(account, 0) + job.wire.num_staging_blocks
             if job.direction is Direction.SAVE:
                 pending += job.keys
             else:
@@ -544,7 +542,7 @@ class OffloadScheduler:
         assert sum(held.values()) == self._staging.num_reserved
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())
         self._index.check_holds(pins=pins, pending=set(pending))
-        late = [slot for job in self._jobs.late(Job) for slot in job.slots[: len(job.keys)]]
+        late = [slot for job in self._jobs.late(*kinds) for slot in job.slots[: len(job.keys)]]
         counts = self._counts
         assert counts.matched_tokens <= counts.found_tokens <= counts.looked_up_tokens, "found what was not looked up"
         assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
@@ -620,27 +618,6 @@ class OffloadScheduler:
             elif offers:
                 offers.pop(request_id, None)
         return offers
-
-    def _make_plan(
-        self,
-        loads: tuple[TransferJob, ...],
-        cancelled: tuple[int, ...],
-        saves: SavePlan,
-        swaps: tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]],
-    ) -> StepPlan:
-        for job in (*saves.early, *saves.jobs):
-            job.state = JobState.SENT
-        return StepPlan(
-            step_id=self._num_steps,
-            loads=loads,
-            saves=tuple([job.transfer for job in saves.jobs]),
-            cancelled_job_ids=cancelled,
-            swap_outs=swaps[0],
-            swap_ins=swaps[1],
-            next_job_id=self._jobs.num_given,
-            early_saves=tuple([job.transfer for job in saves.early]),
-            cache_epochs=self._workers.epochs,
-        )
 
 
 def _event_kind(change: Changes) -> TierEventKind:

@@ -15,7 +15,9 @@ from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.requests import FailedLoad, FinishedTransfer
 from tpu_offload.core.saving import SavePlanner
-from tpu_offload.types import ChunkKey, Direction, JobState, TransferJob
+from tpu_offload.types import ChunkKey, Direction, JobKind, JobState
+
+_TRANSFERS = (JobKind.EARLY_SAVE, JobKind.LOAD, JobKind.SAVE)
 
 
 @final
@@ -37,7 +39,6 @@ class Transfers:
         self._suspects = context.suspects
         self._counts = context.counts
         self._block_size = context.block_size
-        self._block_nbytes = context.layout.block_nbytes
         self._blocks_per_chunk = context.blocks_per_chunk
         self._to_cancel: dict[int, set[int]] = {}  # by job id, the workers that may still be at it
         self._loaded: list[str] = []
@@ -46,7 +47,7 @@ class Transfers:
         self._lost_keys: set[ChunkKey] = set()
         # Requests that have seen a load fail: they compute what failed, others may try it once more.
         self._wary: set[str] = set()
-        self._jobs.on_end(Job, self.ended)
+        self._jobs.on_end(*_TRANSFERS, call=self.ended)
 
     # On the way down.
 
@@ -56,17 +57,16 @@ class Transfers:
 
     @property
     def has_plans(self) -> bool:
-        """Whether `take_plans` might return anything."""
+        """Whether `plan` might do anything."""
         return bool(self._queue or self._to_cancel)
 
-    def take_plans(self, now_s: float) -> tuple[tuple[TransferJob, ...], tuple[int, ...]]:
-        """The loads, and the ids of those that are taken back, that go with the plan at hand."""
-        loads = self._queue.start(now_s) if self._queue else []
-        for job in loads:
-            self._requests[job.request_id].load = job
+    def plan(self, now_s: float) -> tuple[int, ...]:
+        """Plans the loads that can go with the coming step, and returns the ids of those that are taken back."""
+        for job in self._queue.start(now_s) if self._queue else ():
+            self._requests[job.wire.request_id].load = job
         if self._to_cancel:
             self._to_cancel = {i: waiting for i, waiting in self._to_cancel.items() if self._jobs.may_run(i, waiting)}
-        return tuple([job.transfer for job in loads]), tuple(self._to_cancel)
+        return tuple(self._to_cancel)
 
     def detach(self, load: Job | WaitingLoad) -> None:
         """Nobody waits for a load any more, and its blocks are about to be used for something else."""
@@ -138,12 +138,12 @@ class Transfers:
         """What they move is no longer what the model would compute: loads are given up, saves are not published."""
         for load in list(self._queue):
             self._give_up_waiting(load)
-        for job in self._jobs.of(Job):
+        for job in self._jobs.of(*_TRANSFERS):
             self._give_up(job, "the cache was reset")
 
     def doubt(self, worker_id: int, *, why: str) -> None:
         """A worker was started anew: what it was sent either died with it, or is done by one with empty memory."""
-        for job in self._jobs.of(Job):
+        for job in self._jobs.of(*_TRANSFERS):
             if job.state is JobState.SENT and worker_id in job.waiting_for:
                 self._give_up(job, why)
 
@@ -159,7 +159,7 @@ class Transfers:
         for load in list(self._queue):
             load.num_valid_tokens = 0
             self._give_up_waiting(load)
-        for job in self._jobs.of(Job):
+        for job in self._jobs.of(*_TRANSFERS):
             if job.direction is Direction.LOAD:
                 job.num_valid_tokens = 0
                 self._give_up(job, "the KV caches were lost")
@@ -176,7 +176,7 @@ class Transfers:
         self._saves.rewind_all(self._requests.values())
 
     def _fail_in(self, first: int, end: int) -> None:
-        for job in (*self._jobs.of(Job), *self._queue):
+        for job in (*self._jobs.of(*_TRANSFERS), *self._queue):
             if touches(job.slots, first, end):
                 gone = {i for i, slot in enumerate(job.slots) if first <= slot < end}
                 job.error = job.error or "the host memory of its chunks was lost"
@@ -244,30 +244,30 @@ class Transfers:
 
     def _tell_of(self, job: Job) -> None:
         """A load has ended, or will for nothing: its request goes on."""
-        self._requests[job.request_id].load = None
+        request_id = job.wire.request_id
+        self._requests[request_id].load = None
         if job.state is JobState.FINISHED:
-            self._loaded.append(job.request_id)
-            self._counts.loaded_tokens += job.transfer.num_blocks * self._block_size
+            self._loaded.append(request_id)
+            self._counts.loaded_tokens += job.wire.num_blocks * self._block_size
             return
-        self._wary.add(job.request_id)
+        self._wary.add(request_id)
         # What came before the first hole can be used.
         num_loaded = 0 if job.doomed else min(job.failed_blocks)
         self._counts.loaded_tokens += num_loaded * self._block_size
         self._failed_loads.append(
-            FailedLoad(request_id=job.request_id, num_valid_tokens=job.num_valid_tokens + num_loaded * self._block_size)
+            FailedLoad(request_id=request_id, num_valid_tokens=job.num_valid_tokens + num_loaded * self._block_size)
         )
 
     def _count_moved(self, job: Job) -> None:
-        num_blocks, counts = job.transfer.num_blocks, self._counts
+        num_blocks, counts = job.wire.num_blocks, self._counts
         self._finished.append(
             FinishedTransfer(direction=job.direction, num_blocks=num_blocks, duration_s=job.duration_s)
         )
-        nbytes = num_blocks * self._block_nbytes
         if job.direction is Direction.SAVE:
             counts.saved_blocks += num_blocks
-            counts.saved_nbytes += nbytes
+            counts.saved_nbytes += job.nbytes
             counts.save_s += job.duration_s
         else:
             counts.loaded_blocks += num_blocks
-            counts.loaded_nbytes += nbytes
+            counts.loaded_nbytes += job.nbytes
             counts.load_s += job.duration_s

@@ -16,7 +16,7 @@ from typing import Any, final
 
 import numpy as np
 
-from tpu_offload.types import TransferJob
+from tpu_offload.types import CopyJob, CopyPart
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -25,14 +25,14 @@ class BackloggedLoad:
 
     Attributes:
       job: all of it.
-      host_block_ids: those of the job.
+      host_block_ids: those of its parts.
       num_dispatched: so many of its leading blocks have been dispatched.
       pieces: step and size of each piece of it.
       error: what has gone wrong with one of them, so that no other follows.
     """
 
-    job: TransferJob
-    host_block_ids: np.ndarray[Any, np.dtype[np.int32]]
+    job: CopyJob
+    host_block_ids: Sequence[np.ndarray[Any, np.dtype[np.int32]]]
     num_dispatched: int = 0
     pieces: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     error: str = ""
@@ -42,18 +42,23 @@ class BackloggedLoad:
         """Blocks that are left."""
         return self.job.num_blocks - self.num_dispatched
 
-    @property
-    def block_ids_left(self) -> tuple[int, ...]:
-        """Their places in the caches."""
-        return self.job.block_ids[self.num_dispatched :]
+    def parts_left(self) -> tuple[CopyPart, ...]:
+        """What is left of its parts."""
+        return _cut(self.job.parts, self.num_dispatched, self.job.num_blocks)
 
-    def cut(self, num_blocks: int, *, step_id: int) -> TransferJob:
+    def places_left(self) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.int32]]]]:
+        """Where that is in the host tier: per part, the layer group and the places."""
+        first = self.num_dispatched
+        for part, places in zip(self.job.parts, self.host_block_ids, strict=True):
+            yield part.group_id, places[max(0, first) :]
+            first -= len(places)
+
+    def cut(self, num_blocks: int, *, step_id: int) -> CopyJob:
         """Takes the next blocks, as a job of their own."""
         first, end = self.num_dispatched, self.num_dispatched + num_blocks
         self.num_dispatched = end
         self.pieces.append((step_id, num_blocks))
-        block_ids, host_block_ids = self.job.block_ids[first:end], self.job.host_block_ids[first:end]
-        return dataclasses.replace(self.job, block_ids=block_ids, host_block_ids=host_block_ids)
+        return dataclasses.replace(self.job, parts=_cut(self.job.parts, first, end))
 
 
 @final
@@ -100,13 +105,13 @@ class LoadBacklog:
 
     def take(
         self,
-        new: Sequence[TransferJob],
+        new: Sequence[CopyJob],
         *,
         step_id: int,
         room: Callable[[BackloggedLoad], int] | None,
         staging_room: int = sys.maxsize,
         urgent: Collection[int] = (),
-    ) -> tuple[list[TransferJob], list[int]]:
+    ) -> tuple[list[CopyJob], list[int]]:
         """What is dispatched before the coming step.
 
         Args:
@@ -121,7 +126,9 @@ class LoadBacklog:
         if not self._loads and room is None and sum(job.num_blocks for job in new) <= self._max_blocks:
             return list(new), [job.job_id for job in new]  # nearly always
         for job in new:
-            self._loads[job.job_id] = BackloggedLoad(job, np.array(job.host_block_ids, np.int32))
+            self._loads[job.job_id] = BackloggedLoad(
+                job, [np.array(part.host_block_ids, np.int32) for part in job.parts]
+            )
         loads = list(self._loads.values())
         sizes = self._shares(loads, urgent) if room is None else _staged_sizes(loads, room, staging_room)
         pieces = [load.cut(size, step_id=step_id) for load, size in zip(loads, sizes, strict=True) if size > 0]
@@ -155,3 +162,16 @@ def _staged_sizes(
         sizes.append(max(0, min(load.num_left, room(load), staging_room)))
         staging_room -= sizes[-1]
     return sizes
+
+
+def _cut(parts: Sequence[CopyPart], first: int, end: int) -> tuple[CopyPart, ...]:
+    """Blocks `first` to `end` of all that these parts have."""
+    cut = []
+    for part in parts:
+        if first < len(part.block_ids) and end > 0:
+            which = slice(max(0, first), end)
+            cut.append(
+                dataclasses.replace(part, block_ids=part.block_ids[which], host_block_ids=part.host_block_ids[which])
+            )
+        first, end = first - len(part.block_ids), end - len(part.block_ids)
+    return tuple(cut)

@@ -1,13 +1,12 @@
 """What a plan from another process must be before anything is copied."""
 
 import logging
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from tpu_offload.types import Direction, HostStore, StepPlan, SwapJob, SwapPart, TransferJob
+from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore, JobKind, StepPlan
 
 _logger = logging.getLogger(__name__)
 
@@ -16,9 +15,9 @@ _NO_EPOCHS = ((-1, -1),)  # no worker's: a plan that says nothing that can be re
 
 
 def sound_plan(plan: Any, *, last: int) -> StepPlan:
-    """The plan, without what cannot be answered because it has no valid job id.
+    """The plan, without what cannot be answered because it has no valid job id, or done because it has no kind.
 
-    What is wrong with jobs that have one is found by `transfer_error` and `swap_error`, and reported as their failure.
+    What is wrong with other jobs is found by `job_error`, and reported as their failure.
 
     Args:
       plan: anything.
@@ -34,44 +33,40 @@ def sound_plan(plan: Any, *, last: int) -> StepPlan:
         return StepPlan(step_id=last)
 
 
-def transfer_error(job: TransferJob, direction: Direction) -> str:
-    """Why this is no job in this direction, in one line; empty when it is. Whether it is in range is for the caller."""
+def job_error(job: CopyJob) -> str:
+    """Why this is no job, in one line; empty when it is. Whether its ids are in range is for the caller."""
     try:
-        if job.direction is not direction or type(job.group_id) is not int or type(job.request_id) is not str:
-            return f"direction, group and request are {(job.direction, job.group_id, job.request_id)!r:.100}"
-        if not _is_count(job.num_staging_blocks):
-            return f"its staging blocks are {job.num_staging_blocks!r:.100}; expected an integer from 0 on"
-        blocks, places = job.block_ids, job.host_block_ids
-        error = _ids_error(blocks, places)
-        if error:
-            return error
-        # Two writes to one place in one program have no order.
-        written = places if direction is Direction.SAVE else blocks
-        return "it writes to one place twice" if len(set(written)) < len(written) else ""
+        if type(job.parts) is not tuple or type(job.request_id) is not str or not _is_count(job.num_staging_blocks):
+            return (
+                "parts, request and staging blocks are "
+                f"{(job.parts, job.request_id, job.num_staging_blocks)!r:.100}; expected a tuple, text and a count"
+            )
+        for part in job.parts:
+            error = _part_error(part)
+            if error:
+                return error
+        return "it writes to one place twice" if _writes_twice(job) else ""
     except AttributeError as e:
         return f"it has no {e.name}"
 
 
-def swap_error(job: SwapJob, direction: Direction) -> str:
-    """The same of a swap."""
-    try:
-        if job.direction is not direction or type(job.parts) is not tuple:
-            return f"direction and parts are {(job.direction, job.parts)!r:.100}"
-        error = next(filter(None, map(_part_error, job.parts)), "")
-        if error or direction is Direction.LOAD:
-            return error
-        for group_id in {part.group_id for part in job.parts}:
-            places = [place for part in job.parts if part.group_id == group_id for place in part.host_block_ids]
-            if len(set(places)) < len(places):
-                return "it writes to one place twice"
-        return ""
-    except AttributeError as e:
-        return f"it has no {e.name}"
+def _writes_twice(job: CopyJob) -> bool:
+    """Two writes to one place in one program have no order."""
+    saves = job.direction is Direction.SAVE
+    if len(job.parts) == 1:  # nearly always
+        places = job.parts[0].host_block_ids if saves else job.parts[0].block_ids
+        return len(set(places)) < len(places)
+    written: dict[tuple[HostStore, int], list[int]] = {}
+    for part in job.parts:
+        # Loads of one group from two stores write the same caches.
+        store = part.store if saves else HostStore.HOST_TIER
+        written.setdefault((store, part.group_id), []).extend(part.host_block_ids if saves else part.block_ids)
+    return any(len(set(places)) < len(places) for places in written.values())
 
 
-def _part_error(part: SwapPart) -> str:
-    if type(part) is not SwapPart or type(part.group_id) is not int or type(part.store) is not HostStore:
-        return "a part of it is no SwapPart of a layer group and a store"
+def _part_error(part: CopyPart) -> str:
+    if type(part) is not CopyPart or type(part.group_id) is not int or type(part.store) is not HostStore:
+        return "a part of it is no CopyPart of a layer group and a store"
     return _ids_error(part.block_ids, part.host_block_ids)
 
 
@@ -79,41 +74,34 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
     epochs = plan.cache_epochs if _are_epochs(plan.cache_epochs) else _NO_EPOCHS
     if plan.empty and _is_count(plan.step_id) and _is_count(plan.next_job_id) and epochs is plan.cache_epochs:
         return plan
-    fields = (plan.loads, plan.saves, plan.swap_outs, plan.swap_ins, plan.early_saves)
-    answered = [_answerable(jobs, kind) for jobs, kind in zip(fields, _KINDS, strict=True)]
+    jobs = _answerable(plan.jobs)
     cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
     kept = tuple(job_id for job_id in cancelled if _is_count(job_id))
-    numbers = plan.step_id, plan.next_job_id
-    same = epochs is plan.cache_epochs and kept == plan.cancelled_job_ids and all(map(operator.is_, answered, fields))
-    if same and all(map(_is_count, numbers)):
+    same = epochs is plan.cache_epochs and kept == plan.cancelled_job_ids and jobs is plan.jobs
+    if same and _is_count(plan.step_id) and _is_count(plan.next_job_id):
         return plan
-    _logger.error("plan %r has jobs without an id, or fields that are no tuples of jobs: left out", plan.step_id)
-    loads, saves, outs, ins, early = answered
-    step_id = plan.step_id if _is_count(plan.step_id) else last
-    next_job_id = plan.next_job_id if _is_count(plan.next_job_id) else 0
+    _logger.error("plan %r has jobs without an id or a kind, or fields that are no tuples: left out", plan.step_id)
     return StepPlan(
-        step_id=step_id,
-        loads=loads,
-        saves=saves,
+        step_id=plan.step_id if _is_count(plan.step_id) else last,
+        jobs=jobs,
         cancelled_job_ids=kept,
-        swap_outs=outs,
-        swap_ins=ins,
-        next_job_id=next_job_id,
-        early_saves=early,
+        next_job_id=plan.next_job_id if _is_count(plan.next_job_id) else 0,
         cache_epochs=epochs,
     )
 
 
 _INTS = {int}
-_KINDS = (TransferJob, TransferJob, SwapJob, SwapJob, TransferJob)
 
 
-def _answerable(jobs: Any, kind: Any) -> tuple[Any, ...]:
-    if type(jobs) is not tuple or not jobs:
-        return jobs if type(jobs) is tuple else ()
-    if all(type(job) is kind and _is_count(getattr(job, "job_id", None)) for job in jobs):
-        return jobs
-    return tuple(job for job in jobs if type(job) is kind and _is_count(getattr(job, "job_id", None)))
+def _answerable(jobs: Any) -> tuple[CopyJob, ...]:
+    if type(jobs) is not tuple:
+        return ()
+    return jobs if all(map(_is_answerable, jobs)) else tuple(filter(_is_answerable, jobs))
+
+
+def _is_answerable(job: Any) -> bool:
+    """Whether it can be told when to do this, and how it ended."""
+    return type(job) is CopyJob and _is_count(getattr(job, "job_id", None)) and type(getattr(job, "kind", 0)) is JobKind
 
 
 def _ids_error(block_ids: Any, host_block_ids: Any) -> str:

@@ -18,12 +18,16 @@ class HostMemory:
     Attributes:
       spec: what is copied.
       pool: the segments.
+      num_segments: how many there are.
+      blocks_per_chunk: places that are allocated together.
       lost: bool[places]; whether nothing was written there, or what was is lost. A plan that was made before the loss
         was known, or for an earlier life of this worker, asks for it, and would be given zeros.
     """
 
     spec: TransferSpec
     pool: HostPool
+    num_segments: int
+    blocks_per_chunk: int
     lost: np.ndarray[Any, np.dtype[np.bool_]]
 
     @classmethod
@@ -35,7 +39,18 @@ class HostMemory:
             chunks_per_segment=chunks_per_segment,
             num_chunks=num_chunks,
         )
-        return cls(spec, pool, np.ones(num_segments * spec.segment_blocks, np.bool_))
+        return cls(
+            spec,
+            pool,
+            num_segments,
+            spec.segment_blocks // chunks_per_segment,
+            np.ones(num_segments * spec.segment_blocks, np.bool_),
+        )
+
+    @property
+    def num_blocks_ready(self) -> int:
+        """Places whose memory is there; grows."""
+        return self.pool.num_chunks_ready * self.blocks_per_chunk
 
     def mark(self, segment_id: int, places: Any, *, lost: bool) -> None:
         """Says of places of a segment whether what is there is lost."""

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import final
 
-from tpu_offload.types import JobResult, JobState
+from tpu_offload.types import CopyPart, JobResult, JobState
 
 _logger = logging.getLogger(__name__)
 
@@ -16,11 +16,11 @@ class _Job:
 
     Attributes:
       started_s: when it was dispatched.
-      block_ids: its blocks of the caches, if they can fail one by one.
+      parts: what it moves, if its blocks can fail one by one.
       num_parts: flights that carry blocks of it, and one more while it is being dispatched.
       num_unwritten: for a load, those of them that no program has been dispatched for that writes the caches.
       error: the first thing that went wrong.
-      failed: those of its blocks that were not copied, if all that went wrong is known to be about these.
+      failed: (group_id, block_id) of what was not copied, if all that went wrong is known to be about these.
       failed_whole: something went wrong that is about all of it.
       writes_caches: it is a load, or a swap in.
       cancelled: the engine has taken its blocks back, and some were not written by then; or they are gone.
@@ -28,22 +28,23 @@ class _Job:
     """
 
     started_s: float
-    block_ids: tuple[int, ...]
+    parts: tuple[CopyPart, ...]
     writes_caches: bool
     num_parts: int = 1
     num_unwritten: int = 1
     error: str = ""
-    failed: set[int] = dataclasses.field(default_factory=set)
+    failed: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     failed_whole: bool = False
     cancelled: bool = False
     copy_s: float = 0.0
 
     def failed_positions(self) -> tuple[int, ...]:
-        """Positions in `block_ids` of what was not copied; empty for all of it."""
+        """Positions in `CopyJob.block_ids` of what was not copied; empty for all of it."""
         if self.failed_whole:
             return ()
-        positions = tuple(i for i, block_id in enumerate(self.block_ids) if block_id in self.failed)
-        return positions if len(positions) < len(self.block_ids) else ()
+        blocks = [(part.group_id, block_id) for part in self.parts for block_id in part.block_ids]
+        positions = tuple(i for i, block in enumerate(blocks) if block in self.failed)
+        return positions if len(positions) < len(blocks) else ()
 
 
 @final
@@ -83,9 +84,9 @@ class WorkerJobs:
         """For how long the job that was started first has been in flight; 0 when none is."""
         return self._clock() - next(iter(self._jobs.values())).started_s if self._jobs else 0.0
 
-    def start(self, job_id: int, block_ids: tuple[int, ...] = (), *, writes_caches: bool = False) -> None:
+    def start(self, job_id: int, parts: tuple[CopyPart, ...] = (), *, writes_caches: bool = False) -> None:
         """A job begins, with one part: its own dispatch."""
-        self._jobs[job_id] = _Job(self._clock(), block_ids, writes_caches)
+        self._jobs[job_id] = _Job(self._clock(), parts, writes_caches)
 
     def see_all_below(self, job_id: int) -> None:
         """Every job with a smaller id that this worker is ever to do has been started."""
@@ -106,21 +107,21 @@ class WorkerJobs:
             if job.num_unwritten == 0 and not job.error and not job.cancelled:
                 self._written.append(job_id)
 
-    def end_part(self, job_ids: Iterable[int], error: str = "", *, block_ids: Collection[int] = ()) -> None:
+    def end_part(self, job_ids: Iterable[int], error: str = "", *, failed: Collection[tuple[int, int]] = ()) -> None:
         """One part less for each of these jobs, with what went wrong with it, if anything did.
 
         Args:
           job_ids: the jobs.
           error: one line; empty if nothing went wrong.
-          block_ids: the blocks of these jobs that this is about; empty for all of them.
+          failed: (group_id, block_id) of the blocks of these jobs that this is about; empty for all of them.
         """
         for job_id in job_ids:
             job = self._jobs[job_id]
             job.num_parts -= 1
             if error:
                 job.error = job.error or error
-                job.failed.update(block_ids)
-                job.failed_whole |= not block_ids
+                job.failed.update(failed)
+                job.failed_whole |= not failed
             if job.num_parts == 0:
                 self._end(job_id, job)
 
@@ -166,10 +167,15 @@ class WorkerJobs:
         state = JobState.FAILED if job.error else JobState.CANCELLED if job.cancelled else JobState.FINISHED
         if job.error:
             _logger.warning("job %d failed: %s", job_id, job.error)
-        failed = job.failed_positions() if job.error else ()
+        positions = job.failed_positions() if job.error else ()
         seconds = self._clock() - job.started_s
         self._results.append(
             JobResult(
-                job_id=job_id, state=state, error=job.error, duration_s=seconds, copy_s=job.copy_s, failed_blocks=failed
+                job_id=job_id,
+                state=state,
+                error=job.error,
+                duration_s=seconds,
+                copy_s=job.copy_s,
+                failed_blocks=positions,
             )
         )

@@ -13,19 +13,9 @@ import dataclasses
 import logging
 from typing import final
 
-from tpu_offload.types import CacheEpoch, StepPlan, SwapJob, TransferJob, WorkerSetup
+from tpu_offload.types import CacheEpoch, StepPlan, WorkerSetup
 
 _logger = logging.getLogger(__name__)
-
-
-def jobs_of(plan: StepPlan) -> tuple[TransferJob | SwapJob, ...]:
-    """All jobs of a plan, in the order in which they are dispatched."""
-    return (*plan.early_saves, *plan.swap_outs, *plan.loads, *plan.swap_ins, *plan.saves)
-
-
-def without_jobs(plan: StepPlan) -> StepPlan:
-    """The plan with nothing left of it but what it cancels."""
-    return dataclasses.replace(plan, loads=(), saves=(), swap_outs=(), swap_ins=(), early_saves=())
 
 
 @final
@@ -73,7 +63,7 @@ class PlanGate:
         """Whether a plan is a repetition, or a later one has begun."""
         if plan.next_job_id > self._begun_below:
             return False
-        if jobs_of(plan):
+        if plan.jobs:
             return plan.next_job_id > 0
         # Without jobs it would do no harm, but it must not take the place of the plan at hand.
         has_ids = plan.next_job_id > 0 or self._begun_below > 0

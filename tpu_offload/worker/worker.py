@@ -34,13 +34,14 @@ from tpu_offload.errors import CachesLostError, ConfigError, LayoutError
 from tpu_offload.kernels import FusedOutcome, FusedStep
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import available_nbytes, cap_chunks, plan_segments, plan_shared_segments
-from tpu_offload.types import CacheEpoch, Direction, StepPlan, StepReport, SwapJob, TransferJob, WorkerSetup
+from tpu_offload.types import CacheEpoch, CopyJob, Direction, JobKind, StepPlan, StepReport, WorkerSetup
 from tpu_offload.values import as_count, one_line
 from tpu_offload.worker.arrays import is_ready, wait_for_all, wait_for_any
 from tpu_offload.worker.boundary import sound_plan
+from tpu_offload.worker.group_copies import WrapCopier, unwrapped
 from tpu_offload.worker.jobs import WorkerJobs
-from tpu_offload.worker.plan_gate import PlanGate, jobs_of, without_jobs
-from tpu_offload.worker.swapping import SwapCopies, WrapCopier, unwrapped
+from tpu_offload.worker.plan_gate import PlanGate
+from tpu_offload.worker.swapping import SwapCopies
 from tpu_offload.worker.tier import TierCopies
 
 _logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class OffloadWorker:
                 kv_caches,
                 jobs=self._jobs,
                 available=max(0, (available or 0) - taken),
-                tier=self._tier.source() if self._tier is not None else None,
+                tier=self._tier.sources() if self._tier is not None else (),
                 clock=clock,
                 wrap_copier=wrap_copier,
             )
@@ -152,7 +153,7 @@ class OffloadWorker:
           The epoch of the new caches.
         """
         given, plan = self._plan
-        self._plan = None, without_jobs(plan)
+        self._plan = None, dataclasses.replace(plan, jobs=())
         self._gate.lose_caches()
         self._jobs.lose_loads()
         if self._tier is not None:
@@ -199,17 +200,19 @@ class OffloadWorker:
         if self._gate.is_stale(plan):
             plan = self._refuse_stale(plan)
         self._plan = given, plan
-        if not plan.saves:  # else `end_step` starts the last of them
+        if not plan.of(JobKind.SAVE):  # else `end_step` starts the last of them
             self._jobs.see_all_below(plan.next_job_id)
             if plan.empty and (tier is None or not (tier.has_flights or tier.awaits_pass)):
                 return kv_caches
         if tier is not None:
             tier.abandon_pass()
+        kv_caches = list(kv_caches)  # the programs are compiled for a list
         try:
-            return self._begin(plan, list(kv_caches), fuse=fuse, urgent=urgent)  # the programs are compiled for a list
+            self._begin(plan, kv_caches, fuse=fuse, urgent=urgent)
         except CachesLostError:
             self.lose_caches()
             raise
+        return kv_caches
 
     def resume_loads(self, kv_caches: Caches) -> Caches:
         """Goes on with the loads that are left, for an engine that waits for a load before its forward pass.
@@ -226,11 +229,13 @@ class OffloadWorker:
         """
         if self._tier is None or not self._tier.has_flights:
             return kv_caches
+        kv_caches = list(kv_caches)
         try:
-            return self._tier.resume(list(kv_caches))
+            self._tier.resume(kv_caches)
         except CachesLostError:
             self.lose_caches()
             raise
+        return kv_caches
 
     def has_begun(self, plan: StepPlan) -> bool:
         """Whether this plan, or a later one, has begun, so that `begin_step` would ignore it."""
@@ -240,27 +245,26 @@ class OffloadWorker:
         """Whether a plan was made for caches, or for an incarnation, that are gone: its jobs are cancelled."""
         return self._gate.is_stale(plan)
 
-    def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int]) -> Caches:
+    def _begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int]) -> None:
+        """Dispatches what goes before the forward pass; caches that are written are replaced in the list."""
+        early, outs, loads, ins = map(plan.of, (JobKind.EARLY_SAVE, JobKind.SWAP_OUT, JobKind.LOAD, JobKind.SWAP_IN))
         # What leaves its blocks is read before anything is written into them: loads, swap-ins, the forward pass.
         if self._tier is None:
-            self._refuse(plan.early_saves, _OFF)
-        elif plan.early_saves:
-            self._tier.save_early(plan, kv_caches)
-        if self._swap is not None and plan.swap_outs:
-            self._swap.swap_out(plan.swap_outs, kv_caches)
-        if self._tier is not None:
-            kv_caches = self._tier.begin(plan, kv_caches, fuse=fuse, urgent=urgent)
-        else:
-            self._refuse(plan.loads, _OFF)
-        if self._swap is not None and plan.swap_ins:
-            kv_caches = self._swap.swap_in(plan.swap_ins, kv_caches)
+            self._refuse((*early, *loads), _OFF)
+        elif early:
+            self._tier.save_early(early, kv_caches)
         if self._swap is None:
-            self._refuse((*plan.swap_outs, *plan.swap_ins), "request swap is off on this worker: it has no swap pool")
-        return kv_caches
+            self._refuse((*outs, *ins), "request swap is off on this worker: it has no swap pool")
+        elif outs:
+            self._swap.swap(outs, kv_caches)
+        if self._tier is not None:
+            self._tier.begin(plan, kv_caches, fuse=fuse, urgent=urgent)
+        if self._swap is not None and ins:
+            self._swap.swap(ins, kv_caches)
 
     def _refuse_stale(self, plan: StepPlan) -> StepPlan:
         """Cancels the jobs of a plan that was made for other caches; returns what is left of it."""
-        num_jobs = len(jobs_of(plan))
+        num_jobs = len(plan.jobs)
         if num_jobs:
             _logger.warning(
                 "plan %d was made before the scheduler knew the KV caches of worker %d (epoch %d): its %d jobs are "
@@ -268,11 +272,11 @@ class OffloadWorker:
                 plan.step_id, self._gate.epoch.worker_id, self._gate.epoch.num_losses, num_jobs,
             )  # fmt: skip
         self._cancel_unbegun(plan)
-        return without_jobs(plan)
+        return dataclasses.replace(plan, jobs=())
 
     def _cancel_unbegun(self, plan: StepPlan) -> None:
         """Each job of a plan that has not begun ends all the same, as nobody's failure."""
-        for job in jobs_of(plan):
+        for job in plan.jobs:
             if not self._jobs.knows(job.job_id):
                 self._jobs.start(job.job_id)
                 self._jobs.cancel(job.job_id, unwritten=True)
@@ -312,17 +316,18 @@ class OffloadWorker:
         else:  # unpickled a second time, or not the one that has begun
             plan = sound_plan(plan, last=sound.step_id)
             if given is None or plan.step_id != sound.step_id:
-                if plan.saves:
+                if plan.of(JobKind.SAVE):
                     self._gate.ignore_end(plan)
                 return
             if self._gate.is_stale(plan):
                 plan = sound
         self._plan = None, sound
+        saves = plan.of(JobKind.SAVE)
         if self._tier is None:
-            self._refuse(plan.saves, _OFF)
-        elif plan.saves or self._tier.awaits_pass:
+            self._refuse(saves, _OFF)
+        elif saves or self._tier.awaits_pass:
             try:
-                self._tier.end(plan, list(kv_caches), outcome)
+                self._tier.end(saves, list(kv_caches), outcome)
             except CachesLostError:
                 self._plan = plan, plan  # what has not begun of it ends with the caches
                 self.lose_caches()
@@ -414,7 +419,7 @@ class OffloadWorker:
 
     # Inside.
 
-    def _refuse(self, jobs: Iterable[TransferJob | SwapJob], error: str) -> None:
+    def _refuse(self, jobs: Iterable[CopyJob], error: str) -> None:
         for job in jobs:
             if not self._jobs.knows(job.job_id):
                 self._jobs.start(job.job_id)

@@ -19,7 +19,7 @@ from tpu_offload import (
     StepReport,
     Update,
 )
-from tpu_offload.types import Direction
+from tpu_offload.types import Direction, JobKind
 
 FULL = LAYOUT.groups[0]
 WINDOW = LayerGroup(LayerGroupKind.SLIDING_WINDOW, (2,), FULL.page_shape, FULL.dtype, window=8)
@@ -45,7 +45,7 @@ class FakeSwapWorker:
 
     def begin_step(self, plan: StepPlan, *, failing=lambda job: False) -> None:
         self.plans.append(plan)
-        for job in (*plan.swap_outs, *plan.swap_ins):
+        for job in (*plan.of(JobKind.SWAP_OUT), *plan.of(JobKind.SWAP_IN)):
             failed = failing(job)
             for part in job.parts:
                 hbm = self.hbm[part.group_id]
@@ -60,12 +60,12 @@ class FakeSwapWorker:
             self.unreported.append(
                 JobResult(job_id=job.job_id, state=state, error="injected" if failed else "", duration_s=0.5)
             )
-        for job in plan.loads:
+        for job in plan.of(JobKind.LOAD):
             self.hbm[0].update(zip(job.block_ids, [self.tier[i] for i in job.host_block_ids], strict=True))
             self.unreported.append(JobResult(job_id=job.job_id, state=FINISHED))
 
     def end_step(self, plan: StepPlan) -> None:
-        for job in plan.saves:
+        for job in plan.of(JobKind.SAVE):
             self.tier.update(zip(job.host_block_ids, [self.hbm[0][b] for b in job.block_ids], strict=True))
             self.unreported.append(JobResult(job_id=job.job_id, state=FINISHED))
 

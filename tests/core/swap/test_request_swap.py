@@ -6,7 +6,7 @@ from tests.core.fakes import BLOCK_SIZE, tokens
 from tests.core.swap.fakes import FAILED, FINISHED, HYBRID, WINDOWS_ONLY, SwapEngine
 from tpu_offload import HostStore, JobResult, LayoutError, OffloadConfig, OffloadScheduler, RequestError, StepReport
 from tpu_offload.core.swap_pool import SwapPool
-from tpu_offload.types import Direction
+from tpu_offload.types import Direction, JobKind
 
 PROMPT = tokens(18)  # 5 blocks, the last one with one computed token
 
@@ -17,7 +17,7 @@ def swap_stats(engine, *names):
 
 
 def blocks_out(plan):
-    return [len(part.block_ids) for job in plan.swap_outs for part in job.parts]
+    return [len(part.block_ids) for job in plan.of(JobKind.SWAP_OUT) for part in job.parts]
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
@@ -193,7 +193,7 @@ def test_blocks_that_are_in_hbm_again_are_not_copied_back():
     engine.swap_out("a")
     engine.settle()
     assert engine.swap_in("a", present={0, 1, 3})
-    (job,) = engine.step().swap_ins
+    (job,) = engine.step().of(JobKind.SWAP_IN)
     assert job.num_blocks == 2
     engine.settle()
     engine.check_empty()
@@ -234,7 +234,7 @@ def test_what_the_host_tier_has_is_not_copied_again(blocks_per_chunk):
         engine.settle()
         engine.discard(other.name)
     engine.swap_in("a")
-    (job,) = engine.step().swap_ins
+    (job,) = engine.step().of(JobKind.SWAP_IN)
     assert [(part.store, len(part.block_ids)) for part in job.parts] == [
         (HostStore.HOST_TIER, 4), (HostStore.SWAP_POOL, 1)
     ]  # fmt: skip
@@ -327,7 +327,7 @@ def test_taken_away_again_while_it_comes_back():
     engine.settle()
     engine.swap_in("a")
     engine.withdraw("a")  # before it was sent
-    assert engine.step().swap_ins == ()
+    assert engine.step().of(JobKind.SWAP_IN) == ()
     engine.swap_in("a")
     engine.step()
     engine.withdraw("a")  # in flight; its HBM blocks are others' now
@@ -542,5 +542,5 @@ def test_direction_of_the_parts():
     engine = SwapEngine()
     engine.start("a", PROMPT)
     engine.swap_out("a")
-    (job,) = engine.step().swap_outs
+    (job,) = engine.step().of(JobKind.SWAP_OUT)
     assert (job.direction, job.request_id) == (Direction.SAVE, "a")

@@ -22,6 +22,7 @@ from tpu_offload import (
     BlockHash,
     CopyPath,
     FinishedTransfer,
+    JobKind,
     KVLayout,
     MatchState,
     OffloadConfig,
@@ -211,7 +212,8 @@ class SchedulerSide:
         self._promised.clear()
         self._has_news |= self._offload.has_jobs  # asked before they time out
         plan = self._offload.plan_step(self._changed(output))
-        in_background = frozenset(job.job_id for job in plan.loads if job.request_id not in self._sync_blocks)
+        loads = plan.of(JobKind.LOAD)
+        in_background = frozenset(job.job_id for job in loads if job.request_id not in self._sync_blocks)
         self._sync_blocks.clear()
         self._hear(self._offload.take_update())  # a worker may never say anything again
         self._has_news |= not plan.empty

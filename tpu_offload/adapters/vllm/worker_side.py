@@ -28,13 +28,14 @@ import jax
 from tpu_offload import (
     CachesLostError,
     ConfigError,
+    CopyJob,
+    JobKind,
     JobResult,
     JobState,
     KVLayout,
     OffloadWorker,
     StepPlan,
     StepReport,
-    TransferJob,
 )
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
@@ -63,8 +64,8 @@ class WorkerSide:
         self._plan = StepPlan(step_id=0)
         self._idle = False
         # Loads that vLLM has not been told about, and those that it has and whose result is not there yet.
-        self._loading: dict[int, TransferJob] = {}
-        self._told: dict[int, TransferJob] = {}
+        self._loading: dict[int, CopyJob] = {}
+        self._told: dict[int, CopyJob] = {}
         self._in_background: set[int] = set()  # those of them that vLLM waits for; a step computes with the others
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
@@ -153,12 +154,13 @@ class WorkerSide:
         if self.worker.has_begun(plan):  # a message that came twice: nothing of it is done again
             self._plan = StepPlan(step_id=plan.step_id)
             return
-        self._loading.update((job.job_id, job) for job in plan.loads)
+        loads = plan.of(JobKind.LOAD)
+        self._loading.update((job.job_id, job) for job in loads)
         self._in_background |= self._message.background_job_ids
-        needed = {job.job_id for job in plan.loads} - self._message.background_job_ids
+        needed = {job.job_id for job in loads} - self._message.background_job_ids
         begun = self._run(lambda caches: self.worker.begin_step(plan, caches, urgent=needed))
         if not begun or self.worker.is_stale(plan):  # the worker has cancelled the saves, and wants no more of the plan
-            self._plan = dataclasses.replace(plan, saves=())
+            self._plan = dataclasses.replace(plan, jobs=())
         if needed:
             self._collect()  # direct loads are written, or have failed: nothing waits for the copies themselves
         while not needed.isdisjoint(self._loading):  # staged ones
@@ -235,10 +237,9 @@ class WorkerSide:
 
     def _cancel_saves(self, error: str) -> None:
         """Reports the saves of the plan as cancelled: not as failed, for that would say something of the next copy."""
-        if self._plan.saves:
-            results = tuple(
-                JobResult(job_id=job.job_id, state=JobState.CANCELLED, error=error) for job in self._plan.saves
-            )
+        saves = self._plan.of(JobKind.SAVE)
+        if saves:
+            results = tuple(JobResult(job_id=job.job_id, state=JobState.CANCELLED, error=error) for job in saves)
             self._collect()
             self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=()))
 
@@ -296,7 +297,7 @@ class WorkerSide:
                 self._told[job_id] = job
                 self._receive(job)
 
-    def _fail_late(self, job: TransferJob, error: str) -> None:
+    def _fail_late(self, job: CopyJob, error: str) -> None:
         """A load went wrong on the device, after steps that rest on it were dispatched.
 
         An error of the device takes the caches along. What is left is a copy that says it did less than it was asked
@@ -312,12 +313,12 @@ class WorkerSide:
         self._spoil(range(self._runner.kv_caches[0].shape[0]))
         self._forget_all = True
 
-    def _receive(self, job: TransferJob) -> None:
+    def _receive(self, job: CopyJob) -> None:
         if job.job_id in self._in_background:  # else vLLM does not wait for it
             self._in_background.discard(job.job_id)
             self._received.add(job.request_id)
 
-    def _fail(self, job: TransferJob, positions: Sequence[int] = ()) -> None:
+    def _fail(self, job: CopyJob, positions: Sequence[int] = ()) -> None:
         """A load brought nothing, or all but the blocks at these positions of it: what is before them is used."""
         invalid = [job.block_ids[i] for i in positions] or job.block_ids
         if job.job_id in self._in_background:  # nothing has computed on them

@@ -26,14 +26,14 @@ from typing import final
 from tpu_offload import hashing
 from tpu_offload.core.boundary import check_request, read_numbers, read_request_ids
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.jobs import host_blocks
+from tpu_offload.core.jobs import Job, host_blocks
 from tpu_offload.core.swap.costs import SwapCosts
-from tpu_offload.core.swap.records import PlannedSwap, PlannedSwaps, Swapped, Where
+from tpu_offload.core.swap.records import PlannedSwaps, Swapped, Where
 from tpu_offload.core.tables import read_hashes, read_ids, read_tables
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import LayerGroupKind
 from tpu_offload.metrics import GAUGES, SWAP_FIELDS, OffloadStats
-from tpu_offload.types import BlockHash, ChunkKey, Direction, HostStore, JobState, SwapJob, SwapPart
+from tpu_offload.types import BlockHash, ChunkKey, CopyPart, Direction, HostStore, JobKind, JobState
 from tpu_offload.values import as_integer, one_line
 
 _THRASH_STEPS = 32
@@ -60,7 +60,7 @@ class RequestSwap:
         self._requests = context.requests
         self._pool = context.swap_pool
         self._jobs = PlannedSwaps(context)
-        context.jobs.on_end(PlannedSwap, self.ended)
+        context.jobs.on_end(JobKind.SWAP_OUT, JobKind.SWAP_IN, call=self.ended)
         self._breakers = context.swap_breakers
         self._costs = SwapCosts(self._config.swap_mode)
         self._swapped: dict[str, Swapped] = {}
@@ -217,7 +217,7 @@ class RequestSwap:
         from_pool = [i for i in missing if i >= num_tier]
         targets = [[granted[0][i] for i in from_pool], *granted[1:]]
         places = (tuple(swapped.pool_blocks[0][i - num_tier] for i in from_pool), *swapped.pool_blocks[1:])
-        tier = SwapPart(
+        tier = CopyPart(
             group_id=0,
             store=HostStore.HOST_TIER,
             block_ids=tuple(granted[0][i] for i in from_tier),
@@ -268,15 +268,13 @@ class RequestSwap:
             if request_id in news:
                 news.remove(request_id)
 
-    def take_jobs(self) -> tuple[tuple[SwapJob, ...], tuple[SwapJob, ...]]:
-        """The copies out and back that go with the coming step's plan."""
+    def begin_step(self) -> None:
+        """A step is planned."""
         self._num_steps += 1
-        if not self._jobs and not self._returned_at:  # nearly always
-            return (), ()
-        self._forget_old_returns()
-        return self._jobs.take(Direction.SAVE), self._jobs.take(Direction.LOAD)
+        if self._returned_at:
+            self._forget_old_returns()
 
-    def ended(self, job: PlannedSwap) -> None:
+    def ended(self, job: Job) -> None:
         """What the end of a copy out or back means for its request, and for those that share its blocks."""
         failed = job.state in (JobState.FAILED, JobState.TIMED_OUT)
         if job.direction is Direction.SAVE:
@@ -333,7 +331,7 @@ class RequestSwap:
     def lose_slots(self, first: int, end: int) -> None:
         """The same of the host tier."""
         for job in self._jobs:
-            if any(first <= slot < end for slot in job.tier_slots):
+            if any(first <= slot < end for slot in job.slots):
                 job.doom("the host memory of its chunks was lost")
         for swapped in list(self._swapped.values()):
             if any(first <= slot < end for slot in swapped.tier_slots):
@@ -366,7 +364,7 @@ class RequestSwap:
 
     def pins(self) -> Counter[ChunkKey]:
         """The chunks at which pins of swapped-out requests and of copies end. For `check_invariants`."""
-        pins = (*(swapped.tier_keys for swapped in self._swapped.values()), *(job.held.pins for job in self._jobs))
+        pins = (*(swapped.tier_keys for swapped in self._swapped.values()), *(job.keys for job in self._jobs))
         return Counter(keys[-1] for keys in pins if keys)
 
     def check_invariants(self) -> None:
@@ -478,7 +476,7 @@ class RequestSwap:
         self._counts.num_swapped_in += 1
         return True
 
-    def _hand_over(self, swapped: Swapped, direction: Direction, job: PlannedSwap | None) -> None:
+    def _hand_over(self, swapped: Swapped, direction: Direction, job: Job | None) -> None:
         """What is tried out is this copy; without one there is nothing to learn."""
         breaker = self._breakers[direction]
         if job is None:
@@ -486,7 +484,7 @@ class RequestSwap:
         else:
             breaker.hand_over(swapped.request_id, job.job_id)
 
-    def _end_out(self, job: PlannedSwap, *, failed: bool) -> None:
+    def _end_out(self, job: Job, *, failed: bool) -> None:
         if failed:
             self._pool.forget(job.pool_blocks[0])
             for group_id, blocks in enumerate(job.pool_blocks):
@@ -501,8 +499,8 @@ class RequestSwap:
                 elif self._end_return(swapped):
                     self._swapped_in.append(swapped.request_id)
 
-    def _end_in(self, job: PlannedSwap, *, failed: bool) -> None:
-        swapped = self._swapped.get(job.swap.request_id)
+    def _end_in(self, job: Job, *, failed: bool) -> None:
+        swapped = self._swapped.get(job.wire.request_id)
         if swapped is None or swapped.job is not job:  # withdrawn, discarded or lost meanwhile
             return
         swapped.job = None
@@ -511,14 +509,14 @@ class RequestSwap:
         elif self._end_return(swapped):
             self._swapped_in.append(swapped.request_id)
 
-    def _count_moved(self, job: PlannedSwap) -> None:
+    def _count_moved(self, job: Job) -> None:
         counts = self._counts
         if job.direction is Direction.SAVE:
-            counts.swapped_out_blocks += job.swap.num_blocks
+            counts.swapped_out_blocks += job.wire.num_blocks
             counts.swapped_out_nbytes += job.nbytes
             counts.swap_out_s += job.duration_s
         else:
-            counts.swapped_in_blocks += job.swap.num_blocks
+            counts.swapped_in_blocks += job.wire.num_blocks
             counts.swapped_in_nbytes += job.nbytes
             counts.swap_in_s += job.duration_s
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.jobs import Held, TrackedJob
+from tpu_offload.core.jobs import Job
 from tpu_offload.core.swap_pool import HostBlocks
-from tpu_offload.types import ChunkKey, Direction, HostStore, JobState, SwapJob, SwapPart
+from tpu_offload.types import ChunkKey, CopyPart, Direction, HostStore, JobKind, JobState
+
+_KINDS = {Direction.SAVE: JobKind.SWAP_OUT, Direction.LOAD: JobKind.SWAP_IN}
 
 
 class Where(enum.Enum):
@@ -40,54 +42,13 @@ class Swapped:
     pool_blocks: HostBlocks
     writers: set[int]
     where: Where = Where.OUT
-    job: "PlannedSwap | None" = None
+    job: Job | None = None
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
         """Blocks that it needs to come back, per layer group."""
         first, *others = map(len, self.pool_blocks)
         return (len(self.tier_blocks) + first, *others)
-
-
-@final
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class PlannedSwap(TrackedJob):
-    """Copies in flight. They hold the places in the swap pool that they read or write, and pin what they read.
-
-    Attributes:
-      swap: what the workers are told.
-      tier_slots: where the chunks of the host tier are that they read.
-      nbytes: bytes that move, over all devices.
-    """
-
-    swap: SwapJob
-    tier_slots: tuple[int, ...]
-    nbytes: int
-
-    @property
-    def pool_blocks(self) -> HostBlocks:
-        """Places in the swap pool that they read or write, per layer group."""
-        return self.held.pool_blocks
-
-    @property
-    def direction(self) -> Direction:
-        """SAVE goes out, LOAD comes back."""
-        return self.swap.direction
-
-    @property
-    def num_parts(self) -> int:
-        """A request is back with all of its blocks or not at all."""
-        return 0
-
-    @property
-    def what(self) -> str:
-        """See `TrackedJob`."""
-        return f"swap {'out' if self.direction is Direction.SAVE else 'in'} of request {self.swap.request_id}"
-
-    @property
-    def consequence(self) -> str:
-        """See `TrackedJob`."""
-        return "it is recomputed"
 
 
 @final
@@ -100,19 +61,14 @@ class PlannedSwaps:
 
     def __init__(self, context: TierContext) -> None:
         self._jobs = context.jobs
-        self._layout = context.layout
         self._pool = context.swap_pool
         self._index = context.index
         self._clock = context.clock
         self._breakers = context.swap_breakers
         self._timeout_s = context.config.job_timeout_s
-        self._to_send: dict[Direction, list[PlannedSwap]] = {direction: [] for direction in Direction}
 
-    def __len__(self) -> int:
-        return len(self._jobs.of(PlannedSwap))
-
-    def __iter__(self) -> Iterator[PlannedSwap]:
-        return iter(self._jobs.of(PlannedSwap))
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.of(*_KINDS.values()))
 
     def __contains__(self, job_id: object) -> bool:
         return job_id in self._jobs
@@ -124,8 +80,8 @@ class PlannedSwaps:
         block_ids: Sequence[Sequence[int]],
         places: HostBlocks,
         *,
-        tier: SwapPart | None = None,
-    ) -> PlannedSwap | None:
+        tier: CopyPart | None = None,
+    ) -> Job | None:
         """Plans a copy between blocks of HBM and places in the swap pool, and takes hold of those.
 
         Args:
@@ -138,7 +94,7 @@ class PlannedSwaps:
           None if there is nothing to copy.
         """
         parts = [
-            SwapPart(group_id=g, store=HostStore.SWAP_POOL, block_ids=tuple(blocks), host_block_ids=tuple(held))
+            CopyPart(group_id=g, store=HostStore.SWAP_POOL, block_ids=tuple(blocks), host_block_ids=tuple(held))
             for g, (blocks, held) in enumerate(zip(block_ids, places, strict=True))
             if blocks
         ]
@@ -149,49 +105,34 @@ class PlannedSwaps:
         if not parts:
             return None
         self._pool.hold(places)
-        job_id = self._jobs.next_id()
-        job = self._jobs.add(
-            PlannedSwap(
-                job_id=job_id,
-                deadline_s=self._clock() + self._timeout_s,
-                waiting_for=self._jobs.workers(),
-                breaker=self._breakers[direction],
-                held=Held(pins=swapped.tier_keys if reads_tier else (), pool_blocks=places),
-                swap=SwapJob(job_id=job_id, direction=direction, request_id=swapped.request_id, parts=tuple(parts)),
-                tier_slots=swapped.tier_slots if reads_tier else (),
-                nbytes=sum(len(part.block_ids) * self._layout.groups[part.group_id].block_nbytes for part in parts),
-            )
+        return self._jobs.plan(
+            _KINDS[direction],
+            tuple(parts),
+            who=swapped.request_id,
+            keys=swapped.tier_keys if reads_tier else (),
+            slots=swapped.tier_slots if reads_tier else (),
+            pool_blocks=places,
+            breaker=self._breakers[direction],
+            deadline_s=self._clock() + self._timeout_s,
         )
-        self._to_send[direction].append(job)
-        return job
 
     def writing(self, blocks: Sequence[int]) -> set[int]:
         """Ids of the copies out that are to write any of these places of the first group."""
         wanted = set(blocks)
         return {
-            job.job_id
-            for job in self
-            if job.swap.direction is Direction.SAVE and not wanted.isdisjoint(job.pool_blocks[0])
+            job.job_id for job in self if job.kind is JobKind.SWAP_OUT and not wanted.isdisjoint(job.pool_blocks[0])
         }
 
-    def detach(self, job: PlannedSwap) -> None:
+    def detach(self, job: Job) -> None:
         """Nobody waits for a copy back any more. If it has not been sent it never is."""
         job.detached = True
         if job.state is JobState.PLANNED:
-            self._to_send[Direction.LOAD].remove(job)
             self._jobs.drop(job)
 
-    def take(self, direction: Direction) -> tuple[SwapJob, ...]:
-        """What goes with the coming step's plan."""
-        jobs, self._to_send[direction] = self._to_send[direction], []
-        for job in jobs:
-            job.state = JobState.SENT
-        return tuple(job.swap for job in jobs)
-
     @property
-    def late(self) -> Sequence[PlannedSwap]:
+    def late(self) -> Sequence[Job]:
         """Copies out that timed out and may still land."""
-        return self._jobs.late(PlannedSwap)
+        return self._jobs.late(*_KINDS.values())
 
     def release(self, swapped: Swapped) -> None:
         """Lets go of what a request held that is no longer swapped out."""

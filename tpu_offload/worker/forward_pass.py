@@ -1,0 +1,146 @@
+"""The copies that the engine's own step takes along (see `kernels.fused`): decided before it, taken up after it."""
+
+import dataclasses
+from typing import final
+
+from tpu_offload.errors import TransferError
+from tpu_offload.kernels import Flight, FusedOutcome, FusedPlanner, FusedStep, Groups, Phase, Rows, fetch_early
+from tpu_offload.types import Direction
+from tpu_offload.worker.group_copies import GroupCopies
+from tpu_offload.worker.jobs import WorkerJobs
+
+
+@dataclasses.dataclass(slots=True)
+class _ForwardPass:
+    """What the forward pass at hand copies, and what has to follow it.
+
+    Attributes:
+      fused: per direction, the segment and the blocks; a direction that has none is not there.
+      saving_job_ids: saves that are dispatched after it, or end after it.
+      saves: the blocks of those that it does not copy itself.
+    """
+
+    fused: dict[Direction, tuple[int, Rows]]
+    saving_job_ids: list[int]
+    saves: Groups
+
+
+@final
+class ForwardPassCopies:
+    """All methods are called by the thread that dispatches the model.
+
+    Args:
+      group: the copies of the one layer group.
+      planner: chooses what fits into a step.
+      jobs: told of the jobs.
+      staging_blocks: what a step may hold in HBM of both directions.
+    """
+
+    def __init__(self, group: GroupCopies, planner: FusedPlanner, *, jobs: WorkerJobs, staging_blocks: int) -> None:
+        self._group = group
+        self._planner = planner
+        self._jobs = jobs
+        self._staging_blocks = staging_blocks
+        self._pass: _ForwardPass | None = None
+
+    @property
+    def awaits_pass(self) -> bool:
+        """Whether a forward pass was planned that has not come back."""
+        return self._pass is not None
+
+    def plan(self, job_ids: list[int], saves: Groups, loads: Groups, *, has_saves: bool) -> Groups:
+        """Decides what the forward pass copies.
+
+        Args:
+          job_ids: the saves of the step that can be done.
+          saves: their blocks; what the pass does not copy of them is kept until it is over.
+          has_saves: whether the step has any, those that cannot be done and were reported included.
+          loads: what is to be loaded before it.
+        Returns:
+          The loads that are left.
+        """
+        fused_saves, saves = self._planner.take(Direction.SAVE, saves, usable=self._can_fuse)
+        # A donated segment cannot be read beside: what is saved into is not loaded from in one step.
+        donated = [segment_id for segment_id, _ in fused_saves]
+        # The step holds both in HBM, at most what staging may take.
+        room = self._staging_blocks - sum(len(rows) for _, rows in fused_saves)
+        fused_loads, loads = self._planner.take(
+            Direction.LOAD, loads, usable=lambda i: i not in donated and self._can_fuse(i), max_blocks=room
+        )
+        fused = {d: g[0] for d, g in ((Direction.SAVE, fused_saves), (Direction.LOAD, fused_loads)) if g}
+        for _, rows in fused.values():
+            self._jobs.add_part(rows.jobs())
+        if fused or has_saves:
+            self._pass = _ForwardPass(fused, job_ids, saves)
+        return loads
+
+    def step(self) -> FusedStep:
+        """See `OffloadWorker.fused_step`."""
+        if self._pass is None or not self._pass.fused:
+            return FusedStep()
+        pool = self._group.memory.pool
+        try:
+            save, load = (
+                (pool.segment(group[0]), group[1]) if group else None
+                for group in map(self._pass.fused.get, (Direction.SAVE, Direction.LOAD))
+            )
+        except TransferError as e:  # lost since `begin_step`: a `poll` in between has found out
+            self._fail(self._pass, e)
+            return FusedStep()
+        return self._planner.step(save, load)
+
+    def shapes(self) -> list[FusedStep]:
+        """See `OffloadWorker.fused_shapes`."""
+        return self._planner.shapes()
+
+    def end(self, outcome: FusedOutcome | None) -> tuple[list[int], Groups]:
+        """Turns what the forward pass copied into flights; without an outcome it has not copied.
+
+        Returns:
+          The saves that end with what is dispatched now, and their blocks.
+        """
+        done, self._pass = self._pass, None
+        assert done is not None, "ask awaits_pass"
+        if outcome is None:
+            error = "the forward pass that was to copy it did not return; pass its FusedOutcome on"
+            self._fail(done, TransferError(error))
+            return done.saving_job_ids, done.saves
+        memory = self._group.memory
+        for direction, (segment_id, rows) in done.fused.items():
+            saving = direction is Direction.SAVE
+            if saving:
+                memory.pool.replace(segment_id, outcome.segment)
+                memory.mark(segment_id, rows.host_block_ids, lost=False)
+            else:
+                self._jobs.write_part(rows.jobs())
+            token = fetch_early(outcome.save_token if saving else outcome.load_token, memory.spec)
+            self._group.flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, fused=True))
+        return done.saving_job_ids, done.saves
+
+    def abandon(self) -> None:
+        """The forward pass never came back: its copies have failed, and what was to follow it is not done."""
+        if self._pass is not None:
+            job_ids, _ = self.end(None)
+            self._jobs.end_part(
+                job_ids, "the forward pass that was to compute its blocks did not return; call end_step after it"
+            )
+
+    def _fail(self, done: _ForwardPass, error: Exception) -> None:
+        """The forward pass has not copied and will not; what follows it is not touched."""
+        fused, done.fused = done.fused, {}
+        for segment_id, rows in fused.values():
+            self._group.fail(rows, segment_id, error)
+
+    def _can_fuse(self, segment_id: int) -> bool:
+        """Whether a forward pass may be given the segment.
+
+        Not while a save into it is on its way that may yet fail: its failure would become the pass's.
+        """
+        try:
+            self._group.memory.pool.segment(segment_id)
+        except TransferError:
+            return False
+        return not any(
+            flight.segment_id == segment_id and flight.direction is Direction.SAVE and not flight.fused
+            for flight in self._group.flights
+        )

@@ -1,0 +1,287 @@
+"""The copies between the KV caches of one layer group and one host store, from their dispatch to their end.
+
+A copy is a flight: it is over when its token is ready, which is asked in `collect`. A job is over with the last of its
+flights (see `worker.jobs`). Where a program that fails takes a segment of host memory along, the segment is given up,
+and nothing is read from it before something has been written there again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from tpu_offload.kernels import Copier, Flight, Groups, Phase, Rows, SegmentStore
+from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
+from tpu_offload.worker.arrays import check_alive, is_ready
+from tpu_offload.worker.host_memory import HostMemory, check_copied, error_line
+from tpu_offload.worker.jobs import WorkerJobs
+
+Caches = list[jax.Array]
+type WrapCopier = Callable[[Copier, SegmentStore], Copier]
+"""Puts something around a copy path, given where its segments live; to see what comes of copies that fail."""
+
+
+def unwrapped(copier: Copier, store: SegmentStore) -> Copier:
+    """Puts nothing around it."""
+    return copier
+
+
+def _no_check(copier: Copier, num_blocks: int) -> None:
+    pass
+
+
+def _no_call(job_id: int, error: str) -> None:
+    pass
+
+
+@final
+class GroupCopies:
+    """All methods are called by the thread that dispatches the model. A copy that goes wrong ends as a failed result.
+
+    Args:
+      group_id: the layer group, by its index in `KVLayout.groups`.
+      store: what the host memory is for.
+      layer_ids: positions of the group's arrays in the list of KV caches.
+      memory: the host memory.
+      copiers: how blocks move, per direction.
+      jobs: told of the jobs.
+      lockstep: the caches span several hosts, which must dispatch in one order, and readiness differs between them.
+      check: raises TransferError if a copy of so many blocks may not be dispatched now.
+      on_fail: called with the id of each job of which something failed, and what.
+    """
+
+    def __init__(
+        self,
+        *,
+        group_id: int,
+        store: HostStore,
+        layer_ids: Sequence[int],
+        memory: HostMemory,
+        copiers: Mapping[Direction, Copier],
+        jobs: WorkerJobs,
+        lockstep: bool,
+        check: Callable[[Copier, int], None] = _no_check,
+        on_fail: Callable[[int, str], None] = _no_call,
+    ) -> None:
+        self.group_id = group_id
+        self.store = store
+        self.memory = memory
+        self.copiers = copiers
+        self.flights: list[Flight] = []
+        self._layer_ids = tuple(layer_ids)
+        self._jobs = jobs
+        self._lockstep = lockstep
+        self._check = check
+        self._on_fail = on_fail
+
+    def reader(self, copier: Copier) -> "GroupCopies":
+        """Loads from the same memory by another copy path, with flights of its own."""
+        return GroupCopies(
+            group_id=self.group_id,
+            store=self.store,
+            layer_ids=self._layer_ids,
+            memory=self.memory,
+            copiers={Direction.LOAD: copier},
+            jobs=self._jobs,
+            lockstep=self._lockstep,
+        )
+
+    @property
+    def hbm_nbytes(self) -> int:
+        """Most bytes of HBM that the copies take on each device."""
+        return sum(copier.hbm_nbytes for copier in set(self.copiers.values()))
+
+    def compile(self) -> None:
+        """Compiles the programs; see `Copier.compile`."""
+        for copier in self.copiers.values():  # a shared one has nothing left to do the second time
+            copier.compile()
+
+    # What a job asks for.
+
+    def parts_of(self, job: CopyJob) -> Iterator[CopyPart]:
+        """What of a job is to be done here."""
+        return (part for part in job.parts if part.group_id == self.group_id and part.store is self.store)
+
+    def why_impossible(self, part: CopyPart, direction: Direction) -> str:
+        """Why a part cannot be copied, in one line; empty when it can."""
+        if not part.block_ids:
+            return ""
+        for name, ids, limit in (
+            ("block ids", part.block_ids, self.memory.spec.num_blocks),
+            (f"host block ids of {self.store.value}", part.host_block_ids, self.memory.num_blocks_ready),
+        ):
+            if min(ids) < 0 or max(ids) >= limit:
+                return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
+        if direction is Direction.LOAD:
+            lost = [i for i in part.host_block_ids if self.memory.lost[i]]
+            if lost:
+                return f"what was in host block {lost[0]} of {self.store.value} is lost, or nothing ever was"
+        return ""
+
+    def by_segment(self, jobs: Sequence[CopyJob]) -> Groups:
+        """What these jobs copy here, by segment."""
+        parts = [(job.job_id, part) for job in jobs for part in self.parts_of(job)]
+        if not parts:
+            return []
+        if len(parts) == 1:  # by far the most frequent, and cheaper
+            ((job_id, part),) = parts
+            job_ids = np.full(len(part.block_ids), job_id, np.int64)
+            block_ids, host_ids = (np.array(ids, np.int32) for ids in (part.block_ids, part.host_block_ids))
+        else:
+            job_ids = np.repeat(
+                np.array([job_id for job_id, _ in parts], np.int64), [len(p.block_ids) for _, p in parts]
+            )
+            block_ids = np.array([b for _, part in parts for b in part.block_ids], np.int32)
+            host_ids = np.array([b for _, part in parts for b in part.host_block_ids], np.int32)
+        if not len(host_ids):
+            return []
+        if self.memory.num_segments == 1:
+            return [(0, Rows(job_ids, block_ids, host_ids))]
+        segment_ids, places = np.divmod(host_ids, np.int32(self.memory.spec.segment_blocks))
+        rows = Rows(job_ids, block_ids, places)
+        if segment_ids.min() == segment_ids.max():  # nearly always, and cheaper
+            return [(int(segment_ids[0]), rows)]
+        return [(int(i), rows.take(segment_ids == i)) for i in np.unique(segment_ids)]
+
+    # Dispatch.
+
+    def dispatch(self, direction: Direction, groups: Groups, kv_caches: Caches, *, step_id: int = 0) -> None:
+        """Starts copies; caches that are written are replaced in the list.
+
+        Raises:
+          CachesLostError: a load failed after its program had taken the donated caches.
+        """
+        copier = self.copiers[direction]
+        for segment_id, rows in groups:
+            for piece in copier.split(rows):
+                self._start(copier, direction, segment_id, piece, kv_caches, step_id=step_id)
+
+    def _start(
+        self, copier: Copier, direction: Direction, segment_id: int, piece: Rows, kv_caches: Caches, *, step_id: int
+    ) -> None:
+        job_ids = piece.jobs()
+        self._jobs.add_part(job_ids)
+        try:
+            self._check(copier, len(piece))
+            if direction is Direction.SAVE:
+                flight = copier.save(segment_id, piece, self._own(kv_caches))
+                self.memory.mark(segment_id, piece.host_block_ids, lost=False)
+            else:
+                flight, written = copier.load(segment_id, piece, self._own(kv_caches))
+                self._put(kv_caches, written)
+        except Exception as e:
+            self.fail(piece, segment_id, e)
+            check_alive(kv_caches, e)
+        else:
+            flight.step_id = step_id
+            self.flights.append(flight)
+            if direction is Direction.LOAD and flight.phase is Phase.COPYING:
+                self._jobs.write_part(job_ids)
+
+    def _own(self, kv_caches: Caches) -> Caches:
+        """The arrays of the group."""
+        if len(self._layer_ids) == len(kv_caches):
+            return kv_caches
+        return [kv_caches[i] for i in self._layer_ids]
+
+    def _put(self, kv_caches: Caches, written: Caches) -> None:
+        for i, cache in zip(self._layer_ids, written, strict=True):
+            kv_caches[i] = cache
+
+    # Second halves of staged copies.
+
+    def in_transit(self) -> list[Flight]:
+        """The flights that have a second half to be dispatched."""
+        return [flight for flight in self.flights if flight.phase is Phase.TRANSIT]
+
+    def resume(self, kv_caches: Caches, *, step_id: int) -> None:
+        """Goes on with what has arrived; on hosts that share a model, with all that was dispatched before this step.
+
+        Raises:
+          CachesLostError: as `dispatch`.
+        """
+        for flight in self.in_transit():
+            due = flight.step_id < step_id if self._lockstep else is_ready(flight.waiting_on)
+            if due and flight.direction is Direction.SAVE:
+                self._resume_save(flight)
+            elif due:
+                self._resume_load(flight, kv_caches)
+
+    def _resume_save(self, flight: Flight) -> None:
+        try:
+            self._check_arrived(flight)
+            self.copiers[flight.direction].resume_save(flight)
+        except Exception as e:
+            self._drop(flight)
+            self.fail(flight.rows, flight.segment_id, e)
+
+    def _resume_load(self, flight: Flight, kv_caches: Caches) -> None:
+        live = [job_id for job_id in flight.rows.jobs() if not self._jobs.is_cancelled(job_id)]
+        self._jobs.end_part(job_id for job_id in flight.rows.jobs() if job_id not in live)
+        if not live:
+            self._drop(flight)
+            return
+        rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
+        try:
+            self._check_arrived(flight)
+            self._put(kv_caches, self.copiers[flight.direction].resume_load(flight, rows, self._own(kv_caches)))
+            self._jobs.write_part(live)
+        except Exception as e:
+            self._drop(flight)
+            self.fail(rows, flight.segment_id, e)
+            check_alive(kv_caches, e)
+
+    def _check_arrived(self, flight: Flight) -> None:
+        """Raises what went wrong in transit, before it is written over a segment or the caches."""
+        if not self._lockstep:
+            flight.waiting_on.block_until_ready()
+
+    # Ends.
+
+    def collect(self) -> None:
+        """Goes on with saves that have arrived, and ends the flights that are over."""
+        for flight in self.in_transit():
+            if self._lockstep or not is_ready(flight.waiting_on):
+                continue
+            if flight.direction is Direction.SAVE:
+                self._resume_save(flight)
+            elif all(map(self._jobs.is_cancelled, flight.rows.jobs())):
+                self._resume_load(flight, [])  # writes nothing
+        for flight in list(self.flights):
+            if flight.phase is Phase.COPYING and is_ready(flight.waiting_on):
+                self.land(flight)
+
+    def land(self, flight: Flight) -> None:
+        """Ends a flight whose last program is dispatched; waits for its token unless that is ready."""
+        self._drop(flight)
+        try:
+            check_copied(flight)
+        except Exception as e:
+            # A program that failed on the device has taken the donated segment with it.
+            self.fail(flight.rows, flight.segment_id, e, lost=flight.direction is Direction.SAVE)
+        else:
+            self._jobs.end_part(flight.rows.jobs())
+
+    def fail(self, rows: Rows, segment_id: int, error: Exception, *, lost: bool = False) -> None:
+        """Ends the jobs' parts in a flight with an error, and gives up the segment if it is gone."""
+        self.memory.give_up(segment_id, lost=lost)
+        line = error_line(error)
+        for job_id in rows.jobs():
+            block_ids: Iterable[int] = rows.block_ids[rows.job_ids == job_id].tolist()
+            self._jobs.end_part([job_id], line, failed=[(self.group_id, block_id) for block_id in block_ids])
+            self._on_fail(job_id, line)
+
+    def _drop(self, flight: Flight) -> None:
+        self.flights.remove(flight)
+        self.copiers[flight.direction].release(flight)
+
+    def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
+        """The arrays whose readiness lets `collect` go on; or all, those that need a `resume` included."""
+        return [
+            flight.waiting_on
+            for flight in self.flights
+            if all_of_them
+            or flight.phase is Phase.COPYING
+            or not (self._lockstep or flight.direction is Direction.LOAD)
+        ]
