@@ -12,6 +12,7 @@ from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
 from tpu_offload import OffloadConfig, OffloadStats, RequestLimits
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.memory import host_pool
+from tpu_offload.types import Direction
 
 WINDOWED = dataclasses.replace(TINY, num_layers=3, sliding_window=10, window_layers=(1,))
 MODELS = {"full": TINY, "windows": WINDOWED}
@@ -63,7 +64,8 @@ class Faults:
     def __init__(self, engine, rng, rate):
         self.groups = engine._offload._worker._swap._groups
         for group in self.groups:
-            group.copier._save = self.failing(group.copier._save, rng, rate)
+            copier = group.copiers[Direction.SAVE]
+            copier._save = self.failing(copier._save, rng, rate)
 
     def failing(self, save, rng, rate):
         def program(segment, *args):

@@ -18,7 +18,6 @@ from tpu_offload import (
     BlockHash,
     BlockHasher,
     CachedPrefix,
-    JobKind,
     KVLayout,
     MatchState,
     OffloadScheduler,
@@ -455,6 +454,6 @@ class SimEngine:
         self.scheduler.finish(request.name)
         self.scheduler.swap.discard([request.name])
         self.model.on_gone(request.name)
-        self.model.of(JobKind.LOAD).end(request.name)
+        self.model.loads.end(request.name)
         self.pool.free(request.blocks)
         request.blocks = []

@@ -147,7 +147,7 @@ MUTATIONS = (
     Mutation("one worker's word is enough", "JobTable.report", "not job.waiting_for", "True"),
     Mutation(
         "a duplicate counts for another worker",
-        "TrackedJob.take",
+        "Job.take",
         "self.waiting_for.remove(_)",
         "self.waiting_for.pop()",
     ),
@@ -414,7 +414,7 @@ MUTATIONS = (
     ),
     Mutation(
         "plans do not say for which caches they were made",
-        "OffloadScheduler._make_plan",
+        "OffloadScheduler.plan_step",
         "StepPlan(..., cache_epochs=_)",
         "StepPlan(...)",
     ),
@@ -435,11 +435,11 @@ MUTATIONS = (
     ),
     Mutation(
         "a cancel is said once",
-        "Transfers.take_plans",
-        "return _1, tuple(self._to_cancel)",
+        "Transfers.plan",
+        "return tuple(self._to_cancel)",
         """
         cancelled, self._to_cancel = tuple(self._to_cancel), {}
-        return _1, cancelled
+        return cancelled
         """,
     ),
 )

@@ -114,6 +114,10 @@ class Engine:
         (group,) = self.tier._groups
         return group
 
+    def in_lockstep(self):
+        """As on hosts that share a model."""
+        self.tier._lockstep = self.group._lockstep = True
+
     @property
     def flights(self):
         return self.group.flights

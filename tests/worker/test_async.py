@@ -211,7 +211,7 @@ def test_cancelling_a_save_changes_nothing():
 
 def test_in_lockstep_the_plan_decides_when_and_readiness_does_not():
     engine = Engine("staged")
-    engine.tier._lockstep = True
+    engine.in_lockstep()
     load, save = engine.load([4], [0]), engine.save([1], [1])
     engine.step(loads=[load], saves=[save])
     jax.block_until_ready([flight.waiting_on for flight in engine.flights])

@@ -95,8 +95,8 @@ def test_failed_save_that_took_the_segment_loses_it(no_rebuild):
     engine.step(saves=[engine.save([1], [1]), engine.save([2], [8])], loads=[engine.load([3], [2])])
     results = engine.drain()
     assert {i: r.state for i, r in results.items()} == {2: FAILED, 3: FINISHED, 4: FAILED}
-    assert "segment 0 was lost" in results[2].error
-    assert "segment 0 was lost" in results[4].error
+    assert "host pool segment 0 was lost" in results[2].error
+    assert "segment 0 of host_tier was lost" in results[4].error
 
 
 def test_load_that_raises_leaves_the_caches():
@@ -115,7 +115,7 @@ def test_wrong_token_fails_the_job_and_the_segment(no_rebuild):
     assert (result.state, result.error) == (FAILED, "TransferError: the device copied 1 of 2 blocks")
     del engine.saver.save
     engine.step(loads=[engine.load([0], [0])])
-    assert "segment 0 was lost" in engine.drain()[2].error
+    assert "segment 0 of host_tier was lost" in engine.drain()[2].error
 
 
 # The paths in which the direction at hand is staged.
@@ -201,7 +201,7 @@ def test_save_that_fails_on_the_device_loses_the_segment(no_rebuild):
     engine.step(saves=[engine.save([0], [0])])
     assert engine.drain()[1].error == "JaxRuntimeError: INTERNAL: core halted"
     engine.step(loads=[engine.load([0], [0])])
-    assert "segment 0 was lost" in engine.drain()[2].error
+    assert "segment 0 of host_tier was lost" in engine.drain()[2].error
 
 
 @pytest.mark.parametrize(("path", "direction"), STAGED)
@@ -329,7 +329,7 @@ def test_a_new_worker_gives_nobody_the_memory_that_nothing_was_saved_to():
     load = engine.load([1], [0])
     engine.step(loads=[load])
     assert engine.worker.take_written_loads() == ()
-    assert "never saved to: nothing is in host block 0" in engine.drain()[load.job_id].error
+    assert "never written: nothing is in host block 0" in engine.drain()[load.job_id].error
 
 
 def test_a_job_that_makes_no_sense_says_nothing_of_others():

@@ -181,10 +181,13 @@ def test_a_request_comes_back_from_the_tier_and_the_pool(load_path):
     [
         ((0, POOL, [12], [0]), "block ids 12 to 12: expected 0 to 11"),
         ((0, POOL, [-1], [0]), "block ids -1 to -1"),
-        ((0, POOL, [0], [10]), "host block ids of swap_pool 10 to 10: expected 0 to 9"),
-        ((1, POOL, [0], [0]), "a swap writes layer group 1 of swap_pool: this worker has no such memory"),
+        ((0, POOL, [0], [10]), "host block ids 10 to 10: expected 0 to 9 in swap_pool"),
+        ((1, POOL, [0], [0]), "a swap out of layer group 1 of swap_pool: this worker has no such memory"),
         ((-1, POOL, [0], [0]), "layer group -1"),
-        ((0, TIER, [0], [0]), "a swap writes layer group 0 of host_tier"),
+        (
+            (0, TIER, [0], [0]),
+            "a swap out of layer group 0 of host_tier: this worker has no such memory, or only reads it",
+        ),
     ],
 )
 def test_what_cannot_be_fails_alone(part, message):
@@ -199,7 +202,7 @@ def test_what_cannot_be_fails_alone(part, message):
 
 def test_a_copy_that_raises_fails_its_job_and_no_other():
     engine = Engine()
-    copier = engine.groups[0].copier
+    copier = engine.groups[0].copiers[Direction.SAVE]
     copier.save = broken(RuntimeError("INTERNAL: one\ntwo"))
     engine.step(outs=[engine.out((0, POOL, [0], [0]))])
     del copier.save
@@ -215,7 +218,7 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
     engine = Engine()
     engine.step(outs=[engine.out((0, POOL, [0, 1], [0, 4]))])
     assert engine.states() == {1: FINISHED}
-    copier = engine.groups[0].copier
+    copier = engine.groups[0].copiers[Direction.SAVE]
     if when == "dispatch":
         copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.pool)
     else:
@@ -227,7 +230,7 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
     assert report.lost_swap_blocks == ((0, 0, 3),)
     engine.step(ins=[engine.back((0, POOL, [5], [0])), engine.back((0, POOL, [6], [4]))])
     results = engine.results()
-    assert "host block 0 of swap_pool is lost" in results[3].error
+    assert "segment 0 of swap_pool was lost, or never written: nothing is in host block 0" in results[3].error
     assert results[4].state is FINISHED
     engine.expect(0, [6], engine.pages(0, [1]))
     engine.check()
@@ -235,7 +238,7 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
 
 def test_a_lost_segment_comes_back_empty_and_works_again():
     engine = Engine()
-    copier = engine.groups[0].copier
+    copier = engine.groups[0].copiers[Direction.SAVE]
     copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.pool)
     engine.step(outs=[engine.out((0, POOL, [2], [1]))])
     assert engine.states() == {1: FAILED}
@@ -253,14 +256,14 @@ def test_a_lost_segment_comes_back_empty_and_works_again():
 def test_a_copy_back_that_takes_the_caches_is_the_one_error_that_leaves():
     engine = Engine()
     engine.step(outs=[engine.out((0, POOL, [0], [0]))])
-    engine.groups[0].copier.load = broken(RuntimeError("gone"), takes="caches")
+    engine.groups[0].copiers[Direction.LOAD].load = broken(RuntimeError("gone"), takes="caches")
     with pytest.raises(TransferError, match="took the KV caches with it"):
         engine.step(ins=[engine.back((0, POOL, [1], [0]))])
 
 
 def test_a_copy_that_does_less_than_asked_has_failed():
     engine = Engine()
-    copier = engine.groups[0].copier
+    copier = engine.groups[0].copiers[Direction.SAVE]
     copier.save = ending_with(copier.save, jax.numpy.int32(1))
     engine.step(outs=[engine.out((0, POOL, [0, 1], [0, 1]))])
     assert "the device copied 1 of 2 blocks" in engine.results()[1].error

@@ -183,7 +183,7 @@ class JobTable:
         complete: Callable[[Job], None],
         settle: Callable[[Job], None],
     ) -> None:
-        self._block_nbytes = [group.block_nbytes for group in layout.groups]
+        self._block_nbytes = tuple(group.block_nbytes for group in layout.groups)
         self._num_workers = num_workers
         self._complete = complete
         self._settle = settle

@@ -109,14 +109,18 @@ class GroupCopies:
             return ""
         for name, ids, limit in (
             ("block ids", part.block_ids, self.memory.spec.num_blocks),
-            (f"host block ids of {self.store.value}", part.host_block_ids, self.memory.num_blocks_ready),
+            ("host block ids", part.host_block_ids, self.memory.num_blocks_ready),
         ):
             if min(ids) < 0 or max(ids) >= limit:
-                return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1}"
+                return f"{name} {min(ids)} to {max(ids)}: expected 0 to {limit - 1} in {self.store.value}"
         if direction is Direction.LOAD:
             lost = [i for i in part.host_block_ids if self.memory.lost[i]]
             if lost:
-                return f"what was in host block {lost[0]} of {self.store.value} is lost, or nothing ever was"
+                segment_id = lost[0] // self.memory.spec.segment_blocks
+                return (
+                    f"segment {segment_id} of {self.store.value} was lost, or never written: nothing is in host block "
+                    f"{lost[0]}"
+                )
         return ""
 
     def by_segment(self, jobs: Sequence[CopyJob]) -> Groups:
@@ -152,8 +156,8 @@ class GroupCopies:
         Raises:
           CachesLostError: a load failed after its program had taken the donated caches.
         """
-        copier = self.copiers[direction]
         for segment_id, rows in groups:
+            copier = self.copiers[direction]
             for piece in copier.split(rows):
                 self._start(copier, direction, segment_id, piece, kv_caches, step_id=step_id)
 

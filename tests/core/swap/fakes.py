@@ -142,7 +142,7 @@ class SwapEngine:
     @property
     def has_unsent_outs(self) -> bool:
         """Whether blocks that look free are yet to be copied out by the coming step."""
-        return bool(self.swap._jobs._to_send[Direction.SAVE])
+        return any(job.kind is JobKind.SWAP_OUT for job in self.scheduler._jobs._planned)
 
     # Requests.
 

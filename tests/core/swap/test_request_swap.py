@@ -379,7 +379,7 @@ def test_what_is_never_reported_times_out_and_what_it_may_still_write_is_given_t
     engine.step()
     late, engine.workers[0].unreported = engine.workers[0].unreported, []
     assert engine.report(engine.workers[0]).lost_swaps == ("a",)
-    assert f"swap {direction} of request a timed out after 10 s; it is recomputed" in caplog.text
+    assert f"swap {direction} of request a timed out after 10 s; the request is recomputed" in caplog.text
     assert swap_stats(engine, "swap_held_blocks", "num_timed_out_jobs", "num_failed_jobs") == (
         5 if direction == "out" else 0, 1, 1
     )  # fmt: skip
