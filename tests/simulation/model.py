@@ -18,7 +18,6 @@ from tests.simulation.trace import Setup
 from tests.simulation.worker import SimWorker
 from tpu_offload import BlockHash, ChunkKey, JobState, OffloadScheduler, StepPlan, StepReport
 from tpu_offload.core.breaker import BreakerState
-from tpu_offload.core.jobs import Job
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import Direction, JobKind
 
@@ -291,7 +290,7 @@ class Model:
           Violation: one waits for a probe that is not there, and would for ever.
         """
         scheduler, swap = self.scheduler, self.scheduler.swap
-        jobs = {(job.job_id, job.direction) for job in scheduler._jobs.of(Job)}
+        jobs = {(job.job_id, job.direction) for job in scheduler._jobs if not job.kind.of_swap}
         swaps = {(job.job_id, job.direction) for job in swap._jobs}
         promised = {(r.account, Direction.LOAD) for r in scheduler._requests.values() if r.promise}
         promised |= {(load.account, Direction.LOAD) for load in scheduler._queue}
