@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_offload import FusedCopies, FusedOutcome, FusedStep
-from tpu_offload.cli.compiling import compile_in_background
 from tpu_offload.kernels import TransferSpec
+from tpu_offload.measure.baselines import Caches
+from tpu_offload.measure.compiling import compile_in_background
 from tpu_offload.types import Direction
-
-Caches = list[jax.Array]
 
 _NUM_TRIES = 4
 _NUM_TIMED = 5

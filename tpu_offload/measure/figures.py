@@ -33,8 +33,10 @@ path that is named first: direct needs next to no HBM. On a CPU all of that is n
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from typing import Self
 
-from tpu_offload.cli.report import Spread
+import numpy as np
+
 from tpu_offload.config import CopyPath
 from tpu_offload.types import Direction
 
@@ -43,6 +45,22 @@ PATHS = (CopyPath.DIRECT, CopyPath.STAGED, CopyPath.FUSED)
 
 _DELAY_FLOOR_S = 50e-6
 _SAME_DELAY, _SAME_SECONDS = 1.10, 1.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, 10th and 90th percentile of a figure over the rounds, and the figures themselves."""
+
+    median: float
+    p10: float
+    p90: float
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Summarizes at least one value."""
+        p10, median, p90 = np.percentile(values, (10, 50, 90)).tolist()
+        return cls(median, p10, p90, tuple(values))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
