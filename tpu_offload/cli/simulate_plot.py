@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpu_offload.cli.extras import require
+from tpu_offload.cli.command import require
 from tpu_offload.errors import InputError
 from tpu_offload.sim import BOUND
 

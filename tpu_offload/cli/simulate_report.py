@@ -5,8 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tpu_offload.cli.console import ReportConsole
-from tpu_offload.cli.report import build_table, format_number
+from tpu_offload.cli.report import ReportConsole, build_table, format_number
 from tpu_offload.cli.simulate_sizes import GB
 from tpu_offload.core.policies import DEFAULT_POLICY
 from tpu_offload.sim import BOUND, Part, Result, Scene

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+
 def compile_in_background(lower: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
     """Traces, lowers and compiles a program on a thread of its own.
 

@@ -1,18 +1,20 @@
-"""What a replay came to: numbers of its runs for a file, a table for a person, and the comparison of the outputs."""
+"""What served runs came to: whether their outputs are the same, and their numbers, as they stand in the JSON file."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
-from tpu_offload.cli.report import Row, at_path, build_table, percentile
-from tpu_offload.cli.serving import Record, ServedRun
 from tpu_offload.hashing import BlockHasher
 from tpu_offload.metrics import SWAP_FIELDS, OffloadStats
+from tpu_offload.replay.serving import Record, ServedRun
 from tpu_offload.types import BlockHash
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """A percentile, interpolated; None of nothing."""
+    return float(np.percentile(values, percent)) if values else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,50 +171,3 @@ def hit_ttfts(baseline: ServedRun, offload: ServedRun) -> dict[str, Any]:
         "baseline_ttft_p50_s": percentile([one for one, _ in pairs if one is not None], 50),
         "offload_ttft_p50_s": percentile([other for _, other in pairs if other is not None], 50),
     }
-
-
-def comparison_table(report: Mapping[str, Any]) -> Table:
-    """The report for a terminal."""
-    hits = report["host_hits"]
-    sides = [report[name] | {"hit_ttft_p50_s": hits[f"{name}_ttft_p50_s"]} for name in ("baseline", "offload")]
-
-    def quotient(row: Row) -> str:
-        if row.only_last or not isinstance(row.value, str) or row.value in ("num_requests", "num_preemptions"):
-            return ""
-        one, other = (at_path(side, row.value) for side in sides)
-        return f"{other / one:.2f}" if one and other is not None else ""
-
-    return build_table(
-        f"{report['workload']['name']}: {report['workload']['num_requests']} requests",
-        ("", "baseline", "offload", "offload / baseline"),
-        ((*row.cells(sides), quotient(row)) if row else None for row in _rows(report)),
-    )
-
-
-def _rows(report: Mapping[str, Any]) -> Iterable[Row | None]:
-    yield Row("requests finished", "num_requests")
-    yield Row("prompt tokens computed", "prompt_tokens.computed")
-    yield Row("  of these, computed again", "prompt_tokens.recomputed")
-    yield Row("prompt tokens hit in HBM", "prompt_tokens.hbm")
-    yield Row("prompt tokens loaded from host", "prompt_tokens.host")
-    yield Row("time to first token, p50", "ttft_p50_s", "s")
-    yield Row("time to first token, p99", "ttft_p99_s", "s")
-    if num_hits := report["host_hits"]["num_requests"]:
-        yield Row(f"  p50 of {num_hits} with a host hit", "hit_ttft_p50_s", "s")
-    yield Row("generated tokens/s", "tokens_per_s", "rate")
-    yield Row("all tokens/s", "total_tokens_per_s", "rate")
-    yield Row("preemptions", "num_preemptions")
-    yield None
-    only = functools.partial(Row, unit="id", only_last=True)
-    yield only("staging peak of budget, blocks", ("staging.peak_blocks", "staging.budget_blocks"), between=" of ")
-    yield only("dropped blocks, save + load", ("staging.dropped_save_blocks", "staging.dropped_load_blocks"))
-    yield only("saved, MiB", "transfers.saved_nbytes", unit="MiB")
-    yield only("loaded, MiB", "transfers.loaded_nbytes", unit="MiB")
-    if rates := report["offload"]["transfers"].get("copy_rates"):
-        label = f"GB/s of {rates['num_blocks']} blocks alone, save + load"
-        yield only(label, lambda _: f"{rates['save_gb_per_s']:.2f} + {rates['load_gb_per_s']:.2f}")
-    yield only("host chunks resident, evicted", ("host.num_resident_chunks", "host.num_evicted_chunks"), between=", ")
-    swap = report["offload"]["swap"]
-    if swap["swap_pool_blocks"]:
-        text = f"{swap['num_swapped_out']}, {swap['num_recomputed'] + swap['num_lost_swaps']}"
-        yield only("preempted requests swapped out, recomputed", lambda _: text)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tpu_offload.cli.workloads import Conversation, Workload
 from tpu_offload.engine import FinishReason, Request, RequestOutput, RequestStats, SamplingParams
 from tpu_offload.errors import InputError
+from tpu_offload.replay.workloads import Conversation, Workload
 
 
 class Engine(Protocol):

@@ -1,0 +1,114 @@
+"""What commands share that serve a workload: their flags, and a report that an interrupt only cuts short."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tpu_offload.cli.command import stop_on_interrupt
+from tpu_offload.cli.options import Decorator, Finite, OutputFile, input_file, number
+from tpu_offload.cli.output import write_json
+from tpu_offload.engine import ModelConfig
+from tpu_offload.measure import device_errors, environment
+from tpu_offload.replay import ServingOptions
+
+ENGINE_FLAGS = ("block_size", "max_num_batched_tokens", "num_spare_blocks", "async_scheduling")
+MODEL_FLAGS = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
+SOURCES = ("workload", "prompts", "trace")
+"""Parameters of which a `Command` takes one."""
+
+_KV_DTYPE = ModelConfig().kv_dtype
+
+
+def serving_flags(defaults: Mapping[str, object]) -> Decorator:
+    """Adds the flags of `serving_options` to a command.
+
+    Args:
+      defaults: for the help, by the name of the flag. The flag's value is None where it is not given.
+    """
+    flags = (
+        click.option(
+            "--workload", type=click.Choice(["chat", "decode"]), help=f"generated requests ({defaults['workload']})"
+        ),
+        click.option("--prompts", type=input_file, metavar="FILE", help="JSON lines of chat messages"),
+        click.option("--trace", type=input_file, metavar="FILE", help="JSON lines in the Mooncake format"),
+        number("--requests", f"requests at most ({defaults['requests']})"),
+        number("--seed", "of everything that is drawn (0)", low=0, high=2**32 - 1, default=0),
+        number("--turns", f"chat: turns of a conversation ({defaults['turns']})"),
+        number("--max-tokens", "--prompts: tokens to generate a request (16)"),
+        number("--tokens-per-block", "--trace: tokens for each 512 of the trace (16)", high=512),
+        click.option(
+            "--temperature",
+            type=Finite(),
+            default=0.0,
+            metavar="T",
+            help="sample, with a seed a request; 0 is greedy (0)",
+        ),
+        number("--top-k", "sample from the N most likely tokens; 0 is all (0)", low=0, default=0),
+        number("--concurrency", f"requests in flight ({defaults['concurrency']})"),
+        number("--num-blocks", f"HBM blocks ({defaults['num_blocks']})"),
+        number("--block-size", f"tokens in a block ({defaults['block_size']})"),
+        number("--max-num-batched-tokens", f"tokens computed in a step ({defaults['max_num_batched_tokens']})"),
+        number(
+            "--num-spare-blocks",
+            f"blocks kept free at admission for each request that runs ({defaults['num_spare_blocks']})",
+            low=0,
+        ),
+        number(
+            "--async-scheduling",
+            f"1 dispatches a step before the tokens of the last one are read ({defaults['async_scheduling']})",
+            low=0,
+            high=1,
+        ),
+        number("--num-layers", f"model: layers ({defaults['num_layers']})"),
+        number("--d-model", f"model: width ({defaults['d_model']})"),
+        number("--num-heads", f"model: query heads ({defaults['num_heads']})"),
+        number("--num-kv-heads", f"model: key and value heads ({defaults['num_kv_heads']})"),
+        number("--head-dim", f"model: width of a head ({defaults['head_dim']})"),
+        number("--d-ff", f"model: width of the feed-forward layer ({defaults['d_ff']})"),
+        click.option(
+            "--kv-dtype", default=_KV_DTYPE, metavar="NAME", help=f"model: type of the KV cache ({_KV_DTYPE})"
+        ),
+        click.option("--json", type=OutputFile(), metavar="FILE", help="write everything measured to FILE"),
+    )
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for flag in reversed(flags):
+            command = flag(command)
+        return command
+
+    return add
+
+
+def serving_options(flags: Mapping[str, Any], *, engine: Mapping[str, int], model: ModelConfig) -> ServingOptions:
+    """The values of these flags, without `json`.
+
+    Args:
+      flags: as the command got them.
+      engine: what `ENGINE_FLAGS` are where they are not given.
+      model: gives the sizes that no flag does.
+    """
+    rest = {name: value for name, value in flags.items() if name not in (*ENGINE_FLAGS, *MODEL_FLAGS, "kv_dtype")}
+    sizes: dict[str, Any] = {name: engine[name] if flags[name] is None else flags[name] for name in ENGINE_FLAGS}
+    given = {name: flags[name] for name in MODEL_FLAGS if flags[name] is not None}
+    model = dataclasses.replace(model, **given, kv_dtype=flags["kv_dtype"], seed=flags["seed"])
+    return ServingOptions(**rest, **sizes, model=model)
+
+
+def make_report(compare: Callable[..., dict[str, Any]], path: Path | None, argv: Sequence[str]) -> dict[str, Any]:
+    """Serves until the end or an interrupt, and writes what was measured to a file.
+
+    Args:
+      compare: serves, and returns the report; its keyword `stop` is asked before each step.
+      path: of the JSON file; None writes none.
+      argv: the arguments of the command, for the report.
+    """
+    with stop_on_interrupt() as stop, device_errors(make_smaller="--num-blocks or the model"):
+        report = compare(stop=stop)
+        interrupted = stop()
+    report |= {"interrupted": interrupted, "argv": list(argv), **environment()}
+    if path is not None:
+        write_json(path, report)
+    return report
