@@ -149,7 +149,7 @@ def test_offloading_turned_off_by_a_variable(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--requests 0", "'--requests': 0 is not in the range x>=1"),
+        ("--requests 0", "'--requests': 0 is not in the range 1<=x"),
         ("--requests -3", "'--requests': -3 is not"),
         ("--requests many", "'--requests': 'many' is not a valid integer"),
         ("--requests 1.5", "'--requests': '1.5' is not a valid integer"),
