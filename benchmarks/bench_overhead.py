@@ -17,7 +17,8 @@ import jax
 
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
-from tpu_offload.replay import ServedRun, Workload, chat_workload, serve
+from tpu_offload.replay.serving import ServedRun, serve
+from tpu_offload.replay.workloads import Workload, chat_workload
 
 
 def run(engine: Engine, workload: Workload, concurrency: int) -> ServedRun:

@@ -58,6 +58,13 @@ def test_all_commands_are_listed_without_them(lack, capsys):
     assert all(f"  {name} " in out for name in ("replay", "bench", "simulate"))
 
 
+def test_without_click_nothing_starts():
+    code = "import sys; sys.modules['click'] = None; import tpu_offload_command; tpu_offload_command.run()"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, timeout=120)
+    error = "tpu-offload: error: click is not installed; install with: pip install 'tpu_offload[cli]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", error)
+
+
 def test_bench_needs_no_engine():
     """In a process of its own: here everything is imported already."""
     code = "import sys; sys.modules.update(flax=None, matplotlib=None); from tpu_offload.cli.main import run; run()"

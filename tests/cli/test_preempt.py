@@ -9,8 +9,10 @@ from tests.cli.conftest import interrupted_run
 from tpu_offload.cli.main import main
 from tpu_offload.engine import PromptTokens, RequestStats
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.replay import Record, ServedRun, decode_workload, preempt
+from tpu_offload.replay import preempt
 from tpu_offload.replay import setup as replay_setup
+from tpu_offload.replay.serving import Record, ServedRun
+from tpu_offload.replay.workloads import decode_workload
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 

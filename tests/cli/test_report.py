@@ -6,10 +6,11 @@ import json
 import pytest
 from rich.console import Console
 
-from tpu_offload.cli import replay_tables, report
+from tpu_offload.cli import replay, report
 from tpu_offload.engine import PromptTokens, RequestStats
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.replay import Record, ServedRun, comparison
+from tpu_offload.replay import comparison
+from tpu_offload.replay.serving import Record, ServedRun
 
 
 def record(name, tokens=(), *, prompt=(), arrival_s=0.0, ttft_s=1.0, sources=PromptTokens()):  # noqa: B008 (frozen)
@@ -128,7 +129,7 @@ def test_comparison_table(capsys):
         "offload": comparison.run_numbers(ServedRun((hit,), 1.0, True), block_size=4)
         | comparison.offload_numbers(OffloadStats(staging_budget_blocks=1000, saved_nbytes=2**20)),
     }
-    Console(width=100).print(replay_tables.offload_table(numbers))
+    Console(width=100).print(replay.comparison_table(numbers))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     for line in (
         ["requests finished", "1", "1", ""],

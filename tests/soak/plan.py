@@ -6,17 +6,8 @@ from collections.abc import Sequence
 
 from tpu_offload.config import CopyPath, OffloadConfig, SwapMode
 from tpu_offload.engine import ModelConfig
-from tpu_offload.replay import (
-    ServingOptions,
-    Setup,
-    Workload,
-    blocks_per_request,
-    build_setup,
-    build_workload,
-    chat_workload,
-    decode_workload,
-    layout_of,
-)
+from tpu_offload.replay.setup import ServingOptions, Setup, blocks_per_request, build_setup, build_workload, layout_of
+from tpu_offload.replay.workloads import Workload, chat_workload, decode_workload
 
 DEFAULT_NUM_REQUESTS, DEFAULT_NUM_TURNS = 32, 4
 DEFAULT_CONCURRENCY = 6

@@ -4,22 +4,21 @@ The file that it writes is what `TPU_OFFLOAD_PROFILE` points to, and all that a 
 others to see how the machine does.
 """
 
-import dataclasses
 import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import jax
 from rich.table import Column, Table
 
 from tpu_offload.cli.command import stop_on_interrupt
-from tpu_offload.cli.options import Command, Finite, Many, OutputFile, number
-from tpu_offload.cli.output import write_json
+from tpu_offload.cli.options import Command, Finite, Many, number, option
+from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.cli.report import ReportConsole, build_table
 from tpu_offload.config import CopyPath
 from tpu_offload.errors import InputError
@@ -29,7 +28,6 @@ from tpu_offload.measure import (
     Figures,
     Geometry,
     Measured,
-    Plan,
     Spread,
     build_profile,
     check_backend,
@@ -45,8 +43,7 @@ _NUM_KV_HEADS, _HEAD_DIM = 8, 128  # of Llama-3-8B
 _NAMES = [path.value for path in PATHS]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Defaults:
+class _Defaults(NamedTuple):
     """What depends on the platform: a CPU is there to try the command, and should be done in seconds."""
 
     num_layers: int
@@ -60,43 +57,30 @@ _ON_ACCELERATOR = _Defaults(num_layers=32, block_size=128, seconds=100, step_ms=
 
 
 @click.command(cls=Command, exclusive=[("block_size", "page_shape")])
-@click.option(
-    "--output",
-    type=OutputFile(),
-    default=DEFAULT_OUTPUT,
-    metavar="FILE",
-    help=f"write the profile to FILE ({DEFAULT_OUTPUT})",
-)
-@click.option("--seconds", type=Finite(), metavar="S", help="stop about then, compiling included (100; on a CPU 60)")
+@option("--output", output_file, "FILE", f"write the profile to FILE ({DEFAULT_OUTPUT})", default=DEFAULT_OUTPUT)
+@option("--seconds", Finite(), "S", "stop about then, compiling included (100; on a CPU 60)")
 @click.option("--quick", is_flag=True, help="jobs of 1 and 8 blocks, 5 rounds: a first look, in seconds")
-@click.option(
-    "--paths", type=Many(click.Choice(_NAMES)), metavar="PATH...", help=f"copy paths to measure ({' '.join(_NAMES)})"
-)
-@click.option(
-    "--num-blocks",
-    type=Many(click.IntRange(1, 4096)),
-    metavar="N...",
-    help="blocks in a job, one or more sizes from 1 to 4096 (1 8 64)",
+@option("--paths", Many(click.Choice(_NAMES)), "PATH...", f"copy paths to measure ({' '.join(_NAMES)})")
+@option(
+    "--num-blocks", Many(click.IntRange(1, 4096)), "N...", "blocks in a job, one or more sizes from 1 to 4096 (1 8 64)"
 )
 @number("--rounds", "rounds at most for each size (25)")
 @number("--num-layers", "layers (32; on a CPU 8; fewer where memory is small)", high=1024)
 @number("--block-size", "tokens in a block (128; on a CPU 16)", high=65536)
-@click.option(
+@option(
     "--page-shape",
-    type=Many(click.IntRange(1), repeats=True),
-    metavar="N...",
-    help="one layer's slice of a block over all devices: tokens, heads (split over the devices), ... "
+    Many(click.IntRange(1)),
+    "N...",
+    "one layer's slice of a block over all devices: tokens, heads (split over the devices), ... "
     f"(block size, {_NUM_KV_HEADS}, 2, {_HEAD_DIM})",
 )
-@click.option(
-    "--dtype", type=click.Choice(DTYPES), default=DTYPES[0], metavar="NAME", help=f"type of the KV cache ({DTYPES[0]})"
-)
+@option("--dtype", click.Choice(DTYPES), "NAME", f"type of the KV cache ({DTYPES[0]})", default=DTYPES[0])
 @number("--devices", "devices that split a page (all of this host)")
-@click.option(
+@option(
     "--step-ms",
-    type=Finite(),
-    metavar="MS",
-    help="length of the model steps that copies may delay; 0 runs none, and measures no fused path (5; on a CPU 2)",
+    Finite(),
+    "MS",
+    "length of the model steps that copies may delay; 0 runs none, and measures no fused path (5; on a CPU 2)",
 )
 @number(
     "--fused-blocks",
@@ -131,24 +115,25 @@ def command(
     started_s = time.monotonic()
     check_backend()
     defaults = _ON_CPU if jax.default_backend() == "cpu" else _ON_ACCELERATOR
-    sizes = tuple(sorted(num_blocks or ((1, 8) if quick else (1, 8, 64))))
+    sizes = tuple(sorted(set(num_blocks or ((1, 8) if quick else (1, 8, 64)))))
     step_s = (defaults.step_ms if step_ms is None else step_ms) / 1e3
     chosen = _paths(paths, step_s)
     page_shape = page_shape or _page_shape(block_size or defaults.block_size, devices)
     geometry = Geometry(num_layers or defaults.num_layers, page_shape, dtype, devices or len(jax.local_devices()))
     geometry.sharding()  # finds out what is invalid before anything is measured
     geometry = fit_geometry(geometry, max(sizes), len(chosen), may_shrink=num_layers is None)
-    plan = Plan(
-        geometry,
-        sizes,
-        chosen,
-        seconds=(defaults.seconds if seconds is None else seconds) + started_s - time.monotonic(),
-        max_rounds=rounds or (5 if quick else 25),
-        step_s=step_s,
-        max_fused_blocks=fused_blocks,
-    )
     with device_errors(make_smaller="--num-layers, --block-size or --num-blocks"):
-        measured = measure(plan, tell=lambda line: click.echo(line, err=True), stop_on_interrupt=stop_on_interrupt)
+        measured = measure(
+            geometry,
+            sizes,
+            chosen,
+            seconds=(defaults.seconds if seconds is None else seconds) + started_s - time.monotonic(),
+            max_rounds=rounds or (5 if quick else 25),
+            step_s=step_s,
+            max_fused_blocks=fused_blocks,
+            tell=lambda line: click.echo(line, err=True),
+            stop_on_interrupt=stop_on_interrupt,
+        )
     if measured.interrupted and not measured.figures:
         raise KeyboardInterrupt
     profile = build_profile(geometry, measured, argv)

@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from tpu_offload.cli.command import stop_on_interrupt
-from tpu_offload.cli.options import Decorator, Finite, OutputFile, input_file, number
-from tpu_offload.cli.output import write_json
+from tpu_offload.cli.options import Decorator, Finite, input_file, number, option
+from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.engine import ModelConfig
 from tpu_offload.measure import device_errors, environment
-from tpu_offload.replay import ServingOptions
+from tpu_offload.replay.setup import ServingOptions
 
 ENGINE_FLAGS = ("block_size", "max_num_batched_tokens", "num_spare_blocks", "async_scheduling")
 MODEL_FLAGS = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
@@ -29,23 +29,15 @@ def serving_flags(defaults: Mapping[str, object]) -> Decorator:
       defaults: for the help, by the name of the flag. The flag's value is None where it is not given.
     """
     flags = (
-        click.option(
-            "--workload", type=click.Choice(["chat", "decode"]), help=f"generated requests ({defaults['workload']})"
-        ),
-        click.option("--prompts", type=input_file, metavar="FILE", help="JSON lines of chat messages"),
-        click.option("--trace", type=input_file, metavar="FILE", help="JSON lines in the Mooncake format"),
+        option("--workload", click.Choice(["chat", "decode"]), None, f"generated requests ({defaults['workload']})"),
+        option("--prompts", input_file, "FILE", "JSON lines of chat messages"),
+        option("--trace", input_file, "FILE", "JSON lines in the Mooncake format"),
         number("--requests", f"requests at most ({defaults['requests']})"),
         number("--seed", "of everything that is drawn (0)", low=0, high=2**32 - 1, default=0),
         number("--turns", f"chat: turns of a conversation ({defaults['turns']})"),
         number("--max-tokens", "--prompts: tokens to generate a request (16)"),
         number("--tokens-per-block", "--trace: tokens for each 512 of the trace (16)", high=512),
-        click.option(
-            "--temperature",
-            type=Finite(),
-            default=0.0,
-            metavar="T",
-            help="sample, with a seed a request; 0 is greedy (0)",
-        ),
+        option("--temperature", Finite(), "T", "sample, with a seed a request; 0 is greedy (0)", default=0.0),
         number("--top-k", "sample from the N most likely tokens; 0 is all (0)", low=0, default=0),
         number("--concurrency", f"requests in flight ({defaults['concurrency']})"),
         number("--num-blocks", f"HBM blocks ({defaults['num_blocks']})"),
@@ -68,10 +60,8 @@ def serving_flags(defaults: Mapping[str, object]) -> Decorator:
         number("--num-kv-heads", f"model: key and value heads ({defaults['num_kv_heads']})"),
         number("--head-dim", f"model: width of a head ({defaults['head_dim']})"),
         number("--d-ff", f"model: width of the feed-forward layer ({defaults['d_ff']})"),
-        click.option(
-            "--kv-dtype", default=_KV_DTYPE, metavar="NAME", help=f"model: type of the KV cache ({_KV_DTYPE})"
-        ),
-        click.option("--json", type=OutputFile(), metavar="FILE", help="write everything measured to FILE"),
+        option("--kv-dtype", str, "NAME", f"model: type of the KV cache ({_KV_DTYPE})", default=_KV_DTYPE),
+        option("--json", output_file, "FILE", "write everything measured to FILE"),
     )
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from tpu_offload.cli.options import Command, Finite, Many, OutputFile, input_file, number
-from tpu_offload.cli.output import write_file, write_json
-from tpu_offload.cli.simulate_plot import check_plottable, draw
-from tpu_offload.cli.simulate_sizes import Model, Size, Unit, gb_flag, share_flag, size_flag
+from tpu_offload.cli.command import require
+from tpu_offload.cli.options import Command, Finite, Many, input_file, number, option
+from tpu_offload.cli.output import output_file, write_file, write_json
+from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
@@ -37,6 +37,7 @@ _logger = logging.getLogger(__name__)
 _SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SAVE_EVENTS = [event.value for event in (SaveEvent.COMPUTE, SaveEvent.HBM_EVICTION)]
 _MODES = [mode.value for mode in SecondaryMode]
+_SUFFIXES = (".png", ".svg", ".pdf")
 _NUM_CORES = os.cpu_count() or 1
 
 
@@ -53,128 +54,130 @@ def _policy(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    """The flags that say what is played."""
+    """The flags."""
 
-    trace: tuple[Path, ...]
+    trace: tuple[tuple[Path, ...], ...]
     trace_block_tokens: int
     start: float
     end: float | None
     split: float | None
     policies: tuple[str, ...]
     sizes: tuple[Size, ...]
+    sizes_gb: tuple[Size, ...] | None
     hbm: Size | None
     save_on: str
     save_after_sightings: int
     secondary: Size | None
     secondary_mode: str | None
+    num_layers: int | None
+    num_kv_heads: int | None
+    head_size: int | None
+    dtype: str
+    json: Path | None
+    plot: Path | None
     jobs: int
+
+    @property
+    def traces(self) -> list[Path]:
+        return [path for paths in self.trace for path in paths]
 
 
 _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or GB (40GB)"
 
 
 @click.command(cls=Command, exclusive=[("sizes", "sizes_gb")])
-@click.option(
+@option(
     "--trace",
-    type=Many(input_file, repeats=True),
+    Many(input_file),
+    "FILE...",
+    "JSON lines in the Mooncake format; several are played side by side",
     multiple=True,
     required=True,
-    metavar="FILE...",
-    help="JSON lines in the Mooncake format; several are played side by side",
 )
 @number("--trace-block-tokens", "tokens that an id stands for (512)", default=512)
-@click.option("--start", type=Finite(), default=0.0, metavar="S", help="leave out requests before this second (0)")
-@click.option("--end", type=Finite(), metavar="S", help="leave out those from this second on")
-@click.option(
-    "--split",
-    type=Finite(),
-    metavar="S",
-    help="count hits only from this second on; below 1, from this part of the played time on",
-)
-@click.option(
+@option("--start", Finite(), "S", "leave out requests before this second (0)", default=0.0)
+@option("--end", Finite(), "S", "leave out those from this second on")
+@option("--split", Finite(), "S", "count hits only from this second on; below 1, from this part of the played time on")
+@option(
     "--policies",
-    type=Many(_policy, commas=True),
+    Many(_policy, commas=True),
+    "NAME...",
+    f"of {', '.join((*POLICIES, BOUND))} (all of them), or module:Class",
     default=(*POLICIES, BOUND),
-    metavar="NAME...",
-    help=f"of {', '.join((*POLICIES, BOUND))} (all of them), or module:Class",
 )
-@click.option(
+@option(
     "--sizes",
-    type=Many(share_flag, commas=True),
+    Many(share_flag, commas=True),
+    "SHARE...",
+    f"sizes of the host tier as shares of the unique blocks ({' '.join(f'{size:g}' for size in _SIZES)})",
     default=tuple(Size(size, Unit.SHARE) for size in _SIZES),
-    metavar="SHARE...",
-    help=f"sizes of the host tier as shares of the unique blocks ({' '.join(f'{size:g}' for size in _SIZES)})",
 )
-@click.option("--sizes-gb", type=Many(gb_flag, commas=True), metavar="GB...", help="the same in GB")
-@click.option("--hbm", type=size_flag, metavar="SIZE", help=f"put a prefix cache in HBM in front: {_SIZE_TEXT}")
-@click.option(
-    "--save-on",
-    type=click.Choice(_SAVE_EVENTS),
-    default=_SAVE_EVENTS[0],
-    help=f"when blocks are saved ({_SAVE_EVENTS[0]})",
+@option("--sizes-gb", Many(gb_flag, commas=True), "GB...", "the same in GB")
+@option("--hbm", size_flag, "SIZE", f"put a prefix cache in HBM in front: {_SIZE_TEXT}")
+@option(
+    "--save-on", click.Choice(_SAVE_EVENTS), None, f"when blocks are saved ({_SAVE_EVENTS[0]})", default=_SAVE_EVENTS[0]
 )
 @number("--save-after-sightings", "save what N requests had (1)", high=15, default=1)
-@click.option("--secondary", type=size_flag, metavar="SIZE", help="put a secondary tier behind, sized likewise")
-@click.option(
-    "--secondary-mode", type=click.Choice(_MODES), help=f"fill it on save, or when the host tier evicts ({_MODES[0]})"
-)
+@option("--secondary", size_flag, "SIZE", "put a secondary tier behind, sized likewise")
+@option("--secondary-mode", click.Choice(_MODES), None, f"fill it on save, or when the host tier evicts ({_MODES[0]})")
 @number("--num-layers", "model, for sizes in GB and bytes: layers")
 @number("--num-kv-heads", "model: key and value heads")
 @number("--head-size", "model: width of a head")
-@click.option("--dtype", default="bfloat16", metavar="NAME", help="model: type of the KV cache (bfloat16)")
-@click.option("--json", type=OutputFile(), metavar="FILE", help="write the results to FILE")
-@click.option(
-    "--plot", type=OutputFile(), metavar="FILE", help="draw hit rate against size into FILE (.png, .svg or .pdf)"
-)
+@option("--dtype", str, "NAME", "model: type of the KV cache (bfloat16)", default="bfloat16")
+@option("--json", output_file, "FILE", "write the results to FILE")
+@option("--plot", output_file, "FILE", "draw hit rate against size into FILE (.png, .svg or .pdf)")
 @number("--jobs", f"processes ({_NUM_CORES})", high=1024, default=_NUM_CORES)
 @click.pass_obj
-def command(
-    argv: list[str],
-    /,
-    *,
-    trace: tuple[tuple[Path, ...], ...],
-    sizes: tuple[Size, ...],
-    sizes_gb: tuple[Size, ...] | None,
-    num_layers: int | None,
-    num_kv_heads: int | None,
-    head_size: int | None,
-    dtype: str,
-    json: Path | None,
-    plot: Path | None,
-    **played: Any,
-) -> int:
+def command(argv: list[str], /, **flags: Any) -> int:
     """Plays the prompts of request traces through host tiers of several sizes with several eviction policies, and
     beside them the best that could be done (belady). docs/simulator.md says more.
     """
     from tpu_offload.cli import simulate_report  # imports rich, which takes time that `--help` need not
 
-    options = _Options(trace=sum(trace, ()), sizes=sizes_gb or sizes, **played)
-    _check(options, json=json, plot=plot)
-    nbytes = Model(num_layers, num_kv_heads, head_size, dtype).chunk_nbytes(block_tokens=options.trace_block_tokens)
-    scene, runs, num_hbm_blocks = _prepare(options, nbytes)
+    options = _Options(**flags)
+    _check(options)
+    nbytes = chunk_nbytes(
+        options.dtype,
+        options.trace_block_tokens,
+        num_layers=options.num_layers,
+        num_kv_heads=options.num_kv_heads,
+        head_size=options.head_size,
+    )
+    trace = _read(options)
+    sizes = _Sizes(trace.num_unique_blocks, nbytes)
+    runs = _runs(options, sizes)
+    num_hbm_blocks = sizes.num_chunks(options.hbm)
+    front = play_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_front(trace)
+    scene = Scene(trace, split=_split(options.split, trace), only_second=options.split is not None, front=front)
     results = _play(scene, runs, num_jobs=options.jobs)
     report = {
         "results": simulate_report.as_json(scene, results, chunk_nbytes=nbytes),
-        "traces": [str(path) for path in options.trace],
+        "traces": [str(path) for path in options.traces],
         **simulate_report.describe(scene, num_hbm_blocks=num_hbm_blocks, chunk_nbytes=nbytes),
         "save_on": options.save_on,
         "save_after_sightings": options.save_after_sightings,
         "secondary_mode": options.secondary_mode or _MODES[0],
         "argv": argv,
     }
-    if json is not None:
-        write_json(json, report)
-    if plot is not None:
-        write_file(plot, draw(report, plot.suffix))
+    if options.json is not None:
+        write_json(options.json, report)
+    if options.plot is not None:
+        write_file(options.plot, simulate_report.draw(report, options.plot.suffix))
     simulate_report.tell(report)
     return 0
 
 
-def _check(options: _Options, *, json: Path | None, plot: Path | None) -> None:
+def _check(options: _Options) -> None:
     """What can be known to be wrong before anything is read."""
-    _check_outputs(options.trace, json=json, plot=plot)
-    if plot is not None:
-        check_plottable(plot)
+    _check_outputs(options.traces, json=options.json, plot=options.plot)
+    if options.plot is not None:
+        if options.plot.suffix.lower() not in _SUFFIXES:
+            raise InputError(f"cannot draw into {options.plot}: its name ends with none of {', '.join(_SUFFIXES)}")
+        require("--plot", "matplotlib")
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError as e:
+            raise InputError(f"--plot needs matplotlib, which cannot be imported: {e}") from e
     if options.save_on != SaveEvent.COMPUTE.value and options.hbm is None:
         raise InputError(f"--save-on {options.save_on} does nothing without an HBM; give its size with --hbm")
     if options.secondary_mode and options.secondary is None:
@@ -193,19 +196,8 @@ def _check_outputs(traces: Sequence[Path], **outputs: Path | None) -> None:
         taken[os.path.realpath(path)] = f"--{name} {path} is written to"
 
 
-def _prepare(options: _Options, nbytes: int | None) -> tuple[Scene, list[Run], int]:
-    """Reads the traces; returns what is played, all runs, and the blocks of HBM."""
-    trace = _read(options)
-    sizes = _Sizes(trace.num_unique_blocks, nbytes)
-    runs = _runs(options, sizes)
-    num_hbm_blocks = sizes.num_chunks(options.hbm)
-    front = play_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_front(trace)
-    split = _split(options.split, trace)
-    return Scene(trace, split=split, only_second=options.split is not None, front=front), runs, num_hbm_blocks
-
-
 def _read(options: _Options) -> Trace:
-    trace = read_traces(options.trace, block_tokens=options.trace_block_tokens)
+    trace = read_traces(options.traces, block_tokens=options.trace_block_tokens)
     for note in trace.notes:
         _logger.warning("%s", note)
     trace = trace.between(options.start, math.inf if options.end is None else options.end)
@@ -245,12 +237,14 @@ def _runs(options: _Options, sizes: _Sizes) -> list[Run]:
         secondary_mode=SecondaryMode(options.secondary_mode or _MODES[0]),
     )
     shares_and_setups = []
-    for size in options.sizes:
+    for size in options.sizes_gb or options.sizes:
         num_chunks = sizes.num_chunks(size)
         share = size.value if size.unit is Unit.SHARE else num_chunks / sizes.num_unique_blocks
         shares_and_setups.append((share, dataclasses.replace(common, num_chunks=num_chunks)))
     return [
-        Run(policy, share, setup) for policy in options.policies for share, setup in dict.fromkeys(shares_and_setups)
+        Run(policy, share, setup)
+        for policy in dict.fromkeys(options.policies)
+        for share, setup in dict.fromkeys(shares_and_setups)
     ]
 
 

@@ -96,31 +96,23 @@ def size_flag(text: str) -> Size:
     return Size(int(text), Unit.CHUNKS)
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class Model:
-    """What says how large a chunk is; sizes that are not given are None."""
+def chunk_nbytes(dtype: str, block_tokens: int, **sizes: int | None) -> int | None:
+    """Bytes of a chunk, keys and values of all layers; None if no size of a model is given.
 
-    num_layers: int | None
-    num_kv_heads: int | None
-    head_size: int | None
-    dtype: str
-
-    def chunk_nbytes(self, *, block_tokens: int) -> int | None:
-        """Bytes of a chunk, keys and values of all layers; None if no size is given.
-
-        Raises:
-          InputError: some sizes are missing, or the dtype is none of numbers.
-        """
-        num_bits = _num_bits(self.dtype)
-        sizes = {name: getattr(self, name) for name in _MODEL_FLAGS}
-        if not any(sizes.values()):
-            return None
-        for name, size in sizes.items():
-            if size is None:
-                raise InputError(f"a model needs --{name.replace('_', '-')} as well")
-        num_values: int = 2 * math.prod(sizes.values()) * block_tokens
-        return -(-num_values * num_bits // 8)
+    Args:
+      dtype: of the KV cache.
+      block_tokens: tokens of a chunk.
+      sizes: those of `_MODEL_FLAGS`.
+    Raises:
+      InputError: some sizes are missing, or the dtype is none of numbers.
+    """
+    num_bits = _num_bits(dtype)
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if not given:
+        return None
+    if missing := [name for name in _MODEL_FLAGS if name not in given]:
+        raise InputError(f"a model needs --{missing[0].replace('_', '-')} as well")
+    return -(-2 * math.prod(given.values()) * block_tokens * num_bits // 8)
 
 
 def _num_bits(dtype_name: str) -> int:

@@ -3,7 +3,7 @@
 from tpu_offload.measure.bench import TransferBench
 from tpu_offload.measure.devices import check_backend, device_errors, environment
 from tpu_offload.measure.figures import PATHS, Failure, Figures, Spread
-from tpu_offload.measure.profiles import Measured, Plan, as_json, build_profile, fit_geometry, measure
+from tpu_offload.measure.profiles import Measured, as_json, build_profile, fit_geometry, measure
 from tpu_offload.measure.worker_copies import CopyRates, Geometry, measure_copy_rates
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Figures",
     "Geometry",
     "Measured",
-    "Plan",
     "Spread",
     "TransferBench",
     "as_json",

@@ -195,9 +195,8 @@ class TransferBench:
 
     def _renew_caches(self) -> None:
         """Replaces what a copy that failed may have taken along."""
-        if not all(_is_usable(cache) for cache in self._caches):
-            self._caches = []  # before there are new ones
-            self._caches = self.geometry.make_caches(self._num_blocks)
+        self._caches = []  # before there are new ones
+        self._caches = self.geometry.make_caches(self._num_blocks)
         if self._step:
             self._step.reset()
 
@@ -301,17 +300,6 @@ class TransferBench:
 def _fused_size(num_blocks: int, sizes: Sequence[int], most: int) -> int:
     """Blocks of a job that a step takes along: a compiled size, and no more than `most`."""
     return num_blocks if num_blocks <= most else max([size for size in sizes if size <= most], default=most)
-
-
-def _is_usable(cache: jax.Array) -> bool:
-    """Whether the array is neither donated nor the result of a program that failed."""
-    if cache.is_deleted():
-        return False
-    try:
-        cache.block_until_ready()
-    except RuntimeError:
-        return False
-    return True
 
 
 def num_walked_blocks(geometry: Geometry, largest: int) -> int:

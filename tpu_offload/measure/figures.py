@@ -65,25 +65,11 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured for one path, direction and job size; the module's docstring defines each figure.
+    """What was measured for one path, direction and job size.
 
-    Attributes:
-      path: the copy path.
-      direction: save or load.
-      num_blocks: blocks in a job.
-      nbytes: bytes of a job over all devices.
-      num_fused_blocks: blocks of a job that the model's step copies; the rest of it goes by the direct path.
-      num_rounds: rounds behind every figure.
-      seconds: of a transfer; None if the path has no time of its own, as in the next two and `of_limit`.
-      gb_per_s: 1e9 bytes a second.
-      dispatch_s: seconds before control is back.
-      limit_gb_per_s: the limit's rate.
-      peer_gb_per_s: the peer's rate; None where it was left out, as in `of_peer`.
-      of_limit: the limit's time over ours.
-      of_peer: the peer's time over ours.
-      delay_s: seconds by which model steps are late; None where no steps were run, as in the next two.
-      reported_s: seconds until the job is reported, beside these steps.
-      step_s: seconds of one such step, with no copy.
+    The module's docstring defines each figure; None is what was not measured: the peer, the model's steps, or a time of
+    its own of a path that has none. `num_fused_blocks` of a job are copied by the model's step, the rest directly;
+    `step_s` is one such step with no copy; rates are in 1e9 bytes a second.
     """
 
     path: CopyPath

@@ -114,12 +114,6 @@ class ModelStep:
         """Forgets what the last step computed; to be called when that has failed."""
         self._x = self._make_x(self._num_rows)
 
-    def __call__(self, caches: Caches) -> Caches:
-        """Runs one step and waits for it; donates the caches."""
-        caches, _ = self.dispatch(caches)
-        self.wait()
-        return caches
-
     def _make_x(self, num_rows: int) -> jax.Array:
         up = self._weights[0]
         x: jax.Array = jax.device_put(jnp.full((num_rows, up.shape[0]), 0.5, up.dtype), self._spec.replicated)

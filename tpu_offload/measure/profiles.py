@@ -25,29 +25,6 @@ _MEMORY_SHARE = 0.6  # of the memory that is free, for everything that is measur
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure.
-
-    Attributes:
-      geometry: of the caches.
-      sizes: blocks in a job, ascending.
-      paths: copy paths.
-      seconds: for all of it, compiling included.
-      max_rounds: rounds at most for each size.
-      step_s: seconds of the model steps that copies may delay; 0 runs none.
-      max_fused_blocks: blocks that a step copies at most.
-    """
-
-    geometry: Geometry
-    sizes: tuple[int, ...]
-    paths: tuple[CopyPath, ...]
-    seconds: float
-    max_rounds: int
-    step_s: float
-    max_fused_blocks: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
     """What was measured, what failed, and whether it was stopped before the end."""
 
@@ -86,35 +63,47 @@ def fit_geometry(geometry: Geometry, largest: int, num_paths: int, *, may_shrink
 
 
 def measure(
-    plan: Plan,
+    geometry: Geometry,
+    sizes: Sequence[int],
+    paths: Sequence[CopyPath],
     *,
+    seconds: float,
+    max_rounds: int,
+    step_s: float,
+    max_fused_blocks: int,
     tell: Callable[[str], None],
     stop_on_interrupt: Callable[[], AbstractContextManager[Callable[[], bool]]],
 ) -> Measured:
     """Measures all sizes, the smallest first.
 
     Args:
-      plan: what to measure.
+      geometry: as the other arguments up to `max_fused_blocks`, of `TransferBench` and its `measure`.
+      sizes: ascending.
+      paths: to measure.
+      seconds: for all of it, compiling included.
+      max_rounds: for each size.
+      step_s: of a model step.
+      max_fused_blocks: in a step.
       tell: called with a line of progress.
       stop_on_interrupt: entered when everything is compiled; returns what is asked after each round, and True ends the
         measuring.
     """
-    give_up_s = time.monotonic() + plan.seconds
+    give_up_s = time.monotonic() + seconds
     # The CPU backend copies float8 a thousand times slower in the peer's way, which says nothing of TPUs.
-    with_peer = not (jax.default_backend() == "cpu" and plan.geometry.dtype.startswith("float8"))
-    tell(f"compiling: {', '.join(path.value for path in plan.paths)}")
+    with_peer = not (jax.default_backend() == "cpu" and geometry.dtype.startswith("float8"))
+    tell(f"compiling: {', '.join(path.value for path in paths)}")
     bench = TransferBench(
-        plan.geometry,
-        sizes=plan.sizes,
-        paths=plan.paths,
+        geometry,
+        sizes=sizes,
+        paths=paths,
         with_peer=with_peer,
-        step_s=plan.step_s,
-        max_fused_blocks=plan.max_fused_blocks,
-        compile_s=_COMPILE_SHARE * plan.seconds,
+        step_s=step_s,
+        max_fused_blocks=max_fused_blocks,
+        compile_s=_COMPILE_SHARE * seconds,
     )
     figures: list[Figures] = []
     with contextlib.closing(bench), stop_on_interrupt() as stop:
-        for i, size in enumerate(plan.sizes):
+        for i, size in enumerate(sizes):
             if stop():
                 break
             left_s = give_up_s - time.monotonic()
@@ -122,8 +111,7 @@ def measure(
                 tell(f"jobs of {size} blocks: left out, the time is over; --seconds gives more")
                 continue
             tell(f"jobs of {size} blocks: measuring, {max(left_s, 0):.0f} s left")
-            seconds = left_s / (len(plan.sizes) - i)
-            figures += bench.measure(size, seconds=seconds, max_rounds=plan.max_rounds, stop=stop)
+            figures += bench.measure(size, seconds=left_s / (len(sizes) - i), max_rounds=max_rounds, stop=stop)
         return Measured(figures, bench.failures, stop())
 
 

@@ -55,13 +55,7 @@ _HBM_PER_PROMPTS = 1.5  # HBM takes in the prompts of all requests in flight, an
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Side:
-    """One of the runs of a round.
-
-    Attributes:
-      name: how the report calls it.
-      setup: the sizes; `pressed` ones have too little HBM, those of the control enough.
-      offload: the settings; None serves without the library.
-    """
+    """One of the runs of a round, as the report calls it; `offload` is None without the library."""
 
     name: str
     setup: Setup
@@ -70,14 +64,9 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is served in each round.
+    """What is served in each round: `pressed` has too little HBM, `control` enough.
 
-    Attributes:
-      pressed: with too little HBM.
-      control: with enough.
-      sides: all runs of a round; the first one is without swap and preemption.
-      num_rounds: rounds.
-      notes: what a person should know of the settings, in sentences.
+    The first of `sides` is without swap and preemption. `notes` say what a person should know of the settings.
     """
 
     pressed: Setup
@@ -141,15 +130,7 @@ def _settings(offload: OffloadConfig) -> tuple[OffloadConfig, tuple[str, ...]]:
 def compare(
     comparison: Comparison, *, start: Callable[[str], Callable[[], None]], stop: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Serves all rounds.
-
-    Args:
-      comparison: what is served.
-      start: called with the name of each run; returns what is called after each of its requests.
-      stop: asked before each step.
-    Returns:
-      The report.
-    """
+    """Serves all rounds; returns the report. `start` and `stop` are those of `serve_twice`."""
     runs: dict[str, list[dict[str, Any]]] = {side.name: [] for side in comparison.sides}
     differences: list[dict[str, Any]] = []
     num_compared = num_runs_compared = 0
@@ -170,7 +151,6 @@ def compare(
             differences += [{"run": side.name, "round": i + 1} | difference.as_dict() for difference in found]
             num_compared += num
             num_runs_compared += bool(num)
-
     recompute, swap = (summary(runs[name]) for name in ("recompute", "swap"))
     off, on = (summary(runs[name]) for name in ("off", "on"))
     return {

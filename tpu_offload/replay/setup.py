@@ -37,27 +37,7 @@ DEFAULT_NUM_TURNS = 10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
-    """What a person asks for; None leaves it to the command.
-
-    Attributes:
-      workload: name of a generated workload; with `prompts` and `trace`, one of three sources.
-      prompts: file of chat messages.
-      trace: file in the Mooncake format.
-      requests: at most so many.
-      seed: of everything that is drawn, the weights included.
-      turns: of a generated chat.
-      max_tokens: to generate for a request of `prompts`.
-      tokens_per_block: what 512 tokens of `trace` are scaled down to.
-      temperature: of sampling; 0 is greedy.
-      top_k: most likely tokens that are sampled from; 0 for all.
-      concurrency: requests in flight.
-      num_blocks: HBM.
-      block_size: tokens.
-      max_num_batched_tokens: tokens computed in a step.
-      num_spare_blocks: blocks kept free at admission for each request that runs.
-      async_scheduling: whether a step is dispatched before the tokens of the last one are read.
-      model: the model.
-    """
+    """What to serve, and with which sizes; None leaves it to the command. `--help` of the commands describes each."""
 
     workload: str | None
     prompts: Path | None
