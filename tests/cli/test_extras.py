@@ -55,6 +55,8 @@ def test_all_commands_are_listed_without_them(lack, capsys):
     lack("flax", "matplotlib", "rich")
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
+    assert main(["-h"]) == 0
+    assert capsys.readouterr().out == out
     assert all(f"  {name} " in out for name in ("replay", "bench", "simulate"))
 
 

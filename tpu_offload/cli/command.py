@@ -8,14 +8,15 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import click
 
 from tpu_offload.errors import InputError, OffloadError
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM
+_CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _EXTRAS = {"click": "cli", "flax": "engine", "matplotlib": "cli", "rich": "cli"}
 
 
@@ -39,7 +40,7 @@ def run_command(command: click.Command, argv: Sequence[str] | None, *, prog: str
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (for the life of the process)
     logging.basicConfig(level=logging.WARNING, format=f"{prog}: %(levelname)s: %(message)s")
     try:
-        with command.make_context(prog, list(given), obj=given, max_content_width=100) as context:
+        with command.make_context(prog, list(given), obj=given, **_CONTEXT) as context:
             return command.invoke(context) or 0
     except click.exceptions.Exit as e:  # --help
         return e.exit_code

@@ -56,8 +56,8 @@ def command(argv: list[str], /, *, is_preempt: bool, rounds: int | None, json: P
     return _tell(sized, _report(comparison.serve_twice, sized, sized, json, argv))
 
 
-def _report[T](
-    compare: Callable[..., dict[str, Any]], what: T, sized: setup.Setup, json: Path | None, argv: list[str]
+def _report(
+    compare: Callable[..., dict[str, Any]], what: object, sized: setup.Setup, json: Path | None, argv: list[str]
 ) -> dict[str, Any]:
     """Compares, showing how far each run is."""
     with progress(sized.workload.num_requests) as start:
