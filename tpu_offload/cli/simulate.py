@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +145,10 @@ def command(argv: list[str], /, **flags: Any) -> int:
         head_size=options.head_size,
     )
     trace = _read(options)
-    sizes = _Sizes(trace.num_unique_blocks, nbytes)
-    runs = _runs(options, sizes)
-    num_hbm_blocks = sizes.num_chunks(options.hbm)
+    num_unique = trace.num_unique_blocks
+    num_chunks_of = functools.partial(Size.num_chunks, num_unique_blocks=num_unique, chunk_nbytes=nbytes)
+    runs = _runs(options, num_unique, num_chunks_of)
+    num_hbm_blocks = num_chunks_of(options.hbm) if options.hbm else 0
     front = play_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_front(trace)
     scene = Scene(trace, split=_split(options.split, trace), only_second=options.split is not None, front=front)
     results = _play(scene, runs, num_jobs=options.jobs)
@@ -217,29 +219,18 @@ def _split(given: float | None, trace: Trace) -> int:
     return num_requests
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sizes:
-    """What sizes come to: blocks of the trace, and bytes of a chunk if a model is given."""
-
-    num_unique_blocks: int
-    chunk_nbytes: int | None
-
-    def num_chunks(self, size: Size | None) -> int:
-        return size.num_chunks(**dataclasses.asdict(self)) if size else 0
-
-
-def _runs(options: _Options, sizes: _Sizes) -> list[Run]:
+def _runs(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[Size], int]) -> list[Run]:
     common = Setup(
         num_chunks=0,
         save_on=SaveEvent(options.save_on),
         num_sightings=options.save_after_sightings,
-        num_secondary_chunks=sizes.num_chunks(options.secondary),
+        num_secondary_chunks=num_chunks_of(options.secondary) if options.secondary else 0,
         secondary_mode=SecondaryMode(options.secondary_mode or _MODES[0]),
     )
     shares_and_setups = []
     for size in options.sizes_gb or options.sizes:
-        num_chunks = sizes.num_chunks(size)
-        share = size.value if size.unit is Unit.SHARE else num_chunks / sizes.num_unique_blocks
+        num_chunks = num_chunks_of(size)
+        share = size.value if size.unit is Unit.SHARE else num_chunks / num_unique_blocks
         shares_and_setups.append((share, dataclasses.replace(common, num_chunks=num_chunks)))
     return [
         Run(policy, share, setup)

@@ -62,14 +62,12 @@ def size_setup(options: ServingOptions, offload: OffloadConfig) -> Setup:
 def serve_twice(
     setup: Setup, *, start: Callable[[str], Callable[[], None]], stop: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Serves without and with offloading.
+    """Serves without and with offloading; returns the report.
 
     Args:
       setup: what is served, and with which sizes.
       start: called with the name of each run; returns what is called after each of its requests.
       stop: asked before each step.
-    Returns:
-      The report.
     """
     block_size = setup.engine.block_size
     baseline, _ = serve_once(setup, None, on_finish=start("baseline"), stop=stop)
