@@ -22,7 +22,14 @@ def run(*, prog: str = _PROG, module: str = "tpu_offload.cli.main") -> NoReturn:
     for signum in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, functools.partial(_end, prog))
-    importlib.import_module(module).run()
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name != "click":  # what parses the flags; packages that only some commands need are looked for later
+            raise
+        os.write(2, f"{prog}: error: click is not installed; install with: pip install 'tpu_offload[cli]'\n".encode())
+        sys.exit(2)
+    imported.run()
     raise AssertionError(f"{module}.run() has returned")
 
 

@@ -16,9 +16,9 @@ import time
 import jax
 
 from tpu_offload import OffloadConfig
-from tpu_offload.cli.serving import ServedRun, serve
-from tpu_offload.cli.workloads import Workload, chat_workload
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
+from tpu_offload.replay.serving import ServedRun, serve
+from tpu_offload.replay.workloads import Workload, chat_workload
 
 
 def run(engine: Engine, workload: Workload, concurrency: int) -> ServedRun:

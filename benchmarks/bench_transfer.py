@@ -4,7 +4,7 @@ Sweeps each of: blocks in a job, bytes of a block, layers, dtype, devices, copy 
 shape is the middle one of `--block-kib` with the first of the other lists. All block sizes are measured, then
 layers, dtypes and devices are varied one at a time, those with every other job size. The first of `--paths`
 is measured everywhere and the others on the base shape: the whole product would take hours. What is measured,
-and how, is told by `tpu_offload.cli.transfer_rates`: interleaved rounds, ratios within a round, the limit and
+and how, is told by `tpu_offload.measure`: interleaved rounds, ratios within a round, the limit and
 the peer's method in every one of them.
 
   python benchmarks/bench_transfer.py --json transfer.json
@@ -72,10 +72,8 @@ def measure(point, paths, sizes, args, seconds):
     """All job sizes of one shape; rows for the file and the table."""
     import jax
 
-    from tpu_offload.cli.bench_report import as_json
-    from tpu_offload.cli.transfer_methods import Geometry
-    from tpu_offload.cli.transfer_rates import TransferBench
     from tpu_offload.config import CopyPath
+    from tpu_offload.measure import Geometry, TransferBench, as_json
     from tpu_offload.types import Direction
 
     started_s = time.monotonic()
@@ -178,7 +176,7 @@ def main():
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         flag = f"--xla_force_host_platform_device_count={max(args.devices)}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    from tpu_offload.cli.devices import environment
+    from tpu_offload.measure import environment
 
     started_s = time.monotonic()
     todo, rows = points(args), []

@@ -144,7 +144,7 @@ class Engine:
         self.peer_staging = PeerStaging(scheduler) if args.variant == "peer" else None
         import importlib.metadata
 
-        from tpu_offload.cli.devices import environment
+        from tpu_offload.measure import environment
 
         found = environment()
         found["versions"] |= {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}

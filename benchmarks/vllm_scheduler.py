@@ -33,7 +33,7 @@ class SchedulerAlone:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from tpu_offload.cli.devices import environment
+        from tpu_offload.measure import environment
 
         init_none_hash(sha256)
         args.dtype = "float32"

@@ -48,6 +48,20 @@ def kept_programs(tmp_path_factory):
 
 
 @pytest.fixture
+def clean_environment(monkeypatch):
+    """Without the settings of whoever runs the tests."""
+    for name in os.environ:
+        if name.startswith("TPU_OFFLOAD_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def small_buffers(monkeypatch):
+    """Lets what `bench` copies between, and the limit's buffer, be as small as its jobs."""
+    monkeypatch.setattr("tpu_offload.measure.bench._WALK_NBYTES", 1)
+
+
+@pytest.fixture
 def compiles():
     """A list with an entry for each program that XLA has compiled since the test began."""
     import jax

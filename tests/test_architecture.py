@@ -28,7 +28,9 @@ ALLOWED = (
     | {"worker": FOUNDATION | PARTS | {"worker"}}
     | {part: {""} | FOUNDATION | PARTS | {"worker", part} for part in FRONTS}
     | {"engine": {"", "engine"}}  # it shows what any other engine can do with the public interface
-    | {"cli": {""} | FOUNDATION | PARTS | {"worker", "cli", "engine"} | FRONTS}
+    | {"measure": {""} | FOUNDATION | (PARTS - {"core"}) | {"worker", "measure"}}
+    | {"replay": FOUNDATION | {"memory", "engine", "measure", "replay", "sim"}}
+    | {"cli": FOUNDATION | {"core", "engine", "measure", "replay", "sim", "cli"}}  # parses, calls and prints
 )
 
 

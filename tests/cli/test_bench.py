@@ -11,11 +11,10 @@ import time
 import jax
 import pytest
 
-import tpu_offload.cli.bench as bench_module
 from tests.cli.conftest import TINY_BENCH
 from tpu_offload import KVLayout, OffloadConfig, OffloadWorker
 from tpu_offload.cli.main import main
-from tpu_offload.cli.transfer_methods import Geometry
+from tpu_offload.measure import Geometry, fit_geometry, profiles
 from tpu_offload.profile import Profile
 
 
@@ -108,26 +107,26 @@ def test_offload_variables_do_not_apply(small_buffers, tmp_path, monkeypatch):
 
 
 def test_fewer_layers_where_memory_is_small(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_module, "num_walked_blocks", lambda geometry, largest: 2 * largest)
+    monkeypatch.setattr(profiles, "num_walked_blocks", lambda geometry, largest: 2 * largest)
     # Blocks of 8 layers, host pools for two paths, ...: 22 blocks' room is needed for a job of one.
     block_nbytes = 8 * 4 * 8 * 2 * 8 * 2
-    monkeypatch.setattr(bench_module, "available_nbytes", lambda: 12 * block_nbytes)
-    geometry = bench_module._fit(Geometry(8, (4, 8, 2, 8)), 1, 2, may_shrink=True)
+    monkeypatch.setattr(profiles, "available_nbytes", lambda: 12 * block_nbytes)
+    geometry = fit_geometry(Geometry(8, (4, 8, 2, 8)), 1, 2, may_shrink=True)
     assert geometry.num_layers == 2
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--num-blocks 0", "argument --num-blocks: '0'; expected an integer from 1 to 4096"),
-        ("--num-blocks", "expected at least one argument"),
+        ("--num-blocks 0", "'--num-blocks': 0 is not in the range 1<=x<=4096"),
+        ("--num-blocks", "'--num-blocks' requires an argument"),
         ("--paths fused --step-ms 0", "--paths fused is measured as part of a model step"),
-        ("--fused-blocks 0", "argument --fused-blocks"),
-        ("--paths diagonal", "invalid choice: 'diagonal'"),
-        ("--dtype complex64", "invalid choice: 'complex64'"),
-        ("--seconds -1", "argument --seconds"),
-        ("--step-ms nan", "argument --step-ms"),
-        ("--page-shape 4 x", "argument --page-shape: 'x'"),
+        ("--fused-blocks 0", "'--fused-blocks': 0 is not"),
+        ("--paths diagonal", "'--paths': 'diagonal' is not one of 'direct', 'staged', 'fused'"),
+        ("--dtype complex64", "'--dtype': 'complex64' is not one of"),
+        ("--seconds -1", "'--seconds': -1.0 is not in the range x>=0"),
+        ("--step-ms nan", "'--step-ms': nan is not finite"),
+        ("--page-shape 4 x", "'--page-shape': 'x' is not a valid integer"),
         ("--block-size 4", "not allowed with"),
         ("--devices 9", "9 devices wanted and 8 found"),
         ("--devices 3", "pages of shape [4, 8, 2, 8] cannot be split over 3 devices"),
@@ -181,7 +180,7 @@ def test_too_little_device_memory_is_one_line(small_buffers, tmp_path, monkeypat
     def exhausted(*args, **kwargs):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room\nmore")
 
-    monkeypatch.setattr(bench_module, "TransferBench", exhausted)
+    monkeypatch.setattr(profiles, "TransferBench", exhausted)
     assert bench("--output", str(tmp_path / "p.json")) == 2
     assert "out of device memory (RESOURCE_EXHAUSTED: no room); make --num-layers" in capsys.readouterr().err
 

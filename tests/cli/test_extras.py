@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_simulate import write_trace
-from tpu_offload.cli import extras
+from tpu_offload.cli import command
 from tpu_offload.cli.main import main
 
 SETUP = Path(__file__).parents[2] / "setup.cfg"
@@ -53,16 +53,23 @@ def test_a_plot_says_what_is_missing(tmp_path, lack, capsys):
 
 def test_all_commands_are_listed_without_them(lack, capsys):
     lack("flax", "matplotlib", "rich")
-    with pytest.raises(SystemExit) as exit_:
-        main(["--help"])
-    assert exit_.value.code == 0
+    assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"    {command} " in out for command in ("replay", "bench", "simulate"))
+    assert main(["-h"]) == 0
+    assert capsys.readouterr().out == out
+    assert all(f"  {name} " in out for name in ("replay", "bench", "simulate"))
+
+
+def test_without_click_nothing_starts():
+    code = "import sys; sys.modules['click'] = None; import tpu_offload_command; tpu_offload_command.run()"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, timeout=120)
+    error = "tpu-offload: error: click is not installed; install with: pip install 'tpu_offload[cli]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", error)
 
 
 def test_bench_needs_no_engine():
     """In a process of its own: here everything is imported already."""
-    code = "import sys; sys.modules.update(flax=None, matplotlib=None); from tpu_offload.cli.main import main; main()"
+    code = "import sys; sys.modules.update(flax=None, matplotlib=None); from tpu_offload.cli.main import run; run()"
     done = subprocess.run([sys.executable, "-c", code, "bench", "--help"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--fused-blocks" in done.stdout
@@ -73,5 +80,5 @@ def test_the_extras_are_those_of_the_package():
     setup.read(SETUP)
     for extra in ("cli", "engine"):
         lines = setup["options.extras_require"][extra].split()
-        known = [package for package, its_extra in extras._EXTRAS.items() if its_extra == extra]
+        known = [package for package, its_extra in command._EXTRAS.items() if its_extra == extra]
         assert [line.partition(">=")[0] for line in lines] == known

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-import tpu_offload.cli.transfer_rates as transfer_rates
 from tests.cli.conftest import TINY_BENCH
 from tests.cli.test_simulate import chats, is_gone, write_trace
 from tpu_offload.cli.main import main
+from tpu_offload.measure import TransferBench
 from tpu_offload.sim import runs
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def bench(tmp_path, monkeypatch, small_buffers):
 
     def bench(*signals_in_rounds, output=tmp_path / "p.json"):
         left = list(signals_in_rounds)
-        real = transfer_rates.TransferBench._run_round
+        real = TransferBench._run_round
 
         def run_round(self, num_blocks):
             times = real(self, num_blocks)
@@ -128,7 +128,7 @@ def bench(tmp_path, monkeypatch, small_buffers):
             return times
 
         with monkeypatch.context() as patch:
-            patch.setattr(transfer_rates.TransferBench, "_run_round", run_round)
+            patch.setattr(TransferBench, "_run_round", run_round)
             flags = [*TINY_BENCH, "--rounds", "50", "--paths", "direct", "--step-ms", "0", "--seconds", "600"]
             return main(["bench", *flags, "--output", str(output)])
 

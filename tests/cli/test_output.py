@@ -22,8 +22,8 @@ def test_file_is_replaced_whole(tmp_path):
 def test_file_that_cannot_be_written(tmp_path):
     for path, reason in ((tmp_path, "it is a directory"), (tmp_path / "no" / "r.json", "there is no directory")):
         with pytest.raises(InputError, match=reason):
-            output.check_writable(path)
+            output.output_file(path)
         with pytest.raises(InputError, match="cannot write"):
             output.write_json(path, {})
-    output.check_writable(tmp_path / "r.json")
+    assert output.output_file(str(tmp_path / "r.json")) == tmp_path / "r.json"
     assert not list(tmp_path.iterdir())

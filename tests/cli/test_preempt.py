@@ -2,30 +2,25 @@
 
 import dataclasses
 import json
-import os
 
 import pytest
 
 from tests.cli.conftest import interrupted_run
-from tpu_offload.cli import preempt, preempt_report, replay_setup
 from tpu_offload.cli.main import main
-from tpu_offload.cli.serving import Record, ServedRun
-from tpu_offload.cli.workloads import decode_workload
 from tpu_offload.engine import PromptTokens, RequestStats
 from tpu_offload.metrics import OffloadStats
+from tpu_offload.replay import preempt
+from tpu_offload.replay import setup as replay_setup
+from tpu_offload.replay.serving import Record, ServedRun
+from tpu_offload.replay.workloads import decode_workload
+
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 TINY = (
     *("--num-layers", "1", "--d-model", "32", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16"),
     *("--d-ff", "32", "--block-size", "16", "--max-num-batched-tokens", "64"),
 )
 SIDES = ("recompute", "swap")
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in os.environ:
-        if name.startswith("TPU_OFFLOAD_"):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -183,7 +178,7 @@ def test_nothing_preempted(tmp_path, capsys, chats):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--preempt --rounds 0", "argument --rounds: '0'"),
+        ("--preempt --rounds 0", "'--rounds': 0 is not"),
         ("--rounds 2", "--rounds 2 does nothing here: it goes with --preempt"),
         ("--preempt --turns 2", "--turns 2 does nothing here: it goes with --workload chat"),
         ("--preempt --max-tokens 8", "--max-tokens 8 does nothing here: it goes with --prompts"),
@@ -221,7 +216,7 @@ def record(name, *, computed, num_preemptions=0, num_swaps=0, finish_s=9.0):
 
 def numbers(*records, round_number=1, wall_s=4.0, complete=True):
     run = ServedRun(records, wall_s=wall_s, complete=complete)
-    return preempt_report.side_numbers(run, OffloadStats(num_recomputed=3), round_number=round_number)
+    return preempt.side_numbers(run, OffloadStats(num_recomputed=3), round_number=round_number)
 
 
 def test_numbers_of_a_run():
@@ -240,25 +235,25 @@ def test_numbers_of_a_run():
 def test_numbers_of_a_run_that_was_not():
     run = numbers(wall_s=0.0, complete=False)
     assert run["tokens_per_s"] is run["preempted_share"] is run["completion_p99_s"] is None
-    json.dumps(preempt_report.summary([run]), allow_nan=False)
+    json.dumps(preempt.summary([run]), allow_nan=False)
 
 
 def test_only_complete_runs_count():
     whole = [numbers(record("a", computed=3), round_number=i + 1, wall_s=s) for i, s in enumerate((1.0, 2.0))]
     stopped = numbers(record("a", computed=3), round_number=3, wall_s=9.0, complete=False)
-    side = preempt_report.summary([*whole, stopped])
+    side = preempt.summary([*whole, stopped])
     assert side["median"]["tokens_per_s"] == 1.5
     assert side["tokens_per_s_range"] == [1.0, 2.0]
     assert len(side["rounds"]) == 3
-    assert preempt_report.summary([stopped])["median"]["num_requests"] == 1
+    assert preempt.summary([stopped])["median"]["num_requests"] == 1
 
 
 def test_ratios_are_of_equal_rounds():
     def side(*wall_s):
-        return preempt_report.summary(
+        return preempt.summary(
             [numbers(record("a", computed=3), round_number=i, wall_s=s, complete=s < 9) for i, s in wall_s]
         )
 
-    ratios = preempt_report.ratios(side((1, 2.0), (2, 4.0), (3, 8.0)), side((2, 1.0), (1, 1.0), (3, 9.0)))
+    ratios = preempt.ratios(side((1, 2.0), (2, 4.0), (3, 8.0)), side((2, 1.0), (1, 1.0), (3, 9.0)))
     assert ratios["tokens_per_s"] == {"rounds": [4.0, 2.0], "median": 3.0, "min": 2.0, "max": 4.0}
-    assert preempt_report.ratios(side(), side())["tokens_per_s"] is None
+    assert preempt.ratios(side(), side())["tokens_per_s"] is None

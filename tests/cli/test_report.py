@@ -6,10 +6,11 @@ import json
 import pytest
 from rich.console import Console
 
-from tpu_offload.cli import replay_report, report
-from tpu_offload.cli.serving import Record, ServedRun
+from tpu_offload.cli import replay, report
 from tpu_offload.engine import PromptTokens, RequestStats
 from tpu_offload.metrics import OffloadStats
+from tpu_offload.replay import comparison
+from tpu_offload.replay.serving import Record, ServedRun
 
 
 def record(name, tokens=(), *, prompt=(), arrival_s=0.0, ttft_s=1.0, sources=PromptTokens()):  # noqa: B008 (frozen)
@@ -19,14 +20,14 @@ def record(name, tokens=(), *, prompt=(), arrival_s=0.0, ttft_s=1.0, sources=Pro
 
 def test_equal_outputs_in_any_order():
     one = [record("a", (1, 2)), record("b", (3,))]
-    assert replay_report.find_differences(one, one[::-1]) == ([], 2)
+    assert comparison.find_differences(one, one[::-1]) == ([], 2)
 
 
 @pytest.mark.parametrize(
     ("tokens", "position"), [((1, 2, 4), 2), ((9, 2, 3), 0), ((1, 2), 2), ((1, 2, 3, 3), 3), ((), 0)]
 )
 def test_a_difference_is_found_and_placed(tokens, position):
-    ((difference,), num_compared) = replay_report.find_differences(
+    ((difference,), num_compared) = comparison.find_differences(
         [record("a", (7,)), record("b", (1, 2, 3))], [record("b", tokens), record("a", (7,))]
     )
     assert (difference.request_id, difference.position, num_compared) == ("b", position, 2)
@@ -36,15 +37,15 @@ def test_a_difference_is_found_and_placed(tokens, position):
 def test_a_log_probability_differs_in_its_last_bit():
     one = [dataclasses.replace(record("a", (1, 2)), logprobs=(-0.5, 0.0))]
     same, other = ([dataclasses.replace(one[0], logprobs=(-0.5, x))] for x in (0.0, -0.0))
-    assert replay_report.find_differences(one, same) == ([], 1)
-    ((difference,), _) = replay_report.find_differences(one, other, names=("reference", "swap"))
+    assert comparison.find_differences(one, same) == ([], 1)
+    ((difference,), _) = comparison.find_differences(one, other, names=("reference", "swap"))
     assert (difference.what, difference.position) == ("logprob", 1)
     assert "reference [0.0], swap [-0.0]" in str(difference)
 
 
 def test_only_what_both_runs_finished_is_compared():
-    assert replay_report.find_differences([record("a", (1,))], [record("b", (2,))]) == ([], 0)
-    assert replay_report.find_differences([record("a", (1,)), record("b", (1,))], [record("b", (1,))]) == ([], 1)
+    assert comparison.find_differences([record("a", (1,))], [record("b", (2,))]) == ([], 0)
+    assert comparison.find_differences([record("a", (1,)), record("b", (1,))], [record("b", (1,))]) == ([], 1)
 
 
 def test_recomputed_counts_full_blocks_that_were_computed_before():
@@ -54,22 +55,21 @@ def test_recomputed_counts_full_blocks_that_were_computed_before():
         record("early", (50, 60, 60, 60, 60), prompt=history, arrival_s=1.0),
     ]
     # 12 tokens of the second prompt were computed before, the answer's KV included; 4 of them were hit.
-    assert replay_report.count_recomputed(records, block_size=4) == 8
+    assert comparison.count_recomputed(records, block_size=4) == 8
     # The whole prompt is never reusable: its last token has to be computed.
     again = [record("a", prompt=history, arrival_s=1.0), record("b", prompt=history, arrival_s=2.0)]
-    assert replay_report.count_recomputed(again, block_size=4) == 7
+    assert comparison.count_recomputed(again, block_size=4) == 7
     loaded = [again[0], record("b", prompt=history, arrival_s=2.0, sources=PromptTokens(host=4))]
-    assert replay_report.count_recomputed(loaded, block_size=4) == 3
+    assert comparison.count_recomputed(loaded, block_size=4) == 3
     assert (
-        replay_report.count_recomputed([record("a", prompt=range(8)), record("b", prompt=range(1, 9))], block_size=4)
-        == 0
+        comparison.count_recomputed([record("a", prompt=range(8)), record("b", prompt=range(1, 9))], block_size=4) == 0
     )
 
 
 def test_numbers_of_a_run():
     sources = PromptTokens(computed=3, hbm=4, host=5)
     records = tuple(record(str(i), (0,) * 2, prompt=range(12), ttft_s=float(i), sources=sources) for i in range(101))
-    numbers = replay_report.run_numbers(ServedRun(records, wall_s=4.0, complete=True), block_size=4)
+    numbers = comparison.run_numbers(ServedRun(records, wall_s=4.0, complete=True), block_size=4)
     assert numbers["ttft_p50_s"] == 50
     assert numbers["ttft_p99_s"] == 99
     assert numbers["tokens_per_s"] == 202 / 4
@@ -79,7 +79,7 @@ def test_numbers_of_a_run():
 
 
 def test_numbers_of_a_run_that_was_not():
-    numbers = replay_report.run_numbers(ServedRun((), wall_s=0.0, complete=False), block_size=4)
+    numbers = comparison.run_numbers(ServedRun((), wall_s=0.0, complete=False), block_size=4)
     assert numbers["ttft_p50_s"] is numbers["ttft_p99_s"] is numbers["tokens_per_s"] is None
     json.dumps(numbers, allow_nan=False)
 
@@ -93,7 +93,7 @@ def test_offload_numbers():
         saved_nbytes=10,
         loaded_nbytes=20,
     )
-    numbers = replay_report.offload_numbers(stats)
+    numbers = comparison.offload_numbers(stats)
     assert numbers["staging"]["budget_blocks"] == 8
     assert numbers["staging"]["peak_blocks"] == 5
     assert numbers["staging"]["dropped_blocks"] == 3
@@ -103,7 +103,7 @@ def test_offload_numbers():
 def test_hits_are_compared_with_the_same_requests():
     baseline = ServedRun((record("a", ttft_s=8.0), record("b", ttft_s=2.0)), 1.0, True)
     offload = ServedRun((record("b", ttft_s=1.0), record("a", ttft_s=3.0, sources=PromptTokens(host=16))), 1.0, True)
-    assert replay_report.hit_ttfts(baseline, offload) == {
+    assert comparison.hit_ttfts(baseline, offload) == {
         "num_requests": 1,
         "baseline_ttft_p50_s": 8.0,
         "offload_ttft_p50_s": 3.0,
@@ -124,12 +124,12 @@ def test_comparison_table(capsys):
     hit = record("a", (1,), prompt=range(8), ttft_s=0.5, sources=PromptTokens(hbm=0, host=4, computed=4))
     numbers = {
         "workload": {"name": "w", "num_requests": 1},
-        "host_hits": replay_report.hit_ttfts(baseline, ServedRun((hit,), 1.0, True)),
-        "baseline": replay_report.run_numbers(baseline, block_size=4),
-        "offload": replay_report.run_numbers(ServedRun((hit,), 1.0, True), block_size=4)
-        | replay_report.offload_numbers(OffloadStats(staging_budget_blocks=1000, saved_nbytes=2**20)),
+        "host_hits": comparison.hit_ttfts(baseline, ServedRun((hit,), 1.0, True)),
+        "baseline": comparison.run_numbers(baseline, block_size=4),
+        "offload": comparison.run_numbers(ServedRun((hit,), 1.0, True), block_size=4)
+        | comparison.offload_numbers(OffloadStats(staging_budget_blocks=1000, saved_nbytes=2**20)),
     }
-    Console(width=100).print(replay_report.comparison_table(numbers))
+    Console(width=100).print(replay.comparison_table(numbers))
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     for line in (
         ["requests finished", "1", "1", ""],

@@ -212,7 +212,8 @@ def test_a_policy_of_ones_own(tmp_path, trace_path, error_of, monkeypatch):
     others = report_of(tmp_path, trace_path, *flags, "--jobs", "2")["results"]
     assert [row | {"run_s": 0} for row in others] == [row | {"run_s": 0} for row in report["results"]]
     wrong = error_of(trace_path, "--policies", "simulated_policy:LIFOPolicy")
-    assert "simulated_policy has no LIFOPolicy; did you mean FIFOPolicy?" in wrong
+    assert "--policies simulated_policy:LIFOPolicy: simulated_policy has no LIFOPolicy; did you mean FIFOPolic" in wrong
+    assert "EVICTION_POLICY" not in wrong
 
 
 def test_wrong_flags(tmp_path, trace_path, error_of):
@@ -233,7 +234,7 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "'1e308'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e308", *MODEL)
     assert "give its size with --hbm" in error_of(trace_path, "--save-on", "eviction")
     assert "nothing without --secondary" in error_of(trace_path, "--secondary-mode", "demote")
-    assert "not allowed with argument" in error_of(trace_path, "--sizes", "1", "--sizes-gb", "1")
+    assert "not allowed with '--sizes-gb'" in error_of(trace_path, "--sizes", "1", "--sizes-gb", "1")
     assert "no request from 900 s" in error_of(trace_path, "--start", "900")
     assert "the last request is at 199 s" in error_of(trace_path, "--split", "200")
     assert "ends with none of .png, .svg, .pdf" in error_of(trace_path, "--plot", str(tmp_path / "a.gif"))

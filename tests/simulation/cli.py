@@ -1,23 +1,19 @@
 """The command behind `scripts/simulate`."""
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+import click
 
 from tests.simulation import campaign, shrink, trace
-from tpu_offload.cli.command import Parser, exit_status
-from tpu_offload.cli.flags import int_flag
-from tpu_offload.cli.terminal import interrupt_once
+from tpu_offload.cli.command import interrupt_once, run_command
+from tpu_offload.cli.options import Command, input_file, number
+from tpu_offload.cli.report import progress
 from tpu_offload.errors import InputError
 
-_PROG = "simulate"
-_LINE_INTERVAL_S = 10.0
 _MAX_SHOWN = 3  # violations that are cut down; one of each kind
 
 
@@ -25,56 +21,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-      Exit status: 0, 1 when a rule was broken, 2 for input that cannot be used, 130 when interrupted, 141 when
-      nobody reads the output any more.
+      Exit status, see `run_command`; 1 when a rule was broken.
     """
-    return exit_status(_PROG, lambda: _run(_parse(argv)))
+    return run_command(_command, argv, prog="simulate")
 
 
-def _run(args: argparse.Namespace) -> int:
-    if args.replay is not None:
-        return _replay(*_load(args.replay))
-    if args.seed is not None:
-        return _replay_seed(args.seed, args.steps, args.save)
-    return _campaign(args)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog=_PROG,
-        description="Lets the scheduler live through random lives with faults of every kind, and checks every byte.",
-        allow_abbrev=False,
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--seeds", type=int_flag(1), metavar="N", default=200, help="lives to run (default 200)")
-    what.add_argument("--seed", type=int_flag(0, 2**63), metavar="K", help="runs this one and tells all of it")
-    what.add_argument("--replay", type=Path, metavar="FILE", help="runs a trace that was saved and tells all of it")
-    parser.add_argument("--first-seed", type=int_flag(0, 2**63), metavar="K", help="the first (default 0)")
-    parser.add_argument(
-        "--steps",
-        type=int_flag(1),
-        metavar="S",
-        default=campaign.DEFAULT_STEPS,
-        help=f"steps with faults in each life, before it comes to its end (default {campaign.DEFAULT_STEPS})",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int_flag(1, 1024),
-        metavar="J",
-        default=os.cpu_count() or 1,
-        help="processes (default one for each core)",
-    )
-    parser.add_argument(
-        "--save", type=Path, metavar="DIR", default=Path(), help="where to save the traces of violations (default .)"
-    )
-    args = parser.parse_args(argv)
-    if args.first_seed is not None and (args.seed is not None or args.replay is not None):
-        other = "--replay" if args.seed is None else "--seed"
-        raise InputError(f"argument --first-seed: not allowed with argument {other} (see {_PROG} --help)")
-    args.first_seed = args.first_seed or 0
-    if not args.save.is_dir():
-        raise InputError(f"--save {args.save} is no directory")
-    return args
+@click.command(cls=Command, exclusive=[("seeds", "seed", "replay"), ("first_seed", "seed"), ("first_seed", "replay")])
+@number("--seeds", "lives to run (default 200)", default=200)
+@number("--seed", "runs this one and tells all of it", low=0, high=2**63)
+@click.option("--replay", type=input_file, metavar="FILE", help="runs a trace that was saved and tells all of it")
+@number("--first-seed", "the first (default 0)", low=0, high=2**63, default=0)
+@number(
+    "--steps",
+    f"steps with faults in each life, before it comes to its end (default {campaign.DEFAULT_STEPS})",
+    default=campaign.DEFAULT_STEPS,
+)
+@number("--jobs", "processes (default one for each core)", high=1024, default=os.cpu_count() or 1)
+@click.option(
+    "--save",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path(),
+    metavar="DIR",
+    help="where to save the traces of violations (default .)",
+)
+def _command(
+    seeds: int, seed: int | None, replay: Path | None, first_seed: int, steps: int, jobs: int, save: Path
+) -> int:
+    """Lets the scheduler live through random lives with faults of every kind, and checks every byte."""
+    if replay is not None:
+        return _replay(*_load(replay))
+    if seed is not None:
+        return _replay_seed(seed, steps, save)
+    return _campaign(range(first_seed, first_seed + seeds), steps, num_jobs=min(jobs, seeds), save=save)
 
 
 def _load(path: Path) -> tuple[trace.Setup, list[trace.Action]]:
@@ -84,26 +62,21 @@ def _load(path: Path) -> tuple[trace.Setup, list[trace.Action]]:
         raise InputError(str(e)) from e
 
 
-def _campaign(args: argparse.Namespace) -> int:
+def _campaign(seeds: range, num_steps: int, *, num_jobs: int, save: Path) -> int:
     """Runs the seeds; a line of totals at the end, also when interrupted."""
     start_s = time.monotonic()
     outcomes: list[campaign.Outcome] = []
     interrupted = False
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    running = campaign.run_campaign(args.first_seed, args.seeds, args.steps, num_jobs=min(args.jobs, args.seeds))
+    running = campaign.run_campaign(seeds[0], len(seeds), num_steps, num_jobs=num_jobs)
     try:
-        with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
-            task = bars.add_task("seeds", total=args.seeds)
-            next_line_s = start_s + _LINE_INTERVAL_S
+        with progress(len(seeds), what="seeds") as start:
+            on_finish = start("seeds")
             for outcome in running:
                 outcomes.append(outcome)
-                bars.advance(task, outcome.num_seeds)
+                for _ in range(outcome.num_seeds):
+                    on_finish()
                 for seed, violation in outcome.violations.items():
-                    console.print(f"seed {seed}: {violation}", markup=False, highlight=False, soft_wrap=True)
-                if not console.is_terminal and time.monotonic() >= next_line_s:
-                    next_line_s = time.monotonic() + _LINE_INTERVAL_S
-                    sys.stderr.write(f"{sum(o.num_seeds for o in outcomes)} of {args.seeds} seeds\n")
+                    click.echo(f"seed {seed}: {violation}", err=True)
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -111,7 +84,7 @@ def _campaign(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - start_s
     total = campaign.add_up(outcomes)
     if not interrupted:
-        _show_violations(total.violations, args.steps, args.save)
+        _show_violations(total.violations, num_steps, save)
     print(f"{'interrupted: ' if interrupted else ''}{campaign.summary(total, seconds=seconds)}")
     return 130 if interrupted else 1 if total.violations else 0
 

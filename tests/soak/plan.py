@@ -1,14 +1,13 @@
 """What a soak serves and with which sizes: too little of everything, and short times."""
 
-import argparse
 import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from tpu_offload.cli.replay_setup import Setup, blocks_per_request, build_setup, build_workload, layout_of
-from tpu_offload.cli.workloads import Workload, chat_workload, decode_workload
 from tpu_offload.config import CopyPath, OffloadConfig, SwapMode
 from tpu_offload.engine import ModelConfig
+from tpu_offload.replay.setup import ServingOptions, Setup, blocks_per_request, build_setup, build_workload, layout_of
+from tpu_offload.replay.workloads import Workload, chat_workload, decode_workload
 
 DEFAULT_NUM_REQUESTS, DEFAULT_NUM_TURNS = 32, 4
 DEFAULT_CONCURRENCY = 6
@@ -50,34 +49,36 @@ class Plan:
     seed: int
 
 
-def build_plan(args: argparse.Namespace, offload: OffloadConfig) -> Plan:
+def build_plan(options: ServingOptions, offload: OffloadConfig, *, seconds: int) -> Plan:
     """Checks flags and settings, and sizes everything too small.
 
     Raises:
       InputError: an invalid flag.
       ConfigError: an invalid setting.
     """
-    workload = _mixed_workload(args)
-    concurrency = args.concurrency or DEFAULT_CONCURRENCY
-    needed = blocks_per_request(workload, args.block_size)
+    workload = _mixed_workload(options)
+    concurrency = options.concurrency or DEFAULT_CONCURRENCY
+    needed = blocks_per_request(workload, options.block_size)
     in_flight = min(concurrency, len(workload.conversations))
     num_prompt_tokens = in_flight * sum(workload.prompt_lens) / workload.num_requests
-    num_blocks = args.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / args.block_size))
-    setup = build_setup(args, offload, workload=workload, model=MODEL, concurrency=concurrency, num_blocks=num_blocks)
+    num_blocks = options.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / options.block_size))
+    setup = build_setup(options, offload, workload=workload, concurrency=concurrency, num_blocks=num_blocks)
     pressed = _press(offload, setup)
     for size in (pressed.staging_blocks, pressed.host_chunks):
         size(layout_of(setup.model, setup.engine))
-    return Plan(setup, _by_path(pressed), args.seconds, args.seed)
+    return Plan(setup, _by_path(pressed), seconds, options.seed)
 
 
-def _mixed_workload(args: argparse.Namespace) -> Workload:
+def _mixed_workload(options: ServingOptions) -> Workload:
     """What the flags ask for; by default chats, which share prefixes, and among them long answers, which need room."""
-    if args.workload or args.prompts or args.trace:
-        return build_workload(args, MODEL)
-    num_requests = args.requests or DEFAULT_NUM_REQUESTS
+    if options.workload or options.prompts or options.trace:
+        return build_workload(options)
+    num_requests = options.requests or DEFAULT_NUM_REQUESTS
     num_decode = num_requests // 4
-    chat = chat_workload(num_requests=num_requests - num_decode, turns=args.turns or DEFAULT_NUM_TURNS, seed=args.seed)
-    decode = decode_workload(num_requests=num_decode, seed=args.seed).conversations if num_decode else ()
+    chat = chat_workload(
+        num_requests=num_requests - num_decode, turns=options.turns or DEFAULT_NUM_TURNS, seed=options.seed
+    )
+    decode = decode_workload(num_requests=num_decode, seed=options.seed).conversations if num_decode else ()
     pairs = itertools.zip_longest(chat.conversations, decode)
     return Workload("chats and long answers", tuple(one for pair in pairs for one in pair if one is not None))
 

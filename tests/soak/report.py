@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.soak.container_census import SizeHistory
-from tpu_offload.cli.replay_report import outcome
 from tpu_offload.cli.report import build_table, print_differences
+from tpu_offload.replay.comparison import outcome
 
 MAX_GROWTH_MIB = 5.0
 """Memory that the process may gain over the second half of a soak and still be called flat: allocators are not."""

@@ -30,12 +30,12 @@ from tests.soak.container_census import SizeHistory, container_sizes
 from tests.soak.faults import Fault, Faults
 from tests.soak.plan import Plan
 from tests.soak.report import Round
-from tpu_offload.cli.console import progress
-from tpu_offload.cli.replay_report import find_differences
-from tpu_offload.cli.replay_setup import Setup, describe, serve_once
-from tpu_offload.cli.serving import Record, serve
+from tpu_offload.cli.report import progress
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import Engine, Request, RequestOutput
+from tpu_offload.replay.comparison import find_differences
+from tpu_offload.replay.serving import Record, serve
+from tpu_offload.replay.setup import Setup, describe, serve_once
 
 _STUCK_S = 60.0  # without a request that ends
 # What eviction policies remember of evicted chunks is bounded by the tier, or by some thousands for a small one, and

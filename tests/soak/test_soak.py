@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import time
 from types import SimpleNamespace
 
@@ -19,15 +18,10 @@ from tests.soak.faults import Fault
 from tests.soak.report import Round
 from tpu_offload.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("clean_environment")
+
 TINY = ("--num-layers", "1", "--d-model", "32", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "16")
 SMALL = (*TINY, "--d-ff", "32", "--requests", "12", "--turns", "2")
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in os.environ:
-        if name.startswith("TPU_OFFLOAD_"):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -127,12 +121,12 @@ def test_a_table_that_grows_is_noticed(tmp_path, monkeypatch, capsys, direct):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("0", "argument SECONDS: '0'"),
-        ("--seconds 0", "argument --seconds: '0'"),
-        ("5 --seconds 5", "argument --seconds: not allowed with argument SECONDS"),
-        ("", "one of the arguments SECONDS --seconds is required"),
-        ("5 --preempt", "unrecognized arguments: --preempt"),
-        ("5 --rounds 2", "unrecognized arguments: --rounds 2"),
+        ("0", "'[SECONDS]': 0 is not in the range x>=1"),
+        ("--seconds 0", "'--seconds': 0 is not"),
+        ("5 --seconds 5", "'--seconds'"),
+        ("", "SECONDS or --seconds is required"),
+        ("5 --preempt", "No such option '--preempt'"),
+        ("5 --rounds 2", "No such option '--rounds'"),
         ("--seconds 5 --num-blocks 3", "--num-blocks 3 holds 48 tokens"),
         ("5 --trace no-such-file", "cannot read no-such-file: No such file"),
         ("5 --workload decode --turns 2", "--turns 2 does nothing here: it goes with --workload chat"),
@@ -149,10 +143,9 @@ def test_wrong_flag(capsys, flags, expected):
 
 
 def test_help_names_every_default(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
+    assert main(["--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert out.startswith("usage: soak ")
+    assert out.startswith("Usage: soak ")
     assert "tokens in a block (16)" in out
     assert "requests in flight (6)" in out
 

@@ -1,59 +1,133 @@
 """What every command does around its work: flags in, one line on an error, an exit status, the end of the process."""
 
-import argparse
 import contextlib
+import importlib.util
 import logging
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable
-from typing import NoReturn
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
-from tpu_offload.cli.compiling import COMPILE_THREAD
-from tpu_offload.cli.terminal import open_missing_streams
+import click
+
 from tpu_offload.errors import InputError, OffloadError
 
-
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong flag as an `InputError`, like any other wrong input."""
-
-    def error(self, message: str) -> NoReturn:
-        """See `argparse.ArgumentParser`."""
-        raise InputError(f"{message} (see {self.prog} --help)")
+_SIGNALS = signal.SIGINT, signal.SIGTERM
+_CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_EXTRAS = {"click": "cli", "flax": "engine", "matplotlib": "cli", "rich": "cli"}
 
 
-def exit_status(prog: str, command: Callable[[], int]) -> int:
-    """Runs a command.
+def run_command(command: click.Command, argv: Sequence[str] | None, *, prog: str) -> int:
+    """Parses flags and runs a command, which gets all of `argv` as its `click.pass_obj`.
+
+    Not by click's own `main`, whose exit status is 1 for an interrupt and for a closed pipe: here that means that a
+    command found what it is there to find.
 
     Args:
-      prog: its name, in front of errors and warnings.
       command: returns 0, or 1 when it found what it is there to find (outputs that differ), or 130 when it was
-        interrupted and has reported what it had.
+        interrupted and has reported what it had; None is 0.
+      argv: the arguments after the program's name; by default those of the process.
+      prog: its name, in front of errors and warnings.
     Returns:
-      What `command` returned, 2 for input that cannot be used, 130 when interrupted, 141 when nobody reads the output
-      any more.
+      What `command` returned, 2 for input that cannot be used, 130 when interrupted, 141 on a closed pipe.
     """
-    open_missing_streams()
+    given = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller (`>&-`)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (for the life of the process)
     logging.basicConfig(level=logging.WARNING, format=f"{prog}: %(levelname)s: %(message)s")
     try:
-        return command()
-    except BrokenPipeError:  # whoever read our output has gone, as `head` does; nobody is left to be told
+        with command.make_context(prog, list(given), obj=given, **_CONTEXT) as context:
+            return command.invoke(context) or 0
+    except click.exceptions.Exit as e:  # --help
+        return e.exit_code
+    except BrokenPipeError:  # the reader has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
+    except click.ClickException as e:
+        where = e.ctx.command_path if isinstance(e, click.UsageError) and e.ctx else prog
+        return _fail(prog, f"{e.format_message().rstrip('.')} (see {where} --help)")
     except (OffloadError, OSError) as e:
-        sys.stderr.write(f"{prog}: error: {' '.join(str(e).split())}\n")
-        return 2
+        return _fail(prog, str(e))
     except KeyboardInterrupt:
         sys.stderr.write(f"{prog}: interrupted\n")
         return 130
 
 
+def _fail(prog: str, message: str) -> int:
+    sys.stderr.write(f"{prog}: error: {' '.join(message.split())}\n")
+    return 2
+
+
 def end_process(status: int) -> NoReturn:
     """Ends the process after its command, without a word more than that had to say."""
-    if status == 130 or any(thread.name == COMPILE_THREAD and thread.is_alive() for thread in threading.enumerate()):
+    if status == 130 or any(thread.daemon for thread in threading.enumerate()):
         # The interpreter would wait for a compile that nobody wants any more, or pull the ground from under it.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def interrupt_once() -> None:
+    """Makes the first Ctrl-C or SIGTERM a KeyboardInterrupt, and has those after it ignored while the process ends.
+
+    A signal that the caller has ignored, as `nohup` does, is left alone.
+    """
+    interrupted = False
+
+    def handle(signum: int, frame: types.FrameType | None) -> None:
+        nonlocal interrupted
+        if not interrupted:
+            interrupted = True
+            raise KeyboardInterrupt
+
+    for signum in _SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handle)
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Makes the first Ctrl-C or SIGTERM a request to stop after this step, the second one a KeyboardInterrupt."""
+    asked = False
+
+    def handle(signum: int, frame: types.FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        restore()
+
+    def restore() -> None:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+    previous = {s: h for s in _SIGNALS if (h := signal.getsignal(s)) is not signal.SIG_IGN}
+    for signum in previous:
+        signal.signal(signum, handle)
+    try:
+        yield lambda: asked
+    finally:
+        restore()
+
+
+def require(what: str, *packages: str) -> None:
+    """Looks for packages of the extras of setup.cfg, without importing them.
+
+    Args:
+      what: the command or flag that needs them.
+      packages: names to import them by.
+    Raises:
+      InputError: some are not installed; says how to install them.
+    """
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        extras = ",".join(sorted({_EXTRAS[package] for package in missing}))
+        verb = "is" if len(missing) == 1 else "are"
+        raise InputError(
+            f"{what} needs {' and '.join(missing)}, which {verb} not installed; "
+            f"install with: pip install 'tpu_offload[{extras}]'"
+        )

@@ -5,46 +5,47 @@ is a bug of ours. A command is imported when it is called, so that `simulate` do
 in `tpu_offload_command`, which handles interrupts until that is done.
 """
 
-import argparse
-import dataclasses
 import importlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from tpu_offload.cli.command import Parser, end_process, exit_status
-from tpu_offload.cli.extras import require
-from tpu_offload.cli.terminal import interrupt_once
+import click
+
+from tpu_offload.cli.command import end_process, interrupt_once, require, run_command
 
 _PROG = "tpu-offload"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Command:
-    """A subcommand, which is imported when it is called.
-
-    Attributes:
-      module: has `add_flags(parser)`, which sets `run(args, argv)`, a function that returns the exit status.
-      help: a line for `--help`.
-      packages: those of extras that it needs.
-    """
-
-    module: str
-    help: str
-    packages: tuple[str, ...]
-
-
-_COMMANDS = {
-    "replay": _Command(
-        "tpu_offload.cli.replay", "serve a workload without and with offloading", packages=("flax", "rich")
-    ),
-    "bench": _Command(
-        "tpu_offload.cli.bench", "measure the copy paths and recommend one for each direction", packages=("rich",)
-    ),
-    "simulate": _Command(
-        "tpu_offload.cli.simulate", "play request traces through eviction policies", packages=("rich",)
-    ),
+# By name: a line for `--help`, and the packages of extras that it needs. Module `tpu_offload.cli.NAME` has `command`.
+_COMMANDS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "replay": ("serve a workload without and with offloading", ("flax", "rich")),
+    "bench": ("measure the copy paths and recommend one for each direction", ("rich",)),
+    "simulate": ("play request traces through eviction policies", ("rich",)),
 }
+
+
+class _Commands(click.Group):
+    """Imports only the command that is called."""
+
+    def __init__(self, on_import: Callable[[], None]) -> None:
+        super().__init__(help="KV cache offloading for TPUs.", no_args_is_help=False)
+        self._on_import = on_import
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """See `click.Group`."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """See `click.Group`."""
+        if cmd_name not in _COMMANDS:
+            return None
+        require(cmd_name, *_COMMANDS[cmd_name][1])
+        command: click.Command = importlib.import_module(f"tpu_offload.cli.{cmd_name}").command
+        self._on_import()
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See `click.Group`."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (text, _) in _COMMANDS.items()])
 
 
 def main(argv: Sequence[str] | None = None, *, on_import: Callable[[], None] = lambda: None) -> int:
@@ -54,29 +55,9 @@ def main(argv: Sequence[str] | None = None, *, on_import: Callable[[], None] = l
       argv: the arguments after the program's name; by default those of the process.
       on_import: called once the command is imported, before it runs.
     Returns:
-      Exit status, see `exit_status`.
+      Exit status, see `run_command`.
     """
-    given = sys.argv[1:] if argv is None else list(argv)
-    return exit_status(_PROG, lambda: _run(given, on_import))
-
-
-def _run(argv: list[str], on_import: Callable[[], None]) -> int:
-    args = _parse(argv)
-    on_import()
-    status: int = args.run(args, argv)
-    return status
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog=_PROG, description="KV cache offloading for TPUs.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    called = next((arg for arg in argv if not arg.startswith("-")), None)  # no flag in front of it takes a value
-    for name, command in _COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.help, allow_abbrev=False)
-        if name == called:
-            require(name, *command.packages)
-            importlib.import_module(command.module).add_flags(subparser)
-    return parser.parse_args(argv)
+    return run_command(_Commands(on_import), argv, prog=_PROG)
 
 
 def run() -> NoReturn:

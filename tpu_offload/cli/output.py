@@ -9,12 +9,13 @@ from typing import Any
 from tpu_offload.errors import InputError
 
 
-def check_writable(path: Path) -> None:
-    """Finds out before the work whether `write_json` has a chance after it.
+def output_file(name: str | Path) -> Path:
+    """The path of a file to write, as the type of a flag: finds out before the work whether `write_json` has a chance.
 
     Raises:
       InputError: it has none.
     """
+    path = Path(name)
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a directory")
     if not path.parent.is_dir():
@@ -27,6 +28,7 @@ def check_writable(path: Path) -> None:
         raise InputError(f"cannot write {path}: {e.strerror or e}") from e
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InputError(f"cannot write {path}: permission denied")
+    return path
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:

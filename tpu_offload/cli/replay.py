@@ -1,162 +1,215 @@
 """`tpu-offload replay`: serves one workload without and with offloading, and says what that changed.
 
-Both runs use the same weights, the same HBM size and the same order of conversations, after both
-engines have compiled. HBM is made too small for the workload on purpose.
+With `--preempt` it compares request swap with computing preempted requests again.
 """
 
-import argparse
 import dataclasses
 import functools
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from tpu_offload.cli import preempt, replay_report
-from tpu_offload.cli.console import ReportConsole, progress
-from tpu_offload.cli.copy_rates import measure_copy_rates
-from tpu_offload.cli.devices import check_backend
-from tpu_offload.cli.flags import int_flag
-from tpu_offload.cli.output import check_writable
-from tpu_offload.cli.replay_flags import ENGINE_FLAGS, MODEL_FLAGS, add_serving_flags
-from tpu_offload.cli.replay_setup import (
-    DEFAULT_NUM_CHAT_REQUESTS,
-    DEFAULT_NUM_DECODE_REQUESTS,
-    DEFAULT_NUM_TURNS,
-    Setup,
-    blocks_per_request,
-    build_setup,
-    build_workload,
-    describe,
-    make_report,
-    serve_once,
-)
-from tpu_offload.cli.report import tell_outcome
-from tpu_offload.cli.transfer_methods import Geometry
+import click
+from rich.table import Table
+
+from tpu_offload.cli.options import Command, number
+from tpu_offload.cli.report import ReportConsole, Row, at_path, build_table, format_number, progress, tell_outcome
+from tpu_offload.cli.serving import ENGINE_FLAGS, MODEL_FLAGS, SOURCES, make_report, serving_flags, serving_options
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import EngineConfig, ModelConfig
-from tpu_offload.errors import InputError, TransferError
-from tpu_offload.metrics import OffloadStats
+from tpu_offload.errors import InputError
+from tpu_offload.measure import check_backend
+from tpu_offload.replay import comparison, preempt, setup
 
-_logger = logging.getLogger(__name__)
-
-_DEFAULT_CONCURRENCY = 3
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tpu-offload replay`, and the function that runs it, to its parser."""
-    parser.description = (
-        "Serves a workload twice, without and with offloading, under an HBM too small for it. The "
-        "TPU_OFFLOAD_* variables apply. Exit status 1 when any output token differs."
-    )
-    parser.add_argument("--preempt", action="store_true", help="compare swap with recompute under preemption, instead")
-    parser.add_argument(
-        "--rounds", type=int_flag(1), metavar="N", help=f"--preempt: rounds ({preempt.DEFAULT_NUM_ROUNDS})"
-    )
-    own = dataclasses.asdict(EngineConfig()) | dataclasses.asdict(ModelConfig())
-    of_preempt = preempt.ENGINE | dataclasses.asdict(preempt.MODEL)
-    sizes = {name: f"{int(own[name])}; with --preempt {of_preempt[name]}" for name in (*ENGINE_FLAGS, *MODEL_FLAGS)}
-    add_serving_flags(
-        parser,
-        defaults=sizes
-        | {
-            "workload": "chat; with --preempt decode",
-            "requests": f"chat: {DEFAULT_NUM_CHAT_REQUESTS}, decode: {DEFAULT_NUM_DECODE_REQUESTS}",
-            "turns": str(DEFAULT_NUM_TURNS),
-            "concurrency": f"{_DEFAULT_CONCURRENCY}; with --preempt {preempt.DEFAULT_CONCURRENCY}",
-            "num_blocks": "for --concurrency longest requests, at most half the workload; with --preempt for as many "
-            "prompts",
-        },
-    )
-    parser.set_defaults(run=_run)
+_SIZES = dataclasses.asdict(EngineConfig()) | dataclasses.asdict(ModelConfig())
+_PREEMPT_SIZES = preempt.ENGINE | dataclasses.asdict(preempt.MODEL)
+_DEFAULTS = {
+    "workload": "chat; with --preempt decode",
+    "requests": f"chat: {setup.DEFAULT_NUM_CHAT_REQUESTS}, decode: {setup.DEFAULT_NUM_DECODE_REQUESTS}",
+    "turns": setup.DEFAULT_NUM_TURNS,
+    "concurrency": f"{comparison.DEFAULT_CONCURRENCY}; with --preempt {preempt.DEFAULT_CONCURRENCY}",
+    "num_blocks": "for --concurrency longest requests, at most half the workload; with --preempt for as many prompts",
+    **{name: f"{int(_SIZES[name])}; with --preempt {_PREEMPT_SIZES[name]}" for name in (*ENGINE_FLAGS, *MODEL_FLAGS)},
+}
 
 
-def _run(args: argparse.Namespace, argv: list[str]) -> int:
-    if args.json is not None:
-        check_writable(args.json)
-    if args.rounds is not None and not args.preempt:
-        raise InputError(f"--rounds {args.rounds} does nothing here: it goes with --preempt")
-    defaults = preempt.ENGINE if args.preempt else dataclasses.asdict(EngineConfig())
-    for name in ENGINE_FLAGS:
-        if getattr(args, name) is None:
-            setattr(args, name, int(defaults[name]))
+@click.command(cls=Command, exclusive=[SOURCES])
+@click.option("--preempt", "is_preempt", is_flag=True, help="compare swap with recompute under preemption, instead")
+@number("--rounds", f"--preempt: rounds ({preempt.DEFAULT_NUM_ROUNDS})")
+@serving_flags(_DEFAULTS)
+@click.pass_obj
+def command(argv: list[str], /, *, is_preempt: bool, rounds: int | None, json: Path | None, **flags: Any) -> int:
+    """Serves a workload twice, without and with offloading, under an HBM too small for it. The TPU_OFFLOAD_* variables
+    apply. Exit status 1 when any output token differs.
+    """
+    if rounds is not None and not is_preempt:
+        raise InputError(f"--rounds {rounds} does nothing here: it goes with --preempt")
     offload = OffloadConfig.from_env()
     check_backend()
-    compare: Callable[..., dict[str, Any]]
-    tell: Callable[[dict[str, Any]], int]
-    if args.preempt:
-        comparison = preempt.build_comparison(args, offload)
-        compare = functools.partial(preempt.compare, comparison)
-        tell = functools.partial(preempt.tell, comparison)
-    else:
-        setup = _build_setup(args, offload)
-        compare = functools.partial(_serve_twice, setup)
-        tell = functools.partial(_tell, setup)
-    return tell(make_report(compare, args.json, argv))
+    if is_preempt:
+        options = serving_options(flags, engine=preempt.ENGINE, model=preempt.MODEL)
+        rounds = rounds or preempt.DEFAULT_NUM_ROUNDS
+        compared = preempt.build_comparison(options, offload, num_rounds=rounds)
+        return _tell_preempt(_report(preempt.compare, compared, compared.pressed, json, argv))
+    options = serving_options(flags, engine=_SIZES, model=ModelConfig())
+    sized = comparison.size_setup(options, offload)
+    return _tell(sized, _report(comparison.serve_twice, sized, sized, json, argv))
 
 
-def _build_setup(args: argparse.Namespace, offload: OffloadConfig) -> Setup:
-    workload = build_workload(args, ModelConfig())
-    concurrency = args.concurrency or _DEFAULT_CONCURRENCY
-    needed = blocks_per_request(workload, args.block_size)
-    num_unique_blocks = workload.num_unique_blocks(args.block_size)
-    # Enough for every request in flight, and too small for the workload; the second if not both can be.
-    num_blocks = args.num_blocks or max(needed, min(needed * concurrency, num_unique_blocks // 2))
-    setup = build_setup(
-        args, offload, workload=workload, model=ModelConfig(), concurrency=concurrency, num_blocks=num_blocks
-    )
-    if num_blocks >= num_unique_blocks:
-        _logger.warning(
-            "HBM of %d blocks holds all %d blocks of the workload, so offloading has nothing to do",
-            num_blocks,
-            num_unique_blocks,
-        )
-    if offload.num_cpu_chunks is None and offload.host_gb is None:
-        # The default of 1024 chunks suits no workload in particular; a replay knows what it needs.
-        offload = offload.model_copy(update={"num_cpu_chunks": -(-num_unique_blocks // offload.blocks_per_chunk)})
-    return dataclasses.replace(setup, offload=offload)
+def _report(
+    compare: Callable[..., dict[str, Any]], what: object, sized: setup.Setup, json: Path | None, argv: list[str]
+) -> dict[str, Any]:
+    """Compares, showing how far each run is."""
+    with progress(sized.workload.num_requests) as start:
+        return make_report(functools.partial(compare, what, start=start), json, argv)
 
 
-def _serve_twice(setup: Setup, *, stop: Callable[[], bool]) -> dict[str, Any]:
-    block_size = setup.engine.block_size
-    with progress(setup.workload.num_requests) as on_finish:
-        baseline, _ = serve_once(setup, None, on_finish=on_finish("baseline"), stop=stop)
-        offload, stats = serve_once(setup, setup.offload, on_finish=on_finish("offload"), stop=stop)
-    differences, num_compared = replay_report.find_differences(baseline.records, offload.records)
-    baseline_numbers = replay_report.run_numbers(baseline, block_size=block_size)
-    offload_numbers = replay_report.run_numbers(offload, block_size=block_size)
-    extra = replay_report.offload_numbers(stats or OffloadStats())
-    if stats and offload.complete:
-        extra["transfers"]["copy_rates"] = _copy_rates(setup)
-    recomputed = baseline_numbers["prompt_tokens"]["recomputed"]
-    loaded = offload_numbers["prompt_tokens"]["host"]
-    return {
-        **describe(setup),
-        **replay_report.outcome([difference.as_dict() for difference in differences], num_compared),
-        "loaded_share_of_recomputed": loaded / recomputed if recomputed else None,
-        "host_hits": replay_report.hit_ttfts(baseline, offload),
-        "baseline": baseline_numbers,
-        "offload": offload_numbers | extra,
-    }
-
-
-def _copy_rates(setup: Setup) -> dict[str, Any] | None:
-    model = setup.model
-    geometry = Geometry(model.num_layers, model.page_shape(setup.engine.block_size), model.kv_dtype)
-    try:
-        return dataclasses.asdict(measure_copy_rates(setup.offload, geometry))
-    except (InputError, TransferError) as e:
-        _logger.warning("the copies were not measured alone: %s", e)
-        return None
-
-
-def _tell(setup: Setup, report: dict[str, Any]) -> int:
+def _tell(sized: setup.Setup, report: dict[str, Any]) -> int:
     """Prints the table and what it means; returns the exit status."""
     console = ReportConsole()
-    console.print(replay_report.comparison_table(report))
-    if not setup.offload.enabled:
+    console.print(comparison_table(report))
+    if not sized.offload.enabled:
         console.print("Offloading is off: a size in the TPU_OFFLOAD_* variables is zero.")
     if report["loaded_share_of_recomputed"] is not None:
         share = report["loaded_share_of_recomputed"]
         console.print(f"Loaded from the host: {share:.0%} of the prompt tokens that the baseline computed again.")
     same = f"every token of the {report['num_compared']} requests that both runs finished"
     return tell_outcome(console, report, same=same)
+
+
+def _tell_preempt(report: dict[str, Any]) -> int:
+    """Prints the table and what it means; returns the exit status."""
+    console = ReportConsole()
+    console.print(swap_table(report))
+    for note in (*report["notes"], *swap_findings(report)):
+        console.print(note)
+    same = (
+        f"every token and log-probability of {report['num_compared']} requests in {report['num_runs_compared']} runs "
+        "equals that of the reference, where nothing is preempted"
+    )
+    return tell_outcome(console, report, same=same)
+
+
+def comparison_table(report: Mapping[str, Any]) -> Table:
+    """Without and with offloading."""
+    hits = report["host_hits"]
+    sides = [report[name] | {"hit_ttft_p50_s": hits[f"{name}_ttft_p50_s"]} for name in ("baseline", "offload")]
+
+    def quotient(row: Row) -> str:
+        if row.only_last or not isinstance(row.value, str) or row.value in ("num_requests", "num_preemptions"):
+            return ""
+        one, other = (at_path(side, row.value) for side in sides)
+        return f"{other / one:.2f}" if one and other is not None else ""
+
+    return build_table(
+        f"{report['workload']['name']}: {report['workload']['num_requests']} requests",
+        ("", "baseline", "offload", "offload / baseline"),
+        ((*row.cells(sides), quotient(row)) if row else None for row in _offload_rows(report)),
+    )
+
+
+def _offload_rows(report: Mapping[str, Any]) -> Iterable[Row | None]:
+    yield Row("requests finished", "num_requests")
+    yield Row("prompt tokens computed", "prompt_tokens.computed")
+    yield Row("  of these, computed again", "prompt_tokens.recomputed")
+    yield Row("prompt tokens hit in HBM", "prompt_tokens.hbm")
+    yield Row("prompt tokens loaded from host", "prompt_tokens.host")
+    yield Row("time to first token, p50", "ttft_p50_s", "s")
+    yield Row("time to first token, p99", "ttft_p99_s", "s")
+    if num_hits := report["host_hits"]["num_requests"]:
+        yield Row(f"  p50 of {num_hits} with a host hit", "hit_ttft_p50_s", "s")
+    yield Row("generated tokens/s", "tokens_per_s", "rate")
+    yield Row("all tokens/s", "total_tokens_per_s", "rate")
+    yield Row("preemptions", "num_preemptions")
+    yield None
+    only = functools.partial(Row, unit="id", only_last=True)
+    yield only("staging peak of budget, blocks", ("staging.peak_blocks", "staging.budget_blocks"), between=" of ")
+    yield only("dropped blocks, save + load", ("staging.dropped_save_blocks", "staging.dropped_load_blocks"))
+    yield only("saved, MiB", "transfers.saved_nbytes", unit="MiB")
+    yield only("loaded, MiB", "transfers.loaded_nbytes", unit="MiB")
+    if rates := report["offload"]["transfers"].get("copy_rates"):
+        label = f"GB/s of {rates['num_blocks']} blocks alone, save + load"
+        yield only(label, lambda _: f"{rates['save_gb_per_s']:.2f} + {rates['load_gb_per_s']:.2f}")
+    yield only("host chunks resident, evicted", ("host.num_resident_chunks", "host.num_evicted_chunks"), between=", ")
+    swap = report["offload"]["swap"]
+    if swap["swap_pool_blocks"]:
+        text = f"{swap['num_swapped_out']}, {swap['num_recomputed'] + swap['num_lost_swaps']}"
+        yield only("preempted requests swapped out, recomputed", lambda _: text)
+
+
+def swap_table(report: Mapping[str, Any]) -> Table:
+    """`--preempt`: recompute and swap."""
+    workload, engine = report["workload"], report["engine"]
+    sides = [report[name]["median"] | {"range": report[name]["tokens_per_s_range"]} for name in ("recompute", "swap")]
+
+    def ratio(row: Row) -> str:
+        name = row.value if isinstance(row.value, str) else None
+        return _ratio_text(report["swap_to_recompute"].get(name))
+
+    rows = _ROWS + (_SWAP_ROWS if "swap" in sides[1] else ())
+    return build_table(
+        f"{workload['name']}: {workload['num_requests']} requests, {workload['concurrency']} in flight, HBM of "
+        f"{engine['num_blocks']} blocks; median of {report['num_rounds']} rounds",
+        ("", "recompute", "swap", "swap / recompute"),
+        ((*row.cells(sides), ratio(row)) if row else None for row in rows),
+    )
+
+
+def swap_findings(report: Mapping[str, Any]) -> list[str]:
+    """What is to be said after the table, in sentences."""
+    control = report["control"]
+    found = []
+    if report["recompute"]["median"].get("num_preemptions") == 0:
+        found.append("No request was preempted: HBM is large enough for all in flight; make --num-blocks smaller.")
+    ratio = control["on_to_off"]["tokens_per_s"]
+    if ratio is not None:
+        found.append(
+            f"With HBM for all ({control['num_blocks']} blocks), tokens/s with swap on by off: {_ratio_text(ratio)}."
+        )
+    num_preemptions = sum(run["num_preemptions"] for name in ("off", "on") for run in control[name]["rounds"])
+    if num_preemptions:
+        found.append(f"That is no control: {num_preemptions} preemptions in its runs.")
+    return found
+
+
+def _preempted_text(side: Mapping[str, Any]) -> str:
+    if side.get("preempted_share") is None:
+        return "-"
+    return f"{side['num_preempted_requests']} ({side['preempted_share']:.0%})"
+
+
+def _range_text(side: Mapping[str, Any]) -> str:
+    return "-" if side["range"] is None else " to ".join(format_number(rate, "rate") for rate in side["range"])
+
+
+def _ratio_text(ratio: Mapping[str, Any] | None) -> str:
+    return "" if ratio is None else f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})"
+
+
+_ROWS: tuple[Row | None, ...] = (
+    Row("requests finished", "num_requests"),
+    Row("requests preempted", _preempted_text),
+    Row("preemptions", "num_preemptions"),
+    Row("swapped out", "swap.num_swapped_out", only_last=True),
+    Row("  thrashed: just back", "swap.num_thrashed_swaps", only_last=True),
+    Row("recomputed", "swap.num_recomputed"),
+    Row("  taken to be faster", "swap.num_recomputed_faster", only_last=True),
+    Row("  no room in the swap pool", "swap.num_recomputed_no_room", only_last=True),
+    Row("  swapped out and lost", "swap.num_lost_swaps", only_last=True),
+    Row("prompt tokens computed again", "prompt_tokens.computed_again"),
+    None,
+    Row("generated tokens/s", "tokens_per_s", "rate"),
+    Row("  least to most", _range_text),
+    Row("completion time, p50", "completion_p50_s", "s"),
+    Row("completion time, p99", "completion_p99_s", "s"),
+    Row("time to first token, p50", "ttft_p50_s", "s"),
+    None,
+)
+# What was copied, and what the choice between swap and recompute goes by.
+_SWAP_ROWS = (
+    Row("copied out + in, MiB", ("swap.swapped_out_nbytes", "swap.swapped_in_nbytes"), "MiB", only_last=True),
+    Row("blocks that needed no copy", "swap.swap_skipped_blocks", only_last=True),
+    Row("swap pool, peak of blocks", ("swap.swap_peak_blocks", "swap.swap_pool_blocks"), "id", " of ", only_last=True),
+    Row("GB/s measured, out + in", ("swap.swap_out_nbytes_per_s", "swap.swap_in_nbytes_per_s"), "GB/s", only_last=True),
+    Row("prompt tokens/s measured", "swap.prefill_tokens_per_s", "whole", only_last=True),
+)

@@ -1,13 +1,17 @@
-"""What the reports of all commands are made with: statistics, and tables from row specs."""
+"""What commands print: progress while they run, tables from row specs, and what a comparison came to."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
-import numpy as np
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+_LINE_INTERVAL_S = 10.0  # between lines where there is no terminal for a bar
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "": "{:,}".format,  # a count
     "id": "{}".format,  # without commas
@@ -22,25 +26,57 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spread:
-    """Median, 10th and 90th percentile of a figure over the rounds, and the figures themselves."""
+class ReportConsole(Console):
+    """Prints a report to standard output: to a terminal at its width, elsewhere in lines of any length.
 
-    median: float
-    p10: float
-    p90: float
-    values: tuple[float, ...]
+    A reader that goes away (`| head`) is a BrokenPipeError, for the caller to tell from the exit status
+    of a command that has something to say; rich would exit with 1.
+    """
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """Summarizes at least one value."""
-        p10, median, p90 = np.percentile(values, (10, 50, 90)).tolist()
-        return cls(median, p10, p90, tuple(values))
+    def __init__(self) -> None:
+        terminal = sys.stdout.isatty()
+        super().__init__(soft_wrap=not terminal, width=None if terminal else 100)
+
+    def on_broken_pipe(self) -> NoReturn:
+        """See `rich.console.Console`; called where the error is handled."""
+        raise BrokenPipeError
 
 
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """A percentile, interpolated; None of nothing."""
-    return float(np.percentile(values, percent)) if values else None
+@contextlib.contextmanager
+def progress(num_requests: int | None, *, what: str = "requests") -> Iterator[Callable[[str], Callable[[], None]]]:
+    """Shows how far runs are: a bar on a terminal, elsewhere a line at times.
+
+    Args:
+      num_requests: of each run; None if nobody knows.
+      what: what is counted, if not requests.
+
+    Yields:
+      A function to call with a run's name; it returns one to call after each of the run's requests.
+    """
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    # Few refreshes: they take time from the runs that are measured.
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=2
+    ) as bars:
+
+        def start(name: str) -> Callable[[], None]:
+            task = bars.add_task(name, total=num_requests)
+            num_finished = 0
+            next_line_s = 0.0
+
+            def on_finish() -> None:
+                nonlocal num_finished, next_line_s
+                num_finished += 1
+                bars.advance(task)
+                if not console.is_terminal and time.monotonic() >= next_line_s:
+                    next_line_s = time.monotonic() + _LINE_INTERVAL_S
+                    of_all = "" if num_requests is None else f" of {num_requests}"
+                    sys.stderr.write(f"{name}: {num_finished}{of_all} {what}\n")
+
+            return on_finish
+
+        yield start
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

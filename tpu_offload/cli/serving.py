@@ -1,129 +1,104 @@
-"""Serves a workload with an engine, so many requests in flight at a time."""
+"""What commands share that serve a workload: their flags, and a report that an interrupt only cuts short."""
 
-import collections
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from tpu_offload.cli.workloads import Conversation, Workload
-from tpu_offload.engine import FinishReason, Request, RequestOutput, RequestStats, SamplingParams
-from tpu_offload.errors import InputError
+import click
 
+from tpu_offload.cli.command import stop_on_interrupt
+from tpu_offload.cli.options import Decorator, Finite, input_file, number, option
+from tpu_offload.cli.output import output_file, write_json
+from tpu_offload.engine import ModelConfig
+from tpu_offload.measure import device_errors, environment
+from tpu_offload.replay.setup import ServingOptions
 
-class Engine(Protocol):
-    """What serving needs of an engine."""
+ENGINE_FLAGS = ("block_size", "max_num_batched_tokens", "num_spare_blocks", "async_scheduling")
+MODEL_FLAGS = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
+SOURCES = ("workload", "prompts", "trace")
+"""Parameters of which a `Command` takes one."""
 
-    def add_request(self, request: Request) -> None:
-        """Takes a request; its first token's time counts from here."""
-
-    def step(self) -> Sequence[RequestOutput]:
-        """Computes one step; the last output of a request has `stats`."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Record:
-    """One served request; `logprobs` are those of its `tokens`."""
-
-    request_id: str
-    prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
-    stats: RequestStats
-    logprobs: tuple[float, ...] = ()
+_KV_DTYPE = ModelConfig().kv_dtype
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ServedRun:
-    """What a workload came to.
-
-    Attributes:
-      records: finished requests, in the order in which they finished.
-      wall_s: seconds from the first request to the last token.
-      complete: False when it was stopped before the end.
-    """
-
-    records: tuple[Record, ...]
-    wall_s: float
-    complete: bool
-
-    @property
-    def ttfts_s(self) -> list[float]:
-        """Times to the first token, of the requests that have one."""
-        return [record.stats.ttft_s for record in self.records if record.stats.ttft_s is not None]
-
-
-class _Session:
-    """A conversation while it is served."""
-
-    def __init__(self, conversation: Conversation, sampling: Callable[[str, int], SamplingParams]) -> None:
-        self._conversation = conversation
-        self._sampling = sampling
-        self._history: tuple[int, ...] = ()
-        self._num_answered = 0
-
-    @property
-    def done(self) -> bool:
-        return self._num_answered == len(self._conversation.turns)
-
-    def next_request(self) -> Request:
-        turn = self._conversation.turns[self._num_answered]
-        self._history += turn.tokens
-        request_id = f"{self._conversation.name}/{self._num_answered}"
-        return Request(request_id, self._history, self._sampling(request_id, turn.max_tokens))
-
-    def answer(self, tokens: tuple[int, ...]) -> None:
-        given = self._conversation.turns[self._num_answered].answer
-        self._history += tokens if given is None else given
-        self._num_answered += 1
-
-
-def serve(
-    engine: Engine,
-    workload: Workload,
-    *,
-    concurrency: int,
-    sampling: Callable[[str, int], SamplingParams],
-    on_finish: Callable[[], None],
-    stop: Callable[[], bool],
-    clock: Callable[[], float] = time.perf_counter,
-) -> ServedRun:
-    """Serves every turn of every conversation, in a closed loop.
-
-    A conversation whose turn is answered goes to the back of the queue with its next turn, so that all
-    others are served in between: the reuse distance is the whole workload.
+def serving_flags(defaults: Mapping[str, object]) -> Decorator:
+    """Adds the flags of `serving_options` to a command.
 
     Args:
-      engine: has no request yet.
-      workload: what to serve.
-      concurrency: requests in flight at a time.
-      sampling: from a request's id and its number of tokens, how to sample.
-      on_finish: called after each request.
-      stop: asked before each step; True ends the run with what is finished.
-      clock: seconds.
-    Raises:
-      InputError: the engine can never serve a request.
+      defaults: for the help, by the name of the flag. The flag's value is None where it is not given.
     """
-    waiting = collections.deque(_Session(conversation, sampling) for conversation in workload.conversations)
-    active: dict[str, tuple[_Session, Request]] = {}
-    records: list[Record] = []
-    start_s = clock()
-    while (waiting or active) and not stop():
-        while waiting and len(active) < concurrency:
-            session = waiting.popleft()
-            request = session.next_request()
-            active[request.request_id] = (session, request)
-            engine.add_request(request)
-        for output in engine.step():
-            if output.stats is None:
-                continue
-            if output.finish_reason is FinishReason.ERROR:
-                raise InputError(f"request {output.request_id} cannot be served: {output.error}")
-            session, request = active.pop(output.request_id)
-            records.append(
-                Record(request.request_id, request.prompt_tokens, output.tokens, output.stats, output.logprobs)
-            )
-            session.answer(output.tokens)
-            if not session.done:
-                waiting.append(session)
-            on_finish()
-    return ServedRun(tuple(records), clock() - start_s, complete=not (waiting or active))
+    flags = (
+        option("--workload", click.Choice(["chat", "decode"]), None, f"generated requests ({defaults['workload']})"),
+        option("--prompts", input_file, "FILE", "JSON lines of chat messages"),
+        option("--trace", input_file, "FILE", "JSON lines in the Mooncake format"),
+        number("--requests", f"requests at most ({defaults['requests']})"),
+        number("--seed", "of everything that is drawn (0)", low=0, high=2**32 - 1, default=0),
+        number("--turns", f"chat: turns of a conversation ({defaults['turns']})"),
+        number("--max-tokens", "--prompts: tokens to generate a request (16)"),
+        number("--tokens-per-block", "--trace: tokens for each 512 of the trace (16)", high=512),
+        option("--temperature", Finite(), "T", "sample, with a seed a request; 0 is greedy (0)", default=0.0),
+        number("--top-k", "sample from the N most likely tokens; 0 is all (0)", low=0, default=0),
+        number("--concurrency", f"requests in flight ({defaults['concurrency']})"),
+        number("--num-blocks", f"HBM blocks ({defaults['num_blocks']})"),
+        number("--block-size", f"tokens in a block ({defaults['block_size']})"),
+        number("--max-num-batched-tokens", f"tokens computed in a step ({defaults['max_num_batched_tokens']})"),
+        number(
+            "--num-spare-blocks",
+            f"blocks kept free at admission for each request that runs ({defaults['num_spare_blocks']})",
+            low=0,
+        ),
+        number(
+            "--async-scheduling",
+            f"1 dispatches a step before the tokens of the last one are read ({defaults['async_scheduling']})",
+            low=0,
+            high=1,
+        ),
+        number("--num-layers", f"model: layers ({defaults['num_layers']})"),
+        number("--d-model", f"model: width ({defaults['d_model']})"),
+        number("--num-heads", f"model: query heads ({defaults['num_heads']})"),
+        number("--num-kv-heads", f"model: key and value heads ({defaults['num_kv_heads']})"),
+        number("--head-dim", f"model: width of a head ({defaults['head_dim']})"),
+        number("--d-ff", f"model: width of the feed-forward layer ({defaults['d_ff']})"),
+        option("--kv-dtype", str, "NAME", f"model: type of the KV cache ({_KV_DTYPE})", default=_KV_DTYPE),
+        option("--json", output_file, "FILE", "write everything measured to FILE"),
+    )
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for flag in reversed(flags):
+            command = flag(command)
+        return command
+
+    return add
+
+
+def serving_options(flags: Mapping[str, Any], *, engine: Mapping[str, int], model: ModelConfig) -> ServingOptions:
+    """The values of these flags, without `json`.
+
+    Args:
+      flags: as the command got them.
+      engine: what `ENGINE_FLAGS` are where they are not given.
+      model: gives the sizes that no flag does.
+    """
+    rest = {name: value for name, value in flags.items() if name not in (*ENGINE_FLAGS, *MODEL_FLAGS, "kv_dtype")}
+    sizes: dict[str, Any] = {name: engine[name] if flags[name] is None else flags[name] for name in ENGINE_FLAGS}
+    given = {name: flags[name] for name in MODEL_FLAGS if flags[name] is not None}
+    model = dataclasses.replace(model, **given, kv_dtype=flags["kv_dtype"], seed=flags["seed"])
+    return ServingOptions(**rest, **sizes, model=model)
+
+
+def make_report(compare: Callable[..., dict[str, Any]], path: Path | None, argv: Sequence[str]) -> dict[str, Any]:
+    """Serves until the end or an interrupt, and writes what was measured to a file.
+
+    Args:
+      compare: serves, and returns the report; its keyword `stop` is asked before each step.
+      path: of the JSON file; None writes none.
+      argv: the arguments of the command, for the report.
+    """
+    with stop_on_interrupt() as stop, device_errors(make_smaller="--num-blocks or the model"):
+        report = compare(stop=stop)
+        interrupted = stop()
+    report |= {"interrupted": interrupted, "argv": list(argv), **environment()}
+    if path is not None:
+        write_json(path, report)
+    return report

@@ -1,25 +1,21 @@
 """`tpu-offload simulate`: plays request traces through eviction policies, and says how far each is from the best."""
 
-import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from tpu_offload.cli.flags import float_flag, int_flag, list_flag
-from tpu_offload.cli.output import check_writable, write_file, write_json
-from tpu_offload.cli.simulate_plot import check_plottable, draw
-from tpu_offload.cli.simulate_sizes import (
-    Size,
-    Unit,
-    add_model_flags,
-    chunk_nbytes,
-    gb_flag,
-    share_flag,
-    size_flag,
-)
+import click
+
+from tpu_offload.cli.command import require
+from tpu_offload.cli.options import Command, Finite, Many, input_file, number, option
+from tpu_offload.cli.output import output_file, write_file, write_json
+from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
@@ -40,191 +36,211 @@ from tpu_offload.sim import (
 _logger = logging.getLogger(__name__)
 
 _SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_SAVE_EVENTS = (SaveEvent.COMPUTE, SaveEvent.HBM_EVICTION)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `tpu-offload simulate`, and the function that runs it, to its parser."""
-    parser.description = (
-        "Plays the prompts of request traces through host tiers of several sizes with several eviction "
-        "policies, and beside them the best that could be done (belady). docs/simulator.md says more."
-    )
-    _add_trace_flags(parser)
-    _add_tier_flags(parser)
-    add_model_flags(parser)
-    add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    add("--plot", type=Path, metavar="FILE", help="draw hit rate against size into FILE (.png, .svg or .pdf)")
-    num_cores = os.cpu_count() or 1
-    add("--jobs", type=int_flag(1, 1024), default=num_cores, metavar="N", help=f"processes ({num_cores})")
-    parser.set_defaults(run=_run)
-
-
-def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--trace",
-        type=Path,
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="FILE",
-        help="JSON lines in the Mooncake format; several are played side by side",
-    )
-    add("--trace-block-tokens", type=int_flag(1), default=512, metavar="N", help="tokens that an id stands for (512)")
-    add("--start", type=float_flag(0), default=0.0, metavar="S", help="leave out requests before this second (0)")
-    add("--end", type=float_flag(0), default=float("inf"), metavar="S", help="leave out those from this second on")
-    add(
-        "--split",
-        type=float_flag(0),
-        metavar="S",
-        help="count hits only from this second on; below 1, from this part of the played time on",
-    )
-
-
-def _add_tier_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    names = ", ".join((*POLICIES, BOUND))
-    add(
-        "--policies",
-        type=list_flag(_policy),
-        nargs="+",
-        metavar="NAME",
-        help=f"of {names} (all of them), or module:Class",
-    )
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "--sizes",
-        type=list_flag(share_flag),
-        nargs="+",
-        metavar="SHARE",
-        help=f"sizes of the host tier as shares of the unique blocks ({' '.join(f'{size:g}' for size in _SIZES)})",
-    )
-    sizes.add_argument("--sizes-gb", type=list_flag(gb_flag), nargs="+", metavar="GB", help="the same in GB")
-    what = "a share of the unique blocks (0.05), a number of chunks (9000) or GB (40GB)"
-    add("--hbm", type=size_flag, metavar="SIZE", help=f"put a prefix cache in HBM in front: {what}")
-    events = [event.value for event in _SAVE_EVENTS]
-    add("--save-on", choices=events, default=events[0], help=f"when blocks are saved ({events[0]})")
-    add("--save-after-sightings", type=int_flag(1, 15), default=1, metavar="N", help="save what N requests had (1)")
-    add("--secondary", type=size_flag, metavar="SIZE", help="put a secondary tier behind, sized likewise")
-    modes = [mode.value for mode in SecondaryMode]
-    add("--secondary-mode", choices=modes, help=f"fill it on save, or when the host tier evicts ({modes[0]})")
+_SAVE_EVENTS = [event.value for event in (SaveEvent.COMPUTE, SaveEvent.HBM_EVICTION)]
+_MODES = [mode.value for mode in SecondaryMode]
+_SUFFIXES = (".png", ".svg", ".pdf")
+_NUM_CORES = os.cpu_count() or 1
 
 
 def _policy(name: str) -> str:
     if ":" in name:
         try:
-            find_policy(name)
+            find_policy(name, setting="--policies ")
         except ConfigError as e:
-            raise argparse.ArgumentTypeError(str(e)) from e
+            raise click.BadParameter(str(e)) from e
     elif name not in POLICIES and name != BOUND:
-        raise argparse.ArgumentTypeError(f"{name!r}; expected one of {', '.join((*POLICIES, BOUND))}, or module:Class")
+        raise click.BadParameter(f"{name!r}; expected one of {', '.join((*POLICIES, BOUND))}, or module:Class")
     return name
 
 
-def _run(args: argparse.Namespace, argv: list[str]) -> int:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The flags."""
+
+    trace: tuple[tuple[Path, ...], ...]
+    trace_block_tokens: int
+    start: float
+    end: float | None
+    split: float | None
+    policies: tuple[str, ...]
+    sizes: tuple[Size, ...]
+    sizes_gb: tuple[Size, ...] | None
+    hbm: Size | None
+    save_on: str
+    save_after_sightings: int
+    secondary: Size | None
+    secondary_mode: str | None
+    num_layers: int | None
+    num_kv_heads: int | None
+    head_size: int | None
+    dtype: str
+    json: Path | None
+    plot: Path | None
+    jobs: int
+
+    @property
+    def traces(self) -> list[Path]:
+        return [path for paths in self.trace for path in paths]
+
+
+_SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or GB (40GB)"
+
+
+@click.command(cls=Command, exclusive=[("sizes", "sizes_gb")])
+@option(
+    "--trace",
+    Many(input_file),
+    "FILE...",
+    "JSON lines in the Mooncake format; several are played side by side",
+    multiple=True,
+    required=True,
+)
+@number("--trace-block-tokens", "tokens that an id stands for (512)", default=512)
+@option("--start", Finite(), "S", "leave out requests before this second (0)", default=0.0)
+@option("--end", Finite(), "S", "leave out those from this second on")
+@option("--split", Finite(), "S", "count hits only from this second on; below 1, from this part of the played time on")
+@option(
+    "--policies",
+    Many(_policy, commas=True),
+    "NAME...",
+    f"of {', '.join((*POLICIES, BOUND))} (all of them), or module:Class",
+    default=(*POLICIES, BOUND),
+)
+@option(
+    "--sizes",
+    Many(share_flag, commas=True),
+    "SHARE...",
+    f"sizes of the host tier as shares of the unique blocks ({' '.join(f'{size:g}' for size in _SIZES)})",
+    default=tuple(Size(size, Unit.SHARE) for size in _SIZES),
+)
+@option("--sizes-gb", Many(gb_flag, commas=True), "GB...", "the same in GB")
+@option("--hbm", size_flag, "SIZE", f"put a prefix cache in HBM in front: {_SIZE_TEXT}")
+@option(
+    "--save-on", click.Choice(_SAVE_EVENTS), None, f"when blocks are saved ({_SAVE_EVENTS[0]})", default=_SAVE_EVENTS[0]
+)
+@number("--save-after-sightings", "save what N requests had (1)", high=15, default=1)
+@option("--secondary", size_flag, "SIZE", "put a secondary tier behind, sized likewise")
+@option("--secondary-mode", click.Choice(_MODES), None, f"fill it on save, or when the host tier evicts ({_MODES[0]})")
+@number("--num-layers", "model, for sizes in GB and bytes: layers")
+@number("--num-kv-heads", "model: key and value heads")
+@number("--head-size", "model: width of a head")
+@option("--dtype", str, "NAME", "model: type of the KV cache (bfloat16)", default="bfloat16")
+@option("--json", output_file, "FILE", "write the results to FILE")
+@option("--plot", output_file, "FILE", "draw hit rate against size into FILE (.png, .svg or .pdf)")
+@number("--jobs", f"processes ({_NUM_CORES})", high=1024, default=_NUM_CORES)
+@click.pass_obj
+def command(argv: list[str], /, **flags: Any) -> int:
+    """Plays the prompts of request traces through host tiers of several sizes with several eviction policies, and
+    beside them the best that could be done (belady). docs/simulator.md says more.
+    """
     from tpu_offload.cli import simulate_report  # imports rich, which takes time that `--help` need not
 
-    _check(args)
-    nbytes = chunk_nbytes(args)
-    trace = _read(args)
-    sizes = _flat(args.sizes or args.sizes_gb) or [Size(size, Unit.SHARE) for size in _SIZES]
-    runs = _runs(args, sizes, num_unique_blocks=trace.num_unique_blocks, nbytes=nbytes)
-    num_hbm_blocks = _num_chunks(args.hbm, trace.num_unique_blocks, nbytes)
+    options = _Options(**flags)
+    _check(options)
+    nbytes = chunk_nbytes(
+        options.dtype,
+        options.trace_block_tokens,
+        num_layers=options.num_layers,
+        num_kv_heads=options.num_kv_heads,
+        head_size=options.head_size,
+    )
+    trace = _read(options)
+    num_unique = trace.num_unique_blocks
+    num_chunks_of = functools.partial(Size.num_chunks, num_unique_blocks=num_unique, chunk_nbytes=nbytes)
+    runs = _runs(options, num_unique, num_chunks_of)
+    num_hbm_blocks = num_chunks_of(options.hbm) if options.hbm else 0
     front = play_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_front(trace)
-    scene = Scene(trace, split=_split(args, trace), only_second=args.split is not None, front=front)
-    results = _play(scene, runs, num_jobs=args.jobs)
+    scene = Scene(trace, split=_split(options.split, trace), only_second=options.split is not None, front=front)
+    results = _play(scene, runs, num_jobs=options.jobs)
     report = {
         "results": simulate_report.as_json(scene, results, chunk_nbytes=nbytes),
-        "traces": [str(path) for path in args.trace],
+        "traces": [str(path) for path in options.traces],
         **simulate_report.describe(scene, num_hbm_blocks=num_hbm_blocks, chunk_nbytes=nbytes),
-        "save_on": args.save_on,
-        "save_after_sightings": args.save_after_sightings,
-        "secondary_mode": args.secondary_mode,
+        "save_on": options.save_on,
+        "save_after_sightings": options.save_after_sightings,
+        "secondary_mode": options.secondary_mode or _MODES[0],
         "argv": argv,
     }
-    if args.json is not None:
-        write_json(args.json, report)
-    if args.plot is not None:
-        write_file(args.plot, draw(report, args.plot.suffix))
+    if options.json is not None:
+        write_json(options.json, report)
+    if options.plot is not None:
+        write_file(options.plot, simulate_report.draw(report, options.plot.suffix))
     simulate_report.tell(report)
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(options: _Options) -> None:
     """What can be known to be wrong before anything is read."""
-    _check_outputs(args)
-    if args.plot is not None:
-        check_plottable(args.plot)
-    if args.save_on != SaveEvent.COMPUTE.value and args.hbm is None:
-        raise InputError(f"--save-on {args.save_on} does nothing without an HBM; give its size with --hbm")
-    if args.secondary_mode and args.secondary is None:
-        raise InputError(f"--secondary-mode {args.secondary_mode} does nothing without --secondary")
-    args.secondary_mode = args.secondary_mode or SecondaryMode.CASCADE.value
+    _check_outputs(options.traces, json=options.json, plot=options.plot)
+    if options.plot is not None:
+        if options.plot.suffix.lower() not in _SUFFIXES:
+            raise InputError(f"cannot draw into {options.plot}: its name ends with none of {', '.join(_SUFFIXES)}")
+        require("--plot", "matplotlib")
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError as e:
+            raise InputError(f"--plot needs matplotlib, which cannot be imported: {e}") from e
+    if options.save_on != SaveEvent.COMPUTE.value and options.hbm is None:
+        raise InputError(f"--save-on {options.save_on} does nothing without an HBM; give its size with --hbm")
+    if options.secondary_mode and options.secondary is None:
+        raise InputError(f"--secondary-mode {options.secondary_mode} does nothing without --secondary")
 
 
-def _check_outputs(args: argparse.Namespace) -> None:
-    """Each file that is written can be, and is none that is read and not the other one, whatever it is called."""
-    taken = {os.path.realpath(path): f"the trace {path} is read from" for path in args.trace}
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+def _check_outputs(traces: Sequence[Path], **outputs: Path | None) -> None:
+    """No file that is written is one that is read or the other one, whatever it is called."""
+    taken = {os.path.realpath(path): f"the trace {path} is read from" for path in traces}
+    for name, path in outputs.items():
         if path is None:
             continue
         owner = taken.get(os.path.realpath(path))
         if owner:
-            raise InputError(f"{flag} {path} is the file that {owner}; expected another file")
-        taken[os.path.realpath(path)] = f"{flag} {path} is written to"
-        check_writable(path)
+            raise InputError(f"--{name} {path} is the file that {owner}; expected another file")
+        taken[os.path.realpath(path)] = f"--{name} {path} is written to"
 
 
-def _read(args: argparse.Namespace) -> Trace:
-    trace = read_traces(args.trace, block_tokens=args.trace_block_tokens)
+def _read(options: _Options) -> Trace:
+    trace = read_traces(options.traces, block_tokens=options.trace_block_tokens)
     for note in trace.notes:
         _logger.warning("%s", note)
-    trace = trace.between(args.start, args.end)
+    trace = trace.between(options.start, math.inf if options.end is None else options.end)
     if not trace.num_blocks:
         raise InputError("no request has a block: every list of hash_ids is empty")
     return trace
 
 
-def _split(args: argparse.Namespace, trace: Trace) -> int:
+def _split(given: float | None, trace: Trace) -> int:
     """How many requests come before the split, by default the middle of the time."""
-    split = 0.5 if args.split is None else args.split
+    split = 0.5 if given is None else given
     first_s, last_s = trace.requests[0].time_s, trace.duration_s
     split_s = first_s + split * (last_s - first_s) if split < 1 else split
     num_requests = trace.num_before(split_s)
-    if args.split is not None and not any(request.blocks for request in trace.requests[num_requests:]):
-        raise InputError(f"--split {args.split:g}: no block comes after it; the last request is at {last_s:g} s")
+    if given is not None and not any(request.blocks for request in trace.requests[num_requests:]):
+        raise InputError(f"--split {split:g}: no block comes after it; the last request is at {last_s:g} s")
     return num_requests
 
 
-def _runs(args: argparse.Namespace, sizes: Iterable[Size], *, num_unique_blocks: int, nbytes: int | None) -> list[Run]:
+def _runs(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[Size], int]) -> list[Run]:
     common = Setup(
         num_chunks=0,
-        save_on=SaveEvent(args.save_on),
-        num_sightings=args.save_after_sightings,
-        num_secondary_chunks=_num_chunks(args.secondary, num_unique_blocks, nbytes),
-        secondary_mode=SecondaryMode(args.secondary_mode),
+        save_on=SaveEvent(options.save_on),
+        num_sightings=options.save_after_sightings,
+        num_secondary_chunks=num_chunks_of(options.secondary) if options.secondary else 0,
+        secondary_mode=SecondaryMode(options.secondary_mode or _MODES[0]),
     )
     shares_and_setups = []
-    for size in sizes:
-        num_chunks = _num_chunks(size, num_unique_blocks, nbytes)
+    for size in options.sizes_gb or options.sizes:
+        num_chunks = num_chunks_of(size)
         share = size.value if size.unit is Unit.SHARE else num_chunks / num_unique_blocks
         shares_and_setups.append((share, dataclasses.replace(common, num_chunks=num_chunks)))
-    policies = _flat(args.policies) or (*POLICIES, BOUND)
-    return [Run(policy, share, setup) for policy in policies for share, setup in dict.fromkeys(shares_and_setups)]
-
-
-def _num_chunks(size: Size | None, num_unique_blocks: int, nbytes: int | None) -> int:
-    return size.num_chunks(num_unique_blocks=num_unique_blocks, chunk_nbytes=nbytes) if size else 0
-
-
-def _flat[T](lists: Sequence[Sequence[T]] | None) -> list[T]:
-    """All values of a flag that may be given with spaces, commas or both, each once."""
-    return list(dict.fromkeys(value for values in lists or () for value in values))
+    return [
+        Run(policy, share, setup)
+        for policy in dict.fromkeys(options.policies)
+        for share, setup in dict.fromkeys(shares_and_setups)
+    ]
 
 
 def _play(scene: Scene, runs: Sequence[Run], *, num_jobs: int) -> list[Result]:
-    from tpu_offload.cli.console import progress
+    from tpu_offload.cli.report import progress
 
     results: dict[int, Result] = {}
     with (

@@ -1,16 +1,16 @@
 """Sizes of simulated tiers as a person gives them: shares, chunks, or GB of a model."""
 
-import argparse
 import contextlib
 import dataclasses
 import enum
+import math
 import re
 from typing import final
 
 import ml_dtypes
 import numpy as np
+from click import BadParameter
 
-from tpu_offload.cli.flags import float_flag, int_flag
 from tpu_offload.errors import InputError
 
 GB = 2**30
@@ -65,15 +65,18 @@ def share_flag(text: str) -> Size:
     except ValueError:
         value = 0
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a share of the unique blocks, above 0 and at most 1")
+        raise BadParameter(f"{text!r}; expected a share of the unique blocks, above 0 and at most 1")
     return Size(value, Unit.SHARE)
 
 
 def gb_flag(text: str) -> Size:
     """A size in GB, without the unit."""
-    value = float_flag(0)(text)
-    if value > _MAX_GB:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected at most {_MAX_GB} GB")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= _MAX_GB:
+        raise BadParameter(f"{text!r}; expected at most {_MAX_GB} GB")
     return Size(value, Unit.GB)
 
 
@@ -81,7 +84,7 @@ def size_flag(text: str) -> Size:
     """A size in any unit: 0.05 is a share, 9000 a number of chunks, 40GB that."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(GB)?", text)
     if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(
+        raise BadParameter(
             f"{text!r}; expected a share of the unique blocks (0.05), a number of chunks (9000) or GB (40GB), above 0"
         )
     if match[2]:
@@ -89,34 +92,27 @@ def size_flag(text: str) -> Size:
     if "." in text:
         return share_flag(text)
     if float(text) > _MAX_CHUNKS:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected at most {_MAX_CHUNKS} chunks")
+        raise BadParameter(f"{text!r}; expected at most {_MAX_CHUNKS} chunks")
     return Size(int(text), Unit.CHUNKS)
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say how large a chunk is."""
-    add = parser.add_argument
-    add("--num-layers", type=int_flag(1), metavar="N", help="model, for sizes in GB and bytes: layers")
-    add("--num-kv-heads", type=int_flag(1), metavar="N", help="model: key and value heads")
-    add("--head-size", type=int_flag(1), metavar="N", help="model: width of a head")
-    add("--dtype", default="bfloat16", metavar="NAME", help="model: type of the KV cache (bfloat16)")
+def chunk_nbytes(dtype: str, block_tokens: int, **sizes: int | None) -> int | None:
+    """Bytes of a chunk, keys and values of all layers; None if no size of a model is given.
 
-
-def chunk_nbytes(args: argparse.Namespace) -> int | None:
-    """Bytes of a chunk, keys and values of all layers; None if no model is given.
-
+    Args:
+      dtype: of the KV cache.
+      block_tokens: tokens of a chunk.
+      sizes: those of `_MODEL_FLAGS`.
     Raises:
-      InputError: the model is given in part, or its dtype is none of numbers.
+      InputError: some sizes are missing, or the dtype is none of numbers.
     """
-    num_bits = _num_bits(args.dtype)
-    sizes = {name: getattr(args, name) for name in _MODEL_FLAGS}
-    if not any(sizes.values()):
+    num_bits = _num_bits(dtype)
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if not given:
         return None
-    for name, size in sizes.items():
-        if size is None:
-            raise InputError(f"a model needs --{name.replace('_', '-')} as well")
-    num_values: int = 2 * args.num_layers * args.num_kv_heads * args.head_size * args.trace_block_tokens
-    return -(-num_values * num_bits // 8)
+    if missing := [name for name in _MODEL_FLAGS if name not in given]:
+        raise InputError(f"a model needs --{missing[0].replace('_', '-')} as well")
+    return -(-2 * math.prod(given.values()) * block_tokens * num_bits // 8)
 
 
 def _num_bits(dtype_name: str) -> int:

@@ -24,9 +24,14 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 DEFAULT_POLICY = DEFAULT_EVICTION_POLICY.value
 
 
-def find_policy(name: EvictionPolicyName | str) -> type[EvictionPolicy]:
+def find_policy(
+    name: EvictionPolicyName | str, *, setting: str = f"{ENV_PREFIX}EVICTION_POLICY="
+) -> type[EvictionPolicy]:
     """The policy of this name, or the class that `module:Class` names, which is imported.
 
+    Args:
+      name: what to find.
+      setting: where it was given, for errors; the name follows it.
     Raises:
       ConfigError: there is none of this name, the module does not import, or what it has is no class that is derived
         from `EvictionPolicy` and made without arguments.
@@ -37,7 +42,7 @@ def find_policy(name: EvictionPolicyName | str) -> type[EvictionPolicy]:
     module_name, colon, class_name = name.partition(":")
     if not colon:
         raise ConfigError(f"{name!r} is no eviction policy; expected one of {', '.join(POLICIES)}, or module:Class")
-    what = f"{ENV_PREFIX}EVICTION_POLICY={name}"
+    what = f"{setting}{name}"
     try:
         module = importlib.import_module(module_name)
     except Exception as e:  # whatever a module that is not ours may do

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from tpu_offload.cli.serving import serve
-from tpu_offload.cli.workloads import Conversation, Turn, Workload
 from tpu_offload.engine import FinishReason, PromptTokens, RequestOutput, RequestStats, SamplingParams
 from tpu_offload.errors import InputError
+from tpu_offload.replay.serving import serve
+from tpu_offload.replay.workloads import Conversation, Turn, Workload
 
 
 class RuleEngine:

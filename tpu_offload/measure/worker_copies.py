@@ -1,32 +1,26 @@
-"""Ways to move blocks that can be timed side by side.
-
-`WorkerCopies` is the library itself. `PeerCopies` is the method of tpu-inference's connector. What the
-machine can do at all is in `transfer_limits`.
-"""
+"""Copies by the library itself, through an `OffloadWorker`, and how long they take."""
 
 import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from tpu_offload.cli.compiling import compile_in_background
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import InputError, TransferError
-from tpu_offload.kernels import TransferSpec
 from tpu_offload.layout import KVLayout
+from tpu_offload.measure.baselines import Caches
+from tpu_offload.measure.model_step import ModelStep
 from tpu_offload.types import CopyJob, CopyPart, Direction, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker
 
-Caches = list[jax.Array]
-
 _ALLOCATION_TIMEOUT_S = 60.0
+_MIN_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,16 +73,6 @@ class Geometry:
         shape = (num_blocks, *self.page_shape)
         make = jax.jit(lambda: jnp.zeros(shape, self.dtype), out_shardings=self.sharding())
         return [make() for _ in range(self.num_layers)]
-
-
-class Method(Protocol):
-    """A way to move blocks that does not know of jobs."""
-
-    def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
-        """Starts a copy, as far as the method does without waiting; the caches may be donated."""
-
-    def finish(self, caches: Caches) -> Caches:
-        """Waits for the end of what `dispatch` started."""
 
 
 @final
@@ -185,68 +169,103 @@ class WorkerCopies:
         return bool(results)
 
 
-@final
-class PeerCopies:
-    """Gather, split, one `device_put` a block; load by one `device_put` a block, wait, scatter, wait.
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobTimes:
+    """Seconds of one job; those that were not measured are None."""
 
-    Its programs are compiled on threads of their own, from the start: for jobs of 64 blocks and 32 layers
-    the TPU compiler takes half a minute for each of them, and a few seconds for any of ours.
+    seconds: float | None = None
+    dispatch_s: float | None = None
+    delay_s: float | None = None
+    reported_s: float | None = None
+    step_s: float | None = None
+
+
+def time_steps(
+    worker: WorkerCopies, step: ModelStep, plan: StepPlan, caches: Caches, *, num_fused: int
+) -> tuple[JobTimes, Caches]:
+    """Runs model steps with a job in the first, then as many without.
 
     Args:
-      caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are kept.
-      sizes: blocks in a job, for all that it will be asked for.
+      worker: with nothing in flight.
+      step: for these caches.
+      plan: has the job.
+      caches: donated.
+      num_fused: blocks that the first step has to copy itself.
+    Raises:
+      TransferError: the job failed, or the first step did not copy what it should.
     """
-
-    def __init__(self, caches: Caches, *, sizes: Sequence[int]) -> None:
-        spec = TransferSpec.from_caches(caches, segment_blocks=1, capacity=1)
-        self._on_device, self._on_host = spec.block_sharding("device"), spec.block_sharding("pinned_host")
-        self._saved: list[jax.Array] = []
-        self._pending: list[jax.Array] = []
-        self._spec = spec
-        self._gather = {size: compile_in_background(self._lower_gather, size) for size in sizes}
-        self._scatter = {size: compile_in_background(self._lower_scatter, size) for size in sizes}
-
-    def wait_until_compiled(self) -> None:
-        """Blocks until every program is compiled; raises what compiling one raised."""
-        for future in [*self._gather.values(), *self._scatter.values()]:
-            future.result()
-
-    def _lower_gather(self, size: int) -> Any:
-        gather = jax.jit(_gather_and_split, out_shardings=self._on_device)
-        return gather.lower(self._spec.cache_structs(), self._spec.ids_struct(size))
-
-    def _lower_scatter(self, size: int) -> Any:
-        spec = self._spec
-        shape = (1, spec.num_layers, *spec.page_shape)
-        block = jax.ShapeDtypeStruct(shape, spec.dtype, sharding=self._on_device)
-        structs = spec.cache_structs()
-        scatter = jax.jit(_scatter, donate_argnums=0, out_shardings=[spec.cache_format] * len(structs))
-        return scatter.lower(structs, [block] * size, spec.ids_struct(size))
-
-    def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
-        """See `Method`; a load takes what the last save of as many blocks left, and waits, as the peer does."""
-        ids = np.array(block_ids, np.int32)
-        if direction is Direction.SAVE:
-            blocks = self._gather[len(ids)].result()(caches, ids)
-            self._saved = self._pending = [jax.device_put(block, self._on_host) for block in blocks]
-            return caches
-        blocks = [jax.device_put(block, self._on_device) for block in self._saved]
-        jax.block_until_ready(blocks)
-        caches = self._scatter[len(ids)].result()(caches, blocks, ids)
-        jax.block_until_ready(caches)
-        return caches
-
-    def finish(self, caches: Caches) -> Caches:
-        """See `Method`."""
-        jax.block_until_ready(self._pending)
-        self._pending = []
-        return caches
+    caches = _run_step(worker, step, worker.idle_plan(), caches)  # none of the timed ones follows a copy
+    reported_s, num_steps = None, 0
+    start_s = time.perf_counter()
+    while reported_s is None or num_steps < _MIN_STEPS:
+        caches = _run_step(worker, step, plan, caches, num_fused=num_fused)
+        if worker.poll():
+            reported_s = time.perf_counter() - start_s
+        plan, num_fused = worker.idle_plan(), 0
+        num_steps += 1
+    middle_s = time.perf_counter()
+    for _ in range(num_steps):
+        caches = _run_step(worker, step, worker.idle_plan(), caches)
+        worker.poll()
+    idle_s = time.perf_counter() - middle_s
+    delay_s = middle_s - start_s - idle_s
+    return JobTimes(delay_s=delay_s, reported_s=reported_s, step_s=idle_s / num_steps), caches
 
 
-def _gather_and_split(caches: Any, ids: Any) -> Any:
-    return jnp.split(jnp.stack([cache[ids] for cache in caches], axis=1), len(ids))
+def _run_step(worker: WorkerCopies, step: ModelStep, plan: StepPlan, caches: Caches, *, num_fused: int = 0) -> Caches:
+    caches = worker.worker.begin_step(plan, caches, fuse=True)
+    fused = worker.worker.fused_step()
+    num_runs = fused.inputs.num_saves + fused.inputs.num_loads if fused.inputs else 0  # of one block each
+    if num_runs != num_fused:
+        raise TransferError(f"the step takes {num_runs} blocks of the job along; expected {num_fused}")
+    caches, outcome = step.dispatch(caches, fused)
+    worker.worker.end_step(plan, caches, outcome)
+    step.wait()
+    return caches
 
 
-def _scatter(caches: Any, blocks: Any, ids: Any) -> Any:
-    stacked = jnp.concatenate(blocks)
-    return [cache.at[ids].set(stacked[:, i]) for i, cache in enumerate(caches)]
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyRates:
+    """Median rates of jobs of `num_blocks` blocks, in 1e9 bytes a second, the worker's own time included."""
+
+    num_blocks: int
+    save_gb_per_s: float
+    load_gb_per_s: float
+
+
+def measure_copy_rates(
+    offload: OffloadConfig, geometry: Geometry, *, max_blocks: int = 64, num_rounds: int = 7
+) -> CopyRates:
+    """Times saves and loads of one engine's settings, one job at a time, with nothing else going on.
+
+    In a run, a save is queued behind the step that computes its blocks and a load ahead of the next one, so
+    the time from dispatch to report says more about the steps than about the copies. With no step going on, a
+    `fused` path goes directly.
+
+    Args:
+      offload: the settings; the host pool is made as small as this needs.
+      geometry: of the caches.
+      max_blocks: blocks in a job, where budget and host memory allow it.
+      num_rounds: jobs of each direction.
+    Raises:
+      InputError: there is no room for a host pool.
+      TransferError: a copy failed.
+    """
+    caches = geometry.make_caches(max_blocks)
+    num_chunks = max(1, max_blocks // offload.blocks_per_chunk)
+    small = {"num_cpu_chunks": num_chunks, "host_gb": None, "skip_jax_precompile": False}
+    worker = WorkerCopies(offload.model_copy(update=small), caches)
+    seconds: dict[Direction, list[float]] = {direction: [] for direction in Direction}
+    try:
+        block_ids = list(range(min(max_blocks, worker.num_host_blocks, worker.max_job_blocks)))
+        for _ in range(num_rounds):
+            for direction in Direction:
+                plan = worker.plan(direction, block_ids)
+                start_s = time.perf_counter()
+                caches = worker.finish(worker.dispatch(plan, caches))
+                seconds[direction].append(time.perf_counter() - start_s)
+    finally:
+        worker.worker.close()
+    nbytes = len(block_ids) * geometry.block_nbytes
+    save, load = (nbytes / float(np.median(seconds[direction])) / 1e9 for direction in Direction)
+    return CopyRates(len(block_ids), save, load)

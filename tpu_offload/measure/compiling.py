@@ -5,15 +5,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-COMPILE_THREAD = "compile"
-"""Name of these threads; a process that ends while one is alive is best left with `os._exit`."""
-
 
 def compile_in_background(lower: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
     """Traces, lowers and compiles a program on a thread of its own.
 
     It is a daemon, unlike those of an executor, which the interpreter waits for at its end although nobody
-    wants the program any more.
+    wants the program any more. A process that ends while one is alive is best left with `os._exit`.
 
     Args:
       lower: returns a `jax.stages.Lowered`.
@@ -29,5 +26,5 @@ def compile_in_background(lower: Callable[..., Any], *args: Any) -> concurrent.f
         except BaseException as e:
             future.set_exception(e)
 
-    threading.Thread(target=run, name=COMPILE_THREAD, daemon=True).start()
+    threading.Thread(target=run, name="compile", daemon=True).start()
     return future

@@ -1,9 +1,8 @@
-"""What a replay is made from: the workload, the model and the sizes of the engine, from the flags.
+"""What a replay is made from: the workload, the model and the sizes of the engine.
 
-Whatever cannot be is found here, before the first engine is built.
+Whatever is invalid is found here, before the first engine is built.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import math
@@ -14,19 +13,6 @@ from typing import Any
 
 import jax
 
-from tpu_offload.cli.devices import device_errors, environment
-from tpu_offload.cli.output import write_json
-from tpu_offload.cli.replay_flags import MODEL_FLAGS
-from tpu_offload.cli.serving import ServedRun, serve
-from tpu_offload.cli.terminal import stop_on_interrupt
-from tpu_offload.cli.workloads import (
-    NUM_TOKENS,
-    Workload,
-    chat_workload,
-    decode_workload,
-    prompts_workload,
-    trace_workload,
-)
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.errors import InputError
@@ -34,10 +20,42 @@ from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.memory import available_nbytes
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.profile import Profile
+from tpu_offload.replay.serving import ServedRun, serve
+from tpu_offload.replay.workloads import (
+    NUM_TOKENS,
+    Workload,
+    chat_workload,
+    decode_workload,
+    prompts_workload,
+    trace_workload,
+)
 
 DEFAULT_NUM_CHAT_REQUESTS = 160
 DEFAULT_NUM_DECODE_REQUESTS = 256
 DEFAULT_NUM_TURNS = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """What to serve, and with which sizes; None leaves it to the command. `--help` of the commands describes each."""
+
+    workload: str | None
+    prompts: Path | None
+    trace: Path | None
+    requests: int | None
+    seed: int
+    turns: int | None
+    max_tokens: int | None
+    tokens_per_block: int | None
+    temperature: float
+    top_k: int
+    concurrency: int | None
+    num_blocks: int | None
+    block_size: int
+    max_num_batched_tokens: int
+    num_spare_blocks: int
+    async_scheduling: bool
+    model: ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,43 +79,36 @@ def blocks_per_request(workload: Workload, block_size: int) -> int:
 
 
 def build_setup(
-    args: argparse.Namespace,
-    offload: OffloadConfig,
-    *,
-    workload: Workload,
-    model: ModelConfig,
-    concurrency: int,
-    num_blocks: int,
+    options: ServingOptions, offload: OffloadConfig, *, workload: Workload, concurrency: int, num_blocks: int
 ) -> Setup:
     """Checks the sizes against each other, the memory and the offload settings.
 
     Args:
-      args: those of `add_serving_flags`.
+      options: the other sizes.
       offload: the settings of the library.
       workload: what is served.
-      model: gives the sizes that no flag does.
       concurrency: requests in flight.
       num_blocks: HBM.
     Raises:
       InputError: HBM is too small for a request, or memory for HBM.
       ConfigError: a size does not fit another.
     """
-    needed, longest = blocks_per_request(workload, args.block_size), workload.longest_request
+    needed, longest = blocks_per_request(workload, options.block_size), workload.longest_request
     if num_blocks < needed:
         raise InputError(
-            f"--num-blocks {num_blocks} holds {num_blocks * args.block_size} tokens and the longest request of "
+            f"--num-blocks {num_blocks} holds {num_blocks * options.block_size} tokens and the longest request of "
             f"{workload.name} has {longest}; set it to at least {needed}"
         )
-    model = _given_model(args, model)
+    model = options.model
     assert model.vocab_size >= NUM_TOKENS
     engine = EngineConfig(
-        block_size=args.block_size,
+        block_size=options.block_size,
         num_blocks=num_blocks,
         max_num_seqs=concurrency,
         max_model_len=longest,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        num_spare_blocks=args.num_spare_blocks,
-        async_scheduling=bool(args.async_scheduling),
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        num_spare_blocks=options.num_spare_blocks,
+        async_scheduling=options.async_scheduling,
     )
     check_memory(model, engine)
     layout = layout_of(model, engine)
@@ -107,56 +118,59 @@ def build_setup(
         Profile.read(offload.profile).check_device(jax.devices()[0].device_kind)  # likewise
 
     def sampling(request_id: str, max_tokens: int) -> SamplingParams:
-        seed = int.from_bytes(request_id.encode(), "big") * 2654435761 + args.seed
-        return SamplingParams(max_tokens=max_tokens, temperature=args.temperature, top_k=args.top_k, seed=seed % 2**32)
+        seed = int.from_bytes(request_id.encode(), "big") * 2654435761 + options.seed
+        return SamplingParams(
+            max_tokens=max_tokens, temperature=options.temperature, top_k=options.top_k, seed=seed % 2**32
+        )
 
     return Setup(workload, model, engine, offload, concurrency, sampling)
 
 
-def build_workload(args: argparse.Namespace, model: ModelConfig, *, default: str = "chat") -> Workload:
-    """What the flags ask for.
+def build_workload(options: ServingOptions, *, default: str = "chat") -> Workload:
+    """What the options ask for.
 
     Args:
-      args: those of `add_serving_flags`.
-      model: gives the sizes that no flag does.
-      default: the workload that is generated if no flag says which.
+      options: say where requests come from.
+      default: the workload that is generated if no option says which.
     Raises:
       InputError: a flag goes with another source, or a file cannot be used.
     """
-    generated = args.prompts is None and args.trace is None
-    name = args.workload or default
+    generated = options.prompts is None and options.trace is None
+    name = options.workload or default
     for flag, value, source, wanted in (
-        ("--turns", args.turns, generated and name == "chat", "--workload chat"),
-        ("--max-tokens", args.max_tokens, args.prompts, "--prompts"),
-        ("--tokens-per-block", args.tokens_per_block, args.trace, "--trace"),
+        ("--turns", options.turns, generated and name == "chat", "--workload chat"),
+        ("--max-tokens", options.max_tokens, options.prompts, "--prompts"),
+        ("--tokens-per-block", options.tokens_per_block, options.trace, "--trace"),
     ):
         if value is not None and not source:
             raise InputError(f"{flag} {value} does nothing here: it goes with {wanted}")
-    if args.prompts is not None:
+    if options.prompts is not None:
         return prompts_workload(
-            args.prompts,
-            num_requests=args.requests,
-            max_tokens=args.max_tokens or 16,
-            limit_tokens=max_request_tokens(args, model),
+            options.prompts,
+            num_requests=options.requests,
+            max_tokens=options.max_tokens or 16,
+            limit_tokens=max_request_tokens(options),
         )
-    if args.trace is not None:
+    if options.trace is not None:
         return trace_workload(
-            args.trace,
-            num_requests=args.requests,
-            tokens_per_block=args.tokens_per_block or 16,
-            seed=args.seed,
-            limit_tokens=max_request_tokens(args, model),
+            options.trace,
+            num_requests=options.requests,
+            tokens_per_block=options.tokens_per_block or 16,
+            seed=options.seed,
+            limit_tokens=max_request_tokens(options),
         )
     if name == "decode":
-        return decode_workload(num_requests=args.requests or DEFAULT_NUM_DECODE_REQUESTS, seed=args.seed)
+        return decode_workload(num_requests=options.requests or DEFAULT_NUM_DECODE_REQUESTS, seed=options.seed)
     return chat_workload(
-        num_requests=args.requests or DEFAULT_NUM_CHAT_REQUESTS, turns=args.turns or DEFAULT_NUM_TURNS, seed=args.seed
+        num_requests=options.requests or DEFAULT_NUM_CHAT_REQUESTS,
+        turns=options.turns or DEFAULT_NUM_TURNS,
+        seed=options.seed,
     )
 
 
-def max_request_tokens(args: argparse.Namespace, model: ModelConfig) -> int:
+def max_request_tokens(options: ServingOptions) -> int:
     """Tokens of the longest request that could be served: HBM has room for its KV, and this process for its tokens."""
-    model = _given_model(args, model)
+    model = options.model
     kv_nbytes = model.num_layers * _page_nbytes(model, 1)
     host_nbytes = available_nbytes()
     if jax.default_backend() == "cpu":
@@ -164,14 +178,9 @@ def max_request_tokens(args: argparse.Namespace, model: ModelConfig) -> int:
     else:
         stats = jax.devices()[0].memory_stats() or {}
         num_tokens = min(int(stats.get("bytes_limit", 2**62)) // kv_nbytes, host_nbytes // _TOKEN_NBYTES)
-    if args.num_blocks is not None:
-        num_tokens = min(num_tokens, args.num_blocks * args.block_size)
+    if options.num_blocks is not None:
+        num_tokens = min(num_tokens, options.num_blocks * options.block_size)
     return max(1, num_tokens)
-
-
-def _given_model(args: argparse.Namespace, model: ModelConfig) -> ModelConfig:
-    given = {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name) is not None}
-    return dataclasses.replace(model, **given, kv_dtype=args.kv_dtype, seed=args.seed)
 
 
 def _page_nbytes(model: ModelConfig, block_size: int) -> int:
@@ -248,20 +257,3 @@ def serve_once(
             stop=stop,
         )
         return run, engine.offload_stats()
-
-
-def make_report(compare: Callable[..., dict[str, Any]], path: Path | None, argv: list[str]) -> dict[str, Any]:
-    """Serves until the end or an interrupt, and writes what was measured to a file.
-
-    Args:
-      compare: serves, and returns the report; its keyword `stop` is asked before each step.
-      path: of the JSON file; None writes none.
-      argv: the arguments of the command, for the report.
-    """
-    with stop_on_interrupt() as stop, device_errors(make_smaller="--num-blocks or the model"):
-        report = compare(stop=stop)
-        interrupted = stop()
-    report |= {"interrupted": interrupted, "argv": argv, **environment()}
-    if path is not None:
-        write_json(path, report)
-    return report

@@ -2,7 +2,7 @@
 
 Measured for each copy path, direction and job size, in rounds. A round runs every method once, in random
 order, so that a machine that slows down slows all of them; ratios are taken within a round and given as
-median with the 10th and 90th percentile. `transfer_figures` says what each figure is.
+median with the 10th and 90th percentile. `figures` says what each figure is.
 
 A path that does not compile or run here is a `Failure`, and the others are measured all the same. What it
 may have taken along (the caches, its worker) is made anew.
@@ -16,15 +16,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from tpu_offload.cli.model_step import ModelStep
-from tpu_offload.cli.report import Spread
-from tpu_offload.cli.step_times import JobTimes, time_steps
-from tpu_offload.cli.transfer_figures import PATHS, Failure, Figures
-from tpu_offload.cli.transfer_limits import BusCopies, Memcpy
-from tpu_offload.cli.transfer_methods import Geometry, Method, PeerCopies
-from tpu_offload.cli.transfer_methods import WorkerCopies as Worker
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import TransferError
+from tpu_offload.measure.baselines import BusCopies, Memcpy, Method, PeerCopies
+from tpu_offload.measure.figures import PATHS, Failure, Figures, Spread
+from tpu_offload.measure.model_step import ModelStep
+from tpu_offload.measure.worker_copies import Geometry, JobTimes, WorkerCopies, time_steps
 from tpu_offload.types import Direction
 
 _logger = logging.getLogger(__name__)
@@ -79,7 +76,7 @@ class TransferBench:
         self._others: dict[str, Method] = {"limit": self._limit()}
         # What takes longest to compile is begun first.
         self._step = ModelStep(self._caches, target_s=step_s) if step_s else None
-        self._workers: dict[CopyPath, Worker] = {}
+        self._workers: dict[CopyPath, WorkerCopies] = {}
         for path in sorted(paths, key=lambda path: path is not CopyPath.FUSED):
             self._add_worker(path, directions)
         if self._step and CopyPath.FUSED in self._workers:
@@ -118,7 +115,7 @@ class TransferBench:
             ),
         )
         try:
-            self._workers[path] = Worker(config, self._caches)
+            self._workers[path] = WorkerCopies(config, self._caches)
         except Exception as e:
             for direction in directions:
                 self._fail(path, direction, e)
@@ -198,9 +195,8 @@ class TransferBench:
 
     def _renew_caches(self) -> None:
         """Replaces what a copy that failed may have taken along."""
-        if not all(_is_usable(cache) for cache in self._caches):
-            self._caches = []  # before there are new ones
-            self._caches = self.geometry.make_caches(self._num_blocks)
+        self._caches = []  # before there are new ones
+        self._caches = self.geometry.make_caches(self._num_blocks)
         if self._step:
             self._step.reset()
 
@@ -304,17 +300,6 @@ class TransferBench:
 def _fused_size(num_blocks: int, sizes: Sequence[int], most: int) -> int:
     """Blocks of a job that a step takes along: a compiled size, and no more than `most`."""
     return num_blocks if num_blocks <= most else max([size for size in sizes if size <= most], default=most)
-
-
-def _is_usable(cache: jax.Array) -> bool:
-    """Whether the array is neither donated nor the result of a program that failed."""
-    if cache.is_deleted():
-        return False
-    try:
-        cache.block_until_ready()
-    except RuntimeError:
-        return False
-    return True
 
 
 def num_walked_blocks(geometry: Geometry, largest: int) -> int:

@@ -33,8 +33,10 @@ path that is named first: direct needs next to no HBM. On a CPU all of that is n
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from typing import Self
 
-from tpu_offload.cli.report import Spread
+import numpy as np
+
 from tpu_offload.config import CopyPath
 from tpu_offload.types import Direction
 
@@ -46,26 +48,28 @@ _SAME_DELAY, _SAME_SECONDS = 1.10, 1.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Figures:
-    """What was measured for one path, direction and job size; the module's docstring defines each figure.
+class Spread:
+    """Median, 10th and 90th percentile of a figure over the rounds, and the figures themselves."""
 
-    Attributes:
-      path: the copy path.
-      direction: save or load.
-      num_blocks: blocks in a job.
-      nbytes: bytes of a job over all devices.
-      num_fused_blocks: blocks of a job that the model's step copies; the rest of it goes by the direct path.
-      num_rounds: rounds behind every figure.
-      seconds: of a transfer; None if the path has no time of its own, as in the next two and `of_limit`.
-      gb_per_s: 1e9 bytes a second.
-      dispatch_s: seconds before control is back.
-      limit_gb_per_s: the limit's rate.
-      peer_gb_per_s: the peer's rate; None where it was left out, as in `of_peer`.
-      of_limit: the limit's time over ours.
-      of_peer: the peer's time over ours.
-      delay_s: seconds by which model steps are late; None where no steps were run, as in the next two.
-      reported_s: seconds until the job is reported, beside these steps.
-      step_s: seconds of one such step, with no copy.
+    median: float
+    p10: float
+    p90: float
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Summarizes at least one value."""
+        p10, median, p90 = np.percentile(values, (10, 50, 90)).tolist()
+        return cls(median, p10, p90, tuple(values))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """What was measured for one path, direction and job size.
+
+    The module's docstring defines each figure; None is what was not measured: the peer, the model's steps, or a time of
+    its own of a path that has none. `num_fused_blocks` of a job are copied by the model's step, the rest directly;
+    `step_s` is one such step with no copy; rates are in 1e9 bytes a second.
     """
 
     path: CopyPath

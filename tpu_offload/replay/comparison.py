@@ -1,18 +1,106 @@
-"""What a replay came to: numbers of its runs for a file, a table for a person, and the comparison of the outputs."""
+"""One workload without and with offloading: whether the outputs are the same, and the numbers of both runs.
+
+Both runs use the same weights, the same HBM size and the same order of conversations, after both
+engines have compiled. HBM is made too small for the workload on purpose.
+"""
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
-from tpu_offload.cli.report import Row, at_path, build_table, percentile
-from tpu_offload.cli.serving import Record, ServedRun
+from tpu_offload.config import OffloadConfig
+from tpu_offload.errors import InputError, TransferError
 from tpu_offload.hashing import BlockHasher
+from tpu_offload.measure import Geometry, measure_copy_rates
 from tpu_offload.metrics import SWAP_FIELDS, OffloadStats
+from tpu_offload.replay.serving import Record, ServedRun
+from tpu_offload.replay.setup import (
+    ServingOptions,
+    Setup,
+    blocks_per_request,
+    build_setup,
+    build_workload,
+    describe,
+    serve_once,
+)
 from tpu_offload.types import BlockHash
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_CONCURRENCY = 3
+
+
+def size_setup(options: ServingOptions, offload: OffloadConfig) -> Setup:
+    """Checks options and settings, and sizes HBM and the host tier.
+
+    Raises:
+      InputError: an invalid option.
+      ConfigError: an invalid setting.
+    """
+    workload = build_workload(options)
+    concurrency = options.concurrency or DEFAULT_CONCURRENCY
+    needed = blocks_per_request(workload, options.block_size)
+    num_unique_blocks = workload.num_unique_blocks(options.block_size)
+    # Enough for every request in flight, and too small for the workload; the second if not both can be.
+    num_blocks = options.num_blocks or max(needed, min(needed * concurrency, num_unique_blocks // 2))
+    setup = build_setup(options, offload, workload=workload, concurrency=concurrency, num_blocks=num_blocks)
+    if num_blocks >= num_unique_blocks:
+        _logger.warning(
+            "HBM of %d blocks holds all %d blocks of the workload, so offloading has nothing to do",
+            num_blocks,
+            num_unique_blocks,
+        )
+    if offload.num_cpu_chunks is None and offload.host_gb is None:
+        # The default of 1024 chunks suits no workload in particular; a replay knows what it needs.
+        offload = offload.model_copy(update={"num_cpu_chunks": -(-num_unique_blocks // offload.blocks_per_chunk)})
+    return dataclasses.replace(setup, offload=offload)
+
+
+def serve_twice(
+    setup: Setup, *, start: Callable[[str], Callable[[], None]], stop: Callable[[], bool]
+) -> dict[str, Any]:
+    """Serves without and with offloading; returns the report.
+
+    Args:
+      setup: what is served, and with which sizes.
+      start: called with the name of each run; returns what is called after each of its requests.
+      stop: asked before each step.
+    """
+    block_size = setup.engine.block_size
+    baseline, _ = serve_once(setup, None, on_finish=start("baseline"), stop=stop)
+    offload, stats = serve_once(setup, setup.offload, on_finish=start("offload"), stop=stop)
+    differences, num_compared = find_differences(baseline.records, offload.records)
+    one = run_numbers(baseline, block_size=block_size)
+    other = run_numbers(offload, block_size=block_size) | offload_numbers(stats or OffloadStats())
+    if stats and offload.complete:
+        other["transfers"]["copy_rates"] = _copy_rates(setup)
+    recomputed = one["prompt_tokens"]["recomputed"]
+    return {
+        **describe(setup),
+        **outcome([difference.as_dict() for difference in differences], num_compared),
+        "loaded_share_of_recomputed": other["prompt_tokens"]["host"] / recomputed if recomputed else None,
+        "host_hits": hit_ttfts(baseline, offload),
+        "baseline": one,
+        "offload": other,
+    }
+
+
+def _copy_rates(setup: Setup) -> dict[str, Any] | None:
+    model = setup.model
+    geometry = Geometry(model.num_layers, model.page_shape(setup.engine.block_size), model.kv_dtype)
+    try:
+        return dataclasses.asdict(measure_copy_rates(setup.offload, geometry))
+    except (InputError, TransferError) as e:
+        _logger.warning("the copies were not measured alone: %s", e)
+        return None
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """A percentile, interpolated; None of nothing."""
+    return float(np.percentile(values, percent)) if values else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,50 +257,3 @@ def hit_ttfts(baseline: ServedRun, offload: ServedRun) -> dict[str, Any]:
         "baseline_ttft_p50_s": percentile([one for one, _ in pairs if one is not None], 50),
         "offload_ttft_p50_s": percentile([other for _, other in pairs if other is not None], 50),
     }
-
-
-def comparison_table(report: Mapping[str, Any]) -> Table:
-    """The report for a terminal."""
-    hits = report["host_hits"]
-    sides = [report[name] | {"hit_ttft_p50_s": hits[f"{name}_ttft_p50_s"]} for name in ("baseline", "offload")]
-
-    def quotient(row: Row) -> str:
-        if row.only_last or not isinstance(row.value, str) or row.value in ("num_requests", "num_preemptions"):
-            return ""
-        one, other = (at_path(side, row.value) for side in sides)
-        return f"{other / one:.2f}" if one and other is not None else ""
-
-    return build_table(
-        f"{report['workload']['name']}: {report['workload']['num_requests']} requests",
-        ("", "baseline", "offload", "offload / baseline"),
-        ((*row.cells(sides), quotient(row)) if row else None for row in _rows(report)),
-    )
-
-
-def _rows(report: Mapping[str, Any]) -> Iterable[Row | None]:
-    yield Row("requests finished", "num_requests")
-    yield Row("prompt tokens computed", "prompt_tokens.computed")
-    yield Row("  of these, computed again", "prompt_tokens.recomputed")
-    yield Row("prompt tokens hit in HBM", "prompt_tokens.hbm")
-    yield Row("prompt tokens loaded from host", "prompt_tokens.host")
-    yield Row("time to first token, p50", "ttft_p50_s", "s")
-    yield Row("time to first token, p99", "ttft_p99_s", "s")
-    if num_hits := report["host_hits"]["num_requests"]:
-        yield Row(f"  p50 of {num_hits} with a host hit", "hit_ttft_p50_s", "s")
-    yield Row("generated tokens/s", "tokens_per_s", "rate")
-    yield Row("all tokens/s", "total_tokens_per_s", "rate")
-    yield Row("preemptions", "num_preemptions")
-    yield None
-    only = functools.partial(Row, unit="id", only_last=True)
-    yield only("staging peak of budget, blocks", ("staging.peak_blocks", "staging.budget_blocks"), between=" of ")
-    yield only("dropped blocks, save + load", ("staging.dropped_save_blocks", "staging.dropped_load_blocks"))
-    yield only("saved, MiB", "transfers.saved_nbytes", unit="MiB")
-    yield only("loaded, MiB", "transfers.loaded_nbytes", unit="MiB")
-    if rates := report["offload"]["transfers"].get("copy_rates"):
-        label = f"GB/s of {rates['num_blocks']} blocks alone, save + load"
-        yield only(label, lambda _: f"{rates['save_gb_per_s']:.2f} + {rates['load_gb_per_s']:.2f}")
-    yield only("host chunks resident, evicted", ("host.num_resident_chunks", "host.num_evicted_chunks"), between=", ")
-    swap = report["offload"]["swap"]
-    if swap["swap_pool_blocks"]:
-        text = f"{swap['num_swapped_out']}, {swap['num_recomputed'] + swap['num_lost_swaps']}"
-        yield only("preempted requests swapped out, recomputed", lambda _: text)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpu_offload import FusedCopies, FusedOutcome, FusedStep
-from tpu_offload.cli.compiling import compile_in_background
 from tpu_offload.kernels import TransferSpec
+from tpu_offload.measure.baselines import Caches
+from tpu_offload.measure.compiling import compile_in_background
 from tpu_offload.types import Direction
-
-Caches = list[jax.Array]
 
 _NUM_TRIES = 4
 _NUM_TIMED = 5
@@ -114,12 +113,6 @@ class ModelStep:
     def reset(self) -> None:
         """Forgets what the last step computed; to be called when that has failed."""
         self._x = self._make_x(self._num_rows)
-
-    def __call__(self, caches: Caches) -> Caches:
-        """Runs one step and waits for it; donates the caches."""
-        caches, _ = self.dispatch(caches)
-        self.wait()
-        return caches
 
     def _make_x(self, num_rows: int) -> jax.Array:
         up = self._weights[0]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpu_offload.cli.workloads import (
+from tpu_offload.errors import InputError
+from tpu_offload.replay.workloads import (
     NUM_TOKENS,
     Conversation,
     Turn,
@@ -17,7 +18,6 @@ from tpu_offload.cli.workloads import (
     prompts_workload,
     trace_workload,
 )
-from tpu_offload.errors import InputError
 
 SYSTEM, USER, ASSISTANT, TOOL, END = 256, 257, 258, 259, 260
 SHARED_TRACE = Path(__file__).parents[3] / "shared/traces/conversation_trace.jsonl"

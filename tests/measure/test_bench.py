@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 
 from tpu_offload import OffloadConfig
-from tpu_offload.cli.copy_rates import CopyRates, measure_copy_rates
-from tpu_offload.cli.model_step import ModelStep
-from tpu_offload.cli.report import Spread
-from tpu_offload.cli.transfer_figures import PATHS, Figures, rank
-from tpu_offload.cli.transfer_limits import BusCopies, Memcpy
-from tpu_offload.cli.transfer_methods import Geometry, PeerCopies, WorkerCopies
-from tpu_offload.cli.transfer_rates import TransferBench
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import reference
+from tpu_offload.measure import PATHS, CopyRates, Figures, Geometry, Spread, TransferBench, measure_copy_rates
+from tpu_offload.measure.baselines import BusCopies, Memcpy, PeerCopies
+from tpu_offload.measure.figures import rank
+from tpu_offload.measure.model_step import ModelStep
+from tpu_offload.measure.worker_copies import WorkerCopies
 from tpu_offload.types import Direction
 
 DIRECT, STAGED, FUSED = PATHS
@@ -123,9 +121,9 @@ def test_memcpy_walks():
 def test_a_step_reads_and_writes_the_caches():
     caches = filled()
     step = ModelStep(caches, target_s=1e-3)
-    caches = step(step(caches))
-    old = [cache.unsafe_buffer_pointer() for cache in caches]
-    caches = step(caches)
+    for _ in range(3):
+        old = [cache.unsafe_buffer_pointer() for cache in caches]
+        caches, _ = step.dispatch(caches)
     assert [cache.unsafe_buffer_pointer() for cache in caches] == old
     assert first_values(caches)[0][1:] == [1, 2, 3, 4, 5]
 

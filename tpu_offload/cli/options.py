@@ -1,0 +1,106 @@
+"""Flags that click has no type for: several values, and finite numbers; and flags that exclude each other.
+
+`Command` is for commands that have such flags.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+_BREAK = "\0"  # between the values of a `Many`; no argument of a process has one in it
+_MAX = 2**31 - 1
+
+input_file = click.Path(path_type=Path)  # opened, and reported, by what reads it
+
+
+class Finite(click.FloatRange):
+    """A number of at least 0, and neither infinite nor NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """See `click.ParamType`."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not finite", param, ctx)
+        return number
+
+
+class Many(click.ParamType[tuple[Any, ...]]):
+    """One or more values, with spaces between them; `commas` part them, too."""
+
+    name = "many"
+
+    def __init__(self, of: click.ParamType[Any] | Callable[[str], Any], *, commas: bool = False) -> None:
+        self._of = click.types.convert_type(of)
+        self._separators = f"[{_BREAK},]" if commas else _BREAK
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        """See `click.ParamType`."""
+        if isinstance(value, tuple):
+            return value
+        return tuple(self._of.convert(part, param, ctx) for part in re.split(self._separators, value))
+
+
+class Command(click.Command):
+    """A command whose flags may have several values, and may exclude each other.
+
+    Args:
+      exclusive: groups of parameters of which at most one may be given.
+    """
+
+    def __init__(self, *args: Any, exclusive: Sequence[Sequence[str]] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._exclusive = exclusive
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See `click.Command`; `--sizes 1 2` is made one value first."""
+        many = {flag for param in self.params if isinstance(param.type, Many) for flag in param.opts}
+        joined: list[str] = []
+        takes_more = False  # the last one is a value of such a flag
+        for arg in args:
+            is_flag = arg.startswith("-")
+            if takes_more and not is_flag:
+                joined[-1] += _BREAK + arg
+            else:
+                takes_more = not is_flag and not many.isdisjoint(joined[-1:])
+                joined.append(arg)
+        rest = super().parse_args(ctx, joined)
+        for names in self._exclusive:
+            given = [name for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+            if len(given) > 1:
+                one, other = (
+                    param.get_error_hint(ctx) for name in given[:2] for param in self.params if param.name == name
+                )
+                raise click.UsageError(f"{one}: not allowed with {other}", ctx)
+        return rest
+
+
+class _Number(click.Option):
+    """Leaves a bound that only keeps numbers within 32 bits out of the help."""
+
+    def get_help_extra(self, ctx: click.Context) -> click.types.OptionHelpExtra:
+        """See `click.Option`."""
+        extra = super().get_help_extra(ctx)
+        if isinstance(self.type, click.IntRange) and self.type.max == _MAX:
+            extra.pop("range", None)
+        return extra
+
+
+type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def option(flag: str, type_: Any, metavar: str | None, help_: str, **more: Any) -> Decorator:
+    """A `click.option`, in less room."""
+    return click.option(flag, type=type_, metavar=metavar, help=help_, **more)
+
+
+def number(flag: str, help_: str, *, low: int = 1, high: int = _MAX, default: int | None = None) -> Decorator:
+    """An option that is an integer, of at least one if nothing else is said."""
+    return click.option(flag, cls=_Number, type=click.IntRange(low, high), default=default, metavar="N", help=help_)

@@ -1,0 +1,178 @@
+"""What the library's copies are compared with: what the machine can do at all, and the peer's method.
+
+`Memcpy` is the limit on a CPU, where "HBM" is memory of the host, `BusCopies` on an accelerator. `PeerCopies` is what
+tpu-inference's connector does.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from tpu_offload.kernels import TransferSpec
+from tpu_offload.measure.compiling import compile_in_background
+from tpu_offload.types import Direction
+
+Caches = list[jax.Array]
+
+_BUS_ROW = 1024  # u32 of one row; 4 KiB, the tile of a TPU
+
+
+class Method(Protocol):
+    """A way to move blocks that does not know of jobs."""
+
+    def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
+        """Starts a copy, as far as the method does without waiting; the caches may be donated."""
+
+    def finish(self, caches: Caches) -> Caches:
+        """Waits for the end of what `dispatch` started."""
+
+
+@final
+class Memcpy:
+    """The limit on a CPU: `np.copyto` between two old buffers that are walked, so that they are not hot.
+
+    Args:
+      nbytes: size of each buffer.
+      job_nbytes: bytes to copy for one block.
+    """
+
+    def __init__(self, *, nbytes: int, job_nbytes: int) -> None:
+        self._source, self._target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+        self._job_nbytes = job_nbytes
+        self._start = 0
+
+    def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
+        """See `Method`; both directions are the same."""
+        nbytes = len(block_ids) * self._job_nbytes
+        if self._start + nbytes > len(self._source):
+            self._start = 0
+        part = slice(self._start, self._start + nbytes)
+        np.copyto(self._target[part], self._source[part])
+        self._start += nbytes
+        return caches
+
+    def finish(self, caches: Caches) -> Caches:
+        """See `Method`; nothing is left to wait for."""
+        return caches
+
+
+@final
+class BusCopies:
+    """The limit on an accelerator: one copy of as many contiguous bytes, from or to donated pinned memory.
+
+    Args:
+      caches: their devices are used.
+      block_nbytes_per_device: bytes of one block on each of them.
+    """
+
+    def __init__(self, caches: Caches, *, block_nbytes_per_device: int) -> None:
+        self._mesh = Mesh(np.array(list(caches[0].sharding.device_set)), ("device",))
+        self._block_nbytes = block_nbytes_per_device
+        self._buffers: dict[int, dict[str, jax.Array]] = {}
+        self._pending: jax.Array | None = None
+
+    def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
+        """See `Method`; the caches are not touched."""
+        num_rows = -(-len(block_ids) * self._block_nbytes // (4 * _BUS_ROW))
+        if num_rows not in self._buffers:
+            self._buffers = {num_rows: {kind: self._make(kind, num_rows) for kind in ("device", "pinned_host")}}
+        buffers = self._buffers[num_rows]
+        source, target = ("device", "pinned_host") if direction is Direction.SAVE else ("pinned_host", "device")
+        buffers[target] = self._pending = self._copy(target)(buffers[target], buffers[source])
+        return caches
+
+    def finish(self, caches: Caches) -> Caches:
+        """See `Method`."""
+        jax.block_until_ready(self._pending)
+        return caches
+
+    def _sharding(self, kind: str) -> Sharding:
+        return NamedSharding(self._mesh, PartitionSpec("device"), memory_kind=kind)
+
+    def _make(self, kind: str, num_rows: int) -> jax.Array:
+        shape = (self._mesh.size * num_rows, _BUS_ROW)
+        make = jax.jit(lambda: jnp.zeros(shape, jnp.uint32), out_shardings=self._sharding("device"))
+        zeros: jax.Array = jax.device_put(make(), self._sharding(kind))
+        return zeros
+
+    @functools.cache  # noqa: B019  (two entries, and the instance lives as long as the command)
+    def _copy(self, kind: str) -> Any:
+        space = jax.memory.Space.Device if kind == "device" else jax.memory.Space.Host
+
+        def copy(target: Any, source: Any) -> Any:
+            return jax.device_put(source, space)
+
+        # Unused as it is, the target has to stay an argument to be the memory that is written.
+        return jax.jit(copy, donate_argnums=0, keep_unused=True, out_shardings=self._sharding(kind))
+
+
+@final
+class PeerCopies:
+    """Gather, split, one `device_put` a block; load by one `device_put` a block, wait, scatter, wait.
+
+    Its programs are compiled on threads of their own, from the start: for jobs of 64 blocks and 32 layers
+    the TPU compiler takes half a minute for each of them, and a few seconds for any of ours.
+
+    Args:
+      caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are kept.
+      sizes: blocks in a job, for all that it will be asked for.
+    """
+
+    def __init__(self, caches: Caches, *, sizes: Sequence[int]) -> None:
+        spec = TransferSpec.from_caches(caches, segment_blocks=1, capacity=1)
+        self._on_device, self._on_host = spec.block_sharding("device"), spec.block_sharding("pinned_host")
+        self._saved: list[jax.Array] = []
+        self._pending: list[jax.Array] = []
+        self._spec = spec
+        self._gather = {size: compile_in_background(self._lower_gather, size) for size in sizes}
+        self._scatter = {size: compile_in_background(self._lower_scatter, size) for size in sizes}
+
+    def wait_until_compiled(self) -> None:
+        """Blocks until every program is compiled; raises what compiling one raised."""
+        for future in [*self._gather.values(), *self._scatter.values()]:
+            future.result()
+
+    def _lower_gather(self, size: int) -> Any:
+        gather = jax.jit(_gather_and_split, out_shardings=self._on_device)
+        return gather.lower(self._spec.cache_structs(), self._spec.ids_struct(size))
+
+    def _lower_scatter(self, size: int) -> Any:
+        spec = self._spec
+        shape = (1, spec.num_layers, *spec.page_shape)
+        block = jax.ShapeDtypeStruct(shape, spec.dtype, sharding=self._on_device)
+        structs = spec.cache_structs()
+        scatter = jax.jit(_scatter, donate_argnums=0, out_shardings=[spec.cache_format] * len(structs))
+        return scatter.lower(structs, [block] * size, spec.ids_struct(size))
+
+    def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
+        """See `Method`; a load takes what the last save of as many blocks left, and waits, as the peer does."""
+        ids = np.array(block_ids, np.int32)
+        if direction is Direction.SAVE:
+            blocks = self._gather[len(ids)].result()(caches, ids)
+            self._saved = self._pending = [jax.device_put(block, self._on_host) for block in blocks]
+            return caches
+        blocks = [jax.device_put(block, self._on_device) for block in self._saved]
+        jax.block_until_ready(blocks)
+        caches = self._scatter[len(ids)].result()(caches, blocks, ids)
+        jax.block_until_ready(caches)
+        return caches
+
+    def finish(self, caches: Caches) -> Caches:
+        """See `Method`."""
+        jax.block_until_ready(self._pending)
+        self._pending = []
+        return caches
+
+
+def _gather_and_split(caches: Any, ids: Any) -> Any:
+    return jnp.split(jnp.stack([cache[ids] for cache in caches], axis=1), len(ids))
+
+
+def _scatter(caches: Any, blocks: Any, ids: Any) -> Any:
+    stacked = jnp.concatenate(blocks)
+    return [cache.at[ids].set(stacked[:, i]) for i, cache in enumerate(caches)]

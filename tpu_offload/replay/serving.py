@@ -1,0 +1,129 @@
+"""Serves a workload with an engine, so many requests in flight at a time."""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tpu_offload.engine import FinishReason, Request, RequestOutput, RequestStats, SamplingParams
+from tpu_offload.errors import InputError
+from tpu_offload.replay.workloads import Conversation, Workload
+
+
+class Engine(Protocol):
+    """What serving needs of an engine."""
+
+    def add_request(self, request: Request) -> None:
+        """Takes a request; its first token's time counts from here."""
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Computes one step; the last output of a request has `stats`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """One served request; `logprobs` are those of its `tokens`."""
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    stats: RequestStats
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedRun:
+    """What a workload came to.
+
+    Attributes:
+      records: finished requests, in the order in which they finished.
+      wall_s: seconds from the first request to the last token.
+      complete: False when it was stopped before the end.
+    """
+
+    records: tuple[Record, ...]
+    wall_s: float
+    complete: bool
+
+    @property
+    def ttfts_s(self) -> list[float]:
+        """Times to the first token, of the requests that have one."""
+        return [record.stats.ttft_s for record in self.records if record.stats.ttft_s is not None]
+
+
+class _Session:
+    """A conversation while it is served."""
+
+    def __init__(self, conversation: Conversation, sampling: Callable[[str, int], SamplingParams]) -> None:
+        self._conversation = conversation
+        self._sampling = sampling
+        self._history: tuple[int, ...] = ()
+        self._num_answered = 0
+
+    @property
+    def done(self) -> bool:
+        return self._num_answered == len(self._conversation.turns)
+
+    def next_request(self) -> Request:
+        turn = self._conversation.turns[self._num_answered]
+        self._history += turn.tokens
+        request_id = f"{self._conversation.name}/{self._num_answered}"
+        return Request(request_id, self._history, self._sampling(request_id, turn.max_tokens))
+
+    def answer(self, tokens: tuple[int, ...]) -> None:
+        given = self._conversation.turns[self._num_answered].answer
+        self._history += tokens if given is None else given
+        self._num_answered += 1
+
+
+def serve(
+    engine: Engine,
+    workload: Workload,
+    *,
+    concurrency: int,
+    sampling: Callable[[str, int], SamplingParams],
+    on_finish: Callable[[], None],
+    stop: Callable[[], bool],
+    clock: Callable[[], float] = time.perf_counter,
+) -> ServedRun:
+    """Serves every turn of every conversation, in a closed loop.
+
+    A conversation whose turn is answered goes to the back of the queue with its next turn, so that all
+    others are served in between: the reuse distance is the whole workload.
+
+    Args:
+      engine: has no request yet.
+      workload: what to serve.
+      concurrency: requests in flight at a time.
+      sampling: from a request's id and its number of tokens, how to sample.
+      on_finish: called after each request.
+      stop: asked before each step; True ends the run with what is finished.
+      clock: seconds.
+    Raises:
+      InputError: the engine can never serve a request.
+    """
+    waiting = collections.deque(_Session(conversation, sampling) for conversation in workload.conversations)
+    active: dict[str, tuple[_Session, Request]] = {}
+    records: list[Record] = []
+    start_s = clock()
+    while (waiting or active) and not stop():
+        while waiting and len(active) < concurrency:
+            session = waiting.popleft()
+            request = session.next_request()
+            active[request.request_id] = (session, request)
+            engine.add_request(request)
+        for output in engine.step():
+            if output.stats is None:
+                continue
+            if output.finish_reason is FinishReason.ERROR:
+                raise InputError(f"request {output.request_id} cannot be served: {output.error}")
+            session, request = active.pop(output.request_id)
+            records.append(
+                Record(request.request_id, request.prompt_tokens, output.tokens, output.stats, output.logprobs)
+            )
+            session.answer(output.tokens)
+            if not session.done:
+                waiting.append(session)
+            on_finish()
+    return ServedRun(tuple(records), clock() - start_s, complete=not (waiting or active))
