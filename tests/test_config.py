@@ -42,7 +42,7 @@ GOOD = {
     "blocks_per_chunk": ("4", 4),
     "save_path": ("staged", CopyPath.STAGED),
     "load_path": ("fused", CopyPath.FUSED),
-    "profile": ("profiles/v6e.json", Path("profiles/v6e.json")),
+    "copy_profile": ("profiles/v6e.json", Path("profiles/v6e.json")),
     "decode_save": ("1", True),
     "save_on": ("preemption, eviction", (SaveEvent.PREEMPTION, SaveEvent.HBM_EVICTION)),
     "save_after_sightings": ("2", 2),
@@ -106,8 +106,8 @@ BAD = {
         ("", "'direct', 'staged', 'fused' or 'auto'"),
         ("auto", "needs a profile of this machine; run `tpu-offload bench`"),
     ],
-    "load_path": [("STAGED", "'direct', 'staged', 'fused' or 'auto'"), ("auto", "set TPU_OFFLOAD_PROFILE")],
-    "profile": [("", "expected the path of a file")],
+    "load_path": [("STAGED", "'direct', 'staged', 'fused' or 'auto'"), ("auto", "set TPU_OFFLOAD_COPY_PROFILE")],
+    "copy_profile": [("", "expected the path of a file")],
     "decode_save": [("maybe", "0 or 1")],
     "save_on": [
         ("evict", "'compute', 'eviction' or 'preemption'"),
@@ -330,15 +330,15 @@ def test_a_meaningless_variable_is_accepted_and_warned_about_once(field, caplog)
 
 
 def test_auto_with_a_profile_is_taken_for_either_direction():
-    config = from_env(save_path="auto", profile="p.json")
+    config = from_env(save_path="auto", copy_profile="p.json")
     assert (config.path_for(Direction.SAVE), config.path_for(Direction.LOAD)) == (CopyPath.AUTO, CopyPath.DIRECT)
-    config = from_env(load_path="auto", profile="p.json")
+    config = from_env(load_path="auto", copy_profile="p.json")
     assert (config.path_for(Direction.SAVE), config.path_for(Direction.LOAD)) == (CopyPath.DIRECT, CopyPath.AUTO)
 
 
 @pytest.mark.parametrize(("save_path", "is_read"), [("direct", False), ("auto", True)])
 def test_a_profile_that_nobody_reads_is_warned_about(save_path, is_read, caplog):
-    from_env(profile="p.json", save_path=save_path)
+    from_env(copy_profile="p.json", save_path=save_path)
     assert ("read by nobody" in caplog.text) == (not is_read)
 
 

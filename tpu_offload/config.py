@@ -130,7 +130,9 @@ class OffloadConfig(pydantic.BaseModel):
         description="How saves move blocks: fused where the engine offers it, auto as the profile says.",
     )
     load_path: CopyPath = Field(CopyPath.DIRECT, description="How loads move blocks, likewise.")
-    profile: Path | None = Field(None, description="The file that `tpu-offload bench` wrote on this kind of machine.")
+    copy_profile: Path | None = Field(
+        None, description="The file that `tpu-offload bench` wrote on this kind of machine."
+    )
     max_load_gb_per_step: float = Field(
         1.0,
         ge=0,
@@ -278,7 +280,7 @@ class OffloadConfig(pydantic.BaseModel):
             raise ValueError(f"expected auto, or GB from 0 to {2**20}")
         return size
 
-    @pydantic.field_validator("profile")
+    @pydantic.field_validator("copy_profile")
     @classmethod
     def _is_a_file(cls, value: Path | None) -> Path | None:
         if value == Path():  # what an empty string parses to
@@ -291,11 +293,11 @@ class OffloadConfig(pydantic.BaseModel):
             given = [f"{_env_name(n)}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
             if len(given) > 1:
                 raise ConfigError(f"{' and '.join(given)} give one size in two ways; set only one of them")
-        if self.profile is None and CopyPath.AUTO in (self.save_path, self.load_path):
+        if self.copy_profile is None and CopyPath.AUTO in (self.save_path, self.load_path):
             field = "save_path" if self.save_path is CopyPath.AUTO else "load_path"
             raise ConfigError(
                 f"{_env_name(field)}=auto needs a profile of this machine; run `tpu-offload bench` and set "
-                f"{_env_name('profile')} to the file that it writes, or choose direct or staged"
+                f"{_env_name('copy_profile')} to the file that it writes, or choose direct or staged"
             )
         buckets = self.block_size_buckets
         if buckets and (buckets[0] != 1 or list(buckets) != sorted(set(buckets))):
@@ -365,10 +367,10 @@ class OffloadConfig(pydantic.BaseModel):
             if getattr(self, field) is not None:
                 why = type(self).model_fields[field].description or ""
                 _logger.warning("%s is set. %s", _env_name(field), why)
-        if self.profile is not None and CopyPath.AUTO not in (self.save_path, self.load_path):
+        if self.copy_profile is not None and CopyPath.AUTO not in (self.save_path, self.load_path):
             _logger.warning(
                 "%s is set and read by nobody: neither %s nor %s is auto",
-                *map(_env_name, ("profile", "save_path", "load_path")),
+                *map(_env_name, ("copy_profile", "save_path", "load_path")),
             )
 
     def path_for(self, direction: Direction) -> CopyPath:

@@ -215,7 +215,7 @@ def test_wrong_variable(error_of, monkeypatch, name, value):
     ("content", "expected"),
     [
         (None, "cannot be read"),
-        ("{}", "is no profile"),
+        ("{}", "is not a profile"),
         (
             '{"format": "tpu_offload.profile", "version": 1, "device_kind": "TPU v9", "entries": '
             '[{"num_layers": 1, "page_nbytes": 1, "save": ["direct"], "load": ["direct"]}]}',
@@ -228,7 +228,7 @@ def test_wrong_profile(error_of, monkeypatch, tmp_path, content, expected):
     if content is not None:
         path.write_text(content)
     monkeypatch.setenv("TPU_OFFLOAD_LOAD_PATH", "auto")
-    monkeypatch.setenv("TPU_OFFLOAD_PROFILE", str(path))
+    monkeypatch.setenv("TPU_OFFLOAD_COPY_PROFILE", str(path))
     monkeypatch.setattr(replay_setup, "serve", None)  # found before anything is served
     assert expected in error_of("replay", *TINY, "--requests", "1")
 

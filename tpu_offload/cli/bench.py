@@ -1,6 +1,6 @@
 """`tpu-offload bench`: measures the copy paths on this machine and writes down which is best.
 
-The file that it writes is what `TPU_OFFLOAD_PROFILE` points to, and all that a person has to send for
+The file that it writes is what `TPU_OFFLOAD_COPY_PROFILE` points to, and all that a person has to send for
 others to see how the machine does.
 """
 
@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures how fast blocks move between device and host by each copy path, beside what the "
         "machine can do at all and beside one device_put a block, and how much it delays a model. Prints what to "
-        "set and writes it to a file for TPU_OFFLOAD_PROFILE. The TPU_OFFLOAD_* variables do not apply."
+        "set and writes it to a file for TPU_OFFLOAD_COPY_PROFILE. The TPU_OFFLOAD_* variables do not apply."
     )
     add = parser.add_argument
     add(

@@ -17,8 +17,8 @@ from tpu_offload.cli.report import Spread, build_table
 from tpu_offload.cli.transfer_figures import Failure, Figures, rank
 from tpu_offload.cli.transfer_methods import Geometry
 from tpu_offload.config import CopyPath
+from tpu_offload.copy_profile import FORMAT, VERSION
 from tpu_offload.errors import InputError
-from tpu_offload.profile import FORMAT, VERSION
 from tpu_offload.types import Direction
 
 
@@ -164,5 +164,8 @@ def tell(
     for line in lines:
         console.print(line, highlight=False, markup=False)
     console.print(
-        f"  TPU_OFFLOAD_PROFILE={shlex.quote(str(output.absolute()))}", highlight=False, markup=False, soft_wrap=True
+        f"  TPU_OFFLOAD_COPY_PROFILE={shlex.quote(str(output.absolute()))}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )

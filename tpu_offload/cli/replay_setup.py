@@ -28,12 +28,12 @@ from tpu_offload.cli.workloads import (
     trace_workload,
 )
 from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.copy_profile import CopyProfile
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.errors import InputError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.memory import available_nbytes
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.profile import Profile
 
 DEFAULT_NUM_CHAT_REQUESTS = 160
 DEFAULT_NUM_DECODE_REQUESTS = 256
@@ -103,8 +103,8 @@ def build_setup(
     layout = layout_of(model, engine)
     for size in (offload.staging_blocks, offload.host_chunks):
         size(layout)  # a wrong size is an error now, not after the baseline
-    if offload.enabled and offload.profile and CopyPath.AUTO in (offload.save_path, offload.load_path):
-        Profile.read(offload.profile).check_device(jax.devices()[0].device_kind)  # likewise
+    if offload.enabled and offload.copy_profile and CopyPath.AUTO in (offload.save_path, offload.load_path):
+        CopyProfile.read(offload.copy_profile).check_device(jax.devices()[0].device_kind)  # likewise
 
     def sampling(request_id: str, max_tokens: int) -> SamplingParams:
         seed = int.from_bytes(request_id.encode(), "big") * 2654435761 + args.seed

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.copy_profile import CopyProfile
 from tpu_offload.errors import ConfigError
 from tpu_offload.kernels.copier import Copier, SegmentStore
 from tpu_offload.kernels.direct import DirectCopier, direct_spec
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
-from tpu_offload.profile import Profile
 from tpu_offload.types import Direction
 
 _logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ def choose_paths(config: OffloadConfig, spec: TransferSpec, *, fused: bool) -> d
     wanted = {direction: config.path_for(direction) for direction in Direction}
     chosen = dict(wanted)
     if CopyPath.AUTO in wanted.values():
-        assert config.profile is not None, "the config refuses auto without a profile"
-        profile = Profile.read(config.profile)
+        assert config.copy_profile is not None, "the config refuses auto without a profile"
+        profile = CopyProfile.read(config.copy_profile)
         device: Any = next(iter(spec.cache_sharding.device_set))
         for direction in [d for d in Direction if wanted[d] is CopyPath.AUTO]:
             chosen[direction] = profile.choose(
@@ -53,7 +53,9 @@ def choose_paths(config: OffloadConfig, spec: TransferSpec, *, fused: bool) -> d
                 page_nbytes=spec.block_nbytes_per_device // spec.num_layers,
                 offered=offered,
             )
-            _logger.info("%ss go the %s path, as %s says", direction.value, chosen[direction].value, config.profile)
+            _logger.info(
+                "%ss go the %s path, as %s says", direction.value, chosen[direction].value, config.copy_profile
+            )
     for direction, path in chosen.items():
         if path not in offered:
             raise ConfigError(
