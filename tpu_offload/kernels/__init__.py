@@ -1,6 +1,7 @@
 """Jitted copies between the KV caches and the host pool, by the direct and by the staged path."""
 
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
+from tpu_offload.kernels.choose import choose_paths, make_copiers
 from tpu_offload.kernels.copier import Copier, Flight, Phase, Rows, SegmentStore, fetch_early
 from tpu_offload.kernels.direct import DirectCopier, direct_spec
 from tpu_offload.kernels.fused import FusedCopies, FusedInputs, FusedOutcome, FusedStep
@@ -12,7 +13,6 @@ from tpu_offload.kernels.fused_plan import (
     make_fused_step,
     split_runs,
 )
-from tpu_offload.kernels.paths import choose_paths, make_copiers
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
 
