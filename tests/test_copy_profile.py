@@ -161,7 +161,7 @@ def test_fused_is_chosen_where_the_engine_offers_it(tmp_path):
 
 
 def test_a_profile_that_cannot_be_used_takes_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("tpu_offload.worker.host_memory.HostPool", None)
+    monkeypatch.setattr("tpu_offload.worker.host_memory.HostArena", None)
     with pytest.raises(ConfigError, match="measured on"):
         Engine("auto", copy_profile=write(tmp_path, profile()))
 

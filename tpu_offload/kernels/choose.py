@@ -13,7 +13,7 @@ import jax
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.copy_profile import CopyProfile
 from tpu_offload.errors import ConfigError
-from tpu_offload.kernels.copier import Copier, SegmentStore
+from tpu_offload.kernels.copier import ArenaView, Copier
 from tpu_offload.kernels.direct import DirectCopier, direct_spec
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
@@ -68,7 +68,7 @@ def choose_paths(config: OffloadConfig, spec: TransferSpec, *, fused: bool) -> d
 def make_copiers(
     paths: Paths,
     spec: TransferSpec,
-    store: SegmentStore,
+    arena: ArenaView,
     *,
     allocate: Callable[[jax.ShapeDtypeStruct], jax.Array],
     buckets: tuple[int, ...] = (),
@@ -78,7 +78,7 @@ def make_copiers(
     Args:
       paths: what `choose_paths` returned.
       spec: what is copied.
-      store: the segments.
+      arena: the segments.
       allocate: makes an array of zeros in pinned host memory that can be donated.
       buckets: sizes of staging arrays, as in `usable_buckets`.
     """
@@ -86,8 +86,8 @@ def make_copiers(
     def make(path: CopyPath) -> Copier:
         directions = frozenset(direction for direction in Direction if separate[direction] is path)
         if path is CopyPath.STAGED:
-            return StagedCopier(spec, store, allocate=allocate, buckets=buckets, directions=directions)
-        return DirectCopier(direct_spec(spec), store, directions=directions)
+            return StagedCopier(spec, arena, allocate=allocate, buckets=buckets, directions=directions)
+        return DirectCopier(direct_spec(spec), arena, directions=directions)
 
     # What does not fit into the engine's step, and what is asked for when no step runs, goes directly.
     separate = {d: CopyPath.DIRECT if path is CopyPath.FUSED else path for d, path in paths.items()}

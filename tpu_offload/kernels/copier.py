@@ -17,7 +17,7 @@ Segment = list[jax.Array]
 """One segment of the host pool, an array a part (see `TransferSpec`)."""
 
 
-class SegmentStore(Protocol):
+class ArenaView(Protocol):
     """Where segments live between programs; a program donates one and hands back its successor."""
 
     def segment(self, segment_id: int) -> Segment:

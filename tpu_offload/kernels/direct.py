@@ -14,7 +14,7 @@ import jax
 
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.compiled import CompiledPrograms
-from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, fetch_early
+from tpu_offload.kernels.copier import ArenaView, Caches, Copier, Flight, Ids, Phase, Rows, fetch_early
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.types import Direction
 
@@ -32,15 +32,15 @@ class DirectCopier(Copier):
 
     Args:
       spec: what is copied.
-      store: the segments.
+      arena: the segments.
       directions: what `compile` compiles for.
     """
 
     def __init__(
-        self, spec: TransferSpec, store: SegmentStore, *, directions: Collection[Direction] = tuple(Direction)
+        self, spec: TransferSpec, arena: ArenaView, *, directions: Collection[Direction] = tuple(Direction)
     ) -> None:
         self._spec = spec
-        self._store = store
+        self._arena = arena
         self._directions = directions
         self._programs = CompiledPrograms(spec, num_blocks=2)
 
@@ -74,13 +74,13 @@ class DirectCopier(Copier):
 
     def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
         """See `Copier`."""
-        segment, token = self._save(self._store.segment(segment_id), kv_caches, self._moves(rows))
-        self._store.replace(segment_id, segment)
+        segment, token = self._save(self._arena.segment(segment_id), kv_caches, self._moves(rows))
+        self._arena.replace(segment_id, segment)
         return self._flight(Direction.SAVE, segment_id, rows, token)
 
     def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
         """See `Copier`; donates the caches."""
-        kv_caches, token = self._load(kv_caches, self._store.segment(segment_id), self._moves(rows))
+        kv_caches, token = self._load(kv_caches, self._arena.segment(segment_id), self._moves(rows))
         return self._flight(Direction.LOAD, segment_id, rows, token), kv_caches
 
     def resume_save(self, flight: Flight) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
 from tpu_offload.kernels.compiled import CompiledPrograms
-from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, fetch_early
+from tpu_offload.kernels.copier import ArenaView, Caches, Copier, Flight, Ids, Phase, Rows, fetch_early
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, TransferSpec
 from tpu_offload.types import Direction
 
@@ -36,7 +36,7 @@ class StagedCopier(Copier):
 
     Args:
       spec: what is copied.
-      store: the segments.
+      arena: the segments.
       allocate: makes an array of zeros in pinned host memory that can be donated.
       buckets: sizes of staging arrays, as in `usable_buckets`.
       directions: what `compile` compiles for; a direction that another copier serves costs nothing here.
@@ -45,14 +45,14 @@ class StagedCopier(Copier):
     def __init__(
         self,
         spec: TransferSpec,
-        store: SegmentStore,
+        arena: ArenaView,
         *,
         allocate: Callable[[jax.ShapeDtypeStruct], jax.Array],
         buckets: tuple[int, ...] = (),
         directions: Collection[Direction] = tuple(Direction),
     ) -> None:
         self._spec = spec
-        self._store = store
+        self._arena = arena
         self._allocate = allocate
         self._directions = directions
         self._buckets = usable_buckets(spec.capacity, buckets)
@@ -97,7 +97,7 @@ class StagedCopier(Copier):
 
     def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
         """See `Copier`; the caches come back as they were, `resume_load` writes them."""
-        segment = self._store.segment(segment_id)
+        segment = self._arena.segment(segment_id)
         host_staging = self._host_staging(len(rows))
         host_staging, _ = self._program(programs.pick, len(rows))(host_staging, segment, rows.host_block_ids)
         in_transit = jax.device_put(host_staging, self._device_sharding)
@@ -107,9 +107,9 @@ class StagedCopier(Copier):
     def resume_save(self, flight: Flight) -> None:
         """See `Copier`."""
         program = self._program(programs.land, len(flight.rows))
-        segment = self._store.segment(flight.segment_id)
+        segment = self._arena.segment(flight.segment_id)
         segment, token = program(segment, flight.waiting_on, flight.rows.host_block_ids)
-        self._store.replace(flight.segment_id, segment)
+        self._arena.replace(flight.segment_id, segment)
         self._await_token(flight, token)
 
     def resume_load(self, flight: Flight, live: Rows, kv_caches: Caches) -> Caches:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tpu_offload.config import OffloadConfig
-from tpu_offload.kernels import Copier, DirectCopier, Flight, Rows, SegmentStore, TransferSpec
+from tpu_offload.kernels import ArenaView, Copier, DirectCopier, Flight, Rows, TransferSpec
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import plan_segments, plan_shared_segments, size_swap_pool, wanted_swap_blocks
 from tpu_offload.types import Direction, HostStore, SwapJob, SwapPart
@@ -30,11 +30,11 @@ _MAX_BLOCKS = 1024  # of one dispatch; the ids of more would be a larger argumen
 _FIRST_MEASURED, _EVERY_MEASURED = 4, 16
 
 Caches = list[jax.Array]
-type WrapCopier = Callable[[Copier, SegmentStore], Copier]
+type WrapCopier = Callable[[Copier, ArenaView], Copier]
 """Puts something around a copy path, given where its segments live; to see what comes of copies that fail."""
 
 
-def unwrapped(copier: Copier, store: SegmentStore) -> Copier:
+def unwrapped(copier: Copier, store: ArenaView) -> Copier:
     """Puts nothing around it."""
     return copier
 
