@@ -1,4 +1,4 @@
-"""Jitted copies between the KV caches and the host pool, by the direct and by the staged path."""
+"""Jitted copies between the KV caches and the host pool: the direct, staged and fused paths."""
 
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
 from tpu_offload.kernels.choose import choose_paths, make_copiers
@@ -11,7 +11,7 @@ from tpu_offload.kernels.fused_plan import (
     fused_sizes,
     fused_step_structs,
     make_fused_step,
-    split_runs,
+    take_chunks,
 )
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
@@ -39,6 +39,6 @@ __all__ = [
     "make_copiers",
     "make_fused_step",
     "split_into_buckets",
-    "split_runs",
+    "take_chunks",
     "usable_buckets",
 ]

@@ -122,10 +122,12 @@ class TierCopies:
         wrapped = {copier: self._wrap_copier(copier, self._pool) for copier in copiers.values()}
         self._copiers = {direction: wrapped[copier] for direction, copier in copiers.items()}
         if CopyPath.FUSED in paths.values():
-            run_blocks = config.blocks_per_chunk
-            sizes = fused_sizes(self._spec.capacity, run_blocks=run_blocks, buckets=config.block_size_buckets)
+            blocks_per_chunk = config.blocks_per_chunk
+            sizes = fused_sizes(
+                self._spec.capacity, blocks_per_chunk=blocks_per_chunk, buckets=config.block_size_buckets
+            )
             sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in paths.items()}
-            self._fused = FusedPlanner(self._spec, run_blocks=run_blocks, sizes=sizes_of)
+            self._fused = FusedPlanner(self._spec, blocks_per_chunk=blocks_per_chunk, sizes=sizes_of)
         if not config.skip_jax_precompile:
             for copier in self._copiers.values():  # a shared one has nothing left to do the second time
                 copier.compile()
