@@ -25,16 +25,16 @@ from tpu_offload.core.policies import POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
 from tpu_offload.sim import (
     BOUND,
+    Case,
+    Experiment,
     Result,
-    Run,
-    Scene,
     SecondaryMode,
-    Setup,
+    TierSetup,
     Trace,
     no_front,
-    play_all,
     play_hbm,
     read_traces,
+    run_all,
 )
 
 _logger = logging.getLogger(__name__)
@@ -132,12 +132,12 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     runs = _runs(args, sizes, num_unique_blocks=trace.num_unique_blocks, nbytes=nbytes)
     num_hbm_blocks = _num_chunks(args.hbm, trace.num_unique_blocks, nbytes)
     front = play_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_front(trace)
-    scene = Scene(trace, split=_split(args, trace), only_second=args.split is not None, front=front)
-    results = _play(scene, runs, num_jobs=args.jobs)
+    experiment = Experiment(trace, split=_split(args, trace), only_second=args.split is not None, front=front)
+    results = _play(experiment, runs, num_jobs=args.jobs)
     report = {
-        "results": simulate_report.as_json(scene, results, chunk_nbytes=nbytes),
+        "results": simulate_report.as_json(experiment, results, chunk_nbytes=nbytes),
         "traces": [str(path) for path in args.trace],
-        **simulate_report.describe(scene, num_hbm_blocks=num_hbm_blocks, chunk_nbytes=nbytes),
+        **simulate_report.describe(experiment, num_hbm_blocks=num_hbm_blocks, chunk_nbytes=nbytes),
         "save_on": args.save_on,
         "save_after_sightings": args.save_after_sightings,
         "secondary_mode": args.secondary_mode,
@@ -197,8 +197,8 @@ def _split(args: argparse.Namespace, trace: Trace) -> int:
     return num_requests
 
 
-def _runs(args: argparse.Namespace, sizes: Iterable[Size], *, num_unique_blocks: int, nbytes: int | None) -> list[Run]:
-    common = Setup(
+def _runs(args: argparse.Namespace, sizes: Iterable[Size], *, num_unique_blocks: int, nbytes: int | None) -> list[Case]:
+    common = TierSetup(
         num_chunks=0,
         save_on=SaveEvent(args.save_on),
         num_sightings=args.save_after_sightings,
@@ -211,7 +211,7 @@ def _runs(args: argparse.Namespace, sizes: Iterable[Size], *, num_unique_blocks:
         share = size.value if size.unit is Unit.SHARE else num_chunks / num_unique_blocks
         shares_and_setups.append((share, dataclasses.replace(common, num_chunks=num_chunks)))
     policies = _flat(args.policies) or (*POLICIES, BOUND)
-    return [Run(policy, share, setup) for policy in policies for share, setup in dict.fromkeys(shares_and_setups)]
+    return [Case(policy, share, setup) for policy in policies for share, setup in dict.fromkeys(shares_and_setups)]
 
 
 def _num_chunks(size: Size | None, num_unique_blocks: int, nbytes: int | None) -> int:
@@ -223,13 +223,13 @@ def _flat[T](lists: Sequence[Sequence[T]] | None) -> list[T]:
     return list(dict.fromkeys(value for values in lists or () for value in values))
 
 
-def _play(scene: Scene, runs: Sequence[Run], *, num_jobs: int) -> list[Result]:
+def _play(experiment: Experiment, runs: Sequence[Case], *, num_jobs: int) -> list[Result]:
     from tpu_offload.cli.console import progress
 
     results: dict[int, Result] = {}
     with (
         progress(len(runs), what="runs") as start,
-        contextlib.closing(play_all(scene, runs, num_jobs=num_jobs)) as all_,
+        contextlib.closing(run_all(experiment, runs, num_jobs=num_jobs)) as all_,
     ):
         on_finish = start("simulate")
         for number, result in all_:
