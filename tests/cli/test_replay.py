@@ -182,7 +182,7 @@ def test_offloading_turned_off_by_a_variable(monkeypatch, capsys, tmp_path):
         ("--json no-such-folder/r.json", "cannot write no-such-folder/r.json: there is no directory"),
         ("--num-blocks 3", "--num-blocks 3 holds 48 tokens"),
         ("--num-blocks 2000000000", "GB of memory are free"),
-        ("--num-heads 3", "num_heads=3 is no multiple of num_kv_heads=2"),
+        ("--num-heads 3", "num_heads=3 is not a multiple of num_kv_heads=2"),
         ("--kv-dtype complex64", "kv_dtype='complex64'"),
         ("--max-num-batched-tokens 2", "max_num_batched_tokens=2"),
     ],

@@ -55,7 +55,7 @@ def test_what_is_swapped_keeps_all_that_is_computed():
     assert step(scheduler) == {}
     assert new.phase is Phase.RETURNING
     assert scheduler.awaits_copies
-    scheduler.end_return("new")
+    scheduler.end_swap_in("new")
     assert step(scheduler) == {"new": 1}  # not a token twice
     assert old.phase is Phase.FINISHED
 
@@ -177,7 +177,7 @@ def test_blocks_that_came_up_again_are_shared():
     step(scheduler)
     (event,) = [event for event in offload.events if event[0] == "swap_in"]
     assert event[2] == dict(enumerate(twin.block_ids[:3]))
-    scheduler.end_return("new")
+    scheduler.end_swap_in("new")
     assert new.block_ids[:3] == twin.block_ids[:3]
     scheduler.check_invariants()
 
@@ -196,7 +196,7 @@ def test_of_two_that_came_up_at_once_one_stays():
     step(scheduler)
     assert not set(new.block_ids) & set(twin.block_ids)
     num_free = scheduler._blocks.num_free[0]
-    scheduler.end_return("new")
+    scheduler.end_swap_in("new")
     assert new.block_ids[:3] == twin.block_ids[:3]
     assert scheduler._blocks.num_free[0] == num_free + 3
     scheduler.check_invariants()
