@@ -117,7 +117,7 @@ class Engine:
         try:
             request.cache_salt.encode()
         except UnicodeEncodeError as e:
-            raise RequestError(f"request {request.request_id} has a cache_salt that is no valid text: {e}") from e
+            raise RequestError(f"request {request.request_id} has a cache_salt that is not valid text: {e}") from e
         now_s = self._clock()
         samples = [Sequence(request, now_s, list(request.prompt_tokens), i) for i in range(request.sampling.n)]
         error = self._scheduler.why_unservable(request)

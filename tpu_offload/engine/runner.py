@@ -156,7 +156,7 @@ class ModelRunner:
         Args:
           fused_shapes: copies to compile it for as well. Those programs are not run: they would copy.
         """
-        last_tokens = self._last_tokens  # of a step that may be on its way
+        last_tokens = self._last_tokens  # of a step that may be in flight
         self.step([]).tokens.block_until_ready()
         self._last_tokens = last_tokens
         for layers in self._model_config.layer_groups:
