@@ -1,4 +1,4 @@
-"""Profiles: what is read back, what `auto` makes of it, and every way in which a file cannot be used."""
+"""Copy profiles: reading, the choice of `auto`, and every invalid file."""
 
 import json
 import types

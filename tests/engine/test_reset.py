@@ -62,7 +62,7 @@ def test_a_running_request_shares_nothing_that_it_computes(config, num_steps, as
     assert ask(engine, "new", PROMPT) == computed(24)
     old = finish(engine, "old")["old"]
     sources = ask(engine, "newer", (*PROMPT, *old.tokens))
-    assert (sources.hbm, sources.host) == (24, 0), "the prompt is of the second request, the answer of nobody"
+    assert (sources.hbm, sources.host) == (24, 0), "the second request computed the prompt, and no request the answer"
     push_out(engine)
     sources = ask(engine, "newest", (*PROMPT, *old.tokens))
     assert sources.computed <= 4, "what the third one has computed was saved"
@@ -188,7 +188,7 @@ def test_a_swapped_request(when, asynchronous):
         scheduler._active.append(old)
     if when != "out after":
         engine.reset_cache()
-    # Before anything of it is computed anew, if it is.
+    # Before any of it is recomputed.
     engine.step()
     goes_on = old.num_computed_tokens > 0 and old.is_stale
     assert goes_on == (when == "out after")

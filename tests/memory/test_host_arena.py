@@ -74,7 +74,7 @@ def test_memory_that_jax_could_share_is_never_used():
 def test_chunks_become_ready_in_the_background():
     arena = make_arena(num_chunks=5)
     arena.wait_until_allocated()
-    assert arena.num_chunks_ready == 5  # the sixth place is more than was asked for
+    assert arena.num_chunks_ready == 5  # the sixth slot is unused
     assert not arena.growing
     assert arena.segment(2)[0].shape[0] == 4
     arena.close()
@@ -117,7 +117,7 @@ def test_failed_allocation_stops_growth_and_is_logged_once(monkeypatch, caplog, 
     arena.close()
 
 
-def test_close_does_not_wait_for_ever(monkeypatch, caplog):
+def test_close_does_not_wait_forever(monkeypatch, caplog):
     started, go_on = threading.Event(), threading.Event()
 
     def allocate(segment):
@@ -167,7 +167,7 @@ def test_an_arena_that_is_not_closed_ends_its_thread(monkeypatch):
     assert not thread.is_alive()
 
 
-def test_a_lost_segment_is_zeros_again_and_told_once():
+def test_a_lost_segment_is_zeroed_and_reported_once():
     arena = make_arena()
     arena.wait_until_allocated()
     arena.mark_lost(1)
@@ -182,7 +182,7 @@ def test_a_lost_segment_is_zeros_again_and_told_once():
     arena.close()
 
 
-def test_lost_segments_say_so(caplog, monkeypatch):
+def test_lost_segments_are_logged_and_refused(caplog, monkeypatch):
     monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)
     arena = make_arena()
     arena.wait_until_allocated()
@@ -208,7 +208,7 @@ def test_a_last_segment_that_is_not_full_counts_where_all_fits():
     assert plan_shared_segments(25, 24, chunk_nbytes=GB, segment_gb=4.0) == (6, 4)
 
 
-def test_less_than_a_segment_says_what_to_set(caplog):
+def test_less_than_a_segment_is_logged_with_the_remedy(caplog):
     assert plan_shared_segments(24, 3, chunk_nbytes=GB, segment_gb=4.5) == (0, 4)
     (record,) = caplog.records
     assert "TPU_OFFLOAD_HOST_SEGMENT_GB to less than 3 on all" in record.getMessage()

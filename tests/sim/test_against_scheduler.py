@@ -1,4 +1,4 @@
-"""The real scheduler, serving the same requests one after another, hits what the simulation says."""
+"""The real scheduler gets the same hits as the simulation for the same requests."""
 
 import dataclasses
 import random

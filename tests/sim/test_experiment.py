@@ -1,4 +1,4 @@
-"""Runs in several processes."""
+"""Simulations in several processes."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The figures that are known of an hour of production traffic."""
+"""Known figures for an hour of production traffic."""
 
 import pytest
 

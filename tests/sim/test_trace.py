@@ -1,4 +1,4 @@
-"""What a file of requests is read as, and what is said of one that cannot be."""
+"""Reading trace files, and the errors for invalid ones."""
 
 import bz2
 import gzip
