@@ -30,7 +30,7 @@ import numpy as np
 from tpu_offload import KVLayout, OffloadConfig, OffloadScheduler, OffloadWorker, ScheduledRequest
 from tpu_offload.engine.offloading import Offloading, Seams
 from tpu_offload.engine.request import Request, SamplingParams
-from tpu_offload.engine.sequence import Phase, Run, Sequence
+from tpu_offload.engine.sequence import Phase, ScheduledTokens, Sequence
 from tpu_offload.kernels import Rows
 from tpu_offload.types import Direction, JobKind
 
@@ -46,7 +46,7 @@ class NotReady:
 
 def next_runs(sequences):
     """A step that computes one token of each."""
-    return [Run(sequence, sequence.num_computed_tokens, 1, samples=True) for sequence in sequences]
+    return [ScheduledTokens(sequence, sequence.num_computed_tokens, 1, samples=True) for sequence in sequences]
 
 
 class Times:

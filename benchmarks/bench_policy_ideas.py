@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 
 from tpu_offload.core.policies import DensityPolicy, density, lifetimes, runs
-from tpu_offload.sim import Setup, read_traces, replay
+from tpu_offload.sim import TierSetup, read_traces, replay
 
 SIZES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 
@@ -96,7 +96,7 @@ def play(path, name, sizes):
     for size in sizes:
         with VARIANTS[name]():
             policy = DensityPolicy()
-            outcome = replay(trace, policy, Setup(max(1, int(size * trace.num_unique_blocks))))
+            outcome = replay(trace, policy, TierSetup(max(1, int(size * trace.num_unique_blocks))))
         rates.append(sum(outcome.host_hits) / trace.num_blocks)
     return rates
 

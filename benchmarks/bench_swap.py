@@ -24,7 +24,7 @@ import numpy as np
 
 from tpu_offload import Candidate, KVLayout, OffloadConfig, OffloadScheduler, OffloadWorker, choose_victims
 from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams
-from tpu_offload.engine.batch import TokenRun
+from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.runner import ModelRunner
 
 GREEDY = SamplingParams(1)
@@ -88,7 +88,9 @@ class Bench:
         seconds["memcpy"] = time.perf_counter() - start
         start = time.perf_counter()
         for at in range(0, num_tokens, self.args.max_num_batched_tokens):
-            run = TokenRun(self.tokens[at : min(num_tokens, at + self.args.max_num_batched_tokens)], at, blocks, GREEDY)
+            run = TokenSpan(
+                self.tokens[at : min(num_tokens, at + self.args.max_num_batched_tokens)], at, blocks, GREEDY
+            )
             output = self.runner.step([run])
         output.tokens.block_until_ready()
         seconds["recompute"] = time.perf_counter() - start

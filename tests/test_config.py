@@ -42,7 +42,7 @@ GOOD = {
     "blocks_per_chunk": ("4", 4),
     "save_path": ("staged", CopyPath.STAGED),
     "load_path": ("fused", CopyPath.FUSED),
-    "profile": ("profiles/v6e.json", Path("profiles/v6e.json")),
+    "copy_profile": ("profiles/v6e.json", Path("profiles/v6e.json")),
     "decode_save": ("1", True),
     "save_on": ("preemption, eviction", (SaveEvent.PREEMPTION, SaveEvent.HBM_EVICTION)),
     "save_after_sightings": ("2", 2),
@@ -93,7 +93,7 @@ BAD = {
     "eviction_policy": [
         ("fifo", "TPU_OFFLOAD_EVICTION_POLICY='fifo': expected 'density', 'lru', 'arc', 's3fifo' or 'wtinylfu'"),
         ("", "TPU_OFFLOAD_EVICTION_POLICY='': expected 'density', 'lru', 'arc', 's3fifo' or 'wtinylfu'"),
-        ("fifo", "module:Class of a policy of your own; did you mean s3fifo?"),
+        ("fifo", "module:Class of your own policy; did you mean s3fifo?"),
         ("LRU", "did you mean lru?"),
         ("w-tinylfu", "did you mean wtinylfu?"),
         ("my_policies:", "expected module:Class, like my_package.policies:MyPolicy"),
@@ -106,13 +106,13 @@ BAD = {
         ("", "'direct', 'staged', 'fused' or 'auto'"),
         ("auto", "needs a profile of this machine; run `tpu-offload bench`"),
     ],
-    "load_path": [("STAGED", "'direct', 'staged', 'fused' or 'auto'"), ("auto", "set TPU_OFFLOAD_PROFILE")],
-    "profile": [("", "expected the path of a file")],
+    "load_path": [("STAGED", "'direct', 'staged', 'fused' or 'auto'"), ("auto", "set TPU_OFFLOAD_COPY_PROFILE")],
+    "copy_profile": [("", "expected the path of a file")],
     "decode_save": [("maybe", "0 or 1")],
     "save_on": [
         ("evict", "'compute', 'eviction' or 'preemption'"),
         ("", "one or more of compute, eviction and preemption"),
-        ("compute,compute", "none twice"),
+        ("compute,compute", "without duplicates"),
     ],
     "save_after_sightings": [
         ("0", "greater than or equal to 1"),
@@ -206,7 +206,7 @@ def test_reads_the_process_environment_by_default(monkeypatch):
     ],
 )
 def test_unknown_variable_suggests_the_nearest(name, suggestion):
-    with pytest.raises(ConfigError, match=rf"^{name} is no setting .* did you mean {suggestion}"):
+    with pytest.raises(ConfigError, match=rf"^{name} is not a setting .* did you mean {suggestion}"):
         OffloadConfig.from_env({name: "1"})
 
 
@@ -330,16 +330,16 @@ def test_a_meaningless_variable_is_accepted_and_warned_about_once(field, caplog)
 
 
 def test_auto_with_a_profile_is_taken_for_either_direction():
-    config = from_env(save_path="auto", profile="p.json")
+    config = from_env(save_path="auto", copy_profile="p.json")
     assert (config.path_for(Direction.SAVE), config.path_for(Direction.LOAD)) == (CopyPath.AUTO, CopyPath.DIRECT)
-    config = from_env(load_path="auto", profile="p.json")
+    config = from_env(load_path="auto", copy_profile="p.json")
     assert (config.path_for(Direction.SAVE), config.path_for(Direction.LOAD)) == (CopyPath.DIRECT, CopyPath.AUTO)
 
 
 @pytest.mark.parametrize(("save_path", "is_read"), [("direct", False), ("auto", True)])
-def test_a_profile_that_nobody_reads_is_warned_about(save_path, is_read, caplog):
-    from_env(profile="p.json", save_path=save_path)
-    assert ("read by nobody" in caplog.text) == (not is_read)
+def test_an_unused_profile_is_warned_about(save_path, is_read, caplog):
+    from_env(copy_profile="p.json", save_path=save_path)
+    assert ("but not used" in caplog.text) == (not is_read)
 
 
 # --- the README's table -------------------------------------------------------------------------
@@ -429,15 +429,15 @@ def test_a_size_in_another_unit_replaces_the_one_of_the_environment():
     environ = {"TPU_OFFLOAD_HOST_GB": "3", "TPU_OFFLOAD_NUM_STAGING_BLOCKS": "7"}
     config = OffloadConfig.from_env(environ, overrides={"num_cpu_chunks": 5})
     assert (config.host_gb, config.num_cpu_chunks, config.num_staging_blocks) == (None, 5, 7)
-    with pytest.raises(ConfigError, match="give one size in two ways"):
+    with pytest.raises(ConfigError, match="set the same size"):
         OffloadConfig.from_env(environ, overrides={"num_cpu_chunks": 5, "host_gb": 1})
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"decode_safe": 1}, "decode_safe is no setting of tpu_offload; did you mean decode_save?"),
-        ({"HOST_GB": 1}, "HOST_GB is no setting of tpu_offload; did you mean host_gb?"),
+        ({"decode_safe": 1}, "decode_safe is not a setting of tpu_offload; did you mean decode_save?"),
+        ({"HOST_GB": 1}, "HOST_GB is not a setting of tpu_offload; did you mean host_gb?"),
         ({"host_gb": "lots"}, "host_gb='lots': "),
         ({"blocks_per_chunk": 0}, "blocks_per_chunk=0: "),
     ],
@@ -456,10 +456,14 @@ def test_beside_overrides_the_environment_goes_by_its_names():
 @pytest.mark.parametrize(
     ("environ", "overrides", "error"),
     [
-        ([], None, "the environment and the overrides are a list and NoneType; expected mappings"),
-        ({}, 5, "the environment and the overrides are a dict and int; expected mappings"),
-        ({"TPU_OFFLOAD_NUM_CPU_CHUNKS": 4}, None, "TPU_OFFLOAD_NUM_CPU_CHUNKS=4; expected text, as an environment has"),
-        ({}, {5: 1}, "5 is no setting of tpu_offload"),
+        ([], None, "environ and overrides are a list and NoneType; expected mappings"),
+        ({}, 5, "environ and overrides are a dict and int; expected mappings"),
+        (
+            {"TPU_OFFLOAD_NUM_CPU_CHUNKS": 4},
+            None,
+            "TPU_OFFLOAD_NUM_CPU_CHUNKS=4; expected a string, as in an environment",
+        ),
+        ({}, {5: 1}, "5 is not a setting of tpu_offload"),
     ],
 )
 def test_what_is_no_environment_is_refused_with_one_line(environ, overrides, error):

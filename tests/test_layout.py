@@ -68,7 +68,7 @@ def test_replicated_caches_take_every_device_and_every_copy():
         (lambda: [cache(), cache((8, 16, 2, 2, 64))], "KV cache 1 is"),
         (lambda: [cache(), cache(dtype=jnp.float32)], "KV cache 1 is float32"),
         (lambda: [cache(), cache(where=sharding(None, None, "model", num_devices=2))], "one shape, dtype and sharding"),
-        (lambda: [cache(where=sharding("model", num_devices=2))], "block axis .* is split over devices"),
+        (lambda: [cache(where=sharding("model", num_devices=2))], "block axis .* is sharded"),
     ],
 )
 def test_caches_that_cannot_be_described(caches, message):
@@ -127,13 +127,13 @@ def test_the_host_tier_refuses_windows_in_one_line():
 @pytest.mark.parametrize(
     ("caches", "windows", "message"),
     [
-        (lambda: [cache()] * 2, [0], r"windows=\[0\] for 2 KV caches; expected one a layer"),
+        (lambda: [cache()] * 2, [0], r"windows=\[0\] for 2 KV caches; expected one per layer"),
         (lambda: [cache()] * 2, [0, -1], r"windows=\[0, -1\] for 2 KV caches"),
         (lambda: [cache(), cache((5, 16, 4, 2, 64))], [32, 32], "expected one shape"),
         (
             lambda: [cache(), cache(where=sharding(None, None, "model", num_devices=2))],
             [0, 32],
-            "split over devices differently",
+            "layer groups are sharded differently",
         ),
     ],
 )
@@ -163,7 +163,7 @@ def test_numbers_of_numpy_give_the_same_layout():
 @pytest.mark.parametrize(
     ("caches", "settings", "error"),
     [
-        (None, {}, "KV caches are a NoneType; expected a list with an array a layer"),
+        (None, {}, "KV caches are a NoneType; expected a list with one array per layer"),
         ({0: 1}, {}, "KV caches are a dict; expected a list"),
         (np.zeros((2, 3, 4)), {}, "KV caches are a ndarray; expected a list"),
         ([1], {}, "KV cache 0 is a int; expected a jax array or shape struct"),

@@ -1,7 +1,7 @@
 """Moves the KV cache of language-model inference between TPU HBM, host memory and storage.
 
-The public names are loaded on first use (PEP 562), so that whoever imports a part that decides, simulates or parses
-flags does not wait for jax. A name stands three times here: for type checkers, for the loader and in `__all__`.
+The public names are loaded on first use (PEP 562), so that importing the scheduler, the simulator or the command line
+does not import jax. Each name appears three times: for type checkers, for the loader, and in `__all__`.
 """
 
 from typing import TYPE_CHECKING
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         WorkerSetup,
     )
     from tpu_offload.worker import OffloadWorker
-else:  # type checkers would take any name for one of ours if they saw `__getattr__`
+else:  # hidden from type checkers: with `__getattr__` they would accept any name
 
     def __getattr__(name):
         if name not in _MODULES:

@@ -1,8 +1,7 @@
 """All settings, in one frozen object. `OffloadConfig.from_env` is the only reader of the environment.
 
-Sizes are given in the unit that a person has at hand (tokens, blocks, chunks or GB) and turned into
-blocks and chunks here, from the layout's real bytes per block. 1 GB is 2**30 bytes, as in
-tpu-inference.
+A size may be set in tokens, blocks, chunks or GB; it is converted to blocks and chunks here, by the layout's bytes per
+block. 1 GB is 2**30 bytes, as in tpu-inference.
 """
 
 import decimal
@@ -29,7 +28,7 @@ DEFAULT_NUM_CPU_CHUNKS = 1024
 _GB = 2**30
 _MAX_AUTO_SWAP_BLOCKS = 2**22
 
-# Fields that give one size in different units; at most one of each may be set.
+# Fields that set the same size in different units; at most one of each tuple may be set.
 _STAGING_SIZES = ("staging_buffer_tokens", "num_staging_blocks", "staging_buffer_gb")
 _HOST_SIZES = ("num_cpu_chunks", "host_gb")
 
@@ -39,37 +38,37 @@ class CopyPath(enum.Enum):
 
     DIRECT = "direct"
     STAGED = "staged"
-    FUSED = "fused"  # inside the engine's own step; only where the engine offers it
-    AUTO = "auto"  # whichever of the others the profile ranks first; never a way to copy by itself
+    FUSED = "fused"  # inside the engine's own step; only if the engine supports it
+    AUTO = "auto"  # the fastest of the others according to the copy profile; resolved by the worker
 
     @property
     def stages(self) -> bool:
-        """Whether a copy takes a staging block of HBM for each block on its way.
+        """Whether a copy holds a staging block of HBM for each block in flight.
 
-        What the fused path takes along is bounded by what a step is compiled for, and the rest goes directly. Only the
-        worker knows what `auto` comes to; until it has said so, `auto` counts as staged, which no path exceeds.
+        Fused copies do not: they are limited by the compiled step sizes, and the remainder uses the direct path. `auto`
+        counts as staged, the path with the largest demand, until the worker has reported which path it chose.
         """
         return self in (CopyPath.STAGED, CopyPath.AUTO)
 
 
 class SwapMode(enum.Enum):
-    """What becomes of the KV of a preempted request."""
+    """How a preempted request gets its KV back."""
 
-    AUTO = "auto"  # whichever of the others is faster by the measured rates
-    SWAP = "swap"  # swapped out, if it fits
-    RECOMPUTE = "recompute"  # thrown away and computed again
+    AUTO = "auto"  # the faster of the two, by measured rates
+    SWAP = "swap"  # swapped out and in, if it fits the pool
+    RECOMPUTE = "recompute"  # dropped and computed again
 
 
 class SaveEvent(enum.Enum):
     """When KV is saved (see `tpu_offload.core.save_policy`)."""
 
-    COMPUTE = "compute"  # in the step that computes it
-    HBM_EVICTION = "eviction"  # when HBM is about to give its blocks to others
-    PREEMPTION = "preemption"  # when its request has to give its blocks back and will return
+    COMPUTE = "compute"  # in the step that computes it: write-through
+    HBM_EVICTION = "eviction"  # when HBM is about to evict it
+    PREEMPTION = "preemption"  # when its request is preempted and will return
 
 
 class EvictionPolicyName(enum.Enum):
-    """Which chunk of a full host tier goes (see `tpu_offload.core.policies`)."""
+    """Which chunk a full host tier evicts (see `tpu_offload.core.policies`)."""
 
     DENSITY = "density"
     LRU = "lru"
@@ -81,157 +80,196 @@ class EvictionPolicyName(enum.Enum):
 DEFAULT_EVICTION_POLICY = EvictionPolicyName.DENSITY
 
 
-# The description of each field is its line in the README table; a test holds the two together.
+# The description of each field is its row in the README table; a test compares them.
 class OffloadConfig(pydantic.BaseModel):
     """Every setting of the library. Field `x` is set by the environment variable `TPU_OFFLOAD_X`.
 
     Raises:
-      ConfigError: from `from_env`, and from `create`, for a value that cannot be.
+      ConfigError: from `from_env` and `create`, for an invalid value.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     staging_buffer_tokens: int | None = Field(
-        None, ge=0, le=2**40, description="Staging buffer in tokens; rounded down to blocks; 0 turns offloading off."
+        None,
+        ge=0,
+        le=2**40,
+        description="Size of the HBM staging buffer in tokens, rounded down to blocks. It limits staged copies in "
+        "flight; direct copies do not use it. 0 turns offloading off.",
     )
     num_staging_blocks: int | None = Field(
-        None, ge=0, le=2**31 - 1, description="Staging buffer in blocks; 0 turns offloading off."
+        None, ge=0, le=2**31 - 1, description="Size of the staging buffer in blocks; 0 turns offloading off."
     )
     staging_buffer_gb: float | None = Field(
         None,
         ge=0,
         le=2**20,
         allow_inf_nan=False,
-        description="Staging buffer in GB of HBM a device; 0 turns offloading off.",
+        description="Size of the staging buffer in GB of HBM per device; 0 turns offloading off.",
     )
     num_cpu_chunks: int | None = Field(
-        None, ge=0, le=2**31 - 1, description="Host tier in chunks; 0 turns offloading off."
+        None,
+        ge=0,
+        le=2**31 - 1,
+        description="Size of the host tier in chunks; 0 turns offloading off. The default is small: set "
+        "`TPU_OFFLOAD_HOST_GB` instead.",
     )
     host_gb: float | None = Field(
-        None, ge=0, le=2**20, allow_inf_nan=False, description="Host tier in GB of host memory; 0 turns offloading off."
+        None,
+        ge=0,
+        le=2**20,
+        allow_inf_nan=False,
+        description="Size of the host tier in GB of memory on each host; 0 turns offloading off. Several times the KV "
+        "cache in HBM is a good start.",
     )
     host_memory_fraction: float = Field(
-        0.8, gt=0, le=1, description="The host tier takes at most this share of the memory that RAM and cgroup leave."
+        0.8,
+        gt=0,
+        le=1,
+        description="Upper limit of the host tier, as a share of the memory available at start (RAM and cgroup "
+        "limit). A larger tier is cut to it, with a warning.",
     )
     host_segment_gb: float = Field(
         1.0,
         gt=0,
         le=2**20,
         allow_inf_nan=False,
-        description="The host pool is allocated in segments this big, in the background.",
+        description="Size of the segments in which host memory is allocated, in the background. Lower it if a host "
+        "has less memory than one segment.",
     )
     eviction_policy: EvictionPolicyName | str = Field(
         DEFAULT_EVICTION_POLICY,
-        description="Which chunk goes when the host tier is full; `module:Class` is a policy of your own.",
+        description="Which chunks a full host tier evicts. `module:Class` is your own policy, imported from that "
+        "module.",
     )
-    blocks_per_chunk: int = Field(1, ge=1, le=4096, description="Blocks in a chunk, the unit of keys and eviction.")
+    blocks_per_chunk: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="Blocks in a chunk, the unit of lookup and eviction. Larger chunks need a smaller index, but miss "
+        "up to a chunk at the end of each prefix.",
+    )
     save_path: CopyPath = Field(
         CopyPath.DIRECT,
-        description="How saves move blocks: fused where the engine offers it, auto as the profile says.",
+        description="How saves copy blocks. `fused` needs engine support (not vLLM); `auto` takes the fastest path in "
+        "`TPU_OFFLOAD_COPY_PROFILE`.",
     )
-    load_path: CopyPath = Field(CopyPath.DIRECT, description="How loads move blocks, likewise.")
-    profile: Path | None = Field(None, description="The file that `tpu-offload bench` wrote on this kind of machine.")
+    load_path: CopyPath = Field(CopyPath.DIRECT, description="How loads copy blocks; values as for saves.")
+    copy_profile: Path | None = Field(
+        None, description="Profile for `auto` paths: the file that `tpu-offload bench` wrote on this kind of machine."
+    )
     max_load_gb_per_step: float = Field(
         1.0,
         ge=0,
         le=2**20,
         allow_inf_nan=False,
-        description="Loads that are not staged move at most so many GB a device before one step, which waits for them; "
-        "the rest goes before the next steps; 0 sets no bound.",
+        description="Most GB per device that direct and fused loads copy before one step. Running requests wait that "
+        "long; larger loads are spread over several steps. 0 sets no limit.",
     )
     load_wait_s: float = Field(
         5.0,
         ge=0,
         le=1e9,
         allow_inf_nan=False,
-        description="A load that finds too little of the staging buffer free waits up to this long for it, then its "
-        "request computes; 0 means it never waits.",
+        description="How long a staged load waits for room in the staging buffer before its request is prefilled "
+        "instead; 0 never waits.",
     )
-    decode_save: bool = Field(False, description="Also save blocks that hold generated tokens.")
+    decode_save: bool = Field(
+        False,
+        description="Also save blocks with generated tokens. Turn it on for chats: the next prompt contains them.",
+    )
     save_on: tuple[SaveEvent, ...] = Field(
         (SaveEvent.COMPUTE,),
-        description="When blocks are saved: when computed, when HBM is about to reuse them, when their request "
-        "is preempted; comma-separated.",
+        description="When blocks are saved, comma-separated: when computed (write-through), when HBM evicts them, "
+        "when their request is preempted. vLLM supports `compute` only.",
     )
     save_after_sightings: int = Field(
-        1, ge=1, le=15, description="Only blocks that this many requests have come by with are saved; 1 means all."
+        1,
+        ge=1,
+        le=15,
+        description="Save a block only after this many requests have contained it; 1 saves every block. 2 keeps "
+        "one-off prompts out of a small host tier.",
     )
     max_save_tokens: int = Field(
-        0, ge=0, le=2**40, description="Of each request at most so many leading tokens are saved; 0 means all."
+        0, ge=0, le=2**40, description="Most leading tokens of each request that are saved; 0 sets no limit."
     )
     max_load_tokens: int = Field(
-        0, ge=0, le=2**40, description="For each request at most so many tokens are loaded; 0 means all."
+        0, ge=0, le=2**40, description="Most tokens that are loaded for each request; 0 sets no limit."
     )
-    skip_jax_precompile: bool = Field(False, description="Compile transfer programs on first use, not at start.")
+    skip_jax_precompile: bool = Field(
+        False, description="Compile copy programs on first use instead of at start. The first copies are slow then."
+    )
     block_size_buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (),
-        description="Blocks per staged copy, or in one fused step; comma-separated, ascending, starting at 1; empty "
-        "means powers of two, and for fused 8 chunks.",
+        description="Sizes that staged copies and fused steps are compiled for; comma-separated, ascending, starting "
+        "at 1. By default powers of two for staged copies, and 8 chunks for fused steps.",
     )
     sync_load: bool | None = Field(
         None,
-        description="vLLM only: 1 has a request's load and its first step go together; 0 has the request wait for its "
-        "load while others run; unset is 1 for direct loads and 0 for staged ones.",
+        description="vLLM only. 1: a request's load runs in front of its first step. 0: the request waits for its "
+        "load while other requests run. By default 1 for direct loads and 0 for staged ones.",
     )
     mend_runner: bool = Field(
         True,
-        description="vLLM only: tokens that tpu-inference leaves out of the state of a preempted request, with async "
-        "scheduling, are put in; 0 leaves it alone, and saves nothing of such a request from there on.",
+        description="vLLM only. With async scheduling tpu-inference 0.32 loses a token of preempted requests; 1 "
+        "restores it. 0 does not, and saves nothing of such a request from that token on.",
     )
     save_wait_s: float = Field(
         0.5,
         ge=0,
         le=1e9,
         allow_inf_nan=False,
-        description="A request whose next blocks are being saved at this moment waits up to this long for them, "
-        "in engines that can (vLLM), where otherwise it computes them again; 0 means it never waits.",
+        description="How long a request whose next blocks are being saved waits for them before it computes them "
+        "again; 0 never waits.",
     )
     swap_gb: float | Literal["auto"] = Field(
         0.0,
-        description="Pool in host memory for preempted requests, in GB; auto is twice the KV cache; 0 turns "
-        "request swap off. For engines that swap: vLLM recomputes what it preempts.",
+        description="Size of the swap pool for preempted requests in GB of host memory; `auto` is twice the KV cache; "
+        "0 turns request swap off. Not for vLLM, which recomputes preempted requests.",
     )
     swap_safety: float = Field(
         0.8,
         gt=0,
         le=1,
-        description="The swap pool takes at most this share of the memory that RAM, cgroup and host tier leave.",
+        description="Upper limit of the swap pool, as a share of the memory that is available after the host tier. A "
+        "larger pool is cut to it, with a warning.",
     )
     swap_mode: SwapMode = Field(
         SwapMode.AUTO,
-        description="auto swaps a preempted request where that is faster than recompute, by the measured rates; swap "
-        "and recompute force one.",
+        description="`auto` swaps a preempted request if that is faster than recompute, by measured rates; `swap` and "
+        "`recompute` force one.",
     )
     job_timeout_s: float = Field(
         60.0,
         gt=0,
         le=1e9,
         allow_inf_nan=False,
-        description="A transfer that some worker has not reported after this long has failed; a load in "
-        "pieces has this long for each.",
+        description="A copy that not every worker has reported after this long counts as failed; a load in pieces has "
+        "this long for each piece.",
     )
     breaker_failures: int = Field(
         5,
         ge=0,
         le=2**31 - 1,
-        description="After this many failed or late transfers in a row (saves, loads, swaps out and swaps in each on "
-        "their own) there are none for a while; 0 means there always are.",
+        description="Circuit breaker: after this many failed or late copies in a row, copies of that kind (saves, "
+        "loads, swaps out, swaps in) are suspended; 0 never suspends them.",
     )
     breaker_retry_s: float = Field(
         5.0,
         gt=0,
         le=1e9,
         allow_inf_nan=False,
-        description="For how long; then one transfer is tried: if it fails it is twice as long, up to 64 times. A "
-        "chunk that failed twice rests as long.",
+        description="How long suspended copies wait before one is retried; doubles with each failed retry, up to 64 "
+        "times. Also the first backoff of a chunk whose copies failed twice.",
     )
     metrics_log_interval: float = Field(
-        10.0, ge=0, le=1e9, allow_inf_nan=False, description="Seconds between metrics log lines; 0 means none."
+        10.0, ge=0, le=1e9, allow_inf_nan=False, description="Seconds between log lines with metrics; 0 logs none."
     )
-    batched_save: bool | None = Field(None, description="Accepted and ignored: saves of a step are always batched.")
-    save_threads: int | None = Field(None, ge=1, description="Accepted and ignored: no copy waits on a thread.")
+    batched_save: bool | None = Field(None, description="Accepted and ignored: the saves of a step are always batched.")
+    save_threads: int | None = Field(None, ge=1, description="Accepted and ignored: copies use no threads.")
     use_unpinned_host: bool | None = Field(
-        None, description="Accepted and ignored: the host pool is pinned, as unpinned memory corrupted bfloat16 on TPU."
+        None,
+        description="Accepted and ignored: host memory is always pinned; unpinned memory corrupted bfloat16 on TPU.",
     )
 
     @pydantic.field_validator("block_size_buckets", "save_on", mode="before")
@@ -243,13 +281,13 @@ class OffloadConfig(pydantic.BaseModel):
     @classmethod
     def _has_events(cls, value: tuple[SaveEvent, ...]) -> tuple[SaveEvent, ...]:
         if not value or len(set(value)) < len(value):
-            raise ValueError("expected one or more of compute, eviction and preemption, none twice")
+            raise ValueError("expected one or more of compute, eviction and preemption, without duplicates")
         return value
 
     @pydantic.field_validator("eviction_policy", mode="plain")
     @classmethod
     def _is_a_policy(cls, value: Any) -> EvictionPolicyName | str:
-        """Ours become enum members. A `module:Class` is imported where it is used (`core.policies.find_policy`)."""
+        """Built-in names become enum members. A `module:Class` is imported on use (`core.policies.find_policy`)."""
         if isinstance(value, EvictionPolicyName):
             return value
         names = [name.value for name in EvictionPolicyName]
@@ -263,7 +301,7 @@ class OffloadConfig(pydantic.BaseModel):
         near = difflib.get_close_matches(str(value).lower(), names, n=1, cutoff=0.3)
         hint = f"; did you mean {near[0]}?" if near else ""
         *first, last = map(repr, names)
-        raise ValueError(f"expected {', '.join(first)} or {last}, or module:Class of a policy of your own{hint}")
+        raise ValueError(f"expected {', '.join(first)} or {last}, or module:Class of your own policy{hint}")
 
     @pydantic.field_validator("swap_gb", mode="plain")
     @classmethod
@@ -278,10 +316,10 @@ class OffloadConfig(pydantic.BaseModel):
             raise ValueError(f"expected auto, or GB from 0 to {2**20}")
         return size
 
-    @pydantic.field_validator("profile")
+    @pydantic.field_validator("copy_profile")
     @classmethod
     def _is_a_file(cls, value: Path | None) -> Path | None:
-        if value == Path():  # what an empty string parses to
+        if value == Path():  # an empty string
             raise ValueError("expected the path of a file")
         return value
 
@@ -290,24 +328,24 @@ class OffloadConfig(pydantic.BaseModel):
         for names in (_STAGING_SIZES, _HOST_SIZES):
             given = [f"{_env_name(n)}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
             if len(given) > 1:
-                raise ConfigError(f"{' and '.join(given)} give one size in two ways; set only one of them")
-        if self.profile is None and CopyPath.AUTO in (self.save_path, self.load_path):
+                raise ConfigError(f"{' and '.join(given)} set the same size; set only one of them")
+        if self.copy_profile is None and CopyPath.AUTO in (self.save_path, self.load_path):
             field = "save_path" if self.save_path is CopyPath.AUTO else "load_path"
             raise ConfigError(
                 f"{_env_name(field)}=auto needs a profile of this machine; run `tpu-offload bench` and set "
-                f"{_env_name('profile')} to the file that it writes, or choose direct or staged"
+                f"{_env_name('copy_profile')} to its output file, or choose direct or staged"
             )
         buckets = self.block_size_buckets
         if buckets and (buckets[0] != 1 or list(buckets) != sorted(set(buckets))):
             raise ConfigError(
                 f"{_env_name('block_size_buckets')}={','.join(map(str, buckets))}: expected ascending sizes that "
-                "start with 1, like 1,2,4,8,16"
+                "start with 1, such as 1,2,4,8,16"
             )
         return self
 
     @classmethod
     def create(cls, **settings: Any) -> "OffloadConfig":
-        """Like the constructor, with one-line `ConfigError`s in place of pydantic's."""
+        """Like the constructor, but raises one-line `ConfigError`s instead of pydantic's errors."""
         try:
             return cls(**settings)
         except pydantic.ValidationError as e:
@@ -317,12 +355,12 @@ class OffloadConfig(pydantic.BaseModel):
     def from_env(
         cls, environ: Mapping[str, str] | None = None, *, overrides: Mapping[str, Any] | None = None
     ) -> "OffloadConfig":
-        """Reads `TPU_OFFLOAD_*` from `environ`, by default the process's environment.
+        """Reads `TPU_OFFLOAD_*` from `environ`, by default the process environment.
 
         Args:
           environ: names and values.
-          overrides: settings by field name, `host_gb` for `TPU_OFFLOAD_HOST_GB`; they win. A size that is given
-            here in one unit replaces what `environ` says of it in another.
+          overrides: settings by field name (`host_gb` for `TPU_OFFLOAD_HOST_GB`); they take precedence. A size set
+            here replaces one that `environ` sets in another unit.
         Raises:
           ConfigError: an unknown variable or setting (with the nearest known name), or a value that does not
             parse, is out of range or contradicts another.
@@ -330,20 +368,20 @@ class OffloadConfig(pydantic.BaseModel):
         environ = os.environ if environ is None else environ
         if not isinstance(environ, Mapping) or not isinstance({} if overrides is None else overrides, Mapping):
             kinds = f"{type(environ).__name__} and {type(overrides).__name__}"
-            raise ConfigError(f"the environment and the overrides are a {kinds}; expected mappings")
+            raise ConfigError(f"environ and overrides are a {kinds}; expected mappings")
         given = {name: value for name, value in environ.items() if str(name).startswith(ENV_PREFIX)}
         for name, value in given.items():
             if not (isinstance(name, str) and isinstance(value, str)):
-                raise ConfigError(f"{name}={_short(value)}; expected text, as an environment has it")
+                raise ConfigError(f"{name}={_short(value)}; expected a string, as in an environment")
         known = [_env_name(field) for field in cls.model_fields]
         for name in sorted(given):
             if name not in known:
                 near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"{name} is no setting of tpu_offload; did you mean {near}?")
+                raise ConfigError(f"{name} is not a setting of tpu_offload; did you mean {near}?")
         overrides = dict(overrides or {})
         for name in sorted(map(str, set(overrides) - set(cls.model_fields))):
             near = difflib.get_close_matches(name.lower(), cls.model_fields, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{name} is no setting of tpu_offload; did you mean {near}?")
+            raise ConfigError(f"{name} is not a setting of tpu_offload; did you mean {near}?")
         settings: dict[str, Any] = {n.removeprefix(ENV_PREFIX).lower(): v.strip() for n, v in given.items()}
         for names in (_STAGING_SIZES, _HOST_SIZES):
             if any(overrides.get(name) is not None for name in names):
@@ -360,15 +398,15 @@ class OffloadConfig(pydantic.BaseModel):
         return config
 
     def warn_ignored(self) -> None:
-        """Logs one warning for each given setting that means nothing, by design or beside the others."""
+        """Logs one warning for each setting that has no effect, by design or beside the other settings."""
         for field in ("batched_save", "save_threads", "use_unpinned_host"):
             if getattr(self, field) is not None:
                 why = type(self).model_fields[field].description or ""
                 _logger.warning("%s is set. %s", _env_name(field), why)
-        if self.profile is not None and CopyPath.AUTO not in (self.save_path, self.load_path):
+        if self.copy_profile is not None and CopyPath.AUTO not in (self.save_path, self.load_path):
             _logger.warning(
-                "%s is set and read by nobody: neither %s nor %s is auto",
-                *map(_env_name, ("profile", "save_path", "load_path")),
+                "%s is set but not used: neither %s nor %s is auto",
+                *map(_env_name, ("copy_profile", "save_path", "load_path")),
             )
 
     def path_for(self, direction: Direction) -> CopyPath:
@@ -382,14 +420,14 @@ class OffloadConfig(pydantic.BaseModel):
 
     @property
     def swap_enabled(self) -> bool:
-        """Whether preempted requests may be swapped out."""
+        """Whether preempted requests can be swapped out."""
         return self.swap_gb != 0 and self.swap_mode is not SwapMode.RECOMPUTE
 
     def staging_blocks(self, layout: KVLayout) -> int:
         """The staging budget in blocks.
 
         Raises:
-          ConfigError: it is under one chunk, so that nothing could ever be saved.
+          ConfigError: it is smaller than one chunk, so nothing could ever be saved.
         """
         name: str
         value: float
@@ -413,23 +451,23 @@ class OffloadConfig(pydantic.BaseModel):
         return num_blocks
 
     def max_load_blocks(self, layout: KVLayout) -> int:
-        """Blocks that loads which are not staged move before one step at most, at least one; 0 for no bound."""
+        """Most blocks that direct and fused loads copy before one step, at least one; 0 for no limit."""
         if self.max_load_gb_per_step == 0:
             return 0
         return max(1, int(self.max_load_gb_per_step * _GB / layout.block_nbytes_per_device))
 
     def max_swap_blocks(self, layout: KVLayout) -> int:
-        """More blocks of one layer group than the swap pool can have; what a worker says beyond that is not so."""
+        """Upper bound on the swap pool's blocks of one layer group; a worker that reports more is rejected."""
         if self.swap_gb == "auto":
             return _MAX_AUTO_SWAP_BLOCKS
         least = min(layout.group_nbytes_per_host(group) for group in layout.groups)
         return int(self.swap_gb * _GB) // least
 
     def host_chunks(self, layout: KVLayout) -> int:
-        """The size of the host tier in chunks, before it is capped by the memory that is there.
+        """The configured size of the host tier in chunks, before it is capped by the available memory.
 
         Raises:
-          ConfigError: it is under one chunk.
+          ConfigError: it is smaller than one chunk.
         """
         chunk_nbytes = layout.block_nbytes_per_host * self.blocks_per_chunk
         if self.host_gb is None:
@@ -437,14 +475,14 @@ class OffloadConfig(pydantic.BaseModel):
         num_chunks = int(self.host_gb * _GB) // chunk_nbytes
         if num_chunks < 1 and self.enabled:
             raise ConfigError(
-                f"{_env_name('host_gb')}={self.host_gb} holds no chunk of {chunk_nbytes} bytes; set it to at least "
-                f"{_round_up(chunk_nbytes / _GB)}, or to 0 to turn offloading off"
+                f"{_env_name('host_gb')}={self.host_gb} is less than one chunk of {chunk_nbytes} bytes; set it to at "
+                f"least {_round_up(chunk_nbytes / _GB)}, or to 0 to turn offloading off"
             )
         return num_chunks
 
 
 def _round_up(size: float) -> str:
-    """A size in at most six digits that is enough: rounding to the nearest could be a hair too small."""
+    """A size in at most six digits, rounded up: rounded to nearest it could be slightly too small."""
     return f"{decimal.Context(prec=6, rounding=decimal.ROUND_UP).create_decimal_from_float(size).normalize():f}"
 
 
@@ -458,14 +496,14 @@ def _env_name(field: str) -> str:
 
 
 def _one_line(error: pydantic.ValidationError, *, name: Callable[[str], str]) -> str:
-    """The first of pydantic's findings as one line that names the setting, its value and what is allowed."""
+    """Pydantic's first error as one line that names the setting, its value and what is allowed."""
     detail = error.errors(include_url=False)[0]
-    if not detail["loc"]:  # raised by a validator of ours, already one line
+    if not detail["loc"]:  # raised by our own validator, already one line
         return str(detail["ctx"]["error"])
     field = str(detail["loc"][0])
     if detail["type"] == "extra_forbidden":
         known = difflib.get_close_matches(field, OffloadConfig.model_fields, n=1, cutoff=0.0)[0]
-        return f"{name(field)} is no setting of tpu_offload; did you mean {name(known)}?"
+        return f"{name(field)} is not a setting of tpu_offload; did you mean {name(known)}?"
     expected = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if "boolean" in expected:
         expected = "expected 0 or 1"

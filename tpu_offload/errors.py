@@ -1,8 +1,8 @@
-"""The exceptions of the library. Every message says what, got, expected and what to do, in one line."""
+"""The library's exceptions. A message is one line: what is wrong, the value, what was expected, what to do."""
 
 
 class OffloadError(Exception):
-    """Base of every error that the library raises on purpose."""
+    """Base of all errors that the library raises on purpose."""
 
 
 class ConfigError(OffloadError, ValueError):
@@ -10,19 +10,19 @@ class ConfigError(OffloadError, ValueError):
 
 
 class LayoutError(OffloadError, ValueError):
-    """The KV cache arrays cannot be described, or are not the ones described before."""
+    """The KV cache arrays are not supported, or differ from those described before."""
 
 
 class StagingError(OffloadError):
-    """A staging reservation or release breaks the accounts; they stay as they were."""
+    """An invalid staging reservation or release; the budget is unchanged."""
 
 
 class RequestError(OffloadError, ValueError):
-    """An engine event does not fit the state of its request; nothing was changed."""
+    """An engine call does not fit the state of its request; nothing was changed."""
 
 
 class InputError(OffloadError, ValueError):
-    """A file, a flag or a line of input that a person gave cannot be used."""
+    """A user's file, flag or line of input cannot be used."""
 
 
 class TransferError(OffloadError):
@@ -30,8 +30,8 @@ class TransferError(OffloadError):
 
 
 class CompileError(OffloadError):
-    """The compiler refused a copy program, or the program takes more HBM than copies may."""
+    """The compiler rejected a copy program, or the program exceeds its HBM bound."""
 
 
 class CachesLostError(TransferError):
-    """A load failed and took the KV caches with it; the engine makes new ones and computes what they held again."""
+    """A failed load destroyed the KV caches; the engine must make new ones and recompute what they held."""

@@ -1,9 +1,9 @@
 """Block hashes and chunk keys.
 
-A block's hash covers its own tokens and, through the hash before it, every token of the prefix: equal
-hashes mean equal prefixes. The chain starts from a root that covers the layout's fingerprint and the
-request's `cache_salt`, so that models, layouts and tenants never share a chunk. An engine that hashes
-its blocks already (vLLM does) hands those hashes in instead.
+A block's hash covers its own tokens and, through its parent's hash, all tokens of the prefix: equal hashes mean equal
+prefixes. The chain starts at a root that covers the layout's fingerprint and the request's `cache_salt`, so that
+models, layouts and tenants never share a chunk. An engine that hashes its blocks itself (vLLM does) passes those hashes
+instead.
 
 References:
   vLLM, automatic prefix caching: hash(parent block hash, block tokens, extra keys).
@@ -32,10 +32,10 @@ class BlockHasher:
     """Hashes the full blocks of a token sequence.
 
     Args:
-      fingerprint: `KVLayout.fingerprint()` of the cache that the blocks live in.
+      fingerprint: `KVLayout.fingerprint()` of the cache that holds the blocks.
       block_size: tokens in a block.
     Raises:
-      RequestError: the fingerprint is no bytes, or the size no integer from 1 on.
+      RequestError: the fingerprint is not bytes, or the size is not a positive integer.
     """
 
     def __init__(self, fingerprint: bytes, *, block_size: int) -> None:
@@ -43,13 +43,13 @@ class BlockHasher:
         if not isinstance(fingerprint, bytes) or size is None:
             raise RequestError(
                 f"a hasher with fingerprint={one_line(fingerprint)} and block_size={one_line(block_size)}; expected "
-                "bytes and an integer from 1 on"
+                "bytes and a positive integer"
             )
         self._fingerprint = fingerprint
         self._block_size = size
 
     def root(self, cache_salt: str = "") -> BlockHash:
-        """The hash that the first block is chained on."""
+        """The parent hash of the first block."""
         try:
             salt = cache_salt.encode()
         except (AttributeError, UnicodeEncodeError) as e:
@@ -61,14 +61,14 @@ class BlockHasher:
         """Appends the hashes of the full blocks of `tokens` that `hashes` does not cover yet.
 
         Args:
-          hashes: hashes of the first `len(hashes)` blocks of this very sequence; grows in place.
+          hashes: hashes of the first `len(hashes)` blocks of this sequence; extended in place.
           tokens: all tokens of the sequence so far, each in [0, 2**63): a list, an array, any sequence.
-          cache_salt: the request's salt; the same at every call for one sequence.
+          cache_salt: the request's salt; the same in every call for one sequence.
         Raises:
-          RequestError: something is no token id, or the salt no valid text; nothing was appended.
+          RequestError: invalid token ids or salt; nothing was appended.
         """
         if not isinstance(hashes, list) or (hashes and type(hashes[-1]) is not bytes):
-            raise RequestError(f"the hashes so far are {one_line(hashes)}; expected a list of bytes, which grows")
+            raise RequestError(f"the hashes so far are {one_line(hashes)}; expected a list of bytes to extend")
         parent = hashes[-1] if hashes else self.root(cache_salt)
         size = self._block_size
         first = len(hashes) * size
@@ -85,18 +85,18 @@ class BlockHasher:
 
 
 def _other_token_bytes(tokens: Any, first: int, block_size: int) -> bytes:
-    """The bytes of the tokens from `first` on that fill blocks, of any sequence."""
+    """The bytes of the tokens from `first` on that fill whole blocks, for any kind of sequence."""
     if not hasattr(tokens, "__getitem__") or isinstance(tokens, (str, bytes, bytearray, Mapping)):
         raise RequestError(f"the tokens are a {type(tokens).__name__}; expected a sequence of integers")
     try:
         end = len(tokens) // block_size * block_size
-        if hasattr(tokens, "__array__"):  # of a device, for instance: it comes here whole
+        if hasattr(tokens, "__array__"):  # a device array is fetched in one transfer
             tokens = np.asarray(tokens)
         sliced = isinstance(tokens, (tuple, np.ndarray, array.array, memoryview))
         wanted = tokens[first:end] if sliced else list(itertools.islice(tokens, first, end))
         if isinstance(wanted, np.ndarray) and wanted.dtype == object:
             wanted = wanted.tolist()
-    except Exception as e:  # the object is not ours
+    except Exception as e:  # a caller's object may raise anything
         raise RequestError(f"the tokens cannot be read: {type(e).__name__}: {one_line(e)}") from e
     return _token_bytes(wanted) if len(wanted) else b""
 
@@ -113,11 +113,10 @@ def _token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def key_namespace(fingerprint: bytes, *, blocks_per_chunk: int, group_id: int = 0, epoch: int = 0) -> bytes:
-    """What tells apart the chunks of equal tokens: 8 bytes that end every chunk key.
+    """The 8-byte suffix of every chunk key: it separates chunks with equal tokens.
 
-    The fingerprint is in here as well as in the hashes of `BlockHasher`, because an engine may hand in
-    block hashes of its own that know nothing of the layout. `epoch` counts the resets of the cache: keys
-    of different epochs never meet.
+    It includes the fingerprint, as the hashes of `BlockHasher` do, because an engine's own block hashes do not cover
+    the layout. `epoch` counts resets of the cache: keys of different epochs are never equal.
     """
     text = fingerprint + struct.pack("<IHI", blocks_per_chunk, group_id, epoch)
     return hashlib.blake2b(text, digest_size=_NAMESPACE_NBYTES).digest()
@@ -125,12 +124,12 @@ def key_namespace(fingerprint: bytes, *, blocks_per_chunk: int, group_id: int = 
 
 @final
 class PrefixKeys(Sequence[ChunkKey]):
-    """The chunk keys of a prefix, each made when it is asked for. Slices are O(1), and see no later change.
+    """The chunk keys of a prefix, made lazily. Slices are O(1) and do not see later extensions.
 
-    Most of a long prefix is never asked for: a few keys say how much of it is resident.
+    Most keys of a long prefix are never needed: a few lookups find how much of it is resident.
 
     Args:
-      namespace: ends the keys.
+      namespace: the suffix of the keys.
     """
 
     __slots__ = ("_end", "_first", "_hashes", "_namespace")
@@ -141,7 +140,7 @@ class PrefixKeys(Sequence[ChunkKey]):
         self._first = self._end = 0
 
     def extend(self, hashes: Iterable[BlockHash]) -> None:
-        """Adds chunks by the hashes of their last blocks. Not for slices."""
+        """Appends chunks, given the hashes of their last blocks. Not for slices."""
         assert len(self._hashes) == self._end, "a slice"
         self._hashes += hashes
         self._end = len(self._hashes)
@@ -180,7 +179,7 @@ def chunk_keys(
 ) -> PrefixKeys:
     """Keys of the full chunks of a prefix, from `first_chunk` on.
 
-    The hash of a chunk's last block is chained over all its tokens and all before, so it names the chunk.
+    The hash of a chunk's last block covers all tokens up to the chunk's end, so it identifies the chunk.
     """
     keys = PrefixKeys(namespace)
     first = (first_chunk + 1) * blocks_per_chunk - 1
@@ -189,5 +188,5 @@ def chunk_keys(
 
 
 def last_block_hash(key: ChunkKey) -> BlockHash:
-    """The hash of a chunk's last block, as the engine handed it in."""
+    """The hash of a chunk's last block, as passed by the engine."""
     return BlockHash(key[:-_NAMESPACE_NBYTES])

@@ -1,4 +1,4 @@
-"""What a block is made of: layer groups, page shapes, bytes, and the fingerprint that keys are salted with."""
+"""The geometry of KV cache blocks: layer groups, page shapes, sizes, and the fingerprint that salts the keys."""
 
 import dataclasses
 import enum
@@ -17,7 +17,7 @@ from tpu_offload.values import as_integer, one_line
 class LayerGroupKind(enum.Enum):
     """How the layers of a group use their blocks. Hybrid models have several groups."""
 
-    FULL_ATTENTION = "full_attention"  # a block for every `block_size` tokens
+    FULL_ATTENTION = "full_attention"  # one block per `block_size` tokens
     SLIDING_WINDOW = "sliding_window"  # blocks for the last tokens only, in a ring
 
 
@@ -30,7 +30,7 @@ class LayerGroup:
       layer_ids: positions of the group's arrays in the list of KV caches.
       page_shape: global shape of one layer's slice of a block, for tpu-inference
         `(block_size, 2 * kv_heads / packing, packing, head_dim)`.
-      dtype: numpy name of the element type, `bfloat16` for instance.
+      dtype: numpy name of the element type, such as `bfloat16`.
       window: tokens that a token attends to, itself included; 0 with full attention.
     """
 
@@ -41,7 +41,7 @@ class LayerGroup:
     window: int = 0
 
     def __post_init__(self) -> None:
-        # The fingerprint is made of what these print as.
+        # The fingerprint hashes the repr of these, so they must be plain integers.
         object.__setattr__(self, "layer_ids", _integers("layer_ids", self.layer_ids))
         object.__setattr__(self, "page_shape", _integers("page_shape", self.page_shape))
         object.__setattr__(self, "window", _integer("window", self.window))
@@ -64,16 +64,15 @@ class LayerGroup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The KV cache as the library sees it; holds no array.
+    """A description of the KV cache; holds no arrays.
 
     Attributes:
       block_size: tokens in a block.
-      groups: the layer groups, those with full attention first. The host tier works with one group of full
-        attention; request swap with any number.
-      num_shards: devices that one page is split over (1 when replicated or on one device).
-      num_local_devices: devices of this process, each holding its shard.
-      model: name or revision of the weights; part of the fingerprint, so that two models never
-        share a chunk.
+      groups: the layer groups, full attention first. The host tier supports one group, of full attention; request swap
+        supports any number.
+      num_shards: devices that a page is sharded over (1 if replicated or on one device).
+      num_local_devices: devices of this process, each with its shard.
+      model: name or revision of the weights; part of the fingerprint, so that models never share a chunk.
     """
 
     block_size: int
@@ -101,42 +100,42 @@ class KVLayout:
     def from_caches(
         cls, kv_caches: Sequence[Any], *, block_size: int, model: str = "", windows: Sequence[int] = ()
     ) -> "KVLayout":
-        """Describes caches, one array a layer.
+        """Describes caches, one array per layer.
 
         Args:
           kv_caches: per layer, an array or shape struct `[num_blocks, *page_shape]` with a sharding.
           block_size: tokens in a block.
           model: name or revision of the weights.
-          windows: per layer, the tokens that a token attends to, 0 for all; empty when every layer has full
-            attention. Layers of one window are a group.
+          windows: per layer, the number of tokens that a token attends to, 0 for all; empty if every layer has full
+            attention. Layers with the same window form a group.
         Raises:
-          LayoutError: no caches, layers of one group that are unlike in shape or dtype, or blocks split over devices.
+          LayoutError: no caches, different shapes or dtypes within a group, or a sharded block axis.
         """
         if isinstance(kv_caches, Mapping) or hasattr(kv_caches, "shape") or not isinstance(kv_caches, Iterable):
-            raise LayoutError(f"KV caches are a {type(kv_caches).__name__}; expected a list with an array a layer")
+            raise LayoutError(f"KV caches are a {type(kv_caches).__name__}; expected a list with one array per layer")
         kv_caches, windows = list(kv_caches), _integers("windows", windows)
         if not kv_caches:
-            raise LayoutError("got no KV cache arrays; expected one a layer")
+            raise LayoutError("got no KV cache arrays; expected one per layer")
         for i, cache in enumerate(kv_caches):
             if not all(hasattr(cache, name) for name in ("shape", "dtype", "sharding")):
                 raise LayoutError(f"KV cache {i} is a {type(cache).__name__}; expected a jax array or shape struct")
         if windows and (len(windows) != len(kv_caches) or min(windows) < 0):
             raise LayoutError(
-                f"windows={list(windows)} for {len(kv_caches)} KV caches; expected one a layer, in tokens, or 0"
+                f"windows={list(windows)} for {len(kv_caches)} KV caches; expected one per layer, in tokens, or 0"
             )
         windows = windows or (0,) * len(kv_caches)
         layers_of = {window: tuple(i for i, w in enumerate(windows) if w == window) for window in sorted(set(windows))}
         described = [_describe_group(kv_caches, layer_ids, window) for window, layer_ids in layers_of.items()]
         sharded = {(num_shards, num_devices) for _, num_shards, num_devices in described}
         if len(sharded) != 1:
-            raise LayoutError(f"layer groups are split over devices differently: {sorted(sharded)}; expected alike")
+            raise LayoutError(f"layer groups are sharded differently: {sorted(sharded)}; expected one sharding")
         _, num_shards, num_devices = described[0]
         groups = tuple(group for group, _, _ in described)
         return cls(block_size, groups, num_shards=num_shards, num_local_devices=num_devices, model=model)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Per layer, its window; what `from_caches` takes."""
+        """The window of each layer, as for `from_caches`."""
         windows = {layer_id: group.window for group in self.groups for layer_id in group.layer_ids}
         return tuple(window for _, window in sorted(windows.items()))
 
@@ -165,14 +164,14 @@ class KVLayout:
 
     @property
     def block_nbytes_per_host(self) -> int:
-        """Bytes of host memory that one block takes in this process: one shard for each local device."""
+        """Bytes of host memory that one block takes in this process: one shard per local device."""
         return self.block_nbytes_per_device * self.num_local_devices
 
     def fingerprint(self) -> bytes:
-        """16 bytes that differ whenever bytes saved under one layout mean something else under the other.
+        """16 bytes that differ whenever bytes saved under one layout cannot be used under the other.
 
-        The sharding is left out on purpose: the host tier belongs to one process, and what one chunk
-        key means does not depend on how its bytes are spread over devices.
+        The sharding is not part of it: the host tier belongs to one process, and a chunk's contents do not depend on
+        how they are sharded.
         """
         groups = [(g.kind.value, g.layer_ids, g.page_shape, g.dtype, g.window) for g in self.groups]
         text = repr(("tpu_offload-layout-2", self.model, self.block_size, groups))
@@ -180,7 +179,7 @@ class KVLayout:
 
 
 def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window: int) -> tuple[LayerGroup, int, int]:
-    """A group, the devices that a page of it is split over, and those of this process."""
+    """A group, the number of devices that a page of it is sharded over, and the number of devices of this process."""
     first = kv_caches[layer_ids[0]]
     if len(first.shape) < 2:
         raise LayoutError(f"KV cache of shape {tuple(first.shape)}; expected [num_blocks, *page_shape]")
@@ -194,8 +193,8 @@ def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window
     shard_shape = first.sharding.shard_shape(first.shape)
     if shard_shape[0] != first.shape[0]:
         raise LayoutError(
-            f"the block axis of the KV cache is split over devices ({first.shape[0]} blocks, {shard_shape[0]} a "
-            "device); expected it whole on every device, as data-parallel caches are not supported"
+            f"the block axis of the KV cache is sharded ({first.shape[0]} blocks, {shard_shape[0]} a device); expected "
+            "all blocks on every device: data-parallel caches are not supported"
         )
     group = LayerGroup(
         kind=LayerGroupKind.SLIDING_WINDOW if window else LayerGroupKind.FULL_ATTENTION,
@@ -218,6 +217,6 @@ def _integer(name: str, value: Any) -> int:
 def _integers(name: str, values: Any) -> tuple[int, ...]:
     try:
         given = tuple(values)
-    except Exception as e:  # the object is not ours
+    except Exception as e:  # a caller's object may raise anything
         raise LayoutError(f"{name}={one_line(values)}; expected a sequence of integers") from e
     return tuple(_integer(name, value) for value in given)

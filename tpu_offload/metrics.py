@@ -1,10 +1,10 @@
-"""What offloading did, as numbers: a snapshot for code, Prometheus series for a scrape, a line for a log.
+"""Metrics: a snapshot for code, Prometheus series, and a log line.
 
-Each metric is declared once, where `OffloadStats` has its field: what it counts, in which unit, and whether it is a
-counter or a gauge. The series here and those of the vLLM adapter, their names and their help are made from that.
+Each metric is declared once, at its field of `OffloadStats`: what it counts, its unit, and whether it is a counter or a
+gauge. The series here and those of the vLLM adapter, with names and help, are generated from that.
 
-Counting is plain integers on the scheduler's thread. Prometheus and the log read a snapshot when they
-want one, so the engine's steps pay nothing for them.
+Counters are plain integers on the scheduler's thread. Prometheus and the log take a snapshot when they need one, so
+steps pay nothing for them.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ _BASE_UNITS = {"_nbytes": "_bytes", "_s": "_seconds", "_nbytes_per_s": "_bytes_p
 
 
 class MetricKind(enum.Enum):
-    """What a reader may do with the values of a metric."""
+    """How to read the values of a metric."""
 
-    COUNTER = "counter"  # only rises: look at its rate
-    GAUGE = "gauge"  # how things are now
+    COUNTER = "counter"  # only increases: take its rate
+    GAUGE = "gauge"  # the current value
 
 
 class MetricGroup(enum.Enum):
-    """Which engines have anything in a metric."""
+    """Which engines report a metric."""
 
     TIER = "tier"  # all
     SWAP = "swap"  # those with request swap
@@ -50,8 +50,8 @@ class MetricSpec:
       family: name in Prometheus, in base units, without prefix and `_total`.
       unit: what is counted, or the base unit; the family's name ends with it.
       kind: counter or gauge.
-      group: which engines have it.
-      help: for an operator: what it says, and where that is not plain, what to make of it.
+      group: which engines report it.
+      help: for an operator: what it means and, where useful, what to do about it.
     """
 
     field: str
@@ -63,12 +63,12 @@ class MetricSpec:
 
     @property
     def series(self) -> str:
-        """The family as a scrape has it: counters end with `_total`."""
+        """The name of the series in a scrape: counters end with `_total`."""
         return f"{self.family}_total" if self.kind is MetricKind.COUNTER else self.family
 
 
 def _metric(kind: MetricKind, unit: str, text: str, *, group: MetricGroup = MetricGroup.TIER, family: str = "") -> Any:
-    """A field of `OffloadStats` with its declaration. The family follows from its name unless given."""
+    """A field of `OffloadStats` with its declaration. The family is derived from the field's name unless given."""
     declared = {"kind": kind, "unit": unit, "help": text, "group": group, "family": family}
     return dataclasses.field(default=0.0 if "second" in unit else 0, metadata={_METRIC: declared})
 
@@ -81,129 +81,123 @@ _swap_gauge = functools.partial(_metric, MetricKind.GAUGE, group=MetricGroup.SWA
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class OffloadStats:
-    """Running counts, and what a reader gets a copy of. What each field is, its declaration says.
+    """The running counts, and the snapshot that readers get. The help of each field says what it is.
 
-    Names in `_nbytes` are bytes over all devices, in `_s` seconds; others are counts.
+    `_nbytes` are bytes over all devices, `_s` seconds; all others are counts.
 
     **Lookups** (`looked_up_tokens`, `found_tokens`). Each admission of a request counts one lookup: its last `match`
-    before `admit`. Earlier ones, of an engine that asks again while the request waits for blocks, for a save or for
-    staging blocks, count nothing. A request that ends without being admitted counts its last `match` at `finish`. One
-    that is preempted, matched and admitted again counts a second lookup; `preempt` itself counts none.
+    before `admit`. Earlier matches, made while the request waited for blocks, a save or staging blocks, are not
+    counted. A request that ends without being admitted counts its last `match` at `finish`. A request that is
+    preempted, matched and admitted again counts a second lookup; `preempt` itself counts none.
 
-    Looked up are the tokens from `num_computed_tokens` to `num_tokens`, at most as many as the limits of the settings
-    and of the request let it load, in whole blocks. A match inside a block, and one of a request with `cache=False`,
-    looks nothing up. Found are those of them in the host tier, but for the one token that is always left to compute;
-    also those that are not loaded then, for want of staging blocks or because loads are suspended. Thus
-    `matched_tokens <= found_tokens <= looked_up_tokens`. Swapped-out requests that come back look nothing up.
+    Looked-up tokens are those from `num_computed_tokens` to `num_tokens`, in whole blocks, up to the load limits of the
+    settings and of the request. A match that starts inside a block, or of a request with `cache=False`, looks up
+    nothing. Found tokens are those of them that the host tier has, without the one token that is always left to
+    compute; they include tokens that are not loaded because there are no staging blocks or loads are suspended. Thus
+    `matched_tokens <= found_tokens <= looked_up_tokens`. The return of a swapped-out request is not a lookup.
     """
 
     looked_up_tokens: int = _counter(
         "tokens",
-        "Tokens that requests asked the host tier for: those that HBM did not have. Counted once for each admission of "
-        "a request, however often it was looked up while it waited.",
+        "Prompt tokens looked up in the host tier, after those found in HBM. Counted once per admission of a request, "
+        "however often it was looked up while it waited.",
     )
     found_tokens: int = _counter(
-        "tokens", "Of the looked-up tokens, those that the host tier had. Divided by looked_up_tokens: its hit rate."
+        "tokens", "Looked-up tokens that were in the host tier. Divided by looked_up_tokens: the tier's hit rate."
     )
     matched_tokens: int = _counter(
         "tokens",
-        "Of the found tokens, those that requests took instead of computing them. Well below found_tokens: the staging "
-        "buffer has no room for loads, or they are suspended.",
+        "Found tokens that requests were granted to load. If well below found_tokens, the staging buffer has no room "
+        "for loads, or loads are suspended.",
     )
     loaded_tokens: int = _counter(
-        "tokens", "Tokens of loads that finished, in whole blocks. Well below matched_tokens: loads fail."
+        "tokens", "Tokens of finished loads, in whole blocks. If well below matched_tokens, loads fail."
     )
-    saved_blocks: int = _counter("blocks", "Blocks of saves that finished.")
-    loaded_blocks: int = _counter("blocks", "Blocks of loads that finished.")
-    saved_nbytes: int = _counter("bytes", "Bytes of saves that finished, over all devices.")
-    loaded_nbytes: int = _counter("bytes", "Bytes of loads that finished, over all devices.")
+    saved_blocks: int = _counter("blocks", "Blocks of finished saves.")
+    loaded_blocks: int = _counter("blocks", "Blocks of finished loads.")
+    saved_nbytes: int = _counter("bytes", "Bytes of finished saves, over all devices.")
+    loaded_nbytes: int = _counter("bytes", "Bytes of finished loads, over all devices.")
     save_s: float = _counter(
-        "seconds", "Seconds of finished saves, each the slowest worker's from dispatch until seen finished."
+        "seconds", "Duration of finished saves, from dispatch to observed completion on the slowest worker."
     )
     load_s: float = _counter(
-        "seconds", "Seconds of finished loads, each the slowest worker's from dispatch until seen finished."
+        "seconds", "Duration of finished loads, from dispatch to observed completion on the slowest worker."
     )
     dropped_save_blocks: int = _counter(
         "blocks",
-        "Blocks never saved: the staging buffer or the host tier had no room while their request held them, or saves "
-        "were suspended. A steady rate: see open_breakers; else enlarge the staging buffer or the host tier.",
+        "Blocks never saved: no room in the staging buffer or the host tier while their request held them, or saves "
+        "suspended. At a steady rate check open_breakers, then enlarge the staging buffer or the host tier.",
     )
     dropped_load_blocks: int = _counter(
         "blocks",
-        "Blocks in the host tier that were computed instead: the staging buffer had no room for too long, or loads "
-        "were suspended. A steady rate: see open_breakers; else enlarge the staging buffer.",
+        "Blocks that were in the host tier but were recomputed: the load waited too long for room in the staging "
+        "buffer, or loads were suspended. At a steady rate check open_breakers, then enlarge the staging buffer.",
     )
     deferred_save_blocks: int = _counter(
-        "blocks", "Times that a block found no room to be saved in a step; it was offered again in a later one."
+        "blocks", "Blocks whose save was deferred to a later step for lack of room, counted each time."
     )
     staging_budget_blocks: int = _gauge("blocks", "Size of the staging buffer.")
-    staging_reserved_blocks: int = _gauge("blocks", "Staging blocks held now.")
-    staging_peak_blocks: int = _gauge(
-        "blocks", "The most staging blocks that were ever held. Copies that are not staged hold none."
-    )
+    staging_reserved_blocks: int = _gauge("blocks", "Staging blocks in use.")
+    staging_peak_blocks: int = _gauge("blocks", "Peak of staging blocks in use. Only staged copies use any.")
     num_host_chunks: int = _gauge(
-        "chunks", "Slots of the host tier whose memory is there; it grows after the start, in the background."
+        "chunks", "Slots of the host tier whose memory is allocated. Grows after start, in the background."
     )
-    num_resident_chunks: int = _gauge("chunks", "Chunks in the host tier, unfinished saves included.")
+    num_resident_chunks: int = _gauge("chunks", "Chunks in the host tier, including unfinished saves.")
     num_evicted_chunks: int = _counter("chunks", "Chunks evicted from the host tier to make room.")
     num_quarantined_chunks: int = _gauge(
         "chunks",
-        "Slots of the host tier that are kept back because a copy that timed out may still write them. Should go back "
+        "Slots of the host tier that are not reused yet because a timed-out copy may still write them. Should return "
         "to 0.",
     )
     num_jobs_in_flight: int = _gauge(
-        "jobs", "Copies planned, or waiting for room, and not ended.", family="in_flight_jobs"
+        "jobs", "Copies in flight: planned, or waiting for room, and not ended.", family="in_flight_jobs"
     )
     num_failed_jobs: int = _counter(
-        "jobs", "Copies that failed, timed-out ones included. Should be 0; the log says why each failed."
+        "jobs", "Copies that failed, including those that timed out. Should be 0; the log has the reason of each."
     )
     num_timed_out_jobs: int = _counter(
-        "jobs", "Copies that some worker did not report in time. Should be 0; look for a worker that hangs."
+        "jobs", "Copies that a worker did not report in time. Should be 0; look for a worker that hangs."
     )
     num_ignored_results: int = _counter(
-        "results", "Results of workers that fitted no copy: late, doubled or unknown ones. A few follow a timeout."
+        "results", "Late, duplicate or unknown results from workers, ignored. A few after a timeout are normal."
     )
     num_rejected_reports: int = _counter(
-        "reports",
-        "Reports of workers that made no sense, or came from an earlier life of the worker, and were ignored. Should "
-        "be 0.",
+        "reports", "Invalid worker reports, and stale ones from before a worker's restart, rejected. Should be 0."
     )
     num_lost_results: int = _counter(
-        "results", "Copies that a worker was done with and whose result never came. Should be 0; reports were lost."
+        "results", "Copies that a worker finished but whose result never arrived: reports were lost. Should be 0."
     )
-    num_worker_restarts: int = _counter(
-        "restarts", "Workers that were started anew. Each time the host tier is empty afterwards."
-    )
+    num_worker_restarts: int = _counter("restarts", "Worker restarts. Each one empties the host tier.")
     num_breaker_openings: int = _counter(
-        "openings", "Times that one kind of copy (see open_breakers) was suspended because it kept failing."
+        "openings", "How often a kind of copy (see open_breakers) was suspended because it kept failing."
     )
     num_open_breakers: int = _gauge(
         "breakers",
-        "Kinds of copies (saves, loads; with request swap also swaps out, swaps in) that are suspended now because "
-        "they keep failing. Requests are served and compute instead. Alert when it is not 0.",
+        "Kinds of copies (saves, loads; with request swap also swaps out, swaps in) that are suspended because they "
+        "keep failing. Requests are still served, by prefill. Alert when it is not 0.",
     )
-    swap_pool_blocks: int = _swap_gauge("blocks", "Blocks of the swap pool whose memory is there, of all layer groups.")
-    swap_held_blocks: int = _swap_gauge("blocks", "Blocks of the swap pool that hold something now.")
-    swap_peak_blocks: int = _swap_gauge("blocks", "The most blocks of the swap pool that ever held something.")
+    swap_pool_blocks: int = _swap_gauge("blocks", "Allocated blocks of the swap pool, over all layer groups.")
+    swap_held_blocks: int = _swap_gauge("blocks", "Blocks of the swap pool in use.")
+    swap_peak_blocks: int = _swap_gauge("blocks", "Peak of blocks in use in the swap pool.")
     num_swapped_requests: int = _swap_gauge("requests", "Requests that are swapped out now.")
     num_swapped_out: int = _swap_counter("requests", "Preempted requests that were swapped out.")
-    num_swapped_in: int = _swap_counter("requests", "Swapped-out requests that came back.")
+    num_swapped_in: int = _swap_counter("requests", "Swapped-out requests that were swapped in.")
     num_lost_swaps: int = _swap_counter(
         "swaps",
-        "Swapped-out requests that had to be recomputed: a copy failed or came late, host memory was lost, or the "
-        "cache was reset.",
+        "Swapped-out requests that had to be recomputed: a copy failed or was late, host memory was lost, or the cache "
+        "was reset.",
     )
-    num_recomputed: int = _swap_counter("requests", "Preempted requests that were not swapped out but recomputed.")
+    num_recomputed: int = _swap_counter("requests", "Preempted requests that were recomputed instead of swapped out.")
     num_recomputed_no_room: int = _swap_counter(
-        "requests", "Of the recomputed requests, those for which the swap pool had no room. Make it larger."
+        "requests", "Recomputed requests for which the swap pool had no room. Enlarge the pool."
     )
     num_recomputed_faster: int = _swap_counter(
-        "requests", "Of the recomputed requests, those for which recompute was predicted to be faster than a swap."
+        "requests", "Recomputed requests for which recompute was predicted to be faster than a swap."
     )
     num_thrashed_swaps: int = _swap_counter(
         "swaps",
-        "Requests swapped out again within 32 steps of their return. A steady rate: HBM is too small for so many "
-        "requests at a time.",
+        "Requests swapped out again within 32 steps of their return. A steady rate means that HBM is too small for so "
+        "many concurrent requests.",
     )
     swapped_out_blocks: int = _swap_counter("blocks", "Blocks that were swapped out.")
     swapped_in_blocks: int = _swap_counter("blocks", "Blocks that were swapped in.")
@@ -211,31 +205,29 @@ class OffloadStats:
     swapped_in_nbytes: int = _swap_counter("bytes", "Bytes that were swapped in, over all devices.")
     swap_skipped_blocks: int = _swap_counter(
         "blocks",
-        "Blocks of swapped requests that needed no copy: in the host tier or the swap pool already, or still in HBM.",
+        "Blocks of swapped requests that needed no copy: already in the host tier or the swap pool, or still in HBM.",
     )
     swap_out_s: float = _swap_counter(
-        "seconds", "Seconds of finished swaps out, each the slowest worker's from dispatch until seen finished."
+        "seconds", "Duration of finished swaps out, from dispatch to observed completion on the slowest worker."
     )
     swap_in_s: float = _swap_counter(
-        "seconds", "Seconds of finished swaps in, each the slowest worker's from dispatch until seen finished."
+        "seconds", "Duration of finished swaps in, from dispatch to observed completion on the slowest worker."
     )
     swap_out_nbytes_per_s: float = _swap_gauge(
-        "bytes_per_second", "Measured rate of the copies out; 0 until the first is measured."
+        "bytes_per_second", "Measured rate of swaps out; 0 until one is measured."
     )
-    swap_in_nbytes_per_s: float = _swap_gauge(
-        "bytes_per_second", "Measured rate of the copies in; 0 until the first is measured."
-    )
+    swap_in_nbytes_per_s: float = _swap_gauge("bytes_per_second", "Measured rate of swaps in; 0 until one is measured.")
     prefill_tokens_per_s: float = _swap_gauge(
-        "tokens_per_second", "Measured rate of recompute, as the engine reported it; 0 until it has."
+        "tokens_per_second", "Measured prefill rate, as reported by the engine; 0 until reported."
     )
 
     def since(self, earlier: "OffloadStats") -> "OffloadStats":
-        """What was counted after an earlier snapshot; what is not a count, as it is now."""
+        """The counts since an earlier snapshot, and the current gauges."""
         pairs = zip(_NAMES, _values(self), _values(earlier), strict=True)
         return OffloadStats(**{name: now if name in GAUGES else now - before for name, now, before in pairs})
 
     def as_dict(self) -> dict[str, int | float]:
-        """Values by name; `dataclasses.asdict`, which copies deeply, takes over twice as long."""
+        """Values by name; `dataclasses.asdict`, a deep copy, takes over twice as long."""
         return dict(zip(_NAMES, _values(self), strict=True))
 
 
@@ -262,22 +254,22 @@ METRICS = _specs()
 """The declarations of all metrics, by field of `OffloadStats`, in its order."""
 
 GAUGES = frozenset(name for name, spec in METRICS.items() if spec.kind is MetricKind.GAUGE)
-"""Fields of `OffloadStats` that say how things are; all others count up."""
+"""Fields of `OffloadStats` that are gauges; all others are counters."""
 
 SWAP_FIELDS = frozenset(name for name, spec in METRICS.items() if spec.group is MetricGroup.SWAP)
-"""Fields of `OffloadStats` that only engines with request swap have anything in."""
+"""Fields of `OffloadStats` that only engines with request swap report."""
 
 _NAMES = tuple(METRICS)
 _values = operator.attrgetter(*_NAMES)
 
 
 class StatsCollector(Collector):
-    """Offers the statistics to Prometheus: `registry.register(StatsCollector(scheduler.stats))`.
+    """Exports the statistics to Prometheus: `registry.register(StatsCollector(scheduler.stats))`.
 
     Args:
-      get_stats: returns a fresh snapshot; may be called from the scraping thread.
+      get_stats: returns a fresh snapshot; called from the scraping thread.
     Raises:
-      ConfigError: it is no function.
+      ConfigError: `get_stats` is not callable.
     """
 
     def __init__(self, get_stats: Callable[[], OffloadStats]) -> None:
@@ -286,7 +278,7 @@ class StatsCollector(Collector):
         self._get_stats = get_stats
 
     def collect(self) -> Iterable[Metric]:
-        """One family a metric: `tpu_offload_<family>`."""
+        """One family per metric: `tpu_offload_<family>`."""
         stats = self._get_stats()
         for spec in METRICS.values():
             family = GaugeMetricFamily if spec.kind is MetricKind.GAUGE else CounterMetricFamily
@@ -294,7 +286,7 @@ class StatsCollector(Collector):
 
 
 class StatsLogger:
-    """Logs one line an interval while something moves.
+    """Logs one line per interval while something changes.
 
     Args:
       interval_s: seconds between lines; 0 logs nothing.
@@ -306,7 +298,7 @@ class StatsLogger:
         self._last_moved = 0
 
     def maybe_log(self, now_s: float, get_stats: Callable[[], OffloadStats]) -> None:
-        """Called each step with the scheduler's clock."""
+        """Call it each step with the scheduler's clock."""
         if not self._interval_s or now_s < self._next_s:
             return
         self._next_s = now_s + self._interval_s
@@ -329,7 +321,7 @@ class StatsLogger:
 
 
 def _trouble_text(stats: OffloadStats) -> str:
-    """What the log line says of copies that are suspended and memory that waits for late ones; mostly nothing."""
+    """The part of the log line about suspended copies and quarantined memory; usually empty."""
     text = ""
     if stats.num_open_breakers:
         text += f", {stats.num_open_breakers} of saves, loads, swaps out and swaps in suspended"
@@ -339,7 +331,7 @@ def _trouble_text(stats: OffloadStats) -> str:
 
 
 def _swap_text(stats: OffloadStats) -> str:
-    """What the log line says of request swap; empty for who does not use it."""
+    """The part of the log line about request swap; empty without it."""
     if not stats.swap_pool_blocks:
         return ""
     return (

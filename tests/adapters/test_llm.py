@@ -406,9 +406,9 @@ def test_settings_of_the_connector_win_over_the_environment(process):
 @pytest.mark.parametrize(
     ("life", "message"),
     [
-        ({"connector": ours(host_gbs=1)}, "host_gbs is no setting of tpu_offload; did you mean"),
-        ({"connector": ours(), "env": {"TPU_OFFLOAD_HOST_GBS": "1"}}, "TPU_OFFLOAD_HOST_GBS is no setting"),
-        ({"connector": ours(host_gb=1)}, "give one size in two ways; set only one of them"),
+        ({"connector": ours(host_gbs=1)}, "host_gbs is not a setting of tpu_offload; did you mean"),
+        ({"connector": ours(), "env": {"TPU_OFFLOAD_HOST_GBS": "1"}}, "TPU_OFFLOAD_HOST_GBS is not a setting"),
+        ({"connector": ours(host_gb=1)}, "set the same size; set only one of them"),
         ({"connector": ours(load_path="fused")}, "TPU_OFFLOAD_LOAD_PATH=fused: this engine does not"),
         ({"connector": ours(role="kv_producer")}, 'kv_role is "kv_producer"; set it to "kv_both"'),
     ],

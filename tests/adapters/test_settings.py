@@ -52,8 +52,8 @@ def test_a_policy_of_ones_own_is_used():
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"host_gigabytes": 3}, "host_gigabytes is no setting of tpu_offload; did you mean host_gb"),
-        ({"host_gb": 1, "num_cpu_chunks": 3}, "give one size in two ways"),
+        ({"host_gigabytes": 3}, "host_gigabytes is not a setting of tpu_offload; did you mean host_gb"),
+        ({"host_gb": 1, "num_cpu_chunks": 3}, "set the same size"),
         ({"host_gb": -1}, "host_gb=-1"),
         ({"load_path": "teleport"}, "load_path='teleport'"),
         ({"save_on": "never"}, "save_on='never'"),

@@ -14,8 +14,8 @@ import pytest
 from tests.cli.conftest import TINY_BENCH
 from tpu_offload import KVLayout, OffloadConfig, OffloadWorker
 from tpu_offload.cli.main import main
+from tpu_offload.copy_profile import CopyProfile
 from tpu_offload.measure import Geometry, fit_geometry, profiles
-from tpu_offload.profile import Profile
 
 
 def bench(*flags):
@@ -88,8 +88,8 @@ def test_several_devices_and_float8(small_buffers, tmp_path, capsys):
 def test_default_file(small_buffers, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert bench("--num-blocks", "1") == 0
-    assert f"TPU_OFFLOAD_PROFILE={tmp_path}/tpu-offload-profile.json" in capsys.readouterr().out
-    assert Profile.read(tmp_path / "tpu-offload-profile.json").entries
+    assert f"TPU_OFFLOAD_COPY_PROFILE={tmp_path}/tpu-offload-profile.json" in capsys.readouterr().out
+    assert CopyProfile.read(tmp_path / "tpu-offload-profile.json").entries
 
 
 def test_out_of_time_measures_at_least_one_size(small_buffers, tmp_path, capsys):

@@ -18,7 +18,7 @@ from tests.cli.conftest import TINY_BENCH
 from tests.cli.test_simulate import chats, is_gone, write_trace
 from tpu_offload.cli.main import main
 from tpu_offload.measure import TransferBench
-from tpu_offload.sim import runs
+from tpu_offload.sim import experiment
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +97,7 @@ def test_no_interrupt_while_processes_are_started():
     seen = []
 
     def start_processes():
-        with runs._deaf_to_interrupts():
+        with experiment._deferred_interrupts():
             os.kill(os.getpid(), signal.SIGINT)
             for _ in range(200):  # python looks for signals between two instructions
                 time.sleep(0.001)

@@ -176,7 +176,7 @@ def test_offloading_turned_off_by_a_variable(monkeypatch, capsys, tmp_path):
         ("--json no-such-folder/r.json", "cannot write no-such-folder/r.json: there is no directory"),
         ("--num-blocks 3", "--num-blocks 3 holds 48 tokens"),
         ("--num-blocks 2000000000", "GB of memory are free"),
-        ("--num-heads 3", "num_heads=3 is no multiple of num_kv_heads=2"),
+        ("--num-heads 3", "num_heads=3 is not a multiple of num_kv_heads=2"),
         ("--kv-dtype complex64", "kv_dtype='complex64'"),
         ("--max-num-batched-tokens 2", "max_num_batched_tokens=2"),
     ],
@@ -209,7 +209,7 @@ def test_wrong_variable(error_of, monkeypatch, name, value):
     ("content", "expected"),
     [
         (None, "cannot be read"),
-        ("{}", "is no profile"),
+        ("{}", "is not a profile"),
         (
             '{"format": "tpu_offload.profile", "version": 1, "device_kind": "TPU v9", "entries": '
             '[{"num_layers": 1, "page_nbytes": 1, "save": ["direct"], "load": ["direct"]}]}',
@@ -222,7 +222,7 @@ def test_wrong_profile(error_of, monkeypatch, tmp_path, content, expected):
     if content is not None:
         path.write_text(content)
     monkeypatch.setenv("TPU_OFFLOAD_LOAD_PATH", "auto")
-    monkeypatch.setenv("TPU_OFFLOAD_PROFILE", str(path))
+    monkeypatch.setenv("TPU_OFFLOAD_COPY_PROFILE", str(path))
     monkeypatch.setattr(replay_setup, "serve", None)  # found before anything is served
     assert expected in error_of("replay", *TINY, "--requests", "1")
 

@@ -16,7 +16,7 @@ from tests.core.policies import example
 from tests.sim.traces import chats, write_trace
 from tpu_offload.cli.main import main
 from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES
-from tpu_offload.sim import BOUND, Setup, belady_hits, read_traces, replay
+from tpu_offload.sim import BOUND, TierSetup, belady_hits, read_traces, replay
 
 MODEL = ("--num-layers", "4", "--num-kv-heads", "2", "--head-size", "128")
 
@@ -64,7 +64,7 @@ def test_json_has_all_policies_and_sizes(tmp_path, trace_path, capsys):
         if policy == BOUND:
             hits = belady_hits(trace, num_chunks)
         else:
-            hits = replay(trace, POLICIES[policy](), Setup(num_chunks)).host_hits
+            hits = replay(trace, POLICIES[policy](), TierSetup(num_chunks)).host_hits
         assert row["prefix_hit_rate"] == sum(hits) / trace.num_blocks
         assert row["prefix_hit_rate"] <= rows[BOUND, share]["prefix_hit_rate"]
         assert row["saved_nbytes"] is None
@@ -87,7 +87,7 @@ def test_policies_and_sizes_with_commas_or_spaces(tmp_path, trace_path):
 def test_parts_and_split(tmp_path, trace_path):
     flags = ("--policies", "lru", "--sizes", "0.3")
     trace = read_traces([trace_path])  # requests 0 to 199, a second apart
-    hits = replay(trace, POLICIES["lru"](), Setup(round(0.3 * trace.num_unique_blocks))).host_hits
+    hits = replay(trace, POLICIES["lru"](), TierSetup(round(0.3 * trace.num_unique_blocks))).host_hits
 
     def rate(first, end):
         return sum(hits[first:end]) / sum(len(request.blocks) for request in trace.requests[first:end])
@@ -103,7 +103,7 @@ def test_parts_and_split(tmp_path, trace_path):
 
 
 def test_many_jobs_start_no_process_for_little_work(tmp_path, trace_path, monkeypatch):
-    monkeypatch.setattr("tpu_offload.sim.runs.ProcessPoolExecutor", None)
+    monkeypatch.setattr("tpu_offload.sim.experiment.ProcessPoolExecutor", None)
     one = report_of(tmp_path, trace_path)
     assert results_of(report_of(tmp_path, trace_path, "--jobs", "100")) == results_of(one)
 
@@ -204,7 +204,7 @@ def test_a_policy_of_ones_own(tmp_path, trace_path, error_of, monkeypatch):
     flags = ("--policies", "simulated_policy:FIFOPolicy,s3fifo", "--sizes", "0.3")
     report = report_of(tmp_path, trace_path, *flags)
     trace = read_traces([trace_path])
-    setup = Setup(round(0.3 * trace.num_unique_blocks))
+    setup = TierSetup(round(0.3 * trace.num_unique_blocks))
     hits = [sum(replay(trace, make(), setup).host_hits) for make in (example.load(), POLICIES["s3fifo"])]
     assert [row["policy"] for row in report["results"]] == ["simulated_policy:FIFOPolicy", "s3fifo"]
     assert [row["prefix_hit_rate"] for row in report["results"]] == [num / trace.num_blocks for num in hits]
@@ -281,8 +281,8 @@ def test_notes_are_told(tmp_path, capsys, caplog):
     path = write_trace(tmp_path / "plain.jsonl", [[1, 2], [2, 1]])
     assert simulate(path, "--policies", "lru", "--sizes", "1") == 0
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path} line 2: hash_ids are not prefix-chained; id 2 follows another one than before; each id is taken as "
-        "another block after each prefix"
+        f"{path} line 2: hash_ids are not prefix-chained; id 2 follows another one than before; an id counts "
+        "as a different block after each prefix"
     ]
 
 

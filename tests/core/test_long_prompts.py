@@ -80,7 +80,7 @@ def test_three_long_prompts_in_one_step_are_loaded_whole_and_take_no_staging(pat
 
 @pytest.mark.parametrize("path", ["staged", "auto"])
 def test_three_long_prompts_through_a_small_staging_buffer_take_turns(path, tmp_path) -> None:
-    scheduler = resident(save_path=path, load_path=path, num_staging_blocks=512, profile=tmp_path / "profile")
+    scheduler = resident(save_path=path, load_path=path, num_staging_blocks=512, copy_profile=tmp_path / "profile")
     for name in "bcd":
         found = scheduler.match(name, HASHES, num_tokens=NUM_TOKENS, num_computed_tokens=0).num_tokens
         assert found == NUM_TOKENS - 1

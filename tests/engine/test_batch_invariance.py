@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.helpers import random_tokens
 from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams
-from tpu_offload.engine.batch import TokenRun
+from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.runner import ModelRunner
 
 # The widths of the default model: how XLA multiplies matrices depends on them. Fewer layers compile faster.
@@ -34,7 +34,7 @@ class Lab:
         per_request = -(-len(tokens) // config.block_size)
         logits, start = {}, 0
         for n in chunks:
-            runs = [TokenRun(tokens[start : start + n], start, blocks[:per_request], GREEDY)]
+            runs = [TokenSpan(tokens[start : start + n], start, blocks[:per_request], GREEDY)]
             if seed is not None:
                 runs += self._neighbours(rng, blocks[per_request:], config.max_num_batched_tokens - n)
             order = rng.permutation(len(runs)) if seed is not None else [0]
@@ -54,7 +54,7 @@ class Lab:
             if n > budget:
                 break
             own = blocks[i * 4 : i * 4 + 4]
-            runs.append(TokenRun(rng.integers(0, MODEL.vocab_size, n).tolist(), 0, own, GREEDY))
+            runs.append(TokenSpan(rng.integers(0, MODEL.vocab_size, n).tolist(), 0, own, GREEDY))
             budget -= n
         return runs
 

@@ -69,7 +69,7 @@ def test_refusals_change_nothing():
     manager.allocate(1)
     with pytest.raises(ValueError, match="2 blocks asked for, 1 of 2 are free"):
         manager.allocate(2)
-    with pytest.raises(ValueError, match="block 1 is freed but nobody holds it"):
+    with pytest.raises(ValueError, match="block 1 is freed but not held"):
         manager.free([1])
     manager.check_invariants()
     assert manager.num_free == 1

@@ -258,7 +258,7 @@ def test_reports_may_stop_coming(settings, asynchronous):
         engine.check_invariants()
         waits = waits or engine._scheduler.awaits_copies
     assert tokens_of(outputs) == expected
-    assert waits, "nobody waited for a report"
+    assert waits, "no poll waited for a report"
     assert num_silent > 0
     assert engine.offload_stats().num_timed_out_jobs > 0
     engine.close()

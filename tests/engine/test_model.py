@@ -9,7 +9,7 @@ from flax import nnx
 from tests.engine.dense import dense_logits
 from tests.engine.helpers import TINY, random_tokens
 from tpu_offload.engine import EngineConfig, SamplingParams
-from tpu_offload.engine.batch import TokenRun
+from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.model import Decoder
 from tpu_offload.engine.runner import ModelRunner
 from tpu_offload.errors import ConfigError
@@ -32,7 +32,7 @@ def test_logits_agree_with_dense_reference(kv_dtype, tolerance):
     blocks = np.random.default_rng(0).permutation(24)[:19].tolist()
     # Chunks that end inside query tiles, row tiles, blocks and key tiles, then decoding.
     for start, end in [(0, 64), (64, 101), (101, 145), (145, 146), (146, 147), (147, 150)]:
-        logits = np.asarray(runner.step([TokenRun(tokens[start:end], start, blocks, GREEDY)]).logits[0])
+        logits = np.asarray(runner.step([TokenSpan(tokens[start:end], start, blocks, GREEDY)]).logits[0])
         np.testing.assert_allclose(logits, expected[end - 1], atol=tolerance * np.abs(expected).max())
 
 

@@ -199,7 +199,7 @@ def test_a_step_offers_only_sequences_that_complete_a_block(decode_save):
 def test_a_cache_salt_that_is_no_text_is_refused():
     engine = Engine(TINY, SMALL_ENGINE)
     request = dataclasses.replace(make_request("a", [1, 2, 3]), cache_salt="\udc00")
-    with pytest.raises(RequestError, match="cache_salt that is no valid text"):
+    with pytest.raises(RequestError, match="cache_salt that is not valid text"):
         engine.add_request(request)
     assert not engine.has_unfinished
 

@@ -62,7 +62,7 @@ def test_a_running_request_shares_nothing_that_it_computes(config, num_steps, as
     assert ask(engine, "new", PROMPT) == computed(24)
     old = finish(engine, "old")["old"]
     sources = ask(engine, "newer", (*PROMPT, *old.tokens))
-    assert (sources.hbm, sources.host) == (24, 0), "the prompt is of the second request, the answer of nobody"
+    assert (sources.hbm, sources.host) == (24, 0), "the second request computed the prompt, and no request the answer"
     push_out(engine)
     sources = ask(engine, "newest", (*PROMPT, *old.tokens))
     assert sources.computed <= 4, "what the third one has computed was saved"
@@ -184,11 +184,11 @@ def test_a_swapped_request(when, asynchronous):
     engine._launch([])
     if when == "on its way back":
         scheduler._waiting.remove(old)
-        assert scheduler._bring_back(old)
+        assert scheduler._swap_in(old)
         scheduler._active.append(old)
     if when != "out after":
         engine.reset_cache()
-    # Before anything of it is computed anew, if it is.
+    # Before any of it is recomputed.
     engine.step()
     goes_on = old.num_computed_tokens > 0 and old.is_stale
     assert goes_on == (when == "out after")
@@ -235,14 +235,14 @@ def test_one_that_comes_back_takes_no_part_of_what_others_have_computed_since():
     scheduler = make_scheduler(offload=offload)
     old = add(scheduler, "old", 24, seed=1)
     step(scheduler)
-    scheduler.forget_prefixes()
+    scheduler.invalidate_prefixes()
     new = add(scheduler, "new", 24, seed=1)
     step_until(scheduler, lambda: new.output_tokens)
     scheduler._preempt(old)
     offload.can.add("old")
     step_until(scheduler, lambda: old.phase is Phase.RETURNING)
     assert offload.events[-1] == ("swap_in", "old", {})
-    scheduler.end_return("old")
+    scheduler.end_swap_in("old")
     step(scheduler)
     assert not set(old.block_ids) & set(new.block_ids)
 
@@ -255,7 +255,7 @@ def test_a_sample_that_was_computed_again_shares_with_none_that_was_not():
     scheduler.add(leader, fork)
     step_until(scheduler, lambda: fork.phase is Phase.RUNNING)
     assert fork.block_ids[:5] == leader.block_ids[:5]
-    scheduler.forget_prefixes()
+    scheduler.invalidate_prefixes()
     scheduler._preempt(fork)
     step_until(scheduler, lambda: fork.phase is Phase.RUNNING)
     assert (leader.is_stale, fork.is_stale) == (True, False)
@@ -273,10 +273,10 @@ def test_one_that_was_swapped_out_before_and_comes_back_is_not_shared():
     old = add(scheduler, "old", 24)
     step(scheduler)
     scheduler._preempt(old)
-    scheduler.forget_prefixes()
+    scheduler.invalidate_prefixes()
     offload.can.add("old")
     step_until(scheduler, lambda: old.phase is Phase.RETURNING)
-    scheduler.end_return("old")
+    scheduler.end_swap_in("old")
     step(scheduler)
     assert scheduler._blocks.find_prefix(old.block_hashes) == []
 
@@ -285,7 +285,7 @@ def test_one_that_is_computed_again_shares_again():
     scheduler = make_scheduler()
     old = add(scheduler, "old", 24)
     step(scheduler)
-    scheduler.forget_prefixes()
+    scheduler.invalidate_prefixes()
     assert old.is_stale
     scheduler._preempt(old)
     assert not old.is_stale
@@ -302,7 +302,7 @@ def test_a_load_that_ends_well_all_the_same_is_not_shared():
     scheduler = make_scheduler(offload=FakeOffloading(8))
     old = add(scheduler, "old", 24)
     step_until(scheduler, lambda: old.phase is Phase.LOADING)
-    scheduler.forget_prefixes()
+    scheduler.invalidate_prefixes()
     scheduler.end_load("old")
     step(scheduler)
     assert old.is_stale
@@ -313,7 +313,7 @@ def test_the_invariant_can_fail():
     scheduler = make_scheduler()
     old = add(scheduler, "old", 24)
     step(scheduler)
-    scheduler.forget_prefixes()
+    scheduler.invalidate_prefixes()
     scheduler._blocks._full.register(old.block_ids[0], old.block_hashes[0])
     with pytest.raises(AssertionError, match="KV of before a reset can be found"):
         scheduler.check_invariants()

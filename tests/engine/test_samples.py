@@ -80,7 +80,7 @@ def test_forks_that_do_not_fit_wait():
 
 
 def test_a_leader_that_goes_hands_the_prompt_on():
-    """It is aborted before the prompt is computed: the next one computes it, and nobody waits for ever."""
+    """It is aborted before the prompt is computed: the next sample computes it, and none waits forever."""
     scheduler = make_scheduler()
     request = make_request("a", random_tokens(1, 60), n=3)
     samples = [Sequence(request, 0.0, list(request.prompt_tokens), i) for i in range(3)]

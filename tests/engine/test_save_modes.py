@@ -146,7 +146,7 @@ def test_a_host_tier_as_small_as_hbm_is_of_use_only_for_what_hbm_evicts():
 
 @pytest.mark.parametrize("save_on", MODES)
 def test_tenants_share_nothing(save_on):
-    """Equal prompts under two salts: each finds its own KV in the host tier, and nobody else's."""
+    """Equal prompts under two salts: each finds only its own KV in the host tier."""
     engine = Engine(TINY, TIGHT, offload=make_offload(save_on))
     engine.wait_for_host_memory()
     prompt = random_tokens(1, 50)

@@ -55,7 +55,7 @@ def test_what_is_swapped_keeps_all_that_is_computed():
     assert step(scheduler) == {}
     assert new.phase is Phase.RETURNING
     assert scheduler.awaits_copies
-    scheduler.end_return("new")
+    scheduler.end_swap_in("new")
     assert step(scheduler) == {"new": 1}  # not a token twice
     assert old.phase is Phase.FINISHED
 
@@ -92,7 +92,7 @@ def test_the_swapped_come_back_before_new_ones_and_several_at_once():
     assert first.phase is Phase.FINISHED
 
 
-def test_nobody_is_overtaken_and_nothing_waits_for_what_cannot_come():
+def test_no_request_is_overtaken_or_waits_forever():
     """The one in front does not fit; the ones that hold blocks are cancelled one after the other: it comes back."""
     scheduler, offload, old, new = pressed()
     offload.can.add("new")
@@ -154,7 +154,7 @@ def test_a_token_in_flight_is_neither_lost_nor_doubled(swaps):
         if preempted:
             break
     else:
-        raise AssertionError("nobody was preempted")
+        raise AssertionError("no request was preempted")
     assert len(new.tokens) == len(before) + 1  # the one that was in flight
     assert new.num_in_flight == 0
     if swaps:
@@ -177,7 +177,7 @@ def test_blocks_that_came_up_again_are_shared():
     step(scheduler)
     (event,) = [event for event in offload.events if event[0] == "swap_in"]
     assert event[2] == dict(enumerate(twin.block_ids[:3]))
-    scheduler.end_return("new")
+    scheduler.end_swap_in("new")
     assert new.block_ids[:3] == twin.block_ids[:3]
     scheduler.check_invariants()
 
@@ -196,7 +196,7 @@ def test_of_two_that_came_up_at_once_one_stays():
     step(scheduler)
     assert not set(new.block_ids) & set(twin.block_ids)
     num_free = scheduler._blocks.num_free[0]
-    scheduler.end_return("new")
+    scheduler.end_swap_in("new")
     assert new.block_ids[:3] == twin.block_ids[:3]
     assert scheduler._blocks.num_free[0] == num_free + 3
     scheduler.check_invariants()
@@ -220,7 +220,7 @@ def answers():
 
 
 def engine_with_one_out(**settings):
-    """An engine that has just swapped somebody out: `engine, sequence`."""
+    """An engine that has just swapped a request out: `engine, sequence`."""
     engine = Engine(TINY, TIGHT, offload=swap_config(**settings))
     engine.wait_for_host_memory()
     for request in some_requests():
@@ -230,7 +230,7 @@ def engine_with_one_out(**settings):
         swapped = [s for s in engine._scheduler._waiting if s.phase is Phase.SWAPPED]
         if swapped:
             return engine, swapped[0]
-    raise AssertionError("nobody was swapped out")
+    raise AssertionError("no request was swapped out")
 
 
 def finish(engine, outputs=()):
@@ -249,7 +249,7 @@ def finish(engine, outputs=()):
 
 
 @pytest.mark.parametrize("num_steps", range(8))
-def test_cancelled_at_any_moment_nobody_else_notices(answers, num_steps):
+def test_cancelling_at_any_time_does_not_affect_other_requests(answers, num_steps):
     engine, victim = engine_with_one_out()
     for _ in range(num_steps):
         engine.step()
@@ -265,7 +265,7 @@ def test_cancelled_at_any_moment_nobody_else_notices(answers, num_steps):
 
 def test_one_call_cancels_a_list():
     engine, _ = engine_with_one_out()
-    outputs = engine.abort("r0", "r1", "r2", "r3", "nobody", "r0")
+    outputs = engine.abort("r0", "r1", "r2", "r3", "unknown", "r0")
     assert sorted(output.request_id for output in outputs) == ["r0", "r1", "r2", "r3"]
     assert not engine.has_unfinished
     assert finish(engine) == {}
@@ -280,7 +280,7 @@ def test_cancelling_the_rest_lets_the_swapped_one_go_on(answers):
 
 
 def test_closing_the_engine_while_copies_fly():
-    """What is left in flight is waited for, and nothing is served or told after it."""
+    """Waits for copies in flight; after it nothing is served or reported."""
     engine, _ = engine_with_one_out()
     worker = engine._offload._worker
     engine.close()
@@ -290,7 +290,7 @@ def test_closing_the_engine_while_copies_fly():
     finish(other)
 
 
-def test_reports_that_never_come_hold_up_nobody_else():
+def test_lost_reports_delay_no_other_request():
     """Everything but the swapped-out request is cancelled; a new one is served at once, not when the copy times out."""
     engine, victim = engine_with_one_out()
     engine._offload._worker.poll = lambda *, wait=False: StepReport(worker_id=0, results=(), num_host_chunks=0)

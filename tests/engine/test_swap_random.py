@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
 from tpu_offload import OffloadConfig, OffloadStats, RequestLimits
 from tpu_offload.engine import Engine, FinishReason
-from tpu_offload.memory import host_pool
+from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
 
 WINDOWED = dataclasses.replace(TINY, num_layers=3, sliding_window=10, window_layers=(1,))
@@ -211,7 +211,7 @@ def test_failing_copies_cost_a_recompute_and_no_token(reference, rebuilds, seed)
     model, expected = reference
     with pytest.MonkeyPatch.context() as monkeypatch:
         if not rebuilds:
-            monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)  # what is lost stays lost
+            monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)  # what is lost stays lost
         live(model, expected, seed, pool_blocks=30, asynchronous=seed % 2 == 0, tier=0, fault_rate=0.4)
 
 

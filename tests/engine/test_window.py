@@ -10,7 +10,7 @@ import pytest
 from tests.engine.dense import dense_logits
 from tests.engine.helpers import SMALL_ENGINE, TINY, random_tokens
 from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams, attention
-from tpu_offload.engine.batch import TokenRun, pack
+from tpu_offload.engine.batch import TokenSpan, pack
 from tpu_offload.engine.config import num_blocks_of, window_ring_blocks
 from tpu_offload.engine.runner import ModelRunner
 from tpu_offload.errors import ConfigError
@@ -50,7 +50,7 @@ class Lab:
                 runs = self._neighbours(rng, other_blocks, other_ring, self.engine.max_num_batched_tokens - n)
             used = ring[: -(-end // self.engine.block_size)].tolist()
             row = int(rng.integers(len(runs) + 1))
-            runs.insert(row, TokenRun(tokens[start:end], start, blocks.tolist(), GREEDY, used))
+            runs.insert(row, TokenSpan(tokens[start:end], start, blocks.tolist(), GREEDY, used))
             output = self.runner.step(runs)
             outputs[end] = bits(output.logits[row]), bits(output.logprobs[row])
             kv.append(self._read_and_poison(start, end, blocks, ring))
@@ -80,7 +80,7 @@ class Lab:
         position = int(rng.integers(self.engine.max_model_len - n))
         # The few blocks that are left, many times over: its own KV may be garbage.
         full_blocks = np.resize(blocks, self.engine.max_model_len // self.engine.block_size)
-        return [TokenRun(tokens, position, full_blocks.tolist(), GREEDY, np.resize(ring, self.ring_blocks).tolist())]
+        return [TokenSpan(tokens, position, full_blocks.tolist(), GREEDY, np.resize(ring, self.ring_blocks).tolist())]
 
     def _read_and_poison(self, start, end, blocks, ring):
         """KV of the chunk as f32 bits; of the rest, leaves in the caches only what token `end` will see."""
@@ -185,13 +185,13 @@ def test_long_generation_goes_round_the_ring_many_times():
     assert ring_blocks == 4
     runner = ModelRunner(model, engine)
     tokens, logits = list(TOKENS[:6]), []
-    run = TokenRun(tokens[:6], 0, range(64), GREEDY, [9, 2])
+    run = TokenSpan(tokens[:6], 0, range(64), GREEDY, [9, 2])
     while len(tokens) < 10 * ring_blocks * engine.block_size:
         output = runner.step([run])
         logits.append(np.asarray(output.logits[0]))
         tokens.append(int(output.tokens[0]))
         ring = [9, 2, 5, 0][: -(-len(tokens) // engine.block_size)]
-        run = TokenRun(tokens[-1:], len(tokens) - 1, range(64), GREEDY, ring)
+        run = TokenSpan(tokens[-1:], len(tokens) - 1, range(64), GREEDY, ring)
     expected = dense_logits(model, tokens)[5:-1]
     assert len(set(tokens)) > 10
     np.testing.assert_allclose(np.stack(logits), expected, atol=1e-4 * np.abs(expected).max())
@@ -199,7 +199,7 @@ def test_long_generation_goes_round_the_ring_many_times():
 
 def attend(position, num_queries, *, score):
     """f32[num_queries] of one head, where every score is `score` and a key's value is its position."""
-    run = TokenRun(TOKENS[:num_queries], position, [0] * 20, GREEDY, [4, 1, 3, 0, 2])
+    run = TokenSpan(TOKENS[:num_queries], position, [0] * 20, GREEDY, [4, 1, 3, 0, 2])
     inputs = jax.tree.map(jnp.asarray, pack([run], ENGINE, WINDOWED))
     positions = np.arange(max(0, position - 19), position + num_queries)
     blocks = np.array(run.window_block_ids)[positions // 16 % 5]
@@ -260,13 +260,13 @@ def test_each_group_of_layers_has_its_blocks():
 def test_a_model_without_windows_packs_nothing_for_them():
     assert TINY.layer_groups == ((0, 1),)
     assert num_blocks_of(TINY, SMALL_ENGINE) == (64,)
-    inputs = pack([TokenRun([1], 0, [3], GREEDY)], SMALL_ENGINE, TINY)
+    inputs = pack([TokenSpan([1], 0, [3], GREEDY)], SMALL_ENGINE, TINY)
     assert inputs.window_tables.size == inputs.window_write_blocks.size == 0
 
 
 def test_a_ring_too_short_for_its_run_is_our_bug():
     with pytest.raises(AssertionError, match="17"):
-        pack([TokenRun(TOKENS[:17], 0, [0, 1], GREEDY, [0])], ENGINE, WINDOWED)
+        pack([TokenSpan(TOKENS[:17], 0, [0, 1], GREEDY, [0])], ENGINE, WINDOWED)
 
 
 @pytest.mark.parametrize(

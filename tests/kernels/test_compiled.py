@@ -1,4 +1,4 @@
-"""Programs that the compiler refuses, or that take more than they may, and what HBM is said to be taken."""
+"""Programs that the compiler rejects or that exceed their HBM bound, and the HBM that is reported."""
 
 import jax
 import numpy as np

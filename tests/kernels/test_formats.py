@@ -1,4 +1,4 @@
-"""Caches with a layout in device memory that somebody chose: they are copied as they are, and come back so."""
+"""Caches made with an explicit device layout are copied as they are, and keep it."""
 
 import jax
 import numpy as np

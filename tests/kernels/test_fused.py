@@ -1,4 +1,4 @@
-"""Copies inside a step against the slow reference, bit for bit, and how rows are cut into runs."""
+"""Copies inside a step against the slow reference, bit for bit, and how whole chunks are taken from rows."""
 
 import functools
 
@@ -17,7 +17,7 @@ from tpu_offload.kernels import (
     fused_sizes,
     make_fused_step,
     reference,
-    split_runs,
+    take_chunks,
 )
 
 SEGMENT_BLOCKS = 12
@@ -48,8 +48,8 @@ def segment_bytes(segment):
 
 @pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_parts", "run_blocks"), [(1, 1), (3, 2), (2, 3)])
-def test_bits_survive_and_nothing_else_changes(dtype, num_devices, num_parts, run_blocks):
+@pytest.mark.parametrize(("num_parts", "blocks_per_chunk"), [(1, 1), (3, 2), (2, 3)])
+def test_bits_survive_and_nothing_else_changes(dtype, num_devices, num_parts, blocks_per_chunk):
     rng = np.random.default_rng(1)
     caches = random_caches(rng, dtype=dtype, num_devices=num_devices, num_layers=4)
     spec = TransferSpec.from_caches(caches, segment_blocks=SEGMENT_BLOCKS, capacity=12, num_parts=num_parts)
@@ -62,14 +62,14 @@ def test_bits_survive_and_nothing_else_changes(dtype, num_devices, num_parts, ru
         cache[-1] = cache[0]
     expected_target = reference.save(segment_bytes(target), before, save_ids, save_places)
     expected_caches = reference.load(before, segment_bytes(source), load_ids, load_places)
-    if run_blocks == 2:  # six places that are three runs of two
+    if blocks_per_chunk == 2:  # six positions that are three chunks of two
         save_places = [6, 7, 8, 9, 0, 1]
         load_places = [2, 3, 4, 5, 10, 11]
         expected_target = reference.save(segment_bytes(target), before, save_ids, save_places)
         expected_caches = reference.load(before, segment_bytes(source), load_ids, load_places)
     fused = make_fused_step(
         spec,
-        run_blocks=run_blocks,
+        blocks_per_chunk=blocks_per_chunk,
         save=(target, rows(save_ids, save_places)),
         load=(source, rows(load_ids, load_places)),
     )
@@ -91,7 +91,7 @@ def test_segment_and_caches_are_updated_in_place(num_devices):
     target, source = ([random_like(rng, struct) for struct in spec.segment_structs()] for _ in range(2))
     at = [pointers(array) for array in (*target, *caches)]
     save, load = (target, rows([0, 1], [3, 4])), (source, rows([2, 3], [5, 6]))
-    _, caches, outcome = step(0.0, caches, *make_fused_step(spec, run_blocks=1, save=save, load=load))
+    _, caches, outcome = step(0.0, caches, *make_fused_step(spec, blocks_per_chunk=1, save=save, load=load))
     assert [pointers(array) for array in (*outcome.segment, *caches)] == at
 
 
@@ -111,28 +111,28 @@ def test_nothing_to_copy_hands_everything_through():
 def test_a_layer_that_is_not_there_is_one_clear_error():
     caches = random_caches(np.random.default_rng(1))
     spec = TransferSpec.from_caches(caches, segment_blocks=4, capacity=4)
-    fused = make_fused_step(spec, run_blocks=1, save=([jnp.zeros(1)], rows([0], [0])))
+    fused = make_fused_step(spec, blocks_per_chunk=1, save=([jnp.zeros(1)], rows([0], [0])))
     with pytest.raises(ValueError, match="layer 3; expected 0 to 2"):
         FusedCopies(*fused).after_layer(3, 0, caches[0])
 
 
 @given(st.data(), st.integers(1, 4), st.sets(st.integers(1, 6)))
-def test_split_runs(data, run_blocks, sizes):
+def test_take_chunks(data, blocks_per_chunk, sizes):
     """Against a slow search: whole chunks in order, as many as the largest size that they fill."""
     pieces = data.draw(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=8, unique_by=lambda p: p[0]))
     places = []
     for chunk, whole in pieces:
-        some = data.draw(st.integers(0, run_blocks - 1))
-        places += range(chunk * run_blocks, chunk * run_blocks + (run_blocks if whole else some))
+        some = data.draw(st.integers(0, blocks_per_chunk - 1))
+        places += range(chunk * blocks_per_chunk, chunk * blocks_per_chunk + (blocks_per_chunk if whole else some))
     given_rows = rows(range(100, 100 + len(places)), places)
-    runs, rest = split_runs(given_rows, run_blocks=run_blocks, sizes=tuple(sorted(sizes)))
+    runs, rest = take_chunks(given_rows, blocks_per_chunk=blocks_per_chunk, sizes=tuple(sorted(sizes)))
     num_whole = sum(whole for _, whole in pieces)
     fitting = [size for size in sizes if size <= num_whole]
-    assert len(runs) == max(fitting, default=0) * run_blocks
-    for start in range(0, len(runs), run_blocks):
-        run = runs.host_block_ids[start : start + run_blocks].tolist()
-        assert run[0] % run_blocks == 0
-        assert run == list(range(run[0], run[0] + run_blocks))
+    assert len(runs) == max(fitting, default=0) * blocks_per_chunk
+    for start in range(0, len(runs), blocks_per_chunk):
+        run = runs.host_block_ids[start : start + blocks_per_chunk].tolist()
+        assert run[0] % blocks_per_chunk == 0
+        assert run == list(range(run[0], run[0] + blocks_per_chunk))
     pairs = list(zip(given_rows.block_ids.tolist(), given_rows.host_block_ids.tolist(), strict=True))
     taken = list(zip(runs.block_ids.tolist(), runs.host_block_ids.tolist(), strict=True))
     left = list(zip(rest.block_ids.tolist(), rest.host_block_ids.tolist(), strict=True))
@@ -141,8 +141,8 @@ def test_split_runs(data, run_blocks, sizes):
 
 
 def test_fused_sizes():
-    assert fused_sizes(128, run_blocks=1) == (8,)
-    assert fused_sizes(5, run_blocks=1) == (5,)
-    assert fused_sizes(128, run_blocks=32) == (4,)
-    assert fused_sizes(3, run_blocks=4) == ()
-    assert fused_sizes(64, run_blocks=4, buckets=(1, 2, 4, 8, 16, 128)) == (1, 2, 4)
+    assert fused_sizes(128, blocks_per_chunk=1) == (8,)
+    assert fused_sizes(5, blocks_per_chunk=1) == (5,)
+    assert fused_sizes(128, blocks_per_chunk=32) == (4,)
+    assert fused_sizes(3, blocks_per_chunk=4) == ()
+    assert fused_sizes(64, blocks_per_chunk=4, buckets=(1, 2, 4, 8, 16, 128)) == (1, 2, 4)

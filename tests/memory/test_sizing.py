@@ -89,7 +89,7 @@ def test_this_machine_has_some():
     assert 0 < available_nbytes() < 2**50
 
 
-def test_cap_that_fits_says_nothing(caplog):
+def test_cap_that_fits_logs_nothing(caplog):
     assert cap_chunks(80, chunk_nbytes=GB, fraction=0.8, available=100 * GB) == 80
     assert not caplog.records
 

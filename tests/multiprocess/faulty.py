@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tests.multiprocess.messages import Faults
-from tpu_offload.kernels import Copier, Flight, Phase, Rows, SegmentStore
+from tpu_offload.kernels import ArenaView, Copier, Flight, Phase, Rows
 
 
 class Diary:
@@ -24,9 +24,9 @@ class Diary:
         self.step = 0
         self._rng = rng
 
-    def wrap(self, copier: Copier, store: SegmentStore) -> Copier:
+    def wrap(self, copier: Copier, arena: ArenaView) -> Copier:
         """For `OffloadWorker(wrap_copier=...)`."""
-        return cast(Copier, _FaultyCopier(copier, store, self))
+        return cast(Copier, _FaultyCopier(copier, arena, self))
 
     def strikes(self, rate: float) -> bool:
         """Whether a fault of this rate happens now."""
@@ -40,9 +40,9 @@ class Diary:
 class _FaultyCopier:
     """Stands before a copier; what it does not know it leaves to that."""
 
-    def __init__(self, copier: Copier, store: SegmentStore, diary: Diary) -> None:
+    def __init__(self, copier: Copier, arena: ArenaView, diary: Diary) -> None:
         self._copier = copier
-        self._store = store
+        self._arena = arena
         self._diary = diary
 
     def __getattr__(self, name: str) -> Any:
@@ -80,7 +80,7 @@ class _FaultyCopier:
     def _maybe_fail_save(self, segment_id: int) -> None:
         faults = self._diary.faults
         if self._diary.strikes(faults.segment):
-            for part in self._store.segment(segment_id):
+            for part in self._arena.segment(segment_id):
                 part.delete()
             raise RuntimeError("injected: a save has taken its segment along")
         if self._diary.strikes(faults.save):

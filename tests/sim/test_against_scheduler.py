@@ -1,4 +1,4 @@
-"""The real scheduler, serving the same requests one after another, hits what the simulation says."""
+"""The real scheduler gets the same hits as the simulation for the same requests."""
 
 import dataclasses
 import random
@@ -19,7 +19,7 @@ from tpu_offload import (
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy
 from tpu_offload.hashing import key_namespace, last_block_hash
-from tpu_offload.sim import Setup, no_front, play_hbm, replay
+from tpu_offload.sim import TierSetup, no_front, play_hbm, replay
 
 
 class Engine:
@@ -106,7 +106,7 @@ def test_the_same_hits(tmp_path, name, hbm, num_sightings):
         for number, request in enumerate(trace.requests):
             hashes = hashes_of(trace, request.blocks[-1])
             hits.append(engine.serve(f"r{number}", hashes, num_hbm_blocks=front.hits[number]))
-        setup = Setup(num_chunks, num_sightings=num_sightings)
+        setup = TierSetup(num_chunks, num_sightings=num_sightings)
         outcome = replay(trace, POLICIES[name](), setup, front=front)
         assert outcome.host_hits == tuple(hits)
         assert sum(hits) > 0 or hbm > num_chunks
@@ -121,7 +121,7 @@ def test_the_same_hits_when_hbm_evicts(tmp_path, name, num_sightings):
     trace = chat_trace(tmp_path, 7)
     front = play_hbm(trace, 45)
     for num_chunks in (40, 70, 150):
-        setup = Setup(num_chunks, save_on=SaveEvent.HBM_EVICTION, num_sightings=num_sightings)
+        setup = TierSetup(num_chunks, save_on=SaveEvent.HBM_EVICTION, num_sightings=num_sightings)
         engine = Engine(
             POLICIES[name], num_chunks=num_chunks, num_sightings=num_sightings, save_on=SaveEvent.HBM_EVICTION
         )
@@ -143,6 +143,6 @@ def test_prompts_that_find_no_room(tmp_path):
     for number, request in enumerate(trace.requests):
         hashes = hashes_of(trace, request.blocks[-1])
         hits.append(engine.serve(f"r{number}", hashes, num_hbm_blocks=0))
-    outcome = replay(trace, LRUPolicy(), Setup(5))
+    outcome = replay(trace, LRUPolicy(), TierSetup(5))
     assert outcome.host_hits == tuple(hits)
     assert outcome.num_dropped == engine.scheduler.stats().dropped_save_blocks > 0

@@ -1,4 +1,4 @@
-"""The bound is what the issue's words say, and nothing that could be done hits more."""
+"""The bound matches its definition, and no schedule found by exhaustive search hits more."""
 
 import itertools
 import random

@@ -9,7 +9,7 @@ import pytest
 from tests.sim.traces import chats, make_trace, random_trace
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
-from tpu_offload.sim import SecondaryMode, Setup, belady_hits, play_hbm, replay
+from tpu_offload.sim import SecondaryMode, TierSetup, belady_hits, play_hbm, replay
 from tpu_offload.sim.tier import Tier
 
 SIZES = (1, 2, 5, 11, 23, 60, 200)
@@ -58,7 +58,7 @@ def test_lru_is_lru(seed):
     rng = random.Random(seed)
     trace = random_trace(rng, num_requests=200, num_blocks=rng.randint(3, 60))
     for size in SIZES:
-        outcome = replay(trace, LRUPolicy(), Setup(size))
+        outcome = replay(trace, LRUPolicy(), TierSetup(size))
         if size >= longest(trace):
             assert outcome.host_hits == plain_hits(trace, size)
             assert outcome.num_dropped == 0
@@ -69,10 +69,10 @@ def test_lru_is_lru(seed):
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_stays_below_the_bound(chat_trace, name):
     for size in SIZES:
-        hits = replay(chat_trace, POLICIES[name](), Setup(size)).host_hits
+        hits = replay(chat_trace, POLICIES[name](), TierSetup(size)).host_hits
         assert sum(hits) <= sum(belady_hits(chat_trace, size))
-        assert hits == replay(chat_trace, POLICIES[name](), Setup(size)).host_hits
-    assert replay(chat_trace, POLICIES[name](), Setup(10**4)).host_hits == unlimited_hits(chat_trace)
+        assert hits == replay(chat_trace, POLICIES[name](), TierSetup(size)).host_hits
+    assert replay(chat_trace, POLICIES[name](), TierSetup(10**4)).host_hits == unlimited_hits(chat_trace)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -102,15 +102,15 @@ def test_hbm_in_front(seed):
             hits.append(host.find(request.blocks, in_hbm))
             assert set(front.left[number]) == set(hbm.use(request.blocks))
             host.use(request.blocks)
-        assert replay(trace, LRUPolicy(), Setup(size), front=front).host_hits == tuple(hits)
+        assert replay(trace, LRUPolicy(), TierSetup(size), front=front).host_hits == tuple(hits)
 
 
 def test_write_through_is_of_no_use_below_the_size_of_hbm(chat_trace):
     """It holds what HBM holds. Saved when HBM evicts, as many chunks hit."""
     front = play_hbm(chat_trace, 60)
     for size in (35, 60):
-        assert sum(replay(chat_trace, LRUPolicy(), Setup(size), front=front).host_hits) == 0
-    on_eviction = Setup(60, save_on=SaveEvent.HBM_EVICTION)
+        assert sum(replay(chat_trace, LRUPolicy(), TierSetup(size), front=front).host_hits) == 0
+    on_eviction = TierSetup(60, save_on=SaveEvent.HBM_EVICTION)
     hits = replay(chat_trace, LRUPolicy(), on_eviction, front=front).host_hits
     assert 0 < sum(hits) <= sum(belady_hits(chat_trace, 60, front=front))
 
@@ -118,7 +118,7 @@ def test_write_through_is_of_no_use_below_the_size_of_hbm(chat_trace):
 def test_saved_when_hbm_evicts_is_never_lost_with_room_for_all(chat_trace):
     """Every block that was computed once is in HBM or in the host tier."""
     front = play_hbm(chat_trace, 60)
-    outcome = replay(chat_trace, LRUPolicy(), Setup(10**4, save_on=SaveEvent.HBM_EVICTION), front=front)
+    outcome = replay(chat_trace, LRUPolicy(), TierSetup(10**4, save_on=SaveEvent.HBM_EVICTION), front=front)
     hits = tuple(a + b for a, b in zip(front.hits, outcome.host_hits, strict=True))
     assert hits == unlimited_hits(chat_trace)
     assert outcome.num_saved < chat_trace.num_unique_blocks
@@ -126,14 +126,14 @@ def test_saved_when_hbm_evicts_is_never_lost_with_room_for_all(chat_trace):
 
 def test_a_prompt_larger_than_hbm(chat_trace):
     front = play_hbm(chat_trace, 10)
-    on_eviction = Setup(10**4, save_on=SaveEvent.HBM_EVICTION)
+    on_eviction = TierSetup(10**4, save_on=SaveEvent.HBM_EVICTION)
     hits = replay(chat_trace, LRUPolicy(), on_eviction, front=front).host_hits
     assert tuple(a + b for a, b in zip(front.hits, hits, strict=True)) == unlimited_hits(chat_trace)
 
 
 def test_saved_at_the_second_sighting(tmp_path):
     trace = make_trace(tmp_path, [[1, 2], [1, 3], [1, 3], [1, 3]])
-    outcome = replay(trace, LRUPolicy(), Setup(10, num_sightings=2))
+    outcome = replay(trace, LRUPolicy(), TierSetup(10, num_sightings=2))
     assert outcome.host_hits == (0, 0, 1, 2)
     assert outcome.num_saved == 2
 
@@ -142,7 +142,7 @@ def test_saved_at_the_second_sighting(tmp_path):
 def test_a_secondary_tier_with_room_for_all(chat_trace, mode):
     """Whatever was ever saved hits, in the one tier or the other."""
     for size in (35, 60, 200):
-        setup = Setup(size, num_secondary_chunks=10**4, secondary_mode=mode)
+        setup = TierSetup(size, num_secondary_chunks=10**4, secondary_mode=mode)
         outcome = replay(chat_trace, LRUPolicy(), setup)
         hits = tuple(a + b for a, b in zip(outcome.host_hits, outcome.secondary_hits, strict=True))
         assert hits == unlimited_hits(chat_trace)
@@ -155,6 +155,6 @@ def test_a_small_secondary_tier(chat_trace):
     """Filled on eviction it holds other chunks than the host tier, filled on save mostly the same ones."""
     sums = {}
     for mode in SecondaryMode:
-        outcome = replay(chat_trace, LRUPolicy(), Setup(60, num_secondary_chunks=60, secondary_mode=mode))
+        outcome = replay(chat_trace, LRUPolicy(), TierSetup(60, num_secondary_chunks=60, secondary_mode=mode))
         sums[mode] = sum(outcome.secondary_hits)
     assert sums[SecondaryMode.DEMOTE] > 2 * sums[SecondaryMode.CASCADE]

@@ -1,4 +1,4 @@
-"""The secondary tier by itself."""
+"""The secondary tier alone."""
 
 from tpu_offload.sim.secondary import SecondaryTier
 

@@ -1,10 +1,10 @@
-"""The figures that are known of an hour of production traffic."""
+"""Known figures for an hour of production traffic."""
 
 import pytest
 
 from tests.sim.traces import SHARED_TRACE, needs_shared_trace
 from tpu_offload.core.policies import LRUPolicy
-from tpu_offload.sim import Setup, belady_hits, read_traces, replay
+from tpu_offload.sim import TierSetup, belady_hits, read_traces, replay
 
 pytestmark = needs_shared_trace
 
@@ -32,7 +32,7 @@ def test_what_is_in_it(trace):
 @pytest.mark.parametrize("share", KNOWN)
 def test_known_figures(trace, share):
     num_chunks = round(share * trace.num_unique_blocks)
-    lru = sum(replay(trace, LRUPolicy(), Setup(num_chunks)).host_hits) / trace.num_blocks
+    lru = sum(replay(trace, LRUPolicy(), TierSetup(num_chunks)).host_hits) / trace.num_blocks
     bound = sum(belady_hits(trace, num_chunks)) / trace.num_blocks
     # The page has three digits; 0.0525 was rounded up.
     assert (lru, bound) == pytest.approx(KNOWN[share], abs=0.00055)

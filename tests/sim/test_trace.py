@@ -1,4 +1,4 @@
-"""What a file of requests is read as, and what is said of one that cannot be."""
+"""Reading trace files, and the errors for invalid ones."""
 
 import bz2
 import gzip
@@ -57,7 +57,7 @@ def test_lines_with_little_in_them(tmp_path):
 def test_times_are_sorted_and_start_at_zero(tmp_path):
     trace = read(tmp_path, request([1], 9000), request([2], 4000), request([3], 4000))
     assert [(r.time_s, r.blocks) for r in trace.requests] == [(0, (1,)), (0, (2,)), (5, (0,))]
-    assert trace.notes == (f"{tmp_path / 't.jsonl'}: requests are not in the order of time; they are played in it",)
+    assert trace.notes == (f"{tmp_path / 't.jsonl'}: requests are not in order of time; they were sorted",)
 
 
 def test_ids_that_are_not_chained_are_chained(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tpu_offload.sim import Request, Trace, read_traces
+from tpu_offload.sim import Trace, TraceRequest, read_traces
 
 SHARED_TRACE = Path(__file__).parents[2].parent / "shared" / "traces" / "conversation_trace.jsonl"
 needs_shared_trace = pytest.mark.skipif(
@@ -44,7 +44,8 @@ def random_trace(rng, *, num_requests, num_blocks):
             numbers.setdefault(block, len(numbers))
     known = {-1: -1} | numbers
     requests = tuple(
-        Request(float(i), tuple(numbers[block] for block in path), 512 * len(path), 1) for i, path in enumerate(paths)
+        TraceRequest(float(i), tuple(numbers[block] for block in path), 512 * len(path), 1)
+        for i, path in enumerate(paths)
     )
     keys = tuple(number.to_bytes(24, "big") for number in range(len(numbers)))
     return Trace(requests, keys, tuple(known[parents[block]] for block in numbers))

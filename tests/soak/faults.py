@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 
 from tpu_offload.engine import Seams
-from tpu_offload.kernels import Copier, DirectCopier, Flight, Rows, SegmentStore
+from tpu_offload.kernels import ArenaView, Copier, DirectCopier, Flight, Rows
 from tpu_offload.types import StepReport
 
 
@@ -113,7 +113,7 @@ class Faults:
 
     def seams(self) -> Seams:
         """For one engine."""
-        return Seams(lambda copier, store: FaultyCopier(copier, store, self), FaultyRelay(self))
+        return Seams(lambda copier, arena: FaultyCopier(copier, arena, self), FaultyRelay(self))
 
 
 class _Token:
@@ -141,13 +141,13 @@ class FaultyCopier(Copier):
 
     Args:
       copier: the real one.
-      store: where its segments are.
+      arena: where its segments are.
       faults: say when.
     """
 
-    def __init__(self, copier: Copier, store: SegmentStore, faults: Faults) -> None:
+    def __init__(self, copier: Copier, arena: ArenaView, faults: Faults) -> None:
         self._copier = copier
-        self._store = store
+        self._arena = arena
         self._faults = faults
 
     @property
@@ -208,7 +208,7 @@ class FaultyCopier(Copier):
 
     def _maybe_fail_save(self, segment_id: int) -> None:
         if self._faults.strikes(Fault.SEGMENT_LOST):
-            for part in self._store.segment(segment_id):
+            for part in self._arena.segment(segment_id):
                 part.delete()
             raise RuntimeError("injected: the save took its segment along")
         if self._faults.strikes(Fault.SAVE_RAISES):

@@ -55,7 +55,7 @@ class Case:
       bucket: size of the staging arrays.
       programs: which to compile, of ALL_PROGRAMS, STEPS and ALTERNATIVES.
       num_parts: arrays in a segment; None as the library chooses.
-      num_saves, num_loads, run_blocks: what the fused step copies.
+      num_saves, num_loads, blocks_per_chunk: what the fused step copies.
       d_model, d_ff, num_tokens: sizes of the model's step.
       donate: False compiles without donation, to see what that would cost.
     """
@@ -74,7 +74,7 @@ class Case:
     num_parts: int | None = None
     num_saves: int = 0
     num_loads: int = 0
-    run_blocks: int = 1
+    blocks_per_chunk: int = 1
     d_model: int = 4096
     d_ff: int = 14336
     num_tokens: int = 256
@@ -214,7 +214,7 @@ def build(name: str, spec: Any, case: Case) -> Any:
         fused = FusedStep()
         if name != "step":
             fused = fused_step_structs(
-                spec, run_blocks=case.run_blocks, num_saves=case.num_saves, num_loads=case.num_loads
+                spec, blocks_per_chunk=case.blocks_per_chunk, num_saves=case.num_saves, num_loads=case.num_loads
             )
         sizes = decoder.Sizes(d_model=case.d_model, d_ff=case.d_ff, num_tokens=case.num_tokens)
         args = decoder.structs(spec.cache_structs(), fused, block_size=case.page_shape[0], sizes=sizes)

@@ -23,7 +23,7 @@ from tests.worker.engine import (
     wait_until_rebuilt,
 )
 from tpu_offload.errors import CachesLostError, TransferError
-from tpu_offload.memory import host_pool
+from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction, JobKind, StepPlan
 from tpu_offload.worker.arrays import renew
 
@@ -83,7 +83,7 @@ def test_save_that_raises_fails_its_jobs_and_no_others(caplog):
 @pytest.fixture
 def no_rebuild(monkeypatch):
     """A lost segment stays lost."""
-    monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
+    monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)
 
 
 def test_failed_save_that_took_the_segment_loses_it(no_rebuild):

@@ -8,7 +8,7 @@ from tests.caches import pointers
 from tests.worker.engine import FAILED, FINISHED, NUM_HOST_BLOCKS, Engine, forward, slow_down
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import ConfigError
-from tpu_offload.memory import host_pool
+from tpu_offload.memory import host_arena
 from tpu_offload.types import StepPlan
 from tpu_offload.worker import OffloadWorker
 
@@ -114,7 +114,7 @@ def test_a_pass_that_fails_takes_the_segment_along():
 def test_a_segment_that_is_lost_before_the_pass_costs_its_jobs_only(monkeypatch):
     """An earlier save fails on the device, and a `poll` finds out between planning the pass and running it."""
     # Allocated again by then, it would be used: the report of the loss has already doomed the jobs.
-    monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
+    monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)
     engine = Engine("fused")
     load, save = engine.load([8, 9], [0, 1]), engine.save([0, 1, 2], [8, 9, 11])
     plan, fused = begin(engine, loads=[load], saves=[save])
@@ -129,7 +129,7 @@ def test_a_segment_that_is_lost_before_the_pass_costs_its_jobs_only(monkeypatch)
 
 
 def test_nothing_is_fused_into_a_segment_that_is_lost(monkeypatch):
-    monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
+    monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)
     engine = Engine("fused")
     engine.pool.mark_lost(0)
     save = engine.save([0, 1], [4, 5])

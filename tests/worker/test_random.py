@@ -26,7 +26,7 @@ from tests.worker.engine import (
 )
 from tpu_offload.kernels import reference
 from tpu_offload.kernels.programs import bitcast
-from tpu_offload.memory import host_pool
+from tpu_offload.memory import host_arena
 from tpu_offload.types import CopyJob, Direction, JobKind, StepPlan, StepReport
 from tpu_offload.worker import worker as worker_module
 
@@ -89,8 +89,8 @@ class Life:
         self.unknown_places: set[int] = set()
         self.ended = collections.Counter()
         # What the clock would decide is drawn instead.
-        self.rebuild = host_pool._rebuild
-        monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
+        self.rebuild = host_arena._rebuild
+        monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)
         monkeypatch.setattr(worker_module, "is_ready", self.is_ready)
 
     def is_ready(self, array: Any) -> bool:

@@ -10,7 +10,7 @@ from tests.worker.engine import FAILED, FINISHED, Clock, Poisoned, broken, endin
 from tpu_offload import CopyJob, CopyPart, HostStore, JobKind, KVLayout, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import reference
-from tpu_offload.memory import host_pool
+from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
 
 NUM_BLOCKS = (12, 7)  # of the layers with full attention, and of those with a window
@@ -214,7 +214,7 @@ def test_a_copy_that_raises_fails_its_job_and_no_other():
 
 @pytest.mark.parametrize("when", ["dispatch", "device"])
 def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypatch):
-    monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
+    monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)
     engine = Engine()
     engine.step(outs=[engine.out((0, POOL, [0, 1], [0, 4]))])
     assert engine.states() == {1: FINISHED}

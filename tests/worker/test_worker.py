@@ -22,7 +22,7 @@ from tests.worker.engine import (
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import LayoutError
 from tpu_offload.layout import KVLayout
-from tpu_offload.memory import host_pool
+from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
 from tpu_offload.worker import OffloadWorker
 
@@ -139,8 +139,8 @@ def test_empty_job_finishes():
 
 def test_report_counts_chunks_as_they_become_ready(monkeypatch):
     go_on = threading.Event()
-    real = host_pool.pinned_zeros
-    monkeypatch.setattr(host_pool, "pinned_zeros", lambda s: go_on.wait(10) and real(s))
+    real = host_arena.pinned_zeros
+    monkeypatch.setattr(host_arena, "pinned_zeros", lambda s: go_on.wait(10) and real(s))
     engine = Engine(wait=False)
     assert engine.worker.num_host_chunks == NUM_CHUNKS
     assert engine.worker.poll().num_host_chunks == 0

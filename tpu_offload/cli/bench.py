@@ -1,6 +1,6 @@
 """`tpu-offload bench`: measures the copy paths on this machine and writes down which is best.
 
-The file that it writes is what `TPU_OFFLOAD_PROFILE` points to, and all that a person has to send for
+The file that it writes is what `TPU_OFFLOAD_COPY_PROFILE` points to, and all that a person has to send for
 others to see how the machine does.
 """
 
@@ -110,7 +110,7 @@ def command(
 ) -> int:
     """Measures how fast blocks move between device and host by each copy path, beside what the machine can do at all
     and beside one device_put a block, and how much it delays a model. Prints what to set and writes it to a file for
-    TPU_OFFLOAD_PROFILE. The TPU_OFFLOAD_* variables do not apply.
+    TPU_OFFLOAD_COPY_PROFILE. The TPU_OFFLOAD_* variables do not apply.
     """
     started_s = time.monotonic()
     check_backend()
@@ -235,5 +235,8 @@ def _tell(profile: Mapping[str, Any], measured: Measured, geometry: Geometry, ou
     for line in lines:
         console.print(line, highlight=False, markup=False)
     console.print(
-        f"  TPU_OFFLOAD_PROFILE={shlex.quote(str(output.absolute()))}", highlight=False, markup=False, soft_wrap=True
+        f"  TPU_OFFLOAD_COPY_PROFILE={shlex.quote(str(output.absolute()))}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )

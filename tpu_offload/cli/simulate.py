@@ -21,16 +21,16 @@ from tpu_offload.core.policies import POLICIES, find_policy
 from tpu_offload.errors import ConfigError, InputError
 from tpu_offload.sim import (
     BOUND,
+    Case,
+    Experiment,
     Result,
-    Run,
-    Scene,
     SecondaryMode,
-    Setup,
+    TierSetup,
     Trace,
     no_front,
-    play_all,
     play_hbm,
     read_traces,
+    run_all,
 )
 
 _logger = logging.getLogger(__name__)
@@ -150,12 +150,14 @@ def command(argv: list[str], /, **flags: Any) -> int:
     runs = _runs(options, num_unique, num_chunks_of)
     num_hbm_blocks = num_chunks_of(options.hbm) if options.hbm else 0
     front = play_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_front(trace)
-    scene = Scene(trace, split=_split(options.split, trace), only_second=options.split is not None, front=front)
-    results = _play(scene, runs, num_jobs=options.jobs)
+    experiment = Experiment(
+        trace, split=_split(options.split, trace), only_second=options.split is not None, front=front
+    )
+    results = _play(experiment, runs, num_jobs=options.jobs)
     report = {
-        "results": simulate_report.as_json(scene, results, chunk_nbytes=nbytes),
+        "results": simulate_report.as_json(experiment, results, chunk_nbytes=nbytes),
         "traces": [str(path) for path in options.traces],
-        **simulate_report.describe(scene, num_hbm_blocks=num_hbm_blocks, chunk_nbytes=nbytes),
+        **simulate_report.describe(experiment, num_hbm_blocks=num_hbm_blocks, chunk_nbytes=nbytes),
         "save_on": options.save_on,
         "save_after_sightings": options.save_after_sightings,
         "secondary_mode": options.secondary_mode or _MODES[0],
@@ -219,8 +221,8 @@ def _split(given: float | None, trace: Trace) -> int:
     return num_requests
 
 
-def _runs(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[Size], int]) -> list[Run]:
-    common = Setup(
+def _runs(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[Size], int]) -> list[Case]:
+    common = TierSetup(
         num_chunks=0,
         save_on=SaveEvent(options.save_on),
         num_sightings=options.save_after_sightings,
@@ -233,19 +235,19 @@ def _runs(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[Si
         share = size.value if size.unit is Unit.SHARE else num_chunks / num_unique_blocks
         shares_and_setups.append((share, dataclasses.replace(common, num_chunks=num_chunks)))
     return [
-        Run(policy, share, setup)
+        Case(policy, share, setup)
         for policy in dict.fromkeys(options.policies)
         for share, setup in dict.fromkeys(shares_and_setups)
     ]
 
 
-def _play(scene: Scene, runs: Sequence[Run], *, num_jobs: int) -> list[Result]:
+def _play(experiment: Experiment, runs: Sequence[Case], *, num_jobs: int) -> list[Result]:
     from tpu_offload.cli.report import progress
 
     results: dict[int, Result] = {}
     with (
         progress(len(runs), what="runs") as start,
-        contextlib.closing(play_all(scene, runs, num_jobs=num_jobs)) as all_,
+        contextlib.closing(run_all(experiment, runs, num_jobs=num_jobs)) as all_,
     ):
         on_finish = start("simulate")
         for number, result in all_:

@@ -10,29 +10,29 @@ from rich.table import Table
 from tpu_offload.cli.report import ReportConsole, build_table, format_number
 from tpu_offload.cli.simulate_sizes import GB
 from tpu_offload.core.policies import DEFAULT_POLICY
-from tpu_offload.sim import BOUND, Part, Result, Scene
+from tpu_offload.sim import BOUND, Experiment, HitCounts, Result
 
 _BASE = "lru"  # what the way to the bound begins at
 
 type _Row = Mapping[str, Any]
 
 
-def as_json(scene: Scene, results: Sequence[Result], *, chunk_nbytes: int | None) -> list[dict[str, Any]]:
+def as_json(experiment: Experiment, results: Sequence[Result], *, chunk_nbytes: int | None) -> list[dict[str, Any]]:
     """A record for each run. Rates are shares of the blocks of the prompts; what is not known is None."""
-    return [_record(scene, result, chunk_nbytes) for result in results]
+    return [_record(experiment, result, chunk_nbytes) for result in results]
 
 
-def _record(scene: Scene, result: Result, chunk_nbytes: int | None) -> dict[str, Any]:
-    counted = result.second if scene.only_second else result.first + result.second
+def _record(experiment: Experiment, result: Result, chunk_nbytes: int | None) -> dict[str, Any]:
+    counted = result.second if experiment.only_second else result.first + result.second
     whole = result.first + result.second
     moves = {"saved": result.num_saved, "loaded": whole.num_host_hits}
     moves |= {"secondary_saved": result.num_secondary_saved, "secondary_loaded": whole.num_secondary_hits}
     return {
-        "policy": result.run.policy,
-        "default": result.run.policy == DEFAULT_POLICY,
-        "size_share": result.run.size_share,
-        "num_chunks": result.run.setup.num_chunks,
-        "nbytes": result.run.setup.num_chunks * chunk_nbytes if chunk_nbytes else None,
+        "policy": result.case.policy,
+        "default": result.case.policy == DEFAULT_POLICY,
+        "size_share": result.case.size_share,
+        "num_chunks": result.case.setup.num_chunks,
+        "nbytes": result.case.setup.num_chunks * chunk_nbytes if chunk_nbytes else None,
         "prefix_hit_rate": _rate(counted.num_host_hits, counted),
         "first_part_hit_rate": _rate(result.first.num_host_hits, result.first),
         "second_part_hit_rate": _rate(result.second.num_host_hits, result.second),
@@ -46,13 +46,13 @@ def _record(scene: Scene, result: Result, chunk_nbytes: int | None) -> dict[str,
     }
 
 
-def _rate(num_hits: int, part: Part) -> float | None:
+def _rate(num_hits: int, part: HitCounts) -> float | None:
     return num_hits / part.num_blocks if part.num_blocks else None
 
 
-def describe(scene: Scene, *, num_hbm_blocks: int, chunk_nbytes: int | None) -> dict[str, Any]:
+def describe(experiment: Experiment, *, num_hbm_blocks: int, chunk_nbytes: int | None) -> dict[str, Any]:
     """What was played, for whoever compares two files."""
-    trace, split = scene.trace, scene.split
+    trace, split = experiment.trace, experiment.split
     requests = trace.requests
     return {
         "num_requests": len(requests),
@@ -62,7 +62,7 @@ def describe(scene: Scene, *, num_hbm_blocks: int, chunk_nbytes: int | None) -> 
         "last_request_s": requests[-1].time_s,
         "second_part_s": requests[split].time_s if split < len(requests) else None,
         "num_first_part_requests": split,
-        "counts_second_part_only": scene.only_second,
+        "counts_second_part_only": experiment.only_second,
         "num_hbm_blocks": num_hbm_blocks,
         "chunk_nbytes": chunk_nbytes,
         "notes": list(trace.notes),

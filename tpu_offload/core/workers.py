@@ -16,8 +16,8 @@ _logger = logging.getLogger(__name__)
 
 # What has to be alike on all workers, beside what the scheduler has itself, and how it is set.
 _ALIKE = {
-    "save_path": "TPU_OFFLOAD_SAVE_PATH, and TPU_OFFLOAD_PROFILE for auto",
-    "load_path": "TPU_OFFLOAD_LOAD_PATH, and TPU_OFFLOAD_PROFILE for auto",
+    "save_path": "TPU_OFFLOAD_SAVE_PATH, and TPU_OFFLOAD_COPY_PROFILE for auto",
+    "load_path": "TPU_OFFLOAD_LOAD_PATH, and TPU_OFFLOAD_COPY_PROFILE for auto",
 }
 _ALIKE_IN_ONE_PROGRAM = {"segment_chunks": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier"}
 OWN = {

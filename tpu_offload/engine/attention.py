@@ -1,9 +1,8 @@
-"""Paged attention whose result for a token never depends on what else is in the batch.
+"""Batch-invariant paged attention: the result for a token never depends on what else is in the batch.
 
-The engine serves a workload twice, with and without offloading, and compares every token. The two
-runs schedule differently: other chunk boundaries, other neighbours in a batch. Floating-point sums
-depend on their order, and a matrix multiplication picks its order by the shape of its operands, so
-equal tokens need equal shapes. Hence two rules:
+The engine serves a workload twice, with and without offloading, and compares every token. The two runs schedule
+differently: other prefill chunks, other requests in a batch. Floating-point sums depend on their order, and a matrix
+multiplication chooses its order by the shape of its operands, so equal tokens need equal shapes. Hence two rules:
 
 * every matrix multiplication has one fixed shape: work is cut into tiles of a fixed number of rows,
   and a step runs as many tiles as it needs (`map_row_tiles` for the dense layers, the outer loop

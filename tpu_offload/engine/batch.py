@@ -1,4 +1,4 @@
-"""What one step computes, as arrays of fixed shape: tokens of many requests end to end, and their tiles."""
+"""The inputs of a step as arrays of fixed shape: the tokens of many requests end to end, and their tiles."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class StepInputs:
     Attributes:
       num_tokens: i32 scalar, tokens to compute.
       tokens: i32[rows], token ids; a request's tokens are consecutive.
-      last_rows: i32[rows], where in the tokens that the last step sampled the token is, instead; -1: nowhere.
+      last_rows: i32[rows], the row of the previous step's sampled tokens to take the token from; -1 to use `tokens`.
       positions: i32[rows], position of each token in its request.
       write_blocks: i32[rows], block that takes the token's KV.
       write_offsets: i32[rows], place in that block.
@@ -84,7 +84,7 @@ class StepInputs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TokenRun:
+class TokenSpan:
     """Consecutive tokens of one request to compute in a step: a chunk of its prompt, or one new token.
 
     Attributes:
@@ -94,8 +94,8 @@ class TokenRun:
       sampling: how the token after the run is chosen.
       window_block_ids: the request's blocks of the windowed layers, by place in their ring (see
         `window_ring_blocks`); enough for the run, empty for a model without such layers.
-      last_row: if the last of `tokens` is what the last step sampled, and may be on its way: the row of that
-        step's output; the id in `tokens` means nothing then. Else -1.
+      last_row: if the last token was sampled by the previous step and may still be in flight: its row in that step's
+        output; the id in `tokens` is ignored then. Else -1.
     """
 
     tokens: Sequence[int]
@@ -106,7 +106,7 @@ class TokenRun:
     last_row: int = -1
 
 
-def pack(runs: Sequence[TokenRun], config: EngineConfig, model_config: ModelConfig) -> StepInputs:
+def pack(runs: Sequence[TokenSpan], config: EngineConfig, model_config: ModelConfig) -> StepInputs:
     """Lays the runs out end to end.
 
     Args:

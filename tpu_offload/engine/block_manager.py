@@ -1,10 +1,9 @@
 """The HBM block pool: reference counts, a prefix cache by block hash, and an LRU list of free blocks.
 
-A freed block keeps its contents, and its hash stays known, until the block is needed for something
-else; so a request that comes back soon enough finds its prefix. The free list is in the order in which
-blocks will be reused: blocks without a hash first, since nobody can find them again, then the least
-recently freed. A request's blocks are freed from the last to the first, because a prefix without its
-tail is still useful and a tail without its prefix never.
+A freed block keeps its contents and its hash until it is allocated again, so a request that returns soon enough finds
+its prefix. The free list is in order of reuse: blocks without a hash first, because no lookup can find them, then the
+least recently freed. A request's blocks are freed from last to first, because a prefix without its tail is still
+useful, and a tail without its prefix never is.
 """
 
 from collections import OrderedDict
@@ -14,11 +13,11 @@ from tpu_offload import BlockHash
 
 
 class BlockManager:
-    """Hands out blocks of the HBM cache. Bookkeeping only; the arrays are the runner's.
+    """Allocates blocks of the HBM cache. Bookkeeping only; the runner owns the arrays.
 
     Args:
       num_blocks: blocks in the pool, ids 0 to `num_blocks - 1`.
-      on_evict: told of the cached blocks that are about to be granted, before they are forgotten, the next to go first.
+      on_evict: called with the cached blocks that are about to be evicted, in order of eviction.
     """
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[Sequence[int]], None] | None = None) -> None:
@@ -36,11 +35,11 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds; those in the prefix cache are among them."""
+        """Blocks without a reference, including those in the prefix cache."""
         return len(self._free)
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The cached blocks of the longest known prefix of `hashes`. Takes no reference."""
+        """The cached blocks of the longest cached prefix of `hashes`. Takes no references."""
         block_ids = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
@@ -66,10 +65,10 @@ class BlockManager:
             self._ref_counts[block_id] += 1
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Takes the blocks that were free the longest, with a reference each; what they cached is gone.
+        """Allocates blocks, the first of the free list, with one reference each; evicts what they cached.
 
         Raises:
-          ValueError: fewer are free; nothing was taken.
+          ValueError: too few are free; nothing was allocated.
         """
         if num_blocks > len(self._free):
             raise ValueError(f"{num_blocks} blocks asked for, {len(self._free)} of {self._num_blocks} are free")
@@ -84,13 +83,12 @@ class BlockManager:
         return block_ids
 
     def register(self, block_id: int, block_hash: BlockHash) -> bool:
-        """Makes a held block findable. Its KV must be in place: the next step may share it.
+        """Adds a held block to the prefix cache. Its KV must be in place: the next step may share it.
 
-        Two requests may have computed one prefix at the same time; the first block registered wins
-        and the other stays private.
+        If two requests have computed the same prefix, the first block registered wins and the other stays private.
 
         Returns:
-          Whether it is findable by this call.
+          Whether this call added it.
         """
         if block_hash in self._block_of or block_id in self._hash_of:
             return False
@@ -102,20 +100,20 @@ class BlockManager:
         """Whether a block can be found by its hash."""
         return block_id in self._hash_of
 
-    def forget(self) -> None:
-        """Forgets what the blocks cache; those that are held stay held."""
+    def invalidate(self) -> None:
+        """Empties the prefix cache; held blocks stay held."""
         self._hash_of.clear()
         self._block_of.clear()
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Gives back one reference to each block; `block_ids` in token order.
+        """Drops one reference to each block; `block_ids` in token order.
 
         Raises:
-          ValueError: a block is not held; the blocks after it in token order were given back.
+          ValueError: a block is not held; the references of later blocks were dropped.
         """
         for block_id in reversed(block_ids):
             if self._ref_counts[block_id] < 1:
-                raise ValueError(f"block {block_id} is freed but nobody holds it")
+                raise ValueError(f"block {block_id} is freed but not held")
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._free[block_id] = None

@@ -1,4 +1,4 @@
-"""Sizes of the model and of the engine; both frozen, checked when they are built, and what follows from both."""
+"""Frozen, validated configs of model and engine, and sizes derived from both."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ class ModelConfig:
         for name in ("vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff"):
             _check_positive(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
+            raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} is odd; rotary embedding turns pairs, expected an even number")
         if self.kv_dtype not in _KV_DTYPES:
@@ -121,15 +121,15 @@ class EngineConfig:
       num_blocks: blocks in HBM for the layers with full attention.
       num_window_blocks: blocks in HBM for the windowed layers, if the model has any; 0 for a full ring
         for each of `max_num_seqs` requests.
-      max_num_seqs: requests that hold blocks at one time.
+      max_num_seqs: most requests that hold blocks at a time.
       max_model_len: longest prompt plus output, in tokens.
       max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
-      enable_prefix_caching: whether blocks in HBM are found again by their contents. Models with windowed layers do
-        without, whatever is said here.
-      num_spare_blocks: blocks that stay free, for each sequence that holds blocks, when another one is admitted or
-        comes back; none for a full ring. With 0 as many as possible run at a time, and soon some of them are preempted.
-      async_scheduling: whether a step is dispatched before the tokens of the one before are read, so that the
-        device does not wait for the host.
+      enable_prefix_caching: whether blocks in HBM are reused for equal prefixes. Always off with windowed layers.
+      num_spare_blocks: an admission watermark: blocks that must stay free for each sequence that holds blocks when
+        another one is admitted or swapped in; none for a full ring. With 0 as many sequences as possible run at a time,
+        and some are soon preempted.
+      async_scheduling: whether a step is dispatched before the tokens of the previous step are read, so that the device
+        does not wait for the host.
     """
 
     block_size: int = 16
@@ -161,9 +161,9 @@ class EngineConfig:
 def window_ring_blocks(model: ModelConfig, engine: EngineConfig) -> int:
     """Blocks in the ring that holds one request's KV of the windowed layers.
 
-    Block `b` of the request lies in place `b % window_ring_blocks`. The KV of a step is written before any
-    of it is read, so the ring holds at one time the tokens of the largest step and those that the step's
-    first token sees, wherever in a block they start.
+    Block `b` of the request is entry `b % window_ring_blocks`. The KV of a step is written before any of it is read, so
+    the ring must hold the tokens of the largest step plus those that the step's first token attends to, at any offset
+    within a block.
 
     Returns:
       At most the blocks of `max_model_len` tokens; 0 for a model without windowed layers.

@@ -8,17 +8,17 @@ from collections.abc import Callable
 import numpy as np
 
 from tpu_offload import BlockHasher, CachesLostError, KVLayout, OffloadConfig, OffloadStats, RequestError
-from tpu_offload.engine.batch import TokenRun
+from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.config import EngineConfig, ModelConfig, num_blocks_of, window_ring_blocks
 from tpu_offload.engine.offloading import Offloading, Seams
 from tpu_offload.engine.request import FinishReason, Request, RequestOutput
 from tpu_offload.engine.runner import ModelRunner, StepOutput
 from tpu_offload.engine.scheduler import Batch, Scheduler
-from tpu_offload.engine.sequence import Run, Sequence, sample_id
+from tpu_offload.engine.sequence import ScheduledTokens, Sequence, sample_id
 
 _logger = logging.getLogger(__name__)
 
-_MOSTLY = 0.75  # share of a step's tokens that are of prompts, for its time to tell what prompts cost
+_MOSTLY = 0.75  # a step counts as prefill for rate measurements from this share of prompt tokens on
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class EngineStats:
 
     Attributes:
       num_steps: calls of `Engine.step`.
-      num_preemptions: how often a running request gave its blocks back.
+      num_preemptions: preemptions of running requests.
       num_waiting: samples of requests that hold no blocks now.
       num_active: samples of requests that hold blocks now.
-      num_swapped: of those that hold none, those whose KV is swapped out.
-      num_cache_losses: how often a load failed and took all KV in HBM with it.
+      num_swapped: waiting samples whose KV is swapped out.
+      num_cache_losses: failed loads that destroyed all KV in HBM.
     """
 
     num_steps: int
@@ -96,15 +96,14 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to do or to tell."""
+        """Whether `step` has anything to do or to report."""
         return bool(self._rejected or self._samples)
 
     def add_request(self, request: Request) -> None:
         """Queues a request. One that can never be served ends with an error in the next step.
 
         Raises:
-          RequestError: a request of this id is unfinished, a token is not in the vocabulary, or the
-            cache_salt is no valid text.
+          RequestError: the id is in use, a token is not in the vocabulary, or the cache_salt is not valid text.
         """
         taken = [request.request_id] if request.request_id in self._samples else []
         taken += filter(self._scheduler.has, (sample_id(request.request_id, i) for i in range(request.sampling.n)))
@@ -118,7 +117,7 @@ class Engine:
         try:
             request.cache_salt.encode()
         except UnicodeEncodeError as e:
-            raise RequestError(f"request {request.request_id} has a cache_salt that is no valid text: {e}") from e
+            raise RequestError(f"request {request.request_id} has a cache_salt that is not valid text: {e}") from e
         now_s = self._clock()
         samples = [Sequence(request, now_s, list(request.prompt_tokens), i) for i in range(request.sampling.n)]
         error = self._scheduler.why_unservable(request)
@@ -129,10 +128,10 @@ class Engine:
             self._scheduler.add(*samples)
 
     def abort(self, *request_ids: str) -> list[RequestOutput]:
-        """Ends requests at once, whatever they are doing.
+        """Ends requests immediately, in any phase.
 
         Returns:
-          The last output of each of their unfinished samples; nothing for a request that is not here, or no more.
+          The last output of each of their unfinished samples; none for unknown or finished requests.
         """
         samples = [sample for request_id in dict.fromkeys(request_ids) for sample in self._samples.pop(request_id, [])]
         now_s = self._clock()
@@ -140,8 +139,8 @@ class Engine:
         return [sample.final_output(FinishReason.ABORTED, now_s=now_s) for sample in ended]
 
     def reset_cache(self) -> None:
-        """Forgets all KV that requests to come could reuse, in HBM and in host memory; running ones go on."""
-        self._scheduler.forget_prefixes()
+        """Invalidates all cached KV, in HBM and in host memory; running requests continue."""
+        self._scheduler.invalidate_prefixes()
         if self._offload:
             self._offload.reset()
 
@@ -160,7 +159,7 @@ class Engine:
         if launched is not None:
             outputs += self._complete(launched)
         if self._offload:
-            # With nothing to compute, the only news can come from a copy.
+            # With nothing to compute, only a copy can make progress.
             idle = not batch and self._in_flight is None
             update = self._offload.poll(wait=idle and self._scheduler.awaits_copies)
             for name in update.loaded:
@@ -168,7 +167,7 @@ class Engine:
             for failed in update.failed_loads:
                 self._scheduler.end_load(failed.request_id, num_valid_tokens=failed.num_valid_tokens)
             for name in update.swapped_in:
-                self._scheduler.end_return(name)
+                self._scheduler.end_swap_in(name)
             for name in update.lost_swaps:
                 self._scheduler.lose_swap(name)
         return outputs
@@ -178,9 +177,9 @@ class Engine:
         self._runner.warm_up(self._offload.fused_shapes() if self._offload else ())
 
     def wait_for_host_memory(self) -> None:
-        """Blocks until all of host tier and swap pool is allocated, which otherwise goes on while requests are served.
+        """Blocks until host tier and swap pool are allocated, which otherwise happens while requests are served.
 
-        For measurements and tests: memory is pinned at a few GB a second.
+        For measurements and tests: memory is pinned at a few GB/s.
         """
         if self._offload:
             self._offload.wait_until_allocated()
@@ -216,11 +215,11 @@ class Engine:
         """Dispatches swaps, loads, forward pass and saves in this order.
 
         Returns:
-          The step; None if there is nothing to compute, or a load took the caches with it and there is no step.
+          The step; None if there is nothing to compute, or a load destroyed the caches.
         """
         runner, offload = self._runner, self._offload
         start_s = self._clock()
-        runs = [self._token_run(run) for run in batch]
+        runs = [self._token_span(run) for run in batch]
         copies = self._scheduler.take_copies()
         if offload is None:
             runner.copy_blocks(copies)
@@ -229,22 +228,22 @@ class Engine:
             try:
                 plan, runner.kv_caches = offload.before_forward(batch, runner.kv_caches)
             except CachesLostError as e:
-                self._start_over(batch, e)
+                self._restart(batch, e)
                 return None
             runner.copy_blocks(copies)
             output = runner.step(runs, offload.fused_step()) if runs else None
             offload.after_forward(plan, runner.kv_caches, output.copied if output else None)
         return _InFlight(batch, output, start_s) if output else None
 
-    def _start_over(self, batch: Batch, error: CachesLostError) -> None:
-        """New caches, with nothing in them. A step in flight was dispatched before, and its tokens count."""
+    def _restart(self, batch: Batch, error: CachesLostError) -> None:
+        """Makes new, empty caches. A step in flight was dispatched before the loss, and its tokens count."""
         self._num_cache_losses += 1
         self._runner.renew_caches()
         num_lost = self._scheduler.lose_caches(batch)
-        _logger.error("%s. Done: %d requests are computed again", error, num_lost)
+        _logger.error("%s. New caches were made; %d requests are recomputed", error, num_lost)
 
     def _complete(self, step: "_InFlight") -> list[RequestOutput]:
-        """Waits for the tokens of a step, and hands them out."""
+        """Waits for the tokens of a step, and returns their outputs."""
         num_runs = len(step.batch)
         tokens = np.asarray(step.output.tokens)[:num_runs].tolist()
         logprobs = np.asarray(step.output.logprobs)[:num_runs].tolist()
@@ -268,14 +267,14 @@ class Engine:
         return outputs
 
     def _observe_prefill(self, batch: Batch, seconds: float) -> None:
-        """Tells what recompute costs, from steps that compute mostly prompts."""
+        """Reports the prefill rate, measured on steps that compute mostly prompts."""
         assert self._offload is not None
         num_tokens = sum(run.num_tokens for run in batch)
         num_prompt = sum(run.num_tokens for run in batch if run.num_tokens > 1)
         if num_prompt >= _MOSTLY * num_tokens:
             self._offload.observe_prefill(num_prompt, seconds)
 
-    def _token_run(self, run: Run) -> TokenRun:
+    def _token_span(self, run: ScheduledTokens) -> TokenSpan:
         sequence = run.sequence
         tokens = sequence.tokens[run.start : run.end]
         source = -1
@@ -284,14 +283,14 @@ class Engine:
             rows = (row for row, other in enumerate(self._in_flight.batch) if other.sequence is sequence)
             source = next(rows)
             tokens = [*tokens, 0]
-        return TokenRun(
+        return TokenSpan(
             tokens, run.start, sequence.block_ids, sequence.sampling, sequence.window_block_ids, last_row=source
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A step that is dispatched, and what it will come to."""
+    """A dispatched step and its future results."""
 
     batch: Batch
     output: StepOutput

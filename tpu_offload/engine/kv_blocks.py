@@ -1,9 +1,8 @@
-"""Block tables of all layer groups: what a sequence needs, has and gives back.
+"""Block tables of all layer groups: grants, shares and releases blocks.
 
-Layers with full attention need a block for every `block_size` tokens. Layers with a sliding window need a
-ring of them: the block of token `t` is entry `t // block_size % ring_blocks`, and what is older than the
-window is overwritten. Blocks of the first kind can be shared and found again by their hash, those of a ring
-never: what is in them changes.
+Layers with full attention need one block per `block_size` tokens. Layers with a sliding window need a ring of blocks:
+the block of token `t` is entry `t // block_size % ring_blocks`, and older tokens are overwritten. Full-attention blocks
+can be shared and cached by hash; ring blocks cannot, because their contents change.
 """
 
 from collections.abc import Callable
@@ -25,12 +24,12 @@ class KVBlocks:
       num_blocks: blocks for layers with full attention.
       block_size: tokens in a block.
       num_window_blocks: blocks for layers with a window; 0 if there are none.
-      ring_blocks: most of those that a sequence needs.
+      ring_blocks: most window blocks that a sequence needs.
       window_tokens: tokens that a token attends to in those layers, itself included.
       num_spare_blocks: see `EngineConfig`.
-      prefix_caching: whether full blocks are found by their hashes. Off with windows, whatever is said here: a prefix
-        is of no use without the rings that go with it.
-      on_evict: told of every cached prefix whose last block is about to be granted.
+      prefix_caching: whether full blocks are cached by hash. Always off with windows: a prefix is useless without its
+        rings.
+      on_evict: called for each cached prefix whose last block is about to be evicted.
     """
 
     def __init__(
@@ -51,24 +50,24 @@ class KVBlocks:
         self._num_spare_blocks = num_spare_blocks
         self._prefix_caching = prefix_caching and not ring_blocks
         self._on_evict = on_evict
-        # By cached block: what it was computed for, and its number there. Kept only if somebody wants to be told.
+        # Per cached block, the sequence that it was computed for and its index there. Only with `on_evict`.
         self._origins: dict[int, tuple[Origin, int]] = {}
         self._full = BlockManager(num_blocks, on_evict=self._evict if on_evict else None)
         self._window = BlockManager(num_window_blocks)
 
     def num_blocks(self, num_tokens: int) -> tuple[int, int]:
-        """Blocks that the KV of so many tokens takes, per layer group."""
+        """Blocks needed for the KV of `num_tokens` tokens, per layer group."""
         full = -(-num_tokens // self._block_size)
         return full, min(full, self._ring_blocks)
 
     def missing(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """Of those, the blocks that a sequence has not got."""
+        """Of these, the blocks that a sequence lacks."""
         full, window = self.num_blocks(num_tokens)
         return max(0, full - len(sequence.block_ids)), max(0, window - len(sequence.window_block_ids))
 
     @property
     def num_free(self) -> tuple[int, int]:
-        """Blocks that can be had, per layer group; cached ones that nobody holds are among them."""
+        """Free blocks per layer group, including cached ones without a reference."""
         return self._full.num_free, self._window.num_free
 
     @property
@@ -77,16 +76,15 @@ class KVBlocks:
         return self._full.num_blocks, self._window.num_blocks
 
     def find_prefix(self, hashes: List[BlockHash]) -> list[int]:
-        """The cached blocks of the longest known prefix."""
+        """The cached blocks of the longest cached prefix."""
         return self._full.lookup(hashes) if self._prefix_caching else []
 
     def live(self, sequence: Sequence, samples: List[Sequence]) -> dict[int, int]:
-        """Which of a sequence's full blocks are in HBM, by their number in its table, apart from its own.
+        """Copies of a sequence's full blocks that are in HBM, apart from its own: index in its table -> block id.
 
         Args:
-          sequence: whose computed tokens fill blocks.
-          samples: running sequences of the same prompt, which hold it; of use only if all or none of it is of before a
-            reset, as with this sequence.
+          sequence: the sequence.
+          samples: running sequences of the same prompt. Those that differ from it in `is_stale` are ignored.
         """
         num_full = sequence.num_computed_tokens // self._block_size
         found = {}
@@ -104,13 +102,13 @@ class KVBlocks:
     def grant(
         self, sequence: Sequence, num_tokens: int, *, shared: dict[int, int] | None = None, active: List[Sequence] = ()
     ) -> bool:
-        """Gives a sequence what it is missing for so many tokens, or nothing.
+        """Grants a sequence all blocks that it lacks for `num_tokens` tokens, or none; returns whether it did.
 
         Args:
-          sequence: who gets them.
-          num_tokens: whose KV it must be able to hold.
-          shared: for one that has none: blocks that others hold or that are cached, by their number in its table.
-          active: sequences for each of which `num_spare_blocks` must stay free to grow into; none where a ring is full.
+          sequence: gets the blocks.
+          num_tokens: tokens whose KV must fit.
+          shared: for a sequence without blocks: held or cached blocks to share, by index in its table.
+          active: sequences for each of which `num_spare_blocks` must stay free; none for a full ring.
         """
         shared = shared or {}
         full, window = self.missing(sequence, num_tokens)
@@ -131,17 +129,17 @@ class KVBlocks:
         return True
 
     def fork(self, sequence: Sequence, leader: Sequence, *, active: List[Sequence]) -> list[BlockCopy] | None:
-        """Gives another sample of a prompt what it needs for all of the prompt but its last token.
+        """Grants another sample of a prompt blocks with the KV of the prompt except its last token.
 
-        Full blocks are shared. The one that will be written to, and the ring, are its own, and have to be copied.
+        Full blocks are shared. The partial block and the ring are copied.
 
         Args:
           sequence: has no blocks, and only the tokens of the prompt.
-          leader: has computed the prompt, and still holds its blocks.
+          leader: has computed the prompt and still holds its blocks.
           active: as in `grant`.
         Returns:
-          What to copy; None, and nothing is granted, if there are too few blocks, or the leader's ring has gone on too
-          far since.
+          The blocks to copy. None, with nothing granted, if there are too few blocks or the leader's ring has already
+          overwritten what is needed.
         """
         num_reused = len(sequence.tokens) - 1
         num_shared = num_reused // self._block_size
@@ -155,19 +153,19 @@ class KVBlocks:
         return copies + [(1, leader.window_block_ids[i], sequence.window_block_ids[i]) for i in range(window)]
 
     def _ring_holds(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether a ring still has all that the token after the first `num_tokens` may see.
+        """Whether a ring still has all tokens that the token after the first `num_tokens` attends to.
 
-        A ring is as long as the window and the largest step together need, so it has until the sequence has gone on
-        by as many tokens as a step may compute.
+        A ring has room for the window plus the largest step, so it does until the sequence has advanced by as many
+        tokens as a step may compute.
         """
         newest = (sequence.num_computed_tokens - 1) // self._block_size
         oldest_needed = max(0, num_tokens - self._window_tokens + 1) // self._block_size
         return newest - self._ring_blocks < oldest_needed
 
     def register(self, sequence: Sequence, first: int, end: int) -> None:
-        """The KV of these full blocks of the table is in place: they can be found by their hashes.
+        """Adds full blocks whose KV is in place to the prefix cache.
 
-        Those of a stale sequence cannot: what the steps after the reset compute rests on KV of before it.
+        Not those of a stale sequence: what it computes after a reset depends on KV from before it.
         """
         if self._prefix_caching and not sequence.is_stale:
             for i in range(first, end):
@@ -176,9 +174,9 @@ class KVBlocks:
                     self._origins[block_id] = sequence.origin, i
 
     def deduplicate(self, sequence: Sequence, samples: List[Sequence]) -> None:
-        """Like `register`, for all full blocks of a sequence that was away.
+        """Like `register`, for all full blocks of a sequence that was swapped in.
 
-        Of those that have come up again meanwhile the live one is shared, and the other free.
+        Where an equal block is in HBM by now, that one is shared and the sequence's own is freed.
         """
         for i, live in self.live(sequence, samples).items():
             self._full.share([live])
@@ -186,13 +184,13 @@ class KVBlocks:
             sequence.block_ids[i] = live
         self.register(sequence, 0, sequence.num_computed_tokens // self._block_size)
 
-    def forget(self) -> None:
-        """No block can be found by its hash any more."""
-        self._full.forget()
+    def invalidate(self) -> None:
+        """Empties the prefix cache."""
+        self._full.invalidate()
         self._origins.clear()
 
     def _evict(self, block_ids: List[int]) -> None:
-        """Tells of the prefixes that end with these blocks. Of one that loses several, once: the tail goes first."""
+        """Reports the prefixes that end with these blocks; one that loses several blocks once, with the longest."""
         assert self._on_evict is not None
         longest: dict[int, int] = {}
         for block_id in block_ids:
@@ -210,8 +208,8 @@ class KVBlocks:
                 )
             )
 
-    def take(self, sequence: Sequence) -> None:
-        """Takes a sequence's blocks; what is cached in them can be found until they are granted again."""
+    def release(self, sequence: Sequence) -> None:
+        """Frees a sequence's blocks; what they cache stays findable until they are granted again."""
         self._full.free(sequence.block_ids)
         self._window.free(sequence.window_block_ids)
         sequence.block_ids, sequence.window_block_ids = [], []
@@ -225,6 +223,6 @@ class KVBlocks:
             manager.check_invariants()
             assert manager.num_free == manager.num_blocks - len({block for table in tables for block in table})
         stale = [block for sequence in active if sequence.is_stale for block in sequence.block_ids]
-        assert not any(map(self._full.is_registered, stale)), "KV of before a reset can be found"
+        assert not any(map(self._full.is_registered, stale)), "KV from before a reset is in the prefix cache"
         rings = [block for sequence in active for block in sequence.window_block_ids]
         assert len(rings) == len(set(rings)), "two sequences write into one ring"

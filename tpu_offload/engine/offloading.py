@@ -1,9 +1,8 @@
-"""How an engine uses tpu_offload: everything the library asks of it, in one place.
+"""How an engine uses tpu_offload: all calls to the library in one place.
 
-The scheduler calls `start_load` when it admits a sequence, `preempt` or `finish` when it takes the sequence's
-blocks, and `can_return` and `swap_in` when it wants to bring one back that `preempt` has swapped out. Its block pool
-calls `evict` before it grants what is cached. The engine calls the other three once a step, whether or not anything is
-computed:
+The scheduler calls `start_load` when it admits a sequence, `preempt` or `finish` when it takes the sequence's blocks,
+and `can_return` and `swap_in` to resume one that `preempt` has swapped out. Its block pool calls `evict` before it
+grants cached blocks. The engine calls the following once a step, even if nothing is computed:
 
     plan, kv_caches = offloading.before_forward(batch, kv_caches)
     ... dispatch the forward pass with offloading.fused_step() ...
@@ -35,14 +34,14 @@ from tpu_offload import (
     StepReport,
     Update,
 )
-from tpu_offload.engine.sequence import Phase, Run, Sequence
+from tpu_offload.engine.sequence import Phase, ScheduledTokens, Sequence
 
-_NEVER = 2**30 - 1  # more tokens than a request has; integers this small compare fastest
+_NEVER = 2**30 - 1  # more tokens than any request has; integers of this size compare fastest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seams:
-    """What may be put between the parts of the library, for tests in which copies and messages go wrong.
+    """Hooks between the parts of the library, for tests that inject faults into copies and messages.
 
     Attributes:
       wrap_copier: see `OffloadWorker`.
@@ -56,12 +55,12 @@ class Seams:
 class Offloading:
     """Glue between this engine and the library.
 
-    A multi-host engine would keep the `OffloadScheduler` with its scheduler, an `OffloadWorker` with
-    each of its workers, and send the plan down and the reports up. Here they are neighbours.
+    A multi-host engine would keep the `OffloadScheduler` with its scheduler, an `OffloadWorker` with each of its
+    workers, and send plans and reports between them. Here both are in one process.
 
     Args:
       config: the library's settings.
-      layout: what the caches are made of.
+      layout: the geometry of the caches.
       kv_caches: per layer, the HBM cache.
       clock: monotonic seconds.
       seams: for tests.
@@ -83,22 +82,22 @@ class Offloading:
         self._decode_save = config.decode_save
         self._saves_on_compute = SaveEvent.COMPUTE in config.save_on
         self._saves_on_eviction = SaveEvent.HBM_EVICTION in config.save_on and config.enabled
-        # Sequences with blocks that may have to be saved. Of hundreds that generate it holds none, unless
-        # generated tokens are saved as well: then looking for the few that complete a block is a comparison each.
+        # Sequences that may complete blocks to save. Generating ones are included only if generated tokens are saved;
+        # then finding the few that complete a block costs one comparison each.
         self._watched: set[Sequence] = set()
         self._scheduler = OffloadScheduler(config, layout, clock=clock)
         self._worker = OffloadWorker(config, layout, kv_caches, clock=clock, fused=True, wrap_copier=seams.wrap_copier)
 
     def start_load(self, sequence: Sequence) -> int:
-        """Asks for what the host tier has past the blocks found in HBM, and starts loading it.
+        """Looks up the host tier beyond the blocks found in HBM, and starts the load.
 
-        This engine grants blocks for all known tokens before it asks. One that asks first, to find out
-        how many blocks it needs, calls `OffloadScheduler.release` if it cannot grant them.
+        This engine grants blocks for all known tokens before the lookup. An engine that looks up first calls
+        `OffloadScheduler.release` if it cannot grant the blocks then.
 
         Args:
-          sequence: with its blocks granted.
+          sequence: has its blocks.
         Returns:
-          Tokens that will be loaded. If not 0, the request may not run before `poll` names it.
+          Tokens that will be loaded. If not 0, the request must not run before `poll` names it.
         """
         found = self._scheduler.match(
             sequence.sequence_id,
@@ -117,20 +116,20 @@ class Offloading:
         return self._saves_on_eviction
 
     def evict(self, prefix: CachedPrefix) -> None:
-        """The last block of a cached prefix is about to be granted to somebody else."""
+        """Call it before the last block of a cached prefix is granted to another request."""
         self._scheduler.evict(prefix)
 
     def _watch(self, sequence: Sequence) -> None:
-        """From now on what the sequence computes is offered."""
+        """From now on the sequence's blocks are offered for saving."""
         sequence.next_offer_tokens = 0
         if self._saves_on_compute:
             self._watched.add(sequence)
 
     def preempt(self, sequence: Sequence) -> bool:
-        """Takes the sequence's blocks for others; they may be granted again at once, under pending copies.
+        """Preempts a sequence. Its blocks may be granted again at once, even with copies in flight.
 
         Returns:
-          Whether it is swapped out. If not it is recomputed.
+          Whether it is swapped out; otherwise it must be recomputed.
         """
         self._watched.discard(sequence)
         name = sequence.sequence_id
@@ -148,50 +147,52 @@ class Offloading:
         return swapped
 
     def abandon(self, sequence: Sequence) -> None:
-        """The sequence's blocks are lost, and it is computed again, whatever it was doing."""
+        """The sequence's blocks are lost: it is recomputed, whatever its phase."""
         self._watched.discard(sequence)
         if sequence.phase is Phase.RETURNING:
-            # Not swapped in once more: that may be the very copy that took the caches along.
+            # Not swapped in again: that may be the very copy that destroyed the caches.
             self._scheduler.swap.discard([sequence.sequence_id])
         self._scheduler.preempt(sequence.sequence_id)
 
     def lose_caches(self) -> None:
-        """The KV caches are gone, and there are new ones; `abandon` follows for every sequence that holds blocks."""
+        """The KV caches were lost and replaced. Then call `abandon` for every sequence that holds blocks."""
         self._scheduler.lose_caches(self._worker.cache_epoch)
 
     def reset(self) -> None:
-        """Forgets what is in host memory; the next updates tell whose KV was on its way or swapped out."""
+        """Invalidates everything in host memory. The next updates name the sequences whose loads or swaps are lost."""
         self._scheduler.reset()
 
     def can_return(self, sequence: Sequence) -> bool:
-        """Whether a swapped-out sequence can be brought back; if not, its KV is lost and the next update says so."""
+        """Whether a swapped-out sequence can be swapped in; if not, its KV is lost and the next update says so."""
         return self._scheduler.swap.can_return(sequence.sequence_id)
 
     def swap_in(self, sequence: Sequence, *, present: Collection[int]) -> bool:
-        """Starts to bring a swapped-out sequence back into the blocks it has been granted.
+        """Starts to swap a sequence into the blocks that it has been granted.
 
         Args:
-          sequence: it `can_return`.
-          present: numbers of its blocks that hold their KV already.
+          sequence: one that `can_return`.
+          present: numbers of its blocks that already hold their KV.
         Returns:
-          Whether it may not run before `poll` names it.
+          Whether it has to wait until `poll` names it.
         """
         self._watch(sequence)
         block_ids = [sequence.block_ids, sequence.window_block_ids][: self._num_groups]
         return self._scheduler.swap.swap_in(sequence.sequence_id, block_ids, present=present)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """What recompute costs: a step that computed little else computed so many tokens of prompts."""
+        """Reports the cost of recompute: a step that computed mostly prompts, with this many prompt tokens."""
         self._scheduler.swap.observe_prefill(num_tokens, seconds)
 
     def finish(self, sequences: Collection[Sequence]) -> None:
-        """The sequences ended, in whatever phases; their blocks may be granted again at once."""
+        """The sequences have ended, in any phase; their blocks may be granted again at once."""
         for sequence in sequences:
             self._watched.discard(sequence)
             self._scheduler.finish(sequence.sequence_id)
         self._scheduler.swap.discard(sequence.sequence_id for sequence in sequences)
 
-    def before_forward(self, batch: Collection[Run], kv_caches: list[jax.Array]) -> tuple[StepPlan, list[jax.Array]]:
+    def before_forward(
+        self, batch: Collection[ScheduledTokens], kv_caches: list[jax.Array]
+    ) -> tuple[StepPlan, list[jax.Array]]:
         """Plans the step and dispatches its loads.
 
         Args:
@@ -200,7 +201,7 @@ class Offloading:
         Returns:
           The plan, for `after_forward`, and the caches to run the step on.
         Raises:
-          CachesLostError: the caches are gone, and this step is not to be; the next one comes with new caches.
+          CachesLostError: the caches are lost. Skip this step and continue with new caches.
         """
         changed: list[ScheduledRequest] = []
         if self._watched:
@@ -213,7 +214,7 @@ class Offloading:
         return plan, self._worker.begin_step(plan, kv_caches, fuse=bool(batch))
 
     def fused_step(self) -> FusedStep:
-        """The copies that the forward pass takes along; nothing unless a copy path is `fused`."""
+        """The copies to run inside the forward pass; none unless a copy path is `fused`."""
         return self._worker.fused_step()
 
     def fused_shapes(self) -> list[FusedStep]:
@@ -224,9 +225,9 @@ class Offloading:
         """Dispatches the step's saves, which read the caches before any later step can write them.
 
         Args:
-          plan: what `before_forward` returned.
-          kv_caches: as the forward pass left them.
-          copied: what the forward pass returned of the copies it took along.
+          plan: from `before_forward`.
+          kv_caches: the caches after the forward pass.
+          copied: what the forward pass returned for its fused copies.
         """
         self._worker.end_step(plan, kv_caches, copied)
 
@@ -234,7 +235,7 @@ class Offloading:
         """Sequences whose loads and swaps have ended since the last call.
 
         Args:
-          wait: the engine has nothing else to do before a copy ends.
+          wait: block until a copy ends, because the engine has nothing else to do.
         """
         reports = self._relay(self._worker.poll(wait=wait))
         if len(reports) == 1:
@@ -263,7 +264,7 @@ class Offloading:
         )
 
     def wait_until_allocated(self) -> None:
-        """Blocks until all host memory is there, and tells the scheduler."""
+        """Blocks until all host memory is allocated, and reports it to the scheduler."""
         self._worker.wait_until_allocated()
         self.poll(wait=False)
 
@@ -272,7 +273,7 @@ class Offloading:
         return self._scheduler.stats()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the library's accounts disagree. For tests."""
+        """Raises AssertionError if the library's state is inconsistent. For tests."""
         self._scheduler.check_invariants()
 
     def close(self) -> None:

@@ -16,8 +16,7 @@ class SamplingParams:
       top_k: sample from the k most likely tokens; 0 for all.
       seed: of the request's random draws, 0 to 2**32 - 1.
       stop_token_ids: generation ends with any of these.
-      n: how often to continue the prompt. The samples share its blocks; sample i draws as a request of its own
-        with seed + i would.
+      n: number of samples of the prompt. They share its blocks; sample i draws like a separate request with seed + i.
     """
 
     max_tokens: int
@@ -121,11 +120,11 @@ class RequestOutput:
     Attributes:
       request_id: which.
       tokens: all tokens generated so far.
-      finish_reason: None while it goes on.
+      finish_reason: None while it is unfinished.
       error: why it could not be served, in one line; empty unless `finish_reason` is ERROR.
       stats: present when it ended.
       index: which sample, 0 to n - 1.
-      logprobs: as many as `tokens`: the natural logarithm of each one's probability, before temperature and top_k.
+      logprobs: for each of `tokens` the natural logarithm of its probability, before temperature and top_k.
     """
 
     request_id: str

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from tpu_offload import FusedCopies, FusedInputs, FusedOutcome, FusedStep
-from tpu_offload.engine.batch import StepInputs, TokenRun, pack
+from tpu_offload.engine.batch import StepInputs, TokenSpan, pack
 from tpu_offload.engine.config import EngineConfig, ModelConfig, num_blocks_of
 from tpu_offload.engine.model import Decoder
 from tpu_offload.engine.sampling import logprobs, sample
@@ -22,13 +22,13 @@ _MAX_COPIES = 64  # blocks that one program copies within HBM
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step computes, one row for each run, in order; rows past the runs are garbage.
+    """The outputs of a step, one row per span, in order; further rows are garbage.
 
     Attributes:
       tokens: i32[samples], the sampled next tokens.
       logprobs: f32[samples], their log-probabilities under softmax(logits), without temperature.
       logits: f32[samples, vocab_size] they were sampled from.
-      copied: what the step returned of its copies; None when there were none.
+      copied: the results of fused copies; None without any.
     """
 
     tokens: jax.Array
@@ -103,17 +103,17 @@ class ModelRunner:
         self._last_tokens = jax.device_put(jnp.zeros_like(self._pack([]).top_ks), jax.devices()[0])
 
     def renew_caches(self) -> None:
-        """Makes caches of zeros. What is left of the old ones goes first: HBM has no room for both."""
+        """Makes zeroed caches. Deletes the remains of the old ones first: HBM has no room for both."""
         for cache in self.kv_caches:
             if not cache.is_deleted():
                 cache.delete()
-        # Put on a device by name, as arrays that come back from the offload worker are. Arrays that jax has
-        # merely placed there by default count as another kind, and would compile the step once more.
+        # Committed to a device, like arrays that come back from the offload worker. Uncommitted arrays would compile
+        # the step once more.
         device = jax.devices()[0]
         dtype = self._model_config.kv_dtype
         self.kv_caches = [jax.device_put(jnp.zeros(shape, dtype), device) for shape in self._cache_shapes]
 
-    def step(self, runs: Sequence[TokenRun], fused: FusedStep | None = None) -> StepOutput:
+    def step(self, runs: Sequence[TokenSpan], fused: FusedStep | None = None) -> StepOutput:
         """Dispatches the computation of the runs' tokens and KV, and of one token after each run.
 
         Returns at once, so that what must follow in program order (saves of these blocks) can be
@@ -156,7 +156,7 @@ class ModelRunner:
         Args:
           fused_shapes: copies to compile it for as well. Those programs are not run: they would copy.
         """
-        last_tokens = self._last_tokens  # of a step that may be on its way
+        last_tokens = self._last_tokens  # of a step that may be in flight
         self.step([]).tokens.block_until_ready()
         self._last_tokens = last_tokens
         for layers in self._model_config.layer_groups:
@@ -164,7 +164,7 @@ class ModelRunner:
         for fused in fused_shapes:
             self._program(fused)
 
-    def _pack(self, runs: Sequence[TokenRun]) -> StepInputs:
+    def _pack(self, runs: Sequence[TokenSpan]) -> StepInputs:
         return pack(runs, self._engine_config, self._model_config)
 
     def _program(self, fused: FusedStep) -> Any:

@@ -1,18 +1,18 @@
 """Decides what each step computes: continuous batching, chunked prefill, preemption by swap or recompute.
 
-First come, first served. A request is admitted when there are blocks for all its tokens so far, so a
-prompt never runs out of blocks half way; while it generates, it takes one more block at a time. When there
-are too few for all, the fewest newest requests give theirs back (`choose_victims`). Their KV is swapped
-out, or they start over later, with the tokens they have generated as part of their prompt.
+First come, first served. A request is admitted when there are blocks for all its tokens so far, so a prompt never runs
+out of blocks halfway; during generation it takes one more block at a time. When there are too few, as few of the newest
+requests as possible are preempted (`choose_victims`). Their KV is swapped out, or they are recomputed later, with the
+generated tokens as part of their prompt.
 
-Whoever was preempted waits in its old place in the queue, before all that came later, whether its KV is in
-host memory or not. That bounds how long anyone waits: a preempted request for those that hold blocks now
-and those older than itself, a new one for those that came before it; nobody is overtaken. The oldest
-request is never a victim, so it always gets on, and with it in turn every other.
+A preempted request keeps its place in the queue, ahead of all later ones, whether its KV is in host memory or not. That
+bounds the wait: a preempted request waits only for those that hold blocks now and for older ones, a new request for
+those before it. No request is overtaken. The oldest request is never a victim, so it always makes progress, and in turn
+every other.
 
-A sequence counts as computed what the steps dispatched so far compute. A step that is on its way when its
-sequence is preempted has read and written its blocks in program order before they are copied out or
-granted to others, and the token that it samples is taken when it arrives, wherever the sequence is then.
+`num_computed_tokens` includes what the steps dispatched so far compute. If a sequence is preempted while its step is in
+flight, that step reads and writes its blocks in program order before they are copied out or granted again, and its
+sampled token is appended when it arrives, whatever the sequence's phase is then.
 """
 
 import bisect
@@ -24,9 +24,9 @@ from tpu_offload.engine.config import EngineConfig
 from tpu_offload.engine.kv_blocks import BlockCopy, KVBlocks
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request
-from tpu_offload.engine.sequence import Phase, Run, Sequence
+from tpu_offload.engine.sequence import Phase, ScheduledTokens, Sequence
 
-type Batch = list[Run]
+type Batch = list[ScheduledTokens]
 
 
 class Scheduler:
@@ -34,10 +34,10 @@ class Scheduler:
 
     Args:
       config: sizes.
-      hasher: names full blocks by their contents.
-      offload: where evicted and preempted KV may still be; None without offloading.
+      hasher: hashes full blocks.
+      offload: the offloading glue; None without offloading.
       num_window_blocks: blocks for layers with a sliding window; 0 if there are none.
-      ring_blocks: most of those that a sequence needs.
+      ring_blocks: most window blocks that a sequence needs.
       window_tokens: tokens that a token attends to in those layers.
     """
 
@@ -94,11 +94,11 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """How often a sequence gave its blocks back before its end."""
+        """Number of preemptions so far."""
         return self._num_preemptions
 
     def why_unservable(self, request: Request) -> str:
-        """Why the request could never run to its end, in one line; empty if it can."""
+        """Why the request can never be served, in one line; empty if it can."""
         config, num_prompt = self._config, len(request.prompt_tokens)
         total = num_prompt + request.sampling.max_tokens
         asked = f"{num_prompt} prompt tokens and max_tokens={request.sampling.max_tokens}"
@@ -117,11 +117,11 @@ class Scheduler:
         return sequence_id in self._sequences
 
     def add(self, sequence: Sequence, *forks: Sequence) -> None:
-        """Queues the samples of a new request that `why_unservable` has nothing against.
+        """Queues the samples of a new request for which `why_unservable` is empty.
 
         Args:
-          sequence: the one that computes the prompt.
-          *forks: others, which wait for that and share its blocks.
+          sequence: the sample that computes the prompt.
+          *forks: the other samples, which wait for the prompt and share its blocks.
         """
         self._num_arrived += 1
         for sample in (sequence, *forks):
@@ -133,15 +133,15 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def finish(self, *sequence_ids: str) -> list[Sequence]:
-        """Takes sequences out, whatever their phases, and frees their blocks and what is swapped out of them.
+        """Removes sequences in any phase, and frees their blocks and swapped-out KV.
 
         Raises:
-          KeyError: one is not here.
+          KeyError: an unknown sequence.
         """
         sequences = [self._sequences.pop(sequence_id) for sequence_id in sequence_ids]
         for sequence in sequences:
             if sequence.phase.holds_blocks:
-                self._take_blocks(sequence)
+                self._release_blocks(sequence)
             elif sequence.phase is Phase.FORKED and sequence.leader:
                 sequence.leader.forks.remove(sequence)
             else:
@@ -154,7 +154,7 @@ class Scheduler:
         return sequences
 
     def schedule(self) -> Batch:
-        """Chooses the next step: running sequences first, then others while tokens and blocks last."""
+        """Chooses the next batch: running sequences first, then waiting ones while tokens and blocks last."""
         has_preempted = self._make_room()
         batch: Batch = []
         budget = self._config.max_num_batched_tokens
@@ -166,7 +166,7 @@ class Scheduler:
                 self._hash(sequence)
                 batch.append(self._start(sequence, num_tokens))
                 budget -= num_tokens
-        # What was preempted just now would be first in line for the very blocks it gave back.
+        # Not in a step that preempts: a victim would be the first to be admitted, to its own blocks.
         while self._waiting and budget > 0 and not has_preempted:
             sequence = self._waiting[0]
             if len(self._active) == self._config.max_num_seqs or not self._enter(sequence, batch):
@@ -183,15 +183,15 @@ class Scheduler:
         return copies
 
     def complete(self, batch: Batch, sampled: Iterable[tuple[int, float]], *, now_s: float) -> list[Sequence]:
-        """A step has run: its KV is in the blocks.
+        """Processes the results of a step, whose KV is in the blocks now.
 
         Args:
-          batch: what `schedule` returned.
-          sampled: the token after each of its runs, and its log-probability.
+          batch: from `schedule`.
+          sampled: per entry of the batch, the sampled token and its log-probability.
           now_s: the time.
         Returns:
-          The sequences that got a new token. A run that ends inside the known tokens gets none, and neither does
-          one whose sequence ended while the step was on its way.
+          The sequences that got a new token. There is none for an entry that ends before the last known token, or whose
+          sequence has ended since.
         """
         grown = []
         for run, (token, logprob) in zip(batch, sampled, strict=True):
@@ -213,12 +213,12 @@ class Scheduler:
         return grown
 
     def end_load(self, sequence_id: str, *, num_valid_tokens: int | None = None) -> None:
-        """A load is over and its sequence can run.
+        """A load has ended and its sequence can run.
 
         Args:
-          sequence_id: whose.
-          num_valid_tokens: None if all of it came; else how many leading tokens have their KV, and the
-            rest is computed.
+          sequence_id: the sequence.
+          num_valid_tokens: None if the load succeeded; else the number of leading tokens with valid KV. The rest is
+            computed.
         """
         sequence = self._sequences[sequence_id]
         assert sequence.phase is Phase.LOADING, f"load of {sequence_id} ended while {sequence.phase.value}"
@@ -233,28 +233,28 @@ class Scheduler:
         sequence.num_loading_tokens = 0
         sequence.phase = Phase.RUNNING
 
-    def end_return(self, sequence_id: str) -> None:
-        """A swapped-out sequence has its KV back and can run."""
+    def end_swap_in(self, sequence_id: str) -> None:
+        """A swap-in has finished: the sequence can run."""
         sequence = self._sequences[sequence_id]
         assert sequence.phase is Phase.RETURNING, f"{sequence_id} came back while {sequence.phase.value}"
-        self._go_on(sequence)
+        self._resume(sequence)
 
     def lose_swap(self, sequence_id: str) -> None:
-        """The KV of a swapped-out sequence will not come back: it is recomputed."""
+        """The KV of a swapped-out sequence is lost: it is recomputed."""
         sequence = self._sequences[sequence_id]
         if sequence.phase is Phase.RETURNING:
-            self._take_blocks(sequence)
+            self._release_blocks(sequence)
             bisect.insort(self._waiting, sequence, key=_order)
         sequence.num_swaps -= 1
-        self._start_over(sequence)
+        self._restart(sequence)
 
     def lose_caches(self, batch: Batch) -> int:
-        """All KV in HBM is gone. What is swapped out comes back as usual, everything else is computed again.
+        """All KV in HBM is lost. Swapped-out sequences return as usual, all others are recomputed.
 
         Args:
-          batch: what `schedule` returned last; it will not run.
+          batch: the last result of `schedule`, which will not run.
         Returns:
-          Sequences that held blocks.
+          The number of sequences that held blocks.
         """
         for run in batch:
             run.sequence.num_in_flight -= run.samples
@@ -265,17 +265,17 @@ class Scheduler:
         for sequence in lost:
             if self._offload:
                 self._offload.abandon(sequence)
-            self._take_blocks(sequence)
+            self._release_blocks(sequence)
             bisect.insort(self._waiting, sequence, key=_order)
-            self._start_over(sequence)
-        self._blocks.forget()
+            self._restart(sequence)
+        self._blocks.invalidate()
         return len(lost)
 
-    def forget_prefixes(self) -> None:
-        """No KV that is in HBM or swapped out now serves any other request; sequences keep what they have."""
+    def invalidate_prefixes(self) -> None:
+        """Invalidates all prefixes, in HBM and swapped out, for other requests. Sequences keep their own KV."""
         for sequence in self._sequences.values():
             sequence.is_stale |= sequence.phase is Phase.SWAPPED or sequence.phase.holds_blocks
-        self._blocks.forget()
+        self._blocks.invalidate()
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless sequences and blocks agree. For tests."""
@@ -291,25 +291,23 @@ class Scheduler:
         for fork in forked:
             assert fork.leader is not None
             assert fork in fork.leader.forks
-            assert fork.leader.sequence_id in self._sequences, "it waits for a prompt that nobody computes"
-
-    # Inside.
+            assert fork.leader.sequence_id in self._sequences, "it waits for a prompt that no sequence computes"
 
     def _hash(self, sequence: Sequence) -> None:
-        """Names the blocks that the known tokens fill, whether or not their KV is there yet."""
+        """Hashes the blocks that the known tokens fill, whether or not their KV is computed."""
         self._hasher.extend(sequence.block_hashes, sequence.tokens, cache_salt=sequence.request.cache_salt)
 
-    def _start(self, sequence: Sequence, num_tokens: int) -> Run:
+    def _start(self, sequence: Sequence, num_tokens: int) -> ScheduledTokens:
         start = sequence.num_computed_tokens
         sequence.advance(num_tokens, source="computed")
         samples = sequence.num_computed_tokens == sequence.num_tokens
         sequence.num_in_flight += samples
-        return Run(sequence, start, num_tokens, samples)
+        return ScheduledTokens(sequence, start, num_tokens, samples)
 
     def _enter(self, sequence: Sequence, batch: Batch) -> bool:
-        """Gives the sequence that is first in line its blocks, if there are enough."""
+        """Grants blocks to the first sequence in the queue, if there are enough."""
         if sequence.phase is Phase.SWAPPED:
-            entered = self._bring_back(sequence)
+            entered = self._swap_in(sequence)
         else:
             entered = self._fork(sequence, batch) or self._admit(sequence)
         if entered:
@@ -318,12 +316,12 @@ class Scheduler:
         return entered
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Grants blocks for all known tokens: shared ones that HBM still has, new ones for the rest."""
+        """Grants blocks for all known tokens: shared cached blocks, and new ones for the rest."""
         self._hash(sequence)
         # At least one token is left to compute, whose step samples the next.
         num_reusable = (len(sequence.tokens) - 1) // self._config.block_size
         cached = self._blocks.find_prefix(sequence.block_hashes[:num_reusable])
-        # Without spare blocks for those that are here already, this one would be preempted as soon as they grow.
+        # Without spare blocks for the active sequences, this one would be preempted as soon as they grow.
         shared = dict(enumerate(cached))
         if not self._blocks.grant(sequence, len(sequence.tokens), shared=shared, active=self._active):
             return False
@@ -333,11 +331,11 @@ class Scheduler:
         return True
 
     def _fork(self, sequence: Sequence, batch: Batch) -> bool:
-        """Admits a further sample of a prompt that another one has computed and still holds, if there is room."""
+        """Admits another sample of a prompt whose blocks its leader has computed and still holds, if there is room."""
         leader = sequence.leader
         if leader is None or leader.phase is not Phase.RUNNING or sequence.output_tokens:
             return False
-        # What the coming step computes is not there yet when it starts: the leader may be computing its prompt again.
+        # Without what the coming step computes: the leader may be recomputing its prompt.
         computed = next((run.start for run in batch if run.sequence is leader), leader.num_computed_tokens)
         if computed < len(sequence.tokens) - 1:
             return False
@@ -353,8 +351,8 @@ class Scheduler:
         sequence.phase = Phase.RUNNING
         return True
 
-    def _bring_back(self, sequence: Sequence) -> bool:
-        """Grants a swapped-out sequence as many blocks as it had; full ones that are in HBM again are shared."""
+    def _swap_in(self, sequence: Sequence) -> bool:
+        """Grants a swapped-out sequence its blocks and swaps it in; full blocks that are in HBM again are shared."""
         assert self._offload is not None, "only offloading swaps"
         if not self._offload.can_return(sequence):
             return False
@@ -365,23 +363,23 @@ class Scheduler:
         if self._offload.swap_in(sequence, present=present):
             sequence.phase = Phase.RETURNING
         else:
-            self._go_on(sequence)
+            self._resume(sequence)
         return True
 
-    def _go_on(self, sequence: Sequence) -> None:
-        """Its KV is back: others that came up with the same prefix meanwhile share it, or it theirs."""
+    def _resume(self, sequence: Sequence) -> None:
+        """Runs a swapped-in sequence; blocks that were computed again meanwhile are deduplicated."""
         self._blocks.deduplicate(sequence, self._samples(sequence))
         sequence.phase = Phase.RUNNING
 
     def _samples(self, sequence: Sequence) -> list[Sequence]:
-        """Other samples of its prompt that run."""
+        """Other running samples of its prompt."""
         if sequence.request.sampling.n == 1:
             return []
         same = (other for other in self._active if other.request is sequence.request and other is not sequence)
         return [other for other in same if other.phase is Phase.RUNNING]
 
     def _make_room(self) -> bool:
-        """Preempts as many sequences as it takes for the others to go on; whether there were any."""
+        """Preempts as many sequences as the others need blocks; returns whether there were any."""
         missing = [
             self._blocks.missing(s, s.num_computed_tokens + s.num_next_tokens) if s.phase is Phase.RUNNING else (0, 0)
             for s in self._active
@@ -400,31 +398,31 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         was_running = sequence.phase is Phase.RUNNING
         swapped = self._offload.preempt(sequence) if self._offload else False
-        self._take_blocks(sequence)
+        self._release_blocks(sequence)
         bisect.insort(self._waiting, sequence, key=_order)
         sequence.num_preemptions += 1
         self._num_preemptions += 1
         if swapped:
-            sequence.num_swaps += was_running  # one that was coming back has been counted
+            sequence.num_swaps += was_running  # one that was being swapped in has been counted
             sequence.phase = Phase.SWAPPED
         else:
-            self._start_over(sequence)
+            self._restart(sequence)
 
-    def _start_over(self, sequence: Sequence) -> None:
-        """Nothing of it is computed any more."""
+    def _restart(self, sequence: Sequence) -> None:
+        """Resets it to nothing computed."""
         sequence.phase = Phase.WAITING
         sequence.is_stale = False
         sequence.num_computed_tokens = sequence.num_loading_tokens = 0
 
-    def _take_blocks(self, sequence: Sequence) -> None:
+    def _release_blocks(self, sequence: Sequence) -> None:
         self._active.remove(sequence)
-        self._blocks.take(sequence)
+        self._blocks.release(sequence)
 
     def _release_forks(self, sequence: Sequence) -> None:
-        """The prompt is computed, or will not be by this sequence: the others can go on."""
+        """Unblocks the forks, because the prompt is computed, or this sequence will never compute it."""
         forks, sequence.forks = sequence.forks, []
         waits = sequence.phase is Phase.FINISHED and not sequence.output_tokens
-        # Without a prompt to share, the next one computes it.
+        # If there is no prompt to share, the next sample computes it.
         heads, rest = (forks[:1], forks[1:]) if waits else (forks, [])
         for fork in heads:
             fork.phase, fork.forks = Phase.WAITING, rest

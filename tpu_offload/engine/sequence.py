@@ -1,4 +1,4 @@
-"""A sample of a request as the scheduler sees it: its tokens, its blocks and how far it is."""
+"""The scheduler's state of one sample of a request: tokens, blocks and progress."""
 
 import dataclasses
 import enum
@@ -9,13 +9,13 @@ from tpu_offload.engine.request import FinishReason, PromptTokens, Request, Requ
 
 
 class Phase(enum.Enum):
-    """Where a sequence is. LOADING, RUNNING and RETURNING ones hold blocks, the others do not."""
+    """The phase of a sequence. LOADING, RETURNING and RUNNING sequences hold blocks, the others do not."""
 
     FORKED = "forked"  # waits for another sample of its request to compute the prompt
-    WAITING = "waiting"  # new, or preempted: nothing of it is computed
+    WAITING = "waiting"  # new, or preempted without swap: nothing is computed
     SWAPPED = "swapped"  # preempted, with its KV in host memory
-    LOADING = "loading"  # waits for KV of its prompt from the host tier while others run
-    RETURNING = "returning"  # waits for its own KV to be swapped in
+    LOADING = "loading"  # waits for a load from the host tier
+    RETURNING = "returning"  # waits to be swapped in
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -27,10 +27,10 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """What is left of a sequence where blocks that it computed are still cached.
+    """What cached blocks remember of the sequence that computed them.
 
     Attributes:
-      block_hashes: of its full blocks; the sequence's own list, which grows.
+      block_hashes: of its full blocks; shared with the sequence, which extends it.
       num_prompt_tokens: length of its prompt.
       limits: of its request.
     """
@@ -55,13 +55,13 @@ class Sequence:
       block_ids: its blocks of the layers with full attention, in token order.
       window_block_ids: its blocks of the layers with a sliding window, a ring.
       block_hashes: hashes of its full blocks, in token order.
-      num_computed_tokens: leading tokens whose KV is computed by the steps dispatched so far, and in the blocks or
+      num_computed_tokens: leading tokens whose KV is computed by the steps dispatched so far: in its blocks, or
         swapped out.
-      num_in_flight: steps on their way that sample a token of it: one between steps, two while the next is chosen.
-      is_stale: whether some of that KV is of before a reset of the cache. It serves the sequence itself and samples
-        that share its prompt, but no request that comes after the reset.
-      num_loading_tokens: tokens after those that are on their way from the host tier, while LOADING.
-      next_offer_tokens: computed tokens from which on there is something new to offer for saving.
+      num_in_flight: steps in flight that sample one of its tokens: one between steps, two while the next is chosen.
+      is_stale: whether some of that KV predates a reset of the cache. The sequence and samples of its prompt may use
+        it, later requests may not.
+      num_loading_tokens: tokens after the computed ones that are being loaded, while LOADING.
+      next_offer_tokens: number of computed tokens at which there is a new block to offer for saving.
       prompt_tokens: where the KV of its prompt came from so far.
       logprobs: of its generated tokens.
       num_preemptions: how often its blocks were taken back.
@@ -154,7 +154,7 @@ class Sequence:
         self.prompt_tokens = dataclasses.replace(self.prompt_tokens, **{source: counted})
 
     def finish_reason(self) -> FinishReason | None:
-        """Why its last token ended it; None if it goes on."""
+        """Why it has ended with its last token; None if it has not."""
         sampling = self.request.sampling
         if self.tokens[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
@@ -162,11 +162,11 @@ class Sequence:
         return FinishReason.LENGTH if done else None
 
     def output(self) -> RequestOutput:
-        """What to tell while it goes on."""
+        """The output while it is unfinished."""
         return RequestOutput(self.request_id, self.output_tokens, index=self.index, logprobs=tuple(self.logprobs))
 
     def final_output(self, reason: FinishReason, *, now_s: float, error: str = "") -> RequestOutput:
-        """What to tell at its end."""
+        """The output at its end."""
         stats = RequestStats(
             self.arrival_s,
             self.first_token_s,
@@ -178,14 +178,14 @@ class Sequence:
         return dataclasses.replace(self.output(), finish_reason=reason, error=error, stats=stats)
 
 
-class Run(NamedTuple):
-    """What a step computes of one sequence.
+class ScheduledTokens(NamedTuple):
+    """The tokens of one sequence that a step computes.
 
     Attributes:
-      sequence: whose.
+      sequence: the sequence.
       start: position of the first token.
-      num_tokens: how many.
-      samples: whether the step samples a token after them, because they are the last ones.
+      num_tokens: number of tokens.
+      samples: whether the step samples the next token, because these are the last known ones.
     """
 
     sequence: Sequence
@@ -195,7 +195,7 @@ class Run(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Tokens whose KV is computed after it."""
+        """Number of computed tokens after the step."""
         return self.start + self.num_tokens
 
 

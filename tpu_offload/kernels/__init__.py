@@ -1,7 +1,8 @@
-"""Jitted copies between the KV caches and the host pool, by the direct and by the staged path."""
+"""Jitted copies between the KV caches and the host pool: the direct, staged and fused paths."""
 
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
-from tpu_offload.kernels.copier import Copier, Flight, Phase, Rows, SegmentStore, fetch_early
+from tpu_offload.kernels.choose import choose_paths, make_copiers
+from tpu_offload.kernels.copier import ArenaView, Copier, Flight, Phase, Rows, fetch_early
 from tpu_offload.kernels.direct import DirectCopier, direct_spec
 from tpu_offload.kernels.fused import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.kernels.fused_plan import (
@@ -10,13 +11,13 @@ from tpu_offload.kernels.fused_plan import (
     fused_sizes,
     fused_step_structs,
     make_fused_step,
-    split_runs,
+    take_chunks,
 )
-from tpu_offload.kernels.paths import choose_paths, make_copiers
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
 
 __all__ = [
+    "ArenaView",
     "Copier",
     "DirectCopier",
     "Flight",
@@ -28,7 +29,6 @@ __all__ = [
     "Groups",
     "Phase",
     "Rows",
-    "SegmentStore",
     "StagedCopier",
     "TransferSpec",
     "choose_paths",
@@ -39,6 +39,6 @@ __all__ = [
     "make_copiers",
     "make_fused_step",
     "split_into_buckets",
-    "split_runs",
+    "take_chunks",
     "usable_buckets",
 ]

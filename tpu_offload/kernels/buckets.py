@@ -1,14 +1,14 @@
-"""How the staged path cuts a job into copies of compiled sizes."""
+"""How the staged path splits a job into copies of compiled sizes."""
 
 import bisect
 from collections.abc import Sequence
 
 
 def usable_buckets(budget: int, configured: Sequence[int] = ()) -> tuple[int, ...]:
-    """Sizes of staging arrays to compile for, ascending, starting at 1.
+    """Staging array sizes to compile for, ascending, starting at 1.
 
     Args:
-      budget: the staging budget in blocks; larger sizes could never be used.
+      budget: the staging budget in blocks; larger sizes would never be used.
       configured: ascending sizes that start at 1; empty means powers of two.
     """
     sizes = configured or [1 << i for i in range(max(budget, 1).bit_length())]
@@ -16,10 +16,10 @@ def usable_buckets(budget: int, configured: Sequence[int] = ()) -> tuple[int, ..
 
 
 def split_into_buckets(num_blocks: int, buckets: Sequence[int]) -> list[int]:
-    """Cuts `num_blocks` into bucket sizes, largest first, that add up exactly.
+    """Splits `num_blocks` into bucket sizes, largest first, that add up exactly.
 
-    Nothing is padded: a padded staging array would hold HBM that the budget does not count. As the
-    smallest bucket is 1, every number can be cut.
+    There is no padding: a padded staging array would hold HBM that the budget does not count. The smallest bucket is
+    1, so every number can be split.
     """
     sizes = []
     while num_blocks > 0:

@@ -1,13 +1,12 @@
-"""Compiles the copy programs, asks the compiler what HBM they take, and holds it against what copies may take.
+"""Compiles the copy programs and checks the HBM that the compiler reports for them against a bound.
 
-A cache may have a layout in device memory in which no program can copy one block without a copy of much more. The
-compiler knows before anything runs, so it is asked when a program is compiled, and what is beyond the bound is refused
-with the way out: caches whose blocks are in one piece.
+In some device layouts no program can copy one block without copying much more. The compiler reports that before
+anything runs, so a program beyond the bound is refused when it is compiled, with the remedy: caches in which a block
+is contiguous.
 
-On TPU the compiler's figure is HBM that the program allocates beside its arguments. On GPU it counts buffers that the
-library may share between programs, so it is reported, and a program beyond the bound is logged and used. The CPU
-backend counts host memory, where there is no HBM to save (a copy of float8 caches, for one, see `programs`): there the
-bound itself is reported.
+On TPU the figure is the HBM that the program allocates beside its arguments. On GPU it includes buffers that programs
+may share, so a program beyond the bound is logged and used. On CPU it is host memory and says nothing about HBM (it
+includes a copy of float8 caches, see `programs`), so `hbm_nbytes` reports the bound instead.
 """
 
 import logging
@@ -21,23 +20,23 @@ from tpu_offload.kernels.spec import TransferSpec
 
 _logger = logging.getLogger(__name__)
 
-# DMAs and loops come to a quarter MiB, whatever their size, beside the one block that is put together.
+# DMAs and loops take a quarter MiB whatever their size, beside the one block that is gathered.
 _MIN_NBYTES = 512 * 1024
 
 
 def bound_nbytes(spec: TransferSpec, *, num_blocks: int) -> int:
-    """Bytes of HBM that a program may take on each device: so many blocks, or half a MiB where blocks are small."""
+    """Bytes of HBM that a program may take on each device: `num_blocks` blocks, and on TPU at least half a MiB."""
     num_blocks_nbytes = num_blocks * spec.block_nbytes_per_device
     return max(num_blocks_nbytes, _MIN_NBYTES) if spec.platform == "tpu" else num_blocks_nbytes
 
 
 @final
 class CompiledPrograms:
-    """Programs that are compiled once each, at the start or at their first use.
+    """Compiles each program once, at start or on first use.
 
     Args:
-      spec: what they copy.
-      num_blocks: blocks of HBM that each of them may take.
+      spec: what the programs copy.
+      num_blocks: blocks of HBM that each program may take.
     """
 
     def __init__(self, spec: TransferSpec, *, num_blocks: int) -> None:
@@ -48,18 +47,18 @@ class CompiledPrograms:
 
     @property
     def hbm_nbytes(self) -> int:
-        """Bytes of HBM that the one that runs takes at most: as compiled; before that, and on CPU, what it may take."""
+        """Most bytes of HBM that one of the programs takes, as compiled; before compilation and on CPU, the bound."""
         return max(self._taken, default=self._bound)
 
     def get(self, key: Hashable, build: Callable[[], Program]) -> Any:
-        """The compiled program of that key.
+        """The compiled program for `key`.
 
         Args:
-          key: tells the programs apart.
-          build: makes the program if it has not been compiled.
+          key: identifies the program.
+          build: makes the program, if it is not compiled yet.
         Raises:
-          CompileError: the compiler refuses it, or it takes more than it may. It is not compiled again: so do later
-            calls.
+          CompileError: the compiler rejects it, or it exceeds the bound. The failure is cached: later calls raise it
+            again without compiling.
         """
         if key not in self._compiled:
             try:
@@ -95,7 +94,7 @@ class CompiledPrograms:
         return compiled
 
     def _taken_by(self, compiled: Any) -> int | None:
-        """Bytes of temporary HBM; None where the backend does not tell."""
+        """Bytes of temporary HBM; None where the backend does not report it."""
         if self._spec.platform == "cpu":
             return None
         memory = compiled.memory_analysis()

@@ -1,4 +1,4 @@
-"""What the worker asks of a copy path, and the records of copies that are on their way."""
+"""The interface of a copy path, and the records of copies in flight."""
 
 import abc
 import dataclasses
@@ -17,24 +17,24 @@ Segment = list[jax.Array]
 """One segment of the host pool, an array a part (see `TransferSpec`)."""
 
 
-class SegmentStore(Protocol):
-    """Where segments live between programs; a program donates one and hands back its successor."""
+class ArenaView(Protocol):
+    """The part of `HostArena` that copiers use: a program takes a segment by donation and returns its successor."""
 
     def segment(self, segment_id: int) -> Segment:
-        """The segment; raises TransferError if there is none."""
+        """The segment; raises TransferError if it does not exist or is lost."""
 
     def replace(self, segment_id: int, segment: Segment) -> None:
-        """Puts the successor in the place of a donated segment."""
+        """Stores the successor of a donated segment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """Blocks that one dispatch copies, of one or more jobs; all arrays have the same length.
+    """Blocks to copy, of one or more jobs; all arrays have the same length.
 
     Attributes:
-      job_ids: the job that each block belongs to.
-      block_ids: i32, blocks of the caches; checked.
-      host_block_ids: i32, places in the segment; checked.
+      job_ids: the job of each block.
+      block_ids: i32, block ids in the caches; validated.
+      host_block_ids: i32, block positions in the segment; validated.
     """
 
     job_ids: np.ndarray[Any, np.dtype[np.int64]]
@@ -45,36 +45,36 @@ class Rows:
         return len(self.job_ids)
 
     def take(self, which: Any) -> "Rows":
-        """The rows that a slice, a mask or a list of indices selects."""
+        """The rows selected by a slice, a mask or a list of indices."""
         return Rows(self.job_ids[which], self.block_ids[which], self.host_block_ids[which])
 
     def jobs(self) -> list[int]:
-        """Ids of the jobs that have rows here, each once, in order of appearance."""
+        """Ids of the jobs in these rows, each once, in order of appearance."""
         return list(dict.fromkeys(self.job_ids.tolist()))
 
 
 class Phase(enum.Enum):
-    """How far a flight is."""
+    """The phase of a flight."""
 
-    TRANSIT = "transit"  # staged: between host and device; the worker resumes it when `waiting_on` is ready
-    COPYING = "copying"  # its last program is dispatched; it has ended when `waiting_on`, the token, is ready
+    TRANSIT = "transit"  # staged only: between host and device; the worker resumes it when `waiting_on` is ready
+    COPYING = "copying"  # the last program is dispatched; the flight has ended when `waiting_on`, the token, is ready
 
 
-@dataclasses.dataclass(slots=True, eq=False)  # a flight is itself; comparing its arrays has no truth value
+@dataclasses.dataclass(slots=True, eq=False)  # compared by identity: comparing its arrays has no truth value
 class Flight:
     """One dispatched copy between the caches and one segment.
 
     Attributes:
       direction: save or load.
       segment_id: the segment.
-      rows: what it copies.
-      phase: how far it is.
-      waiting_on: the array whose readiness ends the phase; in the phase COPYING the token, i32[], which
-        then has the value `len(rows)`.
-      host_staging: an array of the staged path to use again when the flight has ended.
+      rows: the blocks that it copies.
+      phase: see `Phase`.
+      waiting_on: the array whose readiness ends the phase. While COPYING it is the token, i32[], whose value is
+        `len(rows)` if everything was copied.
+      host_staging: host staging array of the staged path, reused after the flight has ended.
       step_id: the plan that dispatched it.
-      fused: the engine's own step copies it.
-      num_staged: staging blocks of HBM that it takes until it has ended; 0 on the direct path.
+      fused: whether the engine's own step copies it.
+      num_staged: staging blocks of HBM that it holds until it has ended; 0 on the direct path.
     """
 
     direction: Direction
@@ -89,63 +89,61 @@ class Flight:
 
 
 def fetch_early(token: jax.Array, spec: TransferSpec) -> jax.Array:
-    """Has a token sent to the host as soon as it is ready, so that reading it then waits for no round trip."""
+    """Starts the token's transfer to the host, so that reading it once it is ready needs no round trip."""
     if spec.platform != "cpu":
         token.copy_to_host_async()
     return token
 
 
 class Copier(abc.ABC):
-    """A copy path, for one direction or both. All methods are called by the thread that dispatches the model.
+    """A copy path, for one direction or both.
 
-    None of them waits.
-
-    What a program raises comes out of the method that dispatched it. Nothing was copied then that a
-    job waits for, but the segment or the caches may have been donated and be gone.
+    All methods are called from the thread that dispatches the model, and none blocks. An exception at dispatch is
+    raised by the method that dispatched the program. The copy has not happened then, and the segment or the caches may
+    be lost if they were donated.
     """
 
     @property
     @abc.abstractmethod
     def hbm_nbytes(self) -> int:
-        """Bytes of HBM that it takes at most on each device, whatever is in flight within the staging budget.
+        """Upper bound on the HBM that it takes on each device, with any copies in flight within the staging budget.
 
-        What the compiler says of its programs, where the backend tells; of programs that are not compiled yet, what
-        they may take.
+        From the compiler where the backend reports it; for programs that are not compiled yet, their bound.
         """
 
     @property
     @abc.abstractmethod
     def stages(self) -> bool:
-        """Whether its flights take a staging block of HBM for each block that they copy."""
+        """Whether its flights hold a staging block of HBM for each block that they copy."""
 
     @abc.abstractmethod
     def compile(self) -> None:
-        """Compiles what it needs and has not compiled yet; otherwise each program is at its first use.
+        """Compiles all programs now; without this call each is compiled on first use.
 
         Raises:
-          CompileError: the compiler refuses a program, or it takes more HBM than it may.
+          CompileError: the compiler rejects a program, or the program exceeds its HBM bound.
         """
 
     @abc.abstractmethod
     def split(self, rows: Rows) -> list[Rows]:
-        """Cuts rows into pieces that one dispatch can copy; there may be any number, at least one."""
+        """Splits rows (at least one) into pieces that one dispatch can copy."""
 
     @abc.abstractmethod
     def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
-        """Dispatches a save of one piece; the caches are read in program order, and not donated."""
+        """Dispatches a save of one piece. The caches are read in program order and not donated."""
 
     @abc.abstractmethod
     def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
-        """Dispatches a load of one piece; the caches may be donated, and their successors are returned."""
+        """Dispatches a load of one piece. The caches may be donated; their successors are returned."""
 
     @abc.abstractmethod
     def resume_save(self, flight: Flight) -> None:
-        """Dispatches the second half of a save in TRANSIT, which is ready; its phase is COPYING then."""
+        """Dispatches the second half of a save whose TRANSIT is complete; its phase becomes COPYING."""
 
     @abc.abstractmethod
     def resume_load(self, flight: Flight, live: Rows, kv_caches: Caches) -> Caches:
-        """Like `resume_save` for a load: writes only `live`, a part of the flight's rows; donates the caches."""
+        """Like `resume_save`, for a load: writes only `live`, a subset of the flight's rows; donates the caches."""
 
     @abc.abstractmethod
     def release(self, flight: Flight) -> None:
-        """Takes back what an ended flight held."""
+        """Releases the buffers of a flight that has ended."""

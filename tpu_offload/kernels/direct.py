@@ -1,8 +1,8 @@
 """The direct path: one program moves blocks between the caches and the host pool, in device order.
 
-It needs about one block of HBM whatever the size of the job, and the device waits while it runs, for the
-programs of a device run one after another. The staged path makes the other trade. So what bounds direct copies is not
-HBM but how long a step may wait for them: the worker's backlog of loads sees to that.
+It needs about one block of HBM whatever the size of the job, but programs of a device run one after another, so the
+next step waits for it. (The staged path makes the opposite trade.) What limits direct copies is therefore not HBM but
+how long a step may wait: the worker's load backlog bounds that.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ import jax
 
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.compiled import CompiledPrograms
-from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, fetch_early
+from tpu_offload.kernels.copier import ArenaView, Caches, Copier, Flight, Ids, Phase, Rows, fetch_early
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.types import Direction
 
-_MAX_BLOCKS = 512  # of one dispatch: ids are padded to it, and 0.3 ms for the next dispatch is little beside so many
+_MAX_BLOCKS = 512  # per dispatch. Ids are padded to it; another dispatch costs 0.3 ms, little beside 512 blocks
 
 
 def direct_spec(spec: TransferSpec) -> TransferSpec:
-    """The spec for direct copies of the same caches: the staging budget does not limit a dispatch."""
+    """The spec for direct copies of the same caches, whose dispatches the staging budget does not limit."""
     return dataclasses.replace(spec, capacity=min(_MAX_BLOCKS, spec.num_blocks))
 
 
@@ -32,15 +32,15 @@ class DirectCopier(Copier):
 
     Args:
       spec: what is copied.
-      store: the segments.
-      directions: what `compile` compiles for.
+      arena: the segments.
+      directions: the directions that `compile` compiles.
     """
 
     def __init__(
-        self, spec: TransferSpec, store: SegmentStore, *, directions: Collection[Direction] = tuple(Direction)
+        self, spec: TransferSpec, arena: ArenaView, *, directions: Collection[Direction] = tuple(Direction)
     ) -> None:
         self._spec = spec
-        self._store = store
+        self._arena = arena
         self._directions = directions
         self._programs = CompiledPrograms(spec, num_blocks=2)
 
@@ -68,19 +68,19 @@ class DirectCopier(Copier):
             _ = self._save if direction is Direction.SAVE else self._load
 
     def split(self, rows: Rows) -> list[Rows]:
-        """See `Copier`; a large job needs more than one piece."""
+        """See `Copier`; a job of more than 512 blocks is split."""
         capacity = self._spec.capacity
         return [rows.take(slice(start, start + capacity)) for start in range(0, len(rows), capacity)]
 
     def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
         """See `Copier`."""
-        segment, token = self._save(self._store.segment(segment_id), kv_caches, self._moves(rows))
-        self._store.replace(segment_id, segment)
+        segment, token = self._save(self._arena.segment(segment_id), kv_caches, self._moves(rows))
+        self._arena.replace(segment_id, segment)
         return self._flight(Direction.SAVE, segment_id, rows, token)
 
     def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
         """See `Copier`; donates the caches."""
-        kv_caches, token = self._load(kv_caches, self._store.segment(segment_id), self._moves(rows))
+        kv_caches, token = self._load(kv_caches, self._arena.segment(segment_id), self._moves(rows))
         return self._flight(Direction.LOAD, segment_id, rows, token), kv_caches
 
     def resume_save(self, flight: Flight) -> None:
@@ -92,7 +92,7 @@ class DirectCopier(Copier):
         raise AssertionError(f"a direct copy has one phase, got {flight.phase}")
 
     def release(self, flight: Flight) -> None:
-        """See `Copier`; a flight of this path holds nothing."""
+        """See `Copier`; a direct flight holds no buffers."""
 
     def _moves(self, rows: Rows) -> Ids:
         return programs.pack_moves(rows.block_ids, rows.host_block_ids, capacity=self._spec.capacity)

@@ -1,26 +1,23 @@
-"""The fused path: copies that run inside the engine's own jitted step, under the compute of its layers.
+"""The fused path: copies inside the engine's own jitted step, overlapped with the compute of its layers.
 
-The programs of a device run one after another, so a copy that is a program of its own makes the next step
-wait. Inside one program the TPU compiler starts a DMA, goes on with matrix products, and waits for it
-later. What keeps it from doing so is order: two writes into one array are chained, and a write that
-nothing depends on is put off to the end of the program. So here
+Programs of a device run one after another, so a copy in a program of its own delays the next step. Inside one program
+the TPU compiler can start a DMA, continue with matrix products, and wait for it later. Two things prevent that: writes
+into the same array are serialized, and a write that nothing depends on is scheduled at the end of the program. So:
 
-- a segment of the host pool is in parts, each of some layers (`TransferSpec.parts`); when the last layer
-  of a part has written its KV, the pages to save are put together in HBM;
-- after every layer at most one DMA a part is started, and the residual stream is made to depend, through
-  an optimization barrier, on those that were started one layer before: each has the compute of one layer
-  to hide under, and HBM holds the pages of a few parts, not of all;
-- loads read their part early and are written into the caches after the layer, whose attention never reads
-  the blocks that a load is filling.
+- A segment of the host pool is split into parts, each with some of the layers (`TransferSpec.parts`). When the last
+  layer of a part has written its KV, the pages to save are gathered in HBM.
+- After each layer at most one DMA per part is started. An optimization barrier makes the residual stream depend on the
+  DMAs started one layer earlier: each overlaps with one layer's compute, and HBM holds the pages of a few parts only.
+- Loads read their part early and write it into the caches after the layer, whose attention never reads the blocks that
+  a load is filling.
 
-`benchmarks/bench_tpu_compile.py` shows how much of it lies under compute in the compiler's schedule.
+`benchmarks/bench_tpu_compile.py` shows how much of it overlaps in the compiler's schedule.
 
-The step is compiled for fixed numbers of runs, a run being `run_blocks` blocks with adjacent places in
-the segment, which a chunk always has. There is no padding: what does not make up a compiled number of
-runs goes by the direct path, around the step.
+The step is compiled for fixed numbers of chunks. A chunk is `blocks_per_chunk` blocks at adjacent positions of the
+segment. There is no padding: chunks beyond a compiled number use the direct path, outside the step.
 
     fused = worker.fused_step()                       # outside; often there is nothing to copy
-    step(..., fused.segment, fused.inputs)            # donate `segment`, not `inputs`
+    step(..., fused.segment, fused.inputs)            # donates `segment`, not `inputs`
 
     copies = FusedCopies(segment, inputs)             # inside
     for i, layer in enumerate(layers):
@@ -55,13 +52,13 @@ _X = TypeVar("_X")
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedInputs:
-    """What a step copies besides computing; a pytree to hand into the jitted step, not donated.
+    """What a step copies; a pytree argument of the jitted step, not donated.
 
     Attributes:
-      save_block_ids: i32[num_saves, run_blocks], blocks of the caches to read.
-      save_rows: i32[num_saves], the place in the segment where each run begins.
-      load_block_ids: i32[num_loads, run_blocks], blocks of the caches to write.
-      load_rows: i32[num_loads], the place in `load_segment` where each run begins.
+      save_block_ids: i32[num_saves, blocks_per_chunk], blocks of the caches to read.
+      save_rows: i32[num_saves], first position of each chunk in the segment.
+      load_block_ids: i32[num_loads, blocks_per_chunk], blocks of the caches to write.
+      load_rows: i32[num_loads], first position of each chunk in `load_segment`.
       load_segment: the segment to load from; empty when nothing is loaded.
       spec: shapes; part of the tree's structure.
     """
@@ -75,21 +72,21 @@ class FusedInputs:
 
     @property
     def num_saves(self) -> int:
-        """Runs to save."""
+        """Chunks to save."""
         return len(self.save_rows)
 
     @property
     def num_loads(self) -> int:
-        """Runs to load."""
+        """Chunks to load."""
         return len(self.load_rows)
 
 
 class FusedStep(NamedTuple):
-    """Everything that one step needs; `segment` is to be donated.
+    """The copy arguments of one step; the step must donate `segment`.
 
     Attributes:
       segment: per part, the segment to save into; empty when nothing is saved.
-      inputs: the rest; None when nothing is copied.
+      inputs: all else; None when nothing is copied.
     """
 
     segment: Sequence[Any] = ()
@@ -101,7 +98,7 @@ class FusedStep(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedOutcome:
-    """What a step returns of its copies; a pytree.
+    """The copy results of one step; a pytree.
 
     Attributes:
       segment: the donated segment's successor, in pinned host memory.
@@ -116,35 +113,35 @@ class FusedOutcome:
 
 @final
 class FusedCopies:
-    """The copies of one step, while the step is traced. Used once, by one trace.
+    """Traces the copies of one step. Make a new one in each trace.
 
     Args:
       segment: `FusedStep.segment`.
-      inputs: `FusedStep.inputs`; with None all calls hand through what they are given.
+      inputs: `FusedStep.inputs`; with None all calls return their arguments unchanged.
     """
 
     def __init__(self, segment: Sequence[Any], inputs: FusedInputs | None) -> None:
         self._inputs = inputs
         self._segment = list(segment)
-        # Per part, the runs that are put together in HBM and not yet on their way.
+        # Per part, the chunks that are gathered in HBM and whose DMA is not started yet.
         self._staged: list[list[Any]] = [[] for _ in segment]
         self._in_flight: list[int] = []
-        self._pages: list[jax.Array] = []  # of the layers of the part at hand
+        self._pages: list[jax.Array] = []  # of the current part's layers
         self._arriving: dict[int, Any] = {}
 
     def after_layer(self, layer: int, x: _X, kv_cache: jax.Array) -> tuple[_X, jax.Array]:
-        """To be called after every layer, in order, once the layer has written its KV and used it.
+        """Call it after each layer, in order, once the layer has written its KV and attended.
 
         Args:
           layer: index of the cache.
-          x: the residual stream, any pytree that all later compute depends on.
-          kv_cache: dtype[num_blocks, *page_shape], this layer's.
+          x: the residual stream: any pytree that all later compute depends on.
+          kv_cache: dtype[num_blocks, *page_shape], this layer's cache.
         Returns:
-          `x`, unchanged in value, and the cache with the loaded blocks in it.
+          `x` with the same value, and the cache with the loaded blocks in it.
         """
         if self._inputs is not None and self._inputs.num_loads:
-            # Tied to the layer's result: XLA copies the whole cache where it does not know that the layer
-            # has read it before it is written again.
+            # Tied to the layer's result: XLA copies the whole cache unless it knows that the layer has read it before
+            # it is written again.
             x, kv_cache = lax.optimization_barrier((x, kv_cache))
             kv_cache = self._write_loads(self._inputs, layer, kv_cache)
         if self._inputs is not None and self._inputs.num_saves:
@@ -153,7 +150,7 @@ class FusedCopies:
         return x, kv_cache
 
     def finish(self) -> FusedOutcome | None:
-        """To be called after the last layer. Its result must be an output of the step."""
+        """Call it after the last layer. The result must be an output of the step."""
         if self._inputs is None:
             return None
         while any(self._staged):
@@ -173,7 +170,7 @@ class FusedCopies:
         return written
 
     def _read_runs(self, inputs: FusedInputs, part: int) -> list[Any]:
-        """Per run, carrier[run_blocks, layers of the part, *pool_page] on its way to HBM."""
+        """Per chunk, carrier[blocks_per_chunk, layers of the part, *pool_page] on its way to HBM."""
         source = inputs.load_segment[part]
         shape = (inputs.load_block_ids.shape[1], *source.shape[1:])
         return [
@@ -184,7 +181,7 @@ class FusedCopies:
     # Saves.
 
     def _stage(self, inputs: FusedInputs, layer: int, kv_cache: jax.Array) -> None:
-        """Puts the pages of each run together in HBM when the last layer of the part is there."""
+        """Gathers the pages of each chunk in HBM once the last layer of the part is done."""
         part, (_, end) = _part_of(inputs.spec, layer)
         self._pages += cpu_carrier([kv_cache], inputs.spec)
         if layer + 1 == end:
@@ -192,18 +189,18 @@ class FusedCopies:
             self._staged[part] = [_gather(caches, block_ids, inputs.spec) for block_ids in inputs.save_block_ids]
 
     def _start_some(self, inputs: FusedInputs, x: _X) -> _X:
-        """Waits for the DMAs of the call before, and starts at most one a part."""
+        """Waits for the DMAs of the previous call and starts at most one per part."""
         if self._in_flight:
             arrived = [self._segment[part] for part in self._in_flight]
             x, arrived = lax.optimization_barrier((x, arrived))
             for part, array in zip(self._in_flight, arrived, strict=True):
                 self._segment[part] = array
-        self._in_flight = [part for part, runs in enumerate(self._staged) if runs]
+        self._in_flight = [part for part, chunks in enumerate(self._staged) if chunks]
         for part in self._in_flight:
-            run_id = inputs.num_saves - len(self._staged[part])
+            chunk = inputs.num_saves - len(self._staged[part])
             pages = jax.device_put(self._staged[part].pop(0), Space.Host)
             target = self._segment[part]
-            start = (inputs.save_rows[run_id], *_origin(target))
+            start = (inputs.save_rows[chunk], *_origin(target))
             self._segment[part] = lax.dynamic_update_slice(target, pages, start)
         return x
 
@@ -216,7 +213,7 @@ def _part_of(spec: TransferSpec, layer: int) -> tuple[int, LayerRange]:
 
 
 def _gather(caches: list[Any], block_ids: Any, spec: TransferSpec) -> Any:
-    """carrier[len(block_ids), len(caches), *pool_page] in HBM; an array of its own, as a DMA wants it."""
+    """carrier[len(block_ids), len(caches), *pool_page] in HBM, a separate array: the source of one DMA."""
     struct = spec.staging_struct(len(block_ids), len(caches))
     empty = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if spec.explicit else None)
 
@@ -228,7 +225,7 @@ def _gather(caches: list[Any], block_ids: Any, spec: TransferSpec) -> Any:
 
 
 def _scatter(cache: Any, pages: Any, block_ids: Any, spec: TransferSpec) -> Any:
-    """The cache with `pages[i]`, of its layer, in block `block_ids[i]`."""
+    """The cache with this layer's `pages[i]` in block `block_ids[i]`."""
 
     def body(i: Any, cache: Any) -> Any:
         return write_block([cache], lax.dynamic_index_in_dim(pages, i)[:, None], block_ids[i], spec)[0]
@@ -241,5 +238,5 @@ def _origin(pool: Any) -> Any:
 
 
 def _count(block_ids: Any) -> jax.Array:
-    """How many, computed: what is merely handed through is ready before the program has run."""
+    """The number of block ids, computed on device: a forwarded argument would be ready before the program has run."""
     return jnp.sum(block_ids >= 0, dtype=jnp.int32)

@@ -1,17 +1,17 @@
-"""Pages between the caches and the pool: how one block is read out of the caches, and written into them.
+"""Reads one block from the caches and writes one block into them, page by page.
 
 In segments and staging arrays a page has the shape `TransferSpec.pool_page`. Off TPU that is the caches' own page
-shape, and a page is a slice. On TPU it is rows of 128 elements, for two reasons found with the compiler:
+shape, and a page is a slice. On TPU a page may be rows of 128 elements, for two reasons found with the compiler:
 
-- An array `[blocks, layers, *page_shape]` whose last axis is no multiple of 128 gets a layout in which its first axis
-  comes last, host memory included; to copy one block the compiler transposes all of it, and all caches with it.
-  Rows of 128 have one layout, without padding.
-- With the block axis last in memory (see `formats`), 128 blocks share each row of a tile. Reading a column of one is
-  within bounds, writing one is not: the compiler turns the whole cache round and back. So a write reads the 128
-  blocks, replaces one of them under a mask, and writes them back. It moves 128 times the bytes in HBM, though not
+- An array `[blocks, layers, *page_shape]` whose last axis is not a multiple of 128 gets a layout with the first axis
+  last, in host memory too. To copy one block the compiler then transposes all of it, and all caches with it. Rows of
+  128 have one layout, without padding.
+- With the block axis last in memory (see `formats`), 128 blocks share each row of a tile. Reading one column stays
+  within the HBM bound, writing one does not: the compiler transposes the whole cache there and back. So a write reads
+  the 128 blocks, replaces one under a mask, and writes them back. That moves 128 times the bytes within HBM, but not
   over PCIe, and takes no more memory than a copy of a page.
 
-Every device turns its own shard into rows, so the pages in a pool are those of the shards, one after the other.
+Each device converts its own shard to rows, so a page in the pool is the shards' rows one after another.
 """
 
 import math
@@ -31,7 +31,7 @@ _PIECE_NBYTES = 2 * 1024 * 1024
 
 
 def read_block(caches: Sequence[Any], block_id: Any, spec: TransferSpec) -> Any:
-    """The pages of a block in some caches, put together.
+    """Gathers a block's pages from some caches.
 
     Args:
       caches: carrier[num_blocks, *page_shape] each.
@@ -50,12 +50,12 @@ def read_block(caches: Sequence[Any], block_id: Any, spec: TransferSpec) -> Any:
 
 
 def write_block(caches: Sequence[Any], pages: Any, block_id: Any, spec: TransferSpec) -> list[Any]:
-    """The caches with the pages of a block written into them; the counterpart of `read_block`."""
+    """Writes a block's pages into the caches and returns these; the inverse of `read_block`."""
 
     def write(block_id: Any, pages: Any, *shards: Any) -> Any:
         page_shape = shards[0].shape[1:]
         if spec.flat and pages.size * pages.dtype.itemsize <= _SMALL_NBYTES:
-            # Page by page each would be fetched by a DMA of its own, and the compiler has 40 KiB for each DMA.
+            # Taken page by page, each would be fetched by its own DMA, and the compiler takes 40 KiB for each DMA.
             pages = pages.reshape(1, len(shards), -1)[..., : math.prod(page_shape)].reshape(1, len(shards), *page_shape)
         return [_write_page(shard, pages[:, i], block_id, spec) for i, shard in enumerate(shards)]
 
@@ -85,7 +85,7 @@ def _write_page(cache: Any, page: Any, block_id: Any, spec: TransferSpec) -> Any
     first, own = _blocks_around(cache, block_id, spec)
     axis, length = _piece(cache.shape, spec)
 
-    # Not a loop: the compiler carries caches of 8 bits through an inner loop in tiles of another height, as copies.
+    # Unrolled: the compiler would carry 8-bit caches through an inner loop with another tile height, as copies.
     for begin in range(0, cache.shape[axis], length):
         start = [jnp.int32(0)] * cache.ndim
         start[0], start[axis] = first, jnp.int32(begin)
@@ -98,25 +98,25 @@ def _write_page(cache: Any, page: Any, block_id: Any, spec: TransferSpec) -> Any
 
 
 def _blocks_around(cache: Any, block_id: Any, spec: TransferSpec) -> tuple[Any, Any]:
-    """The first of the blocks that share tiles with this one, and a mask over them for the one that is meant."""
+    """The first of the blocks that share tiles with this one, and a mask that selects this one among them."""
     num_together = spec.blocks_together
-    # Of the last blocks there may be fewer: then some of the ones before are taken along.
+    # At the end of the cache there may be fewer; then the window starts earlier.
     first = jnp.minimum(block_id - block_id % num_together, cache.shape[0] - num_together)
     own = jnp.arange(num_together, dtype=jnp.int32) == block_id - first
     return first, own.reshape(-1, *[1] * (cache.ndim - 1))
 
 
 def _piece(shape: tuple[int, ...], spec: TransferSpec) -> tuple[int, int]:
-    """In which pieces a page is replaced in the blocks that share its tiles: along which axis, and how long.
+    """The axis and the length of the pieces in which a page is replaced among the blocks that share its tiles.
 
-    The compiler keeps small pieces in the vector memory of the core; large ones would take HBM.
+    The compiler keeps small pieces in the core's vector memory; large ones would take HBM.
     """
-    assert spec.cache_layout is not None, "blocks share tiles only in a layout that is known"
+    assert spec.cache_layout is not None, "blocks share tiles only in a known layout"
     order = spec.cache_layout.major_to_minor
-    if jax.dtypes.itemsize_bits(spec.dtype) <= 8:  # the compiler turns caches of 8 bits as soon as there are two pieces
+    if jax.dtypes.itemsize_bits(spec.dtype) <= 8:  # with two pieces or more the compiler transposes 8-bit caches
         axis = order[0] or order[1]
         return axis, shape[axis]
-    outer = [axis for axis in order[:-2] if axis]  # whole tiles, wherever they are cut
+    outer = [axis for axis in order[:-2] if axis]  # any cut along these is a tile boundary
     axis = max(outer or [axis for axis in order if axis], key=lambda axis: shape[axis])
     step = 1 if outer else 8 * LANES
     row_nbytes = spec.blocks_together * math.prod(shape[1:]) // shape[axis] * spec.dtype.itemsize
@@ -129,12 +129,12 @@ def _piece(shape: tuple[int, ...], spec: TransferSpec) -> tuple[int, int]:
 
 
 def bitcast(array: Any, dtype: Any) -> Any:
-    """The array's bits as another type of the same size; the array itself when it has that type."""
+    """The array's bits as another type of the same size; the array itself if it has that type."""
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 
 def _to_rows(page: Any, spec: TransferSpec) -> Any:
-    """A page as carrier[1, 1, *pool_page of a shard], with zeros to fill the last rows."""
+    """A page as carrier[1, 1, *pool_page of a shard], zero-padded in the last rows."""
     _, height, width = spec.pool_page
     missing = -page.size % (height * width)
     flat = page.reshape(1, 1, -1)
@@ -143,7 +143,7 @@ def _to_rows(page: Any, spec: TransferSpec) -> Any:
 
 
 def _by_shard(function: Callable[..., Any], spec: TransferSpec, *, in_specs: Any, out_specs: Any) -> Any:
-    """The function, applied by each device to its own shards; with whole pages there is nothing to do."""
+    """Applies the function on each device to its own shards; without a mesh it is returned as it is."""
     sharding = spec.cache_sharding
     if not spec.flat or not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return function

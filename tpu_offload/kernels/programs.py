@@ -1,32 +1,31 @@
 """The jitted programs that move blocks between the caches and the host pool.
 
-A block is spread over the caches, one page a layer. In a segment of the host pool its pages lie side by
-side in a few parts, each of some of the layers; in a staging array, in one. Every program is a loop over
-blocks, and the number of trips is an argument, so one compiled program serves jobs of every size:
+A block is spread over the caches, one page per layer. In a segment of the host pool its pages lie in a few parts, each
+with some of the layers; in a staging array they are contiguous. Every program is a loop over blocks with a dynamic trip
+count, so one compiled program serves jobs of every size:
 
-  direct_save   caches -> segment             one DMA a block and part, HBM to host
-  direct_load   segment -> caches             one DMA a block and part, host to HBM
-  gather        caches -> staging in HBM      the staged path's first half of a save
-  land          host staging -> segment       ... and its second half, run by the host's CPU
-  pick          segment -> host staging       the staged path's first half of a load, by the host's CPU
-  scatter       staging in HBM -> caches      ... and its second half
+  direct_save   caches -> segment             one DMA per block and part, HBM to host
+  direct_load   segment -> caches             one DMA per block and part, host to HBM
+  gather        caches -> staging in HBM      first half of a staged save
+  land          host staging -> segment       second half of a staged save, on the host's CPU
+  pick          segment -> host staging       first half of a staged load, on the host's CPU
+  scatter       staging in HBM -> caches      second half of a staged load
 
-The direct programs put the pages of a part together in HBM, so they need one block of it, and a part
-goes over PCIe in one piece. The DMAs of a block's parts are in flight together; two into one array would
-wait for each other (`benchmarks/bench_tpu_compile.py` shows both). A DMA a page would need no HBM with
-large pages, but the TPU compiler takes about 40 KiB for each, which is 3.6 blocks when a page has 16 KiB.
-On the CPU backend, where a copy is the processor's work, pages are copied one by one: putting them
-together first would copy them twice.
+The direct programs gather the pages of a part in HBM, which takes one block, and send each part in one DMA. The DMAs of
+a block's parts are in flight together; two into the same array would be serialized (`benchmarks/bench_tpu_compile.py`
+shows both). One DMA per page would need no HBM with large pages, but the TPU compiler takes about 40 KiB for each,
+which is 3.6 blocks when a page has 16 KiB. On the CPU backend pages are copied one by one: gathering them first would
+copy them twice.
 
-What is written is donated and updated in place; what is read is not. In-place matters: a fresh pool
-or cache would need room for two, and on the CPU backend fresh memory costs more than the copy.
+What is written is donated and updated in place; what is read is not donated. In place matters: a new pool or cache
+would need twice the memory, and on the CPU backend fresh memory costs more than the copy.
 
-Each program also returns a token, i32[] with the number of blocks that it copied. The segment and the
-caches are donated on to the next program as soon as it is dispatched, so they cannot be asked whether
-this one is done; the token can (`is_ready`). It is counted by the loop and not handed through: jax
-forwards an untouched argument to the output, and it would be ready before the program has run.
+Each program also returns a token, i32[] with the number of blocks that it copied. The segment and the caches are
+donated to the next program as soon as that is dispatched, so they cannot be polled for completion; the token can
+(`is_ready`). The loop counts it: jax forwards an unmodified argument to the output, so a forwarded count would be ready
+before the program has run.
 
-Ids are not checked on the device, where XLA would clamp them: the caller has.
+Ids are not checked on the device, where XLA would clamp them. The caller checks them.
 """
 
 import dataclasses
@@ -50,7 +49,7 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A jitted function with the argument shapes that it is compiled for, ahead of time.
+    """A jitted function and the argument shapes to compile it for, ahead of time.
 
     Attributes:
       name: for error messages and reports.
@@ -65,12 +64,12 @@ class Program:
     platform: str
 
     def compile(self) -> Any:
-        """Compiles; the result is called with arrays of exactly the shapes in `args`.
+        """Compiles for exactly the shapes in `args`.
 
         Returns:
           A `jax.stages.Compiled`, which never compiles again: other shapes are a TypeError.
         """
-        # Naming the platform lets the TPU compiler run where there is no TPU (see tests/tpu_compile).
+        # Naming the platform lets the TPU compiler run on a machine without a TPU (see tests/tpu_compile).
         platforms = ("tpu",) if self.platform == "tpu" else None
         return self.function.trace(*self.args).lower(lowering_platforms=platforms).compile()
 
@@ -81,7 +80,7 @@ def direct_save(spec: TransferSpec) -> Program:
     Args of the program:
       segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
       kv_caches: per layer, dtype[num_blocks, *page_shape].
-      moves: i32[3, capacity], as `pack_moves` makes them: blocks to read, places in the segment to write, how many.
+      moves: i32[3, capacity] from `pack_moves`: blocks to read, positions in the segment to write, their number.
     """
 
     def save(segment: Any, kv_caches: Any, moves: Any) -> Any:
@@ -98,7 +97,7 @@ def direct_load(spec: TransferSpec) -> Program:
     Args of the program:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
       segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
-      moves: i32[3, capacity], as `pack_moves` makes them: blocks to write, places in the segment to read, how many.
+      moves: i32[3, capacity] from `pack_moves`: blocks to write, positions in the segment to read, their number.
     """
 
     def load(kv_caches: Any, segment: Any, moves: Any) -> Any:
@@ -111,14 +110,14 @@ def direct_load(spec: TransferSpec) -> Program:
 def gather(spec: TransferSpec, bucket: int) -> Program:
     """`(kv_caches, block_ids i32[bucket]) -> (staging, token)`.
 
-    The staging array, carrier[bucket, num_layers, *pool_page] in HBM, is all the HBM that it takes.
+    It takes no HBM beside the staging array, carrier[bucket, num_layers, *pool_page].
     """
     struct = spec.pool_struct(bucket, DEVICE_MEMORY_KIND)
 
     def gather_blocks(kv_caches: Any, block_ids: Any) -> Any:
         rows = jnp.arange(bucket, dtype=jnp.int32)
         caches = cpu_carrier(kv_caches, spec)
-        # In a mesh with explicit axes every array of a program has a sharding, and this one has to be told.
+        # In a mesh with explicit axes every array needs a sharding; this one cannot be inferred.
         staging = lax.empty(struct.shape, struct.dtype, out_sharding=struct.sharding if spec.explicit else None)
         copies = ((0, spec.num_layers),)
         (staging,), token = _caches_to_pool(
@@ -136,8 +135,8 @@ def scatter(spec: TransferSpec, bucket: int) -> Program:
     Args of the program:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
       staging: carrier[bucket, num_layers, *pool_page] in HBM.
-      moves: i32[3, bucket], as `pack_moves` makes them: blocks to write, rows of the staging array to read (a
-        cancelled job's are left out), how many.
+      moves: i32[3, bucket] from `pack_moves`: blocks to write, rows of the staging array to read (without those of
+        cancelled jobs), their number.
     """
 
     def scatter_blocks(kv_caches: Any, staging: Any, moves: Any) -> Any:
@@ -155,7 +154,7 @@ def land(spec: TransferSpec, bucket: int) -> Program:
     Args of the program:
       segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
       staging: carrier[bucket, num_layers, *pool_page] in pinned host memory.
-      host_block_ids: i32[bucket], places in the segment to write.
+      host_block_ids: i32[bucket], positions in the segment to write.
     """
 
     def land_rows(segment: Any, staging: Any, host_block_ids: Any) -> Any:
@@ -178,7 +177,7 @@ def pick(spec: TransferSpec, bucket: int) -> Program:
     Args of the program:
       staging: carrier[bucket, num_layers, *pool_page] in pinned host memory; donated.
       segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
-      host_block_ids: i32[bucket], places in the segment to read.
+      host_block_ids: i32[bucket], positions in the segment to read.
     """
 
     def pick_rows(staging: Any, segment: Any, host_block_ids: Any) -> Any:
@@ -197,18 +196,18 @@ def pick(spec: TransferSpec, bucket: int) -> Program:
 def _program(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], spec: TransferSpec, *, donate: int | None, out: Any
 ) -> Program:
-    """Jits `function`, which returns an array (or the caches) of sharding `out`, and a token."""
+    """Jits `function`, which returns arrays with sharding `out`, and a token."""
     jitted = jax.jit(function, donate_argnums=() if donate is None else (donate,), out_shardings=(out, spec.replicated))
     return Program(name=name, function=jitted, args=args, platform=spec.platform)
 
 
 def pack_moves(block_ids: Ids, rows: Ids, *, capacity: int) -> Ids:
-    """Block ids, the rows or places that go with them, and how many, in one array: each argument costs a transfer.
+    """Packs block ids, their rows and their number into one array: each argument of a program costs a transfer.
 
     Args:
       block_ids: i32[n], blocks of the caches.
-      rows: i32[n], places in a segment or rows of a staging array.
-      capacity: the program's; the ids past `n` are zero and never read.
+      rows: i32[n], positions in a segment or rows of a staging array.
+      capacity: of the program; entries past `n` are zero and never read.
     Returns:
       i32[3, capacity].
     """
@@ -227,10 +226,10 @@ def _segment_sharding(spec: TransferSpec) -> list[Any]:
 
 
 def cpu_carrier(kv_caches: Caches, spec: TransferSpec) -> Caches:
-    """The caches seen as the carrier type, where that has to be done before a block is taken out.
+    """The caches bitcast to the carrier type, on CPU only.
 
-    On CPU whole arrays, outside the loop: a bitcast of one page of float8_e5m2 is not exact there, as the backend
-    widens the page before it. Elsewhere page by page: of a whole cache it would cost a copy on TPU.
+    On CPU whole caches are bitcast, outside the loop: the backend widens a page of float8_e5m2 before a bitcast, which
+    is not exact. Elsewhere single pages are: on TPU the bitcast of a whole cache would cost a copy.
     """
     return [bitcast(cache, spec.carrier) for cache in kv_caches] if spec.platform == "cpu" else kv_caches
 
@@ -247,7 +246,7 @@ def _write(pool: Any, pages: Any, row: Any, first_layer: int = 0) -> Any:
 
 
 def _origin(pool: Any) -> Any:
-    return (np.int32(0),) * (pool.ndim - 2)  # typed: under jax_enable_x64 a plain 0 would not go with i32 ids
+    return (np.int32(0),) * (pool.ndim - 2)  # typed: under jax_enable_x64 a plain 0 would not match the i32 ids
 
 
 def _caches_to_pool(
@@ -261,9 +260,9 @@ def _caches_to_pool(
     copies: tuple[tuple[LayerRange, ...], ...],
     space: Any,
 ) -> Any:
-    """Writes block `block_ids[i]` to row `rows[i]` of the parts, which lie in `space`, for each i < num_blocks.
+    """Writes block `block_ids[i]` to row `rows[i]` of the parts, which are in `space`, for each i < num_blocks.
 
-    `copies` has, per part, the layers that are copied in one piece.
+    `copies` has, per part, the layer ranges that are copied in one piece.
     """
 
     def body(i: Any, carry: Any) -> Any:
@@ -306,7 +305,7 @@ def _pool_to_caches(
 
 
 def _on_host(copy_row: Callable[..., Any], target: Any, source: Any, host_block_ids: Any) -> Any:
-    """Applies `target = copy_row(target, source, i, host_block_ids[i])` for every i, by the host's CPU."""
+    """Applies `target = copy_row(target, source, i, host_block_ids[i])` for every i, on the host's CPU."""
 
     def copy(target: Any, source: Any, host_block_ids: Any) -> Any:
         def body(_: Any, carry: Any) -> Any:

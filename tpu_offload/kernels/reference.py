@@ -1,4 +1,4 @@
-"""What the copy programs must do, in numpy, a page at a time: slow, and plain to read."""
+"""Reference implementation of the copy programs in numpy, one page at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def as_bytes(array: Any) -> Bytes:
-    """Any array's elements as uint8, with an axis for the bytes of one element; a copy."""
+    """A copy of an array's elements as uint8, with a last axis for the bytes of one element."""
     host = np.ascontiguousarray(np.asarray(array))
     return host.view(np.uint8).reshape(*host.shape, host.dtype.itemsize).copy()
 
@@ -18,10 +18,10 @@ def save(segment: Bytes, kv_caches: Sequence[Bytes], block_ids: Sequence[int], h
     """Copies blocks of the caches into a segment.
 
     Args:
-      segment: u8[segment_blocks, num_layers, *page_shape, itemsize]; not changed.
+      segment: u8[segment_blocks, num_layers, *page_shape, itemsize]; not modified.
       kv_caches: per layer, u8[num_blocks, *page_shape, itemsize].
       block_ids: blocks to read.
-      host_block_ids: places in the segment to write, as many.
+      host_block_ids: positions in the segment to write, one per block.
     Returns:
       The segment afterwards.
     """
@@ -35,7 +35,7 @@ def save(segment: Bytes, kv_caches: Sequence[Bytes], block_ids: Sequence[int], h
 def load(
     kv_caches: Sequence[Bytes], segment: Bytes, block_ids: Sequence[int], host_block_ids: Sequence[int]
 ) -> list[Bytes]:
-    """Copies blocks of a segment into the caches; arguments as in `save`, nothing is changed.
+    """Copies blocks of a segment into the caches; arguments as in `save`, none of them modified.
 
     Returns:
       The caches afterwards.

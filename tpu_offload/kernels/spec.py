@@ -18,7 +18,7 @@ from tpu_offload.kernels.formats import LANES, layout_of, platform_of
 HOST_MEMORY_KIND = "pinned_host"
 DEVICE_MEMORY_KIND = "device"
 
-# PCIe is busy from 256 KiB a DMA on; more of them at once than this hide nothing, and each takes 40 KiB of HBM.
+# DMAs of 256 KiB saturate PCIe. More than 8 in flight gain nothing, and each takes 40 KiB of HBM.
 _MIN_DMA_NBYTES = 256 * 1024
 _MAX_PARTS = 8
 
@@ -28,24 +28,24 @@ LayerRange = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferSpec:
-    """What the copy programs need to know of the caches and of one segment of the host pool.
+    """The geometry of the caches and of a host pool segment, which the copy programs are compiled for.
 
-    The caches are one array `dtype[num_blocks, *page_shape]` a layer. A segment is a list of parts, each an
-    array `carrier[segment_blocks, layers in the part, *pool_page]`, and a staging array is one array
-    `carrier[n, num_layers, *pool_page]`. All are split over devices like the pages are: every device
-    copies its own shard, so no program communicates.
+    The caches are one array `dtype[num_blocks, *page_shape]` per layer. A segment is a list of parts, each an array
+    `carrier[segment_blocks, layers in the part, *pool_page]`. A staging array is one array
+    `carrier[n, num_layers, *pool_page]`. All are sharded like the pages: each device copies its own shard, and no
+    program communicates.
 
-    Why parts: writes into one array are chained on each other, so the TPU compiler waits for each DMA
-    before it starts the next. DMAs into different arrays are in flight together.
+    Why parts: writes into one array are serialized, so the TPU compiler waits for each DMA before it starts the next.
+    DMAs into different arrays are in flight together.
 
     Attributes:
-      num_layers: arrays in the list of caches.
-      num_blocks: blocks in each of them.
+      num_layers: number of caches.
+      num_blocks: blocks in each cache.
       page_shape: global shape of one layer's slice of a block.
       dtype: element type of the caches.
-      cache_sharding: sharding of each cache; axis 0 is whole on every device.
-      cache_layout: layout of each cache in device memory; None where it is row-major, as by default off TPU.
-      segment_blocks: places for blocks in one segment of the host pool.
+      cache_sharding: sharding of each cache; axis 0 is not sharded.
+      cache_layout: layout of each cache in device memory; None if row-major, the default off TPU.
+      segment_blocks: blocks that fit into one segment of the host pool.
       capacity: most blocks that one dispatch copies; for staged and fused copies the staging budget.
       parts: the layers in each part of a segment.
     """
@@ -64,14 +64,14 @@ class TransferSpec:
     def from_caches(
         cls, kv_caches: Sequence[Any], *, segment_blocks: int, capacity: int, num_parts: int | None = None
     ) -> "TransferSpec":
-        """Reads shape, dtype and sharding of the first cache; the layout has checked that all are alike.
+        """Reads shape, dtype and sharding of the first cache; `KVLayout` has checked that all are equal.
 
         Args:
           kv_caches: per layer, an array or shape struct `[num_blocks, *page_shape]` with a sharding.
-          segment_blocks: places for blocks in one segment of the host pool.
+          segment_blocks: blocks that fit into one segment of the host pool.
           capacity: most blocks that one dispatch copies.
-          num_parts: arrays in a segment, at most one a layer; None chooses as many as keep a block's DMAs at
-            256 KiB a device, on TPU, and one elsewhere.
+          num_parts: arrays in a segment, at most one per layer. None: on TPU as many as keep a DMA at 256 KiB a device
+            or more, at most 8; elsewhere one.
         Raises:
           LayoutError: the sharding is neither a `NamedSharding` nor a `SingleDeviceSharding`, or the caches have
             different layouts in device memory.
@@ -114,10 +114,10 @@ class TransferSpec:
     def carrier(self) -> np.dtype[Any]:
         """Element type of segments and staging arrays.
 
-        On TPU numbers without a sign of the same size: the TPU compiler puts pages together by arithmetic (a
-        concatenation is a maximum, a row of a tile is taken out by a sum), which changes NaN payloads of floats,
-        and -0. The CPU backend moves float8 through wider floats, 1000 times slower and with other NaN payloads, so
-        float8 is uint8 there. Anything else is of the caches' own type.
+        On TPU, unsigned integers of the same size: the TPU compiler gathers pages by arithmetic (a concatenation is a
+        maximum, a row is extracted from a tile by a sum), which changes NaN payloads and -0 of floats. The CPU backend
+        moves float8 through wider floats, 1000 times slower and with other NaN payloads, so float8 is uint8 there.
+        Everything else keeps the caches' type.
         """
         if self.platform == "tpu" and jnp.issubdtype(self.dtype, jnp.floating):
             return np.dtype(jnp.dtype(f"uint{jax.dtypes.itemsize_bits(self.dtype)}"))
@@ -129,8 +129,8 @@ class TransferSpec:
     def flat(self) -> bool:
         """Whether pages are rows of 128 elements in segments and staging arrays (see `pages`).
 
-        On TPU, where a block is in several pieces, where a page would leave lanes of its last row empty, and where
-        tiles have more than 8 rows, as some of 8 bits have: the compiler copies segments whole to make them lower.
+        So on TPU if a block is not contiguous, if the last axis of a page does not fill its lanes, or if tiles have
+        more than 8 rows (some 8-bit types): the compiler would copy whole segments to change the tile height.
         """
         layout = self.cache_layout
         if self.platform != "tpu" or layout is None:
@@ -142,10 +142,10 @@ class TransferSpec:
 
     @property
     def blocks_together(self) -> int:
-        """Blocks that share tiles in device memory, so that none can be copied alone; 1 for blocks in one piece.
+        """Blocks that share tiles in device memory, so that none can be copied alone; 1 if blocks are contiguous.
 
         Tiles span the last two axes in memory. With the block axis last, 128 blocks share the rows of a tile; with
-        the block axis before the last, as many as a tile has rows.
+        the block axis second to last, one block per row of a tile.
         """
         layout = self.cache_layout
         if self.platform != "tpu" or layout is None or 0 not in layout.major_to_minor[-2:]:
@@ -160,13 +160,13 @@ class TransferSpec:
             return self.page_shape
         num_shards = math.prod(self.page_shape) // math.prod(self._shard_page)
         num_rows = -(-math.prod(self._shard_page) // LANES)
-        # Tiles of 8 rows for every type: with more, as small types have them by default, segments are turned whole.
+        # Tiles of 8 rows for every type: with more, the default of small types, whole segments are transposed.
         height = min(8, 1 << (num_rows - 1).bit_length())
         return num_shards * -(-num_rows // height), height, LANES
 
     @property
     def pool_page_axes(self) -> tuple[Any, ...]:
-        """Per axis of `pool_page`, the mesh axes that it is split over."""
+        """Per axis of `pool_page`, the mesh axes that it is sharded over."""
         sharding = self.cache_sharding
         page_axes = tuple(sharding.spec)[1:] if isinstance(sharding, NamedSharding) else ()
         if not self.flat:
@@ -177,15 +177,14 @@ class TransferSpec:
 
     @property
     def _shard_page(self) -> tuple[int, ...]:
-        """Shape of the shard of a page on each device."""
+        """Shape of a page's shard on each device."""
         return tuple(self.cache_sharding.shard_shape((self.num_blocks, *self.page_shape))[1:])
 
     @property
     def copies(self) -> tuple[tuple[LayerRange, ...], ...]:
-        """Per part, the layers that each copy of a block takes.
+        """Per part, the layer ranges that a block is copied in.
 
-        All of the part: one DMA. But the CPU backend copies by the processor, and putting pages together
-        first would copy them twice.
+        The whole part, in one DMA. On the CPU backend single layers: gathering pages first would copy them twice.
         """
         if self.platform == "cpu":
             return tuple(tuple((layer, layer + 1) for layer in range(*part)) for part in self.parts)
@@ -193,22 +192,22 @@ class TransferSpec:
 
     @property
     def block_nbytes_per_device(self) -> int:
-        """Bytes of one block, all layers, on each device."""
+        """Bytes of one block on each device, all layers."""
         return self.num_layers * math.prod(self._shard_page) * self.dtype.itemsize
 
     def pool_sharding(self, memory_kind: str) -> Sharding:
-        """Sharding of an array `[n, layers, *pool_page]` in the memory of that kind."""
+        """Sharding of an array `[n, layers, *pool_page]` in memory of this kind."""
         return self._sharding(self.pool_page_axes, memory_kind)
 
     def block_sharding(self, memory_kind: str) -> Sharding:
-        """Sharding of an array `[n, layers, *page_shape]`, with pages as the caches have them, in that memory."""
+        """Sharding of an array `[n, layers, *page_shape]`, with the caches' page shape, in memory of this kind."""
         sharding = self.cache_sharding
         return self._sharding(tuple(sharding.spec)[1:] if isinstance(sharding, NamedSharding) else (), memory_kind)
 
     def _sharding(self, page_axes: tuple[Any, ...], memory_kind: str) -> Sharding:
         sharding = self.cache_sharding
-        # Not a SingleDeviceSharding, of which jax 0.11.2 forgets the memory kind when it traces shape
-        # structs for a device that is only described.
+        # Not a SingleDeviceSharding: jax 0.11.2 drops its memory kind when it traces shape structs for a device of a
+        # topology description.
         mesh: Any = Mesh(np.array(list(sharding.device_set)), ("device",))
         if isinstance(sharding, NamedSharding):
             mesh = sharding.mesh
@@ -222,17 +221,17 @@ class TransferSpec:
 
     @property
     def replicated(self) -> Sharding:
-        """Sharding of ids, counts and tokens: whole on every device."""
+        """Sharding of ids, counts and tokens: replicated."""
         sharding = self.cache_sharding
         return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
     @property
     def cache_format(self) -> Any:
-        """Where and how each cache lies: a `Format` where the layout has to be said, else the sharding."""
+        """A `Format` if the layout must be given explicitly, else the sharding."""
         return self.cache_sharding if self.cache_layout is None else Format(self.cache_layout, self.cache_sharding)
 
     def cache_structs(self) -> list[jax.ShapeDtypeStruct]:
-        """The caches' shapes, one a layer."""
+        """The caches' shapes, one per layer."""
         shape = (self.num_blocks, *self.page_shape)
         return [jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.cache_format)] * self.num_layers
 
@@ -247,7 +246,7 @@ class TransferSpec:
         return jax.ShapeDtypeStruct(shape, self.carrier, sharding=self.pool_sharding(memory_kind))
 
     def segment_structs(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of one segment of the host pool, one a part."""
+        """The shapes of one segment of the host pool, one per part."""
         sharding = self.pool_sharding(HOST_MEMORY_KIND)
         return [
             jax.ShapeDtypeStruct((self.segment_blocks, end - first, *self.pool_page), self.carrier, sharding=sharding)
@@ -259,11 +258,11 @@ class TransferSpec:
         return jax.ShapeDtypeStruct((length,), jnp.int32, sharding=self.replicated)
 
     def moves_struct(self, length: int) -> jax.ShapeDtypeStruct:
-        """The shape of what `programs.pack_moves` makes."""
+        """The shape of what `programs.pack_moves` returns."""
         return jax.ShapeDtypeStruct((3, length), jnp.int32, sharding=self.replicated)
 
 
 def _cut(num_layers: int, num_parts: int) -> tuple[LayerRange, ...]:
-    """Cuts layers into parts whose sizes differ by at most one."""
+    """Splits the layers into parts whose sizes differ by at most one."""
     bounds = [num_layers * i // num_parts for i in range(num_parts + 1)]
     return tuple(itertools.pairwise(bounds))

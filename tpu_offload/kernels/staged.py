@@ -1,14 +1,13 @@
-"""The staged path: copies between host and device run beside the model, and cost HBM while they do.
+"""The staged path: copies between host and device overlap with the model and hold HBM while they do.
 
-A save gathers its blocks into a staging array in HBM, in program order, which takes as long as reading
-and writing HBM once. The array then goes to host memory by a transfer that the device's programs do
-not wait for. When it is there, at a later step, the host's CPU writes it into the pool. A load goes the
-other way. The model never waits for PCIe, but the staging arrays of all jobs in flight take HBM: the
-staging budget counts exactly them, as they are cut into sizes that add up to the job.
+A save gathers its blocks into a staging array in HBM, in program order, for the cost of reading and writing HBM once.
+The array is then transferred to host memory asynchronously. Once it has arrived, in a later step, the host's CPU writes
+it into the pool. A load does the reverse. The model never waits for PCIe, but the staging arrays of all jobs in flight
+hold HBM. The staging budget counts exactly these: array sizes add up to the job, without padding.
 
-On hosts that share one model every program must be dispatched in the same order. When a transfer is
-ready differs from host to host, so there the worker resumes it at the next step whether or not it is
-ready; the device then waits for it. (The worker decides; here nothing asks.)
+Hosts that share a model must dispatch every program in the same order, but a transfer becomes ready at a different time
+on each host. There the worker resumes it in the next step whether it is ready or not, and the device waits for it. The
+worker decides that; this module never polls.
 """
 
 from collections.abc import Callable, Collection
@@ -20,7 +19,7 @@ import numpy as np
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
 from tpu_offload.kernels.compiled import CompiledPrograms
-from tpu_offload.kernels.copier import Caches, Copier, Flight, Ids, Phase, Rows, SegmentStore, fetch_early
+from tpu_offload.kernels.copier import ArenaView, Caches, Copier, Flight, Ids, Phase, Rows, fetch_early
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, TransferSpec
 from tpu_offload.types import Direction
 
@@ -32,40 +31,40 @@ _PROGRAMS = {
 
 @final
 class StagedCopier(Copier):
-    """Copies through staging arrays, with two compiled programs a bucket and direction.
+    """Copies through staging arrays, with two compiled programs per bucket and direction.
 
     Args:
       spec: what is copied.
-      store: the segments.
-      allocate: makes an array of zeros in pinned host memory that can be donated.
-      buckets: sizes of staging arrays, as in `usable_buckets`.
-      directions: what `compile` compiles for; a direction that another copier serves costs nothing here.
+      arena: the segments.
+      allocate: allocates zeros in pinned host memory that can be donated.
+      buckets: staging array sizes, as in `usable_buckets`.
+      directions: the directions that `compile` compiles.
     """
 
     def __init__(
         self,
         spec: TransferSpec,
-        store: SegmentStore,
+        arena: ArenaView,
         *,
         allocate: Callable[[jax.ShapeDtypeStruct], jax.Array],
         buckets: tuple[int, ...] = (),
         directions: Collection[Direction] = tuple(Direction),
     ) -> None:
         self._spec = spec
-        self._store = store
+        self._arena = arena
         self._allocate = allocate
         self._directions = directions
         self._buckets = usable_buckets(spec.capacity, buckets)
         self._device_sharding = spec.pool_sharding(DEVICE_MEMORY_KIND)
         self._host_sharding = spec.pool_sharding(HOST_MEMORY_KIND)
         self._programs = CompiledPrograms(spec, num_blocks=1)
-        # Host staging arrays of loads, kept because fresh pinned memory costs more than the copy.
+        # Free host staging arrays of loads, reused: fresh pinned memory costs more than the copy.
         self._free: dict[int, list[jax.Array]] = {bucket: [] for bucket in self._buckets}
         self._free_blocks = 0
 
     @property
     def hbm_nbytes(self) -> int:
-        """See `Copier`; the staging arrays, and the temporaries of the one program that runs."""
+        """See `Copier`; the staging arrays, and the temporaries of one running program."""
         return self._spec.capacity * self._spec.block_nbytes_per_device + self._programs.hbm_nbytes
 
     @property
@@ -91,13 +90,13 @@ class StagedCopier(Copier):
     def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
         """See `Copier`."""
         staging, _ = self._program(programs.gather, len(rows))(kv_caches, rows.block_ids)
-        # The runtime keeps the HBM staging array until the transfer has read it; this reference ends here.
+        # The runtime keeps the HBM staging array alive until the transfer has read it.
         in_transit = jax.device_put(staging, self._host_sharding)
         return Flight(Direction.SAVE, segment_id, rows, Phase.TRANSIT, in_transit, num_staged=len(rows))
 
     def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
-        """See `Copier`; the caches come back as they were, `resume_load` writes them."""
-        segment = self._store.segment(segment_id)
+        """See `Copier`; returns the caches unchanged, `resume_load` writes them."""
+        segment = self._arena.segment(segment_id)
         host_staging = self._host_staging(len(rows))
         host_staging, _ = self._program(programs.pick, len(rows))(host_staging, segment, rows.host_block_ids)
         in_transit = jax.device_put(host_staging, self._device_sharding)
@@ -107,9 +106,9 @@ class StagedCopier(Copier):
     def resume_save(self, flight: Flight) -> None:
         """See `Copier`."""
         program = self._program(programs.land, len(flight.rows))
-        segment = self._store.segment(flight.segment_id)
+        segment = self._arena.segment(flight.segment_id)
         segment, token = program(segment, flight.waiting_on, flight.rows.host_block_ids)
-        self._store.replace(flight.segment_id, segment)
+        self._arena.replace(flight.segment_id, segment)
         self._await_token(flight, token)
 
     def resume_load(self, flight: Flight, live: Rows, kv_caches: Caches) -> Caches:
@@ -123,7 +122,7 @@ class StagedCopier(Copier):
         return kv_caches
 
     def release(self, flight: Flight) -> None:
-        """See `Copier`; the host staging array is kept for a later load while it fits the budget."""
+        """See `Copier`; the host staging array is kept for later loads, up to the staging budget."""
         staging = flight.host_staging
         if staging is None or staging.is_deleted() or self._free_blocks + len(staging) > self._spec.capacity:
             return

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 
 from tpu_offload.config import CopyPath
+from tpu_offload.copy_profile import FORMAT, VERSION
 from tpu_offload.errors import InputError
 from tpu_offload.measure.bench import TransferBench, num_walked_blocks
 from tpu_offload.measure.devices import environment
 from tpu_offload.measure.figures import Failure, Figures, rank
 from tpu_offload.measure.worker_copies import Geometry
 from tpu_offload.memory import available_nbytes
-from tpu_offload.profile import FORMAT, VERSION
 from tpu_offload.types import Direction
 
 _COMPILE_SHARE = 0.6  # of the time, for model steps with fused copies to compile

@@ -1,10 +1,10 @@
-"""The host pool: how much memory there is, and pinned memory in segments."""
+"""Host memory: how much may be used, and pinned segments of it."""
 
-from tpu_offload.memory.host_pool import HostPool, pinned_zeros, plan_segments, plan_shared_segments
+from tpu_offload.memory.host_arena import HostArena, pinned_zeros, plan_segments, plan_shared_segments
 from tpu_offload.memory.sizing import available_nbytes, cap_chunks, size_swap_pool, wanted_swap_blocks
 
 __all__ = [
-    "HostPool",
+    "HostArena",
     "available_nbytes",
     "cap_chunks",
     "pinned_zeros",

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 
 from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.copy_profile import CopyProfile
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.errors import InputError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.memory import available_nbytes
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.profile import Profile
 from tpu_offload.replay.serving import ServedRun, serve
 from tpu_offload.replay.workloads import (
     NUM_TOKENS,
@@ -114,8 +114,8 @@ def build_setup(
     layout = layout_of(model, engine)
     for size in (offload.staging_blocks, offload.host_chunks):
         size(layout)  # a wrong size is an error now, not after the baseline
-    if offload.enabled and offload.profile and CopyPath.AUTO in (offload.save_path, offload.load_path):
-        Profile.read(offload.profile).check_device(jax.devices()[0].device_kind)  # likewise
+    if offload.enabled and offload.copy_profile and CopyPath.AUTO in (offload.save_path, offload.load_path):
+        CopyProfile.read(offload.copy_profile).check_device(jax.devices()[0].device_kind)  # likewise
 
     def sampling(request_id: str, max_tokens: int) -> SamplingParams:
         seed = int.from_bytes(request_id.encode(), "big") * 2654435761 + options.seed

@@ -1,28 +1,28 @@
-"""Request traces through eviction policies, and the best that could be done."""
+"""Simulates request traces with eviction policies, and computes the upper bound."""
 
 from tpu_offload.sim.belady import belady_hits
+from tpu_offload.sim.experiment import BOUND, Case, Experiment, HitCounts, Result, run_all
 from tpu_offload.sim.hbm import Front, no_front, play_hbm
-from tpu_offload.sim.replay import Outcome, Setup, replay
-from tpu_offload.sim.runs import BOUND, Part, Result, Run, Scene, play_all
+from tpu_offload.sim.replay import Outcome, TierSetup, replay
 from tpu_offload.sim.secondary import SecondaryMode
-from tpu_offload.sim.trace import Request, Trace, read_traces
+from tpu_offload.sim.trace import Trace, TraceRequest, read_traces
 
 __all__ = [
     "BOUND",
+    "Case",
+    "Experiment",
     "Front",
+    "HitCounts",
     "Outcome",
-    "Part",
-    "Request",
     "Result",
-    "Run",
-    "Scene",
     "SecondaryMode",
-    "Setup",
+    "TierSetup",
     "Trace",
+    "TraceRequest",
     "belady_hits",
     "no_front",
-    "play_all",
     "play_hbm",
     "read_traces",
     "replay",
+    "run_all",
 ]

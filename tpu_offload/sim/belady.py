@@ -1,16 +1,16 @@
-"""The bound: how many blocks of the prompts can hit at best, when the future is known.
+"""The upper bound: the most prompt blocks that can hit, given knowledge of the future (Belady with bypass).
 
-Between two requests the cache may hold any blocks of the prompts so far, at most as many as it has room for;
-what a prompt brings need not be kept (bypass). A block hits when it is held and all before it in the prompt are.
+Between two requests the cache may hold any blocks of earlier prompts, up to its capacity; the blocks of a prompt need
+not be kept (bypass). A block hits if it and all blocks before it in the prompt are cached.
 
-Of what is held, and what the prompt brought, the block goes whose next use is furthest in the future; among
-equals the deeper one. This is optimal: to make a block hit is to hold it over the whole gap since its last use,
-each gap is a hit, and of gaps that overlap too many at one time, the one that ends last is in the way of the
-fewest others (the largest k-colourable subgraph of an interval graph). That a block needs those before it
-costs nothing: they are used whenever it is, so their gaps end no later, and they are held longer.
+The block with the most distant next use is evicted, among the cached ones and those of the current prompt; of equal
+ones, the deeper. This is optimal. For a hit a block must be held over the whole interval since its last use, and each
+interval is one hit. If too many intervals overlap at one time, dropping the one that ends last leaves the most room for
+others (the largest k-colorable subgraph of an interval graph). The prefix rule costs nothing: the blocks before a block
+are used whenever it is, so their intervals end no later, and they are evicted later.
 
-With HBM in front a gap begins when the block leaves HBM, and there is none when it comes back before that. So this
-bounds every way of saving, also those that leave to HBM what HBM has.
+With HBM in front an interval starts when the block leaves HBM, and there is none if it is used again before that. So
+this is a bound for every way of saving, including those that do not duplicate what HBM has.
 
 References:
   Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 1966.
@@ -25,24 +25,24 @@ from tpu_offload.sim.trace import Trace
 
 
 def belady_hits(trace: Trace, num_chunks: int, *, first_counted: int = 0, front: Front | None = None) -> list[int]:
-    """Plays a trace with the best choice at every moment. O(blocks x log blocks).
+    """Simulates a trace with optimal eviction. O(blocks x log blocks).
 
     Args:
-      trace: what is played.
-      num_chunks: blocks that the cache has room for.
-      first_counted: what is best is the number of hits from this request on; what hits before it does not count.
-      front: HBM, whose hits are none of the cache behind it.
+      trace: the requests.
+      num_chunks: capacity of the cache in blocks.
+      first_counted: maximizes the hits from this request on; earlier hits do not count.
+      front: HBM, whose hits do not count for the cache behind it.
     Returns:
-      Hits of each request.
+      Hits per request.
     """
     front = front or no_front(trace)
     depths = _depths(trace.parents)
     prompts = [request.blocks for request in trace.requests]
     never = len(prompts)
-    next_use: dict[int, int] = {}  # after the request that is played
+    next_use: dict[int, int] = {}  # after the current request
     held: set[int] = set()
-    # Furthest next use first, deeper first. Entries of what was used since stay in here: their time is past, so they
-    # come after all that is held.
+    # Most distant next use first, deeper first. Stale entries stay in the heap: their next use is in the past, so they
+    # come after all cached blocks.
     heap: list[tuple[int, int, int]] = []
     hits = []
     for blocks, uses, first, left in zip(prompts, _next_uses(prompts, never), front.hits, front.left, strict=True):
@@ -55,7 +55,7 @@ def belady_hits(trace: Trace, num_chunks: int, *, first_counted: int = 0, front:
             held.discard(block)
         for block in left:
             use = next_use[block]
-            if first_counted <= use < never:  # else nothing is lost with it, and nothing needs to go for it
+            if first_counted <= use < never:  # else it can yield no counted hit, and is not worth caching
                 held.add(block)
                 heapq.heappush(heap, (-use, -depths[block], block))
         while len(held) > num_chunks:
@@ -64,7 +64,7 @@ def belady_hits(trace: Trace, num_chunks: int, *, first_counted: int = 0, front:
 
 
 def _depths(parents: Sequence[int]) -> list[int]:
-    """Of each block how many come before it; each has a higher number than the one before it."""
+    """The depth of each block; a block's number is higher than its parent's."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -72,7 +72,7 @@ def _depths(parents: Sequence[int]) -> list[int]:
 
 
 def _next_uses(prompts: Sequence[Sequence[int]], never: int) -> list[list[int]]:
-    """For each block of each prompt, the number of the next prompt that it is in."""
+    """For each block of each prompt, the number of the next prompt that contains it."""
     following: dict[int, int] = {}
     next_uses: list[list[int]] = []
     for number in range(len(prompts) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""The prefix cache in HBM, in front of the host tier. What it holds depends on nothing behind it: it is played once."""
+"""The prefix cache in HBM, in front of the host tier. It does not depend on the tiers behind it: simulated once."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from tpu_offload.sim.trace import Trace
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Front:
-    """What a cache in front does at each request.
+    """Hits and evictions of the cache in front, per request.
 
     Attributes:
       hits: leading blocks of the prompt that it has.
-      left: blocks that it gives up for the prompt, the tail of a prefix before its head, and those of the prompt
-        that it has no room for.
+      left: blocks that leave it: those evicted for the prompt, the tail of a prefix before its head, and blocks of the
+        prompt for which it has no room.
     """
 
     hits: tuple[int, ...]
@@ -22,15 +22,14 @@ class Front:
 
 
 def no_front(trace: Trace) -> Front:
-    """Without a cache in front, a prompt's blocks are given up with its request."""
+    """No cache in front: a prompt's blocks leave HBM at the end of its request."""
     return Front((0,) * len(trace.requests), tuple(request.blocks[::-1] for request in trace.requests))
 
 
 def play_hbm(trace: Trace, num_blocks: int) -> Front:
-    """Least recently used, under the prefix rule; a prompt's blocks stay cached after it. Room for more than the
-    blocks of the trace is as good as room for all of them.
+    """Simulates HBM with LRU under the prefix rule; a prompt's blocks stay cached after its request.
 
-    Generated tokens take no room, as the trace does not say what became of them.
+    Generated tokens take no room: the trace has no ids for them.
     """
     hbm = Tier(LRUPolicy(), num_chunks=min(num_blocks, len(trace.keys)), record=True)
     numbers = {key: number for number, key in enumerate(trace.keys)}

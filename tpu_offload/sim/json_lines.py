@@ -1,4 +1,4 @@
-"""Files with one JSON value a line: traces, conversations."""
+"""Reads files with one JSON value per line: traces, conversations."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 from tpu_offload.errors import InputError
 
-# How files begin, none of which JSON can begin with.
+# Magic bytes of compressed files; no JSON starts with any of them.
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -19,15 +19,14 @@ _COMPRESSED = {
 
 
 MAX_LINE_NBYTES = 2**28
-"""A longer line is refused unread: what JSON makes of one takes up to twenty times its size."""
+"""A longer line is rejected before parsing: parsed JSON takes up to twenty times the memory."""
 
 
 def parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
-    """Yields line numbers from 1 and what `parse` made of the lines; blank lines are passed over.
+    """Yields line numbers (from 1) and parsed values; blank lines are skipped.
 
     Raises:
-      InputError: the file cannot be read or is compressed, or a line is not what `parse` (which raises ValueError)
-        expects.
+      InputError: the file cannot be read or is compressed, or `parse` rejects a line with a ValueError.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Lines of request traces in the Mooncake format, and what is wrong with one that cannot be used."""
+"""Parses and validates lines of request traces in the Mooncake format."""
 
 import dataclasses
 import reprlib
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_LENGTH = 2**31 - 1
-"""Tokens of a prompt or an answer."""
+"""Most tokens of a prompt or an answer."""
 
-_MAX_FLOAT = sys.float_info.max  # an integer may be larger, and is no float then
+_MAX_FLOAT = sys.float_info.max  # larger integers cannot be converted to float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,10 +17,10 @@ class TraceLine:
     """One request.
 
     Attributes:
-      time_s: when it comes.
-      input_length: tokens of its prompt; None if the line does not say.
-      output_length: tokens of its answer; likewise.
-      hash_ids: one for each block of its prompt.
+      time_s: arrival time.
+      input_length: tokens of the prompt; None if missing.
+      output_length: tokens of the answer; None if missing.
+      hash_ids: one id per block of the prompt.
     """
 
     time_s: float
@@ -30,10 +30,10 @@ class TraceLine:
 
 
 def parse_line(value: Any) -> TraceLine:
-    """Checks the JSON value of a line.
+    """Validates the JSON value of a line.
 
     Raises:
-      ValueError: it is no request; says what was expected.
+      ValueError: it is not a request; the message says what was expected.
     """
     if not isinstance(value, dict):
         raise ValueError('expected an object with "timestamp", "input_length", "output_length" and "hash_ids"')
@@ -46,7 +46,7 @@ def parse_line(value: Any) -> TraceLine:
 
 
 def wrong(line: Mapping[str, Any], name: str, expected: str) -> ValueError:
-    """The error of a field."""
+    """The error for an invalid field."""
     got = reprlib.repr(line[name]) if name in line else "missing"  # short, whatever it is
     return ValueError(f'"{name}" is {got}; expected {expected}')
 

@@ -1,12 +1,12 @@
-"""One eviction policy at one size over a trace, request after request.
+"""Simulates one eviction policy at one size over a trace, request by request.
 
-Each request is looked up, loaded, computed and saved before the next one comes: there are no copies in flight and
-no staging buffer. What the library decides is asked of the library itself, in the order in which its scheduler asks:
-`ChunkIndex` with the policy for what is kept, `SavePolicy` for what is saved.
+Each request is looked up, loaded, computed and saved before the next one: there are no copies in flight and no staging
+buffer. The decisions are the library's own, called in the order in which its scheduler calls them: `ChunkIndex` with
+the policy for eviction, `SavePolicy` for admission.
 
-In the real scheduler a request uses its prompt as a whole, wherever its blocks were: those that HBM had are used in
-the host tier too (policies are told which those are), and saved again where the host tier has lost them. So it is here.
-Only hits are not counted for the host tier where HBM had the block.
+As in the real scheduler, a request uses its whole prompt, wherever the blocks are: blocks that HBM has are also
+accessed in the host tier (the policy knows which), and saved again if the host tier has evicted them. Only their hits
+are not counted for the host tier.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from tpu_offload.types import ChunkKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Setup:
-    """What is behind HBM. A chunk is a block of the trace.
+class TierSetup:
+    """The tiers behind HBM. A chunk is a block of the trace.
 
     Attributes:
-      num_chunks: room in the host tier. More than the trace has blocks is as good as all of them, and costs no more.
+      num_chunks: capacity of the host tier. Capacity beyond the blocks of the trace takes no memory.
       save_on: when blocks are saved.
       num_sightings: see `SaveBySightings`.
-      num_secondary_chunks: room in the secondary tier; 0 has none.
-      secondary_mode: when chunks go there.
+      num_secondary_chunks: capacity of the secondary tier; 0 for none.
+      secondary_mode: when chunks are copied there.
     """
 
     num_chunks: int
@@ -44,15 +44,15 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a run. A block of a prompt hits in at most one tier, and only if all blocks before it hit.
+    """The result of a simulation. A prompt block hits in at most one tier, and only if all blocks before it hit.
 
     Attributes:
-      host_hits: blocks of each request that the host tier had.
-      secondary_hits: that the secondary tier had.
-      num_saved: chunks brought into the host tier, those from the secondary tier included.
+      host_hits: per request, blocks that hit in the host tier.
+      secondary_hits: per request, blocks that hit in the secondary tier.
+      num_saved: chunks saved to the host tier, including promotions from the secondary tier.
       num_evicted: chunks that the host tier evicted.
-      num_dropped: chunks that the host tier had no room for.
-      num_secondary_saved: chunks brought into the secondary tier.
+      num_dropped: chunks for which the host tier had no room.
+      num_secondary_saved: chunks saved to the secondary tier.
     """
 
     host_hits: tuple[int, ...]
@@ -63,15 +63,15 @@ class Outcome:
     num_secondary_saved: int = 0
 
 
-def replay(trace: Trace, policy: EvictionPolicy, setup: Setup, *, front: Front | None = None) -> Outcome:
-    """Plays a trace against tiers that are empty at first.
+def replay(trace: Trace, policy: EvictionPolicy, setup: TierSetup, *, front: Front | None = None) -> Outcome:
+    """Simulates a trace, starting with empty tiers.
 
     Args:
-      trace: what is played.
-      policy: of the host tier; a fresh one.
-      setup: what there is behind HBM.
-      front: what HBM does, by `play_hbm`; by default there is none, and what is saved when HBM evicts is saved at
-        the end of its request.
+      trace: the requests.
+      policy: a new policy for the host tier.
+      setup: the tiers behind HBM.
+      front: the result of `play_hbm`. By default there is no HBM, and with saves on eviction a prompt is saved at the
+        end of its request.
     """
     front = front or no_front(trace)
     replayed = _Replay(trace, policy, setup)
@@ -84,20 +84,20 @@ def replay(trace: Trace, policy: EvictionPolicy, setup: Setup, *, front: Front |
 
 @final
 class _Replay:
-    def __init__(self, trace: Trace, policy: EvictionPolicy, setup: Setup) -> None:
+    def __init__(self, trace: Trace, policy: EvictionPolicy, setup: TierSetup) -> None:
         self._trace = trace
         has_secondary = setup.num_secondary_chunks > 0
         self._demotes = has_secondary and setup.secondary_mode is SecondaryMode.DEMOTE
         self._host = Tier(policy, num_chunks=min(setup.num_chunks, len(trace.keys)), record=self._demotes)
         self._secondary = SecondaryTier(setup.num_secondary_chunks) if has_secondary else None
         self._saves: SavePolicy = SaveBySightings(events=(setup.save_on,), num_sightings=setup.num_sightings)
-        # It counts what is seen, again and again: only at the number of all blocks more would change nothing.
+        # Sightings are counted per occurrence, so the sketch is sized by the occurrences of blocks, not by unique ones.
         self._saves.resize(min(setup.num_chunks, trace.num_blocks))
         self._uses = map(Use, itertools.count())
         self._hits: list[tuple[int, int]] = []
 
     def serve(self, keys: Sequence[ChunkKey], *, in_hbm: int, left: Sequence[int]) -> None:
-        """One request, from its lookup to its end."""
+        """Serves one request, from lookup to end."""
         host, secondary, saves = self._host, self._secondary, self._saves
         use = dataclasses.replace(next(self._uses), num_in_hbm=in_hbm)
         saves.see(use, keys)
@@ -114,7 +114,7 @@ class _Replay:
             host.settle()
             host.unpin(promised)
         found += in_secondary
-        end = found if in_secondary else 0  # what comes from the secondary tier comes through the host tier
+        end = found if in_secondary else 0  # hits in the secondary tier are promoted to the host tier
         if saves.saves_on(SaveEvent.COMPUTE):
             end = max(end, saves.num_chunks_worth_saving(keys, 0, len(keys)))
         self._save(use, keys, end)
@@ -124,7 +124,7 @@ class _Replay:
             secondary.touch(keys)
 
     def outcome(self) -> Outcome:
-        """What came of all requests."""
+        """The result so far."""
         host, secondary = zip(*self._hits, strict=True) if self._hits else ((), ())
         return Outcome(
             host_hits=host,
@@ -136,10 +136,10 @@ class _Replay:
         )
 
     def _prefixes(self, left: Iterable[int]) -> Iterable[list[ChunkKey]]:
-        """The prefixes that end at blocks which HBM gives up.
+        """The prefixes that end at blocks evicted from HBM.
 
-        Of a chain of such blocks only the longest, which comes first. The blocks before them go along although HBM
-        still has them, unless the host tier has them too: without them nothing could be found.
+        Of nested prefixes only the longest, which comes first. The blocks before the evicted one are included although
+        HBM still has them: without them in the host tier it could not be found.
         """
         keys, parents = self._trace.keys, self._trace.parents
         covered: set[int] = set()

@@ -1,7 +1,7 @@
-"""A secondary tier in a simulation: chunks one by one, least recently used.
+"""A simulated secondary tier: LRU by chunk.
 
-It has no prefix rule of its own. A lookup goes on in it where the host tier ends, and while it has the tail of a
-prefix whose head is in host memory, that tail is found.
+It has no prefix rule: a lookup continues in it where the host tier ends, so it may hold the tail of a prefix whose head
+is in host memory.
 """
 
 import enum
@@ -13,7 +13,7 @@ from tpu_offload.types import ChunkKey
 
 
 class SecondaryMode(enum.Enum):
-    """When a chunk goes to the secondary tier."""
+    """When a chunk is saved to the secondary tier."""
 
     CASCADE = "cascade"  # when it is saved to the host tier
     DEMOTE = "demote"  # when the host tier evicts it
@@ -21,10 +21,10 @@ class SecondaryMode(enum.Enum):
 
 @final
 class SecondaryTier:
-    """Chunks of a secondary tier.
+    """The chunks of a secondary tier.
 
     Args:
-      num_chunks: room.
+      num_chunks: capacity.
     """
 
     def __init__(self, num_chunks: int) -> None:
@@ -34,20 +34,20 @@ class SecondaryTier:
         self.num_evicted = 0
 
     def find(self, keys: Sequence[ChunkKey], first: int) -> int:
-        """How many chunks of a prefix are here, from chunk `first` on up to the first that is not."""
+        """The number of resident chunks of a prefix, from chunk `first` up to the first missing one."""
         for i in range(first, len(keys)):
             if keys[i] not in self._chunks:
                 return i - first
         return len(keys) - first if first < len(keys) else 0
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """A request uses a prefix. The head is touched last, so that the tail goes first."""
+        """Records a use of a prefix. The head is touched last, so that the tail is evicted first."""
         for key in reversed(keys):
             if key in self._chunks:
                 self._chunks.move_to_end(key)
 
     def save(self, keys: Iterable[ChunkKey]) -> None:
-        """Brings chunks in here, the tail of a prefix first; those that are here already cost nothing."""
+        """Saves chunks, given tail first; resident ones are only touched."""
         for key in keys:
             if key not in self._chunks:
                 self.num_saved += 1

@@ -1,4 +1,4 @@
-"""The host tier of a simulation: the library's own chunk index, asked in the order in which its scheduler asks."""
+"""The simulated host tier: the library's own chunk index, called in the same order as by its scheduler."""
 
 from collections.abc import Sequence
 from typing import final
@@ -10,12 +10,12 @@ from tpu_offload.types import ChunkKey
 
 @final
 class Tier:
-    """Chunks of one block each. What is saved is on its way until `settle`, and cannot be evicted or found before.
+    """Chunks of one block each. Saves are in flight until `settle`; until then they can be neither found nor evicted.
 
     Args:
-      policy: decides which chunk goes.
-      num_chunks: room.
-      record: whether `take_evicted` is asked.
+      policy: decides which chunk is evicted.
+      num_chunks: capacity.
+      record: whether `take_evicted` will be called.
     """
 
     def __init__(self, policy: EvictionPolicy, *, num_chunks: int, record: bool = False) -> None:
@@ -31,30 +31,30 @@ class Tier:
         return self._index.num_evicted
 
     def find(self, keys: Sequence[ChunkKey]) -> int:
-        """How many leading chunks of a prefix are here."""
+        """The number of leading chunks of a prefix that are resident."""
         return len(self._index.find(keys))
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int) -> None:
-        """A request uses the first chunks of a prefix."""
+        """Records a request's use of the first chunks of a prefix."""
         if num_chunks:
             self._index.touch(use, keys, num_chunks)
 
     def pin(self, keys: Sequence[ChunkKey]) -> None:
-        """Keeps a prefix that is here, until unpinned."""
+        """Pins a resident prefix."""
         if keys:
             self._index.pin(keys)
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
-        """Takes a pin back."""
+        """Releases a pin."""
         if keys:
             self._index.unpin(keys)
 
     def save(self, use: Use, keys: Sequence[ChunkKey], end: int) -> Sequence[ChunkKey]:
-        """Brings the first `end` chunks of a prefix in here, as far as there is room; returns those that are new."""
+        """Saves the first `end` chunks of a prefix as far as there is room; returns the new ones."""
         missing, _ = self._index.missing(keys, 0, end)
         if not missing:
             return ()
-        # Those that are here are the head of the prefix, as nothing is ever lost: the last of them holds the others.
+        # The resident chunks are the head of the prefix, as nothing is ever lost; protecting the last protects all.
         first = missing[0]
         slots = self._index.allocate(use, keys, missing, protected=keys[max(0, first - 1) : first])
         self.num_dropped += len(missing) - len(slots)
@@ -65,13 +65,13 @@ class Tier:
         return new
 
     def settle(self) -> None:
-        """The copies of all that was saved are done."""
+        """Completes all saves in flight."""
         for keys, slots in self._on_the_way:
             self._index.complete(keys, slots, success=True)
         self._on_the_way.clear()
 
     def take_evicted(self) -> list[ChunkKey]:
-        """What was evicted since the last call, in order."""
+        """The chunks evicted since the last call, in order."""
         return [key for keys, found in self._index.take_changes() if not found for key in keys or ()]
 
     def check_invariants(self) -> None:

@@ -1,12 +1,12 @@
-"""Request traces: prompts as lists of block numbers, in the order of time.
+"""Request traces: prompts as lists of block numbers, in order of time.
 
-A trace file has one JSON object a line, in the format of the Mooncake traces: `timestamp`, `input_length`,
-`output_length`, and `hash_ids` with one id for each block of the prompt. An id is meant to stand for a block
-after one certain prefix. Files whose ids stand for the tokens of a block alone exist too, so blocks are always
-numbered by their place in the tree of all prompts: the same id after another prefix is another block.
+A trace file has one JSON object per line, in the format of the Mooncake traces: `timestamp`, `input_length`,
+`output_length`, and `hash_ids` with one id per block of the prompt. An id should identify a block after one specific
+prefix. In some files ids stand for the tokens of a block alone, so blocks are always numbered by their place in the
+tree of all prompts: the same id after a different prefix is a different block.
 
-Several files are services that run side by side: each begins at its own time 0, and none shares a block with
-another, whatever its ids.
+Several files are services that run side by side: each starts at its own time 0, and they share no blocks, whatever
+their ids.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ from tpu_offload.sim.mooncake import parse_line
 from tpu_offload.types import ChunkKey
 
 _DIGEST_NBYTES = 16
-_NAMESPACE = b"simulate"  # as long as what ends the keys of the real scheduler
+_NAMESPACE = b"simulate"  # as long as the namespace in the real scheduler's keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One prompt.
 
     Attributes:
-      time_s: since the first request of its file.
+      time_s: seconds since the first request of its file.
       blocks: numbers of its blocks, head first.
-      num_prompt_tokens: as the file has it.
-      num_output_tokens: as the file has it.
+      num_prompt_tokens: from the file.
+      num_output_tokens: from the file.
     """
 
     time_s: float
@@ -44,28 +44,28 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of time.
+    """Requests in order of time.
 
     Attributes:
-      requests: all of them.
-      keys: of each block, by its number.
-      parents: of each block the number of the one before it in its prompts; -1 for the first.
-      notes: what a person should know of the files, a line each.
+      requests: the requests.
+      keys: chunk keys, by block number.
+      parents: by block number, the number of the preceding block; -1 for first blocks.
+      notes: remarks about the files for the user, one line each.
     """
 
-    requests: tuple[Request, ...]
+    requests: tuple[TraceRequest, ...]
     keys: tuple[ChunkKey, ...]
     parents: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all prompts."""
+        """Total number of blocks in all prompts."""
         return sum(len(request.blocks) for request in self.requests)
 
     @property
     def num_unique_blocks(self) -> int:
-        """Blocks that a cache needs to keep everything. O(blocks)."""
+        """Number of different blocks. O(blocks)."""
         return len({block for request in self.requests for block in request.blocks})
 
     @property
@@ -74,7 +74,7 @@ class Trace:
         return self.requests[-1].time_s if self.requests else 0.0
 
     def between(self, start_s: float, end_s: float) -> Self:
-        """The requests from `start_s` on, before `end_s`.
+        """The requests in [start_s, end_s).
 
         Raises:
           InputError: there are none.
@@ -87,7 +87,7 @@ class Trace:
         return dataclasses.replace(self, requests=requests)
 
     def num_before(self, time_s: float) -> int:
-        """How many requests come before a time."""
+        """The number of requests before a time."""
         return sum(request.time_s < time_s for request in self.requests)
 
 
@@ -95,10 +95,10 @@ def read_traces(paths: Sequence[Path], *, block_tokens: int = 512) -> Trace:
     """Reads trace files and merges them by time.
 
     Args:
-      paths: at least one.
-      block_tokens: tokens of a block, to check the lengths by.
+      paths: at least one file.
+      block_tokens: tokens per block, to check `input_length`.
     Raises:
-      InputError: a file cannot be read or has no request, or a line is none; the line is named.
+      InputError: a file cannot be read or has no requests, or a line (named in the message) is invalid.
     """
     builder = _Builder(block_tokens=block_tokens)
     for number, path in enumerate(paths):
@@ -107,17 +107,17 @@ def read_traces(paths: Sequence[Path], *, block_tokens: int = 512) -> Trace:
 
 
 class _Builder:
-    """Numbers the blocks of all files by their place in the tree of prompts."""
+    """Merges files and numbers their blocks by their place in the tree of prompts."""
 
     def __init__(self, *, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._requests: list[Request] = []
+        self._requests: list[TraceRequest] = []
         self._keys: list[ChunkKey] = []
         self._parents: list[int] = []
         self._notes: list[str] = []
 
     def add(self, path: Path, number: int) -> None:
-        requests: list[Request] = []
+        requests: list[TraceRequest] = []
         root = hashlib.blake2b(f"trace {number}".encode(), digest_size=_DIGEST_NBYTES).digest()
         tree = _Tree(self._keys, self._parents, root)
         not_chained = wrong_length = ""
@@ -130,17 +130,17 @@ class _Builder:
             if not wrong_length and num_prompt_tokens is not None:
                 wrong_length = self._check_length(path, line, num_prompt_tokens, len(ids))
             num_tokens = len(ids) * self._block_tokens if num_prompt_tokens is None else num_prompt_tokens
-            requests.append(Request(request.time_s, blocks, num_tokens, request.output_length or 0))
+            requests.append(TraceRequest(request.time_s, blocks, num_tokens, request.output_length or 0))
         if not requests:
             raise InputError(f"{path} has no request; expected one JSON object a line")
         if any(b.time_s < a.time_s for a, b in itertools.pairwise(requests)):
-            self._notes.append(f"{path}: requests are not in the order of time; they are played in it")
+            self._notes.append(f"{path}: requests are not in order of time; they were sorted")
         self._notes += [note for note in (not_chained, wrong_length) if note]
         first_s = min(request.time_s for request in requests)
         self._requests += [dataclasses.replace(request, time_s=request.time_s - first_s) for request in requests]
 
     def _check_length(self, path: Path, line: int, num_tokens: int, num_ids: int) -> str:
-        """A note if the length fits no such number of blocks, whether or not a last one that is not full has an id."""
+        """A note if the length does not fit the number of ids, with or without an id for a partial last block."""
         if num_tokens // self._block_tokens <= num_ids <= -(-num_tokens // self._block_tokens):
             return ""
         return (
@@ -153,24 +153,24 @@ class _Builder:
         return Trace(tuple(requests), tuple(self._keys), tuple(self._parents), tuple(self._notes))
 
 
-_CHAINED = "each id is taken as another block after each prefix"
+_CHAINED = "an id counts as a different block after each prefix"
 
 
 class _Tree:
-    """The tree of one file's prompts. Its blocks are appended to lists that it shares with others."""
+    """The tree of one file's prompts. Its blocks are appended to lists shared by all files."""
 
     def __init__(self, keys: list[ChunkKey], parents: list[int], root: bytes) -> None:
         self._keys = keys
         self._parents = parents
         self._root = root
-        # Where ids are prefix-chained, one block for each is all there is.
+        # With prefix-chained ids there is one block per id.
         self._first: dict[int | str, int] = {}
         self._others: dict[tuple[int, int | str], int] = {}
         self.example = ""
 
     @property
     def num_others(self) -> int:
-        """Blocks whose id is that of another as well."""
+        """Number of blocks whose id another block has too."""
         return len(self._others)
 
     def number(self, ids: Sequence[int | str]) -> tuple[int, ...]:

@@ -11,18 +11,18 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from tpu_offload.kernels import Copier, Flight, Groups, Phase, Rows, SegmentStore
+from tpu_offload.kernels import ArenaView, Copier, Flight, Groups, Phase, Rows
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import check_alive, is_ready
 from tpu_offload.worker.host_memory import HostMemory, check_copied, error_line
 from tpu_offload.worker.jobs import WorkerJobs
 
 Caches = list[jax.Array]
-type WrapCopier = Callable[[Copier, SegmentStore], Copier]
+type WrapCopier = Callable[[Copier, ArenaView], Copier]
 """Puts something around a copy path, given where its segments live; to see what comes of copies that fail."""
 
 
-def unwrapped(copier: Copier, store: SegmentStore) -> Copier:
+def unwrapped(copier: Copier, store: ArenaView) -> Copier:
     """Puts nothing around it."""
     return copier
 

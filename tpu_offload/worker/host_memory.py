@@ -7,7 +7,7 @@ import numpy as np
 
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import Flight, TransferSpec
-from tpu_offload.memory import HostPool
+from tpu_offload.memory import HostArena
 
 
 @final
@@ -25,15 +25,15 @@ class HostMemory:
     """
 
     spec: TransferSpec
-    pool: HostPool
+    pool: HostArena
     num_segments: int
     blocks_per_chunk: int
     lost: np.ndarray[Any, np.dtype[np.bool_]]
 
     @classmethod
     def allocate(cls, spec: TransferSpec, *, num_segments: int, chunks_per_segment: int, num_chunks: int) -> Self:
-        """Has it allocated in the background; see `HostPool`."""
-        pool = HostPool(
+        """Has it allocated in the background; see `HostArena`."""
+        pool = HostArena(
             spec.segment_structs(),
             num_segments=num_segments,
             chunks_per_segment=chunks_per_segment,

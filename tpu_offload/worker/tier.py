@@ -119,10 +119,10 @@ class TierCopies:
         self._stages = self._groups[0].copiers[Direction.LOAD].stages
         self._fused: ForwardPassCopies | None = None
         if CopyPath.FUSED in self.paths.values():
-            run_blocks = config.blocks_per_chunk
-            sizes = fused_sizes(specs[0].capacity, run_blocks=run_blocks, buckets=config.block_size_buckets)
+            blocks_per_chunk = config.blocks_per_chunk
+            sizes = fused_sizes(specs[0].capacity, blocks_per_chunk=blocks_per_chunk, buckets=config.block_size_buckets)
             sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in self.paths.items()}
-            planner = FusedPlanner(specs[0], run_blocks=run_blocks, sizes=sizes_of)
+            planner = FusedPlanner(specs[0], blocks_per_chunk=blocks_per_chunk, sizes=sizes_of)
             self._fused = ForwardPassCopies(self._groups[0], planner, jobs=jobs, staging_blocks=self._staging_blocks)
         if not config.skip_jax_precompile:
             for copies in self._groups:

@@ -1,7 +1,7 @@
-"""The profile: which copy path is fastest on a machine, as `tpu-offload bench` found and wrote it.
+"""Copy profiles: the ranking of copy paths on one machine, measured and written by `tpu-offload bench`.
 
-It is a JSON file. `auto` in the settings takes its path from here. Of everything that bench writes into
-the file only this is read back:
+With `TPU_OFFLOAD_SAVE_PATH=auto` or `_LOAD_PATH=auto` the path is read from this JSON file. Only these keys of it are
+read back:
 
     {
       "format": "tpu_offload.profile", "version": 1,
@@ -9,12 +9,12 @@ the file only this is read back:
       "entries": [{"num_layers": 32, "page_nbytes": 65536, "save": ["direct", "staged"], "load": ["staged", "direct"]}]
     }
 
-An entry holds for one geometry of the caches: layers, and bytes of a page on each device. It names the
-paths that were measured, the best first, so that an engine that offers fewer of them takes the next.
+An entry is for one cache geometry: the number of layers, and the bytes of a page on each device. It lists the measured
+paths, fastest first; an engine that does not offer the first takes the next.
 
-What fits only nearly is used as long as it can be right. Another device kind is an error, because its
-ranking says nothing about this device. Another geometry takes the entry that is nearest, for the paths
-differ in speed and never in what they copy; one more than a factor of two away is warned about.
+A profile of another device kind is an error: its ranking says nothing about this device. For another geometry the
+nearest entry is used, with a warning if it is more than a factor of two away. A wrong choice costs time, never
+correctness: all paths copy the same bytes.
 """
 
 import json
@@ -36,19 +36,19 @@ _logger = logging.getLogger(__name__)
 FORMAT = "tpu_offload.profile"
 VERSION = 1
 _RUN_BENCH = "write a new one with `tpu-offload bench --output FILE`"
-_FAR = 2.0  # times larger or smaller: from here on another geometry is warned about
+_FAR = 2.0  # a geometry that differs by more than this factor is logged as a warning
 
 _RealPath = Literal["direct", "staged", "fused"]
 
 
 class ProfileEntry(pydantic.BaseModel):
-    """What was measured with one geometry of the caches.
+    """The ranking for one cache geometry.
 
     Attributes:
       num_layers: layers of the caches.
       page_nbytes: bytes of one page on one device.
-      save: paths for saves, the best first.
-      load: paths for loads, the best first.
+      save: paths for saves, fastest first.
+      load: paths for loads, fastest first.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
@@ -59,24 +59,24 @@ class ProfileEntry(pydantic.BaseModel):
     load: tuple[_RealPath, ...] = Field(min_length=1)
 
     def ranking(self, direction: Direction) -> list[CopyPath]:
-        """Paths for one direction, the best first."""
+        """Paths for one direction, fastest first."""
         return [CopyPath(name) for name in (self.save if direction is Direction.SAVE else self.load)]
 
     def distance(self, *, num_layers: int, page_nbytes: int) -> float:
-        """How many times larger or smaller that geometry is, in bytes of a page or of a block; at least 1."""
+        """The factor, at least 1, by which that geometry is larger or smaller, in bytes of a page or of a block."""
         page = math.log(page_nbytes / self.page_nbytes)
         block = page + math.log(num_layers / self.num_layers)
         return math.exp(max(abs(page), abs(block)))
 
 
-class Profile(pydantic.BaseModel):
-    """A profile as far as it is read back; unknown keys are left alone.
+class CopyProfile(pydantic.BaseModel):
+    """The part of a profile that is read back; unknown keys are ignored.
 
     Attributes:
-      format: names the kind of file.
+      format: identifies the file format.
       version: of the format.
       device_kind: `device_kind` of the jax devices that were measured.
-      entries: one for each geometry.
+      entries: one per geometry.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
@@ -88,12 +88,12 @@ class Profile(pydantic.BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads a file.
+        """Reads a profile.
 
         Raises:
-          ConfigError: it cannot be read or is no profile.
+          ConfigError: the file cannot be read or is not a profile.
         """
-        name = f"TPU_OFFLOAD_PROFILE={path}"
+        name = f"TPU_OFFLOAD_COPY_PROFILE={path}"
         try:
             return cls.model_validate(json.loads(path.read_bytes()))
         except OSError as e:
@@ -102,22 +102,22 @@ class Profile(pydantic.BaseModel):
             detail = e.errors(include_url=False)[0]
             where = ".".join(map(str, detail["loc"])) or "the file"
             message = detail["msg"].replace("Input should be", "expected")
-            raise ConfigError(f"{name} is no profile: {where}: {message}; {_RUN_BENCH}") from None
+            raise ConfigError(f"{name} is not a profile: {where}: {message}; {_RUN_BENCH}") from None
         except (ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
             reason = f"{e.msg} in line {e.lineno}" if isinstance(e, json.JSONDecodeError) else type(e).__name__
-            raise ConfigError(f"{name} is no JSON ({reason}); {_RUN_BENCH}") from None
+            raise ConfigError(f"{name} is not JSON ({reason}); {_RUN_BENCH}") from None
 
     def check_device(self, device_kind: str) -> None:
-        """Finds out whether the profile says anything about devices of that kind.
+        """Checks that the profile was measured on devices of this kind.
 
         Raises:
-          ConfigError: it is of another kind.
+          ConfigError: it was not.
         """
         if device_kind != self.device_kind:
             raise ConfigError(
-                f"TPU_OFFLOAD_PROFILE was measured on {self.device_kind!r} and the KV caches are on {device_kind!r}; "
-                f"{_RUN_BENCH} on this machine, or set TPU_OFFLOAD_SAVE_PATH and TPU_OFFLOAD_LOAD_PATH to direct or "
-                "staged"
+                f"TPU_OFFLOAD_COPY_PROFILE was measured on {self.device_kind!r} and the KV caches are on "
+                f"{device_kind!r}; {_RUN_BENCH} on this machine, or set TPU_OFFLOAD_SAVE_PATH and "
+                "TPU_OFFLOAD_LOAD_PATH to direct or staged"
             )
 
     def choose(
@@ -129,24 +129,24 @@ class Profile(pydantic.BaseModel):
         page_nbytes: int,
         offered: Collection[CopyPath],
     ) -> CopyPath:
-        """The best of the offered paths for these caches.
+        """The fastest of the offered paths for these caches.
 
         Args:
           direction: save or load.
-          device_kind: of the devices that hold the caches.
+          device_kind: kind of the devices that hold the caches.
           num_layers: layers of the caches.
           page_nbytes: bytes of one page on one device.
-          offered: what can be chosen.
+          offered: the paths that the engine supports.
         Raises:
-          ConfigError: the profile is of another device kind, or ranks nothing that is offered.
+          ConfigError: the profile is of another device kind, or ranks none of the offered paths.
         """
         self.check_device(device_kind)
         distances = [entry.distance(num_layers=num_layers, page_nbytes=page_nbytes) for entry in self.entries]
         distance, nearest = min(zip(distances, self.entries, strict=True), key=lambda pair: pair[0])
         if distance > _FAR:
             _logger.warning(
-                "the nearest entry of TPU_OFFLOAD_PROFILE is of %d layers with pages of %d bytes a device, and the KV "
-                "caches have %d with %d; TPU_OFFLOAD_%s_PATH=auto may not find the fastest path: %s with the "
+                "the nearest entry of TPU_OFFLOAD_COPY_PROFILE has %d layers with pages of %d bytes a device, the KV "
+                "caches have %d with %d; TPU_OFFLOAD_%s_PATH=auto may not choose the fastest path: %s with the "
                 "caches' geometry",
                 nearest.num_layers,
                 nearest.page_nbytes,
@@ -159,8 +159,8 @@ class Profile(pydantic.BaseModel):
         path = next((path for path in ranking if path in offered), None)
         if path is None:
             raise ConfigError(
-                f"TPU_OFFLOAD_PROFILE ranks only {', '.join(p.value for p in ranking)} for {direction.value}s, which "
-                f"this engine does not offer; set TPU_OFFLOAD_{direction.name}_PATH to "
+                f"TPU_OFFLOAD_COPY_PROFILE ranks only {', '.join(p.value for p in ranking)} for {direction.value}s, "
+                f"which this engine does not offer; set TPU_OFFLOAD_{direction.name}_PATH to "
                 f"{' or '.join(p.value for p in offered)}, or {_RUN_BENCH}"
             )
         return path

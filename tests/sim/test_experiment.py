@@ -1,4 +1,4 @@
-"""Runs in several processes."""
+"""Simulations in several processes."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,8 @@ import pytest
 from tests.sim.traces import chats, make_trace
 from tpu_offload.core.policies import POLICIES
 from tpu_offload.errors import InputError
-from tpu_offload.sim import BOUND, Part, Run, Scene, Setup, belady_hits, no_front, play_all, play_hbm, runs
+from tpu_offload.sim import BOUND, Case, Experiment, HitCounts, TierSetup, belady_hits, no_front, play_hbm, run_all
+from tpu_offload.sim import experiment as experiment_module
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def trace(tmp_path):
 
 
 def all_runs():
-    return [Run(policy, 0.1, Setup(size)) for policy in (*POLICIES, BOUND) for size in (30, 50, 90)]
+    return [Case(policy, 0.1, TierSetup(size)) for policy in (*POLICIES, BOUND) for size in (30, 50, 90)]
 
 
 def without_times(results):
@@ -28,10 +29,10 @@ def without_times(results):
 
 
 def test_processes_change_nothing(trace):
-    scene = Scene(trace, split=60, only_second=True, front=play_hbm(trace, 40))
-    one = without_times(play_all(scene, all_runs(), num_jobs=1))
+    experiment = Experiment(trace, split=60, only_second=True, front=play_hbm(trace, 40))
+    one = without_times(run_all(experiment, all_runs(), num_jobs=1))
     two = []
-    for number_and_result in play_all(scene, all_runs(), num_jobs=2, blocks_a_process=1):
+    for number_and_result in run_all(experiment, all_runs(), num_jobs=2, blocks_a_process=1):
         two.append(number_and_result)
         assert len(multiprocessing.active_children()) in (1, 2)
     assert one == without_times(two)
@@ -39,52 +40,52 @@ def test_processes_change_nothing(trace):
     assert multiprocessing.active_children() == []
 
 
-def num_processes(scene, runs, **kwargs):
+def num_processes(experiment, runs, **kwargs):
     """As they are when the first result comes."""
-    with contextlib.closing(play_all(scene, runs, **kwargs)) as results:
+    with contextlib.closing(run_all(experiment, runs, **kwargs)) as results:
         next(results)
         return len(multiprocessing.active_children())
 
 
 def test_no_process_without_work_for_it(trace):
-    scene = Scene(trace, split=60, only_second=False, front=no_front(trace))
+    experiment = Experiment(trace, split=60, only_second=False, front=no_front(trace))
     runs = all_runs()
-    assert num_processes(scene, runs, num_jobs=100) == 0
-    assert num_processes(scene, runs, num_jobs=1, blocks_a_process=1) == 0
-    assert num_processes(scene, runs[:2], num_jobs=100, blocks_a_process=1) == 2
-    assert num_processes(scene, runs, num_jobs=100, blocks_a_process=trace.num_blocks * len(runs) // 3) == 3
-    assert num_processes(scene, runs, num_jobs=100, blocks_a_process=trace.num_blocks * len(runs)) == 0
+    assert num_processes(experiment, runs, num_jobs=100) == 0
+    assert num_processes(experiment, runs, num_jobs=1, blocks_a_process=1) == 0
+    assert num_processes(experiment, runs[:2], num_jobs=100, blocks_a_process=1) == 2
+    assert num_processes(experiment, runs, num_jobs=100, blocks_a_process=trace.num_blocks * len(runs) // 3) == 3
+    assert num_processes(experiment, runs, num_jobs=100, blocks_a_process=trace.num_blocks * len(runs)) == 0
 
 
 def test_parts_add_up(trace):
     hits = belady_hits(trace, 50)
-    result = Scene(trace, split=60, only_second=False, front=no_front(trace)).play(Run(BOUND, 0.1, Setup(50)))
+    result = Experiment(trace, split=60, only_second=False, front=no_front(trace)).run(Case(BOUND, 0.1, TierSetup(50)))
     assert (result.first.num_host_hits, result.second.num_host_hits) == (sum(hits[:60]), sum(hits[60:]))
-    assert result.first + result.second == Part(trace.num_blocks, 0, sum(hits), 0)
+    assert result.first + result.second == HitCounts(trace.num_blocks, 0, sum(hits), 0)
 
 
 @pytest.mark.parametrize("num_hbm_blocks", [0, 40])
 def test_with_a_split_each_part_has_its_own_bound(trace, num_hbm_blocks):
     front = play_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_front(trace)
-    run = Run(BOUND, 0.1, Setup(50))
-    whole = Scene(trace, split=60, only_second=False, front=front).play(run)
-    split = Scene(trace, split=60, only_second=True, front=front).play(run)
+    case = Case(BOUND, 0.1, TierSetup(50))
+    whole = Experiment(trace, split=60, only_second=False, front=front).run(case)
+    split = Experiment(trace, split=60, only_second=True, front=front).run(case)
     before = dataclasses.replace(trace, requests=trace.requests[:60])
     front_before = play_hbm(before, num_hbm_blocks) if num_hbm_blocks else no_front(before)
-    alone = Scene(before, split=60, only_second=False, front=front_before).play(run)
+    alone = Experiment(before, split=60, only_second=False, front=front_before).run(case)
     assert split.first == alone.first
     assert split.first.num_host_hits >= whole.first.num_host_hits > 0
     assert split.second.num_host_hits >= whole.second.num_host_hits
     assert split.second.num_host_hits == sum(belady_hits(trace, 50, first_counted=60, front=front)[60:])
-    nothing_before = Scene(trace, split=0, only_second=True, front=front).play(run)
-    assert nothing_before.first == Part(0, 0, 0, 0)
+    nothing_before = Experiment(trace, split=0, only_second=True, front=front).run(case)
+    assert nothing_before.first == HitCounts(0, 0, 0, 0)
 
 
 def test_what_is_left_early_ends_its_processes(trace):
     slow = dataclasses.replace(trace, requests=trace.requests * 200)
-    scene = Scene(slow, split=0, only_second=False, front=no_front(slow))
+    experiment = Experiment(slow, split=0, only_second=False, front=no_front(slow))
     begin_s = time.monotonic()
-    results = play_all(scene, [Run("lru", 0.1, Setup(50))] * 400, num_jobs=2)
+    results = run_all(experiment, [Case("lru", 0.1, TierSetup(50))] * 400, num_jobs=2)
     with contextlib.closing(results):
         next(results)
         assert len(multiprocessing.active_children()) == 2
@@ -98,10 +99,10 @@ def kill_first_process():
 
 def test_a_process_that_is_killed(trace):
     slow = dataclasses.replace(trace, requests=trace.requests * 50)
-    scene = Scene(slow, split=0, only_second=False, front=no_front(slow))
-    results = play_all(scene, [Run("lru", 0.1, Setup(50))] * 100, num_jobs=2)
+    experiment = Experiment(slow, split=0, only_second=False, front=no_front(slow))
+    results = run_all(experiment, [Case("lru", 0.1, TierSetup(50))] * 100, num_jobs=2)
     next(results)
     kill_first_process()
     with pytest.raises(InputError, match="--jobs 1"):
         list(results)
-    assert runs._scene is None
+    assert experiment_module._experiment is None

@@ -1,4 +1,4 @@
-"""Profiles: what is read back, what `auto` makes of it, and every way in which a file cannot be used."""
+"""Copy profiles: reading, the choice of `auto`, and every invalid file."""
 
 import json
 import types
@@ -9,9 +9,9 @@ import pytest
 from tests.caches import random_caches
 from tests.worker.engine import Engine
 from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.copy_profile import FORMAT, VERSION, CopyProfile
 from tpu_offload.errors import ConfigError
 from tpu_offload.kernels import DirectCopier, StagedCopier, TransferSpec, choose_paths
-from tpu_offload.profile import FORMAT, VERSION, Profile
 from tpu_offload.types import Direction
 
 DIRECT, STAGED, FUSED = CopyPath.DIRECT, CopyPath.STAGED, CopyPath.FUSED
@@ -36,7 +36,7 @@ def write(tmp_path, content):
 
 def choose(tmp_path, content, direction=Direction.SAVE, **kwargs):
     kwargs = {"device_kind": "TPU v6 lite", "num_layers": 32, "page_nbytes": 65536, "offered": BOTH} | kwargs
-    return Profile.read(write(tmp_path, content)).choose(direction, **kwargs)
+    return CopyProfile.read(write(tmp_path, content)).choose(direction, **kwargs)
 
 
 def test_the_best_for_each_direction(tmp_path):
@@ -68,7 +68,7 @@ def test_what_is_not_offered_is_passed_over(tmp_path):
 def test_nearest_geometry(tmp_path, caplog, num_layers, page_nbytes, chosen, warned):
     content = profile(entry(num_layers=8, page_nbytes=4096), entry(save=["staged"]))
     assert choose(tmp_path, content, num_layers=num_layers, page_nbytes=page_nbytes) is chosen
-    assert ("may not find the fastest path" in caplog.text) == warned
+    assert ("may not choose the fastest path" in caplog.text) == warned
 
 
 def test_another_device_kind_is_an_error(tmp_path):
@@ -79,34 +79,34 @@ def test_another_device_kind_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "is no JSON"),
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ("[]", "is no profile: the file: "),
-        ({}, "is no profile: format: Field required"),
-        (profile(format="x"), "is no profile: format: expected 'tpu_offload.profile'"),
-        (profile(version=2), "is no profile: version: expected 1"),
-        (profile(entries=[]), "is no profile: entries: "),
-        (profile(entry(save=[])), "is no profile: entries.0.save: "),
-        (profile(entry(save=["auto"])), "is no profile: entries.0.save.0: expected 'direct', 'staged' or 'fused'"),
-        (profile(entry(page_nbytes=0)), "is no profile: entries.0.page_nbytes: "),
-        (profile(entry(num_layers="many")), "is no profile: entries.0.num_layers: "),
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "is not a profile: the file: "),
+        ({}, "is not a profile: format: Field required"),
+        (profile(format="x"), "is not a profile: format: expected 'tpu_offload.profile'"),
+        (profile(version=2), "is not a profile: version: expected 1"),
+        (profile(entries=[]), "is not a profile: entries: "),
+        (profile(entry(save=[])), "is not a profile: entries.0.save: "),
+        (profile(entry(save=["auto"])), "is not a profile: entries.0.save.0: expected 'direct', 'staged' or 'fused'"),
+        (profile(entry(page_nbytes=0)), "is not a profile: entries.0.page_nbytes: "),
+        (profile(entry(num_layers="many")), "is not a profile: entries.0.num_layers: "),
     ],
 )
 def test_a_malformed_file_is_one_clear_line(tmp_path, content, reason):
     path = write(tmp_path, content)
     with pytest.raises(ConfigError) as e:
-        Profile.read(path)
-    assert f"TPU_OFFLOAD_PROFILE={path} {reason}" in str(e.value)
+        CopyProfile.read(path)
+    assert f"TPU_OFFLOAD_COPY_PROFILE={path} {reason}" in str(e.value)
     assert "`tpu-offload bench" in str(e.value)
     assert "\n" not in str(e.value)
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"no-such-file cannot be read: No such file or directory; .*bench"):
-        Profile.read(tmp_path / "no-such-file")
+        CopyProfile.read(tmp_path / "no-such-file")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        Profile.read(tmp_path)
+        CopyProfile.read(tmp_path)
 
 
 # --- in the worker
@@ -119,7 +119,7 @@ def own_profile(tmp_path, **changes):
 
 
 def test_auto_takes_the_path_of_its_direction(tmp_path, caplog):
-    engine = Engine("auto", profile=own_profile(tmp_path))
+    engine = Engine("auto", copy_profile=own_profile(tmp_path))
     assert isinstance(engine.saver, DirectCopier)
     assert isinstance(engine.loader, StagedCopier)
     assert not caplog.records
@@ -127,14 +127,14 @@ def test_auto_takes_the_path_of_its_direction(tmp_path, caplog):
 
 
 def test_auto_beside_a_path_that_is_named(tmp_path):
-    engine = Engine("staged saves, auto loads", profile=own_profile(tmp_path, save=["direct"], load=["direct"]))
+    engine = Engine("staged saves, auto loads", copy_profile=own_profile(tmp_path, save=["direct"], load=["direct"]))
     assert isinstance(engine.saver, StagedCopier)
     assert isinstance(engine.loader, DirectCopier)
 
 
 def test_one_path_is_one_copier(tmp_path):
     profile = own_profile(tmp_path, save=["fused", "staged"], load=["staged"])
-    engine = Engine("auto", profile=profile, offers_fused=False)
+    engine = Engine("auto", copy_profile=profile, offers_fused=False)
     assert engine.saver is engine.loader
 
 
@@ -156,16 +156,16 @@ def test_fused_is_refused_where_caches_span_hosts():
 def test_fused_is_chosen_where_the_engine_offers_it(tmp_path):
     spec = TransferSpec.from_caches(random_caches(Engine().rng), segment_blocks=4, capacity=2)
     path = own_profile(tmp_path, save=["fused", "direct"])
-    config = OffloadConfig.create(save_path="auto", load_path="fused", profile=path)
+    config = OffloadConfig.create(save_path="auto", load_path="fused", copy_profile=path)
     assert choose_paths(config, spec, fused=True) == {Direction.SAVE: FUSED, Direction.LOAD: FUSED}
 
 
 def test_a_profile_that_cannot_be_used_takes_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("tpu_offload.worker.host_memory.HostPool", None)
+    monkeypatch.setattr("tpu_offload.worker.host_memory.HostArena", None)
     with pytest.raises(ConfigError, match="measured on"):
-        Engine("auto", profile=write(tmp_path, profile()))
+        Engine("auto", copy_profile=write(tmp_path, profile()))
 
 
 @pytest.mark.parametrize("off", ["num_cpu_chunks", "num_staging_blocks"])
 def test_offloading_that_is_off_reads_no_profile(off, tmp_path):
-    Engine("auto", profile=tmp_path / "no-such-file", **{off: 0})
+    Engine("auto", copy_profile=tmp_path / "no-such-file", **{off: 0})

@@ -1,4 +1,4 @@
-"""Many runs over one trace, in as many processes as there are cores."""
+"""Simulates many cases (policies and sizes) over one trace, in parallel processes."""
 
 import contextlib
 import dataclasses
@@ -16,57 +16,57 @@ from tpu_offload.core.policies import find_policy
 from tpu_offload.errors import InputError
 from tpu_offload.sim.belady import belady_hits
 from tpu_offload.sim.hbm import Front
-from tpu_offload.sim.replay import Outcome, Setup, replay
+from tpu_offload.sim.replay import Outcome, TierSetup, replay
 from tpu_offload.sim.trace import Trace
 
 BOUND = "belady"
 _INTERRUPTS = signal.SIGINT, signal.SIGTERM
-_BLOCKS_A_PROCESS = 250_000  # about half a second of work, for one to start and import numpy and pydantic
+_BLOCKS_A_PROCESS = 250_000  # about half a second of work: what starting a process and importing numpy costs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class Case:
     """One policy at one size.
 
     Attributes:
       policy: its name in `POLICIES`, `module:Class` of another, or `BOUND`.
-      size_share: the host tier's room as a share of the unique blocks, as it was asked for.
-      setup: what it runs in.
+      size_share: requested size of the host tier, as a share of the unique blocks.
+      setup: the tiers behind HBM.
     """
 
     policy: str
     size_share: float
-    setup: Setup
+    setup: TierSetup
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """Hits of consecutive requests, in blocks."""
+class HitCounts:
+    """Hits of a range of requests, in blocks."""
 
     num_blocks: int
     num_hbm_hits: int
     num_host_hits: int
     num_secondary_hits: int
 
-    def __add__(self, other: "Part") -> "Part":
-        return Part(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+    def __add__(self, other: "HitCounts") -> "HitCounts":
+        return HitCounts(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to.
+    """The result of one case.
 
     Attributes:
-      run: which.
-      first: the requests before the split.
-      second: those after it.
-      num_saved: as in `Outcome`, like those below; of the bound they are 0.
-      run_s: how long it took.
+      case: the case.
+      first: hits before the split.
+      second: hits after it.
+      num_saved: as in `Outcome`, like the next three; 0 for the bound.
+      run_s: wall-clock time of the simulation.
     """
 
-    run: Run
-    first: Part
-    second: Part
+    case: Case
+    first: HitCounts
+    second: HitCounts
     num_saved: int
     num_evicted: int
     num_dropped: int
@@ -76,14 +76,13 @@ class Result:
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
-class Scene:
-    """What all runs have in common; goes to each process once.
+class Experiment:
+    """What all cases share; sent to each process once.
 
     Attributes:
-      trace: what is played.
-      split: requests before the split.
-      only_second: whether what is best for the requests after the split is the bound. What is best for those before
-        it is another run then, so that each part has its own bound.
+      trace: the requests.
+      split: number of requests before the split.
+      only_second: whether only requests after the split count. Then the bound is computed for each part separately.
       front: HBM.
     """
 
@@ -92,17 +91,17 @@ class Scene:
     only_second: bool
     front: Front
 
-    def play(self, run: Run) -> Result:
-        """One run, from empty tiers on."""
+    def run(self, case: Case) -> Result:
+        """Simulates one case, starting with empty tiers."""
         start_s = time.perf_counter()
-        if run.policy == BOUND:
-            hits = self._bound_hits(run.setup.num_chunks)
+        if case.policy == BOUND:
+            hits = self._bound_hits(case.setup.num_chunks)
             outcome = Outcome(tuple(hits), (0,) * len(hits))
         else:
-            outcome = replay(self.trace, find_policy(run.policy)(), run.setup, front=self.front)
+            outcome = replay(self.trace, find_policy(case.policy)(), case.setup, front=self.front)
         run_s = time.perf_counter() - start_s
         return Result(
-            run,
+            case,
             self._part(outcome, 0, self.split),
             self._part(outcome, self.split, len(self.trace.requests)),
             outcome.num_saved,
@@ -121,8 +120,8 @@ class Scene:
         second = belady_hits(self.trace, num_chunks, first_counted=end, front=self.front)
         return [*first, *second[end:]]
 
-    def _part(self, outcome: Outcome, start: int, end: int) -> Part:
-        return Part(
+    def _part(self, outcome: Outcome, start: int, end: int) -> HitCounts:
+        return HitCounts(
             sum(len(request.blocks) for request in self.trace.requests[start:end]),
             sum(self.front.hits[start:end]),
             sum(outcome.host_hits[start:end]),
@@ -130,31 +129,31 @@ class Scene:
         )
 
 
-def play_all(
-    scene: Scene, runs: Sequence[Run], *, num_jobs: int, blocks_a_process: int = _BLOCKS_A_PROCESS
+def run_all(
+    experiment: Experiment, cases: Sequence[Case], *, num_jobs: int, blocks_a_process: int = _BLOCKS_A_PROCESS
 ) -> Generator[tuple[int, Result]]:
-    """Plays runs in several processes; yields their numbers and results as they come.
+    """Simulates cases in several processes; yields their indices and results as they complete.
 
-    An exception, Ctrl-C among them, ends the processes at once.
+    An exception, Ctrl-C included, ends the processes at once.
 
     Args:
-      scene: what all runs have in common.
-      runs: what is played.
-      num_jobs: processes at most. There are never more than runs.
-      blocks_a_process: blocks of prompts, those of each run, that a process is worth its start for. Where there is
-        work for one only, none is started.
+      experiment: what all cases share.
+      cases: what to simulate.
+      num_jobs: most processes to use; never more than cases.
+      blocks_a_process: prompt blocks, summed over cases, that justify starting a process. If there is work for only
+        one, none is started.
     Raises:
       InputError: a process was killed.
     """
-    num_jobs = min(num_jobs, len(runs), scene.trace.num_blocks * len(runs) // blocks_a_process)
+    num_jobs = min(num_jobs, len(cases), experiment.trace.num_blocks * len(cases) // blocks_a_process)
     if num_jobs <= 1:
-        yield from ((number, scene.play(run)) for number, run in enumerate(runs))
+        yield from ((number, experiment.run(case)) for number, case in enumerate(cases))
         return
-    # Not forked: threads of the caller (jax has some) may hold locks, and a forked child would wait for ever.
+    # Not forked: threads of the caller (jax has some) may hold locks, and a forked child would deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_jobs, context, initializer=_enter, initargs=(scene,)) as pool, _ended():
-        with _deaf_to_interrupts():
-            numbers = {pool.submit(_play, run): number for number, run in enumerate(runs)}
+    with ProcessPoolExecutor(num_jobs, context, initializer=_enter, initargs=(experiment,)) as pool, _ended():
+        with _deferred_interrupts():
+            numbers = {pool.submit(_run, case): number for number, case in enumerate(cases)}
         try:
             for future in as_completed(numbers):
                 yield numbers[future], future.result()
@@ -164,7 +163,7 @@ def play_all(
 
 @contextlib.contextmanager
 def _ended() -> Iterator[None]:
-    """Ends the processes started inside when that is left by an exception; else they would finish their runs."""
+    """On an exception, terminates the processes that were started inside; else they would finish their cases."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -175,12 +174,13 @@ def _ended() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes started inside never hear Ctrl-C, which reaches all of them: the first one ends the others.
+def _deferred_interrupts() -> Iterator[None]:
+    """Defers interrupts while processes are started, and makes these ignore Ctrl-C.
 
-    Nor does this one, before they are all started and known: a process that is interrupted while it starts another
-    forgets that, and leaves it behind. To block the signals is not enough. They are this thread's alone, and python
-    hands what any thread gets (libraries have some) to the main one.
+    Ctrl-C reaches all processes of the terminal; this one terminates the others. A process that is interrupted while it
+    starts another loses track of that one and leaves it behind, so signals are deferred until all are started. Blocking
+    the signals in this thread is not enough: Python hands a signal that any thread receives (libraries have some) to
+    the main thread.
     """
     pending: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
@@ -198,23 +198,23 @@ def _deaf_to_interrupts() -> Iterator[None]:
             signal.raise_signal(pending[0])
 
 
-_scene: Scene | None = None  # of a process that `play_all` has started
+_experiment: Experiment | None = None  # in a process that `run_all` has started
 
 
-def _enter(scene: Scene) -> None:
-    global _scene
-    _scene = scene
+def _enter(experiment: Experiment) -> None:
+    global _experiment
+    _experiment = experiment
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that has started it is gone, however that ended; it would wait for ever."""
+    """Ends this process when its parent is gone, however that ended; otherwise it would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _play(run: Run) -> Result:
-    assert _scene is not None, "only for processes of `play_all`"
-    return _scene.play(run)
+def _run(case: Case) -> Result:
+    assert _experiment is not None, "only in processes of `run_all`"
+    return _experiment.run(case)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.caches import pointers
 from tpu_offload.errors import TransferError
-from tpu_offload.memory import HostPool, host_pool, pinned_zeros, plan_segments, plan_shared_segments
+from tpu_offload.memory import HostArena, host_arena, pinned_zeros, plan_segments, plan_shared_segments
 
 GB = 2**30
 
@@ -24,8 +24,8 @@ def struct(num_devices=1, blocks=4):
     return jax.ShapeDtypeStruct((blocks, 2, 4, 8, 6), np.dtype("bfloat16"), sharding=sharding)
 
 
-def make_pool(num_segments=3, num_chunks=6, **kwargs):
-    return HostPool([struct(**kwargs)], num_segments=num_segments, chunks_per_segment=2, num_chunks=num_chunks)
+def make_arena(num_segments=3, num_chunks=6, **kwargs):
+    return HostArena([struct(**kwargs)], num_segments=num_segments, chunks_per_segment=2, num_chunks=num_chunks)
 
 
 @given(st.integers(1, 10_000), st.integers(1, 3 * GB), st.floats(0.001, 8))
@@ -66,33 +66,33 @@ def test_zeros_are_pinned_sharded_and_donatable_in_place(num_devices):
 
 def test_memory_that_jax_could_share_is_never_used():
     for _ in range(20):
-        zeros = host_pool._unshareable_zeros((3, 5), np.dtype("float32"))
+        zeros = host_arena._unshareable_zeros((3, 5), np.dtype("float32"))
         assert zeros.ctypes.data % 64
         assert zeros.shape == (3, 5)
 
 
 def test_chunks_become_ready_in_the_background():
-    pool = make_pool(num_chunks=5)
-    pool.wait_until_allocated()
-    assert pool.num_chunks_ready == 5  # the sixth place is more than was asked for
-    assert not pool.growing
-    assert pool.segment(2)[0].shape[0] == 4
-    pool.close()
-    assert pool.num_chunks_ready == 0
+    arena = make_arena(num_chunks=5)
+    arena.wait_until_allocated()
+    assert arena.num_chunks_ready == 5  # the sixth slot is unused
+    assert not arena.growing
+    assert arena.segment(2)[0].shape[0] == 4
+    arena.close()
+    assert arena.num_chunks_ready == 0
 
 
 def test_construction_does_not_wait_for_the_memory(monkeypatch):
     go_on = threading.Event()
-    monkeypatch.setattr(host_pool, "pinned_zeros", lambda s: go_on.wait(10) and pinned_zeros(s))
-    pool = make_pool()
-    assert pool.growing
-    assert pool.num_chunks_ready == 0
+    monkeypatch.setattr(host_arena, "pinned_zeros", lambda s: go_on.wait(10) and pinned_zeros(s))
+    arena = make_arena()
+    assert arena.growing
+    assert arena.num_chunks_ready == 0
     with pytest.raises(TransferError, match=r"segment 0 \(chunks 0 to 1\) is not allocated; 0 chunks are ready"):
-        pool.segment(0)
+        arena.segment(0)
     go_on.set()
-    pool.wait_until_allocated()
-    assert pool.num_chunks_ready == 6
-    pool.close()
+    arena.wait_until_allocated()
+    assert arena.num_chunks_ready == 6
+    arena.close()
 
 
 @pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no\nmore")])
@@ -105,19 +105,19 @@ def test_failed_allocation_stops_growth_and_is_logged_once(monkeypatch, caplog, 
         made.append(1)
         return pinned_zeros(segment)
 
-    monkeypatch.setattr(host_pool, "pinned_zeros", allocate)
+    monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
     with caplog.at_level(logging.WARNING):
-        pool = make_pool(num_segments=5, num_chunks=10)
-        pool.wait_until_allocated()
-    assert pool.num_chunks_ready == 2
+        arena = make_arena(num_segments=5, num_chunks=10)
+        arena.wait_until_allocated()
+    assert arena.num_chunks_ready == 2
     (record,) = caplog.records
     assert "segment 2 of 5 could not be allocated" in record.getMessage()
     assert "\n" not in record.getMessage()
-    pool.segment(0)
-    pool.close()
+    arena.segment(0)
+    arena.close()
 
 
-def test_close_does_not_wait_for_ever(monkeypatch, caplog):
+def test_close_does_not_wait_forever(monkeypatch, caplog):
     started, go_on = threading.Event(), threading.Event()
 
     def allocate(segment):
@@ -125,16 +125,16 @@ def test_close_does_not_wait_for_ever(monkeypatch, caplog):
         go_on.wait(30)
         return pinned_zeros(segment)
 
-    monkeypatch.setattr(host_pool, "pinned_zeros", allocate)
-    monkeypatch.setattr(host_pool, "_MAX_WAIT_S", 0.02)
-    pool = make_pool()
+    monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
+    monkeypatch.setattr(host_arena, "_MAX_WAIT_S", 0.02)
+    arena = make_arena()
     assert started.wait(10)
     start = time.monotonic()
-    pool.close()
+    arena.close()
     assert time.monotonic() - start < 5
-    assert caplog.messages == ["host pool: closed while a segment is being allocated for more than 0.02 s"]
+    assert caplog.messages == ["host pool: closed after 0.02 s; a segment is still being allocated"]
     go_on.set()
-    pool.wait_until_allocated()
+    arena.wait_until_allocated()
 
 
 def test_close_stops_growing_at_once(monkeypatch):
@@ -146,55 +146,55 @@ def test_close_stops_growing_at_once(monkeypatch):
         time.sleep(0.02)
         return pinned_zeros(segment)
 
-    monkeypatch.setattr(host_pool, "pinned_zeros", allocate)
-    pool = make_pool(num_segments=1000, num_chunks=2000)
+    monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
+    arena = make_arena(num_segments=1000, num_chunks=2000)
     started.wait(10)
     start = time.monotonic()
-    pool.close()
-    pool.close()
+    arena.close()
+    arena.close()
     assert time.monotonic() - start < 5
     assert len(number) < 100
-    assert not pool.growing
+    assert not arena.growing
 
 
-def test_a_forgotten_pool_ends_its_thread(monkeypatch):
-    monkeypatch.setattr(host_pool, "pinned_zeros", lambda s: time.sleep(0.01) or pinned_zeros(s))
-    pool = make_pool(num_segments=1000, num_chunks=2000)
-    thread, gone = pool._thread, weakref.ref(pool)
-    del pool
+def test_an_arena_that_is_not_closed_ends_its_thread(monkeypatch):
+    monkeypatch.setattr(host_arena, "pinned_zeros", lambda s: time.sleep(0.01) or pinned_zeros(s))
+    arena = make_arena(num_segments=1000, num_chunks=2000)
+    thread, gone = arena._thread, weakref.ref(arena)
+    del arena
     gc.collect()
     assert gone() is None
     assert not thread.is_alive()
 
 
-def test_a_lost_segment_is_zeros_again_and_told_once():
-    pool = make_pool()
-    pool.wait_until_allocated()
-    pool.mark_lost(1)
-    pool.mark_lost(1)
-    assert pool.take_lost() == ((2, 4),)
-    assert pool.take_lost() == ()
-    while 1 not in pool._rebuilt:
+def test_a_lost_segment_is_zeroed_and_reported_once():
+    arena = make_arena()
+    arena.wait_until_allocated()
+    arena.mark_lost(1)
+    arena.mark_lost(1)
+    assert arena.take_lost() == ((2, 4),)
+    assert arena.take_lost() == ()
+    while 1 not in arena._rebuilt:
         time.sleep(0.001)
-    assert not np.asarray(pool.segment(1)[0]).any()
-    pool.mark_lost(1)
-    assert pool.take_lost() == ((2, 4),)
-    pool.close()
+    assert not np.asarray(arena.segment(1)[0]).any()
+    arena.mark_lost(1)
+    assert arena.take_lost() == ((2, 4),)
+    arena.close()
 
 
-def test_lost_segments_say_so(caplog, monkeypatch):
-    monkeypatch.setattr(host_pool, "_rebuild", lambda *args: None)
-    pool = make_pool()
-    pool.wait_until_allocated()
-    pool.mark_lost(1)
-    pool.mark_lost(1)
+def test_lost_segments_are_logged_and_refused(caplog, monkeypatch):
+    monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)
+    arena = make_arena()
+    arena.wait_until_allocated()
+    arena.mark_lost(1)
+    arena.mark_lost(1)
     assert len([r for r in caplog.records if "is lost" in r.getMessage()]) == 1
     with pytest.raises(TransferError, match=r"segment 1 was lost.*chunks 2 to 3"):
-        pool.segment(1)
-    pool.segment(0)
+        arena.segment(1)
+    arena.segment(0)
     with pytest.raises(TransferError, match="not allocated"):
-        pool.segment(3)
-    pool.close()
+        arena.segment(3)
+    arena.close()
 
 
 @pytest.mark.parametrize("num_fitting", [0, 3, 4, 5, 9, 23, 24])
@@ -208,7 +208,7 @@ def test_a_last_segment_that_is_not_full_counts_where_all_fits():
     assert plan_shared_segments(25, 24, chunk_nbytes=GB, segment_gb=4.0) == (6, 4)
 
 
-def test_less_than_a_segment_says_what_to_set(caplog):
+def test_less_than_a_segment_is_logged_with_the_remedy(caplog):
     assert plan_shared_segments(24, 3, chunk_nbytes=GB, segment_gb=4.5) == (0, 4)
     (record,) = caplog.records
     assert "TPU_OFFLOAD_HOST_SEGMENT_GB to less than 3 on all" in record.getMessage()

@@ -1,9 +1,9 @@
-"""The host tier's memory: pinned arrays that are allocated once, in segments, in the background.
+"""Pinned host memory, allocated once, in segments, in the background. Holds the host tier, or the swap pool.
 
-Pinning runs at a few GB a second, and a host tier has hundreds, so it would hold up the start by
-minutes. A thread of its own allocates one segment after the other; the thread that dispatches uses
-those that are there, and reports how many chunks that makes. Nothing is freed before `close`, but a
-program that fails may take a segment with it: that one is allocated again, and its chunks are lost.
+Pinning runs at a few GB/s and a host tier has hundreds of GB, so allocating it up front would delay engine start by
+minutes. A background thread allocates one segment after another; the dispatch thread uses those that are ready and
+reports how many chunks they hold. Nothing is freed before `close`. A program that fails may destroy the segment that
+was donated to it: that segment is allocated again, and its chunks are lost.
 """
 
 import logging
@@ -22,21 +22,21 @@ from tpu_offload.errors import TransferError
 _logger = logging.getLogger(__name__)
 
 _GB = 2**30
-_MAX_WAIT_S = 60.0  # for the segment at hand when the pool is closed; one takes a second or less
+_MAX_WAIT_S = 60.0  # `close` waits this long for the segment being allocated; one takes a second or less
 
 Segment = list[jax.Array]
 
 
 def plan_segments(num_chunks: int, *, chunk_nbytes: int, segment_gb: float) -> tuple[int, int]:
-    """Cuts the pool into segments of one size, so that one compiled program serves them all.
+    """Splits the pool into segments of equal size, so that one compiled program serves all of them.
 
     Args:
       num_chunks: chunks in the pool.
       chunk_nbytes: bytes of host memory of one chunk in this process.
-      segment_gb: a segment takes at most this much, but always holds one chunk.
+      segment_gb: maximum size of a segment; a segment holds at least one chunk.
     Returns:
-      The number of segments, and the chunks in each. The last segment may have a few places more than
-      the pool has chunks: fewer than there are segments.
+      The number of segments, and the chunks in each. The last segment may have unused slots, fewer than there are
+      segments.
     """
     if num_chunks == 0:
         return 0, 1
@@ -47,17 +47,17 @@ def plan_segments(num_chunks: int, *, chunk_nbytes: int, segment_gb: float) -> t
 
 
 def plan_shared_segments(num_chunks: int, num_fitting: int, *, chunk_nbytes: int, segment_gb: float) -> tuple[int, int]:
-    """Cuts the pool of one of several hosts that run the same programs: all cut it alike, whatever memory they have.
+    """Splits the pool on hosts that run the same programs: equal segments everywhere, whatever memory a host has.
 
-    The segments are those of the whole pool; a host with less memory has fewer of them.
+    The segment size is that of the full pool; a host with less memory has fewer segments.
 
     Args:
-      num_chunks: chunks that the settings ask for, the same on every host.
+      num_chunks: configured chunks, the same on every host.
       num_fitting: chunks that fit into this host's memory.
       chunk_nbytes: bytes of host memory of one chunk in this process.
       segment_gb: as in `plan_segments`.
     Returns:
-      The number of segments on this host, which may be 0, and the chunks in each.
+      The number of segments on this host (may be 0), and the chunks in each.
     """
     num_segments, chunks_per_segment = plan_segments(num_chunks, chunk_nbytes=chunk_nbytes, segment_gb=segment_gb)
     if num_fitting < num_chunks:
@@ -65,7 +65,7 @@ def plan_shared_segments(num_chunks: int, num_fitting: int, *, chunk_nbytes: int
     if num_chunks and not num_segments:
         _logger.warning(
             "host memory for %d chunks is less than one segment of %d chunks (%.3g GB), and hosts that share a model "
-            "cut their host pools alike: nothing is offloaded; set TPU_OFFLOAD_HOST_SEGMENT_GB to less than %.3g on "
+            "must have equal segments: nothing is offloaded; set TPU_OFFLOAD_HOST_SEGMENT_GB to less than %.3g on "
             "all of them",
             num_fitting, chunks_per_segment,
             chunks_per_segment * chunk_nbytes / _GB, num_fitting * chunk_nbytes / _GB,
@@ -74,14 +74,13 @@ def plan_shared_segments(num_chunks: int, num_fitting: int, *, chunk_nbytes: int
 
 
 def pinned_zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """A new array of zeros in host memory that later programs can update in place.
+    """Allocates zeros in pinned host memory that later programs can update in place.
 
-    Every device's shard is put from host zeros to that device's pinned memory: a jitted `zeros` would
-    fill HBM first, and a sharded `device_put` would compare the value across hosts. The source is one
-    shard of untouched pages, which take no memory.
+    Each device's shard is put there from host zeros: a jitted `zeros` would fill HBM first, and a sharded `device_put`
+    would compare the value across hosts. The source is one shard of untouched pages, which take no memory.
 
     Args:
-      struct: shape, dtype, and a sharding of the memory kind `pinned_host`.
+      struct: shape, dtype, and a sharding with memory kind `pinned_host`.
     """
     sharding = struct.sharding
     shard = _unshareable_zeros(sharding.shard_shape(struct.shape), struct.dtype)
@@ -95,10 +94,10 @@ def pinned_zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-    """Zeros at an address that is no multiple of 64, so that the CPU backend copies them.
+    """Zeros at an address that is not a multiple of 64, so that the CPU backend copies them.
 
-    It shares memory with a numpy array that is aligned to 64 bytes, `may_alias=False` or not (jax
-    0.11.2), and then the first program that is given the array to donate copies all of it instead.
+    The CPU backend aliases numpy arrays that are aligned to 64 bytes, even with `may_alias=False` (jax 0.11.2). An
+    aliased array cannot be donated: the first program that tries copies all of it.
     """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.zeros(nbytes + 128, np.uint8)
@@ -107,16 +106,16 @@ def _unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, An
     return zeros
 
 
-class HostPool:
-    """Segments of pinned host memory, each a list of arrays that programs donate and replace.
+class HostArena:
+    """Segments of pinned host memory, each a list of arrays that programs take by donation and replace.
 
-    Only the dispatch thread may call; the threads that allocate only add.
+    All calls must come from the dispatch thread; the allocating threads only append.
 
     Args:
       segment: shapes, dtypes and shardings of the parts of one segment, each `[blocks, layers, *page_shape]`.
-      num_segments: how many to allocate.
-      chunks_per_segment: whole chunks in one segment.
-      num_chunks: chunks in all; at most `num_segments * chunks_per_segment`.
+      num_segments: segments to allocate.
+      chunks_per_segment: chunks in one segment.
+      num_chunks: chunks in total; at most `num_segments * chunks_per_segment`.
     """
 
     def __init__(
@@ -127,11 +126,11 @@ class HostPool:
         self._structs = tuple(segment)
         self._segments: list[Segment] = []
         self._lost: set[int] = set()
-        self._lost_untold: list[tuple[int, int]] = []
-        self._rebuilt: dict[int, Segment] = {}  # written by the thread that rebuilds
+        self._unreported_losses: list[tuple[int, int]] = []
+        self._rebuilt: dict[int, Segment] = {}  # written by the rebuilding thread
         self._stop = threading.Event()
-        # The thread holds no reference to the pool, so that a pool that nobody closed ends it when it is
-        # collected; a daemon, so that an engine that exits does not first wait for memory it will not use.
+        # The thread holds no reference to the arena, so that an arena that was never closed stops it when collected.
+        # It is a daemon, so that an exiting engine does not wait for memory that it will not use.
         self._thread = threading.Thread(
             target=_allocate,
             args=(self._structs, num_segments, self._segments, self._stop),
@@ -143,7 +142,7 @@ class HostPool:
 
     @property
     def num_chunks_ready(self) -> int:
-        """Chunks whose memory is there; grows to the size of the pool."""
+        """Chunks whose memory is allocated; grows to `num_chunks`."""
         return min(len(self._segments) * self._chunks_per_segment, self._num_chunks)
 
     @property
@@ -152,19 +151,19 @@ class HostPool:
         return self._thread.is_alive()
 
     def wait_until_allocated(self) -> None:
-        """Blocks until every segment is there or allocation has failed; for benchmarks and tests."""
+        """Blocks until every segment is allocated or allocation has failed; for benchmarks and tests."""
         self._thread.join()
 
     def segment(self, segment_id: int) -> Segment:
-        """The current arrays of a segment; they may be donated if their successors go to `replace`.
+        """The current arrays of a segment. They may be donated if their successors are passed to `replace`.
 
         Raises:
-          TransferError: it is not allocated, or lost.
+          TransferError: the segment is not allocated, or lost.
         """
         if segment_id in self._lost:
             if segment_id not in self._rebuilt:
                 raise TransferError(
-                    f"host pool segment {segment_id} was lost to a save that failed; chunks {self._range(segment_id)} "
+                    f"host pool segment {segment_id} was lost to a failed save; chunks {self._range(segment_id)} "
                     "cannot be used until it is allocated again"
                 )
             self._segments[segment_id] = self._rebuilt.pop(segment_id)
@@ -177,31 +176,31 @@ class HostPool:
         return self._segments[segment_id]
 
     def replace(self, segment_id: int, segment: Segment) -> None:
-        """Puts the arrays that a program made of a donated segment in their place."""
+        """Stores the arrays that a program returned for a donated segment."""
         self._segments[segment_id] = segment
 
     def mark_lost(self, segment_id: int) -> None:
-        """Gives a segment up whose arrays were donated to a program that failed, and allocates it anew.
+        """Drops a segment whose arrays were donated to a program that failed, and allocates it again.
 
-        Zeros stand where its bytes were; `take_lost` says so once, before anyone may read them.
+        The new segment holds zeros. `take_lost` reports the loss once, before anything may read them.
         """
         if segment_id in self._lost:
             return
         _logger.error("host pool segment %d (chunks %s) is lost", segment_id, self._range(segment_id))
         self._lost.add(segment_id)
         first = segment_id * self._chunks_per_segment
-        self._lost_untold.append((first, min(first + self._chunks_per_segment, self._num_chunks)))
+        self._unreported_losses.append((first, min(first + self._chunks_per_segment, self._num_chunks)))
         threading.Thread(
             target=_rebuild, args=(self._structs, segment_id, self._rebuilt), name="tpu_offload-rebuild", daemon=True
         ).start()
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
         """Ranges (first, end) of chunks lost since the last call."""
-        lost, self._lost_untold = tuple(self._lost_untold), []
+        lost, self._unreported_losses = tuple(self._unreported_losses), []
         return lost
 
     def close(self) -> None:
-        """Stops allocating, after the segment at hand, and frees the memory. Calling it again does nothing."""
+        """Stops allocation after the current segment and frees the memory. Idempotent."""
         self._finalizer()
 
     def _range(self, segment_id: int) -> str:
@@ -212,16 +211,16 @@ class HostPool:
 def _allocate(
     structs: Sequence[jax.ShapeDtypeStruct], num_segments: int, segments: list[Segment], stop: threading.Event
 ) -> None:
-    """Appends segments until all are there, one cannot be had, or `stop` is set."""
+    """Appends segments until all are allocated, an allocation fails, or `stop` is set."""
     for i in range(num_segments):
         if stop.is_set():
             return
         try:
             segments.append([pinned_zeros(struct) for struct in structs])
-        except (MemoryError, RuntimeError) as e:  # jax's errors of the runtime are RuntimeErrors
+        except (MemoryError, RuntimeError) as e:  # JaxRuntimeError is a RuntimeError
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             _logger.warning(
-                "host pool: segment %d of %d could not be allocated (%s); going on with %d",
+                "host pool: segment %d of %d could not be allocated (%s); continuing with %d",
                 i + 1,
                 num_segments,
                 reason,
@@ -242,5 +241,5 @@ def _end(thread: threading.Thread, stop: threading.Event, segments: list[Segment
     if thread is not threading.current_thread():
         thread.join(_MAX_WAIT_S)
         if thread.is_alive():
-            _logger.error("host pool: closed while a segment is being allocated for more than %g s", _MAX_WAIT_S)
+            _logger.error("host pool: closed after %g s; a segment is still being allocated", _MAX_WAIT_S)
     segments.clear()
