@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, a stopwatch, spreads, the order of rounds, the environment and the JSON file."""
+"""What benchmarks share: arguments, a stopwatch, spreads, the order of rounds, the environment and the JSON file."""
 
 import argparse
 import dataclasses
@@ -46,6 +46,7 @@ class Spread:
     p90: float
     min: float
     max: float
+    mean: float
     num: int
 
     @classmethod
@@ -53,7 +54,9 @@ class Spread:
         """Of values, at least one, each multiplied by `scale`."""
         some = sorted(value * scale for value in values)
         deciles = statistics.quantiles(some, n=10, method="inclusive") if len(some) > 1 else some * 9
-        return cls(statistics.median(some), deciles[0], deciles[-1], some[0], some[-1], len(some))
+        return cls(
+            statistics.median(some), deciles[0], deciles[-1], some[0], some[-1], statistics.fmean(some), len(some)
+        )
 
     def text(self, digits: int = 2) -> str:
         """Median, and the 10th to the 90th percentile."""
