@@ -105,6 +105,24 @@ def in_turn[T](items: Sequence[T], number: int) -> list[T]:
     return [*items[start:], *items[:start]]
 
 
+def print_table(
+    title: str, headers: Sequence[str], rows: Iterable[Sequence[str] | None], *, num_labels: int = 1
+) -> None:
+    """Prints a table; a row that is None ends a section, and all but the first columns are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="left" if i < num_labels else "right")
+    for row in rows:
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 240).print(table)
+
+
 def environment() -> dict[str, Any]:
     """Versions and machine; the devices too if the benchmark uses jax."""
     versions = {"python": platform.python_version()}
