@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import Spread, Stopwatch, count, make_parser, write_json
-from offload_scheduler import BLOCK_SIZE, computed
+from offload_scheduler import BLOCK_SIZE, computed, jobs_of
 
 from tpu_offload import (
     BlockHash,
@@ -201,7 +201,7 @@ class Bench:
         assert found == [num_tokens - 1] * num_requests
         self.times(f"load_{name}_admit", self.admit_all, ids, tables, num_tokens - 1)
         plan = self.times(f"load_{name}_plan", self.scheduler.plan_step)
-        assert len(plan.loads) == num_requests
+        assert len(jobs_of(plan)) == num_requests
         with self.outside_programs(f"load_{name}_begin_step"):
             self.caches = self.worker.begin_step(plan, self.caches)
         self.end(ids)
@@ -214,7 +214,7 @@ class Bench:
             for request_id, table, hashes in zip(ids, tables, prompts, strict=True)
         ]
         plan = self.times(f"save_{name}_plan", self.scheduler.plan_step, changed)
-        assert sum(job.num_blocks for job in plan.saves) == self.args.num_blocks
+        assert sum(job.num_blocks for job in jobs_of(plan)) == self.args.num_blocks
         caches = self.times(f"save_{name}_begin_step", self.worker.begin_step, plan, self.caches)
         with self.outside_programs(f"save_{name}_end_step"):
             self.worker.end_step(plan, caches)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import Spread, Stopwatch, count, make_parser, write_json
-from offload_scheduler import BLOCK_SIZE, LAYOUT, computed, fill, finish_jobs
+from offload_scheduler import BLOCK_SIZE, LAYOUT, computed, fill, finish_jobs, jobs_of
 
 from tpu_offload import BlockHash, ChunkKey, OffloadConfig, OffloadScheduler, Use
 from tpu_offload.core.index import ChunkIndex
@@ -127,7 +127,7 @@ def serve(scheduler: OffloadScheduler, watch: Stopwatch, name: str, request_id: 
     watch(f"{name}_admit", scheduler.admit, request_id, block_ids, num_loaded_tokens=found)
     changed = [] if found else [computed(request_id, block_ids, hashes, num_tokens, num_tokens)]
     plan = watch(f"{name}_plan", scheduler.plan_step, changed)
-    (job,) = plan.loads or plan.saves
+    (job,) = jobs_of(plan)
     assert job.num_blocks == len(hashes)
     report = finish_jobs(plan, num_host_chunks=scheduler.stats().num_host_chunks)
     watch(f"{name}_report", scheduler.apply, report)

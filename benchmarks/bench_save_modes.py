@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from common import Stopwatch, count, make_parser, write_json
-from offload_scheduler import BLOCK_SIZE, LAYOUT, finish_jobs
+from offload_scheduler import BLOCK_SIZE, LAYOUT, finish_jobs, jobs_of
 
 from tpu_offload import BlockHash, CachedPrefix, OffloadConfig, OffloadScheduler
 from tpu_offload.config import DEFAULT_EVICTION_POLICY
@@ -133,14 +133,14 @@ def evict(num_blocks: int, args: argparse.Namespace) -> Stopwatch:
         )
         watch("evict", scheduler.evict, prefix)
         plan = watch("plan", scheduler.plan_step)
-        assert sum(job.num_blocks for job in plan.early_saves) == num_blocks
+        assert sum(job.num_blocks for job in jobs_of(plan)) == num_blocks
         scheduler.apply(finish_jobs(plan, num_host_chunks=num_host_chunks))
         later = [dataclasses.replace(prefix, num_blocks=num_blocks - i) for i in range(1, min(num_blocks, 51))]
         start = time.perf_counter()
         for shorter in later:  # HBM gives up the tail first, block by block
             scheduler.evict(shorter)
         watch.record("later_eviction_s", (time.perf_counter() - start) / len(later))
-        assert not scheduler.plan_step().early_saves
+        assert not jobs_of(scheduler.plan_step())
     watch.add("first_eviction_s", "evict", "plan")
     return watch
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import Spread, Stopwatch, count, make_parser, write_json
-from offload_scheduler import BLOCK_SIZE, LAYOUT, computed, finish_jobs
+from offload_scheduler import BLOCK_SIZE, LAYOUT, computed, finish_jobs, jobs_of
 
 from tpu_offload import BlockHash, OffloadConfig, OffloadScheduler, ScheduledRequest, StepPlan
 
@@ -83,7 +83,7 @@ class Engine:
         if self.record_events:
             self.watch(f"take_events {tag}", self.scheduler.take_events)
         self.watch(f"stats {tag}", self.scheduler.stats)
-        return bool(plan.loads or plan.saves or plan.early_saves)
+        return bool(jobs_of(plan))
 
     def serve(self, tag: str, seed: int, num_chunks: int) -> None:
         """A prompt from its match to its end: what it does not load it computes, a buffer's worth a step."""

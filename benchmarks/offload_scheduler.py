@@ -14,6 +14,7 @@ from tpu_offload import (
     ScheduledRequest,
     StepPlan,
     StepReport,
+    TransferJob,
 )
 
 BLOCK_SIZE = 16
@@ -33,9 +34,13 @@ def computed(
     )
 
 
+def jobs_of(plan: StepPlan) -> tuple[TransferJob, ...]:
+    return (*plan.loads, *plan.saves, *plan.early_saves)
+
+
 def finish_jobs(plan: StepPlan | None, *, num_host_chunks: int, **fields: Any) -> StepReport:
     """The report of a worker for which every copy of a plan has succeeded."""
-    jobs = (*plan.loads, *plan.saves, *plan.early_saves) if plan else ()
+    jobs = jobs_of(plan) if plan else ()
     results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in jobs)
     return StepReport(worker_id=0, results=results, num_host_chunks=num_host_chunks, **fields)
 
@@ -49,7 +54,7 @@ def fill(scheduler: OffloadScheduler, prompts: Sequence[Sequence[BlockHash]], *,
             for i, hashes in enumerate(prompts[start : start + per_step])
         ]
         plan = scheduler.plan_step(changed)
-        while plan.saves:
+        while jobs_of(plan):
             scheduler.apply(finish_jobs(plan, num_host_chunks=num_host_chunks))
             plan = scheduler.plan_step()
         for request in changed:

@@ -173,23 +173,19 @@ class SchedulerAlone:
         return KVConnectorOutput(kv_connector_stats=None if stats.is_empty() else stats)
 
     def our_copies(self, metadata: Any) -> Any:
+        from offload_scheduler import finish_jobs
         from vllm.v1.outputs import KVConnectorOutput
 
-        from tpu_offload import JobResult, JobState, KVLayout, StepReport
+        from tpu_offload import KVLayout, LayerGroup, LayerGroupKind
         from tpu_offload.adapters.vllm.messages import ReportMessage
-        from tpu_offload.layout import LayerGroup, LayerGroupKind
 
         plan, layout = metadata.plan, None
         if self.is_new:
             page = (self.args.block_size, 1, 2, 1)
             group = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), page, "float32")
             layout = KVLayout(self.args.block_size, (group,))
-        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in (*plan.loads, *plan.saves))
-        message = None
-        if results or self.is_new:
-            message = ReportMessage(
-                (StepReport(worker_id=0, results=results, num_host_chunks=self.args.host_blocks),), layout
-            )
+        report = finish_jobs(plan, num_host_chunks=self.args.host_blocks)
+        message = ReportMessage((report,), layout) if report.results or self.is_new else None
         self.is_new = False
         received = {job.request_id for job in plan.loads} if self.variant != "ours-sync" else None
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=message)
