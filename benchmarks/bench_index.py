@@ -11,43 +11,43 @@ chunk, garbage collection as Python has it by default.
   python benchmarks/bench_index.py --num-indexed 1000 100000 1000000 --prompt-chunks 1 100 10000 --json index.json
 """
 
-import argparse
 import gc
 import itertools
-import json
-import platform
 import random
-import statistics
 import sys
 import time
 import tracemalloc
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+from common import Spread, Stopwatch, count, make_parser, write_json
+from offload_scheduler import BLOCK_SIZE, LAYOUT, computed, fill, finish_jobs
 
-from tpu_offload import (
-    JobKind,
-    JobResult,
-    JobState,
-    OffloadConfig,
-    OffloadScheduler,
-    ScheduledRequest,
-    StepReport,
-    hashing,
-)
+from tpu_offload import BlockHash, ChunkKey, OffloadConfig, OffloadScheduler, Use
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.policies import LRUPolicy, Use
-from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+from tpu_offload.core.policies import LRUPolicy
 
-BLOCK_SIZE = 16
-LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2, 128), "bfloat16"),))
-QUOTED = {"lookup": 0.10, "touch": 0.07, "allocate_1e5": 1.0, "allocate_1e6": 1.7}  # us a chunk, measured elsewhere
+STAGES = ("match", "admit", "plan", "report", "finish")
+PARTS = {  # what the sums are of
+    "hit": tuple(f"hit_{stage}" for stage in STAGES),
+    "miss": tuple(f"miss_{stage}" for stage in STAGES),
+    "index_hit": ("index_lookup", "index_pin", "index_touch", "index_release"),
+    "index_miss": ("index_allocate", "index_complete"),
+    "peer_hit": ("peer_lookup", "peer_touch"),
+    "peer_miss": ("peer_allocate", "peer_complete"),
+    "both": ("hit", "miss"),
+    "peer_both": ("peer_hit", "peer_miss"),
+}
+RATIOS = {
+    "index_hit": "peer_hit", "index_miss": "peer_miss", "hit": "peer_hit", "miss": "peer_miss", "both": "peer_both",
+}  # fmt: skip
 
 
 class PeerEntry:
     __slots__ = ("num_references", "slot")
 
-    def __init__(self, slot):
+    def __init__(self, slot: int) -> None:
         self.slot = slot
         self.num_references = -1  # being written
 
@@ -55,13 +55,13 @@ class PeerEntry:
 class PeerIndex:
     """The peer's method; see the top of the file."""
 
-    def __init__(self, num_slots):
-        self.entries = OrderedDict()
+    def __init__(self, num_slots: int) -> None:
+        self.entries: OrderedDict[ChunkKey, PeerEntry] = OrderedDict()
         self.num_slots = num_slots
         self.num_used = 0
-        self.free = []
+        self.free: list[int] = []
 
-    def lookup(self, keys):
+    def lookup(self, keys: Sequence[ChunkKey]) -> int:
         count = 0
         for key in keys:
             entry = self.entries.get(key)
@@ -70,12 +70,12 @@ class PeerIndex:
             count += 1
         return count
 
-    def touch(self, keys):
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
         for key in reversed(keys):
             if key in self.entries:
                 self.entries.move_to_end(key)
 
-    def allocate(self, keys):
+    def allocate(self, keys: Sequence[ChunkKey]) -> list[int]:
         new = [key for key in keys if key not in self.entries]
         num_short = len(new) - len(self.free) - (self.num_slots - self.num_used)
         if num_short > 0:
@@ -97,146 +97,113 @@ class PeerIndex:
             slots.append(slot)
         return slots
 
-    def complete(self, keys):
+    def complete(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
             entry = self.entries[key]
             if entry.num_references < 0:
                 entry.num_references = 0
 
 
-class Stopwatch:
-    """Collects seconds under names."""
-
-    def __init__(self):
-        self.seconds = {}
-
-    def __call__(self, name, function, *args, **kwargs):
-        start = time.perf_counter()
-        result = function(*args, **kwargs)
-        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
-        return result
-
-    def add(self, name, *parts):
-        self.seconds[name] = [sum(times) for times in zip(*(self.seconds[part] for part in parts), strict=True)]
-
-
-def fresh(hashes):
+def fresh[K: bytes](hashes: Sequence[K]) -> list[K]:
     """Equal bytes in other objects: a request's hashes are never the objects that the index holds."""
-    return [bytes(bytearray(h)) for h in hashes]
+    return [type(h)(bytearray(h)) for h in hashes]
 
 
-def chain(rng, num):
-    return [rng.randbytes(16) for _ in range(num)]
+def chain(rng: random.Random, num: int) -> list[BlockHash]:
+    return [BlockHash(rng.randbytes(16)) for _ in range(num)]
 
 
-def fill(index, peer, keys):
-    index.complete(keys, index.allocate(Use(0), keys, range(len(keys))), success=True)
-    peer.allocate(keys)
-    peer.complete(keys)
+def keys_of(hashes: Sequence[BlockHash]) -> list[ChunkKey]:
+    return [ChunkKey(h + b"8 bytes.") for h in hashes]  # as long as those of the scheduler's index
 
 
-def serve(scheduler, watch, name, request_id, hashes):
-    """One request from its match to its end; its stages are timed one by one."""
+def serve(scheduler: OffloadScheduler, watch: Stopwatch, name: str, request_id: str, hashes: list[BlockHash]) -> int:
+    """One request from its match to its end, its stages timed one by one; returns the tokens that it found."""
     num_tokens = len(hashes) * BLOCK_SIZE + 1
     block_ids = list(range(1000, 1000 + len(hashes) + 1))
-    sizes = {"num_tokens": num_tokens, "num_computed_tokens": 0}
-    found = watch(f"{name}_match", scheduler.match, request_id, hashes, **sizes).num_tokens
+    found = watch(
+        f"{name}_match", scheduler.match, request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0
+    ).num_tokens
     watch(f"{name}_admit", scheduler.admit, request_id, block_ids, num_loaded_tokens=found)
-    changed = (
-        []
-        if found
-        else [
-            ScheduledRequest(
-                request_id=request_id,
-                block_ids=block_ids,
-                block_hashes=hashes,
-                num_prompt_tokens=num_tokens,
-                num_computed_tokens=num_tokens,
-            )
-        ]
-    )
+    changed = [] if found else [computed(request_id, block_ids, hashes, num_tokens, num_tokens)]
     plan = watch(f"{name}_plan", scheduler.plan_step, changed)
-    (job,) = plan.of(JobKind.LOAD) or plan.of(JobKind.SAVE)
+    (job,) = plan.jobs
     assert job.num_blocks == len(hashes)
-    report = StepReport(
-        worker_id=0,
-        results=(JobResult(job_id=job.job_id, state=JobState.FINISHED),),
-        num_host_chunks=scheduler.stats().num_host_chunks,
-    )
+    report = finish_jobs(plan, num_host_chunks=scheduler.stats().num_host_chunks)
     watch(f"{name}_report", scheduler.apply, report)
     watch(f"{name}_finish", scheduler.finish, request_id)
     return found
 
 
-def measure(num_indexed, num_chunks, *, num_requests, seed):
-    rng = random.Random(seed)
-    config = OffloadConfig.create(num_cpu_chunks=num_indexed, num_staging_blocks=2 * num_chunks)
-    scheduler = OffloadScheduler(config, LAYOUT)
-    scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=num_indexed))
-    namespace = hashing.key_namespace(LAYOUT.fingerprint(), blocks_per_chunk=1)
-    alone, peer = ChunkIndex(LRUPolicy()), PeerIndex(num_indexed)
-    alone.grow(num_indexed)
-    resident = []
-    for _ in range(num_indexed // num_chunks):
-        hashes = chain(rng, num_chunks)
-        keys = [h + namespace for h in hashes]
-        scheduler._index.complete(keys, scheduler._index.allocate(Use(0), keys, range(num_chunks)), success=True)
-        fill(alone, peer, keys)
-        resident.append(hashes)
-    del hashes, keys
-    start = time.perf_counter()
-    gc.collect()
-    collection_s = time.perf_counter() - start
+class Bench:
+    """A full index three times: in a scheduler, alone, and by the peer's method."""
 
-    watch = Stopwatch()
-    for i in range(num_requests):
-        hashes = rng.choice(resident)
-        assert serve(scheduler, watch, "hit", f"hit{i}", fresh(hashes)) == num_chunks * BLOCK_SIZE
-        keys = [h + namespace for h in hashes]
+    def __init__(self, num_indexed: int, num_chunks: int, *, seed: int) -> None:
+        self.num_indexed, self.num_chunks = num_indexed, num_chunks
+        self.rng = random.Random(seed)
+        self.watch = Stopwatch()
+        config = OffloadConfig.create(num_cpu_chunks=num_indexed, num_staging_blocks=max(2 * num_chunks, 2000))
+        self.scheduler = OffloadScheduler(config, LAYOUT)
+        self.scheduler.apply(finish_jobs(None, num_host_chunks=num_indexed))
+        self.alone, self.peer = ChunkIndex(LRUPolicy()), PeerIndex(num_indexed)
+        self.alone.grow(num_indexed)
+        self.resident = [chain(self.rng, num_chunks) for _ in range(num_indexed // num_chunks)]
+        fill(self.scheduler, self.resident, num_host_chunks=num_indexed)
+        for hashes in self.resident:
+            keys = keys_of(hashes)
+            self.alone.complete(keys, self.alone.allocate(Use(0), keys, range(num_chunks)), success=True)
+            self.peer.allocate(keys)
+            self.peer.complete(keys)
+
+    def hit(self, i: int) -> None:
+        watch, alone, peer = self.watch, self.alone, self.peer
+        hashes = self.rng.choice(self.resident)
+        assert serve(self.scheduler, watch, "hit", f"hit{i}", fresh(hashes)) == self.num_chunks * BLOCK_SIZE
+        keys = keys_of(hashes)
         slots = watch("index_lookup", alone.find, keys)
         watch("index_pin", alone.pin, keys)
         watch("index_touch", alone.touch, Use(i), keys, len(keys))
         watch("index_release", alone.unpin, keys)
         keys = fresh(keys)
-        assert len(slots) == watch("peer_lookup", peer.lookup, keys) == num_chunks
+        assert len(slots) == watch("peer_lookup", peer.lookup, keys) == self.num_chunks
         watch("peer_touch", peer.touch, keys)
-    for i in range(num_requests):
-        hashes = chain(rng, num_chunks)
-        assert serve(scheduler, watch, "miss", f"miss{i}", fresh(hashes)) == 0
-        keys = [h + namespace for h in hashes]
-        slots = watch("index_allocate", alone.allocate, Use(num_requests + i), keys, range(num_chunks))
+
+    def miss(self, i: int) -> None:
+        watch, alone, peer = self.watch, self.alone, self.peer
+        hashes = chain(self.rng, self.num_chunks)
+        assert serve(self.scheduler, watch, "miss", f"miss{i}", fresh(hashes)) == 0
+        keys = keys_of(hashes)
+        slots = watch("index_allocate", alone.allocate, Use(i), keys, range(self.num_chunks))
         watch("index_complete", alone.complete, keys, slots, success=True)
         keys = fresh(keys)
         peer.lookup(keys)
-        assert len(slots) == len(watch("peer_allocate", peer.allocate, keys)) == num_chunks
+        assert len(slots) == len(watch("peer_allocate", peer.allocate, keys)) == self.num_chunks
         watch("peer_complete", peer.complete, keys)
-    assert alone.num_evicted == num_requests * num_chunks
-    watch.add("hit", "hit_match", "hit_admit", "hit_plan", "hit_report", "hit_finish")
-    watch.add("miss", "miss_match", "miss_admit", "miss_plan", "miss_report", "miss_finish")
-    watch.add("index_hit", "index_lookup", "index_pin", "index_touch", "index_release")
-    watch.add("index_miss", "index_allocate", "index_complete")
-    watch.add("peer_hit", "peer_lookup", "peer_touch")
-    watch.add("peer_miss", "peer_allocate", "peer_complete")
-    watch.add("both", "hit", "miss")
-    watch.add("peer_both", "peer_hit", "peer_miss")
-    microseconds = {name: summarize([1e6 * s / num_chunks for s in watch.seconds[name]]) for name in watch.seconds}
-    ratios = {
-        name: summarize([a / b for a, b in zip(watch.seconds[name], watch.seconds[other], strict=True)])
-        for name, other in (
-            ("index_hit", "peer_hit"),
-            ("index_miss", "peer_miss"),
-            ("hit", "peer_hit"),
-            ("miss", "peer_miss"),
-            ("both", "peer_both"),
-        )
-    }
-    return {"num_indexed": num_indexed, "prompt_chunks": num_chunks, "num_requests": num_requests,
-            "us_per_chunk": microseconds, "ratio_to_peer": ratios, "gc_collect_s": collection_s}  # fmt: skip
+
+    def measure(self, num_requests: int) -> dict[str, Any]:
+        gc.collect()
+        collections = Stopwatch()
+        collections("all", gc.collect)
+        for i in range(num_requests):
+            self.hit(i)
+        for i in range(num_requests, 2 * num_requests):
+            self.miss(i)
+        assert self.alone.num_evicted == num_requests * self.num_chunks
+        for name, parts in PARTS.items():
+            self.watch.add(name, *parts)
+        return {
+            "num_indexed": self.num_indexed,
+            "prompt_chunks": self.num_chunks,
+            "num_requests": num_requests,
+            "us_per_chunk": self.watch.spreads(scale=1e6 / self.num_chunks),
+            "ratio_to_peer": {name: self.watch.ratio(name, other) for name, other in RATIOS.items()},
+            "gc_collect_s": collections.seconds["all"][0],
+        }
 
 
-def memory(num_indexed, num_chunks):
+def memory(num_indexed: int, num_chunks: int) -> dict[str, Any]:
     """Bytes for each indexed chunk, its key included; and what a full garbage collection takes with them."""
-    result = {}
+    result: dict[str, Any] = {"num_indexed": num_indexed, "prompt_chunks": num_chunks}
     for name in ("ours", "peer"):
         rng = random.Random(0)
         gc.collect()
@@ -244,7 +211,7 @@ def memory(num_indexed, num_chunks):
         index, peer = ChunkIndex(LRUPolicy()), PeerIndex(num_indexed)
         index.grow(num_indexed)
         for _ in range(num_indexed // num_chunks):
-            keys = [rng.randbytes(24) for _ in range(num_chunks)]
+            keys = [ChunkKey(rng.randbytes(24)) for _ in range(num_chunks)]
             if name == "ours":
                 index.complete(keys, index.allocate(Use(0), keys, range(num_chunks)), success=True)
             else:
@@ -258,64 +225,48 @@ def memory(num_indexed, num_chunks):
         gc.collect()
         result[name] = {"bytes_per_chunk": size / num_indexed, "gc_collect_s": time.perf_counter() - start}
         del index, peer
-    return {"num_indexed": num_indexed, "prompt_chunks": num_chunks, **result}
+    return result
 
 
-def summarize(values):
-    deciles = statistics.quantiles(values, n=10) if len(values) > 1 else values * 9
-    return {"median": statistics.median(values), "p10": deciles[0], "p90": deciles[-1]}
+def show(result: dict[str, Any]) -> None:
+    us: dict[str, Spread] = result["us_per_chunk"]
+    print(
+        f"{result['num_indexed']} chunks indexed, prompts of {result['prompt_chunks']}; us a chunk, median (p10-p90):"
+    )
+    for names in (
+        ("hit", *PARTS["hit"]),
+        ("miss", *PARTS["miss"]),
+        (*PARTS["index_hit"], *PARTS["index_miss"]),
+        (*PARTS["peer_hit"], *PARTS["peer_miss"]),
+    ):
+        print("   ", ", ".join(f"{name} {us[name].text()}" for name in names))
+    ratios = ", ".join(f"{name} {ratio.text()}" for name, ratio in result["ratio_to_peer"].items())
+    print("    ours / peer:", ratios, flush=True)
 
 
-def show(name, figures):
-    return f"{name} {figures['median']:.2f} ({figures['p10']:.2f}-{figures['p90']:.2f})"
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-indexed", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6], help="chunks")
-    parser.add_argument("--prompt-chunks", type=int, nargs="+", default=[1, 10, 100, 1000, 10000])
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--num-indexed", type=count, nargs="+", default=[10**3, 10**4, 10**5, 10**6], help="chunks")
+    parser.add_argument("--prompt-chunks", type=count, nargs="+", default=[1, 10, 100, 1000, 10000])
     parser.add_argument(
-        "--chunks-timed", type=int, default=100_000, help="chunks a point, as far as 15 to 1000 requests allow"
+        "--chunks-timed", type=count, default=100_000, help="chunks a point, as far as 15 to 1000 requests allow"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write the results to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     results = []
     for num_indexed, num_chunks in itertools.product(args.num_indexed, args.prompt_chunks):
-        if num_chunks > num_indexed:
-            continue
-        num_requests = min(max(args.chunks_timed // num_chunks, 15), 1000)
-        result = measure(num_indexed, num_chunks, num_requests=num_requests, seed=args.seed)
-        results.append(result)
-        us, ratios = result["us_per_chunk"], result["ratio_to_peer"]
-        print(f"{num_indexed} chunks indexed, prompts of {num_chunks}; us a chunk, median (p10-p90):")
-        for names in (
-            ("hit", "hit_match", "hit_admit", "hit_plan", "hit_report", "hit_finish"),
-            ("miss", "miss_match", "miss_admit", "miss_plan", "miss_report", "miss_finish"),
-            ("index_lookup", "index_pin", "index_touch", "index_release", "index_allocate", "index_complete"),
-            ("peer_lookup", "peer_touch", "peer_allocate", "peer_complete"),
-        ):
-            print("   ", ", ".join(show(name, us[name]) for name in names))
-        print("    ours / peer:", ", ".join(show(name, ratios[name]) for name in ratios), flush=True)
-    sizes = [memory(n, 100) for n in args.num_indexed]
+        if num_chunks <= num_indexed:
+            num_requests = min(max(args.chunks_timed // num_chunks, 15), 1000)
+            results.append(Bench(num_indexed, num_chunks, seed=args.seed).measure(num_requests))
+            show(results[-1])
+    sizes = [memory(n, min(n, 100)) for n in args.num_indexed]
     for size in sizes:
         figures = [
             f"{name} {size[name]['bytes_per_chunk']:.0f} bytes a chunk, gc.collect() {size[name]['gc_collect_s']:.3f} s"
             for name in ("ours", "peer")
         ]
         print(f"{size['num_indexed']} chunks indexed:", ", ".join(figures))
-    report = {
-        "question": "index cost per chunk",
-        "device": platform.processor() or platform.machine(),
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        "settings": vars(args),
-        "quoted_peer_us_per_chunk": QUOTED,
-        "results": results,
-        "memory": sizes,
-    }
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=2)
+    write_json(args, question="index cost per chunk", results=results, memory=sizes)
     return 0
 
 

@@ -9,33 +9,28 @@ no more than the staging buffer of such a prompt was loaded, on any path.
 
 import argparse
 import dataclasses
-import json
-import os
-import platform
-import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
 
-import jax
 import numpy as np
+from common import Spread, Stopwatch, count, make_parser, write_json
 
 from tpu_offload import OffloadConfig
-from tpu_offload.engine import Engine, EngineConfig, ModelConfig, Request, SamplingParams
+from tpu_offload.engine import Engine, EngineConfig, ModelConfig, Request, RequestOutput, SamplingParams
 
 BLOCK_SIZE = 16
 
 
-def serve(engine, name, prompt):
+def serve(engine: Engine, name: str, prompt: tuple[int, ...]) -> RequestOutput:
     engine.add_request(Request(name, prompt, SamplingParams(1)))
-    outputs = []
+    outputs: list[RequestOutput] = []
     while engine.has_unfinished:
-        outputs += [output for output in engine.step() if output.finished]
+        outputs += [output for output in engine.step() if output.stats]
     return outputs[-1]
 
 
-def prompt(rng, num_tokens, vocab_size):
-    return tuple(rng.integers(0, vocab_size, num_tokens).tolist())
-
-
-def run(path, num_tokens, args):
+def run(path: str, num_tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     model = ModelConfig()
     num_blocks = -(-num_tokens // BLOCK_SIZE) + 2
     config = dataclasses.replace(
@@ -45,52 +40,49 @@ def run(path, num_tokens, args):
     engine = Engine(model, config, offload=OffloadConfig.create(save_path=path, load_path=path, **settings))
     engine.wait_for_host_memory()
     rng = np.random.default_rng(0)
-    rounds = []
+    watch, hits = Stopwatch(), []
     for i in range(args.rounds + 1):
-        wanted, other = (prompt(rng, num_tokens, model.vocab_size) for _ in range(2))
+        wanted, other = (tuple(rng.integers(0, model.vocab_size, num_tokens).tolist()) for _ in range(2))
         first = serve(engine, f"first {i}", wanted)
         serve(engine, f"other {i}", other)
         again = serve(engine, f"again {i}", wanted)
         assert again.tokens == first.tokens
-        rounds.append((first.stats.ttft_s, again.stats.ttft_s, again.stats.prompt_tokens.host))
+        assert first.stats is not None
+        assert again.stats is not None
+        if i:  # the first compiles
+            watch.record("computed", first.stats.ttft_s or 0.0)
+            watch.record("loaded", again.stats.ttft_s or 0.0)
+            hits.append(again.stats.prompt_tokens.host)
     engine.close()
-    computed, loaded, hits = zip(*rounds[1:], strict=True)  # the first compiles
-    ratios = sorted(warm / cold for cold, warm in zip(computed, loaded, strict=True))
     return {
         "path": path,
         "num_tokens": num_tokens,
         "loaded_tokens": min(hits),
-        "computed_ttft_s": statistics.median(computed),
-        "loaded_ttft_s": statistics.median(loaded),
-        "ratio": {"median": statistics.median(ratios), "min": ratios[0], "max": ratios[-1]},
+        "computed_ttft_s": Spread.of(watch.seconds["computed"]),
+        "loaded_ttft_s": Spread.of(watch.seconds["loaded"]),
+        "ratio": watch.ratio("loaded", "computed"),
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-tokens", type=int, nargs="+", default=[512, 2048])
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--num-tokens", type=count, nargs="+", default=[512, 2048])
     parser.add_argument("--paths", nargs="+", choices=["direct", "staged"], default=["direct", "staged"])
-    parser.add_argument("--staging-tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    parser.add_argument("--staging-tokens", type=count, default=256)
+    parser.add_argument("--rounds", type=count, default=5)
+    args = parser.parse_args(argv)
     results = []
     for num_tokens in args.num_tokens:
         for path in args.paths:
             results.append(row := run(path, num_tokens, args))
-            ratio = row["ratio"]
             print(
                 f"{path}, {num_tokens} tokens: {row['loaded_tokens']} loaded; first token after "
-                f"{row['computed_ttft_s'] * 1e3:.1f} ms computed, {row['loaded_ttft_s'] * 1e3:.1f} ms loaded: "
-                f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})"
+                f"{row['computed_ttft_s'].median * 1e3:.1f} ms computed, {row['loaded_ttft_s'].median * 1e3:.1f} ms "
+                f"loaded: {row['ratio'].range(3)}"
             )
-    if args.json:
-        device = jax.devices()[0]
-        about = {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
-        about |= {"python": platform.python_version(), "cores": os.cpu_count(), "args": vars(args)}
-        with open(args.json, "w") as file:
-            json.dump(about | {"results": results}, file, indent=1)
+    write_json(args, question="time to the first token of a long resident prompt", results=results)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,13 +7,10 @@ one ratio of tokens/s. Every prompt block is saved to the host; none is ever loa
     python benchmarks/bench_overhead.py --rounds 12 --json overhead.json
 """
 
-import argparse
-import json
-import statistics
 import sys
-import time
+from collections.abc import Sequence
 
-import jax
+from common import Spread, count, in_turn, make_parser, write_json
 
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
@@ -32,13 +29,12 @@ def run(engine: Engine, workload: Workload, concurrency: int) -> ServedRun:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--requests", type=int, default=60, help="requests a round")
-    parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=count, default=12)
+    parser.add_argument("--requests", type=count, default=60, help="requests a round")
+    parser.add_argument("--concurrency", type=count, default=4)
+    args = parser.parse_args(argv)
 
     workloads = [chat_workload(num_requests=args.requests, turns=5, seed=1000 + i) for i in range(args.rounds + 1)]
     engine_config = EngineConfig(
@@ -46,11 +42,10 @@ def main() -> int:
         max_num_seqs=args.concurrency,
         max_model_len=max(w.longest_request for w in workloads),
     )
+    offload = OffloadConfig.create(num_cpu_chunks=engine_config.num_blocks)
     engines = {
         "baseline": Engine(ModelConfig(), engine_config),
-        "offload": Engine(
-            ModelConfig(), engine_config, offload=OffloadConfig.create(num_cpu_chunks=engine_config.num_blocks)
-        ),
+        "offload": Engine(ModelConfig(), engine_config, offload=offload),
     }
     for engine in engines.values():
         engine.warm_up()
@@ -59,7 +54,7 @@ def main() -> int:
     ratios: list[float] = []
     for i, workload in enumerate(workloads[:-1]):
         tokens_per_s = {}
-        for name in sorted(engines, reverse=bool(i % 2)):
+        for name in in_turn(list(engines), i):
             served = run(engines[name], workload, args.concurrency)
             tokens_per_s[name] = sum(len(r.tokens) for r in served.records) / served.wall_s
         ratios.append(tokens_per_s["offload"] / tokens_per_s["baseline"])
@@ -67,25 +62,14 @@ def main() -> int:
     stats = engines["offload"].offload_stats()
     assert stats is not None
     assert stats.loaded_blocks == 0, "HBM was to be large enough"
-    result = {
-        "ratio_median": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "ratios": ratios,
-        "saved_nbytes": stats.saved_nbytes,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": sys.version.split()[0],
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    ratio = Spread.of(ratios)
     print(
-        f"tokens/s with offloading / without: median {result['ratio_median']:.4f}, "
-        f"{result['ratio_min']:.4f} to {result['ratio_max']:.4f} over {args.rounds} rounds; "
+        f"tokens/s with offloading / without: median {ratio.median:.4f}, "
+        f"{ratio.min:.4f} to {ratio.max:.4f} over {args.rounds} rounds; "
         f"saved {stats.saved_nbytes / 2**20:.1f} MiB"
     )
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(result, file, indent=2)
+    results = {"ratio": ratio, "ratios": ratios, "saved_nbytes": stats.saved_nbytes}
+    write_json(args, question="what offloading costs while it is never needed", results=results)
     return 0
 
 

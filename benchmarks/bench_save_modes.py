@@ -21,27 +21,31 @@ on a later one, when it is there.
 
 import argparse
 import dataclasses
-import json
-import platform
-import statistics
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
-import jax
 import numpy as np
+from common import Stopwatch, count, make_parser, write_json
+from offload_scheduler import BLOCK_SIZE, LAYOUT, finish_jobs
 
-from tpu_offload import CachedPrefix, JobKind, JobResult, JobState, OffloadConfig, OffloadScheduler, StepReport
+from tpu_offload import BlockHash, CachedPrefix, OffloadConfig, OffloadScheduler
 from tpu_offload.config import DEFAULT_EVICTION_POLICY
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, Request, SamplingParams
-from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 
 MODEL = ModelConfig(vocab_size=96, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48)
-BLOCK_SIZE, QUESTION, ANSWER = 16, 20, 4
+QUESTION, ANSWER = 20, 4
+
+type Answers = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
 
-def make_requests(args):
+def make_requests(args: argparse.Namespace) -> list[Request]:
     rng = np.random.default_rng(args.seed)
-    tokens = lambda n: tuple(rng.integers(0, MODEL.vocab_size, n).tolist())  # noqa: E731
+
+    def tokens(num: int) -> tuple[int, ...]:
+        return tuple(rng.integers(0, MODEL.vocab_size, num).tolist())
+
     documents = [tokens(args.document_tokens) for _ in range(args.num_documents)]
     shares = 1 / np.arange(1, args.num_documents + 1) ** args.zipf
     numbers = rng.choice(args.num_documents, args.num_requests, p=shares / shares.sum())
@@ -56,7 +60,7 @@ def make_requests(args):
     ]
 
 
-def serve(requests, args, **settings):
+def serve(requests: Sequence[Request], args: argparse.Namespace, **settings: Any) -> tuple[dict[str, Any], Answers]:
     """Where the prompts came from, what was copied, and what was answered."""
     engine = Engine(
         MODEL,
@@ -71,7 +75,8 @@ def serve(requests, args, **settings):
     )
     engine.warm_up()
     engine.wait_for_host_memory()
-    counts, answers = dict.fromkeys(("hbm", "host", "computed"), 0), []
+    counts = dict.fromkeys(("hbm", "host", "computed"), 0)
+    answers: Answers = []
     start = time.perf_counter()
     for request in requests:
         engine.add_request(request)
@@ -83,7 +88,7 @@ def serve(requests, args, **settings):
                         counts[source] += getattr(output.stats.prompt_tokens, source)
     seconds = time.perf_counter() - start
     total = sum(counts.values())
-    found = {source: count / total for source, count in counts.items()} | {"s": seconds}
+    found: dict[str, Any] = {source: num / total for source, num in counts.items()} | {"s": seconds}
     stats = engine.offload_stats()
     if stats:
         found |= {name: getattr(stats, f"{name}_blocks") / len(requests) for name in ("saved", "loaded")}
@@ -92,63 +97,63 @@ def serve(requests, args, **settings):
     return found, answers
 
 
-def evict(num_blocks, args):
-    """Seconds of the scheduler for the first eviction of a prefix, the plan included, and for a later one."""
-    shape = (BLOCK_SIZE, MODEL.num_kv_heads, 2, MODEL.head_dim)
-    layout = KVLayout(BLOCK_SIZE, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), shape, "bfloat16"),))
-    scheduler = OffloadScheduler(
-        OffloadConfig.create(
-            save_on="eviction",
-            eviction_policy=args.policy,
-            num_staging_blocks=num_blocks,
-            num_cpu_chunks=args.repeats * num_blocks,
-            metrics_log_interval=0,
-        ),
-        layout,
-    )
-    report = StepReport(worker_id=0, results=(), num_host_chunks=args.repeats * num_blocks)
-    scheduler.apply(report)
-    rng = np.random.default_rng(args.seed)
-    seconds = {"first_eviction_s": [], "later_eviction_s": []}
-    for _ in range(args.repeats):
-        hashes = [rng.bytes(32) for _ in range(num_blocks)]
-        blocks = {block_hash: i for i, block_hash in enumerate(hashes)}
-        prefix = CachedPrefix(
-            block_hashes=hashes, num_blocks=num_blocks, block_of=blocks.get, num_prompt_tokens=num_blocks * BLOCK_SIZE
-        )
-        start = time.perf_counter()
-        scheduler.evict(prefix)
-        plan = scheduler.plan_step()
-        seconds["first_eviction_s"].append(time.perf_counter() - start)
-        assert sum(len(job.block_ids) for job in plan.of(JobKind.EARLY_SAVE)) == num_blocks
-        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.of(JobKind.EARLY_SAVE))
-        scheduler.apply(StepReport(worker_id=0, results=results, num_host_chunks=report.num_host_chunks))
-        later = [dataclasses.replace(prefix, num_blocks=num_blocks - i) for i in range(1, min(num_blocks, 51))]
-        start = time.perf_counter()
-        for shorter in later:  # HBM gives up the tail first, block by block
-            scheduler.evict(shorter)
-        seconds["later_eviction_s"].append((time.perf_counter() - start) / len(later))
-        assert not scheduler.plan_step().of(JobKind.EARLY_SAVE)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def measure_evictions(args):
+def measure_evictions(args: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     for num_blocks in args.evicted_blocks:
-        results.append({"num_blocks": num_blocks} | evict(num_blocks, args))
-        first_s, later_s = results[-1]["first_eviction_s"], results[-1]["later_eviction_s"]
+        seconds = evict(num_blocks, args).spreads(scale=1)
+        first_s, later_s = seconds["first_eviction_s"].median, seconds["later_eviction_s"].median
+        results.append({"num_blocks": num_blocks, "first_eviction_s": first_s, "later_eviction_s": later_s})
         print(
             f"prefix of {num_blocks} blocks: first eviction {1e3 * first_s:.2f} ms, a later one {1e6 * later_s:.1f} us"
         )
     return results
 
 
-def compare_modes(args):
+def evict(num_blocks: int, args: argparse.Namespace) -> Stopwatch:
+    """Seconds of the scheduler for the first eviction of a prefix, the plan included, and for a later one."""
+    num_host_chunks = args.repeats * num_blocks
+    scheduler = OffloadScheduler(
+        OffloadConfig.create(
+            save_on="eviction",
+            eviction_policy=args.policy,
+            num_staging_blocks=num_blocks,
+            num_cpu_chunks=num_host_chunks,
+            metrics_log_interval=0,
+        ),
+        LAYOUT,
+    )
+    scheduler.apply(finish_jobs(None, num_host_chunks=num_host_chunks))
+    rng = np.random.default_rng(args.seed)
+    watch = Stopwatch()
+    for _ in range(args.repeats):
+        hashes = [BlockHash(rng.bytes(32)) for _ in range(num_blocks)]
+        blocks = {block_hash: i for i, block_hash in enumerate(hashes)}
+        prefix = CachedPrefix(
+            block_hashes=hashes, num_blocks=num_blocks, block_of=blocks.get, num_prompt_tokens=num_blocks * BLOCK_SIZE
+        )
+        watch("evict", scheduler.evict, prefix)
+        plan = watch("plan", scheduler.plan_step)
+        assert sum(job.num_blocks for job in plan.jobs) == num_blocks
+        scheduler.apply(finish_jobs(plan, num_host_chunks=num_host_chunks))
+        later = [dataclasses.replace(prefix, num_blocks=num_blocks - i) for i in range(1, min(num_blocks, 51))]
+        start = time.perf_counter()
+        for shorter in later:  # HBM gives up the tail first, block by block
+            scheduler.evict(shorter)
+        watch.record("later_eviction_s", (time.perf_counter() - start) / len(later))
+        assert not scheduler.plan_step().jobs
+    watch.add("first_eviction_s", "evict", "plan")
+    return watch
+
+
+def compare_modes(args: argparse.Namespace) -> list[dict[str, Any]]:
     requests = make_requests(args)
     plain, answers = serve(requests, args)
     most, _ = serve(requests, args, num_cpu_chunks=20 * args.num_requests)
     print(f"without a host tier {plain['computed']:.3f} is computed, with a huge one {most['computed']:.3f}")
-    results = [{"mode": None, "host_per_hbm": 0} | plain, {"mode": None, "host_per_hbm": None} | most]
+    results: list[dict[str, Any]] = [
+        {"mode": None, "host_per_hbm": 0} | plain,
+        {"mode": None, "host_per_hbm": None} | most,
+    ]
     for share in args.host_per_hbm:
         for mode in args.modes:
             events, _, sightings = mode.partition(":")
@@ -172,35 +177,29 @@ def compare_modes(args):
     return results
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
     parser.add_argument("--modes", nargs="+", default=["compute", "compute:2", "eviction", "eviction:2"])
     parser.add_argument("--host-per-hbm", type=float, nargs="+", default=[0.25, 0.5, 1, 2, 4])
-    parser.add_argument("--hbm-blocks", type=int, default=100)
-    parser.add_argument("--num-documents", type=int, default=60)
-    parser.add_argument("--document-tokens", type=int, default=160)
-    parser.add_argument("--num-requests", type=int, default=600)
+    parser.add_argument("--hbm-blocks", type=count, default=100)
+    parser.add_argument("--num-documents", type=count, default=60)
+    parser.add_argument("--document-tokens", type=count, default=160)
+    parser.add_argument("--num-requests", type=count, default=600)
     parser.add_argument("--zipf", type=float, default=0.8)
     parser.add_argument("--one-off", type=float, default=0.2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy", default=DEFAULT_EVICTION_POLICY.value, help="eviction policy of the host tier")
-    parser.add_argument("--evicted-blocks", type=int, nargs="+", metavar="N", help="measure evictions instead")
-    parser.add_argument("--repeats", type=int, default=25, help="evictions of each length")
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--evicted-blocks", type=count, nargs="+", metavar="N", help="measure evictions of N blocks, 2 or more, instead"
+    )
+    parser.add_argument("--repeats", type=count, default=25, help="evictions of each length")
+    args = parser.parse_args(argv)
+    if min(args.evicted_blocks or [2]) < 2:
+        parser.error("--evicted-blocks: a prefix of one block has no later eviction")
     results = measure_evictions(args) if args.evicted_blocks else compare_modes(args)
-    if args.json:
-        device = jax.devices()[0]
-        report = {
-            "device": {"platform": device.platform, "kind": device.device_kind},
-            "versions": {"python": platform.python_version(), "jax": jax.__version__},
-            "policy": args.policy,
-            "argv": sys.argv[1:],
-            "results": results,
-        }
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=2)
+    write_json(args, question="what saving at other times brings", results=results)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,20 +23,20 @@ seconds with those of a TPU. Anything else that runs on the machine is in the fi
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from bench_vllm import percentile, show, spread
-from vllm_common import MODULES
+from common import Spread, count, in_turn, make_parser, print_table, write_json
+from vllm_common import MODULES, figure_rows, spread
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.vllm_cpu.vllm_client import Client, Load
+from scripts.vllm_cpu.vllm_client import Client, Load, Turn
 from scripts.vllm_cpu.vllm_server import MODEL, OURS, Folder, Server, ServerError
 
 TALKS = ("cold", "warm", "unique", "overload")
@@ -46,19 +46,23 @@ WARM_UP = Load(conversations=6, turns=2, concurrency=6, first=200, answer=20)
 NO_ASYNC = ("--no-async-scheduling",)
 _CLIENT_LIMIT_S = 900
 
+type Connector = dict[str, Any]
+type Found = dict[str, dict[str, Any]]
+"""By workload."""
 
-def ours(policy="recompute", **extra):
+
+def ours(policy: str = "recompute", **extra: Any) -> Connector:
     settings = OURS["kv_connector_extra_config"] | extra
     return {**OURS, "kv_load_failure_policy": policy, "kv_connector_extra_config": settings}
 
 
-PEER = {
+PEER: Connector = {
     "kv_connector": "TPUOffloadConnector",
     "kv_connector_module_path": MODULES["peer"],
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-VARIANTS = {
+VARIANTS: dict[str, tuple[Connector | None, tuple[str, ...]]] = {
     "none": (None, ()),
     "peer": (PEER, ()),
     "ours": (ours(), ()),
@@ -88,7 +92,9 @@ ROWS = tuple(
 )
 
 
-def start(folder, variant, args, *, num_blocks, arguments=()):
+def start(
+    folder: Folder, variant: str | None, args: argparse.Namespace, *, num_blocks: int, arguments: Sequence[str] = ()
+) -> Server:
     """A server that answers, of a variant or (None) of the reference."""
     connector, own = VARIANTS[variant] if variant else VARIANTS["none"]
     if connector is not None and "kv_connector_extra_config" in connector:
@@ -107,7 +113,7 @@ def start(folder, variant, args, *, num_blocks, arguments=()):
     return server
 
 
-def loads(args):
+def loads(args: argparse.Namespace) -> dict[str, tuple[Load, int]]:
     chat = Load(conversations=args.conversations, turns=args.turns, concurrency=args.concurrency)
     return {
         "cold": (chat, 1),
@@ -117,29 +123,29 @@ def loads(args):
     }
 
 
-async def talk(server, load, seed):
+async def talk(server: Server, load: Load, seed: int) -> tuple[list[Turn], float]:
     async with Client(server.url) as client:
         started_s = time.perf_counter()
         turns = await client.converse(load, seed=seed)
         return turns, time.perf_counter() - started_s
 
 
-def warm_up(server):
+def warm_up(server: Server) -> None:
     """Has it compile what it needs: prompts that have nothing to find, parts of it, and all of it."""
     for _ in range(2):
         asyncio.run(talk(server, WARM_UP, 99))
 
 
-def measure_talk(server, load, seed):
+def measure_talk(server: Server, load: Load, seed: int) -> dict[str, Any]:
     before = server.metrics()["vllm:num_preemptions_total"]
     turns, seconds = asyncio.run(talk(server, load, seed))
-    first_s = [turn.answer.first_s for turn in turns if turn.turn or load.turns == 1]
+    first_ms = Spread.of((turn.answer.first_s for turn in turns if turn.turn or load.turns == 1), scale=1e3)
     cached = sum(turn.answer.cached_tokens for turn in turns)
     return {
         "seconds": seconds,
         "tokens_per_s": sum(len(turn.answer.tokens) for turn in turns) / seconds,
-        "ttft_ms_p50": 1e3 * percentile(first_s, 50),
-        "ttft_ms_p90": 1e3 * percentile(first_s, 90),
+        "ttft_ms_p50": first_ms.median,
+        "ttft_ms_p90": first_ms.p90,
         "preemptions": server.metrics()["vllm:num_preemptions_total"] - before,
         "cached_tokens": cached,
         "computed_tokens": sum(turn.answer.prompt_tokens for turn in turns) - cached,
@@ -147,7 +153,7 @@ def measure_talk(server, load, seed):
     }
 
 
-def talk_round(folder, variant, args, num_blocks):
+def talk_round(folder: Folder, variant: str | None, args: argparse.Namespace, num_blocks: int) -> Found:
     """One round of the conversations on a server of its own."""
     with start(folder, variant, args, num_blocks=num_blocks) as server:
         warm_up(server)
@@ -158,7 +164,7 @@ def talk_round(folder, variant, args, num_blocks):
         }
 
 
-def prefix_round(folder, variant, args, num_blocks):
+def prefix_round(folder: Folder, variant: str | None, args: argparse.Namespace, num_blocks: int) -> Found:
     """One round of vLLM's own client on a server of its own."""
     arguments = ["--block-size", "64", "--kv-cache-dtype", "fp8"]
     with start(folder, variant, args, num_blocks=num_blocks, arguments=arguments) as server:
@@ -184,7 +190,9 @@ def prefix_round(folder, variant, args, num_blocks):
     }
 
 
-def run_prefix_client(folder, server, args, *, seed, prompts):
+def run_prefix_client(
+    folder: Folder, server: Server, args: argparse.Namespace, *, seed: int, prompts: int
+) -> dict[str, Any]:
     path = folder.path / "prefix.json"
     path.unlink(missing_ok=True)
     settings = {
@@ -204,10 +212,11 @@ def run_prefix_client(folder, server, args, *, seed, prompts):
     )  # fmt: skip
     if done.returncode or not path.is_file():
         sys.exit(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}\nvllm bench serve ended with status {done.returncode}")
-    return json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
-def measure(args, variants, report):
+def measure(args: argparse.Namespace, variants: list[str], report: dict[str, Any]) -> None:
     """Fills the report's rounds; may be interrupted anywhere."""
     groups = []
     if set(args.workloads) & set(TALKS):
@@ -215,16 +224,16 @@ def measure(args, variants, report):
     if "prefix" in args.workloads:
         groups.append((prefix_round, args.prefix_hbm_blocks))
     with Folder() as folder:
-        right = {}
+        right: dict[str, Any] = {}
         for measure_round, _ in groups:
             found = measure_round(folder, None, args, ENOUGH_BLOCKS)
             right |= {workload: one["answers"] for workload, one in found.items()}
         print("the reference has answered", flush=True)
         for number in range(args.rounds):
-            for variant in variants if number % 2 == 0 else variants[::-1]:
+            for variant in in_turn(variants, number):
                 if variant in report["refused"]:
                     continue
-                parts = {}
+                parts: Found = {}
                 for measure_round, num_blocks in groups:
                     try:
                         parts |= measure_round(folder, variant, args, num_blocks)
@@ -239,11 +248,11 @@ def measure(args, variants, report):
                     print(f"round {number + 1} of {args.rounds}: {variant}", flush=True)
 
 
-def figures_of(rounds):
+def figures_of(rounds: list[Found]) -> dict[str, dict[str, Spread | None]]:
     """Of one variant: by workload and figure, median and range over the rounds."""
     return {
         workload: {
-            name: spread([one[workload].get(name) for one in rounds if workload in one])
+            name: spread(one[workload].get(name) for one in rounds if workload in one)
             for part, name, _ in ROWS
             if part == workload
         }
@@ -251,73 +260,59 @@ def figures_of(rounds):
     }
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--variants", nargs="+", choices=[*VARIANTS, "all"], default=list(DEFAULT_VARIANTS))
     add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    add("--rounds", type=int, default=5, help="of each variant")
-    add("--json", help="write everything to this file")
+    add("--rounds", type=count, default=5, help="of each variant")
     add("--quick", action="store_true", help="sizes that only show that it runs")
     sizes = parser.add_argument_group("server").add_argument
-    sizes("--hbm-blocks", type=int, default=80, help="of 16 tokens")
-    sizes("--prefix-hbm-blocks", type=int, default=30, help="of 64 tokens, in `prefix`")
-    sizes("--host-blocks", type=int, default=4096)
-    sizes("--staging-blocks", type=int, default=128, help="of tpu-inference's connector")
+    sizes("--hbm-blocks", type=count, default=80, help="of 16 tokens")
+    sizes("--prefix-hbm-blocks", type=count, default=30, help="of 64 tokens, in `prefix`")
+    sizes("--host-blocks", type=count, default=4096)
+    sizes("--staging-blocks", type=count, default=128, help="of tpu-inference's connector")
     load = parser.add_argument_group("workloads").add_argument
-    load("--concurrency", type=int, default=4, help="requests at a time, but in `overload`")
-    load("--conversations", type=int, default=12)
-    load("--turns", type=int, default=6)
-    load("--prompts", type=int, default=60, help="in `unique`")
-    load("--overload", type=int, default=16, help="conversations at a time in `overload`")
-    load("--prefixes", type=int, default=10)
-    load("--prompts-per-prefix", type=int, default=4)
-    load("--prefix-tokens", type=int, default=512)
-    load("--suffix-tokens", type=int, default=64)
-    load("--prefix-answer", type=int, default=16)
-    args = parser.parse_args()
+    load("--concurrency", type=count, default=4, help="requests at a time, but in `overload`")
+    load("--conversations", type=count, default=12)
+    load("--turns", type=count, default=6)
+    load("--prompts", type=count, default=60, help="in `unique`")
+    load("--overload", type=count, default=16, help="conversations at a time in `overload`")
+    load("--prefixes", type=count, default=10)
+    load("--prompts-per-prefix", type=count, default=4)
+    load("--prefix-tokens", type=count, default=512)
+    load("--suffix-tokens", type=count, default=64)
+    load("--prefix-answer", type=count, default=16)
+    args = parser.parse_args(argv)
     if args.quick:
-        args.rounds, args.conversations, args.turns, args.prompts, args.overload = 1, 4, 2, 4, 8
-        args.hbm_blocks = 30
-        args.prefixes, args.prompts_per_prefix, args.prefix_tokens, args.prefix_hbm_blocks = 4, 2, 256, 12
-    if min(args.rounds, args.conversations, args.turns, args.prompts, args.overload, args.prefixes) < 1:
-        parser.error("rounds and sizes begin at 1")
+        args.rounds, args.conversations, args.turns, args.prompts, args.overload = 1, 8, 2, 4, 8
+        args.hbm_blocks = 66  # vLLM insists on room for the longest request (1,024 tokens) and a block of its own
+        args.prefixes, args.prompts_per_prefix, args.prefix_tokens, args.prefix_hbm_blocks = 6, 2, 256, 18
     if "all" in args.variants:
         args.variants = list(VARIANTS)
     return args
 
 
-def main():
-    args = parse()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
     variants = list(dict.fromkeys(args.variants))
-    report = {
-        "question": "what offloading costs and gains in a real vllm serve",
-        "date": time.strftime("%Y-%m-%d"),
-        "settings": vars(args) | {"argv": sys.argv[1:]},
-        "versions": {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference", "jax")},
-        "device": {"platform": "cpu", "cores": os.cpu_count()},
-        "load_average": os.getloadavg(),
-        "refused": {},
-        "rounds": {variant: [] for variant in variants},
-    }
-    interrupted = False
+    report: dict[str, Any] = {"refused": {}, "rounds": {variant: [] for variant in variants}, "interrupted": False}
     try:
         measure(args, variants, report)
     except KeyboardInterrupt:
-        interrupted = True
+        report["interrupted"] = True
     measured = {variant: rounds for variant, rounds in report["rounds"].items() if rounds}
-    report |= {"figures": {variant: figures_of(rounds) for variant, rounds in measured.items()}}
-    report["interrupted"] = interrupted
+    figures = {variant: figures_of(rounds) for variant, rounds in measured.items()}
     if measured:
-        most = max(map(len, measured.values()))
-        show(f"vllm serve: median (min-max) of {most} rounds", ROWS, report["figures"])
+        title = f"vllm serve: median (min-max) of {max(map(len, measured.values()))} rounds"
+        print_table(title, ["part", "", *figures], figure_rows(ROWS, list(figures.values())), num_labels=2)
     for variant in report["refused"]:
         print(f"{variant} is left out: {report['refused'][variant].splitlines()[0]}")
-    if args.json and measured:
-        Path(args.json).write_text(json.dumps(report, indent=1))
-    if interrupted:
+    if measured:
+        write_json(args, question="what offloading costs and gains in a real vllm serve", figures=figures, **report)
+    if report["interrupted"]:
         print("interrupted: this is what was measured until then", file=sys.stderr)
-    return 130 if interrupted else 0
+    return 130 if report["interrupted"] else 0
 
 
 if __name__ == "__main__":

@@ -13,71 +13,47 @@ import argparse
 import gc
 import hashlib
 import itertools
-import json
-import platform
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+from common import Spread, Stopwatch, count, make_parser, write_json
+from offload_scheduler import BLOCK_SIZE, LAYOUT, computed, finish_jobs
 
-from tpu_offload import (
-    BlockHash,
-    JobKind,
-    JobResult,
-    JobState,
-    OffloadConfig,
-    OffloadScheduler,
-    ScheduledRequest,
-    StepReport,
-)
-from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+from tpu_offload import BlockHash, OffloadConfig, OffloadScheduler, ScheduledRequest, StepPlan
 
-BLOCK_SIZE = 16
-LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2, 128), "bfloat16"),))
 SEGMENTS = 8  # of the host tier; one of them is lost
 
 
-class Watch:
+class Watch(Stopwatch):
     """Times calls by name, and collections by generation."""
 
-    def __init__(self):
-        self.calls = {}
-        self.collections = {generation: [] for generation in range(3)}
-        self._start = 0.0
+    def __init__(self) -> None:
+        super().__init__(time.thread_time)
+        self.collections = Stopwatch(time.thread_time)
+        self._start_s = 0.0
         gc.callbacks.append(self._on_collection)
 
-    def __call__(self, name, function, *args, **kwargs):
-        start = time.thread_time()
-        result = function(*args, **kwargs)
-        self.calls.setdefault(name, []).append((time.thread_time() - start) * 1e3)
-        return result
-
-    def _on_collection(self, phase, info):
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            self._start = time.thread_time()
+            self._start_s = time.thread_time()
         else:
-            self.collections[info["generation"]].append((time.thread_time() - self._start) * 1e3)
+            self.collections.record(str(info["generation"]), time.thread_time() - self._start_s)
 
-    def close(self):
+    def close(self) -> dict[str, dict[str, Spread]]:
         gc.callbacks.remove(self._on_collection)
-        return {
-            "calls_ms": {name: summarize(times) for name, times in sorted(self.calls.items())},
-            "collections_ms": {str(g): summarize(times) for g, times in self.collections.items() if times},
-        }
+        return {"calls_ms": self.spreads(scale=1e3), "collections_ms": self.collections.spreads(scale=1e3)}
 
 
-def hash_blocks(seed, num_chunks):
+def hash_blocks(seed: int, num_chunks: int) -> list[BlockHash]:
     return [BlockHash(hashlib.blake2b(b"%d.%d" % (seed, i), digest_size=16).digest()) for i in range(num_chunks)]
-
-
-def summarize(times):
-    return {"count": len(times), "max": max(times), "mean": sum(times) / len(times)}
 
 
 class Engine:
     """Serves prompts, one at a time; copies succeed at once."""
 
-    def __init__(self, num_chunks, *, policy, num_staging, record_events):
+    def __init__(self, num_chunks: int, *, policy: str, num_staging: int, record_events: bool) -> None:
         config = OffloadConfig.create(
             num_cpu_chunks=num_chunks,
             num_staging_blocks=num_staging,
@@ -93,82 +69,53 @@ class Engine:
         self.numbers = itertools.count()
         self.apply("first report")
 
-    def close(self):
-        return self.watch.close()
-
-    def apply(self, name, *, results=(), next_job_id=0, **fields):
-        report = StepReport(
-            worker_id=0,
-            results=results,
-            num_host_chunks=self.num_chunks,
-            oldest_job_id=next_job_id,
-            incarnation=self.life,
-            **fields,
+    def apply(self, name: str, plan: StepPlan | None = None, **fields: Any) -> None:
+        next_job_id = plan.next_job_id if plan else 0
+        report = finish_jobs(
+            plan, num_host_chunks=self.num_chunks, oldest_job_id=next_job_id, incarnation=self.life, **fields
         )
         self.watch(name, self.scheduler.apply, report)
 
-    def step(self, tag, changed=()):
+    def step(self, tag: str, changed: Sequence[ScheduledRequest] = ()) -> bool:
         """One step: plan, copies, report, events; returns whether there was anything to copy."""
         plan = self.watch(f"plan_step {tag}", self.scheduler.plan_step, changed)
-        jobs = (*plan.of(JobKind.LOAD), *plan.of(JobKind.SAVE), *plan.of(JobKind.EARLY_SAVE))
-        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in jobs)
-        self.apply(f"apply {tag}", results=results, next_job_id=plan.next_job_id)
+        self.apply(f"apply {tag}", plan)
         if self.record_events:
             self.watch(f"take_events {tag}", self.scheduler.take_events)
         self.watch(f"stats {tag}", self.scheduler.stats)
-        return bool(jobs)
+        return bool(plan.jobs)
 
-    def serve(self, tag, seed, num_chunks):
+    def serve(self, tag: str, seed: int, num_chunks: int) -> None:
         """A prompt from its match to its end: what it does not load it computes, a buffer's worth a step."""
         request_id = f"r{next(self.numbers)}"
         hashes = hash_blocks(seed, num_chunks)
-        scheduler, num_tokens, blocks = self.scheduler, num_chunks * BLOCK_SIZE + 1, list(range(num_chunks + 1))
-        match = {"num_tokens": num_tokens, "num_computed_tokens": 0}
-        found = self.watch(f"match {tag}", scheduler.match, request_id, hashes, **match).num_tokens
-        self.watch(f"admit {tag}", scheduler.admit, request_id, blocks, num_loaded_tokens=found)
+        num_tokens, blocks = num_chunks * BLOCK_SIZE + 1, list(range(num_chunks + 1))
+        found = self.watch(
+            f"match {tag}", self.scheduler.match, request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0
+        ).num_tokens
+        self.watch(f"admit {tag}", self.scheduler.admit, request_id, blocks, num_loaded_tokens=found)
         self.step(tag)
         done = found // BLOCK_SIZE
         while done < num_chunks:
             done = min(num_chunks, done + self.num_staging)
-            self.step(
-                tag,
-                [
-                    ScheduledRequest(
-                        request_id=request_id,
-                        block_ids=blocks,
-                        block_hashes=hashes,
-                        num_prompt_tokens=num_tokens,
-                        num_computed_tokens=done * BLOCK_SIZE,
-                    )
-                ],
-            )
-        while self.step(tag):
-            pass
-        self.watch(f"finish {tag}", scheduler.finish, request_id)
+            self.step(tag, [computed(request_id, blocks, hashes, num_tokens, done * BLOCK_SIZE)])
+        self.end(tag, request_id)
 
-    def serve_at_once(self, tag, seed, num_chunks):
+    def serve_at_once(self, tag: str, seed: int, num_chunks: int) -> None:
         """A prompt all of which is on offer in one step."""
         request_id = f"r{next(self.numbers)}"
-        hashes = hash_blocks(seed, num_chunks)
-        num_tokens, blocks = num_chunks * BLOCK_SIZE, list(range(num_chunks))
-        self.step(
-            tag,
-            [
-                ScheduledRequest(
-                    request_id=request_id,
-                    block_ids=blocks,
-                    block_hashes=hashes,
-                    num_prompt_tokens=num_tokens,
-                    num_computed_tokens=num_tokens,
-                )
-            ],
-        )
+        num_tokens = num_chunks * BLOCK_SIZE
+        hashes, blocks = hash_blocks(seed, num_chunks), list(range(num_chunks))
+        self.step(tag, [computed(request_id, blocks, hashes, num_tokens, num_tokens)])
+        self.end(tag, request_id)
+
+    def end(self, tag: str, request_id: str) -> None:
         while self.step(tag):
             pass
         self.watch(f"finish {tag}", self.scheduler.finish, request_id)
 
 
-def measure(policy, args, *, record_events):
+def measure(policy: str, args: argparse.Namespace, *, record_events: bool) -> dict[str, Any]:
     gc.collect()
     engine = Engine(args.num_chunks, policy=policy, num_staging=args.staging_blocks, record_events=record_events)
     seeds = itertools.count(1)
@@ -192,23 +139,22 @@ def measure(policy, args, *, record_events):
     engine.apply("apply restart")
     for _ in range(args.num_steps):
         engine.step("after restart")
-    return {"policy": policy, "record_events": record_events, "num_resident": num_resident, **engine.close()}
+    return {"policy": policy, "record_events": record_events, "num_resident": num_resident, **engine.watch.close()}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-chunks", type=int, default=10**6, help="size of the host tier")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--num-chunks", type=count, default=10**6, help="size of the host tier")
     parser.add_argument("--policies", nargs="+", default=["density", "lru", "arc", "s3fifo", "wtinylfu"])
-    parser.add_argument("--prompt-chunks", type=int, nargs="+", default=[10_000, 100_000])
-    parser.add_argument("--fill-chunks", type=int, default=1000, help="chunks of the prompts that fill the tier")
-    parser.add_argument("--staging-blocks", type=int, default=512)
+    parser.add_argument("--prompt-chunks", type=count, nargs="+", default=[10_000, 100_000])
+    parser.add_argument("--fill-chunks", type=count, default=1000, help="chunks of the prompts that fill the tier")
+    parser.add_argument("--staging-blocks", type=count, default=512)
     parser.add_argument(
-        "--num-steps", type=int, default=300, help="steps timed after a loss, which go on with its work"
+        "--num-steps", type=count, default=300, help="steps timed after a loss, which go on with its work"
     )
-    parser.add_argument("--repeats", type=int, default=2, help="prompts of each length")
+    parser.add_argument("--repeats", type=count, default=2, help="prompts of each length")
     parser.add_argument("--events", nargs="+", choices=["on", "off"], default=["off", "on"], help="whether recorded")
-    parser.add_argument("--json", help="write the results to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     results = []
     for policy, events in itertools.product(args.policies, args.events):
         result = measure(policy, args, record_events=events == "on")
@@ -216,20 +162,11 @@ def main():
         print(
             f"{policy}, events {events}, {result['num_resident']} chunks; ms of calls, max (mean), the longest first:"
         )
-        for name, times in sorted(result["calls_ms"].items(), key=lambda item: -item[1]["max"])[:14]:
-            print(f"    {name:30s} {times['max']:9.2f} ({times['mean']:.3f}), {times['count']} calls")
-        for generation, times in result["collections_ms"].items():
-            print(f"    collections, generation {generation}: {times['count']}, max {times['max']:.1f} ms", flush=True)
-    report = {
-        "question": "longest call",
-        "device": platform.processor() or platform.machine(),
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        "settings": vars(args),
-        "results": results,
-    }
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=2)
+        for name, times in sorted(result["calls_ms"].items(), key=lambda item: -item[1].max)[:14]:
+            print(f"    {name:30s} {times.max:9.2f} ({times.mean:.3f}), {times.num} calls")
+        for generation, times in sorted(result["collections_ms"].items()):
+            print(f"    collections, generation {generation}: {times.num}, max {times.max:.1f} ms", flush=True)
+    write_json(args, question="longest call", results=results)
     return 0
 
 

@@ -12,17 +12,26 @@ taking turns, so that a machine that slows down slows all of them:
 """
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from common import Stopwatch, count, make_parser, write_json
 
-from tpu_offload import Candidate, KVLayout, OffloadConfig, OffloadScheduler, OffloadWorker, choose_victims
+from tpu_offload import (
+    BlockHash,
+    Candidate,
+    KVLayout,
+    OffloadConfig,
+    OffloadScheduler,
+    OffloadWorker,
+    StepPlan,
+    choose_victims,
+)
 from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.runner import ModelRunner
@@ -31,7 +40,7 @@ GREEDY = SamplingParams(1)
 
 
 class Bench:
-    def __init__(self, args):
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         longest = max(args.num_tokens)
         num_blocks = 2 * -(-longest // args.block_size) + 2 * args.num_running
@@ -56,47 +65,37 @@ class Bench:
         size = max(2**28, 4 * num_blocks * self.layout.block_nbytes)
         self.source, self.sink = np.ones(size, np.uint8), np.ones(size, np.uint8)
 
-    def measure(self, num_tokens):
+    def measure(self, num_tokens: int) -> dict[str, float]:
         """Seconds of each part, once."""
         swap = self.scheduler.swap
         num_blocks = -(-num_tokens // self.args.block_size)
         blocks, target = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))
-        hashes = [os.urandom(16) for _ in blocks]  # nobody has these blocks
+        hashes = [BlockHash(os.urandom(16)) for _ in blocks]  # nobody has these blocks
         name = f"r{self.num_requests}"
         self.num_requests += 1
-        last = self.engine.num_blocks
-        candidates = [
-            Candidate(request_id=f"old{i}", block_ids=[[last - 2 * i - 1, last - 2 * i - 2]], num_new_blocks=[1])
-            for i in range(self.args.num_running)
-        ]
-        candidates.append(Candidate(request_id=name, block_ids=[blocks], num_new_blocks=[0]))
-        seconds = {}
+        candidates = self.candidates(name, blocks)
         start = time.perf_counter()
         (victim,) = choose_victims(candidates, num_free=[0]) if num_blocks >= self.args.num_running else (name,)
         assert victim == name
         assert swap.swap_out(name, [blocks], hashes, num_computed_tokens=num_tokens)
         plan = self.scheduler.plan_step()
-        seconds["decide"] = time.perf_counter() - start
+        seconds = {"decide": time.perf_counter() - start}
         seconds["out"] = self.copy(plan)
         assert swap.swap_in(name, [target])
         seconds["back"] = self.copy(self.scheduler.plan_step())
-        nbytes = num_blocks * self.layout.block_nbytes
-        at = self.num_requests % (len(self.source) // nbytes) * nbytes
-        source, sink = self.source[at : at + nbytes], self.sink[at : at + nbytes]
-        start = time.perf_counter()
-        np.copyto(sink, source)
-        seconds["memcpy"] = time.perf_counter() - start
-        start = time.perf_counter()
-        for at in range(0, num_tokens, self.args.max_num_batched_tokens):
-            run = TokenSpan(
-                self.tokens[at : min(num_tokens, at + self.args.max_num_batched_tokens)], at, blocks, GREEDY
-            )
-            output = self.runner.step([run])
-        output.tokens.block_until_ready()
-        seconds["recompute"] = time.perf_counter() - start
+        seconds["memcpy"] = self.memcpy(num_blocks * self.layout.block_nbytes)
+        seconds["recompute"] = self.recompute(num_tokens, blocks)
         return seconds
 
-    def copy(self, plan):
+    def candidates(self, name: str, blocks: list[int]) -> list[Candidate]:
+        last = self.engine.num_blocks
+        others = [
+            Candidate(request_id=f"old{i}", block_ids=[[last - 2 * i - 1, last - 2 * i - 2]], num_new_blocks=[1])
+            for i in range(self.args.num_running)
+        ]
+        return [*others, Candidate(request_id=name, block_ids=[blocks], num_new_blocks=[0])]
+
+    def copy(self, plan: StepPlan) -> float:
         jax.block_until_ready(self.runner.kv_caches)
         start = time.perf_counter()
         self.runner.kv_caches = self.worker.begin_step(plan, self.runner.kv_caches)
@@ -107,52 +106,63 @@ class Bench:
         self.scheduler.apply(report)
         return seconds
 
+    def memcpy(self, nbytes: int) -> float:
+        at = self.num_requests % (len(self.source) // nbytes) * nbytes
+        source, sink = self.source[at : at + nbytes], self.sink[at : at + nbytes]
+        start = time.perf_counter()
+        np.copyto(sink, source)
+        return time.perf_counter() - start
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-tokens", type=int, nargs="+", default=[64, 512, 4096])
-    parser.add_argument("--num-running", type=int, default=16, help="other requests that hold blocks")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--num-layers", type=int, default=ModelConfig().num_layers)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=256)
-    parser.add_argument("--json")
-    args = parser.parse_args()
+    def recompute(self, num_tokens: int, blocks: list[int]) -> float:
+        start = time.perf_counter()
+        for at in range(0, num_tokens, self.args.max_num_batched_tokens):
+            end = min(num_tokens, at + self.args.max_num_batched_tokens)
+            run = TokenSpan(self.tokens[at:end], at, blocks, GREEDY)
+            output = self.runner.step([run])
+        output.tokens.block_until_ready()
+        return time.perf_counter() - start
+
+
+def summarize(num_tokens: int, nbytes: int, watch: Stopwatch) -> dict[str, Any]:
+    """Prints and returns the figures of one length."""
+    ms = watch.spreads(scale=1e3)
+    watch.add("swap", "out", "back")
+    watch.add("two memcpy", "memcpy", "memcpy")
+    row: dict[str, Any] = {"num_tokens": num_tokens, "nbytes": nbytes, "seconds": watch.seconds}
+    row |= {f"{name}_ms": spread for name, spread in ms.items()}
+    row["recompute_per_swap"] = watch.ratio("recompute", "swap")
+    row["memcpy_per_copy"] = watch.ratio("two memcpy", "swap")
+    parts = ", ".join(f"{name} {spread.range(3)}" for name, spread in ms.items())
+    print(f"{num_tokens} tokens, {nbytes / 2**20:.2f} MiB, ms: {parts}")
+    print(
+        f"  a swap out and back takes 1/{row['recompute_per_swap'].median:.1f} of recompute and runs at "
+        f"{row['memcpy_per_copy'].median:.2f} of memcpy"
+    )
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--num-tokens", type=count, nargs="+", default=[64, 512, 4096])
+    parser.add_argument("--num-running", type=count, default=16, help="other requests that hold blocks")
+    parser.add_argument("--rounds", type=count, default=15)
+    parser.add_argument("--block-size", type=count, default=16)
+    parser.add_argument("--num-layers", type=count, default=ModelConfig().num_layers)
+    parser.add_argument("--max-num-batched-tokens", type=count, default=256)
+    args = parser.parse_args(argv)
     bench = Bench(args)
-    rounds = {n: [] for n in args.num_tokens}
+    watches = {n: Stopwatch() for n in args.num_tokens}
     for i in range(args.rounds + 2):
-        for n in args.num_tokens:
-            seconds = bench.measure(n)
-            if i >= 2:  # the first two compile, and touch memory
-                rounds[n].append(seconds)
-    results = []
-    for n, measured in rounds.items():
-        nbytes = -(-n // args.block_size) * bench.layout.block_nbytes
-        row = {"num_tokens": n, "nbytes": nbytes, "rounds": measured}
-        parts = []
-        for name in measured[0]:
-            times = sorted(1e3 * seconds[name] for seconds in measured)
-            row[f"{name}_ms"] = statistics.median(times)
-            parts.append(f"{name} {statistics.median(times):.3f} ({times[0]:.3f}-{times[-1]:.3f})")
-        row["recompute_per_swap"] = statistics.median(s["recompute"] / (s["out"] + s["back"]) for s in measured)
-        row["memcpy_per_copy"] = statistics.median(2 * s["memcpy"] / (s["out"] + s["back"]) for s in measured)
-        results.append(row)
-        print(f"{n} tokens, {nbytes / 2**20:.2f} MiB, ms: {', '.join(parts)}")
-        print(
-            f"  a swap out and back takes 1/{row['recompute_per_swap']:.1f} of recompute and runs at "
-            f"{row['memcpy_per_copy']:.2f} of memcpy"
-        )
-    if args.json:
-        device = jax.devices()[0]
-        report = {
-            "device": {"platform": device.platform, "kind": device.device_kind},
-            "versions": {"python": platform.python_version(), "jax": jax.__version__},
-            "argv": sys.argv[1:],
-            "results": results,
-        }
-        with open(args.json, "w") as file:
-            json.dump(report, file, indent=2)
+        for n, watch in watches.items():
+            for name, seconds in bench.measure(n).items():
+                if i >= 2:  # the first two compile, and touch memory
+                    watch.record(name, seconds)
+    results = [
+        summarize(n, -(-n // args.block_size) * bench.layout.block_nbytes, watch) for n, watch in watches.items()
+    ]
+    write_json(args, question="request swap beside memcpy and recompute", results=results)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

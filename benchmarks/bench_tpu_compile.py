@@ -17,14 +17,13 @@ while matrix products run, and HBM beside that of the plain step.
 
 import argparse
 import dataclasses
-import importlib.metadata
-import json
 import math
 import pathlib
 import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from common import count, make_parser, print_table, write_json
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
@@ -46,7 +45,7 @@ STAGED = ("gather", "scatter")
 ALTERNATIVES = ("chained_save", "page_save", "unrolled_save", "pallas_save", "peer_save", "peer_load")
 
 
-def cases(args):
+def cases(args: argparse.Namespace) -> Iterator[Case]:
     """The sweep: (case, programs) with what the table says of blocks a job."""
     for generation in args.generations:
         if args.page_shapes is not None:
@@ -67,7 +66,7 @@ def cases(args):
                     yield from with_programs(case, args)
 
 
-def page_cases(generation, args):
+def page_cases(generation: str, args: argparse.Namespace) -> Iterator[Case]:
     for pages in PAGE_SHAPES:
         if args.page_shapes and not any(part in pages.name for part in args.page_shapes):
             continue
@@ -76,11 +75,13 @@ def page_cases(generation, args):
             yield page_case(pages, topology, tp, num_blocks=args.num_blocks, programs=tuple(args.programs))
 
 
-def with_programs(case, args):
+def with_programs(case: Case, args: argparse.Namespace) -> Iterator[Case]:
     if args.fused:
         for runs in args.runs:
-            sizes = {"num_saves": runs, "num_loads": runs, "programs": ("step", "fused_step", "untied_fused_step")}
-            yield dataclasses.replace(case, d_model=args.d_model, d_ff=7 * args.d_model // 2, **sizes)
+            yield dataclasses.replace(
+                case, d_model=args.d_model, d_ff=7 * args.d_model // 2, num_saves=runs, num_loads=runs,
+                programs=("step", "fused_step", "untied_fused_step"),
+            )  # fmt: skip
         return
     if args.alternatives:
         for bucket in args.blocks[-1:]:
@@ -93,7 +94,7 @@ def with_programs(case, args):
         yield dataclasses.replace(case, bucket=bucket, programs=STAGED)
 
 
-def rows_of(case):
+def rows_of(case: Case) -> list[dict[str, Any]]:
     """What the compiler said of each program of a case; a crash is a row too."""
     try:
         results = compile_in_subprocess([case], timeout_s=900)
@@ -116,7 +117,7 @@ def rows_of(case):
     return results
 
 
-def cells(row):
+def cells(row: dict[str, Any]) -> list[str]:
     pages = f" {list(row['page_shape'])}{list(row['order']) or ''}" if "page_shape" in row else ""
     name = [row["topology"], str(row["tp"]), row["dtype"] + pages, str(row["num_layers"]), row["program"]]
     if "error" in row:
@@ -144,38 +145,34 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
     parser.add_argument("--generations", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES))
-    parser.add_argument("--tp", nargs="+", type=int, choices=[1, 4, 8], default=[1, 4, 8])
+    parser.add_argument("--tp", nargs="+", type=count, choices=[1, 4, 8], default=[1, 4, 8])
     parser.add_argument("--dtypes", nargs="+", choices=list(PAGES), default=list(PAGES))
-    parser.add_argument("--layers", nargs="+", type=int, default=[8, 32, 80])
+    parser.add_argument("--layers", nargs="+", type=count, default=[8, 32, 80])
     parser.add_argument("--paths", nargs="+", choices=["direct", "staged"], default=["direct", "staged"])
-    parser.add_argument("--blocks", nargs="+", type=int, default=[1, 64], help="blocks a job, of the staged path")
-    parser.add_argument("--block-size", type=int, default=64, help="tokens in a block")
+    parser.add_argument("--blocks", nargs="+", type=count, default=[1, 64], help="blocks a job, of the staged path")
+    parser.add_argument("--block-size", type=count, default=64, help="tokens in a block")
     parser.add_argument("--fused", action="store_true", help="compile a model's step with copies in it")
-    parser.add_argument("--runs", nargs="+", type=int, default=[4], help="blocks that a fused step saves, and loads")
-    parser.add_argument("--d-model", type=int, default=4096, help="width of the model of the fused step")
+    parser.add_argument("--runs", nargs="+", type=count, default=[4], help="blocks that a fused step saves, and loads")
+    parser.add_argument("--d-model", type=count, default=4096, help="width of the model of the fused step")
     parser.add_argument("--alternatives", action="store_true", help="compile the peer's programs and what was tried")
     parser.add_argument("--page-shapes", nargs="*", metavar="PART", help="compile the table of page shapes, or part")
     parser.add_argument("--programs", nargs="+", choices=ALL_PROGRAMS, default=ALL_PROGRAMS, help="of page shapes")
-    parser.add_argument("--num-blocks", type=int, default=520, help="blocks in the caches, of page shapes")
-    parser.add_argument("--json", help="write the results to this file")
-    args = parser.parse_args()
-    console = Console(width=200)
-    results = []
-    table = Table(*COLUMNS, title="What the TPU compiler makes of it")
+    parser.add_argument("--num-blocks", type=count, default=520, help="blocks in the caches, of page shapes")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    results: list[dict[str, Any]] = []
     todo = list(cases(args))
     for i, case in enumerate(todo, start=1):
         rows = rows_of(case)
         results += rows
-        for row in rows:
-            table.add_row(*cells(row))
-        if not console.is_terminal:
-            print(f"[{i}/{len(todo)}]", *[" ".join(cells(row)) for row in rows], sep="\n  ", flush=True)
-        else:
-            console.print(f"[{i}/{len(todo)}] {case.topology} TP {case.tp} {case.dtype} {case.num_layers} layers")
-    console.print(table)
+        print(f"[{i}/{len(todo)}]", *[" ".join(cells(row)) for row in rows], sep="\n  ", flush=True)
+    print_table("What the TPU compiler makes of it", COLUMNS, map(cells, results), num_labels=len(COLUMNS))
     failed = [row for row in results if "error" in row]
     # Of page shapes the bound is what counts: a copy of 8 bits inside a fusion is in the text, but never in memory.
     ours = [row for row in results if "peer" not in row["program"] and "bound_nbytes" not in row]
@@ -187,10 +184,7 @@ def main():
     beyond = [row for row in results if row.get("temp_nbytes", 0) > row.get("bound_nbytes", math.inf)]
     if args.page_shapes is not None:
         print(f"{len(beyond)} programs beyond their bound, which the library refuses when it is started")
-    if args.json:
-        versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
-        report = {"question": "tpu compile", "versions": versions, "settings": vars(args), "results": results}
-        pathlib.Path(args.json).write_text(json.dumps(report, indent=1))
+    write_json(args, question="tpu compile", results=results)
     return 1 if copies or beyond else 0
 
 

@@ -17,11 +17,13 @@ The path `fused` has no rate: it is part of a model step (`--step-ms`), and its 
 
 import argparse
 import dataclasses
-import json
 import os
-import statistics
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
+
+from common import Spread, count, make_parser, write_json
 
 KIB = 2**10
 HEADS, HEAD_DIM = 8, 128
@@ -38,17 +40,17 @@ class Point:
     num_devices: int
 
     @property
-    def page_shape(self):
+    def page_shape(self) -> tuple[int, ...] | None:
         """The caches' pages, `[tokens, 8, 2, 128]`; None where a page would be under one token."""
         token_nbytes = HEADS * 2 * HEAD_DIM * (1 if "8" in self.dtype else 2)
         tokens = self.block_kib * KIB // self.num_layers // token_nbytes
         return (tokens, HEADS, 2, HEAD_DIM) if tokens else None
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.block_kib} KiB x {self.num_layers} layers, {self.dtype}, {self.num_devices} device(s)"
 
 
-def points(args):
+def points(args: argparse.Namespace) -> dict[Point, tuple[list[str], list[int]]]:
     """The sweep: each shape once, with its paths and job sizes."""
     base = Point(sorted(args.block_kib)[len(args.block_kib) // 2], args.num_layers[0], args.dtype[0], args.devices[0])
     axes = {
@@ -57,7 +59,7 @@ def points(args):
         "dtype": args.dtype,
         "num_devices": args.devices,
     }
-    todo = {}
+    todo: dict[Point, tuple[list[str], list[int]]] = {}
     for axis, values in axes.items():
         for value in values:
             point = dataclasses.replace(base, **{axis: value})
@@ -68,7 +70,9 @@ def points(args):
     return todo
 
 
-def measure(point, paths, sizes, args, seconds):
+def measure(
+    point: Point, paths: list[str], sizes: list[int], args: argparse.Namespace, seconds: float
+) -> list[dict[str, Any]]:
     """All job sizes of one shape; rows for the file and the table."""
     import jax
 
@@ -77,6 +81,7 @@ def measure(point, paths, sizes, args, seconds):
     from tpu_offload.types import Direction
 
     started_s = time.monotonic()
+    assert point.page_shape is not None
     geometry = Geometry(point.num_layers, point.page_shape, point.dtype, point.num_devices)
     bench = TransferBench(
         geometry,
@@ -101,7 +106,7 @@ def measure(point, paths, sizes, args, seconds):
     return rows
 
 
-def show(row):
+def show(row: dict[str, Any]) -> None:
     delay = f", delay {row['delay_s']['median'] * 1e3:.2f} ms" if row["delay_s"] else ""
     if not row["gb_per_s"]:  # part of a step, with no time of its own
         print(f"  {row['path']:6} {row['direction']} {row['num_blocks']:4} blocks{delay}, {row['num_rounds']} rounds")
@@ -116,9 +121,9 @@ def show(row):
     )
 
 
-def targets(rows):
+def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One line for each target of the direct path and direction: the worst and the median of the medians."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     for direction in ("save", "load"):
         mine = [row for row in rows if (row["path"], row["direction"]) == ("direct", direction)]
         large = [row for row in mine if row["num_blocks"] >= 4 and row["block_kib"] >= KIB]
@@ -131,16 +136,16 @@ def targets(rows):
             values = [row[ratio]["median"] for row in chosen if row[ratio]]
             if not values:
                 continue
-            worst, middle = min(values), statistics.median(values)
+            spread = Spread.of(values)
             num_met = sum(value >= target for value in values)
             lines.append(
                 {
-                    "text": f"direct {direction}s, {name}: min {worst:.2f}, median {middle:.2f} "
+                    "text": f"direct {direction}s, {name}: min {spread.min:.2f}, median {spread.median:.2f} "
                     f"(target {target:g}: {num_met} of {len(values)} shapes)",
                     "direction": direction,
                     "what": name,
-                    "min": worst,
-                    "median": middle,
+                    "min": spread.min,
+                    "median": spread.median,
                     "target": target,
                     "num_met": num_met,
                     "num_shapes": len(values),
@@ -149,37 +154,35 @@ def targets(rows):
     return lines
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--paths", nargs="+", choices=["direct", "staged", "fused"], default=["direct", "staged"])
     add("--directions", nargs="+", choices=["save", "load"], default=["save", "load"])
-    add("--num-blocks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], help="blocks in a job")
-    add("--block-kib", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384], help="of a block, all layers")
-    add("--num-layers", type=int, nargs="+", default=[8, 2, 32, 64], help="the first is the base")
+    add("--num-blocks", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], help="blocks in a job")
+    add("--block-kib", type=count, nargs="+", default=[64, 256, 1024, 4096, 16384], help="of a block, all layers")
+    add("--num-layers", type=count, nargs="+", default=[8, 2, 32, 64], help="the first is the base")
     add("--dtype", nargs="+", default=["bfloat16", "float8_e4m3fn"], help="the first is the base")
-    add("--devices", type=int, nargs="+", default=[1, 8], help="that split a page; the first is the base")
-    add("--max-job-mib", type=int, default=128, help="leave out larger jobs")
-    add("--rounds", type=int, default=15, help="at most, for each shape and job size")
+    add("--devices", type=count, nargs="+", default=[1, 8], help="that split a page; the first is the base")
+    add("--max-job-mib", type=count, default=128, help="leave out larger jobs")
+    add("--rounds", type=count, default=15, help="at most, for each shape and job size")
     add("--seconds", type=float, default=330, help="for the whole sweep, about")
     add("--step-ms", type=float, default=0, help="also measure the delay of model steps of this length")
-    add("--json", help="write everything to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if "fused" in args.paths and not args.step_ms:
         parser.error("fused is measured as part of a model step: give --step-ms as well")
     return args
 
 
-def main():
-    args = parse()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
     # Read when jax makes its CPU backend, so it has to be there before anything imports jax.
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         flag = f"--xla_force_host_platform_device_count={max(args.devices)}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    from tpu_offload.measure import environment
-
     started_s = time.monotonic()
-    todo, rows = points(args), []
+    todo = points(args)
+    rows: list[dict[str, Any]] = []
     for i, (point, (paths, sizes)) in enumerate(todo.items()):
         left_s = args.seconds - (time.monotonic() - started_s)
         print(f"[{time.monotonic() - started_s:4.0f} s] {i + 1} of {len(todo)}: {point}", flush=True)
@@ -191,11 +194,7 @@ def main():
     print()
     for line in lines:
         print(line["text"])
-    if args.json:
-        settings = vars(args) | {"argv": sys.argv[1:]}
-        report = {"question": "transfer speed", **environment(), "date": time.strftime("%Y-%m-%d")}
-        with open(args.json, "w") as file:
-            json.dump(report | {"settings": settings, "targets": lines, "results": rows}, file, indent=1)
+    write_json(args, question="transfer speed", targets=lines, results=rows)
     return 0
 
 

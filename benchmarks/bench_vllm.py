@@ -3,8 +3,8 @@
 The same conversations through vLLM and tpu-inference without a connector (`none`), with tpu-inference's (`peer`),
 and with ours in several ways (`--ours`). Each has a process of its own, started once and warmed up until a round
 compiles nothing; then each measures a round in turn. All have to generate the same tokens. `vllm_engine.py` tells
-what is in a round. Then the same with vLLM's scheduler alone (`vllm_scheduler.py`). The limit is in the same run:
-`none`, which computes everything and schedules for nobody else.
+what is in a round. Then the same with vLLM's scheduler alone (`vllm_scheduler.py`), all in one process. The limit is
+in the same run: `none`, which computes everything and schedules for nobody else.
 
   .venv-vllm/bin/python benchmarks/bench_vllm.py --repeats 7 --json vllm.json
   .venv-vllm/bin/python benchmarks/bench_vllm.py --part scheduler --ours async
@@ -15,86 +15,97 @@ copy say nothing about a TPU; those of the scheduler and of the steps that a req
 
 import argparse
 import json
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from vllm_common import OURS, environment_of
+from common import Spread, count, in_turn, make_parser, print_table, write_json
+from vllm_common import OURS, environment_of, figure_rows, spread
 
 HERE = Path(__file__).parent
 
+type Rounds = list[dict[str, Any]]
+
 
 class Child:
-    """A process with one variant."""
+    """A process with one or more variants."""
 
-    def __init__(self, script, variant, args):
-        self.variant = variant
+    def __init__(self, script: str, variants: list[str], args: argparse.Namespace, environ: dict[str, str]) -> None:
+        self._variants = variants
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as this object)
-        environ = environment_of(variant, args)
-        if script == "vllm_scheduler.py":
-            environ |= {"VLLM_TARGET_DEVICE": "cpu", "TPU_OFFLOAD_NUM_CPU_CHUNKS": str(args.scheduler_host_blocks)}
-            environ["TPU_OFFLOAD_NUM_STAGING_BLOCKS"] = str(args.scheduler_staging_blocks)
-            environ["PYTHONPATH"] = str(HERE.parent)
-        settings = vars(args) | {"variant": variant}
-        if script == "vllm_scheduler.py":
-            settings["host_blocks"] = args.scheduler_host_blocks
+        settings = vars(args) | {"variants": variants, "json": None}
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / script), json.dumps(settings)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environ,
         )  # fmt: skip
 
-    def answer(self):
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
             self._log.seek(0)
             tail = "".join(self._log.readlines()[-40:])
-            sys.exit(f"{tail}\n{self.variant} ended with status {self._process.returncode}; its last lines are above")
-        return json.loads(line)
+            names = ", ".join(self._variants)
+            sys.exit(f"{tail}\n{names} ended with status {self._process.returncode}; its last lines are above")
+        found: dict[str, Any] = json.loads(line)
+        return found
 
-    def ask(self, **question):
+    def ask(self, **question: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return self.answer()
 
-    def close(self):
+    def close(self) -> None:
         self._process.kill()
         self._process.wait()
         self._log.close()
 
 
-def run(script, variants, args):
-    """Rounds of all variants, in turn: the environment, and a list of answers for each."""
-    children = []
+def start_engines(variants: list[str], args: argparse.Namespace) -> list[Child]:
+    """A process for each."""
+    environ = environment_of(args)
+    return [Child("vllm_engine.py", [variant], args, environ) for variant in variants]
+
+
+def start_schedulers(variants: list[str], args: argparse.Namespace) -> list[Child]:
+    """One process for all: it takes long to start, and only one of them runs at a time."""
+    sizes = {"host_blocks": args.scheduler_host_blocks, "staging_blocks": args.scheduler_staging_blocks}
+    args = argparse.Namespace(**vars(args) | sizes)
+    environ = environment_of(args) | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": str(HERE.parent)}
+    return [Child("vllm_scheduler.py", variants, args, environ)] * len(variants)
+
+
+def run(
+    children: Sequence[Child], variants: list[str], args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, Rounds]]:
+    """Rounds of all variants, in turn: what each child said when it was up, and a list of answers for each variant."""
+    by_variant = dict(zip(variants, children, strict=True))
     try:
-        found = {}
-        for variant in variants:
-            children.append(Child(script, variant, args))
-        for child in children:
-            found[child.variant] = child.answer()
-            print(f"{child.variant} is up", flush=True)
-        for child in children:
+        up = {child: child.answer() for child in dict.fromkeys(children)}
+        print(f"{', '.join(variants)}: up", flush=True)
+        for variant, child in by_variant.items():
             for i in range(args.max_warm_ups):
-                answer = child.ask(seed=100 + i)
+                answer = child.ask(variant=variant, seed=100 + i)
                 if not answer.get("compiles"):
                     break
-            print(f"{child.variant} is warm after {i + 1} rounds", flush=True)
-        rounds = {variant: [] for variant in variants}
+            print(f"{variant} is warm after {i + 1} rounds", flush=True)
+        rounds: dict[str, Rounds] = {variant: [] for variant in variants}
         for repeat in range(args.repeats):
-            for child in children if repeat % 2 == 0 else children[::-1]:
-                rounds[child.variant].append(child.ask(seed=repeat))
+            for variant in in_turn(variants, repeat):
+                rounds[variant].append(by_variant[variant].ask(variant=variant, seed=repeat))
             print(f"round {repeat + 1} of {args.repeats}", flush=True)
-        return found, rounds
+        return {variant: up[child] for variant, child in by_variant.items()}, rounds
     finally:
         for child in children:
             child.close()
 
 
-def check_tokens(rounds):
+def check_tokens(rounds: dict[str, Rounds]) -> None:
     """Exits unless every request that ended in two variants has the same tokens in both."""
     reference, *others = rounds
     for variant in others:
@@ -110,57 +121,45 @@ def check_tokens(rounds):
                 sys.exit(f"WRONG REQUESTS: round {repeat}: {variant} and {reference} differ in {sorted(missing)}")
 
 
-def spread(values):
-    values = [value for value in values if value is not None]
-    if not values:
-        return None
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def over_rounds(name: str, values: Rounds, key: str, *, scale: float = 1) -> dict[str, Spread | None]:
+    """Over rounds, of the median and the 90th percentile of a list that each round has."""
+    each = [Spread.of(one[key], scale=scale) for one in values if one[key]]
+    return {f"{name}_p50": spread(one.median for one in each), f"{name}_p90": spread(one.p90 for one in each)}
 
 
-def percentile(values, percent):
-    values = sorted(values)
-    return values[min(len(values) - 1, round(percent / 100 * (len(values) - 1)))] if values else None
-
-
-def engine_figures(rounds):
+def engine_figures(rounds: Rounds) -> dict[str, Any]:
     """A variant's figures: over rounds, of a round's median, percentile or sum."""
-    figures = {}
+    figures: dict[str, Any] = {}
+    plain = ("wall_s", "num_steps", "num_empty_steps", "prompt_tokens", "hbm_tokens", "loaded_tokens",
+             "computed_tokens")  # fmt: skip
     for part in ("serve", "idle", "busy"):
         parts = [one["parts"][part] for one in rounds]
         figures[part] = {
-            "scheduler_us_p50": spread([1e6 * percentile(p["scheduler_s"], 50) for p in parts]),
-            "scheduler_us_p90": spread([1e6 * percentile(p["scheduler_s"], 90) for p in parts]),
-            "scheduler_ms_total": spread([1e3 * sum(p["scheduler_s"]) for p in parts]),
-            "ttft_ms_p50": spread([1e3 * percentile(p["ttft_s"], 50) for p in parts]),
-            "ttft_ms_p90": spread([1e3 * percentile(p["ttft_s"], 90) for p in parts]),
-            "tokens_per_s": spread([p["num_tokens"] / p["wall_s"] for p in parts]),
-            **{
-                name: spread([p[name] for p in parts])
-                for name in ("wall_s", "num_steps", "num_empty_steps", "prompt_tokens", "hbm_tokens", "loaded_tokens",
-                             "computed_tokens")
-            },
-        }  # fmt: skip
+            **over_rounds("scheduler_us", parts, "scheduler_s", scale=1e6),
+            "scheduler_ms_total": spread(1e3 * sum(p["scheduler_s"]) for p in parts),
+            **over_rounds("ttft_ms", parts, "ttft_s", scale=1e3),
+            "tokens_per_s": spread(p["num_tokens"] / p["wall_s"] for p in parts),
+            **{name: spread(p[name] for p in parts) for name in plain},
+        }
         if part == "busy":
-            figures[part]["gap_ms_p50"] = spread([1e3 * g for p in parts if (g := percentile(p["gap_s"], 50))])
-            figures[part]["gap_ms_p90"] = spread([1e3 * g for p in parts if (g := percentile(p["gap_s"], 90))])
+            figures[part] |= over_rounds("gap_ms", parts, "gap_s", scale=1e3)
     names = sorted({name for one in rounds for name in one["counters"]})
-    figures["counters"] = {name: spread([one["counters"].get(name) for one in rounds]) for name in names}
+    figures["counters"] = {name: spread(one["counters"].get(name) for one in rounds) for name in names}
     figures["compiles"] = sum(one["compiles"] for one in rounds)
     return figures
 
 
-def scheduler_figures(rounds):
+def scheduler_figures(rounds: Rounds) -> dict[str, Any]:
     figures = {}
     for part in ("decode", "arrive"):
         parts = [one[part] for one in rounds]
         figures[part] = {
-            "scheduler_us_p50": spread([1e6 * percentile(p["scheduler_s"], 50) for p in parts]),
-            "scheduler_us_p90": spread([1e6 * percentile(p["scheduler_s"], 90) for p in parts]),
-            "schedule_us_p50": spread([1e6 * percentile(p["schedule_s"], 50) for p in parts]),
-            "update_us_p50": spread([1e6 * percentile(p["update_s"], 50) for p in parts]),
-            "pickle_us_p50": spread([1e6 * v for p in parts if (v := percentile(p["pickle_s"], 50))]),
-            "metadata_nbytes_p50": spread([percentile(p["metadata_nbytes"], 50) for p in parts]),
-            "cached_tokens": spread([p["cached_tokens"] for p in parts]),
+            **over_rounds("scheduler_us", parts, "scheduler_s", scale=1e6),
+            **over_rounds("schedule_us", parts, "schedule_s", scale=1e6),
+            **over_rounds("update_us", parts, "update_s", scale=1e6),
+            **over_rounds("pickle_us", parts, "pickle_s", scale=1e6),
+            **over_rounds("metadata_nbytes", parts, "metadata_nbytes"),
+            "cached_tokens": spread(p["cached_tokens"] for p in parts),
         }
     return figures
 
@@ -211,75 +210,45 @@ SCHEDULER_ROWS = tuple(
 )
 
 
-def show(title, rows, figures):
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    table.add_column("part")
-    table.add_column("")
-    for variant in figures:
-        table.add_column(variant, justify="right")
-    last = None
-    for part, name, text in rows:
-        cells = [figures[variant][part].get(name) for variant in figures]
-        if not any(cells):
-            continue
-        if last is not None and part != last:
-            table.add_section()
-        table.add_row("" if part == last else part, text, *map(cell, cells))
-        last = part
-    Console(width=max(100, 60 + 28 * len(figures)) if not sys.stdout.isatty() else None).print(table)
-
-
-def cell(one):
-    if one is None:
-        return "-"
-    digits = 0 if one["median"] >= 1000 else 1
-    low, middle, high = (f"{one[k]:.{digits}f}".removesuffix(".0") for k in ("min", "median", "max"))
-    return middle if low == high else f"{middle} ({low}-{high})"
-
-
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--part", nargs="+", choices=["engine", "scheduler"], default=["engine", "scheduler"])
     add("--variants", nargs="+", choices=["none", "peer", "ours"], default=["none", "peer", "ours"])
     add("--ours", nargs="+", choices=list(OURS), default=None, help="default: all")
-    add("--repeats", type=int, default=7, help="rounds of each variant")
-    add("--max-warm-ups", type=int, default=4, help="rounds before, until one compiles nothing")
+    add("--repeats", type=count, default=7, help="rounds of each variant")
+    add("--max-warm-ups", type=count, default=4, help="rounds before, until one compiles nothing")
     add("--async-scheduling", action="store_true")
-    add("--json", help="write everything to this file")
     add("--quick", action="store_true", help="sizes that only show that it runs")
     model = parser.add_argument_group("model").add_argument
-    model("--layers", type=int, default=2)
-    model("--hidden", type=int, default=256)
-    model("--heads", type=int, default=2)
-    model("--kv-heads", type=int, default=2)
+    model("--layers", type=count, default=2)
+    model("--hidden", type=count, default=256)
+    model("--heads", type=count, default=2)
+    model("--kv-heads", type=count, default=2)
     model("--dtype", default="float32", help="in bfloat16 logits tie, and rounding decides which token wins")
     engine = parser.add_argument_group("engine").add_argument
-    engine("--block-size", type=int, default=16)
-    engine("--hbm-blocks", type=int, default=288)
-    engine("--host-blocks", type=int, default=2048)
-    engine("--staging-blocks", type=int, default=128)
-    engine("--max-num-seqs", type=int, default=4)
-    engine("--max-num-batched-tokens", type=int, default=256)
+    engine("--block-size", type=count, default=16)
+    engine("--hbm-blocks", type=count, default=288)
+    engine("--host-blocks", type=count, default=2048)
+    engine("--staging-blocks", type=count, default=128)
+    engine("--max-num-seqs", type=count, default=4)
+    engine("--max-num-batched-tokens", type=count, default=256)
     load = parser.add_argument_group("conversations").add_argument
-    load("--conversations", type=int, default=8)
-    load("--turns", type=int, default=3)
-    load("--prompt-tokens", type=int, default=600, help="of a first turn")
-    load("--turn-tokens", type=int, default=64, help="that a later turn adds")
-    load("--max-tokens", type=int, default=16, help="of an answer")
-    load("--probe-tokens", type=int, default=4, help="of an answer in the idle and busy parts")
-    load("--background", type=int, default=3, help="requests that decode in the busy part")
-    load("--background-tokens", type=int, default=200, help="of the answers of these")
+    load("--conversations", type=count, default=8)
+    load("--turns", type=count, default=3)
+    load("--prompt-tokens", type=count, default=600, help="of a first turn")
+    load("--turn-tokens", type=count, default=64, help="that a later turn adds")
+    load("--max-tokens", type=count, default=16, help="of an answer")
+    load("--probe-tokens", type=count, default=4, help="of an answer in the idle and busy parts")
+    load("--background", type=count, default=3, help="requests that decode in the busy part")
+    load("--background-tokens", type=count, default=200, help="of the answers of these")
     alone = parser.add_argument_group("scheduler alone").add_argument
-    alone("--running", type=int, default=256, help="requests that decode")
-    alone("--decode-steps", type=int, default=200)
-    alone("--arrivals", type=int, default=60, help="requests that find all of their prompt in the host tier")
-    alone("--arrival-tokens", type=int, default=2000)
-    alone("--scheduler-staging-blocks", type=int, default=1024)
-    args = parser.parse_args()
+    alone("--running", type=count, default=256, help="requests that decode")
+    alone("--decode-steps", type=count, default=200)
+    alone("--arrivals", type=count, default=60, help="requests that find all of their prompt in the host tier")
+    alone("--arrival-tokens", type=count, default=2000)
+    alone("--scheduler-staging-blocks", type=count, default=1024)
+    args = parser.parse_args(argv)
     if args.quick:
         args.repeats, args.max_warm_ups, args.conversations, args.turns = 1, 1, 4, 2
         args.prompt_tokens, args.hbm_blocks, args.background_tokens = 120, 40, 40
@@ -291,37 +260,42 @@ def parse():
     return args
 
 
-def main():
-    args = parse()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
     variants = [v for v in args.variants if v != "ours"]
     variants += [f"ours-{name}" for name in args.ours if "ours" in args.variants]
-    report = {"question": "what offloading costs and gains in vLLM", "date": time.strftime("%Y-%m-%d")}
-    report |= {"settings": vars(args) | {"argv": sys.argv[1:]}, "load_average": os.getloadavg()}
+    report = {}
     if "engine" in args.part:
-        found, rounds = run("vllm_engine.py", variants, args)
-        report |= {key: found[variants[0]][key] for key in ("versions", "device")}
-        check_tokens(rounds)
-        figures = {variant: engine_figures(rounds[variant]) for variant in variants}
-        for answers in rounds.values():
-            for answer in answers:
-                del answer["tokens"]
-        show(f"a whole engine: median (min-max) of {args.repeats} rounds", ENGINE_ROWS, figures)
-        print("all variants generated the same tokens; the peer does not count what it drops")
-        for variant, one in figures.items():
-            if one["compiles"]:
-                print(f"{variant} compiled {one['compiles']} programs in measured rounds: raise --max-warm-ups")
-        report["engine"] = {"started": found, "figures": figures, "rounds": rounds}
+        report["engine"] = measure_engines(variants, args)
     if "scheduler" in args.part:
-        alone = [v for v in variants if v != "ours-staged" or "ours-async" not in variants]  # it knows no copy paths
-        found, rounds = run("vllm_scheduler.py", alone, args)
-        report |= {key: found[alone[0]][key] for key in ("versions", "device")} if "versions" not in report else {}
-        figures = {variant: scheduler_figures(rounds[variant]) for variant in alone}
-        title = f"the scheduler alone, {args.running} requests decoding: median (min-max) of {args.repeats} rounds"
-        show(title, SCHEDULER_ROWS, figures)
-        report["scheduler"] = {"figures": figures, "rounds": rounds}
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1))
+        report["scheduler"] = measure_schedulers(variants, args)
+    write_json(args, question="what offloading costs and gains in vLLM", **report)
     return 0
+
+
+def measure_engines(variants: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    found, rounds = run(start_engines(variants, args), variants, args)
+    check_tokens(rounds)
+    figures = {variant: engine_figures(rounds[variant]) for variant in variants}
+    for answers in rounds.values():
+        for answer in answers:
+            del answer["tokens"]
+    title = f"a whole engine: median (min-max) of {args.repeats} rounds"
+    print_table(title, ["part", "", *variants], figure_rows(ENGINE_ROWS, list(figures.values())), num_labels=2)
+    print("all variants generated the same tokens; the peer does not count what it drops")
+    for variant, one in figures.items():
+        if one["compiles"]:
+            print(f"{variant} compiled {one['compiles']} programs in measured rounds: raise --max-warm-ups")
+    return {"started": found, "figures": figures, "rounds": rounds}
+
+
+def measure_schedulers(variants: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    alone = [v for v in variants if v != "ours-staged" or "ours-async" not in variants]  # it knows no copy paths
+    _, rounds = run(start_schedulers(alone, args), alone, args)
+    figures = {variant: scheduler_figures(rounds[variant]) for variant in alone}
+    title = f"the scheduler alone, {args.running} requests decoding: median (min-max) of {args.repeats} rounds"
+    print_table(title, ["part", "", *alone], figure_rows(SCHEDULER_ROWS, list(figures.values())), num_labels=2)
+    return {"figures": figures, "rounds": rounds}
 
 
 if __name__ == "__main__":

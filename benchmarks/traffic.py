@@ -15,7 +15,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 type Blocks = list[int]
 type Event = Callable[[float], Blocks]
@@ -118,14 +118,17 @@ def _sessions(
 
 def agent(clock: Clock) -> float:
     """Agents of 40 kinds with long system prompts; a step every ten seconds."""
-    kinds = {"num_apps": 40, "power": 1.0, "app_size": (6, 25)}
-    return _sessions(clock, rate=3, end_s=533, **kinds, step_size=6, goes_on=0.8, pause=(2.3, 0.8))
+    return _sessions(
+        clock, rate=3, end_s=533, num_apps=40, power=1.0, app_size=(6, 25), step_size=6, goes_on=0.8, pause=(2.3, 0.8)
+    )
 
 
 def tools(clock: Clock) -> float:
     """Calls of 200 tools with system prompts of their own and private tails, few of which go on."""
-    kinds = {"num_apps": 200, "power": 1.1, "app_size": (4, 16)}
-    return _sessions(clock, rate=6, end_s=2000, **kinds, step_size=10, goes_on=0.25, pause=(2.5, 0.8))
+    sizes = (4, 16)
+    return _sessions(
+        clock, rate=6, end_s=2000, num_apps=200, power=1.1, app_size=sizes, step_size=10, goes_on=0.25, pause=(2.5, 0.8)
+    )
 
 
 def code(clock: Clock) -> float:
@@ -188,12 +191,16 @@ def bursts(clock: Clock) -> float:
     return 2000
 
 
+def _ask(clock: Clock, document: Blocks, num_new: int) -> Event:
+    return lambda _: document + clock.blocks(num_new)
+
+
 def popular(clock: Clock) -> float:
     """Documents that are asked about at random, some of them much more often than others; nothing ever changes."""
     rng = clock.random
     documents = [clock.blocks(rng.randint(5, 40)) for _ in range(3000)]
     for time_s, document in enumerate(rng.choices(documents, [(i + 1) ** -0.8 for i in range(3000)], k=8000)):
-        clock.at(time_s, lambda _, document=document: document + clock.blocks(2))
+        clock.at(time_s, _ask(clock, document, 2))
     return 8000
 
 
@@ -201,7 +208,7 @@ def loop(clock: Clock) -> float:
     """An evaluation: the same 300 documents in the same order, twelve times."""
     documents = [clock.blocks(clock.random.randint(10, 60)) for _ in range(300)]
     for time_s, document in enumerate(documents * 12):
-        clock.at(time_s, lambda _, document=document: document + clock.blocks(1))
+        clock.at(time_s, _ask(clock, document, 1))
     return 3600
 
 
@@ -221,15 +228,16 @@ def make(kind: str, *, seed: int = 0) -> list[tuple[float, Blocks]]:
     return served
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=[*KINDS, "changing"])
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     for time_s, prompt in make(args.kind, seed=args.seed):
         line = {"timestamp": int(1000 * time_s), "input_length": 512 * len(prompt), "output_length": 1}
         sys.stdout.write(json.dumps(line | {"hash_ids": prompt}) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

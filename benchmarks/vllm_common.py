@@ -1,29 +1,59 @@
-"""What the processes of bench_vllm.py share: which connectors there are, and the talk between parent and child."""
+"""What the benchmarks of vLLM share: connectors and figures, and the talk between bench_vllm.py and its children."""
 
+import argparse
 import json
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
+
+from common import Spread
 
 SHIM = Path(__file__).parents[1] / "scripts" / "vllm_cpu"
 OURS = {
-    "async": {"TPU_OFFLOAD_SYNC_LOAD": "0"},
-    "sync": {"TPU_OFFLOAD_SYNC_LOAD": "1"},
-    "staged": {"TPU_OFFLOAD_SAVE_PATH": "staged", "TPU_OFFLOAD_LOAD_PATH": "staged"},
+    "async": {"sync_load": False},
+    "sync": {"sync_load": True},
+    "staged": {"save_path": "staged", "load_path": "staged"},
 }
 MODULES = {"peer": "tpu_inference.offload.tpu_offload_connector", "ours": "tpu_offload.adapters.vllm"}
 EOS = 2
 
-
-def module_of(variant):
-    """The connector's module, for `none`, `peer` or `ours-...`; None without a connector."""
-    return MODULES.get(variant.partition("-")[0])
+type Figures = Mapping[str, Mapping[str, Spread | None]]
+"""Of one variant, by part and name; None where nothing was measured."""
 
 
-def environment_of(variant, args):
-    """The child's environment: the same sizes for both connectors, and each side's own settings."""
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Of those values that are there."""
+    some = [value for value in values if value is not None]
+    return Spread.of(some) if some else None
+
+
+def figure_rows(rows: Iterable[tuple[str, str, str]], figures: Sequence[Figures]) -> Iterator[list[str] | None]:
+    """Rows for a table from (part, name, text), with a column for each variant; those that nobody has are left out."""
+    last = None
+    for part, name, text in rows:
+        cells = [one[part].get(name) for one in figures]
+        if not any(cells):
+            continue
+        if last is not None and part != last:
+            yield None
+        yield ["" if part == last else part, text, *map(_cell, cells)]
+        last = part
+
+
+def _cell(one: Spread | None) -> str:
+    if one is None:
+        return "-"
+    digits = 0 if one.median >= 1000 else 1
+    low, middle, high = (f"{value:.{digits}f}".removesuffix(".0") for value in (one.min, one.median, one.max))
+    return middle if low == high else f"{middle} ({low}-{high})"
+
+
+def environment_of(args: argparse.Namespace) -> dict[str, str]:
+    """The children's environment: the same sizes for both connectors."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TPU_OFFLOAD_")}
     environ |= {
         "JAX_PLATFORMS": "cpu",
@@ -39,10 +69,10 @@ def environment_of(variant, args):
     paths = [str(SHIM / "stubs"), str(SHIM), str(SHIM.parents[1]), environ.get("PYTHONPATH", "")]
     environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environ.pop("VLLM_TARGET_DEVICE", None)  # it would take tpu-inference's platform away
-    return environ | OURS.get(variant.partition("-")[2], {})
+    return environ
 
 
-def model_dir(args):
+def model_dir(args: argparse.Namespace) -> str:
     """A folder with a model's configuration and no weights."""
     path = tempfile.mkdtemp(prefix="tiny-qwen3-")
     config = {
@@ -57,17 +87,18 @@ def model_dir(args):
     return path
 
 
-def transfer_config(variant):
-    """vLLM's `kv_transfer_config`; None without a connector."""
+def transfer_config(variant: str) -> Any:
+    """vLLM's `kv_transfer_config` for `none`, `peer` or `ours-...`; None without a connector."""
     from vllm.config import KVTransferConfig
 
-    module = module_of(variant)
-    if module is None:
+    who, _, which = variant.partition("-")
+    if who not in MODULES:
         return None
     return KVTransferConfig(
         kv_connector="TPUOffloadConnector",
         kv_role="kv_both",
-        kv_connector_module_path=module,
+        kv_connector_module_path=MODULES[who],
+        kv_connector_extra_config=OURS.get(which, {}),
         kv_load_failure_policy="recompute",
     )
 
@@ -78,40 +109,52 @@ class StepTimer:
     Neither waits for anything; by the wall clock, other processes of a shared machine would be in it.
     """
 
-    def __init__(self, scheduler):
-        self.reset()
-        for name, spent in (("schedule", "scheduled"), ("update_from_output", "updated")):
-            setattr(scheduler, name, self._timed(getattr(scheduler, name), spent))
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduled: list[float] = []
+        self.updated: list[float] = []
+        scheduler.schedule = self._timed(scheduler.schedule, self.scheduled)
+        scheduler.update_from_output = self._timed(scheduler.update_from_output, self.updated)
 
-    def reset(self):
-        self.scheduled, self.updated = [], []
+    def reset(self) -> None:
+        self.scheduled.clear()
+        self.updated.clear()
 
-    def steps(self):
+    def steps(self) -> list[float]:
         """Seconds of each step that is over."""
         return [a + b for a, b in zip(self.scheduled, self.updated, strict=False)]
 
-    def _timed(self, call, spent):
+    def _timed(self, call: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
         clock = time.thread_time
 
-        def timed(*args, **kwargs):
+        def timed(*args: Any, **kwargs: Any) -> Any:
             started_s = clock()
             try:
                 return call(*args, **kwargs)
             finally:
-                getattr(self, spent).append(clock() - started_s)
+                spent.append(clock() - started_s)
 
         return timed
 
 
-def serve_parent(handle):
+class Measured(Protocol):
+    """What a child does."""
+
+    def start(self) -> dict[str, Any]:
+        """Gets everything ready; returns the environment."""
+
+    def measure(self, *, variant: str, seed: int) -> dict[str, Any]:
+        """One round."""
+
+
+def serve_parent(child: Measured) -> None:
     """A child's main loop: one JSON line in, one out. What libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    answer = handle.start()
+    answer = child.start()
     while True:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
         line = sys.stdin.readline()
         if not line:
             os._exit(0)  # tpu-inference's clean-up at exit raises on JAX models
-        answer = handle.measure(**json.loads(line))
+        answer = child.measure(**json.loads(line))

@@ -14,69 +14,79 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
+from common import environment
 from vllm_common import StepTimer, model_dir, serve_parent, transfer_config
 
 IDLE_SLEEP_S = 0.001
 """What vLLM's engine process sleeps after a step that computed nothing; the engine in this process has no such loop."""
 
+type Chats = list[list[int]]
+type Text = Callable[[int], list[int]]
+
 
 class Compiles:
     """Programs compiled since the last reset."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         import jax
 
         self.reset()
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
-    def reset(self):
+    def reset(self) -> None:
         self.num, self.seconds = 0, 0.0
 
-    def _heard(self, name, seconds, **_):
-        if name.endswith("backend_compile_duration"):
+    def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
             self.num += 1
-            self.seconds += seconds
+            self.seconds += duration_secs
 
 
 class Server:
     """Adds requests to the engine, steps it, and keeps when each token came."""
 
-    def __init__(self, llm, timer):
+    def __init__(self, llm: Any, timer: StepTimer) -> None:
         self.engine = llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.timer = timer
-        self.added_s, self.token_s, self.tokens, self.done, self.prompt_tokens = {}, {}, {}, {}, {}
+        self.added_s: dict[str, float] = {}
+        self.token_s: dict[str, list[float]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.done: dict[str, int] = {}
+        self.prompt_tokens: dict[str, int] = {}
         self.num_steps = self.num_empty_steps = 0
-        self.loaded = {}
+        self.loaded: dict[str, int] = {}
         self._executed = False
         self._watch_steps()
         self._watch_loads()
 
-    def _watch_steps(self):
+    def _watch_steps(self) -> None:
         step = self.core.step_fn
 
-        def watched():
+        def watched() -> Any:
             outputs, self._executed = step()
             return outputs, self._executed
 
         self.core.step_fn = watched
 
-    def _watch_loads(self):
+    def _watch_loads(self) -> None:
         connector = self.scheduler.connector
         if connector is None:
             return
         admit = connector.update_state_after_alloc
 
-        def watched(request, blocks, num_external_tokens):
+        def watched(request: Any, blocks: Any, num_external_tokens: int) -> Any:
             if num_external_tokens:
                 self.loaded[request.request_id] = self.loaded.get(request.request_id, 0) + num_external_tokens
             return admit(request, blocks, num_external_tokens)
 
         connector.update_state_after_alloc = watched
 
-    def add(self, request_id, tokens, max_tokens):
+    def add(self, request_id: str, tokens: list[int], max_tokens: int) -> None:
         from vllm import SamplingParams, TokensPrompt
 
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -85,7 +95,7 @@ class Server:
         self.token_s[request_id], self.tokens[request_id] = [], []
         self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=tokens), params)
 
-    def step(self):
+    def step(self) -> list[str]:
         """One step; the requests that ended in it."""
         outputs = self.engine.step()
         now_s = time.perf_counter()
@@ -103,16 +113,16 @@ class Server:
             time.sleep(IDLE_SLEEP_S)
         return ended
 
-    def drain(self):
+    def drain(self) -> None:
         """Steps until there is nothing left to do, then lets threads finish what no step waits for."""
         while self.scheduler.has_requests() or self.engine.has_unfinished_requests() or self.core.batch_queue:
             self.step()
         time.sleep(0.02)
 
-    def ttft_s(self, request_id):
+    def ttft_s(self, request_id: str) -> float:
         return self.token_s[request_id][0] - self.added_s[request_id]
 
-    def loaded_of(self, request_id):
+    def loaded_of(self, request_id: str) -> int:
         """vLLM appends to the ids that it is given."""
         return sum(n for name, n in self.loaded.items() if name == request_id or name.startswith(request_id + "-"))
 
@@ -120,10 +130,11 @@ class Server:
 class Engine:
     """What the parent asks for."""
 
-    def __init__(self, args):
+    def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        (self.variant,) = args.variants
 
-    def start(self):
+    def start(self) -> dict[str, Any]:
         import cpu_shim
 
         cpu_shim.install()
@@ -137,31 +148,29 @@ class Engine:
             max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens,
             block_size=args.block_size, num_gpu_blocks_override=args.hbm_blocks, gpu_memory_utilization=0.5,
             enforce_eager=False, dtype=args.dtype, enable_prefix_caching=True, disable_log_stats=False,
-            async_scheduling=args.async_scheduling, kv_transfer_config=transfer_config(args.variant),
+            async_scheduling=args.async_scheduling, kv_transfer_config=transfer_config(self.variant),
         )  # fmt: skip
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.timer = StepTimer(scheduler)
-        self.peer_staging = PeerStaging(scheduler) if args.variant == "peer" else None
-        import importlib.metadata
-
-        from tpu_offload.measure import environment
-
-        found = environment()
-        found["versions"] |= {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}
+        self.counted: OurStats | PeerStaging | None = None
+        if scheduler.connector is not None:
+            self.counted = PeerStaging(scheduler) if self.variant == "peer" else OurStats(scheduler)
         started = {"startup_s": time.perf_counter() - started_s, "startup_compile_s": self.compiles.seconds}
         self.server = Server(self.llm, self.timer)
         gc.collect()
         gc.freeze()
-        return found | started
+        return environment() | started
 
-    def measure(self, *, seed):
+    def measure(self, *, variant: str, seed: int) -> dict[str, Any]:
         """One round; figures, and every token that came out."""
+        assert variant == self.variant
         args, server = self.args, self.server
         self.compiles.reset()
-        server.tokens.clear(), server.done.clear(), server.loaded.clear()
+        for kept in (server.tokens, server.done, server.loaded):
+            kept.clear()
         rng = random.Random(seed)
 
-        def text(num_tokens):
+        def text(num_tokens: int) -> list[int]:
             return [rng.randrange(3, 1000) for _ in range(num_tokens)]
 
         chats = [text(args.prompt_tokens) for _ in range(args.conversations)]
@@ -178,11 +187,13 @@ class Engine:
             "compile_s": self.compiles.seconds,
         }
 
-    def _serve(self, seed, chats, text):
+    def _serve(self, seed: int, chats: Chats, text: Text) -> dict[str, Any]:
         args, server = self.args, self.server
         turns = [(turn, i) for turn in range(args.turns) for i in range(len(chats))]
         questions = {key: text(args.turn_tokens) for key in turns}
-        begin, names, running, k = self._begin(), [], {}, 0
+        names: list[str] = []
+        running: dict[str, int] = {}
+        begin, k = self._begin(), 0
         while k < len(turns) or running:
             while k < len(turns) and len(running) < args.max_num_seqs and turns[k][1] not in running.values():
                 turn, i = turns[k]
@@ -197,13 +208,16 @@ class Engine:
                 chats[running.pop(name)] += server.tokens[name]
         return self._end(begin, names, later=lambda name: not name.startswith(f"{seed}-serve-0-"))
 
-    def _probe(self, seed, chats, text, part):
+    def _probe(self, seed: int, chats: Chats, text: Text, part: str) -> dict[str, Any]:
         args, server = self.args, self.server
         server.drain()
-        others, gaps, names, num_others = [], [], [], 0
+        others: list[str] = []
+        names: list[str] = []
+        gaps: list[float] = []
+        num_others = 0
         begin = self._begin()
 
-        def step():
+        def step() -> list[str]:
             nonlocal num_others
             while part == "busy" and len(others) < args.background:
                 name = f"{seed}-other-{num_others}"
@@ -241,11 +255,11 @@ class Engine:
         server.drain()
         return figures | {"gap_s": [gap for gap in gaps if gap]}
 
-    def _begin(self):
+    def _begin(self) -> tuple[float, int, int]:
         self.timer.reset()
         return time.perf_counter(), self.server.num_steps, self.server.num_empty_steps
 
-    def _end(self, begin, names, *, later):
+    def _end(self, begin: tuple[float, int, int], names: list[str], *, later: Callable[[str], bool]) -> dict[str, Any]:
         started_s, num_steps, num_empty_steps = begin
         server = self.server
         wall_s = max(server.token_s[name][-1] for name in names) - started_s
@@ -264,41 +278,53 @@ class Engine:
             "computed_tokens": prompts - sum(server.done[name] for name in names),
         }
 
-    def _counters(self):
-        connector = self.server.scheduler.connector
-        if self.args.variant == "peer":
-            return self.peer_staging.counters()
-        if connector is None:
-            return {}
-        offload = connector.scheduler_side._offload  # there is no other way to all of it from outside
-        if offload is None:
-            return {}
-        stats = offload.stats()
-        names = ("dropped_save_blocks", "dropped_load_blocks", "deferred_save_blocks", "num_failed_jobs")
-        names += ("num_evicted_chunks", "saved_blocks", "loaded_blocks", "staging_peak_blocks")
-        return {name: getattr(stats, name) for name in names}
+    def _counters(self) -> dict[str, float]:
+        return self.counted.counters() if self.counted is not None else {}
 
-    def _since(self, before):
+    def _since(self, before: dict[str, float]) -> dict[str, float]:
         after = self._counters()
         return {k: v if k == "staging_peak_blocks" else v - before.get(k, 0) for k, v in after.items()}
+
+
+class OurStats:
+    """Adds up the statistics that the connector hands to vLLM after each step."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._data: dict[str, Any] = {}
+        connector = scheduler.connector
+        take = connector.get_kv_connector_stats
+
+        def watched() -> Any:
+            stats = take()
+            if stats is not None:
+                total = connector.build_kv_connector_stats(self._data)
+                self._data = dict(total.aggregate(stats).data)
+            return stats
+
+        connector.get_kv_connector_stats = watched
+
+    def counters(self) -> dict[str, float]:
+        names = ("dropped_save_blocks", "dropped_load_blocks", "deferred_save_blocks", "num_failed_jobs",
+                 "num_evicted_chunks", "saved_blocks", "loaded_blocks", "staging_peak_blocks")  # fmt: skip
+        return {name: self._data.get(name, 0) for name in names}
 
 
 class PeerStaging:
     """The peer has no figures of its staging buffer, so its `allocate` is watched; what it drops it does not count."""
 
-    def __init__(self, scheduler):
+    def __init__(self, scheduler: Any) -> None:
         self.peak = self.saved = self.loaded = 0
         manager = scheduler.connector.connector_scheduler.staging_buffer_manager
         self._manager, allocate = manager, manager.allocate
 
-        def watched(*args, **kwargs):
+        def watched(*args: Any, **kwargs: Any) -> Any:
             got = allocate(*args, **kwargs)
             self.peak = max(self.peak, manager.get_num_used_staging_blocks())
             return got
 
         manager.allocate = watched
 
-    def counters(self):
+    def counters(self) -> dict[str, float]:
         manager = self._manager
         return {
             "staging_peak_blocks": self.peak,

@@ -1,8 +1,11 @@
-"""A child of bench_vllm.py: vLLM's scheduler alone with one connector, no model and no copies.
+"""A child of bench_vllm.py: vLLM's scheduler alone with each connector, no model and no copies.
 
 First the arrivals' prompts are computed and saved, and the HBM prefix cache is emptied. Then many requests decode,
 and after a while requests arrive whose prompts are all in the host tier, one a step. A stand-in for the workers
 samples a token for each request and reports every copy as finished in the step that asked for it.
+
+All variants are in one process, because importing vLLM takes most of the time of a short run. A round is measured in
+CPU time of its thread, and what exists when it begins is frozen, so that garbage collection is not of what others keep.
 """
 
 import argparse
@@ -12,64 +15,58 @@ import pickle
 import random
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
+from common import environment
 from vllm_common import EOS, StepTimer, model_dir, serve_parent, transfer_config
 
 
 class SchedulerAlone:
-    """What the parent asks for."""
+    """One variant."""
 
-    def __init__(self, args):
-        self.args = args
-        self.num_rounds = 0
+    def __init__(self, args: argparse.Namespace, variant: str, model: str) -> None:
+        self.args, self.variant = args, variant
+        self.decode_prompt, self.decode_tokens = 128, args.decode_steps + 2 * args.arrivals + 64
+        self.scheduler = self._make_scheduler(model)
+        self.timer = StepTimer(self.scheduler)
+        self.is_new = True
+        self.pickled: list[tuple[float, int]] = []
+        self.num_ended = self.num_cached = 0
 
-    def start(self):
-        args = self.args
+    def _make_scheduler(self, model: str) -> Any:
         import torch
         from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from tpu_offload.measure import environment
-
-        init_none_hash(sha256)
-        args.dtype = "float32"
-        size, num_tokens = args.block_size, args.arrival_tokens
-        self.decode_prompt, self.decode_tokens = 128, args.decode_steps + 2 * args.arrivals + 64
+        args, size, num_tokens = self.args, self.args.block_size, self.args.arrival_tokens
         blocks = args.running * -(-(self.decode_prompt + self.decode_tokens) // size) + 8 * num_tokens // size
         blocks = max(blocks, args.arrivals * (num_tokens // size + 2)) + 64
         config = VllmConfig(
-            model_config=ModelConfig(model=model_dir(args), skip_tokenizer_init=True, dtype="float32", seed=0),
+            model_config=ModelConfig(model=model, skip_tokenizer_init=True, dtype="float32", seed=0),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=args.running + 16, max_num_batched_tokens=8192, max_model_len=1 << 14,
                 enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=False,
             ),
             cache_config=CacheConfig(block_size=size, gpu_memory_utilization=0.9, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
-            kv_transfer_config=transfer_config(args.variant),
+            kv_transfer_config=transfer_config(self.variant),
         )  # fmt: skip
         config.cache_config.kv_cache_layout = "LBNHC"  # what the engine resolves before connectors
         config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layer"], spec)]
-        self.scheduler = Scheduler(
+        return Scheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             log_stats=True,
             structured_output_manager=StructuredOutputManager(config),
             block_size=size,
         )
-        self.timer = StepTimer(self.scheduler)
-        self.is_new = True
-        self.pickled, self.num_ended, self.num_cached = [], 0, 0
-        gc.collect()
-        gc.freeze()
-        return environment()
 
-    def measure(self, *, seed):
+    def measure(self, seed: int) -> dict[str, Any]:
         """One round."""
         from vllm.v1.request import RequestStatus
 
@@ -86,7 +83,7 @@ class SchedulerAlone:
             self.step()
         for _ in range(10):
             self.step()
-        decode = self.part(lambda i: None, args.decode_steps)
+        decode = self.part(lambda _: None, args.decode_steps)
         arrive = self.part(lambda i: self.add(f"{seed}-hit-{i}", prompts[i], 1), args.arrivals)
         running = [f"{seed}-run-{i}" for i in range(args.running)]
         self.scheduler.finish_requests(running, RequestStatus.FINISHED_ABORTED)
@@ -94,7 +91,7 @@ class SchedulerAlone:
         assert self.scheduler.reset_prefix_cache(), "blocks are still held"
         return {"decode": decode, "arrive": arrive}
 
-    def part(self, before, num_steps):
+    def part(self, before: Callable[[int], None], num_steps: int) -> dict[str, Any]:
         self.timer.reset()
         self.pickled.clear()
         self.num_cached = self.num_ended = 0
@@ -111,7 +108,7 @@ class SchedulerAlone:
             "cached_tokens": self.num_cached,
         }
 
-    def add(self, request_id, tokens, max_tokens):
+    def add(self, request_id: str, tokens: list[int], max_tokens: int) -> None:
         from vllm import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -126,11 +123,11 @@ class SchedulerAlone:
             )
         )  # fmt: skip
 
-    def drain(self):
+    def drain(self) -> None:
         while self.scheduler.has_requests():
             self.step()
 
-    def step(self, *, measure_pickle=False):
+    def step(self, *, measure_pickle: bool = False) -> None:
         output = self.scheduler.schedule()
         if measure_pickle and output.kv_connector_metadata is not None:  # what another process would be sent
             started_s = time.thread_time()
@@ -143,7 +140,7 @@ class SchedulerAlone:
                     self.num_ended += 1
                     self.num_cached += one.prefill_stats.num_cached_tokens if one.prefill_stats else 0
 
-    def run(self, output):
+    def run(self, output: Any) -> Any:
         from vllm.v1.outputs import ModelRunnerOutput
 
         requests, ids = self.scheduler.requests, list(output.num_scheduled_tokens)
@@ -157,13 +154,13 @@ class SchedulerAlone:
             kv_connector_output=self.copies(output.kv_connector_metadata),
         )
 
-    def copies(self, metadata):
+    def copies(self, metadata: Any) -> Any:
         """What the connector's worker says of a step."""
         if metadata is None:
             return None
-        return self.peer_copies(metadata) if self.args.variant == "peer" else self.our_copies(metadata)
+        return self.peer_copies(metadata) if self.variant == "peer" else self.our_copies(metadata)
 
-    def peer_copies(self, metadata):
+    def peer_copies(self, metadata: Any) -> Any:
         from tpu_inference.offload.tpu_offload_connector import KVOffloadConnectorStats
         from vllm.v1.outputs import KVConnectorOutput
 
@@ -175,28 +172,46 @@ class SchedulerAlone:
                 stats.record_save(one.req_id, one.save_spec.dst_chunks)
         return KVConnectorOutput(kv_connector_stats=None if stats.is_empty() else stats)
 
-    def our_copies(self, metadata):
+    def our_copies(self, metadata: Any) -> Any:
+        from offload_scheduler import finish_jobs
         from vllm.v1.outputs import KVConnectorOutput
 
-        from tpu_offload import JobKind, JobResult, JobState, KVLayout, StepReport
+        from tpu_offload import JobKind, KVLayout, LayerGroup, LayerGroupKind
         from tpu_offload.adapters.vllm.messages import ReportMessage
-        from tpu_offload.layout import LayerGroup, LayerGroupKind
 
         plan, layout = metadata.plan, None
         if self.is_new:
             page = (self.args.block_size, 1, 2, 1)
             group = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), page, "float32")
             layout = KVLayout(self.args.block_size, (group,))
-        results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.jobs)
-        message = None
-        if results or self.is_new:
-            message = ReportMessage(
-                (StepReport(worker_id=0, results=results, num_host_chunks=self.args.host_blocks),), layout
-            )
+        report = finish_jobs(plan, num_host_chunks=self.args.host_blocks)
+        message = ReportMessage((report,), layout) if report.results or self.is_new else None
         self.is_new = False
-        received = {job.request_id for job in plan.of(JobKind.LOAD)} if self.args.variant != "ours-sync" else None
+        received = {job.request_id for job in plan.of(JobKind.LOAD)} if self.variant != "ours-sync" else None
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=message)
 
 
+class Schedulers:
+    """What the parent asks for."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.variants: dict[str, SchedulerAlone] = {}
+
+    def start(self) -> dict[str, Any]:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import init_none_hash
+
+        init_none_hash(sha256)
+        model = model_dir(argparse.Namespace(**vars(self.args) | {"dtype": "float32"}))
+        self.variants = {variant: SchedulerAlone(self.args, variant, model) for variant in self.args.variants}
+        return environment()
+
+    def measure(self, *, variant: str, seed: int) -> dict[str, Any]:
+        gc.collect()
+        gc.freeze()
+        return self.variants[variant].measure(seed)
+
+
 if __name__ == "__main__":
-    serve_parent(SchedulerAlone(argparse.Namespace(**json.loads(sys.argv[1]))))
+    serve_parent(Schedulers(argparse.Namespace(**json.loads(sys.argv[1]))))

@@ -1,28 +1,52 @@
-"""The benchmarks still run: their sweeps, their files and what they say."""
+"""Each benchmark still runs: its sweep, its file, what documents quote of it, and what it says of bad input."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
 
 
-def test_transfer(tmp_path):
+@pytest.fixture
+def main(monkeypatch):
+    """A benchmark's `main`, in this process: importing jax takes longer than most of what is measured here."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return lambda script: importlib.import_module(script).main
+
+
+@pytest.fixture
+def run(main, tmp_path, capsys):
+    """Runs a benchmark; what it printed, and what it wrote."""
+
+    def call(script, arguments):
+        path = tmp_path / "report.json"
+        assert main(script)([*arguments.split(), "--json", str(path)]) == 0
+        return capsys.readouterr().out, json.loads(path.read_text())
+
+    return call
+
+
+def test_transfer_as_a_command(tmp_path):
+    """It makes devices before it imports jax, so it cannot run in this process."""
     path = tmp_path / "t.json"
-    command = [sys.executable, "benchmarks/bench_transfer.py", "--json", str(path), "--seconds", "1", "--rounds", "1"]
-    sweep = ["--num-blocks", "1", "2", "4", "--block-kib", "1024", "--num-layers", "2", "4"]
-    sweep += ["--dtype", "bfloat16", "int8", "--devices", "1", "2"]
+    sweep = "--seconds 1 --rounds 1 --num-blocks 1 2 4 --block-kib 1024 --num-layers 2 4 --dtype bfloat16 int8"
+    command = [sys.executable, "benchmarks/bench_transfer.py", *sweep.split(), "--devices", "1", "2", "--json", path]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *sweep], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "direct saves, one block of 1 MiB, ratio to the limit: min" in done.stdout
     report = json.loads(path.read_text())
     assert report["device"]["count"] == 2
+    assert report["settings"]["num_blocks"] == [1, 2, 4]
+    assert report["argv"][:2] == ["--seconds", "1"]
+    assert {"python", "jax", "numpy"} <= report["versions"].keys()
     assert len(report["targets"]) == 6
     found = {(r["path"], r["num_layers"], r["dtype"], r["num_devices"], r["num_blocks"]) for r in report["results"]}
     base = {(path, 2, "bfloat16", 1, n) for path in ("direct", "staged") for n in (1, 2, 4)}
@@ -30,76 +54,141 @@ def test_transfer(tmp_path):
     assert found == base | {("direct", *shape, n) for shape in varied for n in (1, 4)}
 
 
-def test_save_modes(tmp_path):
-    path = tmp_path / "s.json"
-    command = [
-        sys.executable,
-        "benchmarks/bench_save_modes.py",
-        "--json",
-        str(path),
-        "--modes",
-        "compute",
-        "eviction:2",
-    ]
-    sizes = ["--host-per-hbm", "1", "--num-requests", "60", "--num-documents", "6", "--hbm-blocks", "40"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *sizes], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    plain, most, compute, eviction = json.loads(path.read_text())["results"]
+def test_save_modes(run):
+    sizes = "--host-per-hbm 1 --num-requests 60 --num-documents 6 --hbm-blocks 40"
+    said, report = run("bench_save_modes", f"--modes compute eviction:2 {sizes}")
+    assert "blocks a request saved" in said
+    plain, most, compute, eviction = report["results"]
     assert plain["computed"] > eviction["computed"] > most["computed"]
     assert compute["gap"] < eviction["gap"]
     assert compute["saved"] > eviction["saved"] > 0
-    evictions = [*command[:4], "--evicted-blocks", "2", "40", "--repeats", "3"]
-    done = subprocess.run(
-        evictions, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(path.read_text())["results"]
-    assert [row["num_blocks"] for row in found] == [2, 40]
-    assert all(row["first_eviction_s"] > row["later_eviction_s"] > 0 for row in found)
 
 
-def test_policies(tmp_path):
-    path = tmp_path / "p.json"
+def test_evictions(run):
+    _, report = run("bench_save_modes", "--evicted-blocks 2 40 --repeats 3")
+    assert [row["num_blocks"] for row in report["results"]] == [2, 40]
+    assert all(row["first_eviction_s"] > row["later_eviction_s"] > 0 for row in report["results"])
+
+
+def test_policies(run, tmp_path):
     trace = tmp_path / "trace.jsonl"
     requests = [list(range(i % 7, i % 7 + 5)) for i in range(80)]
     trace.write_text(
         "".join(json.dumps({"timestamp": 0, "hash_ids": [f"{r[0]}-{i}" for i in r]}) + "\n" for r in requests)
     )
-    command = [sys.executable, "benchmarks/bench_policies.py", "--json", str(path), "--trace", str(trace)]
-    sweep = ["--share", "0.5", "--num-chunks", "100", "--prompt-chunks", "5", "--chunks-timed", "400", "--slices", "4"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *sweep], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(path.read_text())["results"]
-    assert [result["requests"] for result in results] == ["trace", "synthetic"]
-    for result in results:
+    sweep = "--share 0.5 --num-chunks 100 --prompt-chunks 5 --chunks-timed 400 --slices 4"
+    _, report = run("bench_policies", f"--trace {trace} {sweep}")
+    assert [result["requests"] for result in report["results"]] == ["trace", "synthetic"]
+    for result in report["results"]:
         assert {"lru", "arc", "s3fifo", "wtinylfu", "lru with priorities"} <= result["policies"].keys()
         assert result["policies"]["lru"]["index_ratio_to_lru"]["median"] == 1
-        assert all(figures["policy_us_per_chunk"]["median"] > 0 for figures in result["policies"].values())
+        assert all(
+            figures["index_us_per_chunk"]["median"] > figures["policy_us_per_chunk"]["median"] > 0
+            for figures in result["policies"].values()
+        )
 
 
-def test_stalls(tmp_path):
-    path = tmp_path / "stalls.json"
-    command = [sys.executable, "benchmarks/bench_stalls.py", "--json", str(path), "--num-chunks", "400"]
-    sizes = ["--policies", "density", "lru", "--prompt-chunks", "20", "50", "--fill-chunks", "40"]
-    sizes += ["--staging-blocks", "16"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *sizes, "--num-steps", "3"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    results = json.loads(path.read_text())["results"]
-    assert [(r["policy"], r["record_events"]) for r in results] == [
+def test_stalls(run):
+    sizes = "--prompt-chunks 20 50 --fill-chunks 40 --staging-blocks 16 --num-steps 3"
+    _, report = run("bench_stalls", f"--num-chunks 400 --policies density lru {sizes}")
+    assert [(r["policy"], r["record_events"]) for r in report["results"]] == [
         (policy, events) for policy in ("density", "lru") for events in (False, True)
     ]
-    for result in results:
+    for result in report["results"]:
         assert {"reset", "apply restart", "apply lost segment", "match 50 hit", "plan_step 20 at once"} <= result[
             "calls_ms"
         ].keys()
         assert result["num_resident"] > 300
+
+
+def test_index(run):
+    said, report = run("bench_index", "--num-indexed 200 --prompt-chunks 1 50 500 --chunks-timed 20")
+    assert "ours / peer: index_hit" in said
+    assert [(r["num_indexed"], r["prompt_chunks"]) for r in report["results"]] == [(200, 1), (200, 50)]
+    for result in report["results"]:
+        us = {name: spread["median"] for name, spread in result["us_per_chunk"].items()}
+        assert us["hit"] > us["hit_match"] > 0
+        assert result["ratio_to_peer"]["both"]["num"] == result["num_requests"]
+    assert report["memory"][0]["ours"]["bytes_per_chunk"] > 24  # its key
+
+
+def test_dispatch(run):
+    sizes = "--num-blocks 4 --cache-blocks 16 --host-chunks 16 --steps 40 --repeats 2"
+    _, report = run("bench_dispatch", f"--num-running 0 4 --num-layers 1 2 {sizes}")
+    assert [result["num_layers"] for result in report["results"]] == [1, 2]
+    for result in report["results"]:
+        us = {name: spread["median"] for name, spread in result["us"].items()}
+        assert {"poll_in_flight", "dispatch_of_none_thread_result", "save_4_requests", "load_1_requests"} <= us.keys()
+        assert us["idle_4_all_named"] > us["idle_4"] > us["idle_4_plan"] > 0
+        assert us["idle_4_glue_decode_save_block_completed"] > 0
+        assert us["save_1_requests_end_step_in_program"] > 0
+        assert result["us"]["save_1_requests"]["num"] == 2
+
+
+def test_long_prompt(run):
+    said, report = run("bench_long_prompt", "--num-tokens 512 --staging-tokens 256 --rounds 1")
+    assert "loaded; first token after" in said
+    assert [r["path"] for r in report["results"]] == ["direct", "staged"]
+    assert all(r["loaded_tokens"] > 256 for r in report["results"])
+
+
+def test_overhead(run):
+    said, report = run("bench_overhead", "--rounds 1 --requests 2 --concurrency 2")
+    assert "tokens/s with offloading / without: median" in said
+    assert report["results"]["saved_nbytes"] > 0
+
+
+def test_swap(run):
+    said, report = run("bench_swap", "--num-tokens 16 32 --rounds 1 --num-running 2 --num-layers 1")
+    assert "a swap out and back takes 1/" in said
+    for row in report["results"]:
+        assert all(row[f"{part}_ms"]["median"] > 0 for part in ("decide", "out", "back", "memcpy", "recompute"))
+
+
+def test_tpu_compile(run):
+    pytest.importorskip("libtpu")
+    said, report = run("bench_tpu_compile", "--generations v6e --tp 1 --dtypes bfloat16 --layers 1 --paths direct")
+    assert "2 programs, 0 did not compile, 0 with copies of whole arrays" in said
+    assert [row["program"] for row in report["results"]] == ["direct_save", "direct_load"]
+
+
+def test_traffic(main, capsys, tmp_path):
+    from tpu_offload.sim import read_traces
+
+    assert main("traffic")(["agent"]) == 0
+    trace = tmp_path / "agent.jsonl"
+    trace.write_text(capsys.readouterr().out)
+    assert main("traffic")(["agent", "--seed", "1"]) == 0
+    assert capsys.readouterr().out != trace.read_text()
+    read = read_traces([trace])
+    assert 0 < read.num_unique_blocks < read.num_blocks
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bad_input_is_answered_in_one_line_before_the_work(main, script, capsys, tmp_path):
+    if script == "bench_serve":
+        pytest.importorskip("aiohttp")  # its client's, in the environment of vLLM
+    for arguments in (["--json", str(tmp_path / "no" / "file.json")], ["--json", str(tmp_path)], ["--such"]):
+        with pytest.raises(SystemExit) as ended:
+            main(script)(arguments)
+        assert ended.value.code == 2
+        usage, error = capsys.readouterr().err.rsplit("\n", 2)[:2]
+        assert "usage: " in usage
+        assert "error: " in error
+        assert arguments[-1] in error
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "error"),
+    [
+        ("bench_index", "--num-indexed 0", "argument --num-indexed: got '0'; expected a whole number from 1 on"),
+        ("bench_overhead", "--rounds -1", "argument --rounds: got '-1'; expected a whole number from 1 on"),
+        ("bench_save_modes", "--evicted-blocks 1", "a prefix of one block has no later eviction"),
+        ("bench_dispatch", "--num-blocks 300", "more than there are --cache-blocks or --host-chunks"),
+        ("bench_transfer", "--paths fused", "give --step-ms as well"),
+    ],
+)
+def test_sizes_that_make_no_sense(main, script, arguments, error, capsys):
+    with pytest.raises(SystemExit):
+        main(script)(arguments.split())
+    assert error in capsys.readouterr().err.splitlines()[-1]

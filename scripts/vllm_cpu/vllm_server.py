@@ -320,7 +320,7 @@ def _keep() -> None:
 
 def _runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 

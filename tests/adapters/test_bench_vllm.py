@@ -12,23 +12,16 @@ pytestmark = pytest.mark.vllm
 
 
 def run(path, *arguments):
-    command = [
-        sys.executable,
-        "benchmarks/bench_vllm.py",
-        "--quick",
-        "--ours",
-        "async",
-        "--json",
-        str(path),
-        *arguments,
-    ]
+    command = [sys.executable, "benchmarks/bench_vllm.py", "--quick", "--ours", "async", "--json", str(path)]
     done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(path.read_text())
 
 
 def test_the_scheduler_alone(tmp_path):
-    _, report = run(tmp_path / "report.json", "--part", "scheduler")
+    said, report = run(tmp_path / "report.json", "--part", "scheduler")
+    assert "pickling the metadata, median (us CPU)" in said
+    assert {"vllm-tpu", "tpu-inference"} <= report["versions"].keys()
     figures = report["scheduler"]["figures"]
     assert set(figures) == {"none", "peer", "ours-async"}
     for variant in ("peer", "ours-async"):
