@@ -281,8 +281,8 @@ def test_notes_are_told(tmp_path, capsys, caplog):
     path = write_trace(tmp_path / "plain.jsonl", [[1, 2], [2, 1]])
     assert simulate(path, "--policies", "lru", "--sizes", "1") == 0
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path} line 2: hash_ids are not prefix-chained; id 2 follows another one than before; an id counts "
-        "as a different block after each prefix"
+        f"{path} line 2: hash_ids are not prefix-chained; id 2 follows another block than before; an id counts as "
+        "a different block after each prefix"
     ]
 
 

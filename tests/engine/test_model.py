@@ -64,7 +64,7 @@ def test_page_shape_packs_heads_into_words(kv_dtype, page_shape):
     ("change", "message"),
     [
         ({"num_layers": 0}, "num_layers=0; expected at least 1"),
-        ({"num_kv_heads": 3}, "no multiple of num_kv_heads=3"),
+        ({"num_kv_heads": 3}, "not a multiple of num_kv_heads=3"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
         ({"kv_dtype": "int4"}, "kv_dtype='int4'; expected one of"),
         ({"num_kv_heads": 1, "kv_dtype": "float8_e4m3fn"}, "set num_kv_heads to a multiple of 2"),

@@ -315,5 +315,5 @@ def test_the_invariant_can_fail():
     step(scheduler)
     scheduler.invalidate_prefixes()
     scheduler._blocks._full.register(old.block_ids[0], old.block_hashes[0])
-    with pytest.raises(AssertionError, match="KV of before a reset can be found"):
+    with pytest.raises(AssertionError, match="KV from before a reset is in the prefix cache"):
         scheduler.check_invariants()

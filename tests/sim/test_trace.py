@@ -65,7 +65,7 @@ def test_ids_that_are_not_chained_are_chained(tmp_path):
     assert [r.blocks for r in trace.requests] == [(0, 1), (2, 3), (2, 3, 4), (0, 1)]
     assert len(set(trace.keys)) == 5
     (note,) = trace.notes
-    assert "t.jsonl line 2: hash_ids are not prefix-chained; id 2 follows another one than before" in note
+    assert "t.jsonl line 2: hash_ids are not prefix-chained; id 2 follows another block than before" in note
 
 
 def test_chained_by_us_or_by_the_file_is_the_same(tmp_path):

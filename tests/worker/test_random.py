@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 REASONS = (
     "halted",
-    "was lost to a save that failed",
+    "was lost to a failed save",
     "was lost, or never written",
     "the host memory of its chunks was lost",
     "did not return",

@@ -308,7 +308,7 @@ def test_a_pool_of_less_than_a_block_is_no_pool(caplog):
     caches = random_caches(np.random.default_rng(0))
     layout = KVLayout.from_caches(caches, block_size=4)
     worker = OffloadWorker(OffloadConfig.create(num_cpu_chunks=0, swap_gb=1e-9), layout, caches, available=2**30)
-    assert caplog.text.count("holds less than a block of each layer group") == 1
+    assert caplog.text.count("holds less than one block per layer group") == 1
     assert worker.poll().num_swap_blocks == ()
     job = CopyJob(
         job_id=1,

@@ -190,7 +190,7 @@ class _Tree:
     def _other(self, parent: int, hash_id: int | str) -> int:
         block = self._others.get((parent, hash_id))
         if block is None:
-            self.example = self.example or f"id {hash_id!r:.40} follows another one than before"
+            self.example = self.example or f"id {hash_id!r:.40} follows another block than before"
             block = self._others[parent, hash_id] = self._add(parent, hash_id)
         return block
 
