@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-_XLA_FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    "--xla_cpu_parallel_codegen_split_count=1",  # a small program compiles fastest in one piece
-)
+from tests.kept_programs import KeptPrograms
+
+_EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 HAS_VLLM = all(importlib.util.find_spec(name) for name in ("vllm", "tpu_inference"))
 
 
@@ -22,31 +21,43 @@ def pytest_configure(config):
     # Before the first test module imports jax, which reads both.
     if config.option.markexpr != "tpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
-        flags = os.environ.get("XLA_FLAGS", "").split()  # the processes of pytest-xdist inherit them
-        os.environ["XLA_FLAGS"] = " ".join([*flags, *(flag for flag in _XLA_FLAGS if flag not in flags)])
+        flags = os.environ.get("XLA_FLAGS", "")
+        if _EIGHT_DEVICES not in flags:  # the processes of pytest-xdist inherit it
+            os.environ["XLA_FLAGS"] = f"{flags} {_EIGHT_DEVICES}"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kept_programs(tmp_path_factory):
-    """What XLA has compiled once in this process it does not compile again, though jax forgets it with its function.
+def kept_programs(tmp_path_factory, pytestconfig):
+    """What XLA has compiled once it does not compile again: not for another function, process or session.
 
-    Tracing and lowering remain, and so does the event of a compile, which tests count. Other processes do not see
-    these files: jax writes them in place, so that one that is stopped, as tests do to them, leaves half a file.
+    Tracing and lowering remain, and so does the event of a compile, which tests count. `pytest --cache-clear` removes
+    what earlier sessions have compiled.
     """
     import jax
 
+    own = tmp_path_factory.mktemp("programs")
+    programs = KeptPrograms(own, pytestconfig.cache.mkdir("programs"))
     # -1: all of them, however small and fast.
     kept = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_compilation_cache_dir": str(own),
         "jax_persistent_cache_min_compile_time_secs": -1,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     before = {name: getattr(jax.config, name) for name in kept}
     for name, value in kept.items():
         jax.config.update(name, value)
-    yield
+    yield programs
     for name, value in before.items():
         jax.config.update(name, value)
+    programs.prune()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exchanged_programs(kept_programs):
+    """Each module finds what other processes have compiled by then."""
+    kept_programs.exchange()
+    yield
+    kept_programs.exchange()
 
 
 @pytest.fixture

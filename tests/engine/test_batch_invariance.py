@@ -11,8 +11,6 @@ from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.engine.batch import TokenRun
 from tpu_offload.engine.runner import ModelRunner
 
-pytestmark = pytest.mark.optimized
-
 # The widths of the default model: how XLA multiplies matrices depends on them. Fewer layers compile faster.
 MODEL = dataclasses.replace(ModelConfig(), num_layers=2)
 ENGINE = EngineConfig(block_size=16, num_blocks=96, max_num_seqs=6, max_model_len=320, max_num_batched_tokens=256)

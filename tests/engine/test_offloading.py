@@ -21,8 +21,6 @@ from tpu_offload import OffloadConfig, RequestError, Update
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.types import Direction
 
-pytestmark = pytest.mark.optimized
-
 # One conversation fills most of it, so that each turn pushes the others out.
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
 

@@ -15,8 +15,6 @@ from tpu_offload.engine.config import num_blocks_of, window_ring_blocks
 from tpu_offload.engine.runner import ModelRunner
 from tpu_offload.errors import ConfigError
 
-pytestmark = pytest.mark.optimized
-
 GREEDY = SamplingParams(1)
 TOKENS = random_tokens(0, 300)  # three tiles of keys
 WINDOWED = dataclasses.replace(TINY, num_layers=3, kv_dtype="float32", sliding_window=20, window_layers=(0, 2))
