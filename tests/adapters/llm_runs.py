@@ -541,7 +541,7 @@ def main() -> None:
     cpu_shim.install()
     with tempfile.TemporaryDirectory() as model:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))
-        for line in sys.stdin:
+        for number, line in enumerate(sys.stdin):
             try:
                 outcome = live(json.loads(line), model)
             except Exception as e:
@@ -550,7 +550,7 @@ def main() -> None:
                 _clean_up()
             answers.write(json.dumps(outcome) + "\n")
             answers.flush()
-            if gc.get_freeze_count() == 0:  # the first life has imported everything
+            if number == 0:  # the first life has imported everything
                 _freeze_imports()
 
 
