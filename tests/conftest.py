@@ -1,9 +1,13 @@
 """The whole suite runs on the CPU backend with eight virtual devices, but for `-m tpu`."""
 
+import gc
 import importlib.util
 import os
+import sys
 
 import pytest
+
+from tests.kept_programs import KeptPrograms
 
 _EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 HAS_VLLM = all(importlib.util.find_spec(name) for name in ("vllm", "tpu_inference"))
@@ -16,6 +20,10 @@ def pytest_report_header():
 
 
 def pytest_configure(config):
+    # A container that forbids bytecode would have every process that a test starts compile all it imports: 10 s for
+    # vLLM. The environments and the checkout are ours to write into.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Before the first test module imports jax, which reads both.
     if config.option.markexpr != "tpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,27 +32,45 @@ def pytest_configure(config):
             os.environ["XLA_FLAGS"] = f"{flags} {_EIGHT_DEVICES}"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def kept_programs(tmp_path_factory):
-    """What XLA has compiled once in this process it does not compile again, though jax forgets it with its function.
+def pytest_collection_finish():
+    """The collector leaves alone what was imported, and comes less often: it took up to a fifth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
-    Tracing and lowering remain, and so does the event of a compile, which tests count. Other processes do not see
-    these files: jax writes them in place, so that one that is stopped, as tests do to them, leaves half a file.
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_programs(tmp_path_factory, pytestconfig):
+    """What XLA has compiled once it does not compile again: not for another function, process or session.
+
+    Tracing and lowering remain, and so does the event of a compile, which tests count. `pytest --cache-clear` removes
+    what earlier sessions have compiled.
     """
     import jax
 
+    own = tmp_path_factory.mktemp("programs")
+    programs = KeptPrograms(own, pytestconfig.cache.mkdir("programs"))
     # -1: all of them, however small and fast.
     kept = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_compilation_cache_dir": str(own),
         "jax_persistent_cache_min_compile_time_secs": -1,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     before = {name: getattr(jax.config, name) for name in kept}
     for name, value in kept.items():
         jax.config.update(name, value)
-    yield
+    yield programs
     for name, value in before.items():
         jax.config.update(name, value)
+    programs.prune()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exchanged_programs(kept_programs):
+    """Each module finds what other processes have compiled by then."""
+    kept_programs.exchange()
+    yield
+    kept_programs.exchange()
 
 
 @pytest.fixture

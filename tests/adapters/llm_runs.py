@@ -19,6 +19,7 @@ engine.
 """
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -461,21 +462,25 @@ def _give_weights(runner: Any) -> None:
     vLLM's dummy weights are so small that it depends on the last token alone: no test would see a wrong KV cache.
     """
     import jax
-    import jax.numpy as jnp
-
-    def of(place: int, path: tuple[Any, ...], weight: jax.Array) -> jax.Array:
-        name = jax.tree_util.keystr(path)
-        if weight.ndim == 1:
-            value = jnp.full(weight.shape, 2.0 if "q_norm" in name or "k_norm" in name else 1.0, weight.dtype)
-        else:
-            scale = 0.5 if "embed" in name else 1 / 16  # a small residual leaves room for what attention adds
-            value = scale * jax.random.normal(jax.random.key(place), weight.shape, weight.dtype)
-        return jax.device_put(value, weight.sharding)
 
     weights, tree = jax.tree_util.tree_flatten_with_path(runner.state)
-    leaves = [of(place, path, weight) for place, (path, weight) in enumerate(weights)]
+    leaves = [
+        jax.device_put(_weight(place, jax.tree_util.keystr(path), weight.shape, weight.dtype), weight.sharding)
+        for place, (path, weight) in enumerate(weights)
+    ]
     runner.state = jax.tree_util.tree_unflatten(tree, leaves)
     runner.state_leaves = tuple(leaves)
+
+
+@functools.cache
+def _weight(place: int, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    import jax
+    import numpy as np
+
+    if len(shape) == 1:
+        return np.full(shape, 2.0 if "q_norm" in name or "k_norm" in name else 1.0, dtype)
+    scale = 0.5 if "embed" in name else 1 / 16  # a small residual leaves room for what attention adds
+    return np.asarray(scale * jax.random.normal(jax.random.key(place), shape, dtype))
 
 
 def _one_line(error: BaseException) -> str:
@@ -519,6 +524,16 @@ def _clean_up() -> None:
     cleanup_dist_env_and_memory()
 
 
+def _freeze_imports() -> None:
+    """The collector passes over a million objects of vLLM, torch and jax, as it did in most of the time of a life.
+
+    vLLM freezes them too, but with the engine that it has just made, and thaws all of them when that ends.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
 def main() -> None:
     """Reads lives, writes outcomes."""
     answers = os.fdopen(os.dup(1), "w")
@@ -528,7 +543,7 @@ def main() -> None:
     cpu_shim.install()
     with tempfile.TemporaryDirectory() as model:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))
-        for line in sys.stdin:
+        for number, line in enumerate(sys.stdin):
             try:
                 outcome = live(json.loads(line), model)
             except Exception as e:
@@ -537,6 +552,8 @@ def main() -> None:
                 _clean_up()
             answers.write(json.dumps(outcome) + "\n")
             answers.flush()
+            if number == 0:  # the first life has imported everything
+                _freeze_imports()
 
 
 if __name__ == "__main__":

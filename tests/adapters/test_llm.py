@@ -24,8 +24,9 @@ _LIFE_LIMIT_S = 120
 class Process:
     """A process that lives lives. Started when it is needed, and anew after it has hung or died."""
 
-    def __init__(self, home: Path) -> None:
-        self._home = home
+    def __init__(self, home: Path, settings: dict[str, str]) -> None:
+        self._home, self._settings = home, settings
+        self.has_hung = False  # or died, perhaps while it was writing
         self._child: subprocess.Popen[str] | None = None
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
@@ -42,6 +43,7 @@ class Process:
             selector.register(self._child.stdout, selectors.EVENT_READ)
             line = self._child.stdout.readline() if selector.select(limit_s) else ""
         if not line:
+            self.has_hung = True
             self.close()
             self._log.seek(0)
             pytest.fail(f"the process hung or died; the end of its log:\n{self._log.read()[-8000:]}")
@@ -79,7 +81,7 @@ class Process:
         self._child = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.adapters.llm_runs"],
             cwd=ROOT,
-            env=environ | settings,
+            env=environ | settings | self._settings,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -88,9 +90,11 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    child = Process(tmp_path_factory.mktemp("vllm-home"))
+def process(tmp_path_factory, kept_vllm):
+    child = Process(tmp_path_factory.mktemp("vllm-home"), kept_vllm.settings)
     yield child
+    if not child.has_hung:
+        kept_vllm.publish()
     child.close()
 
 

@@ -28,8 +28,8 @@ _END_LIMIT_S = 60.0
 class Served:
     """The servers, and what is asked of them."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, kept):
+        self.folder, self.kept = folder, kept
         self.events_path = folder.path / "tmp" / "events"
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{self.events_path}"}
         extra = OURS["kv_connector_extra_config"] | {"num_cpu_chunks": NUM_HOST_BLOCKS}
@@ -39,15 +39,19 @@ class Served:
             num_blocks=NUM_BLOCKS,
             connector=self.connector,
             arguments=["--kv-events-config", json.dumps(events)],
+            environ=kept.settings,
         )
         self.plain = self.doomed = None
         self.tree = KVTree(self.events_path, BLOCK_SIZE)
 
     def start_others(self):
-        self.plain = Server(self.folder, num_blocks=400)
+        self.plain = Server(self.folder, num_blocks=400, environ=self.kept.settings)
         for server in (self.ours, self.plain):
             server.wait_until_ready()
-        self.doomed = Server(self.folder, num_blocks=NUM_BLOCKS, connector=self.connector)  # up when it is needed
+        self.kept.publish()
+        self.doomed = Server(  # up when it is needed
+            self.folder, num_blocks=NUM_BLOCKS, connector=self.connector, environ=self.kept.settings_of_another()
+        )
 
     def close(self):
         for server in (self.ours, self.plain, self.doomed):
@@ -94,12 +98,13 @@ def right_answer(served, tokens, answer=16):
 
 
 @pytest.fixture(scope="module")
-def served():
+def served(kept_vllm):
     with Folder() as folder:
-        servers = Served(folder)
+        servers = Served(folder, kept_vllm)
         try:
             servers.start_others()
             yield servers
+            kept_vllm.publish()
         finally:
             servers.close()
 

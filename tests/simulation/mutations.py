@@ -18,6 +18,7 @@ import ast
 import dataclasses
 import difflib
 import functools
+import gc
 import importlib.abc
 import importlib.machinery
 import json
@@ -547,9 +548,13 @@ def caught() -> dict[str, int]:
 
 def run_all(num_seeds: int, num_steps: int, *, only: str = "") -> Iterator[dict[str, Any]]:
     """What the simulation finds of each bug, by name: on the seed that found it before, else on one of the first."""
-    import jax  # noqa: F401  (before the first fork, because it takes a second)
-    import pydantic  # noqa: F401
+    # Before the first fork, because they take a second. No child must find the modules that its bug may be in.
+    import tpu_offload.config
+    import tpu_offload.metrics
+    import tpu_offload.worker  # noqa: F401
 
+    assert not any(name.startswith("tpu_offload.core") for name in sys.modules)
+    gc.freeze()
     known = caught()
     _homes(ROOT)  # for all children
 

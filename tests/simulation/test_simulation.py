@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -214,7 +213,8 @@ def test_ctrl_c_ends_with_the_totals_so_far(jobs, tmp_path):
     # Not by preexec_fn, which would fork: a child of a suite in the background has Ctrl-C ignored.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"from tests.simulation import cli; raise SystemExit(cli.main(['--seeds', '1000000', '--jobs', '{jobs}']))"
+        "from tests.simulation import cli; cli._LINE_INTERVAL_S = 0.0\n"
+        f"raise SystemExit(cli.main(['--seeds', '1000000', '--jobs', '{jobs}']))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -223,7 +223,7 @@ def test_ctrl_c_ends_with_the_totals_so_far(jobs, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    time.sleep(8)
+    assert process.stderr.readline().endswith(" of 1000000 seeds\n")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
