@@ -249,7 +249,7 @@ class Bench:
 
     def admit_all(self, ids: list[str], tables: list[list[int]], num_loaded_tokens: int) -> None:
         for request_id, table in zip(ids, tables, strict=True):
-            self.scheduler.admit(request_id, table, num_loaded_tokens=num_loaded_tokens)
+            self.scheduler.admit(request_id, [table], num_loaded_tokens=num_loaded_tokens)
 
     def settle(self) -> None:
         while self.scheduler.has_jobs:

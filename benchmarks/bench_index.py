@@ -124,7 +124,7 @@ def serve(scheduler: OffloadScheduler, watch: Stopwatch, name: str, request_id: 
     found = watch(
         f"{name}_match", scheduler.match, request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0
     ).num_tokens
-    watch(f"{name}_admit", scheduler.admit, request_id, block_ids, num_loaded_tokens=found)
+    watch(f"{name}_admit", scheduler.admit, request_id, [block_ids], num_loaded_tokens=found)
     changed = [] if found else [computed(request_id, block_ids, hashes, num_tokens, num_tokens)]
     plan = watch(f"{name}_plan", scheduler.plan_step, changed)
     (job,) = plan.jobs

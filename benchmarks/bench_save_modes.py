@@ -128,8 +128,15 @@ def evict(num_blocks: int, args: argparse.Namespace) -> Stopwatch:
     for _ in range(args.repeats):
         hashes = [BlockHash(rng.bytes(32)) for _ in range(num_blocks)]
         blocks = {block_hash: i for i, block_hash in enumerate(hashes)}
+
+        def block_of(group_id: int, block_hash: BlockHash, blocks: dict[BlockHash, int] = blocks) -> int | None:
+            return blocks.get(block_hash)
+
         prefix = CachedPrefix(
-            block_hashes=hashes, num_blocks=num_blocks, block_of=blocks.get, num_prompt_tokens=num_blocks * BLOCK_SIZE
+            block_hashes=hashes,
+            num_blocks=num_blocks,
+            block_of=block_of,
+            num_prompt_tokens=num_blocks * BLOCK_SIZE,
         )
         watch("evict", scheduler.evict, prefix)
         plan = watch("plan", scheduler.plan_step)

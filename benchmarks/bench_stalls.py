@@ -93,7 +93,7 @@ class Engine:
         found = self.watch(
             f"match {tag}", self.scheduler.match, request_id, hashes, num_tokens=num_tokens, num_computed_tokens=0
         ).num_tokens
-        self.watch(f"admit {tag}", self.scheduler.admit, request_id, blocks, num_loaded_tokens=found)
+        self.watch(f"admit {tag}", self.scheduler.admit, request_id, [blocks], num_loaded_tokens=found)
         self.step(tag)
         done = found // BLOCK_SIZE
         while done < num_chunks:

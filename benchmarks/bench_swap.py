@@ -90,10 +90,10 @@ class Bench:
     def candidates(self, name: str, blocks: list[int]) -> list[Candidate]:
         last = self.engine.num_blocks
         others = [
-            Candidate(request_id=f"old{i}", block_ids=[[last - 2 * i - 1, last - 2 * i - 2]], num_new_blocks=[1])
+            Candidate(request_id=f"old{i}", block_tables=[[last - 2 * i - 1, last - 2 * i - 2]], num_new_blocks=[1])
             for i in range(self.args.num_running)
         ]
-        return [*others, Candidate(request_id=name, block_ids=[blocks], num_new_blocks=[0])]
+        return [*others, Candidate(request_id=name, block_tables=[blocks], num_new_blocks=[0])]
 
     def copy(self, plan: StepPlan) -> float:
         jax.block_until_ready(self.runner.kv_caches)

@@ -26,7 +26,7 @@ def computed(
     """A request with a prompt of `num_tokens`, of which `num_computed` are computed after this step."""
     return ScheduledRequest(
         request_id=request_id,
-        block_ids=block_ids,
+        block_tables=[block_ids],
         block_hashes=block_hashes,
         num_prompt_tokens=num_tokens,
         num_computed_tokens=num_computed,

@@ -37,7 +37,7 @@ def test_a_request_that_is_saved_and_one_that_loads(monkeypatch):
         names["hasher"].extend(hashes, range(40))
         held = tpu_offload.ScheduledRequest(
             request_id=request_id,
-            block_ids=block_ids,
+            block_tables=[block_ids],
             block_hashes=hashes,
             num_prompt_tokens=40,
             num_computed_tokens=40,

@@ -107,7 +107,7 @@ class Caller:
         num = rng.randint(0, NUM_BLOCKS * BLOCK_SIZE) if computed is None else computed
         return ScheduledRequest(
             request_id=self.name(name),
-            block_ids=self.table(),
+            block_tables=[self.table()],
             block_hashes=self.block_hashes(name),
             num_prompt_tokens=self.number(num),
             num_computed_tokens=self.number(num),
@@ -134,7 +134,7 @@ class Caller:
         good = CachedPrefix(
             block_hashes=self.block_hashes(name),
             num_blocks=self.number(num),
-            block_of=block_of,
+            block_of=lambda group_id, block_hash: block_of(block_hash),
             num_prompt_tokens=self.number(num * BLOCK_SIZE),
             limits=RequestLimits(max_save_tokens=8),
         )
@@ -250,7 +250,7 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
         [
             ScheduledRequest(
                 request_id="a",
-                block_ids=as_form(ids),
+                block_tables=[as_form(ids)],
                 block_hashes=hashes,
                 num_prompt_tokens=24,
                 num_computed_tokens=24,
@@ -266,7 +266,7 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
     targets = [20, 25, 21, 24, 22, 23]
     for first in (0, 4):
         found = engine.scheduler.match("b", hashes, num_tokens=25, num_computed_tokens=first * BLOCK_SIZE).num_tokens
-        engine.scheduler.admit("b", as_form(targets), num_loaded_tokens=found)
+        engine.scheduler.admit("b", [as_form(targets)], num_loaded_tokens=found)
         plan = engine.scheduler.plan_step()
         assert {type(i) for job in plan.of(JobKind.LOAD) for i in job.block_ids} == {int}
         engine.apply_results = worker.begin_step(plan)
@@ -288,7 +288,11 @@ def test_hashes_of_all_forms_name_the_same_chunks(form):
     plan = engine.scheduler.plan_step(
         [
             ScheduledRequest(
-                request_id="c", block_ids=[1, 2, 3, 4], block_hashes=given, num_prompt_tokens=16, num_computed_tokens=16
+                request_id="c",
+                block_tables=[[1, 2, 3, 4]],
+                block_hashes=given,
+                num_prompt_tokens=16,
+                num_computed_tokens=16,
             )
         ]
     )
@@ -301,12 +305,12 @@ def test_a_step_is_refused_as_a_whole():
     engine.hasher.extend(hashes, tokens(8))
     good = [
         ScheduledRequest(
-            request_id=name, block_ids=[i, i + 1], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
+            request_id=name, block_tables=[[i, i + 1]], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
         )
         for i, name in enumerate("ab")
     ]
     bad = ScheduledRequest(
-        request_id="c", block_ids=[1, True], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
+        request_id="c", block_tables=[[1, True]], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
     )
     before = snapshot(engine.scheduler)
     engine.clock.now_s += 1000  # jobs that time out then are not refused, but they wait for a step that is
@@ -325,20 +329,20 @@ def test_of_a_request_that_is_named_twice_in_a_step_the_last_counts():
     engine.hasher.extend(hashes, tokens(8))
     named = [
         ScheduledRequest(
-            request_id="a", block_ids=[1, 2], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
+            request_id="a", block_tables=[[1, 2]], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
         ),
         ScheduledRequest(
-            request_id="a", block_ids=[3, 4], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
+            request_id="a", block_tables=[[3, 4]], block_hashes=hashes, num_prompt_tokens=8, num_computed_tokens=8
         ),
     ]
     assert [job.block_ids for job in engine.scheduler.plan_step(named).of(JobKind.SAVE)] == [(3, 4)]
     engine.scheduler.check_invariants()
     named = [
         ScheduledRequest(
-            request_id="b", block_ids=[1, 2], block_hashes=hashes[::-1], num_prompt_tokens=8, num_computed_tokens=8
+            request_id="b", block_tables=[[1, 2]], block_hashes=hashes[::-1], num_prompt_tokens=8, num_computed_tokens=8
         ),
         ScheduledRequest(
-            request_id="b", block_ids=[], block_hashes=hashes[::-1], num_prompt_tokens=8, num_computed_tokens=8
+            request_id="b", block_tables=[[]], block_hashes=hashes[::-1], num_prompt_tokens=8, num_computed_tokens=8
         ),
     ]
     assert engine.scheduler.plan_step(named).empty
@@ -352,7 +356,7 @@ def test_another_prompt_under_the_same_id_is_refused_where_it_would_be_saved():
     engine.scheduler.plan_step(
         [
             ScheduledRequest(
-                request_id="a", block_ids=[1, 2], block_hashes=one, num_prompt_tokens=8, num_computed_tokens=8
+                request_id="a", block_tables=[[1, 2]], block_hashes=one, num_prompt_tokens=8, num_computed_tokens=8
             )
         ]
     )
@@ -361,7 +365,11 @@ def test_another_prompt_under_the_same_id_is_refused_where_it_would_be_saved():
         engine.scheduler.plan_step(
             [
                 ScheduledRequest(
-                    request_id="a", block_ids=[3, 4], block_hashes=other, num_prompt_tokens=8, num_computed_tokens=8
+                    request_id="a",
+                    block_tables=[[3, 4]],
+                    block_hashes=other,
+                    num_prompt_tokens=8,
+                    num_computed_tokens=8,
                 )
             ]
         )
@@ -369,7 +377,7 @@ def test_another_prompt_under_the_same_id_is_refused_where_it_would_be_saved():
         engine.scheduler.preempt(
             "a",
             held=ScheduledRequest(
-                request_id="b", block_ids=[3, 4], block_hashes=other, num_prompt_tokens=8, num_computed_tokens=8
+                request_id="b", block_tables=[[3, 4]], block_hashes=other, num_prompt_tokens=8, num_computed_tokens=8
             ),
         )
     assert not differences(before, snapshot(engine.scheduler))
@@ -387,9 +395,11 @@ def test_a_refused_match_leaves_the_limits_as_they_were():
 @pytest.mark.parametrize("form", TABLE_FORMS)
 def test_victims_are_chosen_from_tables_of_all_forms(form):
     candidates = [
-        Candidate(request_id="old", block_ids=[TABLE_FORMS[form]([1, 2])], num_new_blocks=TABLE_FORMS[form]([1])),
-        Candidate(request_id="new", block_ids=[TABLE_FORMS[form]([2, 3])], num_new_blocks=[0]),
+        Candidate(request_id="old", block_tables=[TABLE_FORMS[form]([1, 2])], num_new_blocks=TABLE_FORMS[form]([1])),
+        Candidate(request_id="new", block_tables=[TABLE_FORMS[form]([2, 3])], num_new_blocks=[0]),
     ]
     assert choose_victims(candidates, num_free=TABLE_FORMS[form]([0])) == ("new",)
     with pytest.raises(RequestError, match="expected"):
-        choose_victims([*candidates, Candidate(request_id="bad", block_ids=[[True]], num_new_blocks=[0])], num_free=[0])
+        choose_victims(
+            [*candidates, Candidate(request_id="bad", block_tables=[[True]], num_new_blocks=[0])], num_free=[0]
+        )

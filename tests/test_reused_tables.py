@@ -121,12 +121,12 @@ class Engine:
         changed, computed = [], []
         for name, tokens in prompts.items():
             block_ids = self.grant(name, len(tokens) // BLOCK_SIZE)
-            self.scheduler.admit(name, self.rows(block_ids), num_loaded_tokens=0)
+            self.scheduler.admit(name, [self.rows(block_ids)], num_loaded_tokens=0)
             table = self.rows(block_ids)
             changed.append(
                 ScheduledRequest(
                     request_id=name,
-                    block_ids=table,
+                    block_tables=[table],
                     block_hashes=self.hashes(tokens),
                     num_prompt_tokens=len(tokens),
                     num_computed_tokens=len(tokens),
@@ -148,7 +148,7 @@ class Engine:
                 name, self.hashes(tokens), num_tokens=len(tokens) + 1, num_computed_tokens=num_loaded
             ).num_tokens
             assert num_tokens, f"{num_loaded} of {len(tokens)} tokens of {name} are there"
-            self.scheduler.admit(name, self.rows(block_ids), num_loaded_tokens=num_tokens)
+            self.scheduler.admit(name, [self.rows(block_ids)], num_loaded_tokens=num_tokens)
             self.rows.reuse()
             self.step()
             first, end = num_loaded // BLOCK_SIZE, (num_loaded + num_tokens) // BLOCK_SIZE
@@ -187,13 +187,13 @@ def test_what_a_preempted_request_held_is_read_at_once(form):
     engine = Engine(FORMS[form](), blocks_per_chunk=2, save_on="preemption")
     tokens = list(range(300, 308))
     block_ids = engine.grant("a", 2)
-    engine.scheduler.admit("a", engine.rows(block_ids), num_loaded_tokens=0)
+    engine.scheduler.admit("a", [engine.rows(block_ids)], num_loaded_tokens=0)
     engine.write(block_ids, tokens)
     engine.finish(
         "a",
         held=ScheduledRequest(
             request_id="a",
-            block_ids=engine.rows(block_ids),
+            block_tables=[engine.rows(block_ids)],
             block_hashes=engine.hashes(tokens),
             num_prompt_tokens=8,
             num_computed_tokens=8,
@@ -212,7 +212,7 @@ def test_blocks_that_the_engine_has_moved_are_read_where_they_are():
     named = [
         ScheduledRequest(
             request_id="a",
-            block_ids=engine.rows(block_ids),
+            block_tables=[engine.rows(block_ids)],
             block_hashes=hashes,
             num_prompt_tokens=32,
             num_computed_tokens=32,
@@ -226,7 +226,7 @@ def test_blocks_that_the_engine_has_moved_are_read_where_they_are():
         [
             ScheduledRequest(
                 request_id="a",
-                block_ids=engine.rows(moved),
+                block_tables=[engine.rows(moved)],
                 block_hashes=hashes,
                 num_prompt_tokens=32,
                 num_computed_tokens=32,

@@ -183,7 +183,7 @@ class FakeEngine:
                     CachedPrefix(
                         block_hashes=request.hashes,
                         num_blocks=i + 1,
-                        block_of=block_of.get,
+                        block_of=lambda group_id, block_hash: block_of.get(block_hash),
                         num_prompt_tokens=len(request.tokens),
                         limits=limits,
                     )
@@ -195,7 +195,7 @@ class FakeEngine:
     def held(self, request: FakeRequest) -> ScheduledRequest:
         return ScheduledRequest(
             request_id=request.request_id,
-            block_ids=request.block_ids,
+            block_tables=[request.block_ids],
             block_hashes=request.hashes,
             num_prompt_tokens=len(request.tokens),
             num_computed_tokens=request.num_computed,
@@ -215,7 +215,7 @@ class FakeEngine:
             self.scheduler.release(request_id)
             return None
         request = FakeRequest(request_id, list(tokens), self.grant(num_blocks), hashes, limits=limits)
-        self.scheduler.admit(request_id, request.block_ids, num_loaded_tokens=num_loaded)
+        self.scheduler.admit(request_id, [request.block_ids], num_loaded_tokens=num_loaded)
         request.loading = num_loaded > 0
         request.num_computed = num_loaded
         self.requests[request_id] = request
@@ -250,7 +250,7 @@ class FakeEngine:
                 scheduled.append(
                     ScheduledRequest(
                         request_id=request.request_id,
-                        block_ids=request.block_ids,
+                        block_tables=[request.block_ids],
                         block_hashes=request.hashes,
                         num_prompt_tokens=len(request.tokens),
                         num_computed_tokens=request.num_computed,

@@ -36,7 +36,7 @@ def resident(**config) -> OffloadScheduler:
     changed = [
         ScheduledRequest(
             request_id="a",
-            block_ids=list(range(num_chunks)),
+            block_tables=[list(range(num_chunks))],
             block_hashes=HASHES,
             num_prompt_tokens=NUM_TOKENS,
             num_computed_tokens=NUM_TOKENS,
@@ -69,7 +69,7 @@ def test_three_long_prompts_in_one_step_are_loaded_whole_and_take_no_staging(pat
     for name in "bcd":
         found = scheduler.match(name, HASHES, num_tokens=NUM_TOKENS, num_computed_tokens=0).num_tokens
         assert found == NUM_TOKENS - 1
-        scheduler.admit(name, list(range(len(HASHES))), num_loaded_tokens=found)
+        scheduler.admit(name, [list(range(len(HASHES)))], num_loaded_tokens=found)
     plan = scheduler.plan_step()
     assert [(job.num_blocks, job.num_staging_blocks) for job in plan.of(JobKind.LOAD)] == [(len(HASHES), 0)] * 3
     scheduler.check_invariants()
@@ -84,7 +84,7 @@ def test_three_long_prompts_through_a_small_staging_buffer_take_turns(path, tmp_
     for name in "bcd":
         found = scheduler.match(name, HASHES, num_tokens=NUM_TOKENS, num_computed_tokens=0).num_tokens
         assert found == NUM_TOKENS - 1
-        scheduler.admit(name, list(range(len(HASHES))), num_loaded_tokens=found)
+        scheduler.admit(name, [list(range(len(HASHES)))], num_loaded_tokens=found)
     scheduler.check_invariants()
     first = scheduler.plan_step()
     assert [(job.request_id, job.num_staging_blocks) for job in first.of(JobKind.LOAD)] == [("b", 256), ("c", 256)], (
@@ -359,7 +359,7 @@ def test_a_long_prompt_that_is_new_to_the_host_tier_is_saved_by_several_plans() 
     num_blocks = 2 * saving.MAX_AT_ONCE + 1000
     prompt = ScheduledRequest(
         request_id="a",
-        block_ids=range(num_blocks),
+        block_tables=[range(num_blocks)],
         block_hashes=HASHES[:num_blocks],
         num_prompt_tokens=num_blocks * 4,
         num_computed_tokens=num_blocks * 4,

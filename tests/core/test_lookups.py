@@ -79,7 +79,7 @@ def test_only_the_last_of_many_matches_counts_and_only_when_it_is_admitted():
         engine.step()
     assert lookups() == (0, 0, 0)
     assert match(engine, "b", 18) == 16
-    engine.scheduler.admit("b", engine.grant(5), num_loaded_tokens=16)
+    engine.scheduler.admit("b", [engine.grant(5)], num_loaded_tokens=16)
     assert lookups() == (18, 16, 16)
 
 
@@ -89,11 +89,11 @@ def test_an_admission_counts_once_though_it_is_told_twice():
     lookups = Lookups(engine)
     num_tokens = match(engine, "b", 18)
     blocks = engine.grant(5)
-    engine.scheduler.admit("b", blocks, num_loaded_tokens=num_tokens)
+    engine.scheduler.admit("b", [blocks], num_loaded_tokens=num_tokens)
     worker = engine.workers[0]
     worker.begin_step(engine.scheduler.plan_step([]))
     engine.scheduler.apply(worker.report(worker.finish()))
-    engine.scheduler.admit("b", blocks, num_loaded_tokens=0)
+    engine.scheduler.admit("b", [blocks], num_loaded_tokens=0)
     engine.scheduler.finish("b")
     assert lookups() == (18, 16, 16)
 
@@ -102,9 +102,9 @@ def test_an_engine_that_takes_less_than_it_was_promised():
     engine = warm()
     lookups = Lookups(engine)
     match(engine, "b", 18)
-    engine.scheduler.admit("b", engine.grant(5), num_loaded_tokens=8)
+    engine.scheduler.admit("b", [engine.grant(5)], num_loaded_tokens=8)
     match(engine, "c", 18)
-    engine.scheduler.admit("c", engine.grant(5), num_loaded_tokens=0)
+    engine.scheduler.admit("c", [engine.grant(5)], num_loaded_tokens=0)
     assert lookups() == (36, 32, 8)
 
 
@@ -113,7 +113,7 @@ def test_a_refused_admission_counts_nothing():
     lookups = Lookups(engine)
     match(engine, "b", 18)
     with pytest.raises(RequestError, match="expected 0 to the 16 promised"):
-        engine.scheduler.admit("b", engine.grant(5), num_loaded_tokens=17)
+        engine.scheduler.admit("b", [engine.grant(5)], num_loaded_tokens=17)
     assert lookups() == (0, 0, 0)
 
 
@@ -145,7 +145,7 @@ def test_what_a_reset_took_back_was_found():
     lookups = Lookups(engine)
     match(engine, "b", 18)
     engine.scheduler.reset()
-    engine.scheduler.admit("b", engine.grant(5), num_loaded_tokens=16)
+    engine.scheduler.admit("b", [engine.grant(5)], num_loaded_tokens=16)
     assert lookups() == (18, 16, 0)
 
 
@@ -163,7 +163,7 @@ def test_a_request_that_waits_for_staging_blocks_counts_what_it_gets_in_the_end(
     num_tokens = match(engine, "b", 42, can_wait=False)
     assert num_tokens > 0
     assert lookups() == (0, 0, 0)
-    engine.scheduler.admit("b", engine.grant(11), num_loaded_tokens=num_tokens)
+    engine.scheduler.admit("b", [engine.grant(11)], num_loaded_tokens=num_tokens)
     assert lookups() == (42, 32, num_tokens)
 
 
@@ -173,7 +173,7 @@ def test_what_finds_no_staging_blocks_was_found_and_is_a_drop():
     engine.step({"other": 32})
     lookups = Lookups(engine)
     assert match(engine, "b", 42, can_wait=False) == 0
-    engine.scheduler.admit("b", engine.grant(11), num_loaded_tokens=0)
+    engine.scheduler.admit("b", [engine.grant(11)], num_loaded_tokens=0)
     engine.scheduler.finish("b")
     assert lookups() == (42, 32, 0)
     assert engine.scheduler.stats().dropped_load_blocks == 8
@@ -187,7 +187,7 @@ def test_what_is_found_while_loads_are_suspended():
     assert engine.scheduler.stats().num_open_breakers == 1
     lookups = Lookups(engine)
     assert match(engine, "c", 18) == 0
-    engine.scheduler.admit("c", engine.grant(5), num_loaded_tokens=0)
+    engine.scheduler.admit("c", [engine.grant(5)], num_loaded_tokens=0)
     assert lookups() == (18, 16, 0)
 
 

@@ -19,7 +19,7 @@ def prefix(request, num_blocks=None, *, gone=0, limits=None) -> CachedPrefix:
     return CachedPrefix(
         block_hashes=request.hashes,
         num_blocks=num_blocks,
-        block_of=block_of.get,
+        block_of=lambda group_id, block_hash: block_of.get(block_hash),
         num_prompt_tokens=len(request.tokens),
         limits=limits or RequestLimits(),
     )
@@ -155,15 +155,15 @@ def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
     "wrong",
     [
         "nothing",
-        CachedPrefix(block_hashes=[b"1"], num_blocks=2, block_of=lambda h: 1, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=0, block_of=lambda h: 1, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=7, num_blocks=1, block_of=lambda h: 1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=2, block_of=lambda g, h: 1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=0, block_of=lambda g, h: 1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=7, num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=4),
         CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=7, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda h: -1, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda h: h, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda h: 1, num_prompt_tokens=-4),
-        CachedPrefix(block_hashes=[1], num_blocks=1, block_of=lambda h: 1, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda h: 1, num_prompt_tokens=4, limits="limits"),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda g, h: -1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda g, h: h, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=-4),
+        CachedPrefix(block_hashes=[1], num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=4, limits="limits"),
     ],
     ids=[
         "type",
@@ -248,8 +248,10 @@ def test_what_is_said_of_a_preempted_request_is_looked_at() -> None:
     computed(engine, "a", tokens(16))
     for wrong in (
         "nothing",
-        ScheduledRequest(request_id="a", block_ids=5, block_hashes=[], num_prompt_tokens=4, num_computed_tokens=4),
-        ScheduledRequest(request_id="b", block_ids=[1], block_hashes=[7], num_prompt_tokens=4, num_computed_tokens=4),
+        ScheduledRequest(request_id="a", block_tables=[5], block_hashes=[], num_prompt_tokens=4, num_computed_tokens=4),
+        ScheduledRequest(
+            request_id="b", block_tables=[[1]], block_hashes=[7], num_prompt_tokens=4, num_computed_tokens=4
+        ),
     ):
         with pytest.raises(RequestError):
             engine.scheduler.preempt(getattr(wrong, "request_id", "a"), held=wrong)
@@ -371,7 +373,7 @@ def test_limits_last_until_the_request_ends() -> None:
     request = engine.add("x", tokens(16, start=50))
     named = ScheduledRequest(
         request_id="a",
-        block_ids=request.block_ids,
+        block_tables=[request.block_ids],
         block_hashes=request.hashes,
         num_prompt_tokens=16,
         num_computed_tokens=16,
@@ -471,7 +473,7 @@ def test_blocks_of_others_that_have_the_same_hash(caplog) -> None:
     """The first block of one prompt is the second of another, and the hashes say nothing of what was before."""
     engine = FakeEngine()
     one, two = (bytes([i]) * 16 for i in range(2))
-    offer = {"block_ids": [4, 5], "num_prompt_tokens": 8, "num_computed_tokens": 8}
+    offer = {"block_tables": [[4, 5]], "num_prompt_tokens": 8, "num_computed_tokens": 8}
     offer_one = offer | {"num_prompt_tokens": 4, "num_computed_tokens": 4}
     plan = engine.scheduler.plan_step([ScheduledRequest(request_id="a", block_hashes=[one], **offer_one)])
     assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [1]
@@ -486,7 +488,7 @@ def test_hashes_that_are_not_chained_are_not_saved(caplog) -> None:
     engine = FakeEngine()
     one, two, three = (bytes([i]) * 16 for i in range(3))
     repeated = [one, two, one, three]
-    offer = {"block_ids": [4, 5, 6, 7], "num_prompt_tokens": 16, "num_computed_tokens": 16}
+    offer = {"block_tables": [[4, 5, 6, 7]], "num_prompt_tokens": 16, "num_computed_tokens": 16}
     for _ in range(2):
         plan = engine.scheduler.plan_step(
             [ScheduledRequest(request_id="a", block_hashes=repeated, **offer)],

@@ -184,7 +184,7 @@ def _scheduled(request, num_prompt_tokens):
 
     return ScheduledRequest(
         request_id=request.request_id,
-        block_ids=request.block_ids,
+        block_tables=[request.block_ids],
         block_hashes=request.hashes,
         num_prompt_tokens=num_prompt_tokens,
         num_computed_tokens=request.num_computed,
@@ -427,7 +427,7 @@ def test_reset_while_saves_and_loads_fly_serves_nothing_stale() -> None:
     found = engine.scheduler.match("x", hashes, num_tokens=12, num_computed_tokens=0)
     assert found.num_tokens == 0, "pinned ones neither"
     with pytest.raises(RequestError, match="to the 0 promised"):
-        engine.scheduler.admit("matched", [1, 2, 3], num_loaded_tokens=12)
+        engine.scheduler.admit("matched", [[1, 2, 3]], num_loaded_tokens=12)
     worker = engine.workers[0]
     update = engine.apply(worker, worker.finish())
     assert update.failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=0),)
@@ -452,7 +452,7 @@ def test_admitting_fewer_tokens_than_promised_gives_the_rest_back() -> None:
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, tokens(24))
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
-    engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=8)
+    engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=8)
     engine.scheduler.check_invariants()
     assert engine.scheduler.stats().staging_reserved_blocks == 2
 
@@ -467,11 +467,11 @@ def test_bad_engine_events_are_errors_that_change_nothing() -> None:
         scheduler.match("b", hashes, num_tokens=4, num_computed_tokens=8)
     scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
     with pytest.raises(RequestError, match="99 loaded tokens; expected 0 to the 15 promised"):
-        scheduler.admit("b", [1, 2, 3, 4], num_loaded_tokens=99)
+        scheduler.admit("b", [[1, 2, 3, 4]], num_loaded_tokens=99)
     with pytest.raises(RequestError, match="has 1 blocks; its load needs 4"):
-        scheduler.admit("b", [1], num_loaded_tokens=15)
+        scheduler.admit("b", [[1]], num_loaded_tokens=15)
     scheduler.check_invariants()
-    scheduler.admit("b", [1, 2, 3, 4], num_loaded_tokens=15)
+    scheduler.admit("b", [[1, 2, 3, 4]], num_loaded_tokens=15)
     with pytest.raises(RequestError, match="in flight"):
         scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
     scheduler.finish("nobody")
@@ -487,7 +487,7 @@ def test_nothing_happens_when_a_size_is_zero() -> None:
         hashes: list[bytes] = []
         engine.hasher.extend(hashes, tokens(16))
         assert scheduler.match("a", hashes, num_tokens=16, num_computed_tokens=0).num_tokens == 0
-        scheduler.admit("a", [0, 1, 2, 3], num_loaded_tokens=0)
+        scheduler.admit("a", [[0, 1, 2, 3]], num_loaded_tokens=0)
         request = engine.add("a", tokens(16))
         request.num_computed = 16
         assert scheduler.plan_step([_scheduled(request, 16)]).empty
@@ -524,7 +524,7 @@ def test_chunks_of_several_blocks_save_whole_chunks_and_load_unaligned_ends(bloc
     # One block in HBM already: the first chunk's other blocks are loaded from inside its slot.
     num_tokens = engine.scheduler.match("b", hashes, num_tokens=28, num_computed_tokens=BLOCK_SIZE).num_tokens
     assert num_tokens == (saved - 1) * BLOCK_SIZE
-    engine.scheduler.admit("b", list(range(10, 17)), num_loaded_tokens=num_tokens)
+    engine.scheduler.admit("b", [list(range(10, 17))], num_loaded_tokens=num_tokens)
     plan, _ = engine.step()
     job = plan.of(JobKind.LOAD)[0]
     assert job.block_ids == tuple(range(11, 10 + saved))
@@ -629,7 +629,7 @@ def test_a_step_in_which_nothing_changed_touches_no_request() -> None:
         engine.settle()
         engine.step()
     for request in engine.scheduler._requests.values():
-        request.block_ids = request.keys = _Unreadable()
+        request.block_tables = request.keys = _Unreadable()
     assert engine.scheduler.plan_step().empty
 
 
@@ -672,7 +672,7 @@ def test_a_request_that_is_named_again_with_other_blocks_has_those() -> None:
     worker = engine.workers[0]
     engine.apply(worker, worker.finish())
     moved = [request.block_ids[0], *(block + 10 for block in request.block_ids[1:])]
-    named = dataclasses.replace(_scheduled(request, 20), block_ids=moved)
+    named = dataclasses.replace(_scheduled(request, 20), block_tables=[moved])
     plan = engine.scheduler.plan_step([named])
     assert [job.block_ids for job in plan.of(JobKind.SAVE)] == [tuple(moved[2:4])]
 
@@ -739,7 +739,7 @@ def test_a_promise_whose_host_memory_was_lost_can_be_taken_in_part() -> None:
     engine.hasher.extend(hashes, tokens(16))
     assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0).num_tokens == 16
     engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, lost_slots=((0, 64),)))
-    engine.scheduler.admit("b", [0, 1], num_loaded_tokens=8)
+    engine.scheduler.admit("b", [[0, 1]], num_loaded_tokens=8)
     engine.scheduler.check_invariants()
     engine.scheduler.finish("b")
     engine.scheduler.check_invariants()
@@ -825,7 +825,7 @@ def test_a_save_is_waited_for_so_long_and_no_longer() -> None:
     assert match() == Match(num_tokens=8, state=MatchState.ARRIVING, until_s=start_s + 2.0), "the wait began before"
     engine.clock.now_s += 0.5
     assert match() == Match(num_tokens=8, state=MatchState.HIT)
-    engine.scheduler.admit("b", [40, 41, 42, 43], num_loaded_tokens=8)
+    engine.scheduler.admit("b", [[40, 41, 42, 43]], num_loaded_tokens=8)
     engine.scheduler.preempt("b")
     assert match().until_s == engine.clock.now_s + 2.0, "it has been served since"
     engine.scheduler.release("b")
@@ -983,7 +983,7 @@ def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> Non
     assert engine.scheduler.apply(report).failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=0),)
     engine.requests["loading"].loading = False
     assert engine.scheduler.match("late", hashes, num_tokens=9, num_computed_tokens=0).num_tokens == 0
-    engine.scheduler.admit("matched", [30, 31], num_loaded_tokens=8)
+    engine.scheduler.admit("matched", [[30, 31]], num_loaded_tokens=8)
     plan, _ = engine.step()
     assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [2], "a load reads the other three slots"
     update = engine.scheduler.apply(worker.report(worker.finish()))

@@ -86,7 +86,7 @@ class Engine:
             [
                 ScheduledRequest(
                     request_id=request_id,
-                    block_ids=blocks,
+                    block_tables=[blocks],
                     block_hashes=hashes,
                     num_prompt_tokens=num_tokens,
                     num_computed_tokens=num_tokens,
@@ -204,7 +204,7 @@ def test_a_save_of_a_long_prompt_costs_what_the_staging_buffer_lets_through() ->
         engine.scheduler.match("a", hashes, num_tokens=num_blocks * 16, num_computed_tokens=0)
         scheduled = ScheduledRequest(
             request_id="a",
-            block_ids=blocks,
+            block_tables=[blocks],
             block_hashes=hashes,
             num_prompt_tokens=num_blocks * 16,
             num_computed_tokens=num_blocks * 16,
@@ -226,7 +226,7 @@ def test_a_plan_of_very_many_new_chunks_costs_what_one_plan_saves() -> None:
         hashes, blocks = chain(0, num_blocks), list(range(num_blocks))
         scheduled = ScheduledRequest(
             request_id="a",
-            block_ids=blocks,
+            block_tables=[blocks],
             block_hashes=hashes,
             num_prompt_tokens=num_blocks * 16,
             num_computed_tokens=num_blocks * 16,

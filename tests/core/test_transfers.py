@@ -121,7 +121,7 @@ def test_a_worker_that_started_anew_has_nothing_and_what_it_was_at_fails():
     stats = engine.scheduler.stats()
     assert (stats.num_worker_restarts, stats.num_host_chunks) == (1, 3)
     assert match(engine, "late", tokens(16)) == 0
-    engine.scheduler.admit("promised", [40, 41, 42], num_loaded_tokens=11)
+    engine.scheduler.admit("promised", [[40, 41, 42]], num_loaded_tokens=11)
     old = report(
         engine, 1, JobResult(job_id=plan.of(JobKind.SAVE)[0].job_id, state=FINISHED), incarnation=5, num_host_chunks=64
     )
@@ -147,7 +147,7 @@ def test_a_load_that_begins_inside_a_chunk_is_used_up_to_the_first_hole(failed, 
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, prompt)
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
-    engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=19)
+    engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=19)
     plan, _ = engine.step()
     result = JobResult(job_id=plan.of(JobKind.LOAD)[0].job_id, state=FAILED, error="injected", failed_blocks=failed)
     update = report(engine, 0, result)
@@ -219,7 +219,7 @@ def test_who_admits_what_a_reset_took_back_is_told_that_its_load_failed():
     engine.serve("a", tokens(12))
     assert match(engine, "b", tokens(12)) == 11
     engine.scheduler.reset()
-    engine.scheduler.admit("b", [1, 2, 3], num_loaded_tokens=11)
+    engine.scheduler.admit("b", [[1, 2, 3]], num_loaded_tokens=11)
     plan, _ = engine.step()
     assert plan.empty
     assert report(engine).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
@@ -292,13 +292,13 @@ def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_was_never_ma
     engine = FakeEngine()
     request = FakeRequest("quiet", tokens(8), [1, 2], [])
     engine.grow_hashes(request)
-    engine.scheduler.admit("quiet", request.block_ids, num_loaded_tokens=0)
+    engine.scheduler.admit("quiet", [request.block_ids], num_loaded_tokens=0)
     engine.scheduler.reset()
     plan = engine.scheduler.plan_step(
         [
             ScheduledRequest(
                 request_id="quiet",
-                block_ids=[1, 2],
+                block_tables=[[1, 2]],
                 block_hashes=request.hashes,
                 num_prompt_tokens=8,
                 num_computed_tokens=8,
@@ -370,7 +370,7 @@ def test_there_is_something_to_do_while_there_is_news():
     engine.serve("a", tokens(8))
     match(engine, "b", tokens(8))
     engine.scheduler.reset()
-    engine.scheduler.admit("b", [1, 2], num_loaded_tokens=7)
+    engine.scheduler.admit("b", [[1, 2]], num_loaded_tokens=7)
     assert engine.scheduler.has_jobs
     assert engine.scheduler.take_update().failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert not engine.scheduler.has_jobs
@@ -510,7 +510,7 @@ def test_memory_that_is_lost_under_a_load_inside_a_chunk_makes_the_hole_where_it
     hashes: list[bytes] = []
     engine.hasher.extend(hashes, prompt)
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
-    engine.scheduler.admit("b", list(range(6)), num_loaded_tokens=19)
+    engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=19)
     (load,) = engine.step()[0].of(JobKind.LOAD)
     lost = load.host_block_ids[1] // 2  # of the second chunk, whose first block is the load's second
     update = report(engine, 0, *engine.workers[0].finish(), lost_slots=((lost, lost + 1),))

@@ -216,7 +216,7 @@ def test_a_promise_that_rests_on_nothing_in_hbm_stands(engine):
     num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=0).num_tokens
     assert num_tokens == 16
     scheduler.apply(lost())
-    scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
+    scheduler.admit("c", [[40, 41, 42, 43, 44]], num_loaded_tokens=num_tokens)
     assert len(scheduler.plan_step(()).of(JobKind.LOAD)) == 1
     scheduler.check_invariants()
 
@@ -229,14 +229,14 @@ def test_a_promise_that_rests_on_lost_kv_is_void(engine):
     num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=8).num_tokens
     assert num_tokens == 8
     scheduler.apply(lost())
-    scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
+    scheduler.admit("c", [[40, 41, 42, 43, 44]], num_loaded_tokens=num_tokens)
     assert scheduler.take_update().failed_loads == (FailedLoad(request_id="c", num_valid_tokens=0),)
     assert scheduler.plan_step(()).of(JobKind.LOAD) == ()
     scheduler.check_invariants()
     # Matched again, with what HBM has of it by now, it is as any other.
     scheduler.preempt("c")
     num_tokens = scheduler.match("c", request.hashes, num_tokens=17, num_computed_tokens=8).num_tokens
-    scheduler.admit("c", [40, 41, 42, 43, 44], num_loaded_tokens=num_tokens)
+    scheduler.admit("c", [[40, 41, 42, 43, 44]], num_loaded_tokens=num_tokens)
     assert num_tokens == 8
     assert len(scheduler.plan_step(()).of(JobKind.LOAD)) == 1
     scheduler.check_invariants()

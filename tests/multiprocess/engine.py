@@ -146,7 +146,7 @@ class Engine:
         if found and self._rng.random() < 0.1:
             found = 0  # the engine may take less than what it was promised
         request = Request(request_id, hashes, self._take_blocks(len(hashes)), [], [])
-        self._scheduler.admit(request_id, request.blocks, num_loaded_tokens=found)
+        self._scheduler.admit(request_id, [request.blocks], num_loaded_tokens=found)
         request.loading = [self._seed(h) for h in hashes[: found // BLOCK_SIZE]]
         (self._loading if found else self._running)[request_id] = request
         self.counts["requests"] += 1
@@ -187,7 +187,7 @@ class Engine:
         num_tokens = len(request.hashes) * BLOCK_SIZE
         held = ScheduledRequest(
             request_id=request.id,
-            block_ids=request.blocks,
+            block_tables=[request.blocks],
             block_hashes=request.hashes,
             num_prompt_tokens=num_tokens,
             num_computed_tokens=len(request.seeds) * BLOCK_SIZE,
@@ -219,7 +219,7 @@ class Engine:
                 changed.append(
                     ScheduledRequest(
                         request_id=request.id,
-                        block_ids=request.blocks,
+                        block_tables=[request.blocks],
                         block_hashes=request.hashes,
                         num_prompt_tokens=num_tokens,
                         num_computed_tokens=num_computed,
@@ -276,7 +276,7 @@ class Engine:
                 CachedPrefix(
                     block_hashes=hashes,
                     num_blocks=num_blocks,
-                    block_of=self._block_of.get,
+                    block_of=lambda group_id, block_hash: self._block_of.get(block_hash),
                     num_prompt_tokens=num_blocks * BLOCK_SIZE,
                 )
             )

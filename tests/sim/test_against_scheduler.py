@@ -58,17 +58,17 @@ class Engine:
                 CachedPrefix(
                     block_hashes=prefix,
                     num_blocks=len(prefix),
-                    block_of=prefix.index,
+                    block_of=lambda group_id, block_hash, prefix=prefix: prefix.index(block_hash),
                     num_prompt_tokens=len(prefix) * BLOCK_SIZE,
                 )
             )
         block_ids = list(range(len(hashes)))
-        self.scheduler.admit(name, block_ids, num_loaded_tokens=found)
+        self.scheduler.admit(name, [block_ids], num_loaded_tokens=found)
         self.step()
         self.step(
             ScheduledRequest(
                 request_id=name,
-                block_ids=block_ids,
+                block_tables=[block_ids],
                 block_hashes=hashes,
                 num_prompt_tokens=num_tokens,
                 num_computed_tokens=num_tokens,

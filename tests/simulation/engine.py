@@ -170,7 +170,7 @@ class SimEngine:
                 named.append(
                     ScheduledRequest(
                         request_id=request.name,
-                        block_ids=request.blocks,
+                        block_tables=[request.blocks],
                         block_hashes=request.hashes,
                         num_prompt_tokens=request.num_prompt,
                         num_computed_tokens=run.end,
@@ -364,7 +364,7 @@ class SimEngine:
                 CachedPrefix(
                     block_hashes=request.hashes,
                     num_blocks=number + 1,
-                    block_of=self.pool.get,
+                    block_of=lambda group_id, block_hash: self.pool.get(block_hash),
                     num_prompt_tokens=request.num_prompt,
                 )
             )
@@ -380,7 +380,7 @@ class SimEngine:
         num_loaded, request.num_promised = request.num_promised, 0
         if num_loaded and dice % 11 == 3:
             num_loaded = dice % num_loaded  # the engine may take less
-        self.scheduler.admit(request.name, blocks, num_loaded_tokens=num_loaded)
+        self.scheduler.admit(request.name, [blocks], num_loaded_tokens=num_loaded)
         self.model.on_admit(request.name, num_loaded)
         request.blocks = blocks
         request.num_computed, request.num_loading, request.num_named = num_cached, num_loaded, 0
@@ -430,7 +430,7 @@ class SimEngine:
             if request.blocks and not (out or is_lost):
                 held = ScheduledRequest(
                     request_id=request.name,
-                    block_ids=request.blocks,
+                    block_tables=[request.blocks],
                     block_hashes=request.hashes,
                     num_prompt_tokens=request.num_prompt,
                     num_computed_tokens=request.num_computed,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from tpu_offload.core.requests import CachedPrefix, RequestLimits, ScheduledRequest
-from tpu_offload.core.tables import check_sequence
+from tpu_offload.core.tables import check_sequence, read_tables
 from tpu_offload.errors import RequestError
 from tpu_offload.types import CacheEpoch, JobResult, JobState, StepReport, WorkerSetup
 from tpu_offload.values import as_count, one_line
@@ -92,8 +92,8 @@ def check_count(what: str, value: Any) -> int:
     return count
 
 
-def check_scheduled(scheduled: Any) -> ScheduledRequest:
-    """A ScheduledRequest with numbers of Python. What is in its table and among its hashes is yet to be read.
+def check_scheduled(scheduled: Any, *, num_groups: int) -> ScheduledRequest:
+    """A ScheduledRequest with numbers of Python. What is in its tables and among its hashes is yet to be read.
 
     Raises:
       RequestError: it is none, or its fields are not what they should be.
@@ -104,7 +104,9 @@ def check_scheduled(scheduled: Any) -> ScheduledRequest:
         and type(scheduled.num_prompt_tokens) is int
         and type(scheduled.num_computed_tokens) is int
         and scheduled.num_computed_tokens >= 0 <= scheduled.num_prompt_tokens
-        and type(scheduled.block_ids) is list
+        and (type(scheduled.block_tables) is list or type(scheduled.block_tables) is tuple)
+        and len(scheduled.block_tables) == num_groups
+        and all(type(table) is list for table in scheduled.block_tables)
         and type(scheduled.block_hashes) is list
     ):  # nearly always, and an engine may name hundreds in a step
         return scheduled
@@ -118,8 +120,12 @@ def check_scheduled(scheduled: Any) -> ScheduledRequest:
         names=("num_prompt_tokens", "num_computed_tokens"),
     )
     check_sequence(request_id, scheduled.block_hashes, "block hashes")
-    check_sequence(request_id, scheduled.block_ids, "block ids")
-    return dataclasses.replace(scheduled, num_prompt_tokens=num_prompt_tokens, num_computed_tokens=num_computed_tokens)
+    return dataclasses.replace(
+        scheduled,
+        block_tables=read_tables(request_id, scheduled.block_tables, num_groups=num_groups),
+        num_prompt_tokens=num_prompt_tokens,
+        num_computed_tokens=num_computed_tokens,
+    )
 
 
 def check_iterable(items: Any, what: str, expected: str) -> None:

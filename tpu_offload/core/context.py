@@ -126,6 +126,11 @@ class TierContext:
         return self.layout.block_size
 
     @property
+    def num_groups(self) -> int:
+        """Layer groups; each has its own block table, and its own part of a chunk's slot."""
+        return len(self.layout.groups)
+
+    @property
     def blocks_per_chunk(self) -> int:
         """Blocks in a chunk."""
         return self.config.blocks_per_chunk

@@ -12,21 +12,24 @@ from typing import final
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.requests import CachedPrefix, ScheduledRequest
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
-from tpu_offload.core.tables import read_hashes, read_ids
+from tpu_offload.core.tables import Ids, read_hashes, read_ids
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import RequestError
-from tpu_offload.types import ChunkKey
+from tpu_offload.types import BlockHash, ChunkKey
 
 
 @final
 class LeavingBlocks:
     """What was told of since the last plan. Each is a request of its own, which nobody else knows."""
 
-    def __init__(self, index: ChunkIndex, policy: SavePolicy, *, block_size: int, blocks_per_chunk: int) -> None:
+    def __init__(
+        self, index: ChunkIndex, policy: SavePolicy, *, block_size: int, blocks_per_chunk: int, num_groups: int
+    ) -> None:
         self._index = index
         self._policy = policy
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
+        self._num_groups = num_groups
         self._leaving: list[TrackedRequest] = []
 
     def __len__(self) -> int:
@@ -52,15 +55,16 @@ class LeavingBlocks:
         num_tokens = held.num_computed_tokens
         if request.load is not None:  # what that was to bring may be half written
             num_tokens = min(num_tokens, request.load.num_valid_tokens)
-        num_blocks = min(len(held.block_hashes), len(held.block_ids))
+        num_blocks = min(len(held.block_hashes), *map(len, held.block_tables))
         num_chunks = self._num_chunks(request.limits.num_savable_tokens(num_tokens), num_blocks)
         request.check_same(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        block_ids = read_ids(request.request_id, held.block_ids, end=num_chunks * self._blocks_per_chunk)
+        end = num_chunks * self._blocks_per_chunk
+        tables: list[Ids] = [read_ids(request.request_id, table, end=end) for table in held.block_tables]
         if num_chunks > len(request.keys):
             request.extend_keys(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         leaving = copy.copy(request)
         leaving.promise = leaving.load = leaving.revoked = None
-        leaving.block_ids = block_ids
+        leaving.block_tables = tables
         leaving.num_offered_chunks = num_chunks
         leaving.num_saved_chunks = leaving.num_looked_at_chunks = leaving.num_refused_chunks = 0
         self._leaving.append(leaving)
@@ -86,18 +90,24 @@ class LeavingBlocks:
         if len(hashes) < num_chunks * size:
             raise RequestError(f"a cached prefix has {len(hashes)} block hashes; expected {num_chunks * size}")
         request.extend_keys(hashes, blocks_per_chunk=size)
-        block_ids: list[int] = []
-        for block_hash in reversed(hashes):
-            block_id = prefix.block_of(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        block_ids = read_ids(request.request_id, block_ids)
-        num_gone_blocks = len(hashes) - len(block_ids)
-        request.block_ids = [-1] * num_gone_blocks + block_ids[::-1]
+        tails = [self._tail(prefix, group_id, hashes, request) for group_id in range(self._num_groups)]
+        num_left = min(map(len, tails))
+        num_gone_blocks = len(hashes) - num_left
+        request.block_tables = [[-1] * num_gone_blocks + tail[:num_left][::-1] for tail in tails]
         request.num_saved_chunks = request.num_gone_chunks = -(-num_gone_blocks // size)
         request.num_offered_chunks = num_worth_saving(self._policy, request, num_chunks)
         self._leaving.append(request)
+
+    @staticmethod
+    def _tail(prefix: CachedPrefix, group_id: int, hashes: list[BlockHash], request: TrackedRequest) -> list[int]:
+        """The last blocks of a prefix that a layer group has in HBM, from the last one back."""
+        block_ids: list[int] = []
+        for block_hash in reversed(hashes):
+            block_id = prefix.block_of(group_id, block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return read_ids(request.request_id, block_ids)
 
     def _num_chunks(self, num_tokens: int, num_blocks: int) -> int:
         """The chunks that so many tokens in so many blocks fill."""

@@ -27,6 +27,7 @@ class LoadPlanner:
         self._suspects = context.suspects
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
+        self._num_groups = context.num_groups
 
     def match(
         self,
@@ -87,7 +88,7 @@ class LoadPlanner:
         if self._breaker.admits(request.account):
             num_blocks = wanted if self._breaker.closed else min(wanted, self._blocks_per_chunk)
             if self._staging.stages(Direction.LOAD):
-                num_staging_blocks = self._staging.reserve_load(request.account, num_blocks)
+                num_staging_blocks = self._staging.reserve_load(request.account, num_blocks * self._num_groups)
                 request.awaits_staging = not num_staging_blocks
                 if not (num_staging_blocks or can_wait):
                     num_blocks = 0
@@ -145,7 +146,7 @@ class LoadPlanner:
         return FailedLoad(request_id=request.request_id, num_valid_tokens=num_valid_tokens)
 
     def admit(
-        self, request: TrackedRequest, block_ids: Sequence[int], *, num_loaded_tokens: int, waits_until_s: float
+        self, request: TrackedRequest, tables: Sequence[Sequence[int]], *, num_loaded_tokens: int, waits_until_s: float
     ) -> WaitingLoad:
         """Turns the promise into a load of the first `num_loaded_tokens` of it and gives the rest back."""
         promise = request.promise
@@ -157,10 +158,11 @@ class LoadPlanner:
             )
         num_blocks = -(-num_loaded_tokens // self._block_size)
         end_block = promise.first_block + num_blocks
-        if len(block_ids) < end_block:
-            raise RequestError(f"request {request.request_id} has {len(block_ids)} blocks; its load needs {end_block}")
-        ids = read_ids(request.request_id, block_ids, promise.first_block, end_block)
-        num_staging_blocks = min(num_blocks, promise.num_staging_blocks)
+        for table in tables:
+            if len(table) < end_block:
+                raise RequestError(f"request {request.request_id} has {len(table)} blocks; its load needs {end_block}")
+        block_ids = [read_ids(request.request_id, table, promise.first_block, end_block) for table in tables]
+        num_staging_blocks = min(num_blocks * self._num_groups, promise.num_staging_blocks)
         self._staging.release(request.account, promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)
         first_chunk, end_chunk = self._chunk(promise.first_block), self._chunk(end_block - 1) + 1
         keys = promise.keys
@@ -177,7 +179,12 @@ class LoadPlanner:
             num_blocks=num_blocks,
         )
         request.load = load = WaitingLoad(
-            parts=(CopyPart(block_ids=tuple(ids), host_block_ids=host_ids),),
+            parts=tuple(
+                [
+                    CopyPart(group_id=group_id, block_ids=tuple(ids), host_block_ids=host_ids)
+                    for group_id, ids in enumerate(block_ids)
+                ]
+            ),
             request_id=request.request_id,
             account=request.account,
             keys=keys,

@@ -112,8 +112,8 @@ class ScheduledRequest:
 
     Attributes:
       request_id: the engine's name for it.
-      block_ids: its blocks, in token order: a list, tuple, row of an array, deque, memory view or any other sequence of
-        integers. It may run past what is computed; what is there is not looked at.
+      block_tables: per layer group, its blocks in token order: a list, tuple, row of an array, deque, memory view or
+        any other sequence of integers. They may run past what is computed; what is there is not looked at.
       block_hashes: hashes of its full blocks whose tokens are known, in order: any sequence of bytes. A token
         that is only assumed (a placeholder, an unverified draft) must not be in one.
       num_prompt_tokens: length of the prompt.
@@ -122,7 +122,7 @@ class ScheduledRequest:
     """
 
     request_id: str
-    block_ids: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
     block_hashes: Sequence[BlockHash]
     num_prompt_tokens: int
     num_computed_tokens: int
@@ -135,15 +135,15 @@ class CachedPrefix:
     Attributes:
       block_hashes: hashes of its blocks, from the first of the prompt on; may run past its end.
       num_blocks: its length: the block that goes is number `num_blocks - 1`.
-      block_of: the block in HBM that holds the KV of these contents, None if there is none: a lookup in the prefix
-        cache. It is called during `OffloadScheduler.evict` only, and mostly not at all.
+      block_of: for a layer group and the hash of a block, the block in HBM that holds its KV, None if there is none: a
+        lookup in the prefix cache. It is called during `OffloadScheduler.evict` only, and mostly not at all.
       num_prompt_tokens: how many of its leading tokens were a request's prompt. The others were generated.
       limits: those of the request that computed it.
     """
 
     block_hashes: Sequence[BlockHash]
     num_blocks: int
-    block_of: Callable[[BlockHash], int | None]
+    block_of: Callable[[int, BlockHash], int | None]
     num_prompt_tokens: int
     limits: RequestLimits = NO_LIMITS
 

@@ -28,9 +28,16 @@ in a step: with blocks of 16 tokens these are 32,768 tokens."""
 
 @dataclasses.dataclass(slots=True)
 class _Save:
-    """What goes into one job, chunk after chunk."""
+    """What goes into one job, chunk after chunk.
 
-    block_ids: list[int] = dataclasses.field(default_factory=list)
+    Attributes:
+      tables: per layer group, blocks of HBM.
+      keys: the chunks that they make.
+      slots: where those go.
+      request_ids: whose they are.
+    """
+
+    tables: list[list[int]]
     keys: list[ChunkKey] = dataclasses.field(default_factory=list)
     slots: list[int] = dataclasses.field(default_factory=list)
     request_ids: list[str] = dataclasses.field(default_factory=list)
@@ -52,10 +59,11 @@ class SavePlan:
 NO_SAVES = SavePlan()
 
 
-Offer = tuple[int, list[BlockHash], int, Ids]
+Offer = tuple[int, list[BlockHash], list[tuple[int, Ids]]]
 """What an engine says of a request, read and found to make sense: how many leading chunks of it should be in the host
-tier after the coming step; the hashes that name its chunks after those whose keys are known; how many of its blocks,
-from the first on, are those that it was last said to have; and the blocks after those, up to the end of the chunks."""
+tier after the coming step; the hashes that name its chunks after those whose keys are known; and, per layer group, how
+many of its blocks, from the first on, are those that it was last said to have, with the blocks after those, up to the
+end of the chunks."""
 
 
 class SavePlanner:
@@ -82,10 +90,15 @@ class SavePlanner:
         self._suspects = context.suspects
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
+        self._num_groups = context.num_groups
         # Requests with something to save, by account. All others cost a step nothing.
         self._to_look_at: dict[str, TrackedRequest] = {}
         self.leaving = LeavingBlocks(
-            self._index, policy, block_size=self._block_size, blocks_per_chunk=self._blocks_per_chunk
+            self._index,
+            policy,
+            block_size=self._block_size,
+            blocks_per_chunk=self._blocks_per_chunk,
+            num_groups=self._num_groups,
         )
         self._num_seen: dict[str, int] = {}  # by request id: chunks of it that the policy was told of
         self._saves_on_compute = policy.saves_on(SaveEvent.COMPUTE)
@@ -102,13 +115,16 @@ class SavePlanner:
             num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
         )
         num_full_blocks = request.limits.num_savable_tokens(num_tokens) // self._block_size
-        num_chunks = min(num_full_blocks, len(scheduled.block_hashes), len(scheduled.block_ids)) // size
-        num_same = 0
-        block_ids: Ids = []
+        tables = scheduled.block_tables
+        num_chunks = min(num_full_blocks, len(scheduled.block_hashes), *map(len, tables)) // size
+        changes: list[tuple[int, Ids]] = []
         if self._saves_on_compute:
-            num_blocks, known = num_chunks * size, request.block_ids
-            num_same, block_ids = read_changes(request.request_id, known, scheduled.block_ids, num_blocks)
-            if num_same == num_blocks and num_chunks == request.num_offered_chunks == request.num_saved_chunks:
+            num_blocks, known = num_chunks * size, request.block_tables or [[]] * self._num_groups
+            changes = [
+                read_changes(request.request_id, old, new, num_blocks) for old, new in zip(known, tables, strict=True)
+            ]
+            is_old = num_chunks == request.num_offered_chunks == request.num_saved_chunks
+            if is_old and all(num_same == num_blocks for num_same, _ in changes):
                 return None
         block_hashes, num_known = scheduled.block_hashes, len(request.keys)
         hashes: list[BlockHash] = []
@@ -121,20 +137,26 @@ class SavePlanner:
                     f"request {request.request_id} has {len(block_hashes)} block hashes, of which "
                     f"{num_known + len(hashes)} chunks of {size} could be read; expected {num_chunks}"
                 )
-        return num_chunks, hashes, num_same, block_ids
+        return num_chunks, hashes, changes
 
     def offer(self, request: TrackedRequest, offer: Offer) -> None:
         """Takes note of what was read.
 
         It stays on offer until the engine says something else of the request, or it is forgotten.
         """
-        num_chunks, hashes, num_same, block_ids = offer
+        num_chunks, hashes, changes = offer
         if hashes:
             request.add_keys(hashes)
-        if num_same and type(request.block_ids) is list:
-            request.block_ids[num_same:] = block_ids
+        tables = request.block_tables
+        if tables and changes:
+            for group_id, (num_same, block_ids) in enumerate(changes):
+                table = tables[group_id]
+                if num_same and type(table) is list:
+                    table[num_same:] = block_ids
+                else:
+                    tables[group_id] = block_ids
         else:
-            request.block_ids = block_ids
+            request.block_tables = [block_ids for _, block_ids in changes]
         self.see(request, num_chunks)
         worth = num_worth_saving(self._policy, request, num_chunks) if self._saves_on_compute else 0
         request.num_offered_chunks = worth
@@ -159,7 +181,7 @@ class SavePlanner:
 
     def withdraw(self, request: TrackedRequest) -> None:
         """Nothing of the request is read any more, unless it is offered again."""
-        request.block_ids = []
+        request.block_tables = []
         request.num_offered_chunks = 0
         self._to_look_at.pop(request.account, None)
 
@@ -179,7 +201,7 @@ class SavePlanner:
             self._staging.end_plan(saves_wait=False)
             return NO_SAVES
         plan = SavePlan()
-        staging_room = self._staging.room_for_saves() // self._blocks_per_chunk
+        staging_room = self._staging.room_for_saves() // (self._blocks_per_chunk * self._num_groups)
         room = staging_room if self._breaker.closed else min(staging_room, 1)
         admitted = self._breaker.admits(_ACCOUNT)
         num_early = num_saved = 0
@@ -231,17 +253,18 @@ class SavePlanner:
         assert self._to_look_at.keys() <= {r.account for r in requests}, "a request that is gone is looked at"
         for request in requests:
             num_blocks = request.num_offered_chunks * self._blocks_per_chunk
-            assert len(request.block_ids) >= num_blocks, "chunks are on offer whose blocks are not known"
+            known = request.block_tables or [[]]
+            assert all(len(table) >= num_blocks for table in known), "chunks are on offer whose blocks are not known"
             assert len(request.keys) >= request.num_offered_chunks, "chunks are on offer whose keys are not known"
 
     def _plan_all(self, kind: JobKind, requests: Iterable[TrackedRequest], room: int, *, deadline_s: float) -> int:
         """Plans the saves of these in this order, at most `room` chunks; returns how many."""
         is_use = kind is JobKind.SAVE
-        shared, num_saved = _Save(), 0
+        shared, num_saved = self._new_save(), 0
         some_suspect = len(self._suspects) > 0
         for request in requests:
             # One with chunks that failed gets a job of its own, so that it takes no other down again.
-            save = _Save() if some_suspect and self._has_suspects(request) else shared
+            save = self._new_save() if some_suspect and self._has_suspects(request) else shared
             num_saved += self._plan_one(request, save, room - num_saved, is_use=is_use)
             if save is not shared and save.slots:
                 self._plan_job(kind, save, deadline_s=deadline_s)
@@ -311,16 +334,16 @@ class SavePlanner:
                 self._index.touch(request.use, keys, num_chunks)
             return 0
         first = saved[0]
-        if num_saved == size == 1:  # a request that generates
-            save.block_ids.append(int(request.block_ids[first]))
-            save.keys.append(keys[first])
-        elif saved[num_saved - 1] - first == num_saved - 1:
-            save.block_ids += plain(request.block_ids[first * size : (first + num_saved) * size])
-            save.keys += keys[first : first + num_saved]
-        else:
-            block_ids = plain(request.block_ids)
-            save.block_ids += [block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]
-            save.keys += [keys[i] for i in saved[:num_saved]]
+        follow = saved[num_saved - 1] - first == num_saved - 1
+        for blocks, table in zip(save.tables, request.block_tables, strict=True):
+            if num_saved == size == 1:  # a request that generates
+                blocks.append(int(table[first]))
+            elif follow:
+                blocks += plain(table[first * size : (first + num_saved) * size])
+            else:
+                block_ids = plain(table)
+                blocks += [block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]
+        save.keys += keys[first : first + num_saved] if follow else [keys[i] for i in saved[:num_saved]]
         save.slots += slots
         save.request_ids.append(request.request_id)
         return num_saved
@@ -342,17 +365,25 @@ class SavePlanner:
                 self._num_unchained,
             )
 
+    def _new_save(self) -> _Save:
+        return _Save([[] for _ in range(self._num_groups)])
+
     def _plan_job(self, kind: JobKind, save: _Save, *, deadline_s: float) -> None:
-        num_blocks, others = len(save.block_ids), len(save.request_ids) - 1
+        num_blocks, others = len(save.tables[0]), len(save.request_ids) - 1
         host_ids = host_blocks(save.slots, blocks_per_chunk=self._blocks_per_chunk, num_blocks=num_blocks)
         job = self._jobs.plan(
             kind,
-            (CopyPart(block_ids=tuple(save.block_ids), host_block_ids=host_ids),),
+            tuple(
+                [
+                    CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids)
+                    for group_id, block_ids in enumerate(save.tables)
+                ]
+            ),
             who=save.request_ids[0] + (f" and {others} more" if others else ""),
             account=_ACCOUNT,
             keys=tuple(save.keys),
             slots=tuple(save.slots),
-            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks),
+            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks * self._num_groups),
             breaker=self._breaker,
             deadline_s=deadline_s,
         )

@@ -66,7 +66,7 @@ from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_SAVES, Offer, SavePlanner
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap import RequestSwap
-from tpu_offload.core.tables import check_sequence
+from tpu_offload.core.tables import check_sequence, read_tables
 from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.workers import Workers
@@ -261,7 +261,7 @@ class OffloadScheduler:
             self._loads.release(request)
             request.num_cut_load_blocks = 0  # it will be matched again
 
-    def admit(self, request_id: str, block_ids: Sequence[int], *, num_loaded_tokens: int) -> None:
+    def admit(self, request_id: str, block_tables: Sequence[Sequence[int]], *, num_loaded_tokens: int) -> None:
         """The engine granted blocks. With `num_loaded_tokens` the request now waits for its load.
 
         A request that was never matched is admitted all the same, with 0 tokens: a `reset` makes worthless what
@@ -269,14 +269,14 @@ class OffloadScheduler:
 
         Args:
           request_id: the request.
-          block_ids: all of its blocks so far, in token order.
+          block_tables: per layer group, all of its blocks so far, in token order.
           num_loaded_tokens: how many of the promised tokens the engine takes; 0 takes none.
         Raises:
           RequestError: more tokens than promised, too few blocks for them, or an argument that makes no sense; the
             promise stands.
         """
         (num_loaded_tokens,) = check_request(request_id, num_loaded_tokens, names=("num_loaded_tokens",))
-        check_sequence(request_id, block_ids, "block ids")
+        tables = read_tables(request_id, block_tables, num_groups=self._context.num_groups)
         request = self._requests.get(request_id)
         if request is not None:
             request.arriving_since_s = None
@@ -296,7 +296,7 @@ class OffloadScheduler:
             return
         load = self._loads.admit(
             request,
-            block_ids,
+            tables,
             num_loaded_tokens=num_loaded_tokens,
             waits_until_s=self._clock() + self._config.load_wait_s,
         )
@@ -353,7 +353,7 @@ class OffloadScheduler:
         """
         check_request(request_id)
         if held is not None:
-            held = check_scheduled(held)
+            held = check_scheduled(held, num_groups=self._context.num_groups)
             if held.request_id != request_id:
                 raise RequestError(f"request {request_id} is preempted and holds what request {held.request_id} held")
             if self._enabled:
@@ -609,7 +609,7 @@ class OffloadScheduler:
             check_iterable(changed, "a step names", "ScheduledRequests")
         offers: dict[str, tuple[TrackedRequest, Offer]] = {}
         for named in changed:
-            scheduled = check_scheduled(named)
+            scheduled = check_scheduled(named, num_groups=self._context.num_groups)
             request_id = scheduled.request_id
             request = self._requests.get(request_id) or self._new_request(request_id)
             offer = self._saves.read(request, scheduled)

@@ -94,13 +94,22 @@ def read_hashes(request_id: str, given: Any, first: int = 0, end: int | None = N
     return hashes
 
 
-def read_tables(request_id: str, given: Any) -> list[Any]:
-    """The block tables of a request, one a layer group; their ids are yet to be read."""
+def read_tables(request_id: str, given: Any, *, num_groups: int | None = None) -> list[Any]:
+    """The block tables of a request, one a layer group; their ids are yet to be read.
+
+    Raises:
+      RequestError: they are no sequence of sequences, or not one for each of so many layer groups.
+    """
     check_sequence(request_id, given, "block tables")
     try:
         tables = list(given)
     except Exception as e:
         raise _unreadable(request_id, "block tables", e) from e
+    if num_groups is not None and len(tables) != num_groups:
+        raise RequestError(
+            f"request {request_id} has {len(tables)} block tables; expected {num_groups}, one a layer group, each a "
+            "sequence of block ids"
+        )
     for table in tables:
         check_sequence(request_id, table, "block ids")
     return tables

@@ -52,7 +52,8 @@ class TrackedRequest:
         making each when it is asked for.
       promise: what it was promised and has not taken.
       load: its load, waiting or in flight.
-      block_ids: its first blocks, those of the chunks on offer at least, as the engine last said them; nobody else's.
+      block_tables: per layer group, its first blocks, those of the chunks on offer at least, as the engine last said
+        them; nobody else's. Empty while nothing is on offer.
       num_offered_chunks: leading chunks of those that should be in the host tier by now; their keys are known.
       num_gone_chunks: leading chunks that have no blocks in HBM any more (of a prefix that HBM evicts).
       num_looked_at_chunks: how many were offered when it was last tried to save them.
@@ -82,7 +83,7 @@ class TrackedRequest:
     keys: list[ChunkKey] | PrefixKeys = dataclasses.field(default_factory=list)
     promise: Promise | None = None
     load: Job | WaitingLoad | None = None
-    block_ids: Ids = dataclasses.field(default_factory=list)
+    block_tables: list[Ids] = dataclasses.field(default_factory=list)
     num_offered_chunks: int = 0
     num_gone_chunks: int = 0
     num_looked_at_chunks: int = 0

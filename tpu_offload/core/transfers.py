@@ -213,6 +213,7 @@ class Transfers:
 
     def _chunk_of(self, job: Job | WaitingLoad, position: int) -> int:
         """Which of a job's chunks a block belongs to. A load may begin inside a chunk."""
+        position %= _num_blocks(job)
         first_block = job.num_valid_tokens // self._block_size
         return (first_block % self._blocks_per_chunk + position) // self._blocks_per_chunk
 
@@ -248,11 +249,11 @@ class Transfers:
         self._requests[request_id].load = None
         if job.state is JobState.FINISHED:
             self._loaded.append(request_id)
-            self._counts.loaded_tokens += job.wire.num_blocks * self._block_size
+            self._counts.loaded_tokens += _num_blocks(job) * self._block_size
             return
         self._wary.add(request_id)
         # What came before the first hole can be used.
-        num_loaded = 0 if job.doomed else min(job.failed_blocks)
+        num_loaded = 0 if job.doomed else min(position % _num_blocks(job) for position in job.failed_blocks)
         self._counts.loaded_tokens += num_loaded * self._block_size
         self._failed_loads.append(
             FailedLoad(request_id=request_id, num_valid_tokens=job.num_valid_tokens + num_loaded * self._block_size)
@@ -271,3 +272,9 @@ class Transfers:
             counts.loaded_blocks += num_blocks
             counts.loaded_nbytes += job.nbytes
             counts.load_s += job.duration_s
+
+
+def _num_blocks(job: Job | WaitingLoad) -> int:
+    """Blocks of each layer group: all have as many, for the same tokens."""
+    parts = job.wire.parts if isinstance(job, Job) else job.parts
+    return len(parts[0].block_ids)

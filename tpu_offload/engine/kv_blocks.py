@@ -202,7 +202,7 @@ class KVBlocks:
                 CachedPrefix(
                     block_hashes=origin.block_hashes,
                     num_blocks=number + 1,
-                    block_of=self._full.get,
+                    block_of=lambda group_id, block_hash: self._full.get(block_hash),
                     num_prompt_tokens=origin.num_prompt_tokens,
                     limits=origin.limits,
                 )

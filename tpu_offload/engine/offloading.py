@@ -106,7 +106,7 @@ class Offloading:
             num_computed_tokens=sequence.num_computed_tokens,
             limits=sequence.request.limits,
         )
-        self._scheduler.admit(sequence.sequence_id, sequence.block_ids, num_loaded_tokens=found.num_tokens)
+        self._scheduler.admit(sequence.sequence_id, self._tables(sequence), num_loaded_tokens=found.num_tokens)
         self._watch(sequence)
         return found.num_tokens
 
@@ -138,7 +138,7 @@ class Offloading:
             return True
         swapped = sequence.phase is Phase.RUNNING and self._scheduler.swap.swap_out(
             name,
-            [sequence.block_ids, sequence.window_block_ids][: self._num_groups],
+            self._tables(sequence),
             () if sequence.is_stale else sequence.block_hashes,
             num_computed_tokens=sequence.num_computed_tokens,
         )
@@ -176,7 +176,7 @@ class Offloading:
           Whether it has to wait until `poll` names it.
         """
         self._watch(sequence)
-        block_ids = [sequence.block_ids, sequence.window_block_ids][: self._num_groups]
+        block_ids = self._tables(sequence)
         return self._scheduler.swap.swap_in(sequence.sequence_id, block_ids, present=present)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -254,10 +254,14 @@ class Offloading:
         sequence.next_offer_tokens = next_offer
         return held
 
+    def _tables(self, sequence: Sequence) -> list[list[int]]:
+        """Per layer group, its blocks."""
+        return [sequence.block_ids, sequence.window_block_ids][: self._num_groups]
+
     def _held(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
         return ScheduledRequest(
             request_id=sequence.sequence_id,
-            block_ids=sequence.block_ids,
+            block_tables=self._tables(sequence),
             block_hashes=sequence.block_hashes,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=min(num_computed_tokens, len(sequence.tokens)),  # without a token that is in flight

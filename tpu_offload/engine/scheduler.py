@@ -388,7 +388,7 @@ class Scheduler:
         if all(sum(needed) <= free for needed, free in zip(zip(*missing, strict=True), num_free, strict=False)):
             return False
         candidates = [
-            Candidate(request_id=s.sequence_id, block_ids=(s.block_ids, s.window_block_ids), num_new_blocks=needed)
+            Candidate(request_id=s.sequence_id, block_tables=(s.block_ids, s.window_block_ids), num_new_blocks=needed)
             for s, needed in zip(self._active, missing, strict=True)
         ]
         for sequence_id in choose_victims(candidates, num_free=num_free):

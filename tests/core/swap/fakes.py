@@ -172,7 +172,7 @@ class SwapEngine:
     def scheduled(self, request: Running) -> ScheduledRequest:
         return ScheduledRequest(
             request_id=request.name,
-            block_ids=request.block_ids,
+            block_tables=[request.block_ids],
             block_hashes=request.hashes,
             num_prompt_tokens=len(request.tokens),
             num_computed_tokens=request.num_computed,

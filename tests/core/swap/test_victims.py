@@ -9,7 +9,7 @@ from tpu_offload import Candidate, choose_victims
 
 
 def candidate(name, blocks, need=0):
-    return Candidate(request_id=name, block_ids=[blocks], num_new_blocks=[need])
+    return Candidate(request_id=name, block_tables=[blocks], num_new_blocks=[need])
 
 
 def test_nobody_is_a_victim_while_all_can_go_on():
@@ -43,9 +43,9 @@ def test_the_last_one_is_never_a_victim():
 
 def test_every_layer_group_must_be_satisfied():
     requests = [
-        Candidate(request_id="a", block_ids=[[0], [0]], num_new_blocks=[0, 1]),
-        Candidate(request_id="b", block_ids=[[1], []], num_new_blocks=[0, 0]),
-        Candidate(request_id="c", block_ids=[[2], [1]], num_new_blocks=[0, 0]),
+        Candidate(request_id="a", block_tables=[[0], [0]], num_new_blocks=[0, 1]),
+        Candidate(request_id="b", block_tables=[[1], []], num_new_blocks=[0, 0]),
+        Candidate(request_id="c", block_tables=[[2], [1]], num_new_blocks=[0, 0]),
     ]
     assert choose_victims(requests, num_free=[7, 0]) == ("c",)
     assert choose_victims([requests[0], requests[2], requests[1]], num_free=[7, 0]) == ("b", "c")
@@ -58,7 +58,7 @@ def test_the_choice_is_the_shortest_suffix_that_a_plain_count_accepts(seed):
     requests = [
         Candidate(
             request_id=f"r{i}",
-            block_ids=[rng.sample(range(20), rng.randint(0, 6)) for _ in range(num_groups)],
+            block_tables=[rng.sample(range(20), rng.randint(0, 6)) for _ in range(num_groups)],
             num_new_blocks=[rng.randint(0, 3) for _ in range(num_groups)],
         )
         for i in range(rng.randint(1, 6))
@@ -67,8 +67,8 @@ def test_the_choice_is_the_shortest_suffix_that_a_plain_count_accepts(seed):
 
     def can_go_on(kept):
         for g in range(num_groups):
-            held = set(itertools.chain.from_iterable(r.block_ids[g] for r in kept))
-            before = set(itertools.chain.from_iterable(r.block_ids[g] for r in requests))
+            held = set(itertools.chain.from_iterable(r.block_tables[g] for r in kept))
+            before = set(itertools.chain.from_iterable(r.block_tables[g] for r in requests))
             if sum(r.num_new_blocks[g] for r in kept) > num_free[g] + len(before - held):
                 return False
         return True

@@ -116,7 +116,7 @@ class TPUOffloadConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """See the base class."""
-        self.scheduler_side.admit(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler_side.admit(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> PlanMessage:
         """See the base class."""

@@ -168,7 +168,7 @@ class SchedulerSide:
         self._promised.add(request_id)
         return found.num_tokens, not holds_up
 
-    def admit(self, request: "Request", block_ids: Sequence[int], num_loaded_tokens: int) -> None:
+    def admit(self, request: "Request", block_tables: Sequence[Sequence[int]], num_loaded_tokens: int) -> None:
         """vLLM granted blocks, with which the request waits for a load if it has one."""
         request_id = request.request_id
         self._admitted.add(request_id)
@@ -179,7 +179,7 @@ class SchedulerSide:
         self._rollback.admit(request_id)
         self._promised.discard(request_id)
         if self._offload is not None:
-            self._offload.admit(request_id, block_ids, num_loaded_tokens=num_loaded_tokens)
+            self._offload.admit(request_id, block_tables, num_loaded_tokens=num_loaded_tokens)
 
     def plan(self, output: "SchedulerOutput") -> PlanMessage:
         """Ends a pass: what the workers do in the step that it scheduled."""
@@ -408,10 +408,12 @@ class SchedulerSide:
             num_computed_tokens = entry.request.num_computed_tokens + num_scheduled_tokens
             if num_computed_tokens >= entry.next_offer_tokens:
                 assert tables is not None, "a step without block tables"
-                changed.append(self._offer(entry, tables.resolve_block_ids(request_id)[0], num_computed_tokens))
+                changed.append(self._offer(entry, tables.resolve_block_ids(request_id), num_computed_tokens))
         return changed
 
-    def _offer(self, entry: _Watched, block_ids: Sequence[int], num_computed_tokens: int) -> ScheduledRequest:
+    def _offer(
+        self, entry: _Watched, block_tables: Sequence[Sequence[int]], num_computed_tokens: int
+    ) -> ScheduledRequest:
         request, size = entry.request, self._block_size
         num_offered = min(num_computed_tokens // size, len(request.block_hashes))
         entry.next_offer_tokens = (num_offered + 1) * size
@@ -425,7 +427,7 @@ class SchedulerSide:
             )
         return ScheduledRequest(
             request_id=request.request_id,
-            block_ids=block_ids,
+            block_tables=block_tables,
             block_hashes=request.block_hashes,
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=num_computed_tokens,

@@ -16,12 +16,12 @@ class Candidate:
 
     Attributes:
       request_id: the engine's name for it.
-      block_ids: per layer group, its blocks; several requests may hold one.
+      block_tables: per layer group, its blocks; several requests may hold one.
       num_new_blocks: per layer group, the blocks that it needs to go on.
     """
 
     request_id: str
-    block_ids: Sequence[Sequence[int]]
+    block_tables: Sequence[Sequence[int]]
     num_new_blocks: Sequence[int]
 
 
@@ -48,13 +48,13 @@ def choose_victims(candidates: Sequence[Candidate], *, num_free: Sequence[int]) 
     missing = [sum(c.num_new_blocks[g] for c in candidates) - free[g] for g in range(num_groups)]
     if max(missing, default=0) <= 0:
         return ()
-    holders = [Counter(block_id for c in candidates for block_id in c.block_ids[g]) for g in range(num_groups)]
+    holders = [Counter(block_id for c in candidates for block_id in c.block_tables[g]) for g in range(num_groups)]
     victims = []
     for victim in reversed(candidates[1:]):
         victims.append(victim.request_id)
         for g in range(num_groups):
             missing[g] -= victim.num_new_blocks[g]
-            for block_id in victim.block_ids[g]:
+            for block_id in victim.block_tables[g]:
                 holders[g][block_id] -= 1
                 missing[g] -= not holders[g][block_id]
         if max(missing) <= 0:
@@ -66,14 +66,14 @@ def _read(candidate: Candidate, num_groups: int) -> Candidate:
     """The same, with lists of integers of Python."""
     request_id = candidate.request_id
     check_request(request_id)
-    tables = [read_ids(request_id, table) for table in read_tables(request_id, candidate.block_ids)]
+    tables = [read_ids(request_id, table) for table in read_tables(request_id, candidate.block_tables)]
     num_new_blocks = _counts(f"new blocks of request {request_id}", candidate.num_new_blocks)
     if len(tables) < num_groups or len(num_new_blocks) < num_groups:
         raise RequestError(
             f"request {request_id} has {len(tables)} block tables and {len(num_new_blocks)} numbers of new blocks; "
             f"expected {num_groups} of each"
         )
-    return Candidate(request_id=request_id, block_ids=tables, num_new_blocks=num_new_blocks)
+    return Candidate(request_id=request_id, block_tables=tables, num_new_blocks=num_new_blocks)
 
 
 def _counts(what: str, given: Any) -> list[int]:
