@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import ChunkState
 from tpu_offload.core.jobs import WaitingLoad, host_blocks
-from tpu_offload.core.requests import FailedLoad, RequestLimits
+from tpu_offload.core.requests import MISS, FailedLoad, Match, MatchState, RequestLimits
 from tpu_offload.core.tables import read_ids
 from tpu_offload.core.tracking import Promise, TrackedRequest
 from tpu_offload.errors import RequestError
@@ -28,6 +28,8 @@ class LoadPlanner:
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_groups = context.num_groups
+        self._config = context.config
+        self._clock = context.clock
 
     def match(
         self,
@@ -110,7 +112,23 @@ class LoadPlanner:
         )
         return request.promise.num_tokens
 
-    def ends_at_a_save(self, request: TrackedRequest) -> bool:
+    def answer(self, request: TrackedRequest, num_tokens: int) -> Match:
+        """What the last match of a request has found, and whether it is worth while to ask again."""
+        limit_s = 0.0
+        if request.awaits_staging and not num_tokens:
+            limit_s = self._config.load_wait_s
+        elif self._ends_at_a_save(request):
+            limit_s = self._config.save_wait_s
+        if limit_s:
+            now_s = self._clock()
+            if request.arriving_since_s is None:
+                request.arriving_since_s = now_s
+            until_s = request.arriving_since_s + limit_s
+            if now_s < until_s:
+                return Match(num_tokens=num_tokens, state=MatchState.ARRIVING, until_s=until_s)
+        return Match(num_tokens=num_tokens, state=MatchState.HIT) if num_tokens else MISS
+
+    def _ends_at_a_save(self, request: TrackedRequest) -> bool:
         """Whether what the last match of a request would find next is being saved at this moment."""
         end = request.num_found_chunks
         return (

@@ -55,7 +55,6 @@ from tpu_offload.core.requests import (
     MISS,
     CachedPrefix,
     Match,
-    MatchState,
     RequestLimits,
     ScheduledRequest,
     TierEvent,
@@ -251,7 +250,7 @@ class OffloadScheduler:
         self._requests[request_id] = request
         self._saves.withdraw(request)  # it may be given other blocks
         self._saves.see(request, len(request.keys))
-        return self._answer(request, num_found)
+        return self._loads.answer(request, num_found)
 
     def release(self, request_id: str) -> None:
         """Gives back what `match` promised; without a promise it does nothing."""
@@ -548,22 +547,6 @@ class OffloadScheduler:
         assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
 
     # Inside.
-
-    def _answer(self, request: TrackedRequest, num_tokens: int) -> Match:
-        """What a match has found, and whether it is worth while to ask again."""
-        limit_s = 0.0
-        if request.awaits_staging and not num_tokens:
-            limit_s = self._config.load_wait_s
-        elif self._loads.ends_at_a_save(request):
-            limit_s = self._config.save_wait_s
-        if limit_s:
-            now_s = self._clock()
-            if request.arriving_since_s is None:
-                request.arriving_since_s = now_s
-            until_s = request.arriving_since_s + limit_s
-            if now_s < until_s:
-                return Match(num_tokens=num_tokens, state=MatchState.ARRIVING, until_s=until_s)
-        return Match(num_tokens=num_tokens, state=MatchState.HIT) if num_tokens else MISS
 
     @property
     def _has_news(self) -> bool:

@@ -95,7 +95,7 @@ class RequestSwap:
     def swap_out(
         self,
         request_id: str,
-        block_ids: Sequence[Sequence[int]],
+        block_tables: Sequence[Sequence[int]],
         block_hashes: Sequence[BlockHash] = (),
         *,
         num_computed_tokens: int,
@@ -107,7 +107,7 @@ class RequestSwap:
 
         Args:
           request_id: a request that is not swapped out.
-          block_ids: per layer group, its blocks. Of full attention in token order, at least those that hold computed
+          block_tables: per layer group, its blocks. Of full attention in token order, at least those that hold computed
             tokens; of a sliding window those that hold anything, in any order that the engine wants back.
           block_hashes: hashes of its full blocks of the first group, as far as they are known. Blocks of equal hashes
             are kept once, as in a prefix cache; an engine in which the bits of a block depend on what else was
@@ -123,7 +123,7 @@ class RequestSwap:
         block_hashes = read_hashes(request_id, block_hashes)
         if request_id in self._swapped:
             raise RequestError(f"request {request_id} is swapped out already; it has no blocks in HBM")
-        kept = self._kept_blocks(request_id, block_ids, num_computed_tokens)
+        kept = self._kept_blocks(request_id, block_tables, num_computed_tokens)
         suspended = not all(breaker.admits(request_id) for breaker in self._breakers.values())
         hopeless = num_computed_tokens == 0 or not self._has_kv(request_id)
         if not self._config.swap_enabled or hopeless or suspended:
@@ -188,12 +188,12 @@ class RequestSwap:
         """
         return self._get(request_id).num_blocks
 
-    def swap_in(self, request_id: str, block_ids: Sequence[Sequence[int]], *, present: Collection[int] = ()) -> bool:
+    def swap_in(self, request_id: str, block_tables: Sequence[Sequence[int]], *, present: Collection[int] = ()) -> bool:
         """Starts to bring a request back, into blocks that the engine has granted.
 
         Args:
           request_id: a request that `can_return`.
-          block_ids: per layer group, its new blocks, in the order of those it had; further ones are left alone.
+          block_tables: per layer group, its new blocks, in the order of those it had; further ones are left alone.
           present: numbers of blocks of the first group that hold their KV already, found in HBM by their hashes.
         Returns:
           True if it must wait until an update names it; False if nothing is to be copied, and it is back now.
@@ -204,7 +204,7 @@ class RequestSwap:
         if not self.can_return(request_id):
             raise RequestError(f"request {request_id} cannot be swapped in now; ask can_return first")
         swapped = self._swapped[request_id]
-        granted = self._granted_blocks(swapped, block_ids)
+        granted = self._granted_blocks(swapped, block_tables)
         present = read_numbers(request_id, "present", present)
         if present and not (self._has_prefix and max(present) < swapped.num_blocks[0]):
             raise RequestError(
