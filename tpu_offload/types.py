@@ -40,40 +40,32 @@ class JobState(enum.Enum):
         return self not in (JobState.PLANNED, JobState.SENT)
 
 
-class StepPhase(enum.Enum):
-    """When in a step a job is dispatched, in this order."""
-
-    BEFORE_WRITES = "before writes"  # before anything of the step writes into the KV caches
-    BEFORE_FORWARD = "before forward"
-    AFTER_FORWARD = "after forward"  # before any later step can overwrite what it reads
-
-
 class JobKind(enum.Enum):
-    """What a job is for.
+    """What a job is for, in the order in which the kinds are dispatched in a step.
 
     Attributes:
       direction: which way its blocks go.
-      phase: when in its step it is dispatched.
       of_swap: it moves one request out of HBM or back: all of its blocks or none. Any other job may fail in part.
     """
 
     direction: Direction
-    phase: StepPhase
     of_swap: bool
 
-    def __new__(cls, value: str, direction: Direction, phase: StepPhase, of_swap: bool) -> Self:
+    def __new__(cls, value: str, direction: Direction, of_swap: bool) -> Self:
         """Gives a member its attributes; its value is the name alone."""
         member = object.__new__(cls)
         member._value_ = value
-        member.direction, member.phase, member.of_swap = direction, phase, of_swap
+        member.direction, member.of_swap = direction, of_swap
         return member
 
-    # In the order in which they are dispatched. The blocks of the first two are others' from their step on.
-    EARLY_SAVE = "early save", Direction.SAVE, StepPhase.BEFORE_WRITES, False
-    SWAP_OUT = "swap out", Direction.SAVE, StepPhase.BEFORE_WRITES, True
-    LOAD = "load", Direction.LOAD, StepPhase.BEFORE_FORWARD, False
-    SWAP_IN = "swap in", Direction.LOAD, StepPhase.BEFORE_FORWARD, True
-    SAVE = "save", Direction.SAVE, StepPhase.AFTER_FORWARD, False
+    # Before anything of the step writes into the caches: the blocks of these two are others' from this step on.
+    EARLY_SAVE = "early save", Direction.SAVE, False
+    SWAP_OUT = "swap out", Direction.SAVE, True
+    # Before the forward pass.
+    LOAD = "load", Direction.LOAD, False
+    SWAP_IN = "swap in", Direction.LOAD, True
+    # After the forward pass, before any later step can overwrite what it reads.
+    SAVE = "save", Direction.SAVE, False
 
 
 class HostStore(enum.Enum):
@@ -113,7 +105,7 @@ class CopyJob:
 
     Attributes:
       job_id: unique over the life of the scheduler.
-      kind: what it is for, and with that which way it goes and when.
+      kind: what it is for, and with that which way it goes and when in its step.
       parts: what moves. Only a swap moves blocks of the swap pool; one that comes back may read the host tier as well.
       request_id: the engine's request; empty for a save.
       num_staging_blocks: staging blocks that are reserved for it on every worker, 0 on a path that stages nothing. A
@@ -157,7 +149,7 @@ class StepPlan:
 
     Attributes:
       step_id: counts up by one a plan.
-      jobs: each is dispatched in the phase of its kind; those of one phase in the order of `JobKind`.
+      jobs: in the order in which they are dispatched, that of `JobKind`.
       cancelled_job_ids: loads whose blocks the engine has taken back. A worker must not write into
         their blocks from this plan on; it reports the job as cancelled, or as finished when it had
         dispatched the last write before. Repeated in every plan until the job is known to be over, so that no plan

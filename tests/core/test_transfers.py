@@ -8,6 +8,7 @@ import pytest
 from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
+from tpu_offload.core.policies import LRUPolicy
 from tpu_offload.core.suspects import Suspects
 from tpu_offload.types import ChunkKey, Direction, JobKind
 
@@ -547,3 +548,59 @@ def test_a_request_with_a_chunk_that_rests_costs_nothing_meanwhile():
     del engine.scheduler._index.touch
     engine.clock.now_s += 101
     assert len(engine.step()[0].of(JobKind.SAVE)) == 1
+
+
+class _Breaking(LRUPolicy):
+    """Raises when it is asked for room, until it is mended."""
+
+    broken = True
+
+    def evict(self, *args, **fields):
+        if _Breaking.broken:
+            raise RuntimeError("a fault of the policy")
+        return super().evict(*args, **fields)
+
+
+def test_what_was_planned_when_a_policy_raised_goes_with_no_later_plan():
+    """Its blocks may be others' by then: an early save would publish their KV under the old hashes."""
+    _Breaking.broken = True
+    engine = FakeEngine(
+        num_cpu_chunks=4,
+        workers=[FakeWorker(num_host_chunks=4)],
+        policy=_Breaking,
+        save_on="compute,preemption",
+    )
+    old, young = engine.add("old", tokens(12)), engine.add("young", tokens(16, start=500))
+    engine.scheduler.preempt("old", held=dataclasses.replace(engine.held(old), num_computed_tokens=12))
+    with pytest.raises(RuntimeError, match="a fault of the policy"):
+        engine.scheduler.plan_step([dataclasses.replace(engine.held(young), num_computed_tokens=16)])
+    engine.scheduler.check_invariants()
+    assert engine.scheduler.stats().num_jobs_in_flight == 0
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    _Breaking.broken = False
+    plan = engine.scheduler.plan_step()
+    assert plan.of(JobKind.EARLY_SAVE) == ()
+    assert [job.block_ids for job in plan.jobs] == [tuple(young.block_ids)]
+    engine.scheduler.check_invariants()
+
+
+def test_a_load_that_was_planned_when_a_policy_raised_is_computed():
+    _Breaking.broken = False
+    engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)], policy=_Breaking)
+    first = engine.add("first", tokens(16))
+    engine.step({"first": 16})
+    engine.settle()
+    found = match(engine, "again", tokens(16))
+    assert found == 15
+    engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=found)
+    other = engine.add("other", tokens(16, start=500))
+    _Breaking.broken = True
+    with pytest.raises(RuntimeError, match="a fault of the policy"):
+        engine.scheduler.plan_step([dataclasses.replace(engine.held(other), num_computed_tokens=16)])
+    assert engine.scheduler.take_update().failed_loads == (FailedLoad(request_id="again", num_valid_tokens=0),)
+    engine.scheduler.finish("again")
+    _Breaking.broken = False
+    plan = engine.scheduler.plan_step()
+    assert (plan.of(JobKind.LOAD), plan.cancelled_job_ids) == ((), ())
+    assert first.block_ids
+    engine.scheduler.check_invariants()

@@ -306,15 +306,8 @@ MUTATIONS = (
         "held.num_computed_tokens + 1",
     ),
     Mutation(
-        "what leaves its blocks is copied after the step",
-        "OffloadScheduler.plan_step",
-        "saves = self._saves.plan(...)",
-        """
-        _0
-        saves.jobs, saves.early = [*saves.early, *saves.jobs], []
-        """,
+        "what leaves its blocks is copied after the step", "SavePlanner.plan", "JobKind.EARLY_SAVE", "JobKind.SAVE"
     ),
-    # Request swap.
     Mutation(
         "blocks of a late swap are free at once",
         "Completion.complete",

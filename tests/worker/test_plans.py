@@ -280,3 +280,35 @@ def test_a_rank_of_numpy_is_a_worker_id():
     engine = Engine("direct")
     worker = OffloadWorker(OffloadConfig.create(num_cpu_chunks=0), engine.layout, engine.caches, worker_id=np.int64(1))
     assert type(worker.poll().worker_id) is int
+
+
+@paths
+def test_a_load_that_its_own_plan_cancels_writes_nothing(path):
+    engine = Engine(path)
+    save = engine.save([0, 1], [4, 5])
+    engine.step(saves=[save])
+    engine.expect_saved(save)
+    assert engine.states() == {save.job_id: FINISHED}
+    load, other = engine.load([6, 7], [4, 5]), engine.load([8, 9], [4, 5])
+    do(engine, plan_of(engine, loads=[load, other], cancelled_job_ids=(load.job_id,)))
+    engine.expect_loaded(other)
+    results = engine.drain()
+    assert {job_id: result.state for job_id, result in results.items()} == {
+        load.job_id: CANCELLED,
+        other.job_id: FINISHED,
+    }
+    engine.check()
+
+
+@pytest.mark.parametrize("jobs", [None, np.arange(3), 0])
+@pytest.mark.parametrize("cancelled", [(), None, np.arange(3)])
+def test_a_plan_whose_fields_are_no_tuples_has_none_of_them(jobs, cancelled):
+    engine = Engine()
+    plan = plan_of(engine, cache_epochs=epochs(engine))
+    object.__setattr__(plan, "jobs", jobs)
+    object.__setattr__(plan, "cancelled_job_ids", cancelled)
+    do(engine, plan)
+    stale = dataclasses.replace(plan, step_id=plan.step_id + 1, cache_epochs=epochs(engine, num_losses=7))
+    do(engine, stale)
+    assert engine.worker.poll().results == ()
+    engine.check()

@@ -91,9 +91,9 @@ class Job:
         return self.wire.kind.direction
 
     @property
-    def num_parts(self) -> int:
-        """Blocks of it that can fail on their own; 0 if it succeeds or fails as a whole."""
-        return 0 if self.wire.kind.of_swap else self.wire.num_blocks
+    def num_blocks(self) -> int:
+        """Blocks that move."""
+        return self.wire.num_blocks
 
     @property
     def consequence(self) -> str:
@@ -116,7 +116,8 @@ class Job:
             return
         why = result.error or f"worker {worker_id} reported it as {result.state.value}"
         self.copy_failed |= result.state is JobState.FAILED
-        if result.failed_blocks and max(result.failed_blocks) < self.num_parts:
+        # A swap succeeds or fails as a whole.
+        if result.failed_blocks and not self.kind.of_swap and max(result.failed_blocks) < self.num_blocks:
             self.failed_blocks.update(result.failed_blocks)
             self.error = self.error or why
         else:
@@ -155,7 +156,7 @@ class WaitingLoad:
     error: str = ""
 
     @property
-    def num_parts(self) -> int:
+    def num_blocks(self) -> int:
         """Blocks that are to move."""
         return sum([len(part.block_ids) for part in self.parts])
 
@@ -284,6 +285,16 @@ class JobTable:
         for job in jobs:
             job.state = JobState.SENT
         return tuple([job.wire for job in jobs])
+
+    def fail_planned(self, why: str) -> None:
+        """What no plan has taken must not go with a later one: its blocks may be others' by then. Swaps may wait."""
+        failed, self._planned = (
+            [j for j in self._planned if not j.kind.of_swap],
+            [j for j in self._planned if j.kind.of_swap],
+        )
+        for job in failed:
+            job.doom(why)
+            self._end(job)
 
     def drop(self, job: Job) -> None:
         """A job that was never sent will not be. The caller knows, so nothing else is called."""

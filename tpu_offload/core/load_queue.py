@@ -1,7 +1,7 @@
 """Loads that the engine has granted blocks for, until a plan takes them.
 
 The next plan takes them all, but for staged ones that find too little of the staging buffer free: those wait in their
-order, for a bounded time. A load gets its job id when it is sent, so that ids rise from plan to plan.
+order, for a bounded time. A load gets its job id when it goes with a plan, so that ids rise from plan to plan.
 """
 
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ class LoadQueue:
         kept: list[WaitingLoad] = []
         for load in self._waiting:
             if self._is_short(load) and not kept:
-                num_blocks = load.num_parts
+                num_blocks = load.num_blocks
                 load.num_staging_blocks = self._staging.reserve_load(load.account, num_blocks, next_in_line=True)
             if self._is_short(load):
                 kept.append(load)
@@ -80,8 +80,8 @@ class LoadQueue:
         return not load.num_staging_blocks and self._staging.stages(Direction.LOAD)
 
     def _send(self, load: WaitingLoad, now_s: float) -> Job:
-        at_a_time = load.num_staging_blocks or self._max_blocks_per_step or load.num_parts
-        num_pieces = -(-load.num_parts // at_a_time)
+        at_a_time = load.num_staging_blocks or self._max_blocks_per_step or load.num_blocks
+        num_pieces = -(-load.num_blocks // at_a_time)
         job = self._jobs.plan(
             JobKind.LOAD,
             load.parts,

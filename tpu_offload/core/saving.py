@@ -44,8 +44,8 @@ class _Save:
 
 
 @dataclasses.dataclass(slots=True)
-class SavePlan:
-    """The saves of a step.
+class SaveCounts:
+    """What of the saves of a step found no room.
 
     Attributes:
       num_dropped_chunks: chunks for which it was now or never, and that found no room.
@@ -56,7 +56,7 @@ class SavePlan:
     num_refused_chunks: int = 0
 
 
-NO_SAVES = SavePlan()
+NO_SAVES = SaveCounts()
 
 
 Offer = tuple[int, list[BlockHash], list[tuple[int, Ids]]]
@@ -191,7 +191,7 @@ class SavePlanner:
             request.num_refused_chunks = 0  # not dropped yet
             self.withdraw(request)
 
-    def plan(self, *, deadline_s: float) -> SavePlan:
+    def plan(self, *, deadline_s: float) -> SaveCounts:
         """Plans the saves of what is on offer and not saved: what leaves first, then what has waited longest.
 
         What has a higher priority goes before what has a lower one. O(1) when there is nothing to save. Of what their
@@ -200,7 +200,7 @@ class SavePlanner:
         if not self._to_look_at and not self.leaving:
             self._staging.end_plan(saves_wait=False)
             return NO_SAVES
-        plan = SavePlan()
+        plan = SaveCounts()
         staging_room = self._staging.room_for_saves() // (self._blocks_per_chunk * self._num_groups)
         room = staging_room if self._breaker.closed else min(staging_room, 1)
         admitted = self._breaker.admits(_ACCOUNT)
@@ -262,14 +262,16 @@ class SavePlanner:
         is_use = kind is JobKind.SAVE
         shared, num_saved = self._new_save(), 0
         some_suspect = len(self._suspects) > 0
-        for request in requests:
-            # One with chunks that failed gets a job of its own, so that it takes no other down again.
-            save = self._new_save() if some_suspect and self._has_suspects(request) else shared
-            num_saved += self._plan_one(request, save, room - num_saved, is_use=is_use)
-            if save is not shared and save.slots:
-                self._plan_job(kind, save, deadline_s=deadline_s)
-        if shared.slots:
-            self._plan_job(kind, shared, deadline_s=deadline_s)
+        try:
+            for request in requests:
+                # One with chunks that failed gets a job of its own, so that it takes no other down again.
+                save = self._new_save() if some_suspect and self._has_suspects(request) else shared
+                num_saved += self._plan_one(request, save, room - num_saved, is_use=is_use)
+                if save is not shared and save.slots:
+                    self._plan_job(kind, save, deadline_s=deadline_s)
+        finally:  # also if an eviction policy has raised: what has slots is a job's, which gives them back
+            if shared.slots:
+                self._plan_job(kind, shared, deadline_s=deadline_s)
         return num_saved
 
     def _in_turn(self, room: int) -> Collection[TrackedRequest]:

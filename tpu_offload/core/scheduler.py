@@ -67,7 +67,7 @@ from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tables import check_sequence, read_tables
 from tpu_offload.core.tracking import TrackedRequest
-from tpu_offload.core.transfers import Transfers
+from tpu_offload.core.transfers import TRANSFERS, Transfers
 from tpu_offload.core.workers import Workers
 from tpu_offload.errors import ConfigError, RequestError
 from tpu_offload.layout import KVLayout
@@ -77,7 +77,6 @@ from tpu_offload.types import (
     CacheEpoch,
     ChunkKey,
     Direction,
-    JobKind,
     StepPlan,
     StepReport,
 )
@@ -418,17 +417,11 @@ class OffloadScheduler:
         self._transfers.expire_waiting(now_s)
         self._jobs.expire(now_s)
         self._transfers.settle()
-        cancelled: tuple[int, ...] = ()
-        if self._enabled:
-            for request, offer in offers.values():
-                self._saves.offer(request, offer)
-                self._requests[request.request_id] = request
-            if self._transfers.has_plans:
-                cancelled = self._transfers.plan(now_s)
-            saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
-            if saves is not NO_SAVES:
-                self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
-                self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
+        try:
+            cancelled = self._plan_transfers(offers, now_s)
+        except BaseException:  # an eviction or save policy may be anybody's
+            self._jobs.fail_planned("a policy raised while the step was planned")
+            raise
         self._swap.begin_step()
         plan = StepPlan(
             step_id=self._num_steps,
@@ -517,8 +510,7 @@ class OffloadScheduler:
         pins: dict[ChunkKey, int] = dict(self._swap.pins())
         pending: list[ChunkKey] = []
         loads: list[Job | WaitingLoad] = [*self._queue]
-        kinds = JobKind.EARLY_SAVE, JobKind.LOAD, JobKind.SAVE
-        for job in self._jobs.of(*kinds):
+        for job in self._jobs.of(*TRANSFERS):
             account = job.account, job.direction
             held[account] = held.get(account, 0) + job.wire.num_staging_blocks
             if job.direction is Direction.SAVE:
@@ -541,7 +533,7 @@ class OffloadScheduler:
         assert sum(held.values()) == self._staging.num_reserved
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())
         self._index.check_holds(pins=pins, pending=set(pending))
-        late = [slot for job in self._jobs.late(*kinds) for slot in job.slots[: len(job.keys)]]
+        late = [slot for job in self._jobs.late(*TRANSFERS) for slot in job.slots[: len(job.keys)]]
         counts = self._counts
         assert counts.matched_tokens <= counts.found_tokens <= counts.looked_up_tokens, "found what was not looked up"
         assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
@@ -551,6 +543,22 @@ class OffloadScheduler:
     @property
     def _has_news(self) -> bool:
         return self._transfers.has_news or self._swap.has_news or self._reports.has_news
+
+    def _plan_transfers(self, offers: Mapping[str, tuple[TrackedRequest, Offer]], now_s: float) -> tuple[int, ...]:
+        """Plans saves and loads; returns the ids of loads that are taken back."""
+        if not self._enabled:
+            return ()
+        cancelled: tuple[int, ...] = ()
+        for request, offer in offers.values():
+            self._saves.offer(request, offer)
+            self._requests[request.request_id] = request
+        if self._transfers.has_plans:
+            cancelled = self._transfers.plan(now_s)
+        saves = self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
+        if saves is not NO_SAVES:
+            self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
+            self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
+        return cancelled
 
     def _request(self, request_id: str) -> TrackedRequest:
         """The request of this id, or a new one; that is for the caller to keep."""

@@ -17,7 +17,7 @@ from tpu_offload.core.requests import FailedLoad, FinishedTransfer
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.types import ChunkKey, Direction, JobKind, JobState
 
-_TRANSFERS = (JobKind.EARLY_SAVE, JobKind.LOAD, JobKind.SAVE)
+TRANSFERS = (JobKind.EARLY_SAVE, JobKind.LOAD, JobKind.SAVE)
 
 
 @final
@@ -47,7 +47,7 @@ class Transfers:
         self._lost_keys: set[ChunkKey] = set()
         # Requests that have seen a load fail: they compute what failed, others may try it once more.
         self._wary: set[str] = set()
-        self._jobs.on_end(*_TRANSFERS, call=self.ended)
+        self._jobs.on_end(*TRANSFERS, call=self.ended)
 
     # On the way down.
 
@@ -81,7 +81,7 @@ class Transfers:
         """Ends the loads that have waited too long to be sent."""
         if self._queue:
             for load in self._queue.impatient(now_s):
-                self._counts.dropped_load_blocks += load.num_parts
+                self._counts.dropped_load_blocks += load.num_blocks
                 self._give_up_waiting(load)
 
     # On the way up.
@@ -138,12 +138,12 @@ class Transfers:
         """What they move is no longer what the model would compute: loads are given up, saves are not published."""
         for load in list(self._queue):
             self._give_up_waiting(load)
-        for job in self._jobs.of(*_TRANSFERS):
+        for job in self._jobs.of(*TRANSFERS):
             self._give_up(job, "the cache was reset")
 
     def doubt(self, worker_id: int, *, why: str) -> None:
         """A worker was started anew: what it was sent either died with it, or is done by one with empty memory."""
-        for job in self._jobs.of(*_TRANSFERS):
+        for job in self._jobs.of(*TRANSFERS):
             if job.state is JobState.SENT and worker_id in job.waiting_for:
                 self._give_up(job, why)
 
@@ -159,7 +159,7 @@ class Transfers:
         for load in list(self._queue):
             load.num_valid_tokens = 0
             self._give_up_waiting(load)
-        for job in self._jobs.of(*_TRANSFERS):
+        for job in self._jobs.of(*TRANSFERS):
             if job.direction is Direction.LOAD:
                 job.num_valid_tokens = 0
                 self._give_up(job, "the KV caches were lost")
@@ -176,11 +176,11 @@ class Transfers:
         self._saves.rewind_all(self._requests.values())
 
     def _fail_in(self, first: int, end: int) -> None:
-        for job in (*self._jobs.of(*_TRANSFERS), *self._queue):
+        for job in (*self._jobs.of(*TRANSFERS), *self._queue):
             if touches(job.slots, first, end):
                 gone = {i for i, slot in enumerate(job.slots) if first <= slot < end}
                 job.error = job.error or "the host memory of its chunks was lost"
-                job.failed_blocks.update(i for i in range(job.num_parts) if self._chunk_of(job, i) in gone)
+                job.failed_blocks.update(i for i in range(job.num_blocks) if self._chunk_of(job, i) in gone)
 
     def lose(self, keys: Sequence[ChunkKey]) -> None:
         """Requests that counted on these chunks in the host tier save them again, from the next `settle` on."""
@@ -213,7 +213,7 @@ class Transfers:
 
     def _chunk_of(self, job: Job | WaitingLoad, position: int) -> int:
         """Which of a job's chunks a block belongs to. A load may begin inside a chunk."""
-        position %= _num_blocks(job)
+        position %= _blocks_per_group(job)
         first_block = job.num_valid_tokens // self._block_size
         return (first_block % self._blocks_per_chunk + position) // self._blocks_per_chunk
 
@@ -249,11 +249,11 @@ class Transfers:
         self._requests[request_id].load = None
         if job.state is JobState.FINISHED:
             self._loaded.append(request_id)
-            self._counts.loaded_tokens += _num_blocks(job) * self._block_size
+            self._counts.loaded_tokens += _blocks_per_group(job) * self._block_size
             return
         self._wary.add(request_id)
         # What came before the first hole can be used.
-        num_loaded = 0 if job.doomed else min(position % _num_blocks(job) for position in job.failed_blocks)
+        num_loaded = 0 if job.doomed else min(position % _blocks_per_group(job) for position in job.failed_blocks)
         self._counts.loaded_tokens += num_loaded * self._block_size
         self._failed_loads.append(
             FailedLoad(request_id=request_id, num_valid_tokens=job.num_valid_tokens + num_loaded * self._block_size)
@@ -274,7 +274,7 @@ class Transfers:
             counts.load_s += job.duration_s
 
 
-def _num_blocks(job: Job | WaitingLoad) -> int:
+def _blocks_per_group(job: Job | WaitingLoad) -> int:
     """Blocks of each layer group: all have as many, for the same tokens."""
     parts = job.wire.parts if isinstance(job, Job) else job.parts
     return len(parts[0].block_ids)

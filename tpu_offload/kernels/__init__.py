@@ -6,8 +6,8 @@ from tpu_offload.kernels.copier import ArenaView, Copier, Flight, Phase, Rows, f
 from tpu_offload.kernels.direct import DirectCopier, direct_spec
 from tpu_offload.kernels.fused import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.kernels.fused_plan import (
+    BySegment,
     FusedPlanner,
-    Groups,
     fused_sizes,
     fused_step_structs,
     make_fused_step,
@@ -18,6 +18,7 @@ from tpu_offload.kernels.staged import StagedCopier
 
 __all__ = [
     "ArenaView",
+    "BySegment",
     "Copier",
     "DirectCopier",
     "Flight",
@@ -26,7 +27,6 @@ __all__ = [
     "FusedOutcome",
     "FusedPlanner",
     "FusedStep",
-    "Groups",
     "Phase",
     "Rows",
     "StagedCopier",

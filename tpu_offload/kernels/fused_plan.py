@@ -19,7 +19,7 @@ from tpu_offload.types import Direction
 
 _DEFAULT_NUM_CHUNKS = 8
 
-Groups = list[tuple[int, Rows]]
+BySegment = list[tuple[int, Rows]]
 """Blocks to copy, by segment."""
 
 
@@ -41,8 +41,8 @@ class FusedPlanner:
         self._sizes = sizes
 
     def take(
-        self, direction: Direction, groups: Groups, *, usable: Callable[[int], bool], max_blocks: int | None = None
-    ) -> tuple[Groups, Groups]:
+        self, direction: Direction, groups: BySegment, *, usable: Callable[[int], bool], max_blocks: int | None = None
+    ) -> tuple[BySegment, BySegment]:
         """Takes chunks of one segment, as many as a step is compiled for.
 
         Args:

@@ -56,11 +56,11 @@ def _writes_twice(job: CopyJob) -> bool:
     if len(job.parts) == 1:  # nearly always
         places = job.parts[0].host_block_ids if saves else job.parts[0].block_ids
         return len(set(places)) < len(places)
-    written: dict[tuple[HostStore, int], list[int]] = {}
+    written: dict[tuple[HostStore | None, int], list[int]] = {}
     for part in job.parts:
         # Loads of one group from two stores write the same caches.
-        store = part.store if saves else HostStore.HOST_TIER
-        written.setdefault((store, part.group_id), []).extend(part.host_block_ids if saves else part.block_ids)
+        where = part.store if saves else None, part.group_id
+        written.setdefault(where, []).extend(part.host_block_ids if saves else part.block_ids)
     return any(len(set(places)) < len(places) for places in written.values())
 
 
@@ -72,12 +72,18 @@ def _part_error(part: CopyPart) -> str:
 
 def _sound(plan: StepPlan, *, last: int) -> StepPlan:
     epochs = plan.cache_epochs if _are_epochs(plan.cache_epochs) else _NO_EPOCHS
-    if plan.empty and _is_count(plan.step_id) and _is_count(plan.next_job_id) and epochs is plan.cache_epochs:
+    if (
+        _are_tuples(plan.jobs, plan.cancelled_job_ids)
+        and plan.empty
+        and _is_count(plan.step_id)
+        and _is_count(plan.next_job_id)
+        and epochs is plan.cache_epochs
+    ):
         return plan
     jobs = _answerable(plan.jobs)
     cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
-    kept = tuple(job_id for job_id in cancelled if _is_count(job_id))
-    same = epochs is plan.cache_epochs and kept == plan.cancelled_job_ids and jobs is plan.jobs
+    kept = cancelled if all(map(_is_count, cancelled)) else tuple(filter(_is_count, cancelled))
+    same = epochs is plan.cache_epochs and kept is plan.cancelled_job_ids and jobs is plan.jobs
     if same and _is_count(plan.step_id) and _is_count(plan.next_job_id):
         return plan
     _logger.error("plan %r has jobs without an id or a kind, or fields that are no tuples: left out", plan.step_id)
@@ -91,6 +97,10 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
 
 
 _INTS = {int}
+
+
+def _are_tuples(*values: Any) -> bool:
+    return all(type(value) is tuple for value in values)
 
 
 def _answerable(jobs: Any) -> tuple[CopyJob, ...]:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import final
 
 from tpu_offload.errors import TransferError
-from tpu_offload.kernels import Flight, FusedOutcome, FusedPlanner, FusedStep, Groups, Phase, Rows, fetch_early
+from tpu_offload.kernels import BySegment, Flight, FusedOutcome, FusedPlanner, FusedStep, Phase, Rows, fetch_early
 from tpu_offload.types import Direction
 from tpu_offload.worker.group_copies import GroupCopies
 from tpu_offload.worker.jobs import WorkerJobs
@@ -22,7 +22,7 @@ class _ForwardPass:
 
     fused: dict[Direction, tuple[int, Rows]]
     saving_job_ids: list[int]
-    saves: Groups
+    saves: BySegment
 
 
 @final
@@ -48,7 +48,7 @@ class ForwardPassCopies:
         """Whether a forward pass was planned that has not come back."""
         return self._pass is not None
 
-    def plan(self, job_ids: list[int], saves: Groups, loads: Groups, *, has_saves: bool) -> Groups:
+    def plan(self, job_ids: list[int], saves: BySegment, loads: BySegment, *, has_saves: bool) -> BySegment:
         """Decides what the forward pass copies.
 
         Args:
@@ -93,7 +93,7 @@ class ForwardPassCopies:
         """See `OffloadWorker.fused_shapes`."""
         return self._planner.shapes()
 
-    def end(self, outcome: FusedOutcome | None) -> tuple[list[int], Groups]:
+    def end(self, outcome: FusedOutcome | None) -> tuple[list[int], BySegment]:
         """Turns what the forward pass copied into flights; without an outcome it has not copied.
 
         Returns:

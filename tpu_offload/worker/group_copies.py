@@ -11,7 +11,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from tpu_offload.kernels import ArenaView, Copier, Flight, Groups, Phase, Rows
+from tpu_offload.kernels import ArenaView, BySegment, Copier, Flight, Phase, Rows
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import check_alive, is_ready
 from tpu_offload.worker.host_memory import HostMemory, check_copied, error_line
@@ -123,7 +123,7 @@ class GroupCopies:
                 )
         return ""
 
-    def by_segment(self, jobs: Sequence[CopyJob]) -> Groups:
+    def by_segment(self, jobs: Sequence[CopyJob]) -> BySegment:
         """What these jobs copy here, by segment."""
         parts = [(job.job_id, part) for job in jobs for part in self.parts_of(job)]
         if not parts:
@@ -150,7 +150,7 @@ class GroupCopies:
 
     # Dispatch.
 
-    def dispatch(self, direction: Direction, groups: Groups, kv_caches: Caches, *, step_id: int = 0) -> None:
+    def dispatch(self, direction: Direction, groups: BySegment, kv_caches: Caches, *, step_id: int = 0) -> None:
         """Starts copies; caches that are written are replaced in the list.
 
         Raises:

@@ -170,6 +170,7 @@ class SwapCopies:
         if measured:
             measured = wait_for_all(kv_caches, timeout_s=self._timeout_s)
         start_s = self._clock()
+        # All of it, also after a piece that failed: on several hosts each has to dispatch the same programs.
         for copies in self._all():
             copies.dispatch(job.direction, copies.by_segment([job]), kv_caches)
         if not measured:

@@ -15,13 +15,13 @@ import numpy as np
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import (
+    BySegment,
     Copier,
     DirectCopier,
     Flight,
     FusedOutcome,
     FusedPlanner,
     FusedStep,
-    Groups,
     Phase,
     TransferSpec,
     choose_paths,
@@ -42,7 +42,7 @@ from tpu_offload.worker.jobs import WorkerJobs
 _logger = logging.getLogger(__name__)
 
 Caches = list[jax.Array]
-Batches = list[tuple[GroupCopies, Groups]]
+Batches = list[tuple[GroupCopies, BySegment]]
 """Blocks to copy, by layer group and segment."""
 
 
@@ -119,6 +119,7 @@ class TierCopies:
         self._stages = self._groups[0].copiers[Direction.LOAD].stages
         self._fused: ForwardPassCopies | None = None
         if CopyPath.FUSED in self.paths.values():
+            assert len(self._groups) == 1, "the engine's step takes copies of one layer group"
             blocks_per_chunk = config.blocks_per_chunk
             sizes = fused_sizes(specs[0].capacity, blocks_per_chunk=blocks_per_chunk, buckets=config.block_size_buckets)
             sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in self.paths.items()}
@@ -211,7 +212,7 @@ class TierCopies:
         for group in self._groups:
             if group.flights:
                 group.resume(kv_caches, step_id=self._step_id)
-        loads = plan.of(JobKind.LOAD)
+        loads = self._without_cancelled(plan)
         saves = plan.of(JobKind.SAVE) if fuse and self._fused is not None else ()
         if loads or self._backlog or saves:
             job_ids, pieces = self._next_loads(loads, urgent)
@@ -223,6 +224,18 @@ class TierCopies:
                 left = self._fused.plan([job.job_id for job in accepted], own, loads_left, has_saves=bool(saves))
                 batches = [(self._groups[0], left)]
             self._load(job_ids, batches, kv_caches)
+
+    def _without_cancelled(self, plan: StepPlan) -> Sequence[CopyJob]:
+        """The loads of a plan, but for those that it cancels itself: they end without having begun."""
+        loads = plan.of(JobKind.LOAD)
+        if not plan.cancelled_job_ids:
+            return loads
+        for job in loads:
+            if job.job_id in plan.cancelled_job_ids and job.job_id not in self._jobs:
+                self._jobs.start(job.job_id, writes_caches=True)
+                self._jobs.cancel(job.job_id, unwritten=True)
+                self._jobs.end_part([job.job_id])
+        return [job for job in loads if job.job_id not in plan.cancelled_job_ids]
 
     def end(self, saves: Sequence[CopyJob], kv_caches: Caches, outcome: FusedOutcome | None) -> None:
         """Dispatches the saves, but for those that the forward pass has taken along."""

@@ -3,7 +3,7 @@
     victims = choose_victims(...)              when too few blocks are free for all to go on
     swapped = swap.swap_out(victim, ...)       False: recompute it, with the tokens it has generated as prompt
     plan = scheduler.plan_step(...)            carries the copies; the victim's blocks are others' from this step on
-    swap.swap_in(victim, block_ids, ...)       in a later step, into blocks that the engine has granted
+    swap.swap_in(victim, block_tables, ...)     in a later step, into blocks that the engine has granted
     update = scheduler.apply(report)           update.swapped_in: goes on; update.lost_swaps: recompute
 
 A copy out is dispatched before the forward pass of its step and reads the blocks in program order before
