@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import signal
 import sys
 
 import pytest
@@ -20,6 +21,9 @@ def pytest_report_header():
 
 
 def pytest_configure(config):
+    # A shell has its background jobs ignore Ctrl-C, and their children inherit that: tests interrupt commands.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A container that forbids bytecode would have every process that a test starts compile all it imports: 10 s for
     # vLLM. The environments and the checkout are ours to write into.
     sys.dont_write_bytecode = False
