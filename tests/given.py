@@ -8,6 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_offload.types import BlockHash
+
 
 class EngineError(Exception):
     """Raised by an object of the engine's while the library reads it."""
@@ -112,7 +114,7 @@ def bad_table(rng: random.Random, ids: list[int]) -> Any:
     ])()  # fmt: skip
 
 
-def bad_hashes(rng: random.Random, hashes: list[bytes]) -> Any:
+def bad_hashes(rng: random.Random, hashes: list[BlockHash]) -> Any:
     """No block hashes, though it looks like some."""
     wrong = rng.choice([bytearray(b"1" * 16), np.bytes_(b"1" * 16), "1" * 16, 7, None, memoryview(b"1" * 16), True,
                         Unprintable()])  # fmt: skip

@@ -13,7 +13,7 @@ from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker, tokens
 from tests.worker.engine import Engine as WorkerEngine
 from tests.worker.engine import ending_with
 from tpu_offload import FailedLoad, JobState
-from tpu_offload.types import JobKind, StepPlan
+from tpu_offload.types import BlockHash, JobKind, StepPlan
 
 staged_or_not = pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 
@@ -39,7 +39,7 @@ def deliver(engine: FakeEngine, **how):
 
 
 def match(engine: FakeEngine, name: str, prompt: list[int]) -> int:
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, prompt)
     return engine.scheduler.match(name, hashes, num_tokens=len(prompt), num_computed_tokens=0).num_tokens
 

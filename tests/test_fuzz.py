@@ -25,6 +25,7 @@ from tpu_offload import (
     StepPlan,
     StepReport,
 )
+from tpu_offload.types import BlockHash
 
 HUGE = 10**30
 JUNK = [
@@ -91,7 +92,7 @@ def busy_engine() -> FakeEngine:
     engine.add("loading", tokens(16))
     engine.add("saving", tokens(8, start=500))
     engine.step({"saving": 8})
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(12))
     assert engine.scheduler.match("promised", hashes, num_tokens=12, num_computed_tokens=0).num_tokens
     assert engine.scheduler.stats().num_jobs_in_flight == 2
@@ -262,7 +263,7 @@ def test_five_thousand_token_lists_are_hashed_or_refused_whole():
         bad = rng.random() < 0.7
         if bad:
             ids[rng.randrange(12)] = rng.choice([-1, 2**63, HUGE, 1.5, math.nan, None, "7", b"7", [1], {}])
-        hashes: list[bytes] = []
+        hashes: list[BlockHash] = []
         error = refusal(functools.partial(hasher.extend, hashes, ids, cache_salt=rng.choice(["", "tenant"])))
         num_errors += bool(error)
         assert bool(error) == bad, ids

@@ -33,7 +33,7 @@ from tpu_offload import (
     ScheduledRequest,
     choose_victims,
 )
-from tpu_offload.types import JobKind
+from tpu_offload.types import BlockHash, JobKind
 
 NAMES = ["a", "b", "c", "d"]
 NUM_BLOCKS = 6
@@ -56,9 +56,9 @@ class Caller:
             max_load_tokens=0 if seed % 3 else 16,
         )
         self.scheduler, self.swap = self.engine.scheduler, self.engine.swap
-        self.hashes: dict[str, list[bytes]] = {}
+        self.hashes: dict[str, list[BlockHash]] = {}
         for i, name in enumerate(NAMES):
-            hashes: list[bytes] = []
+            hashes: list[BlockHash] = []
             self.engine.hasher.extend(hashes, tokens(NUM_BLOCKS * BLOCK_SIZE, start=i // 2 * 100))
             self.hashes[name] = hashes
         self.share_bad = rng.choice([0.1, 0.3])
@@ -242,7 +242,7 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
     as_form = TABLE_FORMS[form]
     engine = FakeEngine(blocks_per_chunk=blocks_per_chunk, num_staging_blocks=4)
     worker = engine.workers[0]
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(24))
     ids = [9, 3, 11, 5, 2, 8]
     worker.hbm.update(zip(ids, hashes, strict=True))
@@ -279,7 +279,7 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
 def test_hashes_of_all_forms_name_the_same_chunks(form):
     engine = FakeEngine(blocks_per_chunk=2)
     engine.serve("a", tokens(16))
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
     given = HASH_FORMS[form](hashes)
     assert engine.scheduler.match("b", given, num_tokens=17, num_computed_tokens=0).num_tokens == 16
@@ -301,7 +301,7 @@ def test_hashes_of_all_forms_name_the_same_chunks(form):
 
 def test_a_step_is_refused_as_a_whole():
     engine = FakeEngine()
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(8))
     good = [
         ScheduledRequest(
@@ -325,7 +325,7 @@ def test_a_step_is_refused_as_a_whole():
 
 def test_of_a_request_that_is_named_twice_in_a_step_the_last_counts():
     engine = FakeEngine()
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(8))
     named = [
         ScheduledRequest(

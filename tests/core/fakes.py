@@ -21,7 +21,7 @@ from tpu_offload import (
     Update,
 )
 from tpu_offload.core.policies import EvictionPolicy
-from tpu_offload.types import Direction, JobKind
+from tpu_offload.types import BlockHash, Direction, JobKind
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (4, 2, 2, 8), "bfloat16"),))
@@ -120,7 +120,7 @@ class FakeRequest:
     request_id: str
     tokens: list[int]
     block_ids: list[int]
-    hashes: list[bytes]
+    hashes: list[BlockHash]
     num_computed: int = 0
     loading: bool = False
     num_named_blocks: int = 0
@@ -205,7 +205,7 @@ class FakeEngine:
         self, request_id: str, tokens: list[int], *, limits: RequestLimits | None = None, cache_salt: str = ""
     ) -> FakeRequest | None:
         """Matches and admits a request; None when the blocks are not there."""
-        hashes: list[bytes] = []
+        hashes: list[BlockHash] = []
         self.hasher.extend(hashes, tokens, cache_salt=cache_salt)
         num_loaded = self.scheduler.match(
             request_id, hashes, num_tokens=len(tokens), num_computed_tokens=0, limits=limits

@@ -21,7 +21,7 @@ from tpu_offload import (
 from tpu_offload.config import CopyPath
 from tpu_offload.core import saving
 from tpu_offload.core.staging import Staging, StagingBufferManager
-from tpu_offload.types import Direction, JobKind
+from tpu_offload.types import BlockHash, Direction, JobKind
 
 NUM_TOKENS = 100_000
 HASHES = [i.to_bytes(16, "little") for i in range(NUM_TOKENS // BLOCK_SIZE)]
@@ -193,7 +193,7 @@ def test_slots_that_are_lost_while_a_load_waits_end_it_at_the_first_of_them() ->
 def test_an_engine_that_cannot_wait_is_told_to_ask_again() -> None:
     engine = long_engine()
     fill(engine)
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(40))
 
     def match(name):

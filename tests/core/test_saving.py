@@ -7,6 +7,7 @@ import pytest
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker, tokens
 from tpu_offload import CachedPrefix, JobKind, JobState, MatchState, RequestError, RequestLimits, ScheduledRequest
 from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
+from tpu_offload.types import BlockHash
 
 
 def blocks(jobs) -> list[int]:
@@ -277,7 +278,7 @@ def test_what_two_requests_come_by_with_is_saved() -> None:
 
 def test_a_request_counts_once_however_often_it_is_asked_for_and_preempted() -> None:
     engine = FakeEngine(save_after_sightings=2, num_blocks=64)
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
     for _ in range(5):
         engine.scheduler.match("a", hashes, num_tokens=16, num_computed_tokens=0)
@@ -397,7 +398,7 @@ def test_one_that_may_not_load_waits_for_no_save(limits) -> None:
     engine = FakeEngine()
     engine.add("a", tokens(16))
     engine.step({"a": 16})
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(17))
     for name, own, expected in (("b", limits, MatchState.MISS), ("c", None, MatchState.ARRIVING)):
         found = engine.scheduler.match(name, hashes, num_tokens=17, num_computed_tokens=0, limits=own)

@@ -31,8 +31,8 @@ NUM_CHUNKS = 30_000
 LAYOUT = KVLayout(16, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2, 128), "bfloat16"),))
 
 
-def chain(name: int, num: int) -> list[bytes]:
-    return [BlockHash(hashlib.blake2b(b"%d.%d" % (name, i), digest_size=16).digest()) for i in range(num)]
+def chain(name: int, num: int) -> list[ChunkKey]:
+    return [ChunkKey(hashlib.blake2b(b"%d.%d" % (name, i), digest_size=16).digest()) for i in range(num)]
 
 
 def make(policy: str, num_prompts: int, num_chunks: int, *, record: bool = False) -> ChunkIndex:

@@ -9,13 +9,13 @@ from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
 from tpu_offload.core.suspects import Suspects
-from tpu_offload.types import ChunkKey, Direction, JobKind
+from tpu_offload.types import BlockHash, ChunkKey, Direction, JobKind
 
 FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
 
 
 def match(engine, name, prompt):
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, prompt)
     return engine.scheduler.match(name, hashes, num_tokens=len(prompt), num_computed_tokens=0).num_tokens
 
@@ -144,7 +144,7 @@ def test_a_load_that_begins_inside_a_chunk_is_used_up_to_the_first_hole(failed, 
     engine = FakeEngine(blocks_per_chunk=2)
     prompt = tokens(24)
     engine.serve("a", prompt)
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, prompt)
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=19)
@@ -507,7 +507,7 @@ def test_memory_that_is_lost_under_a_load_inside_a_chunk_makes_the_hole_where_it
     engine = FakeEngine(blocks_per_chunk=2)
     prompt = tokens(24)
     engine.serve("a", prompt)
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, prompt)
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=19)

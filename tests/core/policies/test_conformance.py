@@ -24,6 +24,7 @@ from tpu_offload.core.policies import (
     find_policy,
 )
 from tpu_offload.errors import ConfigError
+from tpu_offload.types import ChunkKey
 
 CLASSES = {**POLICIES, "docs/policies.md": example.load()}
 MAKERS = {
@@ -49,8 +50,8 @@ def residents() -> FakeResidents:
     return FakeResidents()
 
 
-def keys(prefix: str, num: int) -> list[bytes]:
-    return [f"{prefix}{i}".encode() for i in range(num)]
+def keys(prefix: str, num: int) -> list[ChunkKey]:
+    return [ChunkKey(f"{prefix}{i}".encode()) for i in range(num)]
 
 
 def test_evicts_the_tail_of_a_prefix_before_its_head(policy, residents) -> None:
@@ -133,7 +134,7 @@ def test_touch_passes_over_what_is_not_resident(policy, residents) -> None:
 def test_whatever_happens_every_chunk_can_be_evicted(policy, residents, size, priorities) -> None:
     """And a batch evicts exactly what it is asked for as long as that many may go, whatever room it was told of."""
     rng = random.Random(0)
-    lost: dict[bytes, bytes | None] = {}
+    lost: dict[ChunkKey, bytes | None] = {}
     for i in range(600):
         known = sorted(residents.parents)
         what = rng.random()

@@ -10,6 +10,7 @@ import pytest
 from tests.core.policies import textbook
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import ARCPolicy, LRUPolicy, S3FIFOPolicy, Use, WTinyLFUPolicy
+from tpu_offload.types import ChunkKey
 
 
 class LateARC(textbook.ARC):
@@ -75,14 +76,14 @@ PAIRS = {
 }
 
 
-def prompts(kind: str, rng: random.Random, size: int) -> list[bytes]:
+def prompts(kind: str, rng: random.Random, size: int) -> list[ChunkKey]:
     """Chunks that come back: by how popular they are, in loops a bit too long for the tier, or both in turn."""
     popular = [int(rng.paretovariate(0.4)) % (10 * size) for _ in range(20 * size)]
     loops = [i % (size + 1 + size // 4) for i in range(20 * size)]
     if kind == "turns":
         parts = [popular[i : i + size] if (i // size) % 2 else loops[i : i + size] for i in range(0, 20 * size, size)]
-        return [b"%d" % key for part in parts for key in part]
-    return [b"%d" % key for key in {"popular": popular, "loops": loops}[kind]]
+        return [ChunkKey(b"%d" % key) for part in parts for key in part]
+    return [ChunkKey(b"%d" % key) for key in {"popular": popular, "loops": loops}[kind]]
 
 
 @pytest.mark.parametrize("kind", ["popular", "loops", "turns"])

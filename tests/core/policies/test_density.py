@@ -10,6 +10,7 @@ from tests.core.policies.traffic import Tier, chain, conversations
 from tests.opcodes import num_opcodes
 from tpu_offload.core.policies import POLICIES, Use, density
 from tpu_offload.core.policies.density import DensityPolicy
+from tpu_offload.types import ChunkKey
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_unlearns_that_last_chunks_are_never_used(tier) -> None:
 # --- what is one use, and one run -----------------------------------------------------------------
 
 
-def runs_of(tier: Tier, prompt: list[bytes]) -> list[density.Run]:
+def runs_of(tier: Tier, prompt: list[ChunkKey]) -> list[density.Run]:
     return list({id(tier.policy._runs[key]): tier.policy._runs[key] for key in prompt}.values())
 
 

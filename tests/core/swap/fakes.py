@@ -19,7 +19,7 @@ from tpu_offload import (
     StepReport,
     Update,
 )
-from tpu_offload.types import Direction, JobKind
+from tpu_offload.types import BlockHash, Direction, JobKind
 
 FULL = LAYOUT.groups[0]
 WINDOW = LayerGroup(LayerGroupKind.SLIDING_WINDOW, (2,), FULL.page_shape, FULL.dtype, window=8)
@@ -101,7 +101,7 @@ class Running:
 
     name: str
     tokens: list[int]
-    hashes: list[bytes]
+    hashes: list[BlockHash]
     num_computed: int = 0
     block_ids: list[int] = dataclasses.field(default_factory=list)
     ring: list[int] = dataclasses.field(default_factory=list)
