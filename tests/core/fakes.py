@@ -2,11 +2,14 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
+from typing import Any
 
 from tpu_offload import (
     BlockHasher,
     CachedPrefix,
     CopyJob,
+    FailedLoad,
     JobResult,
     JobState,
     KVLayout,
@@ -142,9 +145,9 @@ class FakeEngine:
         num_blocks: int = 32,
         workers: list[FakeWorker] | None = None,
         seed: int = 0,
-        policy: EvictionPolicy | None = None,
+        policy: Callable[[], EvictionPolicy] | None = None,
         record_events: bool = False,
-        **settings,
+        **settings: Any,
     ) -> None:
         staged = {"save_path": "staged", "load_path": "staged"}  # so that the staging buffer bounds what is planned
         settings = staged | {"num_staging_blocks": 8, "num_cpu_chunks": 64} | settings
@@ -284,7 +287,8 @@ class FakeEngine:
 
     def settle(self) -> Update:
         """Finishes everything in flight, on all workers, until nothing is."""
-        loaded, failed = [], []
+        loaded: list[str] = []
+        failed: list[FailedLoad] = []
         num_steps = 0
         while self.scheduler.stats().num_jobs_in_flight:  # timed-out ones included
             num_steps += 1

@@ -22,7 +22,7 @@ MAX_SLOTS = 9
 
 
 def _prefix(names: str) -> list[ChunkKey]:
-    return [name.encode() for name in names.split()]
+    return [ChunkKey(name.encode()) for name in names.split()]
 
 
 # They share heads; none of the keys sorts like its place.
@@ -39,6 +39,8 @@ faulty = precondition(lambda self: self.faulty)
 
 class IndexMachine(RuleBasedStateMachine):
     """Requests of six prefixes compete for a few slots."""
+
+    name: str
 
     def make_policy(self):
         return PriorityPolicy(POLICIES[self.name])

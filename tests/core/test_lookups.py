@@ -12,7 +12,7 @@ class Lookups:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.scheduler = engine.scheduler
-        self.before = (0, 0, 0)
+        self.before: tuple[int, ...] = (0, 0, 0)
         self.before = self()
 
     def __call__(self) -> tuple[int, ...]:

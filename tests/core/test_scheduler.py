@@ -154,6 +154,7 @@ def test_saves_of_a_prefix_that_failed_under_another_request_are_offered_again()
 def test_the_last_sampled_token_never_completes_a_saved_block() -> None:
     engine = FakeEngine(decode_save=True)
     request = engine.add("a", tokens(7))
+    assert request is not None
     engine.step({"a": 7})
     request.tokens.append(7)  # sampled: known, hashed, but its KV is not computed
     engine.grow_hashes(request)
@@ -168,6 +169,7 @@ def test_only_prompts_are_saved_unless_decode_save_is_on() -> None:
     for decode_save, expected in ((False, 2), (True, 4)):
         engine = FakeEngine(decode_save=decode_save)
         request = engine.add("a", tokens(8))
+        assert request is not None
         engine.step({"a": 8})
         request.tokens += tokens(8, start=500)
         request.block_ids += [engine.free_blocks.pop() for _ in range(2)]
@@ -636,6 +638,7 @@ def test_a_step_in_which_nothing_changed_touches_no_request() -> None:
 def test_a_block_table_that_grows_in_place_is_read_as_far_as_it_was_offered() -> None:
     engine = FakeEngine(num_staging_blocks=2, decode_save=True)
     request = engine.add("a", tokens(12))
+    assert request is not None
     engine.step({"a": 12})
     request.block_ids.append(engine.free_blocks.pop())  # granted, not computed
     request.tokens += tokens(4, start=50)
@@ -934,7 +937,7 @@ def test_the_failure_of_an_old_load_is_not_told_to_the_request_that_came_back() 
 def test_a_save_that_keeps_failing_is_given_up_and_its_slots_are_tried_last() -> None:
     engine = FakeEngine()
     engine.add("a", tokens(8))
-    used = set()
+    used: set[int] = set()
     engine.step({"a": 8})
     for _ in range(10):
         worker = engine.workers[0]
@@ -1012,7 +1015,7 @@ def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
 
 def test_a_scheduler_without_workers_is_an_error() -> None:
     with pytest.raises(ConfigError, match="num_workers=0; expected at least 1"):
-        OffloadScheduler(OffloadConfig(), LAYOUT, num_workers=0)
+        OffloadScheduler(OffloadConfig.create(), LAYOUT, num_workers=0)
 
 
 def test_a_report_of_more_slots_than_configured_adds_none() -> None:

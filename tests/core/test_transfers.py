@@ -371,7 +371,8 @@ def test_there_is_something_to_do_while_there_is_news():
     match(engine, "b", tokens(8))
     engine.scheduler.reset()
     engine.scheduler.admit("b", [[1, 2]], num_loaded_tokens=7)
-    assert engine.scheduler.has_jobs
+    has_jobs = engine.scheduler.has_jobs
+    assert has_jobs
     assert engine.scheduler.take_update().failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert not engine.scheduler.has_jobs
     swaps = SwapEngine()
@@ -525,7 +526,12 @@ def test_many_failed_saves_in_one_report_take_no_longer_than_one():
     engine.step({f"r{i}": 240 for i in range(30)})
     worker, looked = engine.workers[0], []
     rewind = engine.scheduler._saves.rewind
-    engine.scheduler._saves.rewind = lambda *args: looked.append(1) or rewind(*args)
+
+    def counted(*args):
+        looked.append(1)
+        return rewind(*args)
+
+    engine.scheduler._saves.rewind = counted
     engine.apply(worker, worker.finish(fail=True))
     engine.step()
     assert len(worker.in_flight) > 4, "most of them alone"
@@ -541,7 +547,7 @@ def test_a_request_with_a_chunk_that_rests_costs_nothing_meanwhile():
         engine.step({"a": 16} if not engine.requests["a"].num_computed else None)
         engine.apply(worker, worker.finish(fail=True))
     engine.step()
-    engine.scheduler._index.touch = None  # would raise
+    engine.scheduler._index.touch = None  # type: ignore[assignment] # would raise
     for _ in range(10):
         assert engine.step()[0].of(JobKind.SAVE) == ()
     del engine.scheduler._index.touch

@@ -48,7 +48,8 @@ class Worth:
 
     def learn(self, alive: list[tuple[int, int]], youngest: int) -> None:
         first = group_of(max(1, youngest))
-        uses, ends = Counter(), Counter()
+        uses: Counter[tuple[int, int]] = Counter()
+        ends: Counter[tuple[int, int]] = Counter()
         for (class_id, group), num in self.uses.items():
             uses[class_id, max(group, first)] += num
         for (class_id, group), num in self.ends.items():
@@ -153,7 +154,7 @@ class SlowDensity:
         inner = {chunk.parent for chunk in self.chunks.values() if chunk.resident}
         leaves = [c for c in self.chunks.values() if c.resident and c.key not in inner and c.key not in protected]
         if self.end_chance < 0.5:
-            ends = [chunk for chunk in leaves if self.ends.get(chunk.parent, (0, b""))[1] == chunk.key]
+            ends = [chunk for chunk in leaves if self.ends.get(chunk.parent, (0, b""))[1] == chunk.key]  # type: ignore[arg-type]
             if ends:
                 del self.chunks[min(ends, key=lambda chunk: chunk.time).key]
                 return

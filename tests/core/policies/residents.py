@@ -138,7 +138,8 @@ class LRUByDefinition:
         self.times.update(dict.fromkeys(keys, self.now))
 
     def victims(self, num_chunks: int) -> list[ChunkKey]:
-        parents, victims = dict(self.residents.parents), []
+        parents = dict(self.residents.parents)
+        victims: list[ChunkKey] = []
         while len(victims) < num_chunks:
             inner = set(parents.values())
             free = [key for key in parents if key not in inner and key not in self.residents.blocked]

@@ -91,8 +91,9 @@ def test_what_may_not_go_keeps_its_place(make) -> None:
         residents, policy = FakeResidents(), make()
         policy.resize(1000)
         for i in range(6):
-            residents.add([b"%d" % i])
-            policy.insert(Use(i), [b"%d" % i], None)
+            key = ChunkKey(b"%d" % i)
+            residents.add([key])
+            policy.insert(Use(i), [key], None)
         residents.blocked = set(residents.parents)
         for _ in range(in_vain):
             policy.evict(3, residents)
@@ -106,14 +107,14 @@ def test_what_may_not_go_keeps_its_place(make) -> None:
 def test_a_head_whose_turn_came_and_that_is_used_then_is_young_again(name, residents) -> None:
     policy = POLICIES[name]()
     policy.resize(1000)
-    for chain in ([b"a0", b"a1"], [b"b0"]):
+    for chain in (chunk_keys("a0 a1"), chunk_keys("b0")):
         residents.add(chain)
         policy.insert(new_use(), chain, None)
-    for chain in ([b"a0", b"a1"], [b"b0"]):
+    for chain in (chunk_keys("a0 a1"), chunk_keys("b0")):
         policy.touch(new_use(), chain, len(chain), residents)
-    residents.blocked = {b"a1", b"b0"}
+    residents.blocked = set(chunk_keys("a1 b0"))
     policy.evict(1, residents)
-    policy.touch(new_use(), [b"a0"], 1, residents)
+    policy.touch(new_use(), chunk_keys("a0"), 1, residents)
     residents.blocked = set()
     policy.evict(3, residents)
     assert residents.evicted == [b"a1", b"b0", b"a0"]
@@ -233,7 +234,7 @@ def test_what_it_remembers_is_bounded_by_the_tier(name, monkeypatch) -> None:
     nbytes = []
     for i in range(16000):
         use = Use(i, priority=priorities[i % len(priorities)])
-        chain = [b"%d-%d-filled up to a length" % (i, j) for j in range(1 + i % 9)]
+        chain = [ChunkKey(b"%d-%d-filled up to a length" % (i, j)) for j in range(1 + i % 9)]
         index.complete(chain, index.allocate(use, chain, range(len(chain))), success=True)
         index.touch(use, chain, len(chain))
         if i % 3:
@@ -250,13 +251,13 @@ def test_a_third_of_the_tier_pinned_costs_little(make, num_at_once) -> None:
     residents = CountedResidents(make())
     index, rng = residents.index, random.Random(0)
     index.grow(100_000)
-    chains = [[b"%d-%d" % (i, j) for j in range(100)] for i in range(1000)]
+    chains = [[ChunkKey(b"%d-%d" % (i, j)) for j in range(100)] for i in range(1000)]
     for i, chain in enumerate(chains):
         index.complete(chain, index.allocate(Use(i), chain, range(100)), success=True)
     for chain in rng.sample(chains, 300):
         index.pin(chain)
     for i in range(20_000 // num_at_once):
-        chain = [b"new %d-%d" % (i, j) for j in range(num_at_once)]
+        chain = [ChunkKey(b"new %d-%d" % (i, j)) for j in range(num_at_once)]
         index.complete(chain, index.allocate(Use(1000 + i), chain, range(num_at_once)), success=True)
     assert index.num_evicted == 20_000 // num_at_once * num_at_once
     assert residents.num_asked / index.num_evicted < 100 / num_at_once * 3 + 5

@@ -4,12 +4,15 @@ Prompts of one chunk have no prefixes that could be shared, so nothing but the t
 """
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.core.policies import textbook
+from tests.core.policies.residents import chunk_keys
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.policies import ARCPolicy, LRUPolicy, S3FIFOPolicy, Use, WTinyLFUPolicy
+from tpu_offload.core.policies import ARCPolicy, EvictionPolicy, LRUPolicy, S3FIFOPolicy, Use, WTinyLFUPolicy
 from tpu_offload.types import ChunkKey
 
 
@@ -64,11 +67,11 @@ class ExactCounts:
 
 def wtinylfu(reference) -> WTinyLFUPolicy:
     policy = WTinyLFUPolicy()
-    policy._sketch = ExactCounts(reference)
+    policy._sketch = ExactCounts(reference)  # type: ignore[assignment]
     return policy
 
 
-PAIRS = {
+PAIRS: dict[str, tuple[Callable[[int], Any], Callable[[Any], EvictionPolicy]]] = {
     "lru": (textbook.LRU, lambda _: LRUPolicy()),
     "arc": (LateARC, lambda _: ARCPolicy()),
     "s3fifo": (textbook.S3FIFO, lambda _: S3FIFOPolicy()),
@@ -119,8 +122,8 @@ def test_a_request_that_ends_late_was_used_late(policy) -> None:
     """It is one use, but not over before it ends."""
     index = ChunkIndex(policy)
     index.grow(2)
-    for use, key in enumerate((b"a", b"b")):
+    for use, key in enumerate(chunk_keys("a b")):
         index.complete([key], index.allocate(Use(use), [key], [0]), success=True)
-    index.touch(Use(0), [b"a"], 1)
-    index.allocate(Use(2), [b"c"], [0])
-    assert [key for key in (b"a", b"b") if key in index] == [b"a"]
+    index.touch(Use(0), chunk_keys("a"), 1)
+    index.allocate(Use(2), chunk_keys("c"), [0])
+    assert [key for key in chunk_keys("a b") if key in index] == chunk_keys("a")

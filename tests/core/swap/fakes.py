@@ -244,7 +244,7 @@ class SwapEngine:
             self.running[name] = request
             self.check(request)
         for name in update.lost_swaps:
-            request = self.out.pop(name, None) or self.returning.pop(name)
+            request = self.out.pop(name) if name in self.out else self.returning.pop(name)
             self._free(request)
         return update
 
