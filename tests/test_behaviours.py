@@ -173,6 +173,7 @@ def test_06_the_last_sampled_token_never_completes_a_saved_block() -> None:
     engine = make_engine(decode_save=True)
     engine.also_names = lambda: True
     request = engine.add("a", tokens(7))
+    assert request is not None
     engine.step({"a": 7})
     request.tokens.append(7)  # sampled: it fills the second block and is hashed, but its KV comes with the next step
     engine.grow_hashes(request)
@@ -186,6 +187,7 @@ def test_06_rejected_speculative_tokens_are_never_saved() -> None:
     engine = make_engine(decode_save=True)
     engine.also_names = lambda: True
     request = engine.add("a", tokens(8))
+    assert request is not None
     engine.step({"a": 8})
     engine.settle()
     request.block_ids.append(engine.free_blocks.pop())

@@ -124,8 +124,9 @@ def test_layouts_chunk_sizes_groups_and_epochs_have_keys_of_their_own():
 
 @pytest.mark.parametrize("form", TABLE_FORMS)
 def test_tokens_of_all_forms_have_the_same_hashes(form):
-    hasher = BlockHasher(b"f", block_size=np.int64(4))
-    expected, hashes = [], []
+    hasher = BlockHasher(b"f", block_size=np.int64(4))  # type: ignore[arg-type]
+    expected: list[BlockHash] = []
+    hashes: list[BlockHash] = []
     BlockHasher(b"f", block_size=4).extend(expected, list(range(13)))
     hasher.extend(hashes, TABLE_FORMS[form](range(6)))
     hasher.extend(hashes, TABLE_FORMS[form](range(13)))

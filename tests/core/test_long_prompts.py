@@ -444,7 +444,7 @@ def test_what_goes_first_is_still_the_priority() -> None:
 @pytest.mark.usefixtures("few_at_once")
 def test_when_the_host_tier_was_lost_the_requests_save_theirs_again_bit_by_bit() -> None:
     engine = FakeEngine(num_blocks=64, **DIRECT)
-    held = []
+    held: list[int] = []
     for i in range(5):
         held += engine.add(f"r{i}", tokens(4 * BLOCK_SIZE, start=1000 * i)).block_ids
         engine.step({f"r{i}": 4 * BLOCK_SIZE})

@@ -7,7 +7,7 @@ import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker, tokens
 from tpu_offload import CachedPrefix, JobKind, JobState, MatchState, RequestError, RequestLimits, ScheduledRequest
-from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
+from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
 from tpu_offload.types import BlockHash
 
 HASH = BlockHash(b"1")

@@ -102,7 +102,8 @@ def test_doubled_late_and_unknown_results_change_nothing_and_are_counted() -> No
     results = workers[0].finish()
     for _ in range(3):
         engine.apply(workers[0], results)
-    assert engine.scheduler.has_jobs, "one worker has not reported"
+    has_jobs = engine.scheduler.has_jobs
+    assert has_jobs, "one worker has not reported"
     engine.apply(workers[0], [JobResult(job_id=999, state=JobState.FINISHED)])
     engine.apply(workers[1], [JobResult(job_id=results[0].job_id, state=JobState.SENT)])
     engine.scheduler.apply(

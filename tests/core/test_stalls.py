@@ -26,7 +26,7 @@ from tpu_offload.core.requests import TierEventKind
 from tpu_offload.core.saving import MAX_AT_ONCE as MAX_SAVED
 from tpu_offload.hashing import PrefixKeys
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
-from tpu_offload.types import BlockHash, ChunkKey, JobKind
+from tpu_offload.types import ChunkKey, JobKind
 
 NUM_CHUNKS = 30_000
 LAYOUT = KVLayout(16, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2, 128), "bfloat16"),))

@@ -59,7 +59,7 @@ class Engine:
                 CachedPrefix(
                     block_hashes=prefix,
                     num_blocks=len(prefix),
-                    block_of=lambda group_id, block_hash, prefix=prefix: prefix.index(block_hash),
+                    block_of=lambda group_id, block_hash, prefix=prefix: prefix.index(block_hash),  # type: ignore[misc]
                     num_prompt_tokens=len(prefix) * BLOCK_SIZE,
                 )
             )

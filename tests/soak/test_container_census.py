@@ -2,6 +2,7 @@
 
 import collections
 import random
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_what_fills_up_first_and_stays_has_not_grown():
 
 
 def test_a_table_that_comes_up_late_has_grown():
-    samples = [{} for _ in range(14)] + [{"t": 90 * i} for i in range(1, 7)]
+    samples: list[dict[str, Any]] = [{} for _ in range(14)] + [{"t": 90 * i} for i in range(1, 7)]
     assert list(grown_tables(samples)) == ["t"]
 
 

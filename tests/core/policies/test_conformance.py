@@ -6,12 +6,13 @@ import random
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.core.policies import decisions, example
-from tests.core.policies.residents import CountedResidents, FakeResidents, new_use
+from tests.core.policies.residents import CountedResidents, FakeResidents, chunk_keys, new_use
 from tpu_offload.config import EvictionPolicyName, OffloadConfig
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import (
@@ -27,7 +28,7 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.types import ChunkKey
 
 CLASSES = {**POLICIES, "docs/policies.md": example.load()}
-MAKERS = {
+MAKERS: dict[str, Callable[[], EvictionPolicy]] = {
     **CLASSES,
     **{f"{name}, priorities": lambda make=make: PriorityPolicy(make) for name, make in CLASSES.items()},
 }

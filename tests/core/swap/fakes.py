@@ -35,6 +35,7 @@ class FakeSwapWorker:
         self.worker_id = worker_id
         self.num_blocks = num_blocks
         self.num_host_chunks = num_host_chunks
+        self.blocks_per_chunk = 1
         self.hbm: list[dict[int, object]] = [{} for _ in num_blocks]
         self.pool: list[dict[int, object]] = [{} for _ in num_blocks]
         self.tier: dict[int, object] = {}

@@ -1,5 +1,7 @@
 """Where a swapped-out request's KV is, from its swap-out until it is back or gone."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, tokens
