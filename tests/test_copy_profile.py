@@ -36,8 +36,13 @@ def write(tmp_path, content):
 
 
 def choose(tmp_path, content, direction=Direction.SAVE, **kwargs: Any):
-    kwargs = {"device_kind": "TPU v6 lite", "num_layers": 32, "page_nbytes": 65536, "offered": BOTH} | kwargs
-    return CopyProfile.read(write(tmp_path, content)).choose(direction, **kwargs)
+    asked: dict[str, Any] = {
+        "device_kind": "TPU v6 lite",
+        "num_layers": 32,
+        "page_nbytes": 65536,
+        "offered": BOTH,
+    } | kwargs
+    return CopyProfile.read(write(tmp_path, content)).choose(direction, **asked)
 
 
 def test_the_best_for_each_direction(tmp_path):

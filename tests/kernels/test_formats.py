@@ -70,8 +70,8 @@ def test_new_caches_have_the_layout_of_the_lost_ones():
     layouts = [cache.format.layout for cache in caches]
     for cache in caches:
         cache.delete()
-    cache: Any
-    for cache in renew(caches, layouts=layouts):
-        assert cache.format.layout.major_to_minor == (1, 2, 3, 4, 0)
-        assert cache.shape == (12, *PAGE_SHAPE)
-        assert not np.ascontiguousarray(np.asarray(cache)).view(np.uint8).any()
+    renewed: Any
+    for renewed in renew(caches, layouts=layouts):
+        assert renewed.format.layout.major_to_minor == (1, 2, 3, 4, 0)
+        assert renewed.shape == (12, *PAGE_SHAPE)
+        assert not np.ascontiguousarray(np.asarray(renewed)).view(np.uint8).any()

@@ -27,7 +27,7 @@ from tests.worker.engine import (
 from tpu_offload.kernels import reference
 from tpu_offload.kernels.programs import bitcast  # type: ignore[attr-defined]
 from tpu_offload.memory import host_arena
-from tpu_offload.types import CopyJob, Direction, JobKind, StepPlan, StepReport
+from tpu_offload.types import CopyJob, Direction, JobKind, JobState, StepPlan, StepReport
 from tpu_offload.worker import worker as worker_module
 
 NUM_BLOCKS = 12
@@ -214,8 +214,8 @@ class Life:
             if result.state is FINISHED and not copy.lost and not copy.taken_back:
                 block_ids, host_ids = list(copy.job.block_ids), list(copy.job.host_block_ids)
                 if copy.job.direction is Direction.SAVE:
-                    self.engine.host[places] = copy.wanted
-                    self.unknown_places.difference_update(places)
+                    self.engine.host[host_ids] = copy.wanted
+                    self.unknown_places.difference_update(host_ids)
                 else:
                     assert result.job_id in self.written
                     for layer, cache in enumerate(self.engine.expected):

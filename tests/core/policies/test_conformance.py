@@ -1,5 +1,6 @@
 """What every eviction policy must do."""
 
+import functools
 import gc
 import os
 import random
@@ -30,7 +31,7 @@ from tpu_offload.types import ChunkKey
 CLASSES = {**POLICIES, "docs/policies.md": example.load()}
 MAKERS: dict[str, Callable[[], EvictionPolicy]] = {
     **CLASSES,
-    **{f"{name}, priorities": lambda make=make: PriorityPolicy(make) for name, make in CLASSES.items()},
+    **{f"{name}, priorities": functools.partial(PriorityPolicy, make) for name, make in CLASSES.items()},
 }
 
 
