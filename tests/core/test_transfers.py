@@ -547,7 +547,7 @@ def test_a_request_with_a_chunk_that_rests_costs_nothing_meanwhile():
         engine.step({"a": 16} if not engine.requests["a"].num_computed else None)
         engine.apply(worker, worker.finish(fail=True))
     engine.step()
-    engine.scheduler._index.touch = None  # type: ignore[assignment] # would raise
+    engine.scheduler._index.touch = None  # type: ignore[assignment]  # would raise
     for _ in range(10):
         assert engine.step()[0].of(JobKind.SAVE) == ()
     del engine.scheduler._index.touch

@@ -25,7 +25,7 @@ from tests.worker.engine import (
     forward,
 )
 from tpu_offload.kernels import reference
-from tpu_offload.kernels.programs import bitcast  # type: ignore[attr-defined]
+from tpu_offload.kernels.pages import bitcast
 from tpu_offload.memory import host_arena
 from tpu_offload.types import CopyJob, Direction, JobKind, JobState, StepPlan, StepReport
 from tpu_offload.worker import worker as worker_module

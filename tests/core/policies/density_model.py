@@ -105,9 +105,8 @@ class SlowDensity:
         self.next_learn = runs._LEARN_EVERY
         self.ghosts: dict[ChunkKey, None] = {}
         self.end_chance = 1.0
-        self.ends: dict[
-            ChunkKey, tuple[int, bytes]
-        ] = {}  # by the chunk before it: the use that brought it, and the end
+        # By the chunk before it: the use that brought it, and the end.
+        self.ends: dict[ChunkKey, tuple[int, bytes]] = {}
 
     def is_resident(self, key: ChunkKey | None) -> bool:
         return key in self.chunks and self.chunks[key].resident
