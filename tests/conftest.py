@@ -98,7 +98,7 @@ def compiles():
 
     names = []
 
-    def listen(event, duration_s, **kwargs):
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             names.append(event)
 

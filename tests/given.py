@@ -3,10 +3,13 @@
 import array
 import random
 from collections import UserList, deque
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from tpu_offload.types import BlockHash
 
 
 class EngineError(Exception):
@@ -65,7 +68,7 @@ def broken_iterator(items: list[Any]) -> Any:
     raise EngineError("midway")
 
 
-TABLE_FORMS = {
+TABLE_FORMS: dict[str, Callable[[Any], Any]] = {
     "list": list,
     "tuple": tuple,
     "deque": deque,
@@ -82,7 +85,7 @@ TABLE_FORMS = {
 }
 """Forms of a block table that the library reads."""
 
-HASH_FORMS = {
+HASH_FORMS: dict[str, Callable[[Any], Any]] = {
     "list": list,
     "tuple": tuple,
     "deque": deque,
@@ -91,7 +94,13 @@ HASH_FORMS = {
 }
 """Forms of block hashes that it reads."""
 
-NUMBER_FORMS = {"int": int, "int64": np.int64, "uint8": np.uint8, "0-d array": np.array, "jax": jnp.int32}
+NUMBER_FORMS: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "int64": np.int64,
+    "uint8": np.uint8,
+    "0-d array": np.array,
+    "jax": jnp.int32,
+}
 """Forms of small numbers that it reads."""
 
 
@@ -99,7 +108,7 @@ def bad_table(rng: random.Random, ids: list[int]) -> Any:
     """No block table, though it looks like one."""
     wrong = rng.choice([True, False, -1, -(10**30), 10**30, 1.0, None, "1", b"1", np.True_, np.float32(2), [3],
                         np.array([1, 2]), Unprintable(), 2**63])  # fmt: skip
-    mixed = list(ids)
+    mixed: list[Any] = list(ids)
     if mixed:
         mixed[rng.randrange(len(mixed))] = wrong
     return rng.choice([
@@ -112,11 +121,11 @@ def bad_table(rng: random.Random, ids: list[int]) -> Any:
     ])()  # fmt: skip
 
 
-def bad_hashes(rng: random.Random, hashes: list[bytes]) -> Any:
+def bad_hashes(rng: random.Random, hashes: list[BlockHash]) -> Any:
     """No block hashes, though it looks like some."""
     wrong = rng.choice([bytearray(b"1" * 16), np.bytes_(b"1" * 16), "1" * 16, 7, None, memoryview(b"1" * 16), True,
                         Unprintable()])  # fmt: skip
-    mixed = list(hashes)
+    mixed: list[Any] = list(hashes)
     if mixed:
         mixed[rng.randrange(len(mixed))] = wrong
     return rng.choice([

@@ -13,7 +13,7 @@ from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker, tokens
 from tests.worker.engine import Engine as WorkerEngine
 from tests.worker.engine import ending_with
 from tpu_offload import FailedLoad, JobState
-from tpu_offload.types import JobKind, StepPlan
+from tpu_offload.types import BlockHash, JobKind, StepPlan
 
 staged_or_not = pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 
@@ -39,7 +39,7 @@ def deliver(engine: FakeEngine, **how):
 
 
 def match(engine: FakeEngine, name: str, prompt: list[int]) -> int:
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, prompt)
     return engine.scheduler.match(name, hashes, num_tokens=len(prompt), num_computed_tokens=0).num_tokens
 
@@ -173,6 +173,7 @@ def test_06_the_last_sampled_token_never_completes_a_saved_block() -> None:
     engine = make_engine(decode_save=True)
     engine.also_names = lambda: True
     request = engine.add("a", tokens(7))
+    assert request is not None
     engine.step({"a": 7})
     request.tokens.append(7)  # sampled: it fills the second block and is hashed, but its KV comes with the next step
     engine.grow_hashes(request)
@@ -186,6 +187,7 @@ def test_06_rejected_speculative_tokens_are_never_saved() -> None:
     engine = make_engine(decode_save=True)
     engine.also_names = lambda: True
     request = engine.add("a", tokens(8))
+    assert request is not None
     engine.step({"a": 8})
     engine.settle()
     request.block_ids.append(engine.free_blocks.pop())

@@ -2,6 +2,7 @@
 
 import json
 import types
+from typing import Any
 
 import jax
 import pytest
@@ -24,8 +25,8 @@ def entry(**changes):
 
 
 def profile(*entries, **changes):
-    entries = list(entries) or [entry()]
-    return {"format": FORMAT, "version": VERSION, "device_kind": "TPU v6 lite", "entries": entries} | changes
+    content = {"format": FORMAT, "version": VERSION, "device_kind": "TPU v6 lite"}
+    return content | {"entries": list(entries) or [entry()]} | changes
 
 
 def write(tmp_path, content):
@@ -34,9 +35,14 @@ def write(tmp_path, content):
     return path
 
 
-def choose(tmp_path, content, direction=Direction.SAVE, **kwargs):
-    kwargs = {"device_kind": "TPU v6 lite", "num_layers": 32, "page_nbytes": 65536, "offered": BOTH} | kwargs
-    return CopyProfile.read(write(tmp_path, content)).choose(direction, **kwargs)
+def choose(tmp_path, content, direction=Direction.SAVE, **kwargs: Any):
+    asked: dict[str, Any] = {
+        "device_kind": "TPU v6 lite",
+        "num_layers": 32,
+        "page_nbytes": 65536,
+        "offered": BOTH,
+    } | kwargs
+    return CopyProfile.read(write(tmp_path, content)).choose(direction, **asked)
 
 
 def test_the_best_for_each_direction(tmp_path):
@@ -150,7 +156,7 @@ def test_fused_is_refused_where_caches_span_hosts():
     spec = types.SimpleNamespace(cache_sharding=types.SimpleNamespace(is_fully_addressable=False))
     config = OffloadConfig.create(save_path="fused")
     with pytest.raises(ConfigError, match=r"SAVE_PATH=fused: the KV caches span hosts; set it to direct, staged"):
-        choose_paths(config, spec, fused=True)
+        choose_paths(config, spec, fused=True)  # type: ignore[arg-type]
 
 
 def test_fused_is_chosen_where_the_engine_offers_it(tmp_path):

@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ FILES = sorted(set(re.findall(r"`([\w/]+\.py)`", TEXT)))
 
 
 def members_by_class():
-    found = {}
+    found: dict[str, Any] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):

@@ -12,6 +12,7 @@ from tests.caches import random_caches
 from tests.worker.engine import Engine
 from tpu_offload import FusedCopies, JobKind, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.kernels import reference
+from tpu_offload.types import BlockHash
 
 DOCS = Path(__file__).parents[1] / "docs" / "engine.md"
 PLAIN, FUSED = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
@@ -33,7 +34,7 @@ def test_a_request_that_is_saved_and_one_that_loads(monkeypatch):
     names["worker"].wait_until_allocated()
     names["scheduler"].apply(names["worker"].poll())
     for request_id, block_ids in (("a", [5, 3, 1]), ("b", [0, 2, 4])):
-        hashes: list[bytes] = []
+        hashes: list[BlockHash] = []
         names["hasher"].extend(hashes, range(40))
         held = tpu_offload.ScheduledRequest(
             request_id=request_id,

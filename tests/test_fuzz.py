@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from tpu_offload import (
     StepPlan,
     StepReport,
 )
+from tpu_offload.types import BlockHash
 
 HUGE = 10**30
 JUNK = [
@@ -91,7 +93,7 @@ def busy_engine() -> FakeEngine:
     engine.add("loading", tokens(16))
     engine.add("saving", tokens(8, start=500))
     engine.step({"saving": 8})
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(12))
     assert engine.scheduler.match("promised", hashes, num_tokens=12, num_computed_tokens=0).num_tokens
     assert engine.scheduler.stats().num_jobs_in_flight == 2
@@ -130,7 +132,7 @@ def test_fifty_thousand_reports_that_make_no_sense_or_name_unknown_jobs_change_n
             if type(getattr(report, "num_cache_losses", None)) is int and report.num_cache_losses > 0:
                 object.__setattr__(report, "num_cache_losses", 0)
         if rng.random() < 0.02:
-            report = rng.choice(JUNK)
+            report = rng.choice(JUNK)  # type: ignore[assignment]
         update = scheduler.apply(report)
         assert (update.loaded, update.failed_loads, update.transfers) == ((), (), ())
         assert state(scheduler) == before, report
@@ -258,11 +260,11 @@ def test_five_thousand_token_lists_are_hashed_or_refused_whole():
     hasher = BlockHasher(LAYOUT.fingerprint(), block_size=4)
     num_errors = 0
     for _ in range(5000):
-        ids = [rng.choice([0, 5, 151_000, 2**31, 2**63 - 1]) for _ in range(12)]
+        ids: list[Any] = [rng.choice([0, 5, 151_000, 2**31, 2**63 - 1]) for _ in range(12)]
         bad = rng.random() < 0.7
         if bad:
             ids[rng.randrange(12)] = rng.choice([-1, 2**63, HUGE, 1.5, math.nan, None, "7", b"7", [1], {}])
-        hashes: list[bytes] = []
+        hashes: list[BlockHash] = []
         error = refusal(functools.partial(hasher.extend, hashes, ids, cache_salt=rng.choice(["", "tenant"])))
         num_errors += bool(error)
         assert bool(error) == bad, ids

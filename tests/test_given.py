@@ -33,7 +33,7 @@ from tpu_offload import (
     ScheduledRequest,
     choose_victims,
 )
-from tpu_offload.types import JobKind
+from tpu_offload.types import BlockHash, JobKind
 
 NAMES = ["a", "b", "c", "d"]
 NUM_BLOCKS = 6
@@ -56,9 +56,9 @@ class Caller:
             max_load_tokens=0 if seed % 3 else 16,
         )
         self.scheduler, self.swap = self.engine.scheduler, self.engine.swap
-        self.hashes: dict[str, list[bytes]] = {}
+        self.hashes: dict[str, list[BlockHash]] = {}
         for i, name in enumerate(NAMES):
-            hashes: list[bytes] = []
+            hashes: list[BlockHash] = []
             self.engine.hasher.extend(hashes, tokens(NUM_BLOCKS * BLOCK_SIZE, start=i // 2 * 100))
             self.hashes[name] = hashes
         self.share_bad = rng.choice([0.1, 0.3])
@@ -74,7 +74,8 @@ class Caller:
         return self.one_of(TABLE_FORMS, ids, lambda: bad_table(rng, ids))
 
     def tables(self) -> Any:
-        rng, forms = self.rng, {"list": list, "tuple": tuple}
+        rng = self.rng
+        forms: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple}
         return self.one_of(
             forms,
             [self.table()],
@@ -118,12 +119,13 @@ class Caller:
         named = [self.scheduled(name) for name in rng.choices(NAMES, k=rng.randint(0, 4))]
         if rng.random() < self.share_bad / 4:
             return rng.choice([None, 5, "abc", broken_iterator(named), Unprintable()])
-        return rng.choice([list, tuple, iter])(named)
+        forms: list[Callable[[Any], Any]] = [list, tuple, iter]
+        return rng.choice(forms)(named)
 
     def prefix(self, name: str) -> Any:
         rng = self.rng
 
-        def block_of(block_hash: bytes) -> Any:
+        def block_of(block_hash: BlockHash) -> Any:
             if rng.random() < self.share_bad / 4:
                 raise EngineError("no such block")
             if rng.random() < self.share_bad / 2:
@@ -138,7 +140,8 @@ class Caller:
             num_prompt_tokens=self.number(num * BLOCK_SIZE),
             limits=RequestLimits(max_save_tokens=8),
         )
-        bad = dataclasses.replace(good, **rng.choice([{"block_of": 5}, {"limits": None}, {"limits": 5}]))
+        changes: list[dict[str, Any]] = [{"block_of": 5}, {"limits": None}, {"limits": 5}]
+        bad = dataclasses.replace(good, **rng.choice(changes))
         return self.one_of({"it": lambda it: it}, good, lambda: rng.choice([None, 5, bad]))
 
     def call(self) -> Callable[[], Any]:
@@ -242,7 +245,7 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
     as_form = TABLE_FORMS[form]
     engine = FakeEngine(blocks_per_chunk=blocks_per_chunk, num_staging_blocks=4)
     worker = engine.workers[0]
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(24))
     ids = [9, 3, 11, 5, 2, 8]
     worker.hbm.update(zip(ids, hashes, strict=True))
@@ -269,7 +272,7 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
         engine.scheduler.admit("b", [as_form(targets)], num_loaded_tokens=found)
         plan = engine.scheduler.plan_step()
         assert {type(i) for job in plan.of(JobKind.LOAD) for i in job.block_ids} == {int}
-        engine.apply_results = worker.begin_step(plan)
+        worker.begin_step(plan)
         engine.scheduler.apply(worker.report(worker.finish()))
     assert [worker.hbm[i] for i in targets] == hashes
     engine.scheduler.check_invariants()
@@ -279,7 +282,7 @@ def test_tables_of_all_forms_are_saved_and_loaded(form, blocks_per_chunk):
 def test_hashes_of_all_forms_name_the_same_chunks(form):
     engine = FakeEngine(blocks_per_chunk=2)
     engine.serve("a", tokens(16))
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
     given = HASH_FORMS[form](hashes)
     assert engine.scheduler.match("b", given, num_tokens=17, num_computed_tokens=0).num_tokens == 16
@@ -301,7 +304,7 @@ def test_hashes_of_all_forms_name_the_same_chunks(form):
 
 def test_a_step_is_refused_as_a_whole():
     engine = FakeEngine()
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(8))
     good = [
         ScheduledRequest(
@@ -325,7 +328,7 @@ def test_a_step_is_refused_as_a_whole():
 
 def test_of_a_request_that_is_named_twice_in_a_step_the_last_counts():
     engine = FakeEngine()
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(8))
     named = [
         ScheduledRequest(
@@ -350,7 +353,8 @@ def test_of_a_request_that_is_named_twice_in_a_step_the_last_counts():
 
 def test_another_prompt_under_the_same_id_is_refused_where_it_would_be_saved():
     engine = FakeEngine(num_staging_blocks=1)
-    one, other = [], []
+    one: list[BlockHash] = []
+    other: list[BlockHash] = []
     engine.hasher.extend(one, tokens(8))
     engine.hasher.extend(other, tokens(8, start=100))
     engine.scheduler.plan_step(
@@ -387,8 +391,9 @@ def test_a_refused_match_leaves_the_limits_as_they_were():
     engine = FakeEngine()
     engine.add("a", tokens(8), limits=RequestLimits(max_save_tokens=4))
     before = snapshot(engine.scheduler)
+    wrong: list[Any] = [5, 5, 5]
     with pytest.raises(RequestError, match="expected bytes"):
-        engine.scheduler.match("a", [5, 5, 5], num_tokens=12, num_computed_tokens=0, limits=RequestLimits())
+        engine.scheduler.match("a", wrong, num_tokens=12, num_computed_tokens=0, limits=RequestLimits())
     assert not differences(before, snapshot(engine.scheduler))
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.given import TABLE_FORMS, Unprintable
 from tpu_offload.errors import RequestError
 from tpu_offload.hashing import BlockHasher, chunk_keys, key_namespace
+from tpu_offload.types import BlockHash
 
 FINGERPRINT = bytes(range(16))
 GOLDEN = ["d8344d56ba358e2171d8fa9def1fecbd", "112e8716dc18707f9f5f76c8e22bdcc1"]
@@ -17,7 +18,7 @@ TOKENS = st.lists(st.integers(0, 2**63 - 1), max_size=40)
 
 
 def hashes_of(tokens, *, block_size=4, fingerprint=FINGERPRINT, cache_salt=""):
-    hashes = []
+    hashes: list[BlockHash] = []
     BlockHasher(fingerprint, block_size=block_size).extend(hashes, tokens, cache_salt=cache_salt)
     return hashes
 
@@ -45,7 +46,7 @@ def test_only_full_blocks_are_hashed(num_tokens, num_hashes):
 @given(tokens=TOKENS, cuts=st.lists(st.integers(0, 40), max_size=5))
 def test_extending_bit_by_bit_gives_the_same_hashes(tokens, cuts):
     hasher = BlockHasher(FINGERPRINT, block_size=4)
-    hashes = []
+    hashes: list[BlockHash] = []
     for cut in [*sorted(cuts), len(tokens)]:
         hasher.extend(hashes, tokens[:cut], cache_salt="s")
         assert len(hashes) == min(cut, len(tokens)) // 4
@@ -123,8 +124,9 @@ def test_layouts_chunk_sizes_groups_and_epochs_have_keys_of_their_own():
 
 @pytest.mark.parametrize("form", TABLE_FORMS)
 def test_tokens_of_all_forms_have_the_same_hashes(form):
-    hasher = BlockHasher(b"f", block_size=np.int64(4))
-    expected, hashes = [], []
+    hasher = BlockHasher(b"f", block_size=np.int64(4))  # type: ignore[arg-type]
+    expected: list[BlockHash] = []
+    hashes: list[BlockHash] = []
     BlockHasher(b"f", block_size=4).extend(expected, list(range(13)))
     hasher.extend(hashes, TABLE_FORMS[form](range(6)))
     hasher.extend(hashes, TABLE_FORMS[form](range(13)))
@@ -135,7 +137,7 @@ def test_tokens_of_all_forms_have_the_same_hashes(form):
     "tokens", [None, 5, "abcdefgh", b"abcdefgh", iter(range(8)), {*range(8)}, np.zeros((8, 2), int), Unprintable()]
 )
 def test_what_is_no_sequence_of_tokens_is_refused_with_one_line(tokens):
-    hashes = []
+    hashes: list[BlockHash] = []
     with pytest.raises(RequestError) as e:
         BlockHasher(b"f", block_size=4).extend(hashes, tokens)
     assert len(str(e.value).splitlines()) == 1

@@ -1,6 +1,7 @@
 """What a block is made of, on one device and sharded."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +155,8 @@ def test_fingerprint_golden():
 def test_numbers_of_numpy_give_the_same_layout():
     caches = random_caches(np.random.default_rng(0))
     plain = KVLayout.from_caches(caches, block_size=4, windows=[0] * len(caches))
-    other = KVLayout.from_caches(tuple(caches), block_size=np.int64(4), windows=np.zeros(len(caches), np.int32))
+    sizes: dict[str, Any] = {"block_size": np.int64(4), "windows": np.zeros(len(caches), np.int32)}
+    other = KVLayout.from_caches(tuple(caches), **sizes)
     assert other == plain
     assert other.fingerprint() == plain.fingerprint()
     assert type(other.block_size) is int

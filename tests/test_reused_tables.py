@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tpu_offload import BlockHasher, KVLayout, OffloadConfig, OffloadScheduler, OffloadWorker, ScheduledRequest
+from tpu_offload.types import BlockHash
 
 BLOCK_SIZE, NUM_BLOCKS, WIDTH = 4, 64, 12
 JUNK = 7  # a block that holds nobody's KV
@@ -90,8 +91,8 @@ class Engine:
         self.rng = random.Random(0)
         self.tables: dict[str, list[int]] = {}
 
-    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
-        hashes: list[bytes] = []
+    def hashes(self, tokens: Sequence[int]) -> list[BlockHash]:
+        hashes: list[BlockHash] = []
         self.hasher.extend(hashes, tokens)
         return hashes
 

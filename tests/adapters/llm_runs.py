@@ -144,13 +144,15 @@ class Life:
         from vllm import TokensPrompt
         from vllm.v1.core.sched.interface import PauseState
 
-        engine, ids = self._llm.llm_engine, []
+        engine = self._llm.llm_engine
+        ids: list[tuple[str, str]] = []  # ours and the engine's
         for prompt in prompts:
             self._num_ids += 1
-            ids.append(f"driven-{self._num_ids}")
-            internal = engine.add_request(ids[-1], TokensPrompt(prompt_token_ids=prompt), _sampling(sampling))
-            ids[-1] = (ids[-1], internal)
-        tokens, seen, due = [[] for _ in ids], [[] for _ in ids], {int(i): status for i, status in abort.items()}
+            name = f"driven-{self._num_ids}"
+            ids.append((name, engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), _sampling(sampling))))
+        tokens: list[list[int]] = [[] for _ in ids]
+        seen: list[list[str]] = [[] for _ in ids]
+        due = {int(i): status for i, status in abort.items()}
         aborted, preempt_at, pausing = [], list(preempt_at), False
         for _ in range(_STEP_LIMIT):
             for i, (external, internal) in enumerate(ids):
@@ -292,10 +294,10 @@ class Life:
             if hasattr(event, "block_hashes")
         ]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Any]:
         """The connector's series on vLLM's Prometheus endpoint."""
         return {
-            metric.name: getattr(metric, "value", None) or getattr(metric, "count", 0)
+            metric.name: getattr(metric, "value", None) or getattr(metric, "count", 0.0)
             for metric in self._llm.get_metrics()
             if metric.name.startswith("vllm:tpu_offload_")
         }
@@ -332,7 +334,8 @@ class _Feeds:
         self._fed: dict[str, dict[int, int]] = {}
         self._hashed: dict[str, list[int]] = {}
         self._wrong: list[tuple[str, int, int, int]] = []
-        steps, hashed, rows = self._steps, self._hashed, []
+        steps, hashed = self._steps, self._hashed
+        rows: list[tuple[str, int, int]] = []
         prepare, model, free = runner._prepare_inputs, runner.model_fn, scheduler._free_request
         batch, size = runner.input_batch, scheduler.block_size
 

@@ -10,7 +10,9 @@ import contextlib
 import functools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -161,15 +163,15 @@ class Stack:
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.errors: set[str] = set()
-        self.in_flight = []
+        self.in_flight: list[Any] = []
         self.num_steps = 0
         self.num_spoilt = 0
         self._spoilt_before: set[str] = set()
         self._invalid_before: set[int] = set()
         self._ends_before: dict[str, int] = {}
-        self.events = []
+        self.events: list[Any] = []
         self.meddle = lambda outputs: outputs
-        self.meanwhile = lambda: None  # what happens while the step runs
+        self.meanwhile: Callable[[], object] = lambda: None  # what happens while the step runs
 
     @property
     def side(self):

@@ -165,7 +165,12 @@ def test_a_large_hit_that_is_aborted(async_scheduling, when):
     stack.add("large", [*large, 7])
     stack.step()
     if when == "while it runs":
-        stack.meanwhile = lambda: "large" in stack.scheduler.requests and stack.abort("large")
+
+        def abort() -> None:
+            if "large" in stack.scheduler.requests:
+                stack.abort("large")
+
+        stack.meanwhile = abort
     else:
         stack.abort("large")
     stack.add("other", blocks(12, seed=11), max_tokens=4)  # takes its blocks

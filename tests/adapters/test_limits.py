@@ -44,7 +44,7 @@ def test_reads(params, limits):
     ids=str,
 )
 def test_a_mistake_keeps_the_request_out_of_the_host_tier(params, said):
-    lines = []
+    lines: list[str] = []
     assert read_limits("r7", params, lines.append) == RequestLimits(cache=False)
     (line,) = lines
     assert said in line

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,7 @@ class Process:
         self._child.stdin.write(json.dumps(life) + "\n")
         self._child.stdin.flush()
         with selectors.DefaultSelector() as selector:
+            assert self._child.stdout is not None
             selector.register(self._child.stdout, selectors.EVENT_READ)
             line = self._child.stdout.readline() if selector.select(limit_s) else ""
         if not line:
@@ -432,11 +434,13 @@ def test_too_little_hbm(process, plain):
     by_memory = {"num_gpu_blocks_override": 0, "gpu_memory_utilization": 0.9}
     error = process.live(life | {"engine": by_memory})["error"]
     assert error.startswith("ConfigError: tpu_offload: copies need 0.0039")
-    lower = float(re.search(r"set --gpu-memory-utilization to at most ([\d.]+) ", error)[1])
-    smaller = float(re.search(r"TPU_OFFLOAD_STAGING_BUFFER_GB to at most ([\d.]+),", error)[1])
+    utilization = re.search(r"set --gpu-memory-utilization to at most ([\d.]+) ", error)
+    buffer_gb = re.search(r"TPU_OFFLOAD_STAGING_BUFFER_GB to at most ([\d.]+),", error)
+    assert utilization
+    assert buffer_gb
     for changed in (
-        {"engine": by_memory | {"gpu_memory_utilization": lower}},
-        {"engine": by_memory, "connector": ours(**staging | {"staging_buffer_gb": smaller})},
+        {"engine": by_memory | {"gpu_memory_utilization": float(utilization[1])}},
+        {"engine": by_memory, "connector": ours(**staging | {"staging_buffer_gb": float(buffer_gb[1])})},
     ):
         outcome = process.live(life | changed)
         assert outcome["error"] is None
@@ -466,7 +470,7 @@ def test_metrics_events_and_name(process):
     (line,) = [line for line in log if "KV Transfer metrics" in line]
     assert f"Loaded tokens={stats['loaded_tokens']}" in line
 
-    there = set()
+    there: set[Any] = set()
     for kind, medium, hashes in events:
         if medium == "CPU":
             if kind == "BlockStored":

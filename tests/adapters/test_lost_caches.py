@@ -3,6 +3,7 @@
 import itertools
 import logging
 import pickle
+from typing import Any
 
 import pytest
 from vllm.v1.request import RequestStatus
@@ -215,7 +216,8 @@ def test_a_message_that_comes_twice_is_done_once(sync_load, async_scheduling, po
 
 def give_again(side):
     """Before each message but the first the worker is given the one before once more."""
-    bind, last = side.bind, []
+    bind = side.bind
+    last: list[Any] = []
 
     def bind_again(message):
         if last:

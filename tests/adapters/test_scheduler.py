@@ -1,6 +1,7 @@
 """The connector under vLLM's real scheduler, one behaviour at a time."""
 
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -52,14 +53,14 @@ def test_a_request_waits_for_its_load_while_others_run():
     request = stack.add("b", tokens)
     (worker,) = stack.workers  # no load is ever written
     worker.take_written_loads = lambda: ()
-    worker.poll = lambda wait=False, poll=worker.poll: poll(wait=False) if not stack.hold else worker._report
-    stack.hold = True
+    holds, poll = [True], worker.poll
+    worker.poll = lambda wait=False: worker._report if holds else poll(wait=False)
     before = len(stack.outputs["other"])
     for _ in range(4):
         stack.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert len(stack.outputs["other"]) == before + 4
-    stack.hold = False
+    holds.clear()
     stack.drain()
     stack.check_end()
 
@@ -169,7 +170,8 @@ def test_a_request_that_may_not_read_the_cache_does_not():
 @pytest.mark.parametrize("kind", ["salt", "lora"])
 def test_tenants_share_nothing(kind):
     stack = make_stack()
-    tokens = save_prompt(stack, "a", **({"salt": "one"} if kind == "salt" else {}))
+    salt: dict[str, Any] = {"salt": "one"} if kind == "salt" else {}
+    tokens = save_prompt(stack, "a", **salt)
 
     def again(name, which):
         request = stack.add(name, tokens, **({"salt": which} if kind == "salt" else {}))
@@ -286,7 +288,8 @@ def test_a_promise_that_is_not_taken_is_given_back_in_the_same_pass():
 def test_a_load_that_the_staging_buffer_cannot_hold_is_loaded_whole(path):
     stack = make_stack(num_staging_blocks=3, save_path=path, load_path=path)
     (worker,) = stack.workers
-    worker.poll, poll = lambda *, wait=False: poll(wait=True), worker.poll  # or `a` ends before the last block's turn
+    poll = worker.poll
+    worker.poll = lambda *, wait=False: poll(wait=True)  # or `a` ends before the last block's turn
     tokens = save_prompt(stack, "a")
     del worker.poll
     stack.serve("b", tokens)
@@ -418,8 +421,9 @@ def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, as
     stack = make_stack(policy=policy, async_scheduling=async_scheduling, sync_load=sync_load)
     tokens = save_prompt(stack, "a")
     (worker,) = stack.workers
-    load = tier_group(worker).copiers[Direction.LOAD]._load
-    tier_group(worker).copiers[Direction.LOAD]._load = lambda *args: (
+    copier: Any = tier_group(worker).copiers[Direction.LOAD]
+    load = copier._load
+    copier._load = lambda *args: (
         load(*args)[0],
         jnp.int32(0),
     )  # it says it copied nothing
@@ -461,7 +465,7 @@ def test_a_load_that_times_out_is_computed():
     tokens = save_prompt(stack, "a")
     now = [stack.offload._clock()]
     stack.offload._clock = lambda: now[0]
-    tier_group(stack.workers[0])._resume_load = lambda flight, caches: None  # it never arrives
+    tier_group(stack.workers[0])._resume_load = lambda flight, kv_caches: None  # it never arrives
     stack.add("other", prompt(8, seed=4), max_tokens=12)
     request = stack.add("b", tokens)
     stack.step()
@@ -486,7 +490,14 @@ def test_a_reset_while_a_load_is_on_its_way():
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert stack.scheduler.reset_connector_cache()
     side, told = stack.connectors[0].worker_side, set()
-    side.take_invalid_block_ids = lambda take=side.take_invalid_block_ids: told.update(found := take()) or found
+    take = side.take_invalid_block_ids
+
+    def note():
+        found = take()
+        told.update(found)
+        return found
+
+    side.take_invalid_block_ids = note
     stack.drain()
     assert len(told) == 5  # vLLM computes what those blocks should have held
     stats = stack.offload.stats()
@@ -504,7 +515,7 @@ def test_a_reset_while_a_load_is_on_its_way():
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_three_workers_that_report_in_any_order(order):
     stack = make_stack(num_workers=3)
-    held = {i: [] for i in range(3)}
+    held: dict[int, list[Any]] = {i: [] for i in range(3)}
     turn = itertools.count()
 
     def meddle(results):

@@ -1,6 +1,7 @@
 """Workers whose reports are lost, late, doubled or never come, and saves that fail for ever: everybody is served."""
 
 import contextlib
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -29,7 +30,8 @@ class Relay:
     """What becomes of the reports of one worker on their way."""
 
     def __init__(self, stack: Stack, fate: str, worker: int = 1) -> None:
-        self.fate, self.worker, self.held, self.num_seen = fate, worker, [], 0
+        self.fate, self.worker, self.num_seen = fate, worker, 0
+        self.held: list[Any] = []
         stack.meddle = self.meddle
 
     def meddle(self, results):
@@ -105,7 +107,7 @@ def test_a_worker_whose_load_never_arrives(async_scheduling):
     stack.serve("a", prompt(40))
     stack.scheduler.reset_prefix_cache()
     stuck = stack.workers[1]
-    tier_group(stuck)._resume_load = lambda flight, caches: None
+    tier_group(stuck)._resume_load = lambda flight, kv_caches: None
     stack.add("other", prompt(16, seed=4), max_tokens=20)
     request = stack.add("b", prompt(41))
     for _ in range(int(TIMEOUT_S)):
@@ -152,7 +154,7 @@ class Metrics:
 
         stack.side.take_stats = taken
 
-    def __getitem__(self, name: str) -> float:
+    def __getitem__(self, name: str) -> float | None:
         return self.registry.get_sample_value(f"vllm:tpu_offload_{name}", {"engine": "0"})
 
 

@@ -1,5 +1,7 @@
 """What vLLM's statistics, its Prometheus endpoint and its KV events are told."""
 
+from typing import Any
+
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -147,7 +149,7 @@ def test_events_tell_what_the_host_tier_holds():
     stack.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
     for i in range(5):
         stack.serve(f"r{i}", prompt(24, seed=i))
-    held = set()
+    held: set[Any] = set()
     for event in published:
         if getattr(event, "medium", None) != "CPU":
             continue

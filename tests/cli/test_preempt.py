@@ -116,7 +116,7 @@ def test_other_sources(tmp_path, chats):
 @pytest.mark.parametrize("what", ["token", "logprob"])
 def test_any_difference_is_reported(tmp_path, monkeypatch, capsys, chats, what):
     """One token of one request of one run, or the last bit of its log-probability, is changed on its way out."""
-    serve, num_runs = replay_setup.serve, iter(range(9))
+    serve, num_runs = replay_setup.serve, iter(range(9))  # type: ignore[attr-defined]
 
     def serve_and_spoil(*args, **kwargs):
         served = serve(*args, **kwargs)

@@ -118,7 +118,7 @@ def test_trace(tmp_path, capsys):
 
 def test_any_difference_is_reported(monkeypatch, capsys, tmp_path):
     """One token of one request of the second run is changed on its way out."""
-    serve, num_runs = replay_setup.serve, iter(range(2))
+    serve, num_runs = replay_setup.serve, iter(range(2))  # type: ignore[attr-defined]
 
     def serve_and_spoil(*args, **kwargs):
         served = serve(*args, **kwargs)

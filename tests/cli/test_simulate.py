@@ -62,7 +62,7 @@ def test_json_has_all_policies_and_sizes(tmp_path, trace_path, capsys):
         num_chunks = max(1, round(share * trace.num_unique_blocks))
         assert row["num_chunks"] == num_chunks
         if policy == BOUND:
-            hits = belady_hits(trace, num_chunks)
+            hits = tuple(belady_hits(trace, num_chunks))
         else:
             hits = replay(trace, POLICIES[policy](), TierSetup(num_chunks)).host_hits
         assert row["prefix_hit_rate"] == sum(hits) / trace.num_blocks
@@ -123,7 +123,7 @@ def test_several_traces(tmp_path, trace_path):
 
 def test_sizes_in_gb(tmp_path, trace_path, capsys):
     """A chunk is 512 tokens x 4 layers x 2 heads x 128 x keys and values x 2 bytes: 2 MiB."""
-    flags = ("--policies", "lru", "--hbm", "0.05GB", *MODEL)
+    flags: tuple[str, ...] = ("--policies", "lru", "--hbm", "0.05GB", *MODEL)
     report = report_of(tmp_path, trace_path, *flags, "--sizes-gb", "0.1,0.5")
     assert report["chunk_nbytes"] == 2 * 2**20
     assert report["num_hbm_blocks"] == 25
@@ -150,7 +150,7 @@ def test_bits_of_the_type(tmp_path, trace_path, dtype, nbytes):
 @pytest.mark.parametrize("save_on", ["compute", "eviction"])
 def test_huge_tiers_are_as_good_as_those_that_hold_all(tmp_path, trace_path, save_on):
     """And take no more memory: a million million chunks would take all there is."""
-    flags = ("--save-on", save_on)
+    flags: tuple[str, ...] = ("--save-on", save_on)
     num_unique = read_traces([trace_path]).num_unique_blocks
     sizes = []
     for flag in ("--hbm", "--secondary"):

@@ -2,11 +2,14 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
+from typing import Any
 
 from tpu_offload import (
     BlockHasher,
     CachedPrefix,
     CopyJob,
+    FailedLoad,
     JobResult,
     JobState,
     KVLayout,
@@ -21,7 +24,7 @@ from tpu_offload import (
     Update,
 )
 from tpu_offload.core.policies import EvictionPolicy
-from tpu_offload.types import Direction, JobKind
+from tpu_offload.types import BlockHash, Direction, JobKind
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (4, 2, 2, 8), "bfloat16"),))
@@ -120,7 +123,7 @@ class FakeRequest:
     request_id: str
     tokens: list[int]
     block_ids: list[int]
-    hashes: list[bytes]
+    hashes: list[BlockHash]
     num_computed: int = 0
     loading: bool = False
     num_named_blocks: int = 0
@@ -142,9 +145,9 @@ class FakeEngine:
         num_blocks: int = 32,
         workers: list[FakeWorker] | None = None,
         seed: int = 0,
-        policy: EvictionPolicy | None = None,
+        policy: Callable[[], EvictionPolicy] | None = None,
         record_events: bool = False,
-        **settings,
+        **settings: Any,
     ) -> None:
         staged = {"save_path": "staged", "load_path": "staged"}  # so that the staging buffer bounds what is planned
         settings = staged | {"num_staging_blocks": 8, "num_cpu_chunks": 64} | settings
@@ -205,7 +208,7 @@ class FakeEngine:
         self, request_id: str, tokens: list[int], *, limits: RequestLimits | None = None, cache_salt: str = ""
     ) -> FakeRequest | None:
         """Matches and admits a request; None when the blocks are not there."""
-        hashes: list[bytes] = []
+        hashes: list[BlockHash] = []
         self.hasher.extend(hashes, tokens, cache_salt=cache_salt)
         num_loaded = self.scheduler.match(
             request_id, hashes, num_tokens=len(tokens), num_computed_tokens=0, limits=limits
@@ -284,7 +287,8 @@ class FakeEngine:
 
     def settle(self) -> Update:
         """Finishes everything in flight, on all workers, until nothing is."""
-        loaded, failed = [], []
+        loaded: list[str] = []
+        failed: list[FailedLoad] = []
         num_steps = 0
         while self.scheduler.stats().num_jobs_in_flight:  # timed-out ones included
             num_steps += 1

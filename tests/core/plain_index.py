@@ -4,6 +4,7 @@ import dataclasses
 
 from tpu_offload.core.index import ChunkState
 from tpu_offload.core.policies import Use
+from tpu_offload.types import ChunkKey
 
 PENDING, READY, CONDEMNED = ChunkState.PENDING, ChunkState.READY, ChunkState.CONDEMNED
 
@@ -21,27 +22,27 @@ class PlainIndex:
       prefixes: all there will ever be, head first; what is before a chunk follows from them.
     """
 
-    def __init__(self, prefixes: list[list[bytes]]) -> None:
+    def __init__(self, prefixes: list[list[ChunkKey]]) -> None:
         self.before = {key: prefix[:i] for prefix in prefixes for i, key in enumerate(prefix)}
-        self.chunks: dict[bytes, Resident] = {}
-        self.pins: list[list[bytes]] = []
+        self.chunks: dict[ChunkKey, Resident] = {}
+        self.pins: list[list[ChunkKey]] = []
         self.free: list[int] = []  # the next to be given comes first
         self.quarantined: list[int] = []
         self.unusable: list[int] = []
         self.num_slots = self.most_slots = 0
         self.num_evicted = 0
         self.recency = Recency(self)
-        self.priorities: dict[bytes, int] = {}  # the highest of a chunk's uses
+        self.priorities: dict[ChunkKey, int] = {}  # the highest of a chunk's uses
 
     # Questions.
 
-    def state(self, key: bytes) -> ChunkState | None:
+    def state(self, key: ChunkKey) -> ChunkState | None:
         return self.chunks[key].state if key in self.chunks else None
 
-    def keys(self, state: ChunkState) -> list[bytes]:
+    def keys(self, state: ChunkState) -> list[ChunkKey]:
         return [key for key, chunk in self.chunks.items() if chunk.state is state]
 
-    def chain(self, key: bytes) -> list[bytes]:
+    def chain(self, key: ChunkKey) -> list[ChunkKey]:
         """The resident chunk and those before it, tail first, up to the first that is not here."""
         chain = []
         for k in [key, *reversed(self.before[key])]:
@@ -50,13 +51,13 @@ class PlainIndex:
             chain.append(k)
         return chain
 
-    def is_leaf(self, key: bytes, chunks) -> bool:
+    def is_leaf(self, key: ChunkKey, chunks) -> bool:
         return not any(self.before[k][-1:] == [key] for k in chunks)
 
-    def covered(self) -> set[bytes]:
+    def covered(self) -> set[ChunkKey]:
         return {key for keys in self.pins for key in self.chain(keys[-1])}
 
-    def candidates(self, protected, chunks) -> list[bytes]:
+    def candidates(self, protected, chunks) -> list[ChunkKey]:
         """Those of `chunks` that may be the next victim."""
         covered = self.covered()
         return [
@@ -71,14 +72,14 @@ class PlainIndex:
             left = [key for key in left if key not in gone]
         return len(self.chunks) - len(left)
 
-    def check_priority(self, victim: bytes, candidates: list[bytes]) -> None:
+    def check_priority(self, victim: ChunkKey, candidates: list[ChunkKey]) -> None:
         """Raises AssertionError if something that only lower priorities have used could have gone."""
         priority = min(self.priorities[key] for key in candidates)
         assert self.priorities[victim] == priority, f"{victim!r} went although others have priority {priority}"
 
     # Events.
 
-    def use(self, use: Use, keys: list[bytes]) -> None:
+    def use(self, use: Use, keys: list[ChunkKey]) -> None:
         priority = max(-8, min(use.priority, 8))
         for key in keys:
             if key in self.chunks:
@@ -96,12 +97,12 @@ class PlainIndex:
         self.unusable += [slot for slot in self.free if slot >= num_slots]
         self.free = [slot for slot in self.free if slot < num_slots]
 
-    def evict(self, key: bytes) -> None:
+    def evict(self, key: ChunkKey) -> None:
         self.free.insert(0, self.chunks.pop(key).slot)
         del self.priorities[key]
         self.num_evicted += 1
 
-    def lose(self, key: bytes, *, quarantine: bool = False) -> None:
+    def lose(self, key: ChunkKey, *, quarantine: bool = False) -> None:
         """A chunk goes whose bytes are lost or never came; its slot is tried last."""
         slot = self.chunks.pop(key).slot
         del self.priorities[key]
@@ -153,10 +154,10 @@ class Recency:
     def __init__(self, plain: PlainIndex) -> None:
         self.plain = plain
         self.now = 0
-        self.times: dict[bytes, int] = {}
-        self.doubtful: set[bytes] = set()
+        self.times: dict[ChunkKey, int] = {}
+        self.doubtful: set[ChunkKey] = set()
 
-    def use(self, keys: list[bytes]) -> None:
+    def use(self, keys: list[ChunkKey]) -> None:
         here = [key for key in keys if key in self.plain.chunks]
         if here:
             self.now += 1
@@ -168,7 +169,7 @@ class Recency:
     def doubt(self, keys) -> None:
         self.doubtful.update(key for key in keys if key in self.plain.chunks)
 
-    def check(self, victim: bytes, candidates: list[bytes]) -> None:
+    def check(self, victim: ChunkKey, candidates: list[ChunkKey]) -> None:
         """Raises AssertionError if another one had to go first."""
         if victim not in self.doubtful:
             older = [k for k in candidates if k not in self.doubtful and self.times[k] < self.times[victim]]

@@ -6,6 +6,7 @@ from tests.core.fakes import Clock, FakeEngine, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
 from tpu_offload import JobKind
 from tpu_offload.core.breaker import CircuitBreaker
+from tpu_offload.types import BlockHash
 
 
 def make_breaker(num_failures=3):
@@ -154,7 +155,7 @@ def test_a_probing_load_that_is_released_or_aborted_leaves_the_next_one_its_turn
     engine.serve("other", tokens(8, start=100))
     assert serve(engine, "bad", tokens(8), fail=True)
     engine.clock.now_s += 11
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(8, start=100))
     assert engine.scheduler.match("parked", hashes, num_tokens=8, num_computed_tokens=0).num_tokens == 4
     assert engine.scheduler.match("second", hashes, num_tokens=8, num_computed_tokens=0).num_tokens == 0

@@ -4,17 +4,18 @@ import pytest
 
 from tpu_offload.core.index import ChunkIndex, ChunkState
 from tpu_offload.core.policies import LRUPolicy, Use
+from tpu_offload.types import ChunkKey
 
 
-def chain(prefix: str, num: int) -> list[bytes]:
-    return [f"{prefix}{i}".encode() for i in range(num)]
+def chain(prefix: str, num: int) -> list[ChunkKey]:
+    return [ChunkKey(f"{prefix}{i}".encode()) for i in range(num)]
 
 
-def allocate(index: ChunkIndex, keys: list[bytes], first: int = 0, *, protected=()) -> list[int]:
+def allocate(index: ChunkIndex, keys: list[ChunkKey], first: int = 0, *, protected=()) -> list[int]:
     return index.allocate(Use(0), keys, range(first, len(keys)), protected={*protected, *keys[:first]})
 
 
-def complete(index: ChunkIndex, keys: list[bytes], *, success: bool) -> None:
+def complete(index: ChunkIndex, keys: list[ChunkKey], *, success: bool) -> None:
     index.complete(keys, [index._slots[key] for key in keys], success=success)
 
 
@@ -24,7 +25,7 @@ def make(num_slots: int) -> ChunkIndex:
     return index
 
 
-def fill(index: ChunkIndex, keys: list[bytes]) -> None:
+def fill(index: ChunkIndex, keys: list[ChunkKey]) -> None:
     assert len(allocate(index, keys)) == len(keys)
     complete(index, keys, success=True)
 
@@ -135,7 +136,7 @@ def test_a_dropped_chunk_is_found_no_more_and_goes_with_its_last_pin() -> None:
     fill(index, a)
     index.pin(a[1:])
     index.pin(a[1:])
-    assert index.drop([*a, b"unknown"]) == a
+    assert index.drop([*a, ChunkKey(b"unknown")]) == a
     assert index.drop(a) == []
     assert len(index.find(a)) == 0
     assert index.state(a[1]) is ChunkState.CONDEMNED

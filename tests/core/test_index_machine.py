@@ -15,13 +15,14 @@ from hypothesis.stateful import (
 from tests.core.plain_index import CONDEMNED, PENDING, READY, PlainIndex, Resident
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES, PriorityPolicy, Use, density, run_keys, runs
+from tpu_offload.types import ChunkKey
 
 SETTINGS = settings(max_examples=150, stateful_step_count=60, derandomize=True, deadline=None)
 MAX_SLOTS = 9
 
 
-def _prefix(names: str) -> list[bytes]:
-    return [name.encode() for name in names.split()]
+def _prefix(names: str) -> list[ChunkKey]:
+    return [ChunkKey(name.encode()) for name in names.split()]
 
 
 # They share heads; none of the keys sorts like its place.
@@ -39,6 +40,8 @@ faulty = precondition(lambda self: self.faulty)
 class IndexMachine(RuleBasedStateMachine):
     """Requests of six prefixes compete for a few slots."""
 
+    name: str
+
     def make_policy(self):
         return PriorityPolicy(POLICIES[self.name])
 
@@ -54,9 +57,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = ChunkIndex(self.make_policy(), record=True)
         self.plain = PlainIndex(PREFIXES)
         self.uses: list[Use] = []
-        self.saves: list[tuple[list[bytes], list[int]]] = []
+        self.saves: list[tuple[list[ChunkKey], list[int]]] = []
         self.doomed: set[int] = set()  # slots that a save in flight may not fill any more
-        self.found: set[bytes] = set()  # by the changes that the index has told
+        self.found: set[ChunkKey] = set()  # by the changes that the index has told
         self.faulty = faulty
         self.priorities = priorities
         self.grow(num_slots)
@@ -71,7 +74,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.uses.append(Use(number, priority=self.priorities[number % len(self.priorities)]))
         return self.uses[-1]
 
-    def changes(self) -> tuple[list[bytes], list[bytes]]:
+    def changes(self) -> tuple[list[ChunkKey], list[ChunkKey]]:
         """Chunks that the last call added to the lookups, and those that it took from them, in order."""
         changes = [
             (key, found)

@@ -1,6 +1,7 @@
 """Prompts longer than the staging buffer: loaded whole, on both paths, without a broken bound or a wait for ever."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,11 +22,11 @@ from tpu_offload import (
 from tpu_offload.config import CopyPath
 from tpu_offload.core import saving
 from tpu_offload.core.staging import Staging, StagingBufferManager
-from tpu_offload.types import Direction, JobKind
+from tpu_offload.types import BlockHash, Direction, JobKind
 
 NUM_TOKENS = 100_000
-HASHES = [i.to_bytes(16, "little") for i in range(NUM_TOKENS // BLOCK_SIZE)]
-DIRECT = {"save_path": "direct", "load_path": "direct"}
+HASHES = [BlockHash(i.to_bytes(16, "little")) for i in range(NUM_TOKENS // BLOCK_SIZE)]
+DIRECT: dict[str, Any] = {"save_path": "direct", "load_path": "direct"}
 
 
 def resident(**config) -> OffloadScheduler:
@@ -90,7 +91,8 @@ def test_three_long_prompts_through_a_small_staging_buffer_take_turns(path, tmp_
     assert [(job.request_id, job.num_staging_blocks) for job in first.of(JobKind.LOAD)] == [("b", 256), ("c", 256)], (
         "half each"
     )
-    sent, loaded = list(first.of(JobKind.LOAD)), []
+    sent = list(first.of(JobKind.LOAD))
+    loaded: list[str] = []
     plan = first
     for _ in range(10):
         loaded += scheduler.apply(report_of(plan)).loaded
@@ -180,6 +182,7 @@ def test_slots_that_are_lost_while_a_load_waits_end_it_at_the_first_of_them() ->
     engine = long_engine()
     fill(engine)
     request = engine.add("b", tokens(40))
+    assert request is not None
     engine.step()
     worker = engine.workers[0]
     worker.lose(6, 7, blocks_per_chunk=1)
@@ -193,7 +196,7 @@ def test_slots_that_are_lost_while_a_load_waits_end_it_at_the_first_of_them() ->
 def test_an_engine_that_cannot_wait_is_told_to_ask_again() -> None:
     engine = long_engine()
     fill(engine)
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(40))
 
     def match(name):
@@ -441,7 +444,7 @@ def test_what_goes_first_is_still_the_priority() -> None:
 @pytest.mark.usefixtures("few_at_once")
 def test_when_the_host_tier_was_lost_the_requests_save_theirs_again_bit_by_bit() -> None:
     engine = FakeEngine(num_blocks=64, **DIRECT)
-    held = []
+    held: list[int] = []
     for i in range(5):
         held += engine.add(f"r{i}", tokens(4 * BLOCK_SIZE, start=1000 * i)).block_ids
         engine.step({f"r{i}": 4 * BLOCK_SIZE})

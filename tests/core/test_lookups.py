@@ -4,6 +4,7 @@ import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, tokens
 from tpu_offload import RequestError, RequestLimits
+from tpu_offload.types import BlockHash
 
 
 class Lookups:
@@ -11,7 +12,7 @@ class Lookups:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.scheduler = engine.scheduler
-        self.before = (0, 0, 0)
+        self.before: tuple[int, ...] = (0, 0, 0)
         self.before = self()
 
     def __call__(self) -> tuple[int, ...]:
@@ -21,8 +22,8 @@ class Lookups:
         return tuple(one - other for one, other in zip(now, self.before, strict=True))
 
 
-def hashes_of(engine: FakeEngine, prompt: list[int]) -> list[bytes]:
-    hashes: list[bytes] = []
+def hashes_of(engine: FakeEngine, prompt: list[int]) -> list[BlockHash]:
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, prompt)
     return hashes
 

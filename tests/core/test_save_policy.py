@@ -7,10 +7,11 @@ import pytest
 from tpu_offload.config import OffloadConfig, SaveEvent
 from tpu_offload.core.policies import Use
 from tpu_offload.core.save_policy import SaveBySightings, make_save_policy
+from tpu_offload.types import ChunkKey
 
 
-def keys(first: int, end: int, name: str = "") -> list[bytes]:
-    return [hashlib.blake2b(f"{name}{i}".encode(), digest_size=24).digest() for i in range(first, end)]
+def keys(first: int, end: int, name: str = "") -> list[ChunkKey]:
+    return [ChunkKey(hashlib.blake2b(f"{name}{i}".encode(), digest_size=24).digest()) for i in range(first, end)]
 
 
 def test_without_sightings_all_is_worth_saving_and_nothing_is_remembered():

@@ -1,12 +1,16 @@
 """When the scheduler saves, of whom, and in which order."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeEngine, FakeWorker, tokens
 from tpu_offload import CachedPrefix, JobKind, JobState, MatchState, RequestError, RequestLimits, ScheduledRequest
-from tpu_offload.core.policies import EvictionPolicy, LRUPolicy
+from tpu_offload.core.policies import EvictionPolicy, LRUPolicy, Use
+from tpu_offload.types import BlockHash
+
+HASH = BlockHash(b"1")
 
 
 def blocks(jobs) -> list[int]:
@@ -155,15 +159,15 @@ def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
     "wrong",
     [
         "nothing",
-        CachedPrefix(block_hashes=[b"1"], num_blocks=2, block_of=lambda g, h: 1, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=0, block_of=lambda g, h: 1, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=7, num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=7, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda g, h: -1, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda g, h: h, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=-4),
-        CachedPrefix(block_hashes=[1], num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=4),
-        CachedPrefix(block_hashes=[b"1"], num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=4, limits="limits"),
+        CachedPrefix(block_hashes=[HASH], num_blocks=2, block_of=lambda g, h: 1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[HASH], num_blocks=0, block_of=lambda g, h: 1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=7, num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=4),  # type: ignore[arg-type]
+        CachedPrefix(block_hashes=[HASH], num_blocks=1, block_of=7, num_prompt_tokens=4),  # type: ignore[arg-type]
+        CachedPrefix(block_hashes=[HASH], num_blocks=1, block_of=lambda g, h: -1, num_prompt_tokens=4),
+        CachedPrefix(block_hashes=[HASH], num_blocks=1, block_of=lambda g, h: h, num_prompt_tokens=4),  # type: ignore[arg-type, return-value]
+        CachedPrefix(block_hashes=[HASH], num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=-4),
+        CachedPrefix(block_hashes=[1], num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=4),  # type: ignore[list-item]
+        CachedPrefix(block_hashes=[HASH], num_blocks=1, block_of=lambda g, h: 1, num_prompt_tokens=4, limits="limits"),  # type: ignore[arg-type]
     ],
     ids=[
         "type",
@@ -234,6 +238,7 @@ def test_what_a_load_was_still_bringing_is_not_saved() -> None:
     engine = FakeEngine(save_on="compute,preemption")
     engine.serve("a", tokens(8))
     request = engine.add("b", tokens(16))
+    assert request is not None
     assert (request.loading, request.num_computed) == (True, 8)
     engine.step()
     engine.scheduler.lose_caches()
@@ -246,13 +251,18 @@ def test_what_a_load_was_still_bringing_is_not_saved() -> None:
 def test_what_is_said_of_a_preempted_request_is_looked_at() -> None:
     engine = FakeEngine(save_on="preemption")
     computed(engine, "a", tokens(16))
-    for wrong in (
+    mistakes: list[Any] = [
         "nothing",
-        ScheduledRequest(request_id="a", block_tables=[5], block_hashes=[], num_prompt_tokens=4, num_computed_tokens=4),
+        ScheduledRequest(request_id="a", block_tables=[5], block_hashes=[], num_prompt_tokens=4, num_computed_tokens=4),  # type: ignore[list-item]
         ScheduledRequest(
-            request_id="b", block_tables=[[1]], block_hashes=[7], num_prompt_tokens=4, num_computed_tokens=4
+            request_id="b",
+            block_tables=[[1]],
+            block_hashes=[7],  # type: ignore[list-item]
+            num_prompt_tokens=4,
+            num_computed_tokens=4,
         ),
-    ):
+    ]
+    for wrong in mistakes:
         with pytest.raises(RequestError):
             engine.scheduler.preempt(getattr(wrong, "request_id", "a"), held=wrong)
     engine.remove("a", preempt=True)
@@ -277,7 +287,7 @@ def test_what_two_requests_come_by_with_is_saved() -> None:
 
 def test_a_request_counts_once_however_often_it_is_asked_for_and_preempted() -> None:
     engine = FakeEngine(save_after_sightings=2, num_blocks=64)
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
     for _ in range(5):
         engine.scheduler.match("a", hashes, num_tokens=16, num_computed_tokens=0)
@@ -397,7 +407,7 @@ def test_one_that_may_not_load_waits_for_no_save(limits) -> None:
     engine = FakeEngine()
     engine.add("a", tokens(16))
     engine.step({"a": 16})
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(17))
     for name, own, expected in (("b", limits, MatchState.MISS), ("c", None, MatchState.ARRIVING)):
         found = engine.scheduler.match(name, hashes, num_tokens=17, num_computed_tokens=0, limits=own)
@@ -425,7 +435,8 @@ class Uses(EvictionPolicy):
     """LRU that writes down what it is told."""
 
     def __init__(self) -> None:
-        self.lru, self.uses = LRUPolicy(), []
+        self.lru = LRUPolicy()
+        self.uses: list[Use] = []
 
     def insert(self, use, keys, parent) -> None:
         self.uses.append(use)
@@ -472,8 +483,8 @@ def test_policies_are_told_of_the_priority() -> None:
 def test_blocks_of_others_that_have_the_same_hash(caplog) -> None:
     """The first block of one prompt is the second of another, and the hashes say nothing of what was before."""
     engine = FakeEngine()
-    one, two = (bytes([i]) * 16 for i in range(2))
-    offer = {"block_tables": [[4, 5]], "num_prompt_tokens": 8, "num_computed_tokens": 8}
+    one, two = (BlockHash(bytes([i]) * 16) for i in range(2))
+    offer: dict[str, Any] = {"block_tables": [[4, 5]], "num_prompt_tokens": 8, "num_computed_tokens": 8}
     offer_one = offer | {"num_prompt_tokens": 4, "num_computed_tokens": 4}
     plan = engine.scheduler.plan_step([ScheduledRequest(request_id="a", block_hashes=[one], **offer_one)])
     assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [1]
@@ -486,9 +497,9 @@ def test_blocks_of_others_that_have_the_same_hash(caplog) -> None:
 def test_hashes_that_are_not_chained_are_not_saved(caplog) -> None:
     """Two blocks of a prompt that have one hash: it says nothing of the tokens before."""
     engine = FakeEngine()
-    one, two, three = (bytes([i]) * 16 for i in range(3))
+    one, two, three = (BlockHash(bytes([i]) * 16) for i in range(3))
     repeated = [one, two, one, three]
-    offer = {"block_tables": [[4, 5, 6, 7]], "num_prompt_tokens": 16, "num_computed_tokens": 16}
+    offer: dict[str, Any] = {"block_tables": [[4, 5, 6, 7]], "num_prompt_tokens": 16, "num_computed_tokens": 16}
     for _ in range(2):
         plan = engine.scheduler.plan_step(
             [ScheduledRequest(request_id="a", block_hashes=repeated, **offer)],
@@ -527,7 +538,7 @@ def test_limits_that_cannot_be(wrong) -> None:
 def test_limits_of_another_type_are_refused() -> None:
     engine = FakeEngine()
     with pytest.raises(RequestError, match="expected RequestLimits"):
-        engine.add("a", tokens(16), limits={"cache": False})
+        engine.add("a", tokens(16), limits={"cache": False})  # type: ignore[arg-type]
 
 
 # --- tenants --------------------------------------------------------------------------------------

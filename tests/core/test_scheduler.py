@@ -22,7 +22,7 @@ from tpu_offload.core.index import ChunkState
 from tpu_offload.core.requests import TierEventKind
 from tpu_offload.errors import ConfigError
 from tpu_offload.hashing import last_block_hash
-from tpu_offload.types import Direction, JobKind
+from tpu_offload.types import BlockHash, Direction, JobKind
 
 
 def test_a_prompt_served_twice_is_loaded_the_second_time() -> None:
@@ -47,7 +47,7 @@ def test_a_full_match_leaves_one_token_to_compute() -> None:
 def test_a_prefix_in_hbm_is_not_loaded_again() -> None:
     engine = FakeEngine()
     engine.serve("a", tokens(18))
-    hashes = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(18))
     match = engine.scheduler.match
     assert match("b", hashes, num_tokens=18, num_computed_tokens=8).num_tokens == 8
@@ -60,7 +60,7 @@ def test_a_prefix_in_hbm_is_not_loaded_again() -> None:
 def test_another_salt_or_layout_never_matches() -> None:
     engine = FakeEngine()
     engine.serve("a", tokens(16))
-    salted: list[bytes] = []
+    salted: list[BlockHash] = []
     engine.hasher.extend(salted, tokens(16), cache_salt="tenant")
     assert engine.scheduler.match("b", salted, num_tokens=16, num_computed_tokens=0).num_tokens == 0
 
@@ -68,7 +68,7 @@ def test_another_salt_or_layout_never_matches() -> None:
 def test_lookup_pins_so_that_a_promise_cannot_be_evicted() -> None:
     engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)])
     engine.serve("a", tokens(16))
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
     assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0).num_tokens == 16
     engine.serve("c", tokens(16, start=1000))
@@ -102,7 +102,8 @@ def test_doubled_late_and_unknown_results_change_nothing_and_are_counted() -> No
     results = workers[0].finish()
     for _ in range(3):
         engine.apply(workers[0], results)
-    assert engine.scheduler.has_jobs, "one worker has not reported"
+    has_jobs = engine.scheduler.has_jobs
+    assert has_jobs, "one worker has not reported"
     engine.apply(workers[0], [JobResult(job_id=999, state=JobState.FINISHED)])
     engine.apply(workers[1], [JobResult(job_id=results[0].job_id, state=JobState.SENT)])
     engine.scheduler.apply(
@@ -154,6 +155,7 @@ def test_saves_of_a_prefix_that_failed_under_another_request_are_offered_again()
 def test_the_last_sampled_token_never_completes_a_saved_block() -> None:
     engine = FakeEngine(decode_save=True)
     request = engine.add("a", tokens(7))
+    assert request is not None
     engine.step({"a": 7})
     request.tokens.append(7)  # sampled: known, hashed, but its KV is not computed
     engine.grow_hashes(request)
@@ -168,6 +170,7 @@ def test_only_prompts_are_saved_unless_decode_save_is_on() -> None:
     for decode_save, expected in ((False, 2), (True, 4)):
         engine = FakeEngine(decode_save=decode_save)
         request = engine.add("a", tokens(8))
+        assert request is not None
         engine.step({"a": 8})
         request.tokens += tokens(8, start=500)
         request.block_ids += [engine.free_blocks.pop() for _ in range(2)]
@@ -323,7 +326,7 @@ def test_abort_before_the_load_was_sent_ends_the_job_at_once() -> None:
 def test_abort_while_queued_gives_the_promise_back() -> None:
     engine = FakeEngine()
     engine.serve("a", tokens(20))
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(20))
     engine.scheduler.match("b", hashes, num_tokens=20, num_computed_tokens=0)
     engine.scheduler.finish("b")
@@ -420,7 +423,7 @@ def test_reset_while_saves_and_loads_fly_serves_nothing_stale() -> None:
     engine.add("loading", tokens(12))
     engine.add("saving", tokens(12, start=100))
     engine.step({"saving": 12})
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(12))
     engine.scheduler.match("matched", hashes, num_tokens=12, num_computed_tokens=0)
     engine.scheduler.reset()
@@ -449,7 +452,7 @@ def test_reset_while_saves_and_loads_fly_serves_nothing_stale() -> None:
 def test_admitting_fewer_tokens_than_promised_gives_the_rest_back() -> None:
     engine = FakeEngine(blocks_per_chunk=2)
     engine.serve("a", tokens(24))
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(24))
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=8)
@@ -460,7 +463,7 @@ def test_admitting_fewer_tokens_than_promised_gives_the_rest_back() -> None:
 def test_bad_engine_events_are_errors_that_change_nothing() -> None:
     engine = FakeEngine()
     engine.serve("a", tokens(16))
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
     scheduler = engine.scheduler
     with pytest.raises(RequestError, match="expected 0 to"):
@@ -484,7 +487,7 @@ def test_nothing_happens_when_a_size_is_zero() -> None:
     for setting in ("num_staging_blocks", "staging_buffer_tokens", "num_cpu_chunks"):
         scheduler = OffloadScheduler(OffloadConfig.create(**{setting: 0}), LAYOUT)
         engine = FakeEngine()
-        hashes: list[bytes] = []
+        hashes: list[BlockHash] = []
         engine.hasher.extend(hashes, tokens(16))
         assert scheduler.match("a", hashes, num_tokens=16, num_computed_tokens=0).num_tokens == 0
         scheduler.admit("a", [[0, 1, 2, 3]], num_loaded_tokens=0)
@@ -519,7 +522,7 @@ def test_chunks_of_several_blocks_save_whole_chunks_and_load_unaligned_ends(bloc
     engine.serve("a", tokens(7 * BLOCK_SIZE))
     saved = 7 // blocks_per_chunk * blocks_per_chunk
     assert engine.scheduler.stats().saved_blocks == saved
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(7 * BLOCK_SIZE))
     # One block in HBM already: the first chunk's other blocks are loaded from inside its slot.
     num_tokens = engine.scheduler.match("b", hashes, num_tokens=28, num_computed_tokens=BLOCK_SIZE).num_tokens
@@ -636,6 +639,7 @@ def test_a_step_in_which_nothing_changed_touches_no_request() -> None:
 def test_a_block_table_that_grows_in_place_is_read_as_far_as_it_was_offered() -> None:
     engine = FakeEngine(num_staging_blocks=2, decode_save=True)
     request = engine.add("a", tokens(12))
+    assert request is not None
     engine.step({"a": 12})
     request.block_ids.append(engine.free_blocks.pop())  # granted, not computed
     request.tokens += tokens(4, start=50)
@@ -735,7 +739,7 @@ def test_what_others_wait_for_is_tried_in_the_order_of_waiting() -> None:
 def test_a_promise_whose_host_memory_was_lost_can_be_taken_in_part() -> None:
     engine = FakeEngine()
     engine.serve("a", tokens(16))
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
     assert engine.scheduler.match("b", hashes, num_tokens=17, num_computed_tokens=0).num_tokens == 16
     engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, lost_slots=((0, 64),)))
@@ -794,7 +798,7 @@ def test_whether_what_comes_next_is_being_saved() -> None:
     engine.add("a", tokens(12))
     engine.step({"a": 12})
     worker = engine.workers[0]
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(12))
 
     def match(name: str, num_computed_tokens: int = 0) -> Match:
@@ -812,7 +816,7 @@ def test_a_save_is_waited_for_so_long_and_no_longer() -> None:
     engine.add("a", tokens(16))
     engine.settle()
     engine.step({"a": 8})
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
 
     def match() -> Match:
@@ -836,7 +840,7 @@ def test_an_engine_need_not_wait_for_a_save() -> None:
     engine = FakeEngine(save_wait_s=0.0)
     engine.add("a", tokens(12))
     engine.step({"a": 12})
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(12))
     assert engine.scheduler.match("b", hashes, num_tokens=12, num_computed_tokens=0).state is MatchState.MISS
 
@@ -934,7 +938,7 @@ def test_the_failure_of_an_old_load_is_not_told_to_the_request_that_came_back() 
 def test_a_save_that_keeps_failing_is_given_up_and_its_slots_are_tried_last() -> None:
     engine = FakeEngine()
     engine.add("a", tokens(8))
-    used = set()
+    used: set[int] = set()
     engine.step({"a": 8})
     for _ in range(10):
         worker = engine.workers[0]
@@ -974,7 +978,7 @@ def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> Non
     engine.settle()
     engine.add("loading", tokens(9))
     engine.step()
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(9))
     assert engine.scheduler.match("matched", hashes, num_tokens=9, num_computed_tokens=0).num_tokens == 8
     engine.add("saving", tokens(8, start=700))
@@ -998,10 +1002,10 @@ def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> Non
 def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
     engine = FakeEngine()
     engine.serve("a", tokens(16))
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
     engine.scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
-    others: list[bytes] = []
+    others: list[BlockHash] = []
     engine.hasher.extend(others, tokens(16, start=50))
     with pytest.raises(RequestError, match=r"the hash of block 3 is not the one it had before"):
         engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0)
@@ -1012,7 +1016,7 @@ def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
 
 def test_a_scheduler_without_workers_is_an_error() -> None:
     with pytest.raises(ConfigError, match="num_workers=0; expected at least 1"):
-        OffloadScheduler(OffloadConfig(), LAYOUT, num_workers=0)
+        OffloadScheduler(OffloadConfig.create(), LAYOUT, num_workers=0)
 
 
 def test_a_report_of_more_slots_than_configured_adds_none() -> None:
@@ -1040,7 +1044,7 @@ def test_a_load_may_hang_on_a_chunk_that_is_on_its_way_back():
 
 def test_a_request_that_waits_during_a_reset_is_saved_when_it_runs():
     engine = FakeEngine()
-    hashes = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(8))
     engine.scheduler.match("a", hashes, num_tokens=8, num_computed_tokens=0)
     engine.scheduler.release("a")

@@ -1,6 +1,7 @@
 """Random lives of requests over fake memories: no wrong bytes, no leak, whatever happens in what order."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ class RandomLife:
         others = random.Random(seed)
         self.engine.also_names = lambda: others.random() < also_named
         self.plans: list[StepPlan] = []
-        self.undelivered = [[] for _ in workers]
+        self.undelivered: list[list[Any]] = [[] for _ in workers]
         self.fault_rate = rng.choice([0.0, 0.2])
         self.loss_rate = rng.choice([0.0, 0.0, 0.05])
         self.num_requests = 0
@@ -43,7 +44,7 @@ class RandomLife:
         self.router = Router(self.engine)
 
     def arrive(self) -> None:
-        prompt = []
+        prompt: list[int] = []
         for _ in range(self.rng.randint(1, 4)):  # a walk in a small tree of shared prefixes
             prompt += [1000 * len(prompt) + self.rng.randint(0, 1)] * self.rng.randint(BLOCK_SIZE, 2 * BLOCK_SIZE)
         self.num_requests += 1

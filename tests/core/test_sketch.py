@@ -4,6 +4,7 @@ import hashlib
 import random
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -49,7 +50,8 @@ def test_few_new_keys_look_as_if_they_had_been_seen(num_keys):
 
 
 def test_few_that_come_back_are_counted_too_high():
-    sketch, rng, expected = Sketch(1000), random.Random(0), {}
+    sketch, rng = Sketch(1000), random.Random(0)
+    expected: dict[Any, int] = {}
     uses = keys(0, 6000) + 9 * keys(0, 330)
     rng.shuffle(uses)
     for key in uses:

@@ -83,8 +83,8 @@ class StagingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release_some(self, data):
-        holder = self.draw_holder(data)
-        self.give_back(*holder, data.draw(st.integers(1, self.held[holder])))
+        request, direction = self.draw_holder(data)
+        self.give_back(request, direction, data.draw(st.integers(1, self.held[request, direction])))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), num=st.integers(1, 13))

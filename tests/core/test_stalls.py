@@ -3,6 +3,7 @@
 import gc
 import hashlib
 from collections import OrderedDict, deque
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,12 @@ NUM_CHUNKS = 30_000
 LAYOUT = KVLayout(16, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), (16, 8, 2, 128), "bfloat16"),))
 
 
-def chain(name: int, num: int) -> list[bytes]:
+def block_hashes(name: int, num: int) -> list[BlockHash]:
     return [BlockHash(hashlib.blake2b(b"%d.%d" % (name, i), digest_size=16).digest()) for i in range(num)]
+
+
+def chain(name: int, num: int) -> list[ChunkKey]:
+    return [ChunkKey(block_hash) for block_hash in block_hashes(name, num)]
 
 
 def make(policy: str, num_prompts: int, num_chunks: int, *, record: bool = False) -> ChunkIndex:
@@ -166,7 +171,7 @@ def test_many_lost_slots_are_found_no_more_at_once_and_dropped_bit_by_bit() -> N
         assert 0 < len(dropped) <= MAX_AT_ONCE
         lost += dropped
     assert len(index) == 3000 - num_lost == 3000 - len(set(lost))
-    assert sum(len(keys) for keys, found in index.take_changes()) == num_lost
+    assert sum(len(keys or ()) for keys, found in index.take_changes()) == num_lost
     assert len(index.find(chain(25, 100), 48)) == 52
     index.check_invariants()
 
@@ -200,7 +205,7 @@ def test_a_save_of_a_long_prompt_costs_what_the_staging_buffer_lets_through() ->
     counts = []
     for num_blocks in (200, 20_000):
         engine = Engine(40_000, 16)
-        hashes, blocks = chain(0, num_blocks), list(range(num_blocks))
+        hashes, blocks = block_hashes(0, num_blocks), list(range(num_blocks))
         engine.scheduler.match("a", hashes, num_tokens=num_blocks * 16, num_computed_tokens=0)
         scheduled = ScheduledRequest(
             request_id="a",
@@ -223,7 +228,7 @@ def test_a_plan_of_very_many_new_chunks_costs_what_one_plan_saves() -> None:
         config = OffloadConfig.create(num_cpu_chunks=NUM_CHUNKS, save_path="direct", load_path="direct")
         scheduler = OffloadScheduler(config, LAYOUT, clock=lambda: 0.0)
         scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=NUM_CHUNKS))
-        hashes, blocks = chain(0, num_blocks), list(range(num_blocks))
+        hashes, blocks = block_hashes(0, num_blocks), list(range(num_blocks))
         scheduled = ScheduledRequest(
             request_id="a",
             block_tables=[blocks],
@@ -284,7 +289,7 @@ def test_a_reset_and_a_restart_do_not_depend_on_the_number_of_chunks(what) -> No
     for num_prompts in (2, 40):
         engine = Engine(10_000, 200, record=True)
         for i in range(num_prompts):
-            engine.save(f"r{i}", chain(i, 100))
+            engine.save(f"r{i}", block_hashes(i, 100))
             engine.scheduler.finish(f"r{i}")
         assert engine.scheduler.stats().num_resident_chunks == num_prompts * 100
         engine.scheduler.take_events()
@@ -295,12 +300,12 @@ def test_a_reset_and_a_restart_do_not_depend_on_the_number_of_chunks(what) -> No
             counts.append(num_opcodes(engine.report))
         stats = engine.scheduler.stats()
         assert (stats.num_resident_chunks, stats.num_host_chunks) == (0, 10_000)
-        assert [engine.find(f"n{i}", chain(i, 100)) for i in range(num_prompts)] == [0] * num_prompts
+        assert [engine.find(f"n{i}", block_hashes(i, 100)) for i in range(num_prompts)] == [0] * num_prompts
         (event,) = engine.scheduler.take_events()
         assert (event.kind, event.block_hashes) == (TierEventKind.CLEARED, ())
         engine.scheduler.check_invariants()
-        engine.save("a", chain(0, 100))
-        assert engine.find("b", chain(0, 100)) == 100
+        engine.save("a", block_hashes(0, 100))
+        assert engine.find("b", block_hashes(0, 100)) == 100
         (event,) = engine.scheduler.take_events()
         assert (event.kind, len(event.block_hashes)) == (TierEventKind.STORED, 100)
     few, many = counts
@@ -309,7 +314,7 @@ def test_a_reset_and_a_restart_do_not_depend_on_the_number_of_chunks(what) -> No
 
 def test_after_a_restart_nothing_is_saved_of_running_requests_whose_kv_is_gone_with_the_worker() -> None:
     engine = Engine(1000, 200)
-    engine.save("a", chain(0, 100))
+    engine.save("a", block_hashes(0, 100))
     engine.life += 1
     engine.report()
     assert engine.scheduler.plan_step().of(JobKind.SAVE) == ()
@@ -318,7 +323,7 @@ def test_after_a_restart_nothing_is_saved_of_running_requests_whose_kv_is_gone_w
 
 def test_of_many_changes_the_events_are_told_in_parts_and_in_order() -> None:
     engine = Engine(25_000, 25_000, record=True)
-    engine.save("a", hashes := chain(0, 25_000))
+    engine.save("a", hashes := block_hashes(0, 25_000))
     parts = [engine.scheduler.take_events() for _ in range(4)]
     assert [sum(len(event.block_hashes) for event in events) for events in parts] == [10_000, 10_000, 5_000, 0]
     assert [h for events in parts for event in events for h in event.block_hashes] == hashes
@@ -329,23 +334,23 @@ def test_of_many_changes_the_events_are_told_in_parts_and_in_order() -> None:
 
 def test_table() -> None:
     table: Table[int] = Table()
-    keys = chain(0, 5000)
+    keys, new, newer = chain(0, 5000), ChunkKey(b"new"), ChunkKey(b"newer")
     table.set_all(keys, 7)
     table[keys[0]] = 8
-    assert (len(table), sorted(table), table[keys[0]], table.get(b"?")) == (5000, sorted(keys), 8, None)
+    assert (len(table), sorted(table), table[keys[0]], table.get(ChunkKey(b"?"))) == (5000, sorted(keys), 8, None)
     assert max(map(len, table.parts)) < 5000 / NUM_PARTS * 5
-    assert not table.add_all([b"new", keys[3], b"newer"], 9)
-    assert b"new" not in table
+    assert not table.add_all([new, keys[3], newer], 9)
+    assert new not in table
     assert len(table) == 5000
-    assert table.add_all([b"new", b"newer"], 9)
-    table.drop_all([b"new", b"newer"])
+    assert table.add_all([new, newer], 9)
+    table.drop_all([new, newer])
     table.drop_all(keys[1:])
     assert dict(table) == {keys[0]: 8}
 
 
 def test_scrap_empties_all_kinds_bit_by_bit() -> None:
     scrap = Scrap()
-    held = [
+    held: list[Any] = [
         dict.fromkeys(range(50)),
         OrderedDict.fromkeys(range(50)),
         set(range(50)),
@@ -379,9 +384,9 @@ def test_free_slots() -> None:
 
 def test_prefix_keys_are_those_of_the_hashes() -> None:
     keys = PrefixKeys(b"-ns")
-    keys.extend([b"a", b"b", b"c"])
+    keys.extend([BlockHash(b"a"), BlockHash(b"b"), BlockHash(b"c")])
     part = keys[1:]
-    keys.extend([b"d"])
+    keys.extend([BlockHash(b"d")])
     assert list(keys) == [b"a-ns", b"b-ns", b"c-ns", b"d-ns"]
     assert (list(part), part[-1], part[0], len(part), list(part[1:2])) == (
         [b"b-ns", b"c-ns"], b"c-ns", b"b-ns", 2, [b"c-ns"],

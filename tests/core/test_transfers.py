@@ -10,13 +10,13 @@ from tests.core.swap.fakes import SwapEngine
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
 from tpu_offload.core.policies import LRUPolicy
 from tpu_offload.core.suspects import Suspects
-from tpu_offload.types import ChunkKey, Direction, JobKind
+from tpu_offload.types import BlockHash, ChunkKey, Direction, JobKind
 
 FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
 
 
 def match(engine, name, prompt):
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, prompt)
     return engine.scheduler.match(name, hashes, num_tokens=len(prompt), num_computed_tokens=0).num_tokens
 
@@ -145,7 +145,7 @@ def test_a_load_that_begins_inside_a_chunk_is_used_up_to_the_first_hole(failed, 
     engine = FakeEngine(blocks_per_chunk=2)
     prompt = tokens(24)
     engine.serve("a", prompt)
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, prompt)
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=19)
@@ -372,7 +372,8 @@ def test_there_is_something_to_do_while_there_is_news():
     match(engine, "b", tokens(8))
     engine.scheduler.reset()
     engine.scheduler.admit("b", [[1, 2]], num_loaded_tokens=7)
-    assert engine.scheduler.has_jobs
+    has_jobs = engine.scheduler.has_jobs
+    assert has_jobs
     assert engine.scheduler.take_update().failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
     assert not engine.scheduler.has_jobs
     swaps = SwapEngine()
@@ -508,7 +509,7 @@ def test_memory_that_is_lost_under_a_load_inside_a_chunk_makes_the_hole_where_it
     engine = FakeEngine(blocks_per_chunk=2)
     prompt = tokens(24)
     engine.serve("a", prompt)
-    hashes: list[bytes] = []
+    hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, prompt)
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=19)
@@ -526,7 +527,12 @@ def test_many_failed_saves_in_one_report_take_no_longer_than_one():
     engine.step({f"r{i}": 240 for i in range(30)})
     worker, looked = engine.workers[0], []
     rewind = engine.scheduler._saves.rewind
-    engine.scheduler._saves.rewind = lambda *args: looked.append(1) or rewind(*args)
+
+    def counted(*args):
+        looked.append(1)
+        return rewind(*args)
+
+    engine.scheduler._saves.rewind = counted
     engine.apply(worker, worker.finish(fail=True))
     engine.step()
     assert len(worker.in_flight) > 4, "most of them alone"
@@ -542,7 +548,7 @@ def test_a_request_with_a_chunk_that_rests_costs_nothing_meanwhile():
         engine.step({"a": 16} if not engine.requests["a"].num_computed else None)
         engine.apply(worker, worker.finish(fail=True))
     engine.step()
-    engine.scheduler._index.touch = None  # would raise
+    engine.scheduler._index.touch = None  # type: ignore[assignment]  # would raise
     for _ in range(10):
         assert engine.step()[0].of(JobKind.SAVE) == ()
     del engine.scheduler._index.touch
@@ -550,34 +556,45 @@ def test_a_request_with_a_chunk_that_rests_costs_nothing_meanwhile():
     assert len(engine.step()[0].of(JobKind.SAVE)) == 1
 
 
-class _Breaking(LRUPolicy):
-    """Raises when it is asked for room, until it is mended."""
+class Breaking:
+    """Makes policies that raise when they are asked for room, while `broken`."""
 
-    broken = True
+    def __init__(self) -> None:
+        self.broken = False
 
-    def evict(self, *args, **fields):
-        if _Breaking.broken:
-            raise RuntimeError("a fault of the policy")
-        return super().evict(*args, **fields)
+    def __call__(self) -> LRUPolicy:
+        policy = LRUPolicy()
+        real = policy.evict
+
+        def evict(*args, **fields):
+            if self.broken:
+                raise RuntimeError("a fault of the policy")
+            return real(*args, **fields)
+
+        policy.evict = evict
+        return policy
 
 
 def test_what_was_planned_when_a_policy_raised_goes_with_no_later_plan():
     """Its blocks may be others' by then: an early save would publish their KV under the old hashes."""
-    _Breaking.broken = True
+    breaking = Breaking()
+    breaking.broken = True
     engine = FakeEngine(
         num_cpu_chunks=4,
         workers=[FakeWorker(num_host_chunks=4)],
-        policy=_Breaking,
+        policy=breaking,
         save_on="compute,preemption",
     )
     old, young = engine.add("old", tokens(12)), engine.add("young", tokens(16, start=500))
+    assert old
+    assert young
     engine.scheduler.preempt("old", held=dataclasses.replace(engine.held(old), num_computed_tokens=12))
     with pytest.raises(RuntimeError, match="a fault of the policy"):
         engine.scheduler.plan_step([dataclasses.replace(engine.held(young), num_computed_tokens=16)])
     engine.scheduler.check_invariants()
     assert engine.scheduler.stats().num_jobs_in_flight == 0
     assert engine.scheduler.stats().staging_reserved_blocks == 0
-    _Breaking.broken = False
+    breaking.broken = False
     plan = engine.scheduler.plan_step()
     assert plan.of(JobKind.EARLY_SAVE) == ()
     assert [job.block_ids for job in plan.jobs] == [tuple(young.block_ids)]
@@ -585,22 +602,22 @@ def test_what_was_planned_when_a_policy_raised_goes_with_no_later_plan():
 
 
 def test_a_load_that_was_planned_when_a_policy_raised_is_computed():
-    _Breaking.broken = False
-    engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)], policy=_Breaking)
-    first = engine.add("first", tokens(16))
+    breaking = Breaking()
+    engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)], policy=breaking)
+    engine.add("first", tokens(16))
     engine.step({"first": 16})
     engine.settle()
     found = match(engine, "again", tokens(16))
     assert found == 15
     engine.scheduler.admit("again", [[50, 51, 52, 53]], num_loaded_tokens=found)
     other = engine.add("other", tokens(16, start=500))
-    _Breaking.broken = True
+    assert other
+    breaking.broken = True
     with pytest.raises(RuntimeError, match="a fault of the policy"):
         engine.scheduler.plan_step([dataclasses.replace(engine.held(other), num_computed_tokens=16)])
     assert engine.scheduler.take_update().failed_loads == (FailedLoad(request_id="again", num_valid_tokens=0),)
     engine.scheduler.finish("again")
-    _Breaking.broken = False
+    breaking.broken = False
     plan = engine.scheduler.plan_step()
     assert (plan.of(JobKind.LOAD), plan.cancelled_job_ids) == ((), ())
-    assert first.block_ids
     engine.scheduler.check_invariants()

@@ -250,7 +250,7 @@ def test_a_promise_that_rests_on_lost_kv_is_void(engine):
         CacheEpoch(worker_id=9, incarnation=0, num_losses=1),
         CacheEpoch(worker_id=-1, incarnation=0, num_losses=1),
         CacheEpoch(worker_id=0, incarnation=0, num_losses=2**70),
-        CacheEpoch(worker_id="a", incarnation=0, num_losses=0),
+        CacheEpoch(worker_id="a", incarnation=0, num_losses=0),  # type: ignore[arg-type]
     ],
 )
 def test_an_epoch_of_no_worker_is_refused(engine, wrong):

@@ -22,7 +22,7 @@ def serve(engine: Engine, requests: list[Request], *, max_steps: int = 2000) -> 
     """Final outputs by request id; the bookkeeping is checked after every step."""
     for request in requests:
         engine.add_request(request)
-    outputs = {}
+    outputs: dict[str, RequestOutput] = {}
     for _ in range(max_steps):
         if not engine.has_unfinished:
             return outputs
@@ -58,7 +58,7 @@ def rounds(num_rounds=3, *, max_tokens=6, num_prompts=6, **changes):
 
 
 def serve_rounds(engine, all_rounds):
-    outputs = {}
+    outputs: dict[str, RequestOutput] = {}
     for requests in all_rounds:
         outputs |= serve(engine, requests)
     return outputs

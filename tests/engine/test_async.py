@@ -1,6 +1,7 @@
 """With async scheduling a step is dispatched before the tokens of the one before are read: the same tokens."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_warming_up_with_a_step_in_flight_changes_no_token():
     engine = Engine(TINY, ASYNC)
     for request in some_requests():
         engine.add_request(request)
-    found = {}
+    found: dict[str, Any] = {}
     for i in range(200):
         found |= {o.request_id: (o.tokens, o.logprobs, o.finish_reason) for o in engine.step() if o.finished}
         if i % 3 == 0:
@@ -101,7 +102,12 @@ def test_no_step_is_wasted_on_what_ends_with_the_token_in_flight():
     engine.add_request(make_request("a", random_tokens(0, 4), max_tokens=5))
     num_runs = []
     schedule = engine._scheduler.schedule
-    engine._scheduler.schedule = lambda: num_runs.append(schedule()) or num_runs[-1]
+
+    def noted():
+        num_runs.append(schedule())
+        return num_runs[-1]
+
+    engine._scheduler.schedule = noted
     while engine.has_unfinished:
         engine.step()
     assert [len(batch) for batch in num_runs] == [1, 1, 1, 1, 1, 0]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from typing import Any
 
 import pytest
 
@@ -130,7 +131,7 @@ def test_several_samples_of_a_prompt(asynchronous):
     requests = some_requests(3, name="many ", temperature=1.0, n=3)
 
     def answers_of(engine):
-        found = {}
+        found: dict[Any, Any] = {}
         for request in requests:
             engine.add_request(request)
         while engine.has_unfinished:
@@ -166,7 +167,8 @@ def test_nothing_of_hbm_is_reused_after_it():
 
 def test_no_plan_is_carried_out_twice(answers):
     engine = make_engine(1, 2)
-    worker, job_ids = engine._offload._worker, []
+    worker = engine._offload._worker
+    job_ids: list[int] = []
     begin_step = worker.begin_step
 
     def spy(plan, kv_caches, **kwargs):
@@ -215,7 +217,7 @@ def test_reports_may_come_in_any_number(answers):
 def test_a_reset_forgets_what_is_cached_and_no_token(answers, asynchronous, num_steps):
     engine = make_engine(asynchronous=asynchronous)
     serve(engine, some_requests())
-    found = {}
+    found: dict[Any, Any] = {}
     for request in some_requests():
         engine.add_request(request)
     for _ in range(num_steps):
@@ -250,7 +252,8 @@ def test_reports_may_stop_coming(settings, asynchronous):
     assert tokens_of(serve(engine, requests)) == expected
     for request in requests:
         engine.add_request(request)
-    waits, outputs = False, {}
+    waits = False
+    outputs: dict[Any, Any] = {}
     until_s = time.monotonic() + 60
     while engine.has_unfinished and time.monotonic() < until_s:
         silent = silent or engine.stats().num_swapped > 0 or not settings.get("swap_gb")

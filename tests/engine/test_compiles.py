@@ -20,7 +20,7 @@ def compiles():
     """Grows by an entry with every program that jax compiles."""
     found = []
 
-    def listen(event, duration, **kwargs):
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILED:
             found.append(kwargs.get("fun_name", ""))
 

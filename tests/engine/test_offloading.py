@@ -1,6 +1,7 @@
 """The engine with the library under it: the same tokens, and KV that really comes back from the host."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,8 +134,8 @@ def test_abort_at_any_moment_leaves_nothing_behind(plain_outputs, num_steps):
     for _ in range(num_steps):
         engine.step()
     for request in second:
-        outputs = engine.abort(request.request_id)
-        assert all(output.finish_reason is FinishReason.ABORTED for output in outputs)
+        aborted = engine.abort(request.request_id)
+        assert all(output.finish_reason is FinishReason.ABORTED for output in aborted)
         engine.check_invariants()
     outputs = serve(engine, third)
     assert tokens_of(outputs) == {r.request_id: plain_outputs[r.request_id].tokens for r in third}
@@ -198,7 +199,7 @@ def test_a_step_offers_only_sequences_that_complete_a_block(decode_save):
 
 def test_a_cache_salt_that_is_no_text_is_refused():
     engine = Engine(TINY, SMALL_ENGINE)
-    request = dataclasses.replace(make_request("a", [1, 2, 3]), cache_salt="\udc00")
+    request = dataclasses.replace(make_request("a", (1, 2, 3)), cache_salt="\udc00")
     with pytest.raises(RequestError, match="cache_salt that is not valid text"):
         engine.add_request(request)
     assert not engine.has_unfinished
@@ -209,7 +210,7 @@ def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs):
     engine = Engine(TINY, TIGHT, offload=make_offload())
     first, second, third = rounds()
     outputs = serve(engine, first)
-    copier = tier_group(engine._offload._worker).copiers[Direction.SAVE]
+    copier: Any = tier_group(engine._offload._worker).copiers[Direction.SAVE]
     real = copier._save
 
     def fails_once(segment, *args):
@@ -237,7 +238,7 @@ def test_a_load_that_fails_in_part_costs_only_what_did_not_come():
     engine = Engine(TINY, config, offload=offload)
     engine.wait_for_host_memory()
     outputs = [serve(engine, [make_request("p0", prompt)]), serve(engine, [make_request("p1", others)])]
-    copier = tier_group(engine._offload._worker).copiers[Direction.LOAD]
+    copier: Any = tier_group(engine._offload._worker).copiers[Direction.LOAD]
     real, segments = copier.load, []
 
     def maybe(segment_id, rows, kv_caches):

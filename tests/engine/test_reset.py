@@ -1,6 +1,7 @@
 """What was computed before a reset of the cache serves no request that comes after it, in HBM or from the host."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ both_schedulings = pytest.mark.parametrize("asynchronous", [False, True], ids=["
 
 def finish(engine, *names):
     """Runs until these requests have ended; other ones go on."""
-    outputs = {}
+    outputs: dict[Any, Any] = {}
     for _ in range(500):
         outputs |= {(o.request_id, o.index): o for o in engine.step() if o.finished}
         engine.check_invariants()
@@ -117,7 +118,7 @@ def test_samples_share_the_prompt_among_themselves_only(num_steps, asynchronous)
     for _ in range(3):
         engine.step()
     before = engine.offload_stats().saved_blocks  # with what was on its way, which is not published
-    outputs = {}
+    outputs: dict[Any, Any] = {}
     while len(outputs) < 3:
         outputs |= {o.index: o for o in engine.step() if o.finished}
         engine.check_invariants()
@@ -286,8 +287,9 @@ def test_one_that_is_computed_again_shares_again():
     old = add(scheduler, "old", 24)
     step(scheduler)
     scheduler.invalidate_prefixes()
-    assert old.is_stale
+    was_stale = old.is_stale
     scheduler._preempt(old)
+    assert was_stale
     assert not old.is_stale
     for _ in range(2):
         step(scheduler)

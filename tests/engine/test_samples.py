@@ -1,6 +1,7 @@
 """Several samples of one prompt: they share its blocks, and each is what a request of its own would be."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ PROMPT = random_tokens(0, 22)  # five blocks and two tokens
 def serve_samples(engine, *requests):
     for request in requests:
         engine.add_request(request)
-    outputs = {}
+    outputs: dict[Any, Any] = {}
     for _ in range(500):
         if not engine.has_unfinished:
             return outputs
@@ -147,7 +148,7 @@ def test_samples_that_were_away_share_their_prompt_again(model, caching):
     engine._launch([])
     scheduler._blocks._full._block_of.clear()  # others have written over it all
     scheduler._blocks._full._hash_of.clear()
-    outputs = {}
+    outputs: dict[Any, Any] = {}
     shared = 0
     while engine.has_unfinished:
         outputs |= {o.index: o for o in engine.step() if o.finished}
@@ -188,7 +189,8 @@ def test_names_of_samples_are_taken():
 
 
 def test_n_is_checked():
-    for n in (0, 1.5):
+    wrong: list[Any] = [0, 1.5]
+    for n in wrong:
         with pytest.raises(ValueError, match=f"n={n}; expected at least 1"):
             SamplingParams(1, n=n)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -114,7 +115,7 @@ def test_what_was_preempted_finds_prompt_and_answer_when_it_comes_back():
     engine.wait_for_host_memory()
     (requests,) = rounds(1, max_tokens=40)
     outputs = serve(engine, requests)
-    stats = [outputs[request.request_id].stats for request in requests]
+    stats: list[Any] = [outputs[request.request_id].stats for request in requests]
     assert sum(s.num_preemptions for s in stats) >= 4
     for request, s in zip(requests, stats, strict=True):
         assert s.prompt_tokens.computed == len(request.prompt_tokens), "once, though it was served again"
@@ -131,7 +132,7 @@ def test_a_host_tier_as_small_as_hbm_is_of_use_only_for_what_hbm_evicts():
             TINY, dataclasses.replace(TIGHT, max_num_seqs=1), offload=make_offload(save_on, num_cpu_chunks=28)
         )
         engine.wait_for_host_memory()
-        outputs = {}
+        outputs: dict[Any, Any] = {}
         for turn, i in enumerate([0, 1, 2, 1, 0, 2, 1, 0, 2, 0, 1] * 3):
             outputs |= serve(engine, [make_request(f"{turn}", random_tokens(i, 50), max_tokens=4)])
         loaded[save_on], saved[save_on] = num_loaded(outputs), engine.offload_stats().saved_blocks

@@ -1,6 +1,7 @@
 """What each step computes, without a model: the tests say which tokens were sampled."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ class FakeOffloading:
 
     def __init__(self, num_tokens: int = 0) -> None:
         self.num_tokens = num_tokens
-        self.events: list[tuple[str, str]] = []
+        self.events: list[tuple[Any, ...]] = []
 
     def start_load(self, sequence):
         self.events.append(("start_load", sequence.request_id))
@@ -243,7 +244,8 @@ def test_a_loading_request_can_be_the_victim():
     offload.num_tokens = 8
     loading = add(scheduler, "new", 8)
     step(scheduler)
-    assert loading.phase is Phase.LOADING
+    first_phase = loading.phase
+    assert first_phase is Phase.LOADING
     step_until(scheduler, lambda: loading.num_preemptions == 1)
     assert loading.phase is Phase.WAITING
     assert ("preempt", "new") in offload.events

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,7 +19,7 @@ WINDOWED = dataclasses.replace(TINY, num_layers=3, sliding_window=10, window_lay
 MODELS = {"full": TINY, "windows": WINDOWED}
 UNLIMITED = dataclasses.replace(SMALL_ENGINE, num_blocks=400, max_num_seqs=6)
 TIGHT = dataclasses.replace(UNLIMITED, num_blocks=34)
-COUNTS = Counter()
+COUNTS: Counter[Any] = Counter()
 
 
 def make_requests():
@@ -49,7 +50,7 @@ def reference(request):
     """A model, and what it answers with HBM for everything: results by request id and sample."""
     model = MODELS[request.param]
     engine = Engine(model, UNLIMITED)
-    expected = {}
+    expected: dict[Any, Any] = {}
     for wanted in REQUESTS:
         engine.add_request(wanted)
         while engine.has_unfinished:
@@ -215,7 +216,7 @@ def test_failing_copies_cost_a_recompute_and_no_token(reference, rebuilds, seed)
         live(model, expected, seed, pool_blocks=30, asynchronous=seed % 2 == 0, tier=0, fault_rate=0.4)
 
 
-SAVING = Counter()
+SAVING: Counter[Any] = Counter()
 
 
 @pytest.mark.parametrize("save_on", ["eviction", "preemption", "compute,eviction,preemption"])

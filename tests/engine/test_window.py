@@ -1,6 +1,7 @@
 """Layers with a sliding window: against a dense reference, and the same bits for every schedule and ring."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +166,7 @@ def test_other_block_sizes_and_budgets_change_no_bits():
     """Other rings, too. At the widths of the default model: how XLA multiplies matrices depends on them."""
     wide = dataclasses.replace(ModelConfig(), num_layers=2, sliding_window=37, window_layers=(0,))
     reference = Lab(wide, ENGINE).compute([1] * len(TOKENS))
-    sizes = {"block_size": 8, "num_blocks": 90, "max_num_batched_tokens": 100, "max_num_seqs": 5}
+    sizes: dict[str, Any] = {"block_size": 8, "num_blocks": 90, "max_num_batched_tokens": 100, "max_num_seqs": 5}
     other = Lab(wide, dataclasses.replace(ENGINE, **sizes))
     assert_same_bits(other.compute([100, 77, 1, 100, 22], seed=0), reference)
     assert_same_bits(other.compute(random_chunks(np.random.default_rng(1), len(TOKENS), 30), seed=1), reference)
@@ -224,7 +225,12 @@ def test_scores_of_any_size_are_averaged_over_the_window(score):
 def test_only_tiles_that_hold_keys_of_the_window_are_visited(monkeypatch, position, num_tiles):
     visited = []
     accumulate = attention._accumulate
-    monkeypatch.setattr(attention, "_accumulate", lambda *args: visited.append(1) or accumulate(*args))
+
+    def counted(*args):
+        visited.append(1)
+        return accumulate(*args)
+
+    monkeypatch.setattr(attention, "_accumulate", counted)
     with jax.disable_jit():
         attend(position, 1, score=0.0)
     assert len(visited) == num_tiles

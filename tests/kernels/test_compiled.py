@@ -112,4 +112,4 @@ def test_a_gpu_is_warned_of_and_a_cpu_not_asked(monkeypatch, caplog):
 
 def test_the_bound_of_a_copier_is_told_before_anything_is_compiled():
     spec = TransferSpec.from_caches(random_caches(np.random.default_rng(0)), segment_blocks=8, capacity=4)
-    assert DirectCopier(spec, {}).hbm_nbytes == 2 * spec.block_nbytes_per_device
+    assert DirectCopier(spec, {}).hbm_nbytes == 2 * spec.block_nbytes_per_device  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
 """Both copy paths against the slow reference, bit for bit, in all dtypes, on one device and on eight."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -39,6 +41,7 @@ class Setup:
             self.caches, segment_blocks=SEGMENT_BLOCKS, capacity=CAPACITY, num_parts=num_parts
         )
         self.store = Store(s0=[random_like(rng, struct) for struct in self.spec.segment_structs()])
+        self.copier: Any
         if path == "direct":
             self.copier = DirectCopier(self.spec, self.store)
         else:

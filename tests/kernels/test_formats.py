@@ -1,5 +1,7 @@
 """Caches made with an explicit device layout are copied as they are, and keep it."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -41,9 +43,9 @@ def test_they_keep_their_layout_their_place_and_every_bit(path, order, dtype, nu
     expected = reference.save(setup.segment_bytes(), setup.cache_bytes(), [3], [9])
     setup.save(rows([3], [9]))
     np.testing.assert_array_equal(setup.segment_bytes(), expected)
-    expected = reference.load(setup.cache_bytes(), setup.segment_bytes(), [1], [9])
+    loaded = reference.load(setup.cache_bytes(), setup.segment_bytes(), [1], [9])
     setup.load(rows([1], [9]))
-    for cache, bytes_expected in zip(setup.cache_bytes(), expected, strict=True):
+    for cache, bytes_expected in zip(setup.cache_bytes(), loaded, strict=True):
         np.testing.assert_array_equal(cache, bytes_expected)
     assert [c.format for c in setup.caches] == formats
     assert [pointers(c) for c in setup.caches] == places_before
@@ -68,7 +70,8 @@ def test_new_caches_have_the_layout_of_the_lost_ones():
     layouts = [cache.format.layout for cache in caches]
     for cache in caches:
         cache.delete()
-    for cache in renew(caches, layouts=layouts):
-        assert cache.format.layout.major_to_minor == (1, 2, 3, 4, 0)
-        assert cache.shape == (12, *PAGE_SHAPE)
-        assert not np.ascontiguousarray(np.asarray(cache)).view(np.uint8).any()
+    renewed: Any
+    for renewed in renew(caches, layouts=layouts):
+        assert renewed.format.layout.major_to_minor == (1, 2, 3, 4, 0)
+        assert renewed.shape == (12, *PAGE_SHAPE)
+        assert not np.ascontiguousarray(np.asarray(renewed)).view(np.uint8).any()

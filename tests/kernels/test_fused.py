@@ -1,6 +1,7 @@
 """Copies inside a step against the slow reference, bit for bit, and how whole chunks are taken from rows."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,7 @@ def test_a_layer_that_is_not_there_is_one_clear_error():
 def test_take_chunks(data, blocks_per_chunk, sizes):
     """Against a slow search: whole chunks in order, as many as the largest size that they fill."""
     pieces = data.draw(st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=8, unique_by=lambda p: p[0]))
-    places = []
+    places: list[Any] = []
     for chunk, whole in pieces:
         some = data.draw(st.integers(0, blocks_per_chunk - 1))
         places += range(chunk * blocks_per_chunk, chunk * blocks_per_chunk + (blocks_per_chunk if whole else some))

@@ -3,6 +3,7 @@ import logging
 import threading
 import time
 import weakref
+from typing import Any
 
 import jax
 import numpy as np
@@ -97,7 +98,7 @@ def test_construction_does_not_wait_for_the_memory(monkeypatch):
 
 @pytest.mark.parametrize("error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no\nmore")])
 def test_failed_allocation_stops_growth_and_is_logged_once(monkeypatch, caplog, error):
-    made = []
+    made: list[Any] = []
 
     def allocate(segment):
         if made:
@@ -158,7 +159,11 @@ def test_close_stops_growing_at_once(monkeypatch):
 
 
 def test_an_arena_that_is_not_closed_ends_its_thread(monkeypatch):
-    monkeypatch.setattr(host_arena, "pinned_zeros", lambda s: time.sleep(0.01) or pinned_zeros(s))
+    def slow_zeros(struct):
+        time.sleep(0.01)
+        return pinned_zeros(struct)
+
+    monkeypatch.setattr(host_arena, "pinned_zeros", slow_zeros)
     arena = make_arena(num_segments=1000, num_chunks=2000)
     thread, gone = arena._thread, weakref.ref(arena)
     del arena

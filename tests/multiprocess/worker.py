@@ -35,7 +35,7 @@ def compile_once() -> None:
             compiled[key] = compile_program(program)
         return compiled[key]
 
-    Program.compile = compile_or_find  # type: ignore[method-assign, assignment]
+    Program.compile = compile_or_find  # type: ignore[assignment]
 
 
 class Life:

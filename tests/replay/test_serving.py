@@ -1,6 +1,7 @@
 """The closed loop, with an engine that answers by rule."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_a_conversation_goes_to_the_back_of_the_queue(concurrency):
 
 
 def test_stop_ends_the_run_with_what_is_finished():
-    finished = []
+    finished: list[Any] = []
     workload = Workload("w", tuple(conversation(str(i), ((1,), 1)) for i in range(10)))
     served = run(RuleEngine(), workload, stop=lambda: len(finished) == 3, on_finish=lambda: finished.append(1))
     assert [record.request_id for record in served.records] == ["0/0", "1/0", "2/0"]

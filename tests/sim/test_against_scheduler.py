@@ -20,6 +20,7 @@ from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy
 from tpu_offload.hashing import key_namespace, last_block_hash
 from tpu_offload.sim import TierSetup, no_front, play_hbm, replay
+from tpu_offload.types import BlockHash
 
 
 class Engine:
@@ -58,7 +59,7 @@ class Engine:
                 CachedPrefix(
                     block_hashes=prefix,
                     num_blocks=len(prefix),
-                    block_of=lambda group_id, block_hash, prefix=prefix: prefix.index(block_hash),
+                    block_of=lambda group_id, block_hash, prefix=prefix: prefix.index(block_hash),  # type: ignore[misc]
                     num_prompt_tokens=len(prefix) * BLOCK_SIZE,
                 )
             )
@@ -87,7 +88,7 @@ def chat_trace(tmp_path, seed):
 
 def hashes_of(trace, block):
     """Those of the prefix that ends at a block."""
-    hashes = []
+    hashes: list[BlockHash] = []
     while block >= 0:
         hashes.append(last_block_hash(trace.keys[block]))
         block = trace.parents[block]

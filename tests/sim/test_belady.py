@@ -12,7 +12,8 @@ from tpu_offload.sim import belady_hits, play_hbm
 def by_the_words(trace, num_chunks):
     """Request by request: count the blocks that hit before the first miss, offer all, evict down to the size."""
     prompts = [request.blocks for request in trace.requests]
-    held, hits = set(), []
+    held: set[int] = set()
+    hits: list[int] = []
 
     def next_use(number, block):
         return next((i for i in range(number + 1, len(prompts)) if block in prompts[i]), len(prompts))
@@ -31,12 +32,12 @@ def by_the_words(trace, num_chunks):
 
 def best_of_all(trace, num_chunks, *, front=None, first_counted=0):
     """The most hits of any schedule: between two requests any blocks that were held or in reach, holes or not."""
-    best = {frozenset(): 0}
+    best: dict[frozenset[int], int] = {frozenset(): 0}
     in_hbm = set()
     for number, request in enumerate(trace.requests):
         first = front.hits[number] if front else 0
         in_hbm.update(request.blocks)
-        following = {}
+        following: dict[frozenset[int], int] = {}
         for held, num_hits in best.items():
             if number >= first_counted:
                 num_hits += len(list(itertools.takewhile(held.__contains__, request.blocks[first:])))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tpu_offload.sim import Trace, TraceRequest, read_traces
+from tpu_offload.types import ChunkKey
 
 SHARED_TRACE = Path(__file__).parents[2].parent / "shared" / "traces" / "conversation_trace.jsonl"
 needs_shared_trace = pytest.mark.skipif(
@@ -38,7 +39,7 @@ def random_trace(rng, *, num_requests, num_blocks):
             path.append(block)
             block = parents[block]
         paths.append(path[::-1])
-    numbers = {}
+    numbers: dict[int, int] = {}
     for path in paths:
         for block in path:
             numbers.setdefault(block, len(numbers))
@@ -47,7 +48,7 @@ def random_trace(rng, *, num_requests, num_blocks):
         TraceRequest(float(i), tuple(numbers[block] for block in path), 512 * len(path), 1)
         for i, path in enumerate(paths)
     )
-    keys = tuple(number.to_bytes(24, "big") for number in range(len(numbers)))
+    keys = tuple(ChunkKey(number.to_bytes(24, "big")) for number in range(len(numbers)))
     return Trace(requests, keys, tuple(known[parents[block]] for block in numbers))
 
 

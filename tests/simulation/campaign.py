@@ -5,7 +5,7 @@ import dataclasses
 import multiprocessing
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from tests.simulation.shrink import failure_of
 from tests.simulation.trace import RATES, generate
@@ -49,7 +49,7 @@ def run_seeds(seeds: Sequence[int], num_steps: int) -> Outcome:
     return Outcome(len(seeds), totals, violations)
 
 
-def run_campaign(first_seed: int, num_seeds: int, num_steps: int, *, num_jobs: int) -> Iterator[Outcome]:
+def run_campaign(first_seed: int, num_seeds: int, num_steps: int, *, num_jobs: int) -> Generator[Outcome]:
     """Runs seeds over processes; yields what came of a few at a time. Closing it ends the processes."""
     end = first_seed + num_seeds
     firsts = range(first_seed, end, _BATCH)

@@ -241,12 +241,12 @@ class SimEngine:
             self.counts["swapped in"] += 1
             self.log(f"{name} is back")
         for name in update.lost_swaps:
-            request = self.requests.get(name)
-            if request is None or request.phase not in (Phase.OUT, Phase.RETURNING):
+            swapped = self.requests.get(name)
+            if swapped is None or swapped.phase not in (Phase.OUT, Phase.RETURNING):
                 raise Violation(f"a swap of {name} is lost that the engine does not know")
             self.counts["lost swaps"] += 1
             self.log(f"{name}: swap is lost")
-            self._give_blocks_back(request)
+            self._give_blocks_back(swapped)
         if update.lost_caches:
             self.log(f"workers {update.lost_caches} have lost the KV caches")
             self.lose_hbm()

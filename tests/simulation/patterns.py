@@ -26,6 +26,7 @@ import difflib
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -252,8 +253,8 @@ class _Filler:
         if _is_run(node):
             return self._run_as_expr()
         if isinstance(node, ast.Call):
-            func = self.fill(node.func)
-            arguments = self.fill_all([*node.args, *node.keywords])
+            func: Any = self.fill(node.func)
+            arguments: list[Any] = self.fill_all([*node.args, *node.keywords])
             keywords = [a for a in arguments if isinstance(a, ast.keyword)]
             return ast.Call(func, [a for a in arguments if not isinstance(a, ast.keyword)], keywords)
         fields = {}
@@ -280,8 +281,8 @@ class _Filler:
         return copy.deepcopy(self._place.match.runs[self._num_runs_used - 1])
 
     def _run_as_expr(self) -> ast.AST:
-        run = self._next_run()
-        operator = self._place.match.operators[self._num_runs_used - 1]
+        run: list[Any] = self._next_run()
+        operator: Any = self._place.match.operators[self._num_runs_used - 1]
         if len(run) != 1 and (operator is None or not run):
             raise PatternError(f"`...` is {len(run)} nodes; expected 1 where the replacement has it alone")
         return run[0] if len(run) == 1 else ast.BoolOp(operator, run)

@@ -10,6 +10,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tests.simulation.trace import Action, Setup
 from tests.simulation.world import World
@@ -99,7 +100,7 @@ def _with_zeros(actions: list[Action], fails: Callable[[list[Action]], bool]) ->
     return actions
 
 
-def _simpler(setup: Setup) -> Iterator[tuple[str, object]]:
+def _simpler(setup: Setup) -> Iterator[tuple[str, Any]]:
     yield from _SIMPLER.items()
     for num_workers in range(1, setup.num_workers):
         yield "num_workers", num_workers

@@ -328,7 +328,7 @@ def load(path: Path) -> tuple[Setup, list[Action]]:
     """
     try:
         data: dict[str, Any] = json.loads(path.read_text())
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data["setup"].items()}
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["setup"].items()}
         return Setup(**fields), [_action(entry) for entry in data["actions"]]
     except KeyError as e:
         raise ValueError(f"{path} is no trace of the simulation: it has no {e}") from e

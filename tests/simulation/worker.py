@@ -133,7 +133,7 @@ class SimWorker:
         self.long_loads: dict[int, LongLoad] = {}
         self.results: list[JobResult] = []
         self.last_job_id = -1
-        self.gate = PlanGate(CacheEpoch(worker_id=self.worker_id, incarnation=self.incarnation, num_losses=0), None)
+        self.gate = PlanGate(CacheEpoch(worker_id=self.worker_id, incarnation=self.incarnation, num_losses=0), None)  # type: ignore[arg-type]
         self._plan: StepPlan | None = None
         self._grow()
 

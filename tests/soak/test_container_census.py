@@ -2,6 +2,7 @@
 
 import collections
 import random
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,9 @@ def test_a_container_at_two_places_counts_once():
 def test_a_wrapped_copier_is_looked_into():
     """Or nothing that the copiers of a soak keep would be counted."""
     faults = Faults(1, job_timeout_s=1.0, clock=lambda: 0.0)
-    assert container_sizes(FaultyCopier(Part([1, 2]), None, faults), "it")["it._copier.entries"] == 2
+    part: Any = Part([1, 2])
+    arena: Any = None
+    assert container_sizes(FaultyCopier(part, arena, faults), "it")["it._copier.entries"] == 2
 
 
 def history_of(samples):
@@ -94,7 +97,7 @@ def test_what_fills_up_first_and_stays_has_not_grown():
 
 
 def test_a_table_that_comes_up_late_has_grown():
-    samples = [{} for _ in range(14)] + [{"t": 90 * i} for i in range(1, 7)]
+    samples: list[dict[str, Any]] = [{} for _ in range(14)] + [{"t": 90 * i} for i in range(1, 7)]
     assert list(grown_tables(samples)) == ["t"]
 
 

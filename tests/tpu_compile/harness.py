@@ -198,7 +198,7 @@ def describe(case: Case) -> tuple[Any, str, int]:
         capacity=case.capacity,
         num_parts=case.num_parts,
     )
-    return spec, devices[0].device_kind, len(topology.devices)
+    return spec, devices[0].device_kind, len(topology.devices)  # type: ignore[attr-defined]
 
 
 def build(name: str, spec: Any, case: Case) -> Any:

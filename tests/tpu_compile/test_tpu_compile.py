@@ -6,6 +6,7 @@ The programs are the ones that the worker runs, built by the same functions.
 import dataclasses
 import functools
 import importlib.util
+from typing import Any
 
 import pytest
 
@@ -121,7 +122,13 @@ ENTRY %main (p: bf16[8,4]) -> bf16[8,4] {
 @functools.cache
 def fused(compiler, topology):
     """A forward pass of eight layers, small so that it compiles fast, without and with four saves and four loads."""
-    sizes = {"num_layers": 8, "d_model": 1024, "d_ff": 2816, "num_tokens": 128, "page_shape": (64, 8, 2, 128)}
+    sizes: dict[str, Any] = {
+        "num_layers": 8,
+        "d_model": 1024,
+        "d_ff": 2816,
+        "num_tokens": 128,
+        "page_shape": (64, 8, 2, 128),
+    }
     case = Case(topology, 4, **sizes, num_parts=4, num_saves=4, num_loads=4, programs=("step", "fused_step"))
     plain, with_copies = compiler.compile([case])
     return plain, with_copies
@@ -150,7 +157,13 @@ def test_fused_copies_take_the_blocks_that_the_budget_counts_and_two_more(compil
 
 def test_what_ties_the_saves_to_the_layers_is_needed(compiler):
     """Without it the compiler puts them all off to the end of the step."""
-    sizes = {"num_layers": 8, "d_model": 1024, "d_ff": 2816, "num_tokens": 128, "page_shape": (64, 8, 2, 128)}
+    sizes: dict[str, Any] = {
+        "num_layers": 8,
+        "d_model": 1024,
+        "d_ff": 2816,
+        "num_tokens": 128,
+        "page_shape": (64, 8, 2, 128),
+    }
     case = Case("v6e:2x2", 4, **sizes, num_parts=4, num_saves=4, programs=("untied_fused_step",))
     (result,) = compiler.compile([case])
     assert result["saved_under_compute"] < 0.5

@@ -79,7 +79,7 @@ def test_a_step_with_nothing_to_copy_is_the_step_of_an_engine_without_offloading
     engine = Engine("fused")
     _, fused = begin(engine)
     assert fused == ((), None)
-    assert jax.tree.structure(tuple(fused)) == jax.tree.structure(((), None))
+    assert jax.tree.structure(tuple(fused)) == jax.tree.structure(((), None))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("then", ["end", "begin"])

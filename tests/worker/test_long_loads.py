@@ -1,5 +1,7 @@
 """Loads in pieces on a real worker: bytes, what bounds a piece, and what becomes of a load that ends between two."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -56,7 +58,8 @@ def num_staged(engine):
 @pytest.mark.parametrize("window", [1, 2, 3, STAGING])
 def test_a_staged_load_goes_through_its_staging_blocks_in_pieces(window) -> None:
     engine = filled("staged")
-    load, results, peak = long_load(engine, num_staging_blocks=window), {}, 0
+    load, peak = long_load(engine, num_staging_blocks=window), 0
+    results: dict[int, Any] = {}
     engine.begin(load)
     for _ in range(200):
         peak = max(peak, num_staged(engine))
@@ -120,7 +123,7 @@ def test_a_piece_that_fails_ends_the_load_with_the_blocks_before_it(path) -> Non
     engine.begin(load)
     real = engine.loader.load
     engine.loader.load = broken(RuntimeError("injected"))
-    results = {}
+    results: dict[int, Any] = {}
     while not results:
         results = {result.job_id: result for result in engine.worker.poll(wait=True).results}
         engine.begin()

@@ -278,7 +278,7 @@ def test_a_worker_is_not_made_with_what_no_report_could_say(wrong):
 
 def test_a_rank_of_numpy_is_a_worker_id():
     engine = Engine("direct")
-    worker = OffloadWorker(OffloadConfig.create(num_cpu_chunks=0), engine.layout, engine.caches, worker_id=np.int64(1))
+    worker = OffloadWorker(OffloadConfig.create(num_cpu_chunks=0), engine.layout, engine.caches, worker_id=np.int64(1))  # type: ignore[arg-type]
     assert type(worker.poll().worker_id) is int
 
 

@@ -25,9 +25,9 @@ from tests.worker.engine import (
     forward,
 )
 from tpu_offload.kernels import reference
-from tpu_offload.kernels.programs import bitcast
+from tpu_offload.kernels.pages import bitcast
 from tpu_offload.memory import host_arena
-from tpu_offload.types import CopyJob, Direction, JobKind, StepPlan, StepReport
+from tpu_offload.types import CopyJob, Direction, JobKind, JobState, StepPlan, StepReport
 from tpu_offload.worker import worker as worker_module
 
 NUM_BLOCKS = 12
@@ -87,7 +87,7 @@ class Life:
         self.live: dict[int, Copy] = {}
         self.unknown_blocks: set[int] = set()
         self.unknown_places: set[int] = set()
-        self.ended = collections.Counter()
+        self.ended: collections.Counter[JobState] = collections.Counter()
         # What the clock would decide is drawn instead.
         self.rebuild = host_arena._rebuild
         monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)
@@ -212,10 +212,10 @@ class Life:
             assert copy.taken_back or result.state is not CANCELLED
             assert result.state is not FAILED or (self.fault_rate and any(r in result.error for r in REASONS)), result
             if result.state is FINISHED and not copy.lost and not copy.taken_back:
-                block_ids, places = list(copy.job.block_ids), list(copy.job.host_block_ids)
+                block_ids, host_ids = list(copy.job.block_ids), list(copy.job.host_block_ids)
                 if copy.job.direction is Direction.SAVE:
-                    self.engine.host[places] = copy.wanted
-                    self.unknown_places.difference_update(places)
+                    self.engine.host[host_ids] = copy.wanted
+                    self.unknown_places.difference_update(host_ids)
                 else:
                     assert result.job_id in self.written
                     for layer, cache in enumerate(self.engine.expected):

@@ -23,7 +23,7 @@ class Engine:
     def __init__(self, *, hybrid=False, dtype="bfloat16", num_devices=1, tier=False, pool_blocks=10, **settings):
         self.rng = np.random.default_rng(3)
         self.caches = random_caches(self.rng, dtype=dtype, num_devices=num_devices)
-        self.windows = ()
+        self.windows: tuple[int, ...] = ()
         if hybrid:
             few = random_caches(self.rng, dtype=dtype, num_devices=num_devices, num_blocks=NUM_BLOCKS[1], num_layers=2)
             self.caches, self.windows = [self.caches[0], few[0], self.caches[1], few[1]], (0, 8, 0, 8)
@@ -50,11 +50,11 @@ class Engine:
 
     def job(self, kind, *parts):
         self.num_jobs += 1
-        parts = [
+        copied = [
             CopyPart(group_id=group, store=store, block_ids=tuple(blocks), host_block_ids=tuple(places))
             for group, store, blocks, places in parts
         ]
-        return CopyJob(job_id=self.num_jobs, kind=kind, request_id=f"r{self.num_jobs}", parts=tuple(parts))
+        return CopyJob(job_id=self.num_jobs, kind=kind, request_id=f"r{self.num_jobs}", parts=tuple(copied))
 
     def out(self, *parts):
         return self.job(JobKind.SWAP_OUT, *parts)
@@ -280,7 +280,7 @@ def test_a_repeated_job_is_ignored(caplog):
 def test_some_copies_are_measured():
     """Not the first, which may compile; then a few, then every 16th, of each direction."""
     engine = Engine()
-    measured = {Direction.SAVE: [], Direction.LOAD: []}
+    measured: dict[Direction, list[bool]] = {Direction.SAVE: [], Direction.LOAD: []}
     for _ in range(40):
         jobs = engine.out((0, POOL, [0], [0])), engine.back((0, POOL, [1], [0]))
         engine.step(outs=jobs[:1], ins=jobs[1:])

@@ -5,9 +5,10 @@ import random
 
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import POLICIES, EvictionPolicy, PriorityPolicy, Use
+from tpu_offload.types import ChunkKey
 
 
-def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: int = 0) -> list[bytes]:
+def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: int = 0) -> list[ChunkKey]:
     """Requests that share prefixes, some of them in flight side by side.
 
     Args:
@@ -20,8 +21,8 @@ def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: 
     rng = random.Random(0)
     index = ChunkIndex(policy, record=True)
     index.grow(120)
-    evicted: list[bytes] = []
-    pins: list[list[bytes]] = []
+    evicted: list[ChunkKey] = []
+    pins: list[list[ChunkKey]] = []
     for i in range(900):
         use = Use(i, priority=priorities[i % len(priorities)])
         chain = _prefix(rng)
@@ -53,10 +54,11 @@ def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: 
     return evicted
 
 
-def _prefix(rng: random.Random) -> list[bytes]:
+def _prefix(rng: random.Random) -> list[ChunkKey]:
     """A few words are frequent; each chunk's key says all that is before it."""
     words = [str(min(rng.randrange(20), rng.randrange(20))) for _ in range(rng.randint(1, 12))]
-    return [hashlib.sha256("".join(f"{word}," for word in words[: j + 1]).encode()).digest() for j in range(len(words))]
+    prefixes = ["".join(f"{word}," for word in words[: j + 1]) for j in range(len(words))]
+    return [ChunkKey(hashlib.sha256(prefix.encode()).digest()) for prefix in prefixes]
 
 
 def show() -> None:

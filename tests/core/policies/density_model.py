@@ -3,6 +3,7 @@
 from collections import Counter
 
 from tpu_offload.core.policies import density, lifetimes, runs
+from tpu_offload.types import ChunkKey
 
 AGES = lifetimes._AGES
 NUM_GROUPS = len(AGES) + 1
@@ -19,7 +20,7 @@ def group_of(age: int) -> int:
 class Chunk:
     """A life, and what is known of those before it."""
 
-    def __init__(self, key: bytes, parent: bytes | None, use_id: int, origin: int) -> None:
+    def __init__(self, key: ChunkKey, parent: ChunkKey | None, use_id: int, origin: int) -> None:
         self.key, self.parent, self.use_id, self.class_id = key, parent, use_id, origin
         self.num_uses = 1
         self.time = 0
@@ -47,7 +48,8 @@ class Worth:
 
     def learn(self, alive: list[tuple[int, int]], youngest: int) -> None:
         first = group_of(max(1, youngest))
-        uses, ends = Counter(), Counter()
+        uses: Counter[tuple[int, int]] = Counter()
+        ends: Counter[tuple[int, int]] = Counter()
         for (class_id, group), num in self.uses.items():
             uses[class_id, max(group, first)] += num
         for (class_id, group), num in self.ends.items():
@@ -97,18 +99,19 @@ class SlowDensity:
 
     def __init__(self, num_chunks: int) -> None:
         self.size = num_chunks
-        self.chunks: dict[bytes, Chunk] = {}
+        self.chunks: dict[ChunkKey, Chunk] = {}
         self.worth = Worth()
         self.now = self.use_id = 0
         self.next_learn = runs._LEARN_EVERY
-        self.ghosts: dict[bytes, None] = {}
+        self.ghosts: dict[ChunkKey, None] = {}
         self.end_chance = 1.0
-        self.ends: dict[bytes, tuple[int, bytes]] = {}  # by the chunk before it: the use that brought it, and the end
+        # By the chunk before it: the use that brought it, and the end.
+        self.ends: dict[ChunkKey, tuple[int, bytes]] = {}
 
-    def is_resident(self, key: bytes | None) -> bool:
+    def is_resident(self, key: ChunkKey | None) -> bool:
         return key in self.chunks and self.chunks[key].resident
 
-    def serve(self, prompt: list[bytes]) -> int:
+    def serve(self, prompt: list[ChunkKey]) -> int:
         """Returns how many chunks were found."""
         self.use_id += 1
         self.now += len(prompt)
@@ -140,17 +143,17 @@ class SlowDensity:
             self.worth.learn(alive, self.size // runs._SLICES)
         return num_found
 
-    def learn_ends(self, prompt: list[bytes]) -> None:
+    def learn_ends(self, prompt: list[ChunkKey]) -> None:
         for i, key in enumerate(prompt[:-1]):
             if key in self.ends:
                 _, end = self.ends.pop(key)
                 self.end_chance += ((prompt[i + 1] == end) - self.end_chance) * density._END_WEIGHT
 
-    def evict_one(self, protected: set[bytes]) -> None:
+    def evict_one(self, protected: set[ChunkKey]) -> None:
         inner = {chunk.parent for chunk in self.chunks.values() if chunk.resident}
         leaves = [c for c in self.chunks.values() if c.resident and c.key not in inner and c.key not in protected]
         if self.end_chance < 0.5:
-            ends = [chunk for chunk in leaves if self.ends.get(chunk.parent, (0, b""))[1] == chunk.key]
+            ends = [chunk for chunk in leaves if self.ends.get(chunk.parent, (0, b""))[1] == chunk.key]  # type: ignore[arg-type]
             if ends:
                 del self.chunks[min(ends, key=lambda chunk: chunk.time).key]
                 return

@@ -4,8 +4,14 @@ import itertools
 
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import EvictionPolicy, Residents, Use
+from tpu_offload.types import ChunkKey
 
 _numbers = itertools.count()
+
+
+def chunk_keys(names: str) -> list[ChunkKey]:
+    """A key for each word."""
+    return [ChunkKey(name.encode()) for name in names.split()]
 
 
 def new_use(priority: int = 0) -> Use:
@@ -16,11 +22,11 @@ class FakeResidents(Residents):
     """A tree of chunks; those in `blocked` may not go. `evicted` says what went, in order."""
 
     def __init__(self) -> None:
-        self.parents: dict[bytes, bytes | None] = {}
-        self.blocked: set[bytes] = set()
-        self.evicted: list[bytes] = []
+        self.parents: dict[ChunkKey, ChunkKey | None] = {}
+        self.blocked: set[ChunkKey] = set()
+        self.evicted: list[ChunkKey] = []
 
-    def add(self, keys: list[bytes], parent: bytes | None = None) -> None:
+    def add(self, keys: list[ChunkKey], parent: ChunkKey | None = None) -> None:
         for key in keys:
             self.parents[key] = parent
             parent = key
@@ -31,16 +37,16 @@ class FakeResidents(Residents):
     def __len__(self) -> int:
         return len(self.parents)
 
-    def is_leaf(self, key: bytes) -> bool:
+    def is_leaf(self, key: ChunkKey) -> bool:
         return key not in self.parents.values()
 
-    def leaves(self) -> list[bytes]:
+    def leaves(self) -> list[ChunkKey]:
         return [key for key in self.parents if self.is_leaf(key)]
 
-    def prefix(self, key: bytes) -> list[bytes]:
+    def prefix(self, key: ChunkKey) -> list[ChunkKey]:
         """The chunk and those before it, head first, as far as they are resident."""
-        chain: list[bytes] = []
-        step: bytes | None = key
+        chain: list[ChunkKey] = []
+        step: ChunkKey | None = key
         while step in self.parents:
             chain.append(step)
             step = self.parents[step]
@@ -124,15 +130,16 @@ class LRUByDefinition:
 
     def __init__(self, residents: FakeResidents) -> None:
         self.residents = residents
-        self.times: dict[bytes, int] = {}
+        self.times: dict[ChunkKey, int] = {}
         self.now = 0
 
-    def use(self, keys: list[bytes]) -> None:
+    def use(self, keys: list[ChunkKey]) -> None:
         self.now += 1
         self.times.update(dict.fromkeys(keys, self.now))
 
-    def victims(self, num_chunks: int) -> list[bytes]:
-        parents, victims = dict(self.residents.parents), []
+    def victims(self, num_chunks: int) -> list[ChunkKey]:
+        parents = dict(self.residents.parents)
+        victims: list[ChunkKey] = []
         while len(victims) < num_chunks:
             inner = set(parents.values())
             free = [key for key in parents if key not in inner and key not in self.residents.blocked]

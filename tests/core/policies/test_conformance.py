@@ -1,17 +1,19 @@
 """What every eviction policy must do."""
 
+import functools
 import gc
 import os
 import random
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.core.policies import decisions, example
-from tests.core.policies.residents import CountedResidents, FakeResidents, new_use
+from tests.core.policies.residents import CountedResidents, FakeResidents, chunk_keys, new_use
 from tpu_offload.config import EvictionPolicyName, OffloadConfig
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import (
@@ -24,11 +26,12 @@ from tpu_offload.core.policies import (
     find_policy,
 )
 from tpu_offload.errors import ConfigError
+from tpu_offload.types import ChunkKey
 
 CLASSES = {**POLICIES, "docs/policies.md": example.load()}
-MAKERS = {
+MAKERS: dict[str, Callable[[], EvictionPolicy]] = {
     **CLASSES,
-    **{f"{name}, priorities": lambda make=make: PriorityPolicy(make) for name, make in CLASSES.items()},
+    **{f"{name}, priorities": functools.partial(PriorityPolicy, make) for name, make in CLASSES.items()},
 }
 
 
@@ -49,8 +52,8 @@ def residents() -> FakeResidents:
     return FakeResidents()
 
 
-def keys(prefix: str, num: int) -> list[bytes]:
-    return [f"{prefix}{i}".encode() for i in range(num)]
+def keys(prefix: str, num: int) -> list[ChunkKey]:
+    return [ChunkKey(f"{prefix}{i}".encode()) for i in range(num)]
 
 
 def test_evicts_the_tail_of_a_prefix_before_its_head(policy, residents) -> None:
@@ -90,8 +93,9 @@ def test_what_may_not_go_keeps_its_place(make) -> None:
         residents, policy = FakeResidents(), make()
         policy.resize(1000)
         for i in range(6):
-            residents.add([b"%d" % i])
-            policy.insert(Use(i), [b"%d" % i], None)
+            key = ChunkKey(b"%d" % i)
+            residents.add([key])
+            policy.insert(Use(i), [key], None)
         residents.blocked = set(residents.parents)
         for _ in range(in_vain):
             policy.evict(3, residents)
@@ -105,14 +109,14 @@ def test_what_may_not_go_keeps_its_place(make) -> None:
 def test_a_head_whose_turn_came_and_that_is_used_then_is_young_again(name, residents) -> None:
     policy = POLICIES[name]()
     policy.resize(1000)
-    for chain in ([b"a0", b"a1"], [b"b0"]):
+    for chain in (chunk_keys("a0 a1"), chunk_keys("b0")):
         residents.add(chain)
         policy.insert(new_use(), chain, None)
-    for chain in ([b"a0", b"a1"], [b"b0"]):
+    for chain in (chunk_keys("a0 a1"), chunk_keys("b0")):
         policy.touch(new_use(), chain, len(chain), residents)
-    residents.blocked = {b"a1", b"b0"}
+    residents.blocked = set(chunk_keys("a1 b0"))
     policy.evict(1, residents)
-    policy.touch(new_use(), [b"a0"], 1, residents)
+    policy.touch(new_use(), chunk_keys("a0"), 1, residents)
     residents.blocked = set()
     policy.evict(3, residents)
     assert residents.evicted == [b"a1", b"b0", b"a0"]
@@ -133,7 +137,7 @@ def test_touch_passes_over_what_is_not_resident(policy, residents) -> None:
 def test_whatever_happens_every_chunk_can_be_evicted(policy, residents, size, priorities) -> None:
     """And a batch evicts exactly what it is asked for as long as that many may go, whatever room it was told of."""
     rng = random.Random(0)
-    lost: dict[bytes, bytes | None] = {}
+    lost: dict[ChunkKey, bytes | None] = {}
     for i in range(600):
         known = sorted(residents.parents)
         what = rng.random()
@@ -232,7 +236,7 @@ def test_what_it_remembers_is_bounded_by_the_tier(name, monkeypatch) -> None:
     nbytes = []
     for i in range(16000):
         use = Use(i, priority=priorities[i % len(priorities)])
-        chain = [b"%d-%d-filled up to a length" % (i, j) for j in range(1 + i % 9)]
+        chain = [ChunkKey(b"%d-%d-filled up to a length" % (i, j)) for j in range(1 + i % 9)]
         index.complete(chain, index.allocate(use, chain, range(len(chain))), success=True)
         index.touch(use, chain, len(chain))
         if i % 3:
@@ -249,13 +253,13 @@ def test_a_third_of_the_tier_pinned_costs_little(make, num_at_once) -> None:
     residents = CountedResidents(make())
     index, rng = residents.index, random.Random(0)
     index.grow(100_000)
-    chains = [[b"%d-%d" % (i, j) for j in range(100)] for i in range(1000)]
+    chains = [[ChunkKey(b"%d-%d" % (i, j)) for j in range(100)] for i in range(1000)]
     for i, chain in enumerate(chains):
         index.complete(chain, index.allocate(Use(i), chain, range(100)), success=True)
     for chain in rng.sample(chains, 300):
         index.pin(chain)
     for i in range(20_000 // num_at_once):
-        chain = [b"new %d-%d" % (i, j) for j in range(num_at_once)]
+        chain = [ChunkKey(b"new %d-%d" % (i, j)) for j in range(num_at_once)]
         index.complete(chain, index.allocate(Use(1000 + i), chain, range(num_at_once)), success=True)
     assert index.num_evicted == 20_000 // num_at_once * num_at_once
     assert residents.num_asked / index.num_evicted < 100 / num_at_once * 3 + 5

@@ -4,12 +4,16 @@ Prompts of one chunk have no prefixes that could be shared, so nothing but the t
 """
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.core.policies import textbook
+from tests.core.policies.residents import chunk_keys
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.policies import ARCPolicy, LRUPolicy, S3FIFOPolicy, Use, WTinyLFUPolicy
+from tpu_offload.core.policies import ARCPolicy, EvictionPolicy, LRUPolicy, S3FIFOPolicy, Use, WTinyLFUPolicy
+from tpu_offload.types import ChunkKey
 
 
 class LateARC(textbook.ARC):
@@ -63,11 +67,11 @@ class ExactCounts:
 
 def wtinylfu(reference) -> WTinyLFUPolicy:
     policy = WTinyLFUPolicy()
-    policy._sketch = ExactCounts(reference)
+    policy._sketch = ExactCounts(reference)  # type: ignore[assignment]
     return policy
 
 
-PAIRS = {
+PAIRS: dict[str, tuple[Callable[[int], Any], Callable[[Any], EvictionPolicy]]] = {
     "lru": (textbook.LRU, lambda _: LRUPolicy()),
     "arc": (LateARC, lambda _: ARCPolicy()),
     "s3fifo": (textbook.S3FIFO, lambda _: S3FIFOPolicy()),
@@ -75,14 +79,14 @@ PAIRS = {
 }
 
 
-def prompts(kind: str, rng: random.Random, size: int) -> list[bytes]:
+def prompts(kind: str, rng: random.Random, size: int) -> list[ChunkKey]:
     """Chunks that come back: by how popular they are, in loops a bit too long for the tier, or both in turn."""
     popular = [int(rng.paretovariate(0.4)) % (10 * size) for _ in range(20 * size)]
     loops = [i % (size + 1 + size // 4) for i in range(20 * size)]
     if kind == "turns":
         parts = [popular[i : i + size] if (i // size) % 2 else loops[i : i + size] for i in range(0, 20 * size, size)]
-        return [b"%d" % key for part in parts for key in part]
-    return [b"%d" % key for key in {"popular": popular, "loops": loops}[kind]]
+        return [ChunkKey(b"%d" % key) for part in parts for key in part]
+    return [ChunkKey(b"%d" % key) for key in {"popular": popular, "loops": loops}[kind]]
 
 
 @pytest.mark.parametrize("kind", ["popular", "loops", "turns"])
@@ -118,8 +122,8 @@ def test_a_request_that_ends_late_was_used_late(policy) -> None:
     """It is one use, but not over before it ends."""
     index = ChunkIndex(policy)
     index.grow(2)
-    for use, key in enumerate((b"a", b"b")):
+    for use, key in enumerate(chunk_keys("a b")):
         index.complete([key], index.allocate(Use(use), [key], [0]), success=True)
-    index.touch(Use(0), [b"a"], 1)
-    index.allocate(Use(2), [b"c"], [0])
-    assert [key for key in (b"a", b"b") if key in index] == [b"a"]
+    index.touch(Use(0), chunk_keys("a"), 1)
+    index.allocate(Use(2), chunk_keys("c"), [0])
+    assert [key for key in chunk_keys("a b") if key in index] == chunk_keys("a")

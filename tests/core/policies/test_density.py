@@ -1,20 +1,28 @@
 """What the default policy keeps, and what it costs."""
 
 import random
+from typing import Any
 
 import pytest
 
 from tests.core.policies.density_model import SlowDensity
-from tests.core.policies.residents import CountedResidents, FakeResidents
+from tests.core.policies.residents import CountedResidents, FakeResidents, chunk_keys
 from tests.core.policies.traffic import Tier, chain, conversations
 from tests.opcodes import num_opcodes
 from tpu_offload.core.policies import POLICIES, Use, density
 from tpu_offload.core.policies.density import DensityPolicy
+from tpu_offload.core.policies.runs import Run
+from tpu_offload.types import ChunkKey
 
 
 @pytest.fixture
 def tier() -> Tier:
     return Tier(DensityPolicy(), 100)
+
+
+def density_of(tier: Tier) -> DensityPolicy:
+    assert isinstance(tier.policy, DensityPolicy)
+    return tier.policy
 
 
 def hits(name: str, num_chunks: int, prompts) -> int:
@@ -69,8 +77,8 @@ def test_learns_that_some_never_come_back_and_conversations_do() -> None:
 def test_learns_from_a_reuse_that_begins_only_after_the_eviction() -> None:
     """Nothing that is resident is ever used again: what is evicted must teach it that it should not have been."""
     size, gap = 200, 40
-    late = [chain(f"late {i}", 2, [b"system"]) for i in range(600)]
-    num_hits = {}
+    late = [chain(f"late {i}", 2, chunk_keys("system")) for i in range(600)]
+    num_hits: dict[str, int] = {}
     for name in ("density", "lru"):
         tier = Tier(POLICIES[name](), size)
         for i in range(600):
@@ -109,14 +117,14 @@ def num_without_end(tier: Tier) -> int:
 def test_last_chunks_go_first_where_the_next_prompt_goes_on_without_them() -> None:
     tier = Tier(DensityPolicy(), 200)
     serve_turns(tier, num_ends=1)
-    assert tier.policy._end_chance < 0.1
+    assert density_of(tier)._end_chance < 0.1
     assert num_without_end(tier) == 9, "the newest keeps it"
 
 
 def test_last_chunks_stay_where_the_next_prompt_goes_on_with_them() -> None:
     tier = Tier(DensityPolicy(), 200)
     serve_turns(tier, num_ends=0)
-    assert tier.policy._end_chance > 0.9
+    assert density_of(tier)._end_chance > 0.9
     assert num_without_end(tier) == 0
 
 
@@ -135,14 +143,15 @@ def test_the_last_chunk_of_the_newest_prompt_is_none_yet() -> None:
 def test_unlearns_that_last_chunks_are_never_used(tier) -> None:
     serve_turns(tier, num_ends=1)
     serve_turns(tier, num_ends=0)
-    assert tier.policy._end_chance > 0.9
+    assert density_of(tier)._end_chance > 0.9
 
 
 # --- what is one use, and one run -----------------------------------------------------------------
 
 
-def runs_of(tier: Tier, prompt: list[bytes]) -> list[density.Run]:
-    return list({id(tier.policy._runs[key]): tier.policy._runs[key] for key in prompt}.values())
+def runs_of(tier: Tier, prompt: list[ChunkKey]) -> list[Run]:
+    found = density_of(tier)._runs
+    return list({id(found[key]): found[key] for key in prompt}.values())
 
 
 def test_a_prompt_saved_in_pieces_is_one_run_and_one_use(tier) -> None:
@@ -261,7 +270,7 @@ def test_hits_follow_the_size_of_the_tier(sizes) -> None:
 
 # --- the slow model -------------------------------------------------------------------------------
 
-TRAFFIC = {
+TRAFFIC: dict[str, dict[str, Any]] = {
     "conversations": {},
     "last chunks are not used again": {"ends": 1},
     "few and long": {"comes_back": 0.9, "users": 15},
@@ -334,7 +343,7 @@ def test_looks_at_few_runs_for_a_victim() -> None:
 def test_what_it_remembers_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(density, "_MIN_WATCHED", 100)
     tier = Tier(DensityPolicy(), 200)
-    policy, most = tier.policy, 0
+    policy, most = density_of(tier), 0
     for i, prompt in enumerate(conversations(random.Random(0), 20_000)):
         tier.serve(prompt)
         if i % 3 == 0:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.core.policies.residents import FakeResidents, new_use
 from tpu_offload.core.policies import POLICIES, LRUPolicy, PriorityPolicy
+from tpu_offload.types import ChunkKey
 
 
 @pytest.fixture
@@ -54,10 +55,15 @@ def test_what_hung_on_a_lower_chunk_goes_and_then_that_one_before_others(policy,
 
 def test_priorities_without_limit_are_taken_for_the_last_ones(residents) -> None:
     made = []
-    policy = PriorityPolicy(lambda: made.append(LRUPolicy()) or made[-1])
+
+    def make() -> LRUPolicy:
+        made.append(LRUPolicy())
+        return made[-1]
+
+    policy = PriorityPolicy(make)
     policy.resize(1000)
     for i in range(500):
-        key = b"%d" % i
+        key = ChunkKey(b"%d" % i)
         residents.add([key])
         policy.insert(new_use((-1) ** i * 2**i), [key], None)
     assert len(made) <= 17
@@ -89,7 +95,7 @@ def test_with_one_priority_it_decides_as_without(name) -> None:
         policy.resize(60)
         for i in range(300):
             if rng.random() < 0.5 or not residents.parents:
-                chain = [b"%d-%d" % (i, j) for j in range(rng.randint(1, 5))]
+                chain = [ChunkKey(b"%d-%d" % (i, j)) for j in range(rng.randint(1, 5))]
                 if len(residents) + len(chain) > 60:
                     policy.evict(len(residents) + len(chain) - 60, residents)
                 residents.add(chain)

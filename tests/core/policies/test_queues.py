@@ -2,21 +2,22 @@
 
 import pytest
 
-from tests.core.policies.residents import FakeResidents
+from tests.core.policies.residents import FakeResidents, chunk_keys
 from tpu_offload.core.policies.queues import ChunkQueue
+from tpu_offload.types import ChunkKey
 
 
 @pytest.fixture
 def residents() -> FakeResidents:
     residents = FakeResidents()
-    residents.add([b"a0", b"a1", b"a2", b"a3"])
-    residents.add([b"b0", b"b1"])
+    residents.add(chunk_keys("a0 a1 a2 a3"))
+    residents.add(chunk_keys("b0 b1"))
     return residents
 
 
 def queue_of(*keys: bytes) -> ChunkQueue:
     queue = ChunkQueue()
-    queue.order.update((key, i) for i, key in enumerate(keys))
+    queue.order.update((ChunkKey(key), i) for i, key in enumerate(keys))
     return queue
 
 
@@ -42,7 +43,7 @@ def test_what_others_hang_on_is_set_aside_until_they_are_gone(residents) -> None
     assert list(queue.order) == [b"b1", b"a3", b"b0"]
     assert queue.evict_run(1, residents) == ([b"b1"], b"b0")
     assert queue.evict_run(9, residents) == ([b"a3"], b"a2")
-    queue.recall(b"a2")
+    queue.recall(ChunkKey(b"a2"))
     assert list(queue.order.items()) == [(b"a2", 0), (b"b0", 3)]
     assert not queue.aside
 

@@ -18,12 +18,15 @@ class LRU:
         self.blocks.move_to_end(key)
 
 
+Blocks = OrderedDict[object, None]
+
+
 class ARC:
     """Figure 4 of Megiddo and Modha, FAST 2003."""
 
     def __init__(self, size: int) -> None:
         self.c, self.p = size, 0.0
-        self.t1, self.t2, self.b1, self.b2 = (OrderedDict() for _ in range(4))
+        self.t1, self.t2, self.b1, self.b2 = Blocks(), Blocks(), Blocks(), Blocks()
 
     def __contains__(self, key: object) -> bool:
         return key in self.t1 or key in self.t2
@@ -73,7 +76,7 @@ class S3FIFO:
 
     def __init__(self, size: int, used_again: int = 1) -> None:
         self.size, self.used_again = size, used_again
-        self.small, self.main, self.ghosts = OrderedDict(), OrderedDict(), OrderedDict()
+        self.small, self.main, self.ghosts = Blocks(), Blocks(), Blocks()
         self.counts: dict[object, int] = {}
 
     def __contains__(self, key: object) -> bool:
@@ -124,7 +127,7 @@ class WTinyLFU:
         self.window_size = max(1, size // 100)
         self.main_size = size - self.window_size
         self.sample = 10 * size
-        self.window, self.probation, self.protected = OrderedDict(), OrderedDict(), OrderedDict()
+        self.window, self.probation, self.protected = Blocks(), Blocks(), Blocks()
         self.counts: dict[object, int] = {}
         self.num_counted = 0
 

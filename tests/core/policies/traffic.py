@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import EvictionPolicy, Use
+from tpu_offload.types import ChunkKey
 
 
 class Tier:
@@ -16,7 +17,7 @@ class Tier:
         self.index.grow(num_chunks)
         self.num_served = 0
 
-    def serve(self, prompt: list[bytes], *, num_in_hbm: int = 0) -> int:
+    def serve(self, prompt: list[ChunkKey], *, num_in_hbm: int = 0) -> int:
         """Returns how many chunks were found."""
         self.index.tidy()  # as the scheduler does in each step
         use = self.new_use(num_in_hbm)
@@ -39,25 +40,25 @@ class Tier:
         self.num_served += 1
         return Use(self.num_served, num_in_hbm=num_in_hbm)
 
-    def save(self, use: Use, prompt: list[bytes], end: int) -> None:
+    def save(self, use: Use, prompt: list[ChunkKey], end: int) -> None:
         """Saves what is missing of the first `end` chunks."""
         missing, _ = self.index.missing(prompt, 0, end)
         if missing:
             slots = self.index.allocate(use, prompt, missing, protected=set(prompt))
             self.index.complete([prompt[i] for i in missing[: len(slots)]], slots, success=True)
 
-    def num_kept(self, prompt: list[bytes]) -> int:
+    def num_kept(self, prompt: list[ChunkKey]) -> int:
         return len(self.index.find(prompt))
 
 
-def chain(name: object, num: int, before: list[bytes] = []) -> list[bytes]:  # noqa: B006 (never changed)
+def chain(name: object, num: int, before: list[ChunkKey] = []) -> list[ChunkKey]:  # noqa: B006 (never changed)
     """`before`, and so many chunks of this name."""
-    return before + [f"{name}/{i}".encode() for i in range(num)]
+    return before + [ChunkKey(f"{name}/{i}".encode()) for i in range(num)]
 
 
 def conversations(
     rng: random.Random, num_requests: int, *, comes_back: float = 0.7, users: int = 40, ends: int = 0
-) -> Iterator[list[bytes]]:
+) -> Iterator[list[ChunkKey]]:
     """Users of three services with a system prompt each. A turn brings 1 to 4 chunks; one in three requests is alone.
 
     Args:
@@ -66,7 +67,7 @@ def conversations(
       ends: chunks that only this turn ends with.
     """
     systems = [chain(f"system {i}", 2 + 3 * i) for i in range(3)]
-    going: list[list[bytes]] = []
+    going: list[list[ChunkKey]] = []
     for i in range(num_requests):
         if rng.random() < 1 / 3:
             yield chain(f"alone {i}", rng.randint(1, 12))

@@ -19,7 +19,7 @@ from tpu_offload import (
     StepReport,
     Update,
 )
-from tpu_offload.types import Direction, JobKind
+from tpu_offload.types import BlockHash, Direction, JobKind
 
 FULL = LAYOUT.groups[0]
 WINDOW = LayerGroup(LayerGroupKind.SLIDING_WINDOW, (2,), FULL.page_shape, FULL.dtype, window=8)
@@ -35,6 +35,7 @@ class FakeSwapWorker:
         self.worker_id = worker_id
         self.num_blocks = num_blocks
         self.num_host_chunks = num_host_chunks
+        self.blocks_per_chunk = 1
         self.hbm: list[dict[int, object]] = [{} for _ in num_blocks]
         self.pool: list[dict[int, object]] = [{} for _ in num_blocks]
         self.tier: dict[int, object] = {}
@@ -101,7 +102,7 @@ class Running:
 
     name: str
     tokens: list[int]
-    hashes: list[bytes]
+    hashes: list[BlockHash]
     num_computed: int = 0
     block_ids: list[int] = dataclasses.field(default_factory=list)
     ring: list[int] = dataclasses.field(default_factory=list)
@@ -244,7 +245,7 @@ class SwapEngine:
             self.running[name] = request
             self.check(request)
         for name in update.lost_swaps:
-            request = self.out.pop(name, None) or self.returning.pop(name)
+            request = self.out.pop(name) if name in self.out else self.returning.pop(name)
             self._free(request)
         return update
 

@@ -47,7 +47,7 @@ class SwapMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.engine.has_unsent_outs and len(self.engine.running) < 6)
     @rule(walk=st.lists(st.integers(0, 1), min_size=1, max_size=4), extra=st.integers(0, 7))
     def start(self, walk, extra):
-        tokens = []
+        tokens: list[int] = []
         for step in walk:  # a walk in a small tree of shared prefixes
             tokens += [100 * len(tokens) + step] * BLOCK_SIZE
         tokens += [self.num_started + 10_000] * extra

@@ -33,7 +33,7 @@ class RandomLife:
 
     def start(self) -> None:
         rng, engine = self.rng, self.engine
-        tokens = []
+        tokens: list[int] = []
         for _ in range(rng.randint(1, 4)):
             tokens += [100 * len(tokens) + rng.randint(0, 1)] * BLOCK_SIZE
         tokens += [10_000 + self.num_started] * rng.randint(0, 9)
@@ -96,7 +96,7 @@ class RandomLife:
 
 
 SEEDS = range(40)
-COUNTS = Counter()
+COUNTS: Counter[str] = Counter()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,5 +1,7 @@
 """Where a swapped-out request's KV is, from its swap-out until it is back or gone."""
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, tokens
@@ -30,7 +32,8 @@ def test_out_and_back(layout, num_workers):
     plan = engine.step()
     assert blocks_out(plan) == ([5, 3] if engine.ring_blocks else [5])
     assert not plan.empty
-    assert engine.scheduler.has_jobs
+    has_jobs = engine.scheduler.has_jobs
+    assert has_jobs
     for worker in engine.workers:
         engine.report(worker)
     assert not engine.scheduler.has_jobs
@@ -291,7 +294,7 @@ def test_an_end_at_any_moment_leaves_nothing(where):
     engine = SwapEngine()
     engine.start("a", PROMPT)
     engine.swap_out("a")
-    steps = [
+    steps: list[Callable[[], object]] = [
         engine.step,
         lambda: engine.report(engine.workers[0]),
         lambda: engine.swap_in("a"),
@@ -533,7 +536,9 @@ def test_memory_in_doubt_comes_after_what_is_new():
     pool.grow([2])
     pool.doubt(0, {0, 1})
     pool.grow([4])
-    assert set(pool.allocate([2])[0]) == {2, 3}
+    taken = pool.allocate([2])
+    assert taken is not None
+    assert set(taken[0]) == {2, 3}
     assert pool.allocate([2]) is not None
     assert pool.allocate([1]) is None
 
