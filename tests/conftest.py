@@ -53,7 +53,8 @@ def kept_programs(tmp_path_factory, pytestconfig):
     import jax
 
     own = tmp_path_factory.mktemp("programs")
-    programs = KeptPrograms(own, pytestconfig.cache.mkdir("programs"))
+    cache = getattr(pytestconfig, "cache", None)  # not there with -p no:cacheprovider
+    programs = KeptPrograms(own, cache.mkdir("programs") if cache else tmp_path_factory.mktemp("shared-programs"))
     # -1: all of them, however small and fast.
     kept = {
         "jax_compilation_cache_dir": str(own),
