@@ -52,14 +52,7 @@ class LoadPlanner:
             request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         if limits is not None:
             request.limit(limits)
-        self.release(request)
-        request.has_kv = True  # the engine has just said what of it is in HBM
-        if num_computed_tokens == 0:
-            # A reset, or a loss of the caches, has found it waiting, with nothing in HBM that it could have spoilt.
-            request.saving = True
-        request.num_cut_load_blocks = request.num_looked_up_tokens = request.num_found_tokens = 0
-        request.awaits_staging = False
-        request.at_load_limit = not request.limits.cache
+        self._start_over(request, num_computed_tokens)
         if num_computed_tokens % self._block_size:
             return 0
         if not request.limits.cache:
@@ -98,19 +91,29 @@ class LoadPlanner:
         if num_blocks == 0:
             return 0
         end_tokens = min((first_block + num_blocks) * self._block_size, num_tokens - 1)
-        end_chunk = self._chunk(first_block + num_blocks - 1) + 1
-        keys = request.keys[first_chunk:end_chunk]
+        keys = request.keys[first_chunk : self._chunk(first_block + num_blocks - 1) + 1]
         self._index.pin(keys)
         self._breaker.begin(request.account)
         request.promise = Promise(
-            first_block,
-            num_blocks,
-            end_tokens - num_computed_tokens,
-            keys,
-            tuple(slots[: len(keys)]),
-            num_staging_blocks,
+            first_block=first_block,
+            num_blocks=num_blocks,
+            num_tokens=end_tokens - num_computed_tokens,
+            keys=keys,
+            slots=tuple(slots[: len(keys)]),
+            num_staging_blocks=num_staging_blocks,
         )
         return request.promise.num_tokens
+
+    def _start_over(self, request: TrackedRequest, num_computed_tokens: int) -> None:
+        """Nothing of what an earlier match has found holds any more."""
+        self.release(request)
+        request.has_kv = True  # the engine has just said what of it is in HBM
+        if num_computed_tokens == 0:
+            # A reset, or a loss of the caches, has found it waiting, with nothing in HBM that it could have spoilt.
+            request.saving = True
+        request.num_cut_load_blocks = request.num_looked_up_tokens = request.num_found_tokens = 0
+        request.awaits_staging = False
+        request.at_load_limit = not request.limits.cache
 
     def answer(self, request: TrackedRequest, num_tokens: int) -> Match:
         """What the last match of a request has found, and whether it is worth while to ask again."""

@@ -94,28 +94,10 @@ class TierCopies:
             for caches in ([kv_caches[i] for i in group.layer_ids] for group in layout.groups)
         ]
         self.paths = choose_paths(config, specs[0], fused=fused)  # before memory is taken: it may refuse
-        self._groups: list[GroupCopies] = []
-        for group_id, (group, spec) in enumerate(zip(layout.groups, specs, strict=True)):
-            memory = HostMemory.allocate(
-                spec, num_segments=num_segments, chunks_per_segment=self.segment_chunks, num_chunks=num_chunks
-            )
-            copiers = make_copiers(
-                self.paths, spec, memory.pool, allocate=pinned_zeros, buckets=config.block_size_buckets
-            )
-            wrapped = {copier: self._wrap_copier(copier, memory.pool) for copier in copiers.values()}
-            self._groups.append(
-                GroupCopies(
-                    group_id=group_id,
-                    store=HostStore.HOST_TIER,
-                    layer_ids=group.layer_ids,
-                    memory=memory,
-                    copiers={direction: wrapped[copier] for direction, copier in copiers.items()},
-                    jobs=jobs,
-                    lockstep=self._lockstep,
-                    check=self._check_staging,
-                    on_fail=self._backlog.fail,
-                )
-            )
+        self._groups = [
+            self._make_group(config, group_id, group.layer_ids, spec, num_segments=num_segments, num_chunks=num_chunks)
+            for group_id, (group, spec) in enumerate(zip(layout.groups, specs, strict=True))
+        ]
         self._stages = self._groups[0].copiers[Direction.LOAD].stages
         self._fused: ForwardPassCopies | None = None
         if CopyPath.FUSED in self.paths.values():
@@ -128,6 +110,33 @@ class TierCopies:
         if not config.skip_jax_precompile:
             for copies in self._groups:
                 copies.compile()
+
+    def _make_group(
+        self,
+        config: OffloadConfig,
+        group_id: int,
+        layer_ids: Sequence[int],
+        spec: TransferSpec,
+        *,
+        num_segments: int,
+        num_chunks: int,
+    ) -> GroupCopies:
+        memory = HostMemory.allocate(
+            spec, num_segments=num_segments, chunks_per_segment=self.segment_chunks, num_chunks=num_chunks
+        )
+        copiers = make_copiers(self.paths, spec, memory.pool, allocate=pinned_zeros, buckets=config.block_size_buckets)
+        wrapped = {copier: self._wrap_copier(copier, memory.pool) for copier in copiers.values()}
+        return GroupCopies(
+            group_id=group_id,
+            store=HostStore.HOST_TIER,
+            layer_ids=layer_ids,
+            memory=memory,
+            copiers={direction: wrapped[copier] for direction, copier in copiers.items()},
+            jobs=self._jobs,
+            lockstep=self._lockstep,
+            check=self._check_staging,
+            on_fail=self._backlog.fail,
+        )
 
     def sources(self) -> list[GroupCopies]:
         """What swaps read the host tier with: directly, as all that they copy."""
