@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tpu_offload.config import CopyPath, EvictionPolicyName, OffloadConfig, SaveEvent, SwapMode
-    from tpu_offload.core.policies import EvictionPolicy, Residents, Use
-    from tpu_offload.core.requests import (
+    from tpu_offload.core.engine_api import (
         CachedPrefix,
         FailedLoad,
         FinishedTransfer,
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         TierEventKind,
         Update,
     )
+    from tpu_offload.core.policies import EvictionPolicy, Residents, Use
     from tpu_offload.core.save_policy import SavePolicy
     from tpu_offload.core.scheduler import OffloadScheduler
     from tpu_offload.core.swap import Candidate, RequestSwap, choose_victims
@@ -71,7 +71,7 @@ _MODULES = {
     "BlockHash": "tpu_offload.types",
     "BlockHasher": "tpu_offload.hashing",
     "CacheEpoch": "tpu_offload.types",
-    "CachedPrefix": "tpu_offload.core.requests",
+    "CachedPrefix": "tpu_offload.core.engine_api",
     "CachesLostError": "tpu_offload.errors",
     "Candidate": "tpu_offload.core.swap",
     "ChunkKey": "tpu_offload.types",
@@ -82,8 +82,8 @@ _MODULES = {
     "CopyPath": "tpu_offload.config",
     "EvictionPolicy": "tpu_offload.core.policies",
     "EvictionPolicyName": "tpu_offload.config",
-    "FailedLoad": "tpu_offload.core.requests",
-    "FinishedTransfer": "tpu_offload.core.requests",
+    "FailedLoad": "tpu_offload.core.engine_api",
+    "FinishedTransfer": "tpu_offload.core.engine_api",
     "FusedCopies": "tpu_offload.kernels",
     "FusedInputs": "tpu_offload.kernels",
     "FusedOutcome": "tpu_offload.kernels",
@@ -97,28 +97,28 @@ _MODULES = {
     "LayerGroup": "tpu_offload.layout",
     "LayerGroupKind": "tpu_offload.layout",
     "LayoutError": "tpu_offload.errors",
-    "Match": "tpu_offload.core.requests",
-    "MatchState": "tpu_offload.core.requests",
+    "Match": "tpu_offload.core.engine_api",
+    "MatchState": "tpu_offload.core.engine_api",
     "OffloadConfig": "tpu_offload.config",
     "OffloadError": "tpu_offload.errors",
     "OffloadScheduler": "tpu_offload.core.scheduler",
     "OffloadStats": "tpu_offload.metrics",
     "OffloadWorker": "tpu_offload.worker",
     "RequestError": "tpu_offload.errors",
-    "RequestLimits": "tpu_offload.core.requests",
+    "RequestLimits": "tpu_offload.core.engine_api",
     "RequestSwap": "tpu_offload.core.swap",
     "Residents": "tpu_offload.core.policies",
     "SaveEvent": "tpu_offload.config",
     "SavePolicy": "tpu_offload.core.save_policy",
-    "ScheduledRequest": "tpu_offload.core.requests",
+    "ScheduledRequest": "tpu_offload.core.engine_api",
     "StagingError": "tpu_offload.errors",
     "StatsCollector": "tpu_offload.metrics",
     "StepPlan": "tpu_offload.types",
     "StepReport": "tpu_offload.types",
     "SwapMode": "tpu_offload.config",
-    "TierEvent": "tpu_offload.core.requests",
-    "TierEventKind": "tpu_offload.core.requests",
-    "Update": "tpu_offload.core.requests",
+    "TierEvent": "tpu_offload.core.engine_api",
+    "TierEventKind": "tpu_offload.core.engine_api",
+    "Update": "tpu_offload.core.engine_api",
     "Use": "tpu_offload.core.policies",
     "WorkerSetup": "tpu_offload.types",
     "choose_victims": "tpu_offload.core.swap",

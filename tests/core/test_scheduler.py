@@ -18,8 +18,8 @@ from tpu_offload import (
     StepReport,
     Update,
 )
+from tpu_offload.core.engine_api import TierEventKind
 from tpu_offload.core.index import ChunkState
-from tpu_offload.core.requests import TierEventKind
 from tpu_offload.errors import ConfigError
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import BlockHash, Direction, JobKind

@@ -18,11 +18,11 @@ from tpu_offload import (
     StepReport,
 )
 from tpu_offload.core.big_tables import NUM_PARTS, FreeSlots, Scrap, Table, without
+from tpu_offload.core.engine_api import TierEventKind
 from tpu_offload.core.index import MAX_AT_ONCE, NUM_FREED, ChunkIndex, ChunkState
 from tpu_offload.core.policies import POLICIES, DensityPolicy, PriorityPolicy, Use, find_policy
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run
-from tpu_offload.core.requests import TierEventKind
 from tpu_offload.core.saving import MAX_AT_ONCE as MAX_SAVED
 from tpu_offload.hashing import PrefixKeys
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind

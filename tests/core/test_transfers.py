@@ -8,8 +8,8 @@ import pytest
 from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
+from tpu_offload.core.chunk_backoff import ChunkBackoff
 from tpu_offload.core.policies import LRUPolicy
-from tpu_offload.core.suspects import Suspects
 from tpu_offload.types import BlockHash, ChunkKey, Direction, JobKind
 
 FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
@@ -170,7 +170,7 @@ def test_of_several_workers_the_first_hole_counts_and_positions_that_do_not_exis
                 JobResult(job_id=load.job_id, state=FAILED, error="injected", failed_blocks=positions),
             )
         assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=num_valid),)
-        engine.scheduler._context.suspects.clear()
+        engine.scheduler._context.backoff.clear()
         engine.requests["b"].loading = False
         engine.remove("b")
         engine.scheduler.check_invariants()
@@ -244,35 +244,35 @@ def test_a_chunk_whose_save_failed_twice_rests_for_every_request():
     engine.clock.now_s += 11
     assert len(engine.step()[0].of(JobKind.SAVE)) == 1, "it is tried again without being named again"
     engine.settle()
-    assert not len(engine.scheduler._context.suspects)
+    assert not len(engine.scheduler._context.backoff)
     assert match(engine, "b", tokens(9)) == 8
 
 
-def test_suspects_are_few_and_rest_longer_each_time():
+def test_chunks_that_failed_are_few_and_rest_longer_each_time():
     now_s, job_id = 0.0, 0
-    suspects = Suspects(retry_s=10.0, clock=lambda: now_s)
+    backoff = ChunkBackoff(retry_s=10.0, clock=lambda: now_s)
     key = [ChunkKey(b"k")]
 
     def fail(keys, direction):
         nonlocal job_id
         job_id += 1
-        return suspects.failed(keys, direction, job_id=job_id, next_job_id=job_id + 1)
+        return backoff.failed(keys, direction, job_id=job_id, next_job_id=job_id + 1)
 
     waits = []
     for _ in range(10):
         fail(key, Direction.SAVE)
         start_s = now_s
-        while suspects.num_copyable(key, 0, 1) == 0:
+        while backoff.num_copyable(key, 0, 1) == 0:
             now_s += 10.0
         waits.append(now_s - start_s)
     assert waits == [0, 10, 20, 40, 80, 160, 320, 640, 640, 640]
     fail(key, Direction.LOAD)
-    suspects.succeeded(key, Direction.SAVE)
-    assert key[0] in suspects, "only a load clears who failed to be loaded"
-    suspects.succeeded(key, Direction.LOAD)
-    assert len(suspects) == 0
+    backoff.succeeded(key, Direction.SAVE)
+    assert key[0] in backoff, "only a load clears who failed to be loaded"
+    backoff.succeeded(key, Direction.LOAD)
+    assert len(backoff) == 0
     fail([ChunkKey(bytes([i // 256, i % 256])) for i in range(5000)], Direction.SAVE)
-    assert len(suspects) == 4096
+    assert len(backoff) == 4096
 
 
 def test_loads_of_one_chunk_that_fail_together_are_one_failure_of_it():

@@ -132,7 +132,7 @@ class Model:
         self.admitted.pop(name, None)
         ended = self.loads.job_of(name) not in self.jobs
         bad = self.loads.take(name, num_tokens, finished=finished, ended=ended)
-        if bad - {last_block_hash(key) for key in self.scheduler._context.suspects._suspects}:
+        if bad - {last_block_hash(key) for key in self.scheduler._context.backoff._entries}:
             raise Violation(f"a chunk whose load failed for {name} is trusted all the same")
 
     def on_reset(self) -> None:

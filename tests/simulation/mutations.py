@@ -159,8 +159,10 @@ MUTATIONS = (
         "not job.waiting_for",
         "True",
     ),
-    Mutation("a job whose result was lost is taken for finished", "JobTable.pass_over", "_.doom(...)", ""),
-    Mutation("the oldest job of a worker is taken for over", "JobTable.pass_over", "_1.job_id < _2", "_1.job_id <= _2"),
+    Mutation("a job whose result was lost is taken for finished", "JobTable.ack_through", "_.doom(...)", ""),
+    Mutation(
+        "the oldest job of a worker is taken for over", "JobTable.ack_through", "_1.job_id < _2", "_1.job_id <= _2"
+    ),
     Mutation("a late save is forgotten", "JobTable.expire", "self._late[_] = _", "pass"),
     Mutation(
         "jobs time out a job too early", "JobTable.expire", "_1.deadline_s <= now_s", "_1.deadline_s <= now_s + 5.0"
@@ -193,7 +195,7 @@ MUTATIONS = (
         "what a worker was sent is over when it was started anew",
         "Reports._start_anew",
         "self._transfers.doubt(_1, ...)",
-        "self._jobs.pass_over(_1, self._jobs.num_given, why='')",
+        "self._jobs.ack_through(_1, self._jobs.num_given, why='')",
     ),
     Mutation(
         "a slot is usable when the first worker has it",
@@ -206,7 +208,7 @@ MUTATIONS = (
     Mutation("a reset drops no chunk", "OffloadScheduler.reset", "self._index.clear()", "pass"),
     Mutation("copies in flight survive a reset", "Transfers.reset", "self._give_up(...)", "pass"),
     Mutation("what is swapped out survives a reset", "OffloadScheduler.reset", "self._swap.reset()", "pass"),
-    Mutation("KV of before a reset is saved after it", "TrackedRequest.start_over", "self.saving = False", "pass"),
+    Mutation("KV of before a reset is saved after it", "RequestState.start_over", "self.saving = False", "pass"),
     Mutation("KV of before a reset is saved after a swap", "OffloadScheduler.preempt", "_.saving = _", "pass"),
     # Lookups, pins, slots.
     Mutation("an unfinished chunk is found", "ChunkIndex.find", "self._unready and _", "False"),
@@ -369,7 +371,7 @@ MUTATIONS = (
         "",
     ),
     # Probes, and what failed before.
-    Mutation("a request is promised again what failed for it", "LoadPlanner.match", "wary", "False"),
+    Mutation("a request is promised again what failed for it", "LoadPlanner.match", "had_failed_load", "False"),
     Mutation(
         "the chunks of a load that begins inside one are counted from its first block",
         "Transfers._chunk_of",

@@ -13,7 +13,7 @@ _BOUNDED = (
     "swap_pool._free", "swap_pool._doubtful", "swap_pool._num_blocks",  # places of the swap pool
     "swap_pool._num_known", "swap_pool._unusable",
     "_swap._returned_at",  # the last 32 steps
-    "suspects._suspects",  # the last chunks that failed, at most 4096
+    "backoff._entries",  # the last chunks that failed, at most 4096
     "_costs",  # the last measurements
     "_stages",  # one entry for each direction
 )  # fmt: skip

@@ -238,8 +238,8 @@ def test_tables_that_are_not_empty_are_seen():
     world = World(Setup(num_swap_blocks=4))
     world.finish()
     assert tables.not_empty(world.scheduler, late_jobs=False) == {}
-    world.scheduler._transfers._wary.add("r1")
-    assert list(tables.not_empty(world.scheduler, late_jobs=False)) == ["._transfers._wary"]
+    world.scheduler._transfers._had_failed_loads.add("r1")
+    assert list(tables.not_empty(world.scheduler, late_jobs=False)) == ["._transfers._had_failed_loads"]
 
 
 def test_setups_differ():

@@ -7,14 +7,14 @@ from typing import Self, final
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
 from tpu_offload.core.breaker import CircuitBreaker
+from tpu_offload.core.chunk_backoff import ChunkBackoff
 from tpu_offload.core.completion import Completion
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import JobTable
 from tpu_offload.core.policies import EvictionPolicy
+from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.staging import Staging
-from tpu_offload.core.suspects import Suspects
 from tpu_offload.core.swap_pool import SwapPool
-from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import Direction
@@ -61,7 +61,7 @@ class TierContext:
       keys: the key space of today.
       breakers: of saves and of loads.
       swap_breakers: of swaps out and of swaps in.
-      suspects: chunks whose copies failed.
+      backoff: chunks whose copies failed.
       counts: where to count.
     """
 
@@ -72,11 +72,11 @@ class TierContext:
     staging: Staging
     swap_pool: SwapPool
     jobs: JobTable
-    requests: dict[str, TrackedRequest]
+    requests: dict[str, RequestState]
     keys: KeySpace
     breakers: Mapping[Direction, CircuitBreaker]
     swap_breakers: Mapping[Direction, CircuitBreaker]
-    suspects: Suspects
+    backoff: ChunkBackoff
     counts: OffloadStats
 
     @classmethod
@@ -116,7 +116,7 @@ class TierContext:
             keys=KeySpace(layout, blocks_per_chunk=config.blocks_per_chunk),
             breakers={Direction.SAVE: breaker("saves"), Direction.LOAD: breaker("loads")},
             swap_breakers={Direction.SAVE: breaker("swaps out"), Direction.LOAD: breaker("swaps in")},
-            suspects=Suspects(retry_s=config.breaker_retry_s, clock=clock),
+            backoff=ChunkBackoff(retry_s=config.breaker_retry_s, clock=clock),
             counts=counts,
         )
 

@@ -336,7 +336,7 @@ class JobTable:
             self._end(job, JobState.TIMED_OUT)
         self._next_deadline_s = min((job.deadline_s for job in self._jobs.values()), default=math.inf)
 
-    def pass_over(self, worker_id: int, oldest_job_id: int, *, why: str) -> int:
+    def ack_through(self, worker_id: int, oldest_job_id: int, *, why: str) -> int:
         """A worker is through with all jobs below this id, and says no more of them than it has said.
 
         Returns:

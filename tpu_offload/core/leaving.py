@@ -9,11 +9,11 @@ there. Most of that is the next to go anyway: HBM too evicts the tail of a prefi
 import copy
 from typing import final
 
+from tpu_offload.core.engine_api import CachedPrefix, ScheduledRequest
 from tpu_offload.core.index import ChunkIndex
-from tpu_offload.core.requests import CachedPrefix, ScheduledRequest
+from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.tables import Ids, read_hashes, read_ids
-from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
 
@@ -30,7 +30,7 @@ class LeavingBlocks:
         self._block_size = block_size
         self._blocks_per_chunk = blocks_per_chunk
         self._num_groups = num_groups
-        self._leaving: list[TrackedRequest] = []
+        self._leaving: list[RequestState] = []
 
     def __len__(self) -> int:
         return len(self._leaving)
@@ -39,12 +39,12 @@ class LeavingBlocks:
         """Nothing of it is to be saved."""
         self._leaving.clear()
 
-    def take(self) -> list[TrackedRequest]:
+    def take(self) -> list[RequestState]:
         """All of it, for the plan at hand."""
         leaving, self._leaving = self._leaving, []
         return leaving
 
-    def preempt(self, request: TrackedRequest, held: ScheduledRequest) -> bool:
+    def preempt(self, request: RequestState, held: ScheduledRequest) -> bool:
         """A request gives its blocks back, and is tracked no more; returns whether it is saved.
 
         Raises:
@@ -70,7 +70,7 @@ class LeavingBlocks:
         self._leaving.append(leaving)
         return True
 
-    def evict(self, prefix: CachedPrefix, request: TrackedRequest) -> None:
+    def evict(self, prefix: CachedPrefix, request: RequestState) -> None:
         """The prefix cache gives up the last block of a prefix.
 
         Args:
@@ -99,7 +99,7 @@ class LeavingBlocks:
         self._leaving.append(request)
 
     @staticmethod
-    def _tail(prefix: CachedPrefix, group_id: int, hashes: list[BlockHash], request: TrackedRequest) -> list[int]:
+    def _tail(prefix: CachedPrefix, group_id: int, hashes: list[BlockHash], request: RequestState) -> list[int]:
         """The last blocks of a prefix that a layer group has in HBM, from the last one back."""
         block_ids: list[int] = []
         for block_hash in reversed(hashes):
@@ -113,14 +113,14 @@ class LeavingBlocks:
         """The chunks that so many tokens in so many blocks fill."""
         return min(num_tokens // self._block_size, num_blocks) // self._blocks_per_chunk
 
-    def _is_resident(self, prefix: CachedPrefix, num_chunks: int, request: TrackedRequest) -> bool:
+    def _is_resident(self, prefix: CachedPrefix, num_chunks: int, request: RequestState) -> bool:
         """Whether the host tier has the last of so many chunks. O(1), and mostly true: tails go block by block."""
         end = num_chunks * self._blocks_per_chunk
         (block_hash,) = read_hashes(request.request_id, prefix.block_hashes, end - 1, end)
         return ChunkKey(block_hash + request.namespace) in self._index
 
 
-def num_worth_saving(policy: SavePolicy, request: TrackedRequest, num_chunks: int) -> int:
+def num_worth_saving(policy: SavePolicy, request: RequestState, num_chunks: int) -> int:
     """How many leading chunks of a request to save, of so many that may be. Those that are saved stay."""
     first = request.num_saved_chunks
     if num_chunks <= first:

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.engine_api import MISS, FailedLoad, Match, MatchState, RequestLimits
 from tpu_offload.core.index import ChunkState
 from tpu_offload.core.jobs import WaitingLoad, host_blocks
-from tpu_offload.core.requests import MISS, FailedLoad, Match, MatchState, RequestLimits
+from tpu_offload.core.request_state import Promise, RequestState
 from tpu_offload.core.tables import read_ids
-from tpu_offload.core.tracking import Promise, TrackedRequest
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, CopyPart, Direction
 
@@ -24,7 +24,7 @@ class LoadPlanner:
         self._index = context.index
         self._staging = context.staging
         self._breaker = context.breakers[Direction.LOAD]
-        self._suspects = context.suspects
+        self._backoff = context.backoff
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_groups = context.num_groups
@@ -33,16 +33,19 @@ class LoadPlanner:
 
     def match(
         self,
-        request: TrackedRequest,
+        request: RequestState,
         block_hashes: Sequence[BlockHash],
         *,
         num_tokens: int,
         num_computed_tokens: int,
         can_wait: bool,
         limits: RequestLimits | None = None,
-        wary: bool = False,
+        had_failed_load: bool = False,
     ) -> int:
-        """See `OffloadScheduler.match`. With `wary` no chunk is promised that failed and has not succeeded since."""
+        """See `OffloadScheduler.match`.
+
+        With `had_failed_load` no chunk is promised that failed and has not succeeded since.
+        """
         if request.load is not None:
             raise RequestError(
                 f"request {request.request_id} is matched while its load is in flight; wait for its update"
@@ -63,8 +66,8 @@ class LoadPlanner:
         if request.use.num_in_hbm != first_chunk:
             request.use = dataclasses.replace(request.use, num_in_hbm=first_chunk)
         slots = self._index.find(request.keys, first_chunk)
-        if wary:
-            del slots[self._suspects.num_trusted(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]
+        if had_failed_load:
+            del slots[self._backoff.num_trusted(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]
         request.num_found_chunks = min(first_chunk + len(slots), len(request.keys))
         request.num_looked_up_tokens = num_tokens - num_computed_tokens
         # One token is left to compute; the block that holds it is loaded if tokens before it come with it.
@@ -104,7 +107,7 @@ class LoadPlanner:
         )
         return request.promise.num_tokens
 
-    def _start_over(self, request: TrackedRequest, num_computed_tokens: int) -> None:
+    def _start_over(self, request: RequestState, num_computed_tokens: int) -> None:
         """Nothing of what an earlier match has found holds any more."""
         self.release(request)
         request.has_kv = True  # the engine has just said what of it is in HBM
@@ -115,7 +118,7 @@ class LoadPlanner:
         request.awaits_staging = False
         request.at_load_limit = not request.limits.cache
 
-    def answer(self, request: TrackedRequest, num_tokens: int) -> Match:
+    def answer(self, request: RequestState, num_tokens: int) -> Match:
         """What the last match of a request has found, and whether it is worth while to ask again."""
         limit_s = 0.0
         if request.awaits_staging and not num_tokens:
@@ -131,7 +134,7 @@ class LoadPlanner:
                 return Match(num_tokens=num_tokens, state=MatchState.ARRIVING, until_s=until_s)
         return Match(num_tokens=num_tokens, state=MatchState.HIT) if num_tokens else MISS
 
-    def _ends_at_a_save(self, request: TrackedRequest) -> bool:
+    def _ends_at_a_save(self, request: RequestState) -> bool:
         """Whether what the last match of a request would find next is being saved at this moment."""
         end = request.num_found_chunks
         return (
@@ -140,7 +143,7 @@ class LoadPlanner:
             and self._index.state(request.keys[end]) is ChunkState.PENDING
         )
 
-    def release(self, request: TrackedRequest) -> None:
+    def release(self, request: RequestState) -> None:
         """Gives a promise back, if there is one."""
         promise, request.promise, request.revoked = request.promise, None, None
         if promise is not None:
@@ -148,13 +151,13 @@ class LoadPlanner:
             self._staging.release(request.account, promise.num_staging_blocks, Direction.LOAD)
             self._breaker.withdraw(request.account)
 
-    def revoke(self, request: TrackedRequest) -> None:
+    def revoke(self, request: RequestState) -> None:
         """Takes a promise back of which the engine may not have heard when it admits the request."""
         promise = request.promise or request.revoked
         self.release(request)
         request.revoked = promise
 
-    def admit_revoked(self, request: TrackedRequest, *, num_loaded_tokens: int) -> FailedLoad | None:
+    def admit_revoked(self, request: RequestState, *, num_loaded_tokens: int) -> FailedLoad | None:
         """What becomes of a load whose promise is void: a reset took it back, or what it goes on from in HBM was lost.
 
         None if it stands.
@@ -167,7 +170,7 @@ class LoadPlanner:
         return FailedLoad(request_id=request.request_id, num_valid_tokens=num_valid_tokens)
 
     def admit(
-        self, request: TrackedRequest, tables: Sequence[Sequence[int]], *, num_loaded_tokens: int, waits_until_s: float
+        self, request: RequestState, tables: Sequence[Sequence[int]], *, num_loaded_tokens: int, waits_until_s: float
     ) -> WaitingLoad:
         """Turns the promise into a load of the first `num_loaded_tokens` of it and gives the rest back."""
         promise = request.promise

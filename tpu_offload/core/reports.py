@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import final
 
 from tpu_offload.config import CopyPath
-from tpu_offload.core.boundary import has_setup, report_error
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import touches
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.transfers import Transfers
+from tpu_offload.core.validate import has_setup, report_error
 from tpu_offload.core.workers import Workers
 from tpu_offload.types import CacheEpoch, Direction, StepReport, WorkerSetup
 
@@ -117,7 +117,7 @@ class Reports:
                 self._counts.num_ignored_results += 1
         if report.oldest_job_id <= self._jobs.num_given:
             why = f"worker {worker_id} never reported the result"
-            self._counts.num_lost_results += self._jobs.pass_over(worker_id, report.oldest_job_id, why=why)
+            self._counts.num_lost_results += self._jobs.ack_through(worker_id, report.oldest_job_id, why=why)
         else:  # it has been told of jobs that are not ours: another scheduler's, before this one
             self._reject(f"worker {worker_id} is through with job {report.oldest_job_id}, which was never given")
         self._hear_of_losses(report)

@@ -9,12 +9,12 @@ import logging
 from collections.abc import Collection, Container, Iterable, Sequence
 
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.engine_api import ScheduledRequest
 from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.leaving import LeavingBlocks, num_worth_saving
-from tpu_offload.core.requests import ScheduledRequest
+from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.tables import Ids, plain, read_changes
-from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey, CopyPart, Direction, JobKind
 
@@ -87,12 +87,12 @@ class SavePlanner:
         self._jobs = context.jobs
         self._policy = policy
         self._breaker = context.breakers[Direction.SAVE]
-        self._suspects = context.suspects
+        self._backoff = context.backoff
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_groups = context.num_groups
         # Requests with something to save, by account. All others cost a step nothing.
-        self._to_look_at: dict[str, TrackedRequest] = {}
+        self._to_look_at: dict[str, RequestState] = {}
         self.leaving = LeavingBlocks(
             self._index,
             policy,
@@ -104,7 +104,7 @@ class SavePlanner:
         self._saves_on_compute = policy.saves_on(SaveEvent.COMPUTE)
         self._num_unchained = 0  # requests whose block hashes say nothing of the tokens before
 
-    def read(self, request: TrackedRequest, scheduled: ScheduledRequest) -> Offer | None:
+    def read(self, request: RequestState, scheduled: ScheduledRequest) -> Offer | None:
         """Reads what is said of a request and changes nothing; None if it is no news.
 
         Raises:
@@ -139,7 +139,7 @@ class SavePlanner:
                 )
         return num_chunks, hashes, changes
 
-    def offer(self, request: TrackedRequest, offer: Offer) -> None:
+    def offer(self, request: RequestState, offer: Offer) -> None:
         """Takes note of what was read.
 
         It stays on offer until the engine says something else of the request, or it is forgotten.
@@ -162,7 +162,7 @@ class SavePlanner:
         request.num_offered_chunks = worth
         self._look_at(request)
 
-    def see(self, request: TrackedRequest, num_chunks: int) -> None:
+    def see(self, request: RequestState, num_chunks: int) -> None:
         """A request comes by with these leading chunks; their keys are known. Each is told of once, however often."""
         num_seen = self._num_seen.get(request.request_id, 0)
         if num_chunks > num_seen and request.limits.cache:
@@ -179,13 +179,13 @@ class SavePlanner:
         self.leaving.clear()
         self._num_seen.clear()
 
-    def withdraw(self, request: TrackedRequest) -> None:
+    def withdraw(self, request: RequestState) -> None:
         """Nothing of the request is read any more, unless it is offered again."""
         request.block_tables = []
         request.num_offered_chunks = 0
         self._to_look_at.pop(request.account, None)
 
-    def preempt(self, request: TrackedRequest, held: ScheduledRequest) -> None:
+    def preempt(self, request: RequestState, held: ScheduledRequest) -> None:
         """A request gives its blocks back and will return: what it holds is saved now or never, if that is done."""
         if self.leaving.preempt(request, held):
             request.num_refused_chunks = 0  # not dropped yet
@@ -221,13 +221,13 @@ class SavePlanner:
         self._staging.end_plan(saves_wait=is_short)
         return plan
 
-    def num_dropped(self, request: TrackedRequest) -> int:
+    def num_dropped(self, request: RequestState) -> int:
         """Chunks of a request that are on offer and would not be saved if it ended now."""
         if self._breaker.closed or request.account not in self._to_look_at:
             return request.num_refused_chunks
         return max(request.num_refused_chunks, request.num_offered_chunks - request.num_saved_chunks)
 
-    def rewind(self, requests: Iterable[TrackedRequest], lost: set[ChunkKey]) -> None:
+    def rewind(self, requests: Iterable[RequestState], lost: set[ChunkKey]) -> None:
         """Offers again what is lost, for each request that counted on it. O(requests + chunks behind the lost ones)."""
         for request in requests:
             missing, end = self._index.missing(request.keys, 0, request.num_saved_chunks)
@@ -239,14 +239,14 @@ class SavePlanner:
                     self._look_at(request)
                     break
 
-    def rewind_all(self, requests: Iterable[TrackedRequest]) -> None:
+    def rewind_all(self, requests: Iterable[RequestState]) -> None:
         """Offers again all that requests counted on: the host tier is empty."""
         for request in requests:
             if request.num_saved_chunks:
                 request.num_saved_chunks = request.num_looked_at_chunks = 0
                 self._look_at(request)
 
-    def check_invariants(self, requests: Iterable[TrackedRequest]) -> None:
+    def check_invariants(self, requests: Iterable[RequestState]) -> None:
         """Raises AssertionError unless exactly the requests with something to save are looked at. For tests."""
         waiting = {r.account for r in requests if r.saving and r.num_offered_chunks > r.num_saved_chunks}
         assert waiting <= self._to_look_at.keys(), "a request that has something to save would be forgotten"
@@ -257,15 +257,15 @@ class SavePlanner:
             assert all(len(table) >= num_blocks for table in known), "chunks are on offer whose blocks are not known"
             assert len(request.keys) >= request.num_offered_chunks, "chunks are on offer whose keys are not known"
 
-    def _plan_all(self, kind: JobKind, requests: Iterable[TrackedRequest], room: int, *, deadline_s: float) -> int:
+    def _plan_all(self, kind: JobKind, requests: Iterable[RequestState], room: int, *, deadline_s: float) -> int:
         """Plans the saves of these in this order, at most `room` chunks; returns how many."""
         is_use = kind is JobKind.SAVE
         shared, num_saved = self._new_save(), 0
-        some_suspect = len(self._suspects) > 0
+        some_back_off = len(self._backoff) > 0
         try:
             for request in requests:
                 # One with chunks that failed gets a job of its own, so that it takes no other down again.
-                save = self._new_save() if some_suspect and self._has_suspects(request) else shared
+                save = self._new_save() if some_back_off and self._backs_off(request) else shared
                 num_saved += self._plan_one(request, save, room - num_saved, is_use=is_use)
                 if save is not shared and save.slots:
                     self._plan_job(kind, save, deadline_s=deadline_s)
@@ -274,22 +274,22 @@ class SavePlanner:
                 self._plan_job(kind, shared, deadline_s=deadline_s)
         return num_saved
 
-    def _in_turn(self, room: int) -> Collection[TrackedRequest]:
+    def _in_turn(self, room: int) -> Collection[RequestState]:
         """The requests with something to save, those first that have waited longest, or offer least."""
         waiting = self._to_look_at.values()
         if room < MAX_AT_ONCE or sum([r.num_offered_chunks - r.num_saved_chunks for r in waiting]) <= MAX_AT_ONCE:
             return waiting
         return sorted(waiting, key=lambda request: request.num_offered_chunks - request.num_saved_chunks)
 
-    def _look_at(self, request: TrackedRequest) -> None:
+    def _look_at(self, request: RequestState) -> None:
         if request.num_offered_chunks > request.num_saved_chunks and request.saving:
             self._to_look_at[request.account] = request
 
-    def _has_suspects(self, request: TrackedRequest) -> bool:
+    def _backs_off(self, request: RequestState) -> bool:
         keys = request.keys[request.num_saved_chunks : request.num_offered_chunks]
-        return any(key in self._suspects for key in keys)
+        return any(key in self._backoff for key in keys)
 
-    def _plan_one(self, request: TrackedRequest, save: _Save, room: int, *, is_use: bool) -> int:
+    def _plan_one(self, request: RequestState, save: _Save, room: int, *, is_use: bool) -> int:
         """Adds to `save` what is missing of a request, at most `room` chunks of it; returns how many.
 
         What is there already counts as used, if this `is_use`.
@@ -298,7 +298,7 @@ class SavePlanner:
         if num_chunks <= request.num_saved_chunks or not request.saving:
             request.num_refused_chunks = 0
             return 0
-        resting = request.rests_until_s and self._suspects.now_s() < request.rests_until_s
+        resting = request.rests_until_s and self._backoff.now_s() < request.rests_until_s
         if (not room or resting) and request.num_refused_chunks and request.num_looked_at_chunks == num_chunks:
             return 0  # nothing new, and still no room or a chunk that rests: waiting costs no more than this
         # What was saved earlier may have been evicted since, from the tail on: going back to the last
@@ -313,8 +313,8 @@ class SavePlanner:
                     first -= 1
         if first < request.num_gone_chunks:
             return 0  # its head is nowhere: no lookup could reach it
-        copyable = self._suspects.num_copyable(keys, first, num_chunks)
-        request.rests_until_s = self._suspects.until_s(keys[copyable]) if copyable < num_chunks else 0.0
+        copyable = self._backoff.num_copyable(keys, first, num_chunks)
+        request.rests_until_s = self._backoff.until_s(keys[copyable]) if copyable < num_chunks else 0.0
         missing, end = self._index.missing(keys, first, copyable)
         saved = missing[:room]
         if len(saved) > 1 and self._repeat([keys[i] for i in saved]):
@@ -354,7 +354,7 @@ class SavePlanner:
         """Whether chunks that follow each other, the first of which is missing, are not what chained hashes name."""
         return len(set(missing)) < len(missing) or any(key in self._index for key in missing)
 
-    def _refuse(self, request: TrackedRequest) -> None:
+    def _refuse(self, request: RequestState) -> None:
         """Nothing more of a request is saved: what was would be found by prompts that begin otherwise."""
         request.saving, request.num_refused_chunks = False, 0
         self._num_unchained += 1
@@ -392,7 +392,7 @@ class SavePlanner:
         self._breaker.begin(job.job_id)
 
 
-def _by_priority(requests: Iterable[TrackedRequest]) -> list[TrackedRequest]:
+def _by_priority(requests: Iterable[RequestState]) -> list[RequestState]:
     """The highest first, equals in their order."""
     ordered = list(requests)
     if len({request.limits.priority for request in ordered}) > 1:

@@ -26,7 +26,7 @@ their KV, computed once, stays. Steps cost nothing for requests about which ther
 What a job holds (staging blocks, pins, places in the swap pool) is given back at one place (`core.completion`), once:
 when every worker has reported the job, or when its time is over. Until then the bytes may still be moving, whatever
 became of the request. Copies that keep failing are suspended for a while (`core.breaker`), chunks that keep failing are
-left alone (`core.suspects`); the engine computes what it would have loaded.
+left alone (`core.chunk_backoff`); the engine computes what it would have loaded.
 """
 
 import dataclasses
@@ -36,22 +36,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
-from tpu_offload.core.boundary import (
-    check_epoch,
-    check_iterable,
-    check_limits,
-    check_prefix,
-    check_request,
-    check_scheduled,
-)
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.index import Changes, ChunkState
-from tpu_offload.core.jobs import Job, WaitingLoad
-from tpu_offload.core.load_queue import LoadQueue
-from tpu_offload.core.loading import LoadPlanner
-from tpu_offload.core.policies import EvictionPolicy, PriorityPolicy, Use, check_maker, find_policy
-from tpu_offload.core.reports import Reports
-from tpu_offload.core.requests import (
+from tpu_offload.core.engine_api import (
     MISS,
     CachedPrefix,
     Match,
@@ -61,13 +47,27 @@ from tpu_offload.core.requests import (
     TierEventKind,
     Update,
 )
+from tpu_offload.core.index import Changes, ChunkState
+from tpu_offload.core.jobs import Job, WaitingLoad
+from tpu_offload.core.load_queue import LoadQueue
+from tpu_offload.core.loading import LoadPlanner
+from tpu_offload.core.policies import EvictionPolicy, PriorityPolicy, Use, check_maker, find_policy
+from tpu_offload.core.reports import Reports
+from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_SAVES, Offer, SavePlanner
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tables import check_sequence, read_tables
-from tpu_offload.core.tracking import TrackedRequest
 from tpu_offload.core.transfers import TRANSFERS, Transfers
+from tpu_offload.core.validate import (
+    check_epoch,
+    check_iterable,
+    check_limits,
+    check_prefix,
+    check_request,
+    check_scheduled,
+)
 from tpu_offload.core.workers import Workers
 from tpu_offload.errors import ConfigError, RequestError
 from tpu_offload.layout import KVLayout
@@ -83,7 +83,7 @@ from tpu_offload.types import (
 from tpu_offload.values import as_count, one_line
 
 _NO_UPDATE = Update()
-_NO_OFFERS: Mapping[str, tuple[TrackedRequest, Offer]] = {}
+_NO_OFFERS: Mapping[str, tuple[RequestState, Offer]] = {}
 _MAX_EVENT_CHUNKS = 10_000
 
 
@@ -242,7 +242,7 @@ class OffloadScheduler:
             num_computed_tokens=num_computed_tokens,
             limits=own_limits,
             can_wait=can_wait and self._config.load_wait_s > 0,
-            wary=self._transfers.is_wary(request_id),
+            had_failed_load=self._transfers.has_failed_load(request_id),
         )
         if own_limits is not None:
             self._limits_of[request_id] = own_limits
@@ -389,7 +389,7 @@ class OffloadScheduler:
             request.start_over(namespace=self._context.keys.namespace)
         self._saves.reset()
         self._transfers.reset()
-        self._context.suspects.clear()
+        self._context.backoff.clear()
         self._swap.reset()
         self._index.clear()
 
@@ -544,7 +544,7 @@ class OffloadScheduler:
     def _has_news(self) -> bool:
         return self._transfers.has_news or self._swap.has_news or self._reports.has_news
 
-    def _plan_transfers(self, offers: Mapping[str, tuple[TrackedRequest, Offer]], now_s: float) -> tuple[int, ...]:
+    def _plan_transfers(self, offers: Mapping[str, tuple[RequestState, Offer]], now_s: float) -> tuple[int, ...]:
         """Plans saves and loads; returns the ids of loads that are taken back."""
         if not self._enabled:
             return ()
@@ -560,15 +560,15 @@ class OffloadScheduler:
             self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
         return cancelled
 
-    def _request(self, request_id: str) -> TrackedRequest:
+    def _request(self, request_id: str) -> RequestState:
         """The request of this id, or a new one; that is for the caller to keep."""
         return self._requests.get(request_id) or self._new_request(request_id)
 
-    def _new_request(self, request_id: str) -> TrackedRequest:
+    def _new_request(self, request_id: str) -> RequestState:
         number = self._num_requests_seen
         self._num_requests_seen += 1
         account, namespace = f"{request_id}#{number}", self._context.keys.namespace
-        request = TrackedRequest(request_id, account=account, use=Use(number), namespace=namespace)
+        request = RequestState(request_id, account=account, use=Use(number), namespace=namespace)
         request.limit(self._limits_of.get(request_id, self._limits))
         return request
 
@@ -585,20 +585,20 @@ class OffloadScheduler:
         if request.load is not None:
             self._transfers.detach(request.load)
 
-    def _count_lookup(self, request: TrackedRequest) -> None:
+    def _count_lookup(self, request: RequestState) -> None:
         """Counts what its last match looked up, unless it is counted."""
         self._counts.looked_up_tokens += request.num_looked_up_tokens
         self._counts.found_tokens += request.num_found_tokens
         request.num_looked_up_tokens = request.num_found_tokens = 0
 
-    def _read(self, changed: Iterable[ScheduledRequest]) -> Mapping[str, tuple[TrackedRequest, Offer]]:
+    def _read(self, changed: Iterable[ScheduledRequest]) -> Mapping[str, tuple[RequestState, Offer]]:
         """What the engine says of its requests, by their ids: all of it is looked at before any of it counts."""
         if type(changed) is list or type(changed) is tuple:
             if not changed:  # nearly always
                 return _NO_OFFERS
         else:
             check_iterable(changed, "a step names", "ScheduledRequests")
-        offers: dict[str, tuple[TrackedRequest, Offer]] = {}
+        offers: dict[str, tuple[RequestState, Offer]] = {}
         for named in changed:
             scheduled = check_scheduled(named, num_groups=self._context.num_groups)
             request_id = scheduled.request_id

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import final
 
 from tpu_offload.core.context import TierContext
+from tpu_offload.core.engine_api import FailedLoad, FinishedTransfer
 from tpu_offload.core.index import touches
 from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
-from tpu_offload.core.requests import FailedLoad, FinishedTransfer
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.types import ChunkKey, Direction, JobKind, JobState
 
@@ -36,7 +36,7 @@ class Transfers:
         self._index = context.index
         self._saves = saves
         self._requests = context.requests
-        self._suspects = context.suspects
+        self._backoff = context.backoff
         self._counts = context.counts
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
@@ -46,7 +46,7 @@ class Transfers:
         self._finished: list[FinishedTransfer] = []
         self._lost_keys: set[ChunkKey] = set()
         # Requests that have seen a load fail: they compute what failed, others may try it once more.
-        self._wary: set[str] = set()
+        self._had_failed_loads: set[str] = set()
         self._jobs.on_end(*TRANSFERS, call=self.ended)
 
     # On the way down.
@@ -94,7 +94,7 @@ class Transfers:
             # Before a plan, so that the workers are told before the engine lets a step compute into these blocks.
             self._to_cancel[job.job_id] = job.waiting_for
         bad = self._bad_chunks(job)
-        too_often = self._judge(job, [job.keys[i] for i in bad])
+        too_often = self._record_outcome(job, [job.keys[i] for i in bad])
         if job.direction is Direction.SAVE:
             self._end_save(job, bad)
         else:
@@ -119,13 +119,13 @@ class Transfers:
         """The next update says that a request must compute."""
         self._failed_loads.append(failed)
 
-    def is_wary(self, request_id: str) -> bool:
+    def has_failed_load(self, request_id: str) -> bool:
         """Whether a load of this request has failed."""
-        return request_id in self._wary
+        return request_id in self._had_failed_loads
 
     def forget(self, request_id: str) -> None:
         """A request ended."""
-        self._wary.discard(request_id)
+        self._had_failed_loads.discard(request_id)
 
     def forget_news(self, request_id: str) -> None:
         """The request has given its blocks back: nothing is to be said of what it waited for."""
@@ -223,12 +223,12 @@ class Transfers:
             return list(range(len(job.keys)))
         return sorted({self._chunk_of(job, position) for position in job.failed_blocks})
 
-    def _judge(self, job: Job, bad: Sequence[ChunkKey]) -> list[ChunkKey]:
+    def _record_outcome(self, job: Job, bad: Sequence[ChunkKey]) -> list[ChunkKey]:
         """What its end says of later copies of its chunks; returns those that have failed too often."""
         if job.state is JobState.FINISHED:
-            self._suspects.succeeded(job.keys, job.direction)
+            self._backoff.succeeded(job.keys, job.direction)
         elif job.copy_failed:
-            return self._suspects.failed(bad, job.direction, job_id=job.job_id, next_job_id=self._jobs.num_given)
+            return self._backoff.failed(bad, job.direction, job_id=job.job_id, next_job_id=self._jobs.num_given)
         return []
 
     def _end_save(self, job: Job, bad: Sequence[int]) -> None:
@@ -251,7 +251,7 @@ class Transfers:
             self._loaded.append(request_id)
             self._counts.loaded_tokens += _blocks_per_group(job) * self._block_size
             return
-        self._wary.add(request_id)
+        self._had_failed_loads.add(request_id)
         # What came before the first hole can be used.
         num_loaded = 0 if job.doomed else min(position % _blocks_per_group(job) for position in job.failed_blocks)
         self._counts.loaded_tokens += num_loaded * self._block_size

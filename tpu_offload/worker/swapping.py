@@ -16,10 +16,10 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import plan_segments, plan_shared_segments, size_swap_pool, wanted_swap_blocks
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import wait_for_all
-from tpu_offload.worker.boundary import job_error
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, unwrapped
 from tpu_offload.worker.host_memory import HostMemory
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.validate import job_error
 
 _logger = logging.getLogger(__name__)
 

@@ -33,11 +33,11 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import pinned_zeros
 from tpu_offload.types import CopyJob, Direction, HostStore, JobKind, StepPlan
 from tpu_offload.worker.backlog import BackloggedLoad, LoadBacklog
-from tpu_offload.worker.boundary import job_error
 from tpu_offload.worker.forward_pass import ForwardPassCopies
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier
 from tpu_offload.worker.host_memory import HostMemory
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.validate import job_error
 
 _logger = logging.getLogger(__name__)
 

@@ -37,12 +37,12 @@ from tpu_offload.memory import available_nbytes, cap_chunks, plan_segments, plan
 from tpu_offload.types import CacheEpoch, CopyJob, Direction, JobKind, StepPlan, StepReport, WorkerSetup
 from tpu_offload.values import as_count, one_line
 from tpu_offload.worker.arrays import is_ready, wait_for_all, wait_for_any
-from tpu_offload.worker.boundary import sound_plan
 from tpu_offload.worker.group_copies import WrapCopier, unwrapped
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.plan_gate import PlanGate
 from tpu_offload.worker.swapping import SwapCopies
 from tpu_offload.worker.tier import TierCopies
+from tpu_offload.worker.validate import sound_plan
 
 _logger = logging.getLogger(__name__)
 

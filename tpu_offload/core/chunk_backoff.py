@@ -13,7 +13,7 @@ _CAPACITY = 4096
 
 
 @dataclasses.dataclass(slots=True)
-class _Suspect:
+class _Entry:
     """A chunk that failed.
 
     Attributes:
@@ -30,7 +30,7 @@ class _Suspect:
 
 
 @final
-class Suspects:
+class ChunkBackoff:
     """Remembers the last chunks that failed, at most 4096; all others cost nothing.
 
     A chunk that failed is not tried again and again: after the second failure it rests for `retry_s`, after each
@@ -44,29 +44,29 @@ class Suspects:
     def __init__(self, *, retry_s: float, clock: Callable[[], float]) -> None:
         self._retry_s = retry_s
         self._clock = clock
-        self._suspects: OrderedDict[ChunkKey, _Suspect] = OrderedDict()
+        self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._suspects)
+        return len(self._entries)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._suspects
+        return key in self._entries
 
     def num_copyable(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
         """Where the chunks `first` to `end - 1` of a prefix stop to be copyable: `end`, or the first that rests."""
-        if not self._suspects:
+        if not self._entries:
             return end
         now_s = self._clock()
         for i in range(first, end):
-            suspect = self._suspects.get(keys[i])
-            if suspect is not None and now_s < suspect.until_s:
+            entry = self._entries.get(keys[i])
+            if entry is not None and now_s < entry.until_s:
                 return i
         return end
 
     def until_s(self, key: ChunkKey) -> float:
         """When a chunk that rests may be copied again."""
-        suspect = self._suspects.get(key)
-        return suspect.until_s if suspect is not None else 0.0
+        entry = self._entries.get(key)
+        return entry.until_s if entry is not None else 0.0
 
     def now_s(self) -> float:
         """The time by which chunks rest."""
@@ -74,9 +74,9 @@ class Suspects:
 
     def num_trusted(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
         """Where the chunks `first` to `end - 1` of a prefix stop to be trusted: `end`, or the first that failed."""
-        if not self._suspects:
+        if not self._entries:
             return end
-        return next((i for i in range(first, end) if keys[i] in self._suspects), end)
+        return next((i for i in range(first, end) if keys[i] in self._entries), end)
 
     def failed(
         self, keys: Iterable[ChunkKey], direction: Direction, *, job_id: int, next_job_id: int
@@ -93,30 +93,30 @@ class Suspects:
         """
         now_s, too_often = self._clock(), []
         for key in keys:
-            suspect = self._suspects.setdefault(key, _Suspect())
-            self._suspects.move_to_end(key)
-            suspect.failed_load |= direction is Direction.LOAD
-            if job_id < suspect.known_from:  # requests that share a chunk, in one step: one failure has hit them all
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+            entry.failed_load |= direction is Direction.LOAD
+            if job_id < entry.known_from:  # requests that share a chunk, in one step: one failure has hit them all
                 continue
-            suspect.known_from = next_job_id
-            suspect.num_failures += 1
-            if suspect.num_failures >= _MAX_FAILURES:
-                backoff = min(2 ** (suspect.num_failures - _MAX_FAILURES), _MAX_BACKOFF)
-                suspect.until_s = now_s + backoff * self._retry_s
+            entry.known_from = next_job_id
+            entry.num_failures += 1
+            if entry.num_failures >= _MAX_FAILURES:
+                backoff = min(2 ** (entry.num_failures - _MAX_FAILURES), _MAX_BACKOFF)
+                entry.until_s = now_s + backoff * self._retry_s
                 too_often.append(key)
-        while len(self._suspects) > _CAPACITY:
-            self._suspects.popitem(last=False)
+        while len(self._entries) > _CAPACITY:
+            self._entries.popitem(last=False)
         return too_often
 
     def succeeded(self, keys: Iterable[ChunkKey], direction: Direction) -> None:
         """Copies of these chunks succeeded."""
-        if not self._suspects:
+        if not self._entries:
             return
         for key in keys:
-            suspect = self._suspects.get(key)
-            if suspect is not None and (direction is Direction.LOAD or not suspect.failed_load):
-                del self._suspects[key]
+            entry = self._entries.get(key)
+            if entry is not None and (direction is Direction.LOAD or not entry.failed_load):
+                del self._entries[key]
 
     def clear(self) -> None:
         """Forgets all: the keys of today are others."""
-        self._suspects.clear()
+        self._entries.clear()

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
+from tpu_offload.core.engine_api import NO_LIMITS, RequestLimits
 from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.policies import Use
-from tpu_offload.core.requests import NO_LIMITS, RequestLimits
 from tpu_offload.core.tables import Ids, read_hashes
 from tpu_offload.errors import RequestError
 from tpu_offload.hashing import PrefixKeys, last_block_hash
@@ -38,7 +38,7 @@ class Promise:
 
 
 @dataclasses.dataclass(slots=True)
-class TrackedRequest:
+class RequestState:
     """A request between its first match and its end or preemption.
 
     Attributes:
