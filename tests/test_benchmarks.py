@@ -126,7 +126,8 @@ def test_dispatch(run):
 
 
 def test_long_prompt(run):
-    said, report = run("bench_long_prompt", "--num-tokens 512 --staging-tokens 256 --rounds 1")
+    # With a smaller buffer a save may find no room while the one before it is on its way, on a busy machine.
+    said, report = run("bench_long_prompt", "--num-tokens 512 --staging-tokens 512 --rounds 1")
     assert "loaded; first token after" in said
     assert [r["path"] for r in report["results"]] == ["direct", "staged"]
     assert all(r["loaded_tokens"] > 256 for r in report["results"])

@@ -464,7 +464,7 @@ def test_a_load_that_times_out_is_computed():
     stack = make_stack(job_timeout_s=1.0, load_path="staged")
     tokens = save_prompt(stack, "a")
     now = [stack.offload._clock()]
-    stack.offload._loads._clock = lambda: now[0]
+    stack.offload._clock = lambda: now[0]
     tier_group(stack.workers[0])._resume_load = lambda flight, kv_caches: None  # it never arrives
     stack.add("other", prompt(8, seed=4), max_tokens=12)
     request = stack.add("b", tokens)
@@ -544,7 +544,7 @@ def test_three_workers_that_report_in_any_order(order):
 def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
     stack = make_stack(num_workers=2, job_timeout_s=5.0, save_wait_s=0.0)
     now = [stack.offload._clock()]
-    stack.offload._loads._clock = lambda: now[0]
+    stack.offload._clock = lambda: now[0]
 
     def mute(results):
         results[1].kv_connector_output.kv_connector_worker_meta = None
