@@ -8,7 +8,7 @@ from typing import Any
 # Tables that are never empty: their sizes are fixed, or bounded by the memory that they describe.
 _BOUNDED = (
     "_context.index",  # slots and resident chunks; `check_invariants` holds them together
-    "_num_host_chunks", "_num_swap_blocks", "_oldest", "breakers", "_to_send",  # one entry each
+    "_num_host_chunks", "_num_swap_blocks", "_oldest", "breakers",  # one entry each
     "_workers._own", "_workers._setups", "_workers._missing",  # likewise
     "swap_pool._free", "swap_pool._doubtful", "swap_pool._num_blocks",  # places of the swap pool
     "swap_pool._num_known", "swap_pool._unusable",

@@ -200,7 +200,7 @@ class SavePlanner:
         if not self._to_look_at and not self.leaving:
             self._staging.end_plan(saves_wait=False)
             return NO_SAVES
-        plan = SaveCounts()
+        counts = SaveCounts()
         staging_room = self._staging.room_for_saves() // (self._blocks_per_chunk * self._num_groups)
         room = staging_room if self._breaker.closed else min(staging_room, 1)
         admitted = self._breaker.admits(_ACCOUNT)
@@ -208,18 +208,18 @@ class SavePlanner:
         if self.leaving:
             leaving = _by_priority(self.leaving.take())
             num_early = self._plan_all(JobKind.EARLY_SAVE, leaving, room if admitted else 0, deadline_s=deadline_s)
-            plan.num_dropped_chunks = sum(request.num_refused_chunks for request in leaving)
+            counts.num_dropped_chunks = sum(request.num_refused_chunks for request in leaving)
         if self._to_look_at and admitted:
             room = min(room - num_early, MAX_AT_ONCE)
             requests = _by_priority(self._in_turn(room))
             num_saved = self._plan_all(JobKind.SAVE, requests, room, deadline_s=deadline_s)
             for request in requests:
-                plan.num_refused_chunks += request.num_refused_chunks
+                counts.num_refused_chunks += request.num_refused_chunks
                 if not request.num_refused_chunks:
                     del self._to_look_at[request.account]
-        is_short = plan.num_refused_chunks > 0 and num_early + num_saved == staging_room
+        is_short = counts.num_refused_chunks > 0 and num_early + num_saved == staging_room
         self._staging.end_plan(saves_wait=is_short)
-        return plan
+        return counts
 
     def num_dropped(self, request: RequestState) -> int:
         """Chunks of a request that are on offer and would not be saved if it ended now."""

@@ -420,7 +420,7 @@ class OffloadScheduler:
         try:
             cancelled = self._plan_transfers(offers, now_s)
         except BaseException:  # an eviction or save policy may be anybody's
-            self._jobs.fail_planned("a policy raised while the step was planned")
+            self._jobs.fail_planned("the step that it was planned for was never sent: planning raised an error")
             raise
         self._swap.begin_step()
         plan = StepPlan(

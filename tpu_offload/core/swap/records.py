@@ -77,7 +77,7 @@ class PlannedSwaps:
         self,
         swapped: Swapped,
         direction: Direction,
-        block_ids: Sequence[Sequence[int]],
+        block_tables: Sequence[Sequence[int]],
         places: HostBlocks,
         *,
         tier: CopyPart | None = None,
@@ -87,7 +87,7 @@ class PlannedSwaps:
         Args:
           swapped: whose.
           direction: SAVE swaps out, LOAD swaps in.
-          block_ids: per layer group, blocks of HBM.
+          block_tables: per layer group, blocks of HBM.
           places: per layer group, as many held places.
           tier: what comes from the host tier; its chunks are pinned once more.
         Returns:
@@ -95,7 +95,7 @@ class PlannedSwaps:
         """
         parts = [
             CopyPart(group_id=g, store=HostStore.SWAP_POOL, block_ids=tuple(blocks), host_block_ids=tuple(held))
-            for g, (blocks, held) in enumerate(zip(block_ids, places, strict=True))
+            for g, (blocks, held) in enumerate(zip(block_tables, places, strict=True))
             if blocks
         ]
         reads_tier = tier is not None and bool(tier.block_ids)
