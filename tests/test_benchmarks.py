@@ -26,7 +26,7 @@ def run(main, tmp_path, capsys):
 
     def call(script, arguments):
         path = tmp_path / "report.json"
-        assert main(script)([*arguments.split(), "--json", str(path)]) == 0
+        assert main(script)(["--json", str(path), *arguments.split()]) == 0
         return capsys.readouterr().out, json.loads(path.read_text())
 
     return call
@@ -110,6 +110,22 @@ def test_index(run):
         assert us["hit"] > us["hit_match"] > 0
         assert result["ratio_to_peer"]["both"]["num"] == result["num_requests"]
     assert report["memory"][0]["ours"]["bytes_per_chunk"] > 24  # its key
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history")
+def test_compare_commits(run):
+    sweep = "--num-indexed 1000 --prompt-chunks 10 --chunks-timed 150"
+    said, report = run("compare_commits", f"--against HEAD --rounds 2 --only index_ bench_index.py {sweep}")
+    assert "bench_index.py: this tree and HEAD" in said
+    (name,) = (name for name in report["ratios"] if name.endswith("us_per_chunk.index_lookup"))
+    assert name == "num_indexed=1000 prompt_chunks=10: us_per_chunk.index_lookup"
+    assert report["ratios"][name]["num"] == 2
+    assert not any("hit_match" in name for name in report["ratios"])
+
+
+def test_compare_with_a_commit_that_is_not_there(main, capfd):
+    assert main("compare_commits")(["--against", "no-such-commit", "bench_index.py"]) == 1
+    assert "git archive no-such-commit failed" in capfd.readouterr().err
 
 
 def test_dispatch(run):
