@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
+from tests.jobs import host_block_ids
 from tests.simulation.books import LoadBooks, Loading
 from tests.simulation.memory import Violation, kv
 from tests.simulation.request import Request
@@ -172,7 +173,7 @@ class Model:
             self.counts["loads that waited"] += since_s < now_s - 0.15
             if num_blocks != job.num_blocks:
                 raise Violation(f"load {job.job_id} of {job.num_blocks} blocks; {job.request_id} admitted {num_blocks}")
-            places = [place // self.size for place in job.host_block_ids]
+            places = [place // self.size for place in host_block_ids(job)]
             chunks = [last_block_hash(self.last_key_in[slot]) if slot in self.last_key_in else None for slot in places]
             self.loads.start(job.request_id, Loading(job.job_id, places, chunks, num_blocks))
             slots = set(places)
@@ -185,7 +186,7 @@ class Model:
             self._open(job.job_id, OpenJob(Direction.LOAD, num_staged, slots, self._everybody(), deadline_s))
         self.counts["early saves"] += len(plan.of(JobKind.EARLY_SAVE))
         for job in (*plan.of(JobKind.EARLY_SAVE), *plan.of(JobKind.SAVE)):
-            slots = {place // self.size for place in job.host_block_ids}
+            slots = {place // self.size for place in host_block_ids(job)}
             if len(slots) * self.size != job.num_blocks:
                 raise Violation(f"save {job.job_id} has two chunks for one slot, or half a chunk")
             for slot in slots:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import final
 
+from tests.jobs import host_block_ids
 from tests.simulation.memory import Junk, mix
 from tests.simulation.trace import Setup
 from tpu_offload import CacheEpoch, CopyJob, HostStore, JobKind, JobResult, JobState, StepPlan, StepReport
@@ -239,10 +240,10 @@ class SimWorker:
 
     def _save(self, job: CopyJob) -> None:
         self._accept(job.job_id)
-        if self._refuse(job.job_id, job.host_block_ids, self.host, reads=False):
+        if self._refuse(job.job_id, host_block_ids(job), self.host, reads=False):
             return
         contents = [tuple(self.hbm[block]) for block in job.block_ids]
-        writes, result = self._copy(job.job_id, job.host_block_ids, contents, self.faults["save"])
+        writes, result = self._copy(job.job_id, host_block_ids(job), contents, self.faults["save"])
         if not self.stages_saves:
             self.host.write(writes)
         self._fly(job.job_id, self.host if self.stages_saves else None, writes, result, writes_host=True)
@@ -250,7 +251,7 @@ class SimWorker:
 
     def _load(self, job: CopyJob) -> None:
         self._accept(job.job_id)
-        if self._refuse(job.job_id, job.host_block_ids, self.host, reads=True):
+        if self._refuse(job.job_id, host_block_ids(job), self.host, reads=True):
             return
         self.long_loads[job.job_id] = LongLoad(job)
 
@@ -268,7 +269,7 @@ class SimWorker:
                 continue
             left -= num_blocks
             load.num_dispatched = end = first + num_blocks
-            contents = [self.host.places[place] for place in job.host_block_ids[first:end]]
+            contents = [self.host.places[place] for place in host_block_ids(job)[first:end]]
             writes, result = self._copy(job.job_id, job.block_ids[first:end], contents, self.faults["load"])
             if not self.stages_loads:
                 self._write_hbm(writes)
@@ -288,7 +289,7 @@ class SimWorker:
     def _fail_lost_loads(self) -> None:
         """What is lost cannot be read by a piece that has yet to be."""
         for load in list(self.long_loads.values()):
-            places = load.job.host_block_ids[load.num_dispatched :]
+            places = host_block_ids(load.job)[load.num_dispatched :]
             if load.why is None and not self.host.lost.isdisjoint(places):
                 result = JobResult(job_id=load.job.job_id, state=_FAILED, error="what was there is lost")
                 self._fail_piece(load, result, load.num_dispatched, load.job.num_blocks)
