@@ -19,6 +19,7 @@ from tpu_offload import (
     BlockHasher,
     CachedPrefix,
     KVLayout,
+    Match,
     MatchState,
     OffloadScheduler,
     ScheduledRequest,
@@ -37,6 +38,7 @@ class SimEngine:
       layout: for the hashes.
       scheduler: the real one.
       model: is told what the engine asks for.
+      clock: the simulated time.
       junk: where KV that nobody may use comes from.
       log: is called with what happens.
     """
@@ -47,12 +49,14 @@ class SimEngine:
         layout: KVLayout,
         scheduler: OffloadScheduler,
         model: Model,
+        clock: Callable[[], float],
         junk: Junk,
         log: Callable[[str], None],
     ) -> None:
         self.setup = setup
         self.scheduler = scheduler
         self.model = model
+        self.clock = clock
         self.junk = junk
         self.log = log
         self.prefixes = Prefixes()
@@ -340,6 +344,7 @@ class SimEngine:
             )
             request.num_promised = found.num_tokens
             self.model.on_match(request, num_cached, self.epoch)
+            self._check_wait(request, found)
             if dice % 5 == 1 and found.state is MatchState.ARRIVING:
                 self.counts["waits for a save"] += 1
                 self._release(request)
@@ -355,6 +360,20 @@ class SimEngine:
         self.pool.share(cached)
         self._admit(request, [*cached, *self._allocate(missing)], len(cached) * size, dice)
         return True
+
+    def _check_wait(self, request: Request, found: Match) -> None:
+        """Raises Violation unless a match answers ARRIVING only until the deadline that the first one set."""
+        waited = request.arriving
+        if found.state is not MatchState.ARRIVING:
+            if waited is not None and self.clock() >= waited.until_s and found.num_tokens <= waited.num_tokens:
+                self.counts["waits for a save that timed out"] += 1
+            request.arriving = None
+        elif not self.clock() < found.until_s <= self.clock() + self.setup.save_wait_s:
+            raise Violation(f"{request.name} waits until {found.until_s:g} s, now is {self.clock():g} s")
+        elif waited is not None and found.until_s > waited.until_s:
+            raise Violation(f"{request.name} waits until {found.until_s:g} s, no longer until {waited.until_s:g} s")
+        else:
+            request.arriving = found
 
     def _allocate(self, num_blocks: int) -> list[int]:
         """Takes free blocks, and tells of what is cached there."""
@@ -380,6 +399,7 @@ class SimEngine:
         num_loaded, request.num_promised = request.num_promised, 0
         if num_loaded and dice % 11 == 3:
             num_loaded = dice % num_loaded  # the engine may take less
+        request.arriving = None
         self.scheduler.admit(request.name, [blocks], num_loaded_tokens=num_loaded)
         self.model.on_admit(request.name, num_loaded)
         request.blocks = blocks

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from tpu_offload import BlockHash
+from tpu_offload import BlockHash, Match
 
 
 class Phase(enum.Enum):
@@ -41,6 +41,7 @@ class Request:
       num_named: full blocks when the scheduler last heard of it.
       tainted: some of its KV is of weights that are no longer in use, and what hangs on it is nobody else's.
       is_void: it was swapped out when the weights changed, and must not come back.
+      arriving: the answer of its last match, if that was ARRIVING.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Request:
     num_named: int = 0
     tainted: bool = False
     is_void: bool = False
+    arriving: Match | None = None
 
 
 @dataclasses.dataclass(slots=True)

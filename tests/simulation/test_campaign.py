@@ -27,6 +27,7 @@ OFTEN = {
     "aborts while returning": 20, "aborts while running": 200, "aborts while waiting": 100,
     "preempted while loading": 100, "preempted while parked": 10, "preempted while returning": 50,
     "preempted while running": 500, "accepted drafts": 500, "rejected drafts": 500, "waits for a save": 100,
+    "waits for a save that timed out": 20,
     "swap_skipped_blocks": 500, "dropped_save_blocks": 500, "dropped_load_blocks": 100, "finished": 2000,
 }  # fmt: skip
 

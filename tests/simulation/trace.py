@@ -173,6 +173,7 @@ class Setup:
       ahead: plans that the engine has made when the workers do the first of them, less one.
       max_load_blocks: blocks that loads which are not staged move before one step; 0 for no bound.
       load_wait_s: as in the settings.
+      save_wait_s: as in the settings; the default is longer than a run takes.
       growth: slots (and swap blocks) that each worker allocates in a step.
       breaker_failures: as in the settings.
       breaker_retry_s: as in the settings.
@@ -206,6 +207,7 @@ class Setup:
     breaker_retry_s: float = 5.0
     max_load_blocks: int = 0
     load_wait_s: float = 5.0
+    save_wait_s: float = 1e6
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -224,8 +226,9 @@ class Setup:
         _check("save_on", self.save_on, known, f"some of {', '.join(sorted(events))}")
         retry_s = self.breaker_retry_s
         _check("breaker_retry_s", retry_s, type(retry_s) in (int, float), "0.1 to 100", 0.1, 100)
-        wait_s = self.load_wait_s
-        _check("load_wait_s", wait_s, type(wait_s) in (int, float) and wait_s >= 0, "0 to 100", 0, 100)
+        for name, most in (("load_wait_s", 100), ("save_wait_s", 1e6)):
+            wait_s = getattr(self, name)
+            _check(name, wait_s, type(wait_s) in (int, float) and wait_s >= 0, f"0 to {most:g}", 0, most)
         if self.num_staging_blocks < self.blocks_per_chunk:
             raise ValueError(
                 f"num_staging_blocks={self.num_staging_blocks} is under one chunk; expected at least "
@@ -248,6 +251,7 @@ def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
     rng = random.Random(seed)
     others = _draw_saving(random.Random(f"saving {seed}")) | _draw_loading(random.Random(f"loading {seed}"))
     others["ahead"] = random.Random(f"ahead {seed}").choice([0, 0, 1, 1, 2, 4])
+    others["save_wait_s"] = random.Random(f"save wait {seed}").choice([1e6, 1e6, 0.5, 0.2])
     setup = dataclasses.replace(_draw_setup(rng, seed), **others)
     focus = rng.choice(["", "", "swap", "loads", "loads", "late", "caches", "caches", "long", "long"])
     if focus:

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import final
 
+from tests.jobs import host_block_ids
 from tests.simulation import tables
 from tests.simulation.channel import Channel
 from tests.simulation.engine import SimEngine
@@ -82,7 +83,7 @@ class World:
                 swap_gb=1.0 if setup.num_swap_blocks else 0.0,
                 swap_mode=setup.swap_mode,
                 job_timeout_s=TIMEOUT_S,
-                save_wait_s=1e6,  # the trace says who waits
+                save_wait_s=setup.save_wait_s,
                 breaker_failures=setup.breaker_failures,
                 breaker_retry_s=setup.breaker_retry_s,
                 metrics_log_interval=0.0,
@@ -96,7 +97,7 @@ class World:
         self.channels = [Channel(setup.report_delays[i]) for i in range(setup.num_workers)]
         self.dead: set[int] = set()
         self.model = Model(setup, self.scheduler, self.workers, lambda: self.now_s, TIMEOUT_S, self.log)
-        self.engine = SimEngine(setup, layout, self.scheduler, self.model, junk, self.log)
+        self.engine = SimEngine(setup, layout, self.scheduler, self.model, lambda: self.now_s, junk, self.log)
         self._actions: dict[str, Callable[[int, int], None]] = {
             "step": lambda a, b: self.step(a),
             "arrive": self.engine.arrive,
@@ -449,11 +450,11 @@ class World:
 
     def _log_plan(self, plan) -> None:
         parts = [
-            f"load {j.job_id} for {j.request_id}: {list(j.host_block_ids)} -> {list(j.block_ids)}"
+            f"load {j.job_id} for {j.request_id}: {list(host_block_ids(j))} -> {list(j.block_ids)}"
             for j in plan.of(JobKind.LOAD)
         ]
         for what, jobs in (("early save", plan.of(JobKind.EARLY_SAVE)), ("save", plan.of(JobKind.SAVE))):
-            parts += [f"{what} {j.job_id}: {list(j.block_ids)} -> {list(j.host_block_ids)}" for j in jobs]
+            parts += [f"{what} {j.job_id}: {list(j.block_ids)} -> {list(host_block_ids(j))}" for j in jobs]
         parts += [f"cancel {i}" for i in plan.cancelled_job_ids]
         parts += [
             f"swap {j.direction.value} {j.job_id} of {j.request_id}"
