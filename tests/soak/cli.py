@@ -55,7 +55,7 @@ def _command(
     offload = OffloadConfig.from_env()
     check_backend()
     plan = build_plan(serving_options(flags, engine=ENGINE, model=MODEL), offload, seconds=seconds)
-    return soak_report.tell(ReportConsole(), make_report(functools.partial(soak, plan), json, argv))
+    return soak_report.print_report(ReportConsole(), make_report(functools.partial(soak, plan), json, argv))
 
 
 def run() -> NoReturn:
