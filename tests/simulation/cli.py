@@ -14,14 +14,14 @@ from tpu_offload.cli.options import Command, input_file, number
 from tpu_offload.cli.report import progress
 from tpu_offload.errors import InputError
 
-_MAX_SHOWN = 3  # violations that are cut down; one of each kind
+_MAX_SHOWN = 3  # number of violations that are shrunk; one of each kind
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-      Exit status, see `run_command`; 1 when a rule was broken.
+      Exit status, see `run_command`; 1 if a rule was broken.
     """
     return run_command(_command, argv, prog="simulate")
 

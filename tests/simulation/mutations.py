@@ -1,16 +1,16 @@
-"""Deliberate bugs in the library, and a way to run the simulation with one of them in place.
+"""Deliberate bugs in the library (mutations), and a way to run the simulation with one of them.
 
-Each is a piece of syntax in one function of `tpu_offload/core`, named by its qualified name whatever module it is in,
-and what stands there instead (`tests.simulation.patterns` says how the two are written). One that does not match
-exactly one place is an error.
+Each replaces a piece of syntax in one function of `tpu_offload/core`, which is named by its qualified name without the
+module; `tests.simulation.patterns` describes the patterns. A mutation that does not match exactly one place is an
+error.
 
-No file is changed: a child process imports the library through a finder that replaces one module's source.
-`python -m tests.simulation.mutations` imports jax once, forks a child for each mutation and prints, a line of JSON
-each, what the simulation found.
+No file is changed: a child process imports the library through a finder that replaces one module's source. `python -m
+  tests.simulation.mutations` imports jax once, forks a child for each mutation and prints a line of JSON for each with
+  what the simulation found.
 
-A search takes minutes, and for the rarest bugs a thousand lives, so the tests begin with the seeds in `caught.json`,
-which found each bug before. `--record` searches for those that are not found by theirs and writes the file anew; that
-is to be done when the simulation or the library has changed so much that lives take other courses.
+A search takes minutes, and a thousand runs for the rarest bugs, so the tests first try the seeds in `caught.json`,
+which found each bug before. `--record` searches for bugs that their seeds no longer find and updates the file; use it
+after changes that alter the course of many runs.
 """
 
 import argparse
@@ -39,13 +39,13 @@ _TIMEOUT_S = 600
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A bug.
+    """A deliberate bug.
 
     Attributes:
-      name: what it does.
+      name: its effect.
       function: qualified name of a function in `tpu_offload/core`.
-      find: pattern of what is there once.
-      new: what stands there instead.
+      find: pattern that matches once.
+      new: the replacement.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Mutant:
     Attributes:
       module: its name.
       path: its file, below the root of the repository.
-      source: what is run instead of the file.
+      source: the source to run instead of the file.
     """
 
     module: str
@@ -144,7 +144,7 @@ MUTATIONS = (
         "_.failed_blocks.update(...)",
         "pass",
     ),
-    # What workers say.
+    # Reports of workers.
     Mutation("one worker's word is enough", "JobTable.report", "not job.waiting_for", "True"),
     Mutation(
         "a duplicate counts for another worker",
@@ -370,7 +370,7 @@ MUTATIONS = (
         """,
         "",
     ),
-    # Probes, and what failed before.
+    # Probes, and earlier failures.
     Mutation("a request is promised again what failed for it", "LoadPlanner.match", "had_failed_load", "False"),
     Mutation(
         "the chunks of a load that begins inside one are counted from its first block",
@@ -401,7 +401,7 @@ MUTATIONS = (
         "job.breaker.withdraw(...)",
         "pass",
     ),
-    # Lost caches, and plans on their way.
+    # Lost caches, and plans in flight.
     Mutation(
         "a loss of the caches changes nothing but the plans",
         "Reports._lose_caches",
@@ -442,7 +442,7 @@ MUTATIONS = (
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one module with other source."""
+    """Loads one module from a mutant's source."""
 
     def __init__(self, mutant: Mutant) -> None:
         super().__init__(mutant.module, str(ROOT / mutant.path))
@@ -453,7 +453,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the mutated module before anybody else does."""
+    """Finds the mutated module before any other finder."""
 
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
@@ -479,7 +479,7 @@ def apply(mutation: Mutation, *, root: Path = ROOT) -> Mutant:
     """The module with the bug.
 
     Raises:
-      ValueError: the function, or the place in it, is not there, or more than once. One line says what is.
+      ValueError: the function, or the place in it, does not exist or is ambiguous; one line, with the nearest ones.
     """
     try:
         path = _home(mutation.function, root)
@@ -499,14 +499,14 @@ def _home(name: str, root: Path) -> Path:
     homes = _homes(root).get(name, [])
     if not homes:
         nearest = difflib.get_close_matches(name, _homes(root), n=3, cutoff=0.0)
-        raise ValueError(f"{name} is no function in {_CORE}; nearest: {', '.join(nearest)}")
+        raise ValueError(f"{name} is not a function in {_CORE}; nearest: {', '.join(nearest)}")
     if len(homes) > 1:
         raise ValueError(f"{name} is a function {len(homes)} times, in {', '.join(map(str, homes))}")
     return homes[0]
 
 
 def _hunt(mutation: Mutation | None, seeds: Iterable[int], num_steps: int) -> dict[str, Any]:
-    """In a child: runs seeds until one finds the bug."""
+    """Runs seeds until one finds the bug; runs in a child."""
     if mutation is not None:
         sys.meta_path.insert(0, Finder(apply(mutation)))
     from tests.simulation.campaign import run_seeds
@@ -522,7 +522,7 @@ def _in_child(mutation: Mutation | None, seeds: Iterable[int], num_steps: int) -
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(_TIMEOUT_S)  # a bug that hangs ends its child
+        signal.alarm(_TIMEOUT_S)  # kills a child whose bug makes it hang
         try:
             found = _hunt(mutation, seeds, num_steps)
         except ValueError as e:
@@ -533,17 +533,17 @@ def _in_child(mutation: Mutation | None, seeds: Iterable[int], num_steps: int) -
     with os.fdopen(read_end, "rb") as pipe:
         text = pipe.read()
     os.waitpid(child, 0)
-    return json.loads(text) if text else {"seed": -1, "violation": "", "error": "it hung, or the interpreter died"}
+    return json.loads(text) if text else {"seed": -1, "violation": "", "error": "it hung or crashed"}
 
 
 def caught() -> dict[str, int]:
-    """The seeds that found each bug before, by its name."""
+    """By name of a bug, the seed that found it before."""
     return json.loads(_CAUGHT.read_text()) if _CAUGHT.exists() else {}
 
 
 def run_all(num_seeds: int, num_steps: int, *, only: str = "") -> Iterator[dict[str, Any]]:
-    """What the simulation finds of each bug, by name: on the seed that found it before, else on one of the first."""
-    # Before the first fork, because they take a second. No child must find the modules that its bug may be in.
+    """Runs each bug: on the seed that found it before, then on the first `num_seeds`."""
+    # Imported before the first fork, because they take a second; but not `core`, which the children import mutated.
     import tpu_offload.config
     import tpu_offload.metrics
     import tpu_offload.worker  # noqa: F401
@@ -560,7 +560,7 @@ def run_all(num_seeds: int, num_steps: int, *, only: str = "") -> Iterator[dict[
 
 
 def record(found: Iterable[dict[str, Any]]) -> None:
-    """Writes down which seeds found the bugs."""
+    """Records which seeds found the bugs."""
     seeds = caught() | {line["name"]: line["seed"] for line in found if line["violation"]}
     kept = {mutation.name: seeds[mutation.name] for mutation in MUTATIONS if mutation.name in seeds}
     _CAUGHT.write_text(json.dumps(kept, indent=2) + "\n")
@@ -568,10 +568,10 @@ def record(found: Iterable[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutations", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=100, help="at most so many for each")
+    parser.add_argument("--seeds", type=int, default=100, help="maximum number of seeds for each")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--only", default="", help="those with this in their names")
-    parser.add_argument("--record", action="store_true", help="write the seeds that found them to caught.json")
+    parser.add_argument("--only", default="", help="only mutations whose name contains this")
+    parser.add_argument("--record", action="store_true", help="record the seeds that found them in caught.json")
     args = parser.parse_args()
     for found in run_all(args.seeds, args.steps, only=args.only):
         print(json.dumps(found), flush=True)
