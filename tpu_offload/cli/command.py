@@ -20,7 +20,7 @@ _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_conte
 _EXTRAS = {"click": "cli", "flax": "engine", "matplotlib": "cli", "rich": "cli"}
 
 
-def run_command(command: click.Command, argv: Sequence[str] | None, *, prog: str) -> int:
+def run_command(command: click.Command, argv: Sequence[str] | None = None, *, prog: str) -> int:
     """Parses flags and runs a command, which receives `argv` through `click.pass_obj`.
 
     It does not use click's own `main`, which exits with 1 on an interrupt and on a closed pipe: here 1 is a finding,
@@ -88,6 +88,12 @@ def interrupt_once() -> None:
     for signum in _SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, handle)
+
+
+def run_process(main: Callable[[], int]) -> NoReturn:
+    """Runs a command as the only work of its process: handles interrupts and exits with its status."""
+    interrupt_once()
+    end_process(main())
 
 
 @contextlib.contextmanager
