@@ -57,7 +57,7 @@ def test_transfer_as_a_command(tmp_path):
 def test_save_modes(run):
     sizes = "--host-per-hbm 1 --num-requests 60 --num-documents 6 --hbm-blocks 40"
     said, report = run("bench_save_modes", f"--modes compute eviction:2 {sizes}")
-    assert "blocks a request saved" in said
+    assert "blocks per request saved" in said
     plain, most, compute, eviction = report["results"]
     assert plain["computed"] > eviction["computed"] > most["computed"]
     assert compute["gap"] < eviction["gap"]
@@ -157,7 +157,7 @@ def test_overhead(run):
 
 def test_swap(run):
     said, report = run("bench_swap", "--num-tokens 16 32 --rounds 1 --num-running 2 --num-layers 1")
-    assert "a swap out and back takes 1/" in said
+    assert "a swap out and in takes 1/" in said
     for row in report["results"]:
         assert all(row[f"{part}_ms"]["median"] > 0 for part in ("decide", "out", "back", "memcpy", "recompute"))
 
@@ -198,11 +198,11 @@ def test_bad_input_is_answered_in_one_line_before_the_work(main, script, capsys,
 @pytest.mark.parametrize(
     ("script", "arguments", "error"),
     [
-        ("bench_index", "--num-indexed 0", "argument --num-indexed: got '0'; expected a whole number from 1 on"),
-        ("bench_overhead", "--rounds -1", "argument --rounds: got '-1'; expected a whole number from 1 on"),
+        ("bench_index", "--num-indexed 0", "argument --num-indexed: got '0'; expected an integer of at least 1"),
+        ("bench_overhead", "--rounds -1", "argument --rounds: got '-1'; expected an integer of at least 1"),
         ("bench_save_modes", "--evicted-blocks 1", "a prefix of one block has no later eviction"),
-        ("bench_dispatch", "--num-blocks 300", "more than there are --cache-blocks or --host-chunks"),
-        ("bench_transfer", "--paths fused", "give --step-ms as well"),
+        ("bench_dispatch", "--num-blocks 300", "--num-blocks exceeds --cache-blocks or --host-chunks"),
+        ("bench_transfer", "--paths fused", "set --step-ms"),
     ],
 )
 def test_sizes_that_make_no_sense(main, script, arguments, error, capsys):

@@ -131,13 +131,6 @@ class CopyJob:
         return tuple(block for part in self.parts for block in part.block_ids)
 
     @property
-    def host_block_ids(self) -> tuple[int, ...]:
-        """Their places in host memory, likewise."""
-        if len(self.parts) == 1:
-            return self.parts[0].host_block_ids
-        return tuple(place for part in self.parts for place in part.host_block_ids)
-
-    @property
     def num_blocks(self) -> int:
         """Blocks that move, of all layer groups."""
         return sum([len(part.block_ids) for part in self.parts])

@@ -172,17 +172,17 @@ def test_clients_that_go_away(served):
         after = [None, 0, 1, 7, None, 20, 33, 0] * 2
         return await asyncio.gather(
             *(
-                client.complete(tokens, answer=40, hang_up_after=n)
+                client.complete(tokens, answer=40, disconnect_after=n)
                 for tokens, n in zip(asked, after, strict=True)
             )
         )  # fmt: skip
 
     num_ended = served.ours.metrics()["vllm:request_success_total"]
     found = talk(served.ours, all_at_once)
-    assert {answer.finish for answer in found} == {"gone", "length"}
+    assert {answer.finish for answer in found} == {"disconnected", "length"}
     for answer, right in zip(found, expected, strict=True):
         assert answer.tokens == right[: len(answer.tokens)]
-        assert len(answer.tokens) == 40 or answer.finish == "gone"
+        assert len(answer.tokens) == 40 or answer.finish == "disconnected"
     assert served.quiet_metrics()["vllm:kv_cache_usage_perc"] == 0
     num_ended = served.ours.metrics()["vllm:request_success_total"] - num_ended
     assert sum(answer.finish == "length" for answer in found) <= num_ended < len(found)  # vLLM heard of those that left

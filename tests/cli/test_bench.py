@@ -95,7 +95,7 @@ def test_default_file(small_buffers, tmp_path, monkeypatch, capsys):
 def test_out_of_time_measures_at_least_one_size(small_buffers, tmp_path, capsys):
     path = tmp_path / "p.json"
     assert bench("--seconds", "0", "--output", str(path)) == 0
-    assert "jobs of 3 blocks: left out" in capsys.readouterr().err
+    assert "jobs of 3 blocks: skipped" in capsys.readouterr().err
     figures = json.loads(path.read_text())["bench"]["figures"]
     assert {(f["num_blocks"], f["num_rounds"]) for f in figures} == {(1, 1)}
 
@@ -128,8 +128,8 @@ def test_fewer_layers_where_memory_is_small(monkeypatch, tmp_path):
         ("--step-ms nan", "'--step-ms': nan is not finite"),
         ("--page-shape 4 x", "'--page-shape': 'x' is not a valid integer"),
         ("--block-size 4", "not allowed with"),
-        ("--devices 9", "9 devices wanted and 8 found"),
-        ("--devices 3", "pages of shape [4, 8, 2, 8] cannot be split over 3 devices"),
+        ("--devices 9", "9 devices requested, 8 found"),
+        ("--devices 3", "pages of shape [4, 8, 2, 8] cannot be sharded over 3 devices"),
         ("--num-blocks 4096 --num-layers 1024 --page-shape 4096 8 2 128", "GB of host memory"),
         ("--output no-such-folder/p.json", "cannot write no-such-folder/p.json: there is no directory"),
         ("--output .", "it is a directory"),
@@ -170,7 +170,7 @@ def test_no_path_that_works_is_one_line(small_buffers, tmp_path, monkeypatch, ca
     assert bench("--num-blocks", "1", "--paths", "direct", "--output", str(tmp_path / "p.json")) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert err == (
-        "tpu-offload: error: no copy path that was measured works here for saves: direct: a copy failed: "
+        "tpu-offload: error: no measured copy path works on this machine for saves: direct: a copy failed: "
         "ZeroDivisionError: division by zero"
     )
     assert not list(tmp_path.iterdir())

@@ -55,4 +55,4 @@ def test_an_answer_longer_than_can_be_served(refused):
 def test_a_line_that_is_too_long_is_not_read(refused, monkeypatch):
     monkeypatch.setattr(json_lines, "MAX_LINE_NBYTES", 1000)
     error, _ = refused("--prompts", [{"role": "user", "content": "x" * 2000}])
-    assert "requests.jsonl line 1: longer than 1000 bytes; expected one request a line" in error
+    assert "requests.jsonl line 1: longer than 1000 bytes; expected one request per line" in error

@@ -142,7 +142,7 @@ def test_bench_keeps_what_it_has_measured(tmp_path, bench, capsys):
     assert {(one["num_blocks"], one["num_rounds"]) for one in profile["bench"]["figures"]} == {(1, 3)}
     out, err = capsys.readouterr()
     assert "Recommended here" in out
-    assert err.endswith("interrupted: this is what was measured until then\n")
+    assert err.endswith("interrupted: the results cover what was measured until then\n")
 
 
 def test_bench_that_has_measured_nothing_writes_nothing(tmp_path, bench, capsys):

@@ -155,7 +155,7 @@ def test_sizes_and_modes_of_the_user_are_kept(tmp_path, monkeypatch, chats):
     config = report["config"]
     assert (config["swap_gb"], config["swap_mode"], config["num_cpu_chunks"]) == (0.001, "swap", 100)
     assert report["outputs_identical"] is True
-    assert report["notes"] == ["The host tier is on for both sides, and serves prompts of both."]
+    assert report["notes"] == ["The host tier is on and serves prompts on both sides."]
 
 
 def test_recompute_forced(tmp_path, monkeypatch, capsys, chats):
@@ -179,9 +179,9 @@ def test_nothing_preempted(tmp_path, capsys, chats):
     ("flags", "expected"),
     [
         ("--preempt --rounds 0", "'--rounds': 0 is not"),
-        ("--rounds 2", "--rounds 2 does nothing here: it goes with --preempt"),
-        ("--preempt --turns 2", "--turns 2 does nothing here: it goes with --workload chat"),
-        ("--preempt --max-tokens 8", "--max-tokens 8 does nothing here: it goes with --prompts"),
+        ("--rounds 2", "--rounds 2 requires --preempt"),
+        ("--preempt --turns 2", "--turns 2 has no effect here; it requires --workload chat"),
+        ("--preempt --max-tokens 8", "--max-tokens 8 has no effect here; it requires --prompts"),
         ("--preempt --workload decode --trace x", "not allowed with"),
         ("--preempt --num-blocks 3", "--num-blocks 3 holds 12 tokens"),
         ("--preempt --concurrency 600", "max_num_batched_tokens=512"),

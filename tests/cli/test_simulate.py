@@ -72,7 +72,7 @@ def test_json_has_all_policies_and_sizes(tmp_path, trace_path, capsys):
     assert report["num_unique_blocks"] == trace.num_unique_blocks
     out = capsys.readouterr().out
     assert f"│ {DEFAULT_POLICY} * " in out
-    assert f"200 requests, {trace.num_blocks} blocks of prompts, {trace.num_unique_blocks} unique" in out
+    assert f"200 requests, {trace.num_blocks} prompt blocks, {trace.num_unique_blocks} unique" in out
 
 
 def test_policies_and_sizes_with_commas_or_spaces(tmp_path, trace_path):
@@ -223,7 +223,7 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "'40TB'; expected a share of the unique blocks (0.05), a num" in error_of(trace_path, "--hbm", "40TB")
     assert "needs a model: give --num-layers, --num-kv-heads, --head-size" in error_of(trace_path, "--hbm", "40GB")
     assert "a model needs --head-size as well" in error_of(trace_path, *MODEL[:4])
-    assert "no room for a chunk of" in error_of(trace_path, "--sizes-gb", "0.001", *MODEL)
+    assert "is smaller than a chunk of" in error_of(trace_path, "--sizes-gb", "0.001", *MODEL)
     for dtype in ("bf17", "str", "bool", "complex64", "object", "(2,)f4", "f4,(2", "timedelta64"):
         error = error_of(tmp_path / "none.jsonl", "--dtype", dtype)  # before the trace is read, and without GB
         assert f"--dtype {dtype!r}; expected the name of a type of real numbers" in error
@@ -232,12 +232,12 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
             assert f"{size!r}; expected at most 1000000000000 chunks" in error_of(trace_path, flag, size)
     assert "'1e30'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e30", *MODEL)
     assert "'1e308'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e308", *MODEL)
-    assert "give its size with --hbm" in error_of(trace_path, "--save-on", "eviction")
-    assert "nothing without --secondary" in error_of(trace_path, "--secondary-mode", "demote")
+    assert "set its size with --hbm" in error_of(trace_path, "--save-on", "eviction")
+    assert "no effect without --secondary" in error_of(trace_path, "--secondary-mode", "demote")
     assert "not allowed with '--sizes-gb'" in error_of(trace_path, "--sizes", "1", "--sizes-gb", "1")
     assert "no request from 900 s" in error_of(trace_path, "--start", "900")
     assert "the last request is at 199 s" in error_of(trace_path, "--split", "200")
-    assert "ends with none of .png, .svg, .pdf" in error_of(trace_path, "--plot", str(tmp_path / "a.gif"))
+    assert "expected a name ending in .png, .svg, .pdf" in error_of(trace_path, "--plot", str(tmp_path / "a.gif"))
     assert "there is no directory" in error_of(trace_path, "--json", str(tmp_path / "none" / "a.json"))
     assert "it is a directory" in error_of(trace_path, "--plot", str(tmp_path))
     assert "cannot read" in error_of(tmp_path / "none.jsonl")
@@ -255,7 +255,7 @@ def test_no_trace_is_written_over(tmp_path, trace_path, error_of, flag):
     link.symlink_to(trace_path)
     for path, other in ((trace_path, trace_path), (trace_path, link), (link, tmp_path / "." / "chats.svg")):
         error = error_of(tmp_path / "none.jsonl", "--trace", str(path), flag, str(other))  # no file is looked at
-        assert f"{flag} {other} is the file that the trace {path} is read from; expected another file" in error
+        assert f"{flag} {other} is the same file as the trace {path}; expected another file" in error
     assert trace_path.read_bytes() == before
     assert link.is_symlink()
 
@@ -264,7 +264,7 @@ def test_the_two_outputs_are_two_files(tmp_path, trace_path, error_of):
     path, link = tmp_path / "r.svg", tmp_path / "link.svg"
     link.symlink_to(path)
     error = error_of(trace_path, "--json", str(path), "--plot", str(link))
-    assert f"--plot {link} is the file that --json {path} is written to; expected another file" in error
+    assert f"--plot {link} is the same file as --json {path}; expected another file" in error
     assert not path.exists()
 
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.jobs import host_block_ids
 from tpu_offload import (
     BlockHasher,
     CachedPrefix,
@@ -66,7 +67,7 @@ class FakeWorker:
                     self.in_flight.remove(entry)
                     results.append(JobResult(job_id=job_id, state=JobState.CANCELLED))
         for job in plan.of(JobKind.LOAD):
-            content = [self.host[i] for i in job.host_block_ids]
+            content = [self.host[i] for i in host_block_ids(job)]
             self.in_flight.append((job, content))
             if not self.staged:
                 self.hbm.update(zip(job.block_ids, content, strict=True))
@@ -83,7 +84,7 @@ class FakeWorker:
         results = []
         for job, content in self.in_flight[:num_jobs]:
             where, ids = (
-                (self.host, job.host_block_ids) if job.direction is Direction.SAVE else (self.hbm, job.block_ids)
+                (self.host, host_block_ids(job)) if job.direction is Direction.SAVE else (self.hbm, job.block_ids)
             )
             if fail:
                 where.update((ids[i], POISON) for i in failed_blocks or range(len(ids)))

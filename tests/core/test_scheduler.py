@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, FakeEngine, FakeWorker, tokens
+from tests.jobs import host_block_ids
 from tpu_offload import (
     FailedLoad,
     JobResult,
@@ -532,7 +533,7 @@ def test_chunks_of_several_blocks_save_whole_chunks_and_load_unaligned_ends(bloc
     job = plan.of(JobKind.LOAD)[0]
     assert job.block_ids == tuple(range(11, 10 + saved))
     worker = engine.workers[0]
-    assert [worker.host[i] for i in job.host_block_ids] == hashes[1:saved]
+    assert [worker.host[i] for i in host_block_ids(job)] == hashes[1:saved]
     assert POISON not in worker.host.values()
 
 
@@ -942,7 +943,7 @@ def test_a_save_that_keeps_failing_is_given_up_and_its_slots_are_tried_last() ->
     engine.step({"a": 8})
     for _ in range(10):
         worker = engine.workers[0]
-        used.update(i for job, _ in worker.in_flight for i in job.host_block_ids)
+        used.update(i for job, _ in worker.in_flight for i in host_block_ids(job))
         engine.apply(worker, worker.finish(fail=True))
         engine.step()
     assert engine.scheduler.stats().num_failed_jobs == 2

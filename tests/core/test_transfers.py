@@ -7,6 +7,7 @@ import pytest
 
 from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
+from tests.jobs import host_block_ids
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
 from tpu_offload.core.chunk_backoff import ChunkBackoff
 from tpu_offload.core.policies import LRUPolicy
@@ -201,10 +202,10 @@ def test_lost_memory_fails_the_chunks_that_were_in_it_and_no_others():
     engine.add("loading", tokens(17))
     engine.add("saving", tokens(12, start=100))
     plan, _ = engine.step({"saving": 12})
-    lost = plan.of(JobKind.LOAD)[0].host_block_ids[2]
+    lost = host_block_ids(plan.of(JobKind.LOAD)[0])[2]
     results = engine.workers[0].finish()
     update = report(
-        engine, 0, *results, lost_slots=((lost, lost + 1), (plan.of(JobKind.SAVE)[0].host_block_ids[1],) * 2)[:1]
+        engine, 0, *results, lost_slots=((lost, lost + 1), (host_block_ids(plan.of(JobKind.SAVE)[0])[1],) * 2)[:1]
     )
     assert update.failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=8),)
     engine.requests["loading"].loading = False
@@ -514,7 +515,7 @@ def test_memory_that_is_lost_under_a_load_inside_a_chunk_makes_the_hole_where_it
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=19)
     (load,) = engine.step()[0].of(JobKind.LOAD)
-    lost = load.host_block_ids[1] // 2  # of the second chunk, whose first block is the load's second
+    lost = host_block_ids(load)[1] // 2  # of the second chunk, whose first block is the load's second
     update = report(engine, 0, *engine.workers[0].finish(), lost_slots=((lost, lost + 1),))
     assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=8),)
 

@@ -213,7 +213,7 @@ def test_the_peer_may_fail(small_buffers, monkeypatch, caplog, fails):
     bench = TransferBench(SMALL, sizes=[2], paths=[DIRECT])
     found = bench.measure(2, seconds=60, max_rounds=2)
     assert [(f.direction, f.num_rounds, f.of_peer) for f in found] == [(SAVE, 2, None), (LOAD, 2, None)]
-    assert caplog.messages == ["one device_put a block fails here and is left out: division by zero"]
+    assert caplog.messages == ["the peer's method (one device_put per block) failed and is skipped: division by zero"]
     bench.close()
 
 
@@ -230,7 +230,7 @@ def test_a_step_that_does_not_compile_is_a_failure(small_buffers, monkeypatch):
 def test_a_step_that_compiles_for_too_long_is_a_failure(small_buffers):
     bench = TransferBench(SMALL, sizes=[1], paths=[DIRECT, FUSED], with_peer=False, step_s=1e-4, compile_s=0)
     assert {f.error for f in bench.failures} <= {
-        "the model step with 1 blocks in it is not compiled yet; give it more time"
+        "the model step with 1 blocks did not compile in time; allow more seconds"
     }
     assert {f.path for f in bench.measure(1, seconds=60, max_rounds=1)} >= {DIRECT}
     bench.close()

@@ -229,7 +229,7 @@ def test_trace_is_bounded(tmp_path):
         (line(output_length=-1), '"output_length" is -1'),
         (line(output_length=...), '"output_length" is missing; expected a number of tokens, from 0 to 2147483647'),
         (line(hash_ids=...), '"hash_ids" is missing; expected a list'),
-        (line(hash_ids=[0, "1"]), "\"hash_ids\" is [0, '1']; expected a list of numbers of at least 0, one a block"),
+        (line(hash_ids=[0, "1"]), "\"hash_ids\" is [0, '1']; expected a list of numbers of at least 0, one per block"),
         (line(hash_ids=[0, -1]), '"hash_ids" is [0, -1]; expected a list'),
         (line(hash_ids=[0, True]), '"hash_ids" is [0, True]; expected a list'),
         (line(hash_ids=[0]), "1 hash_ids for input_length=1000; expected 2"),
@@ -251,7 +251,7 @@ def test_file_that_cannot_be_read(tmp_path, read):
         read(tmp_path / "missing")
     with pytest.raises(InputError, match=r"cannot read .*: Is a directory"):
         read(tmp_path)
-    with pytest.raises(InputError, match="is empty; expected one JSON value a line"):
+    with pytest.raises(InputError, match="is empty; expected one JSON value per line"):
         read(write(tmp_path, "", "  "))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\n")
     with pytest.raises(InputError, match="binary line 1: "):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.sim.traces import random_trace
-from tpu_offload.sim import belady_hits, play_hbm
+from tpu_offload.sim import belady_hits, simulate_hbm
 
 
 def by_the_words(trace, num_chunks):
@@ -30,12 +30,12 @@ def by_the_words(trace, num_chunks):
     return hits
 
 
-def best_of_all(trace, num_chunks, *, front=None, first_counted=0):
+def best_of_all(trace, num_chunks, *, hbm_result=None, first_counted=0):
     """The most hits of any schedule: between two requests any blocks that were held or in reach, holes or not."""
     best: dict[frozenset[int], int] = {frozenset(): 0}
     in_hbm = set()
     for number, request in enumerate(trace.requests):
-        first = front.hits[number] if front else 0
+        first = hbm_result.hits[number] if hbm_result else 0
         in_hbm.update(request.blocks)
         following: dict[frozenset[int], int] = {}
         for held, num_hits in best.items():
@@ -46,7 +46,7 @@ def best_of_all(trace, num_chunks, *, front=None, first_counted=0):
                 for kept in map(frozenset, itertools.combinations(sorted(reach), size)):
                     following[kept] = max(num_hits, following.get(kept, 0))
         best = following
-        in_hbm.difference_update(front.left[number] if front else in_hbm.copy())
+        in_hbm.difference_update(hbm_result.evicted[number] if hbm_result else in_hbm.copy())
     return max(best.values())
 
 
@@ -80,8 +80,10 @@ def test_no_way_of_saving_hits_more_behind_hbm(seed):
     rng = random.Random(seed)
     trace = random_trace(rng, num_requests=9, num_blocks=7)
     for num_hbm_blocks, num_chunks in itertools.product((1, 2, 3, 4), (1, 2, 3)):
-        front = play_hbm(trace, num_hbm_blocks)
-        assert sum(belady_hits(trace, num_chunks, front=front)) == best_of_all(trace, num_chunks, front=front)
+        hbm_result = simulate_hbm(trace, num_hbm_blocks)
+        assert sum(belady_hits(trace, num_chunks, hbm_result=hbm_result)) == best_of_all(
+            trace, num_chunks, hbm_result=hbm_result
+        )
 
 
 def test_nothing_to_hit():

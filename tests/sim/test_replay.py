@@ -9,7 +9,7 @@ import pytest
 from tests.sim.traces import chats, make_trace, random_trace
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
-from tpu_offload.sim import SecondaryMode, TierSetup, belady_hits, play_hbm, replay
+from tpu_offload.sim import SecondaryMode, TierSetup, belady_hits, replay, simulate_hbm
 from tpu_offload.sim.tier import Tier
 
 SIZES = (1, 2, 5, 11, 23, 60, 200)
@@ -94,41 +94,41 @@ def test_hbm_in_front(seed):
     for hbm_size, size in itertools.product((5, 15, 30), (8, 20, 40)):
         if min(hbm_size, size) < longest(trace):
             continue
-        front = play_hbm(trace, hbm_size)
+        hbm_result = simulate_hbm(trace, hbm_size)
         hbm, host, hits = PlainLRU(hbm_size), PlainLRU(size), []
         for number, request in enumerate(trace.requests):
             in_hbm = hbm.find(request.blocks)
-            assert front.hits[number] == in_hbm
+            assert hbm_result.hits[number] == in_hbm
             hits.append(host.find(request.blocks, in_hbm))
-            assert set(front.left[number]) == set(hbm.use(request.blocks))
+            assert set(hbm_result.evicted[number]) == set(hbm.use(request.blocks))
             host.use(request.blocks)
-        assert replay(trace, LRUPolicy(), TierSetup(size), front=front).host_hits == tuple(hits)
+        assert replay(trace, LRUPolicy(), TierSetup(size), hbm_result=hbm_result).host_hits == tuple(hits)
 
 
 def test_write_through_is_of_no_use_below_the_size_of_hbm(chat_trace):
     """It holds what HBM holds. Saved when HBM evicts, as many chunks hit."""
-    front = play_hbm(chat_trace, 60)
+    hbm_result = simulate_hbm(chat_trace, 60)
     for size in (35, 60):
-        assert sum(replay(chat_trace, LRUPolicy(), TierSetup(size), front=front).host_hits) == 0
+        assert sum(replay(chat_trace, LRUPolicy(), TierSetup(size), hbm_result=hbm_result).host_hits) == 0
     on_eviction = TierSetup(60, save_on=SaveEvent.HBM_EVICTION)
-    hits = replay(chat_trace, LRUPolicy(), on_eviction, front=front).host_hits
-    assert 0 < sum(hits) <= sum(belady_hits(chat_trace, 60, front=front))
+    hits = replay(chat_trace, LRUPolicy(), on_eviction, hbm_result=hbm_result).host_hits
+    assert 0 < sum(hits) <= sum(belady_hits(chat_trace, 60, hbm_result=hbm_result))
 
 
 def test_saved_when_hbm_evicts_is_never_lost_with_room_for_all(chat_trace):
     """Every block that was computed once is in HBM or in the host tier."""
-    front = play_hbm(chat_trace, 60)
-    outcome = replay(chat_trace, LRUPolicy(), TierSetup(10**4, save_on=SaveEvent.HBM_EVICTION), front=front)
-    hits = tuple(a + b for a, b in zip(front.hits, outcome.host_hits, strict=True))
+    hbm_result = simulate_hbm(chat_trace, 60)
+    outcome = replay(chat_trace, LRUPolicy(), TierSetup(10**4, save_on=SaveEvent.HBM_EVICTION), hbm_result=hbm_result)
+    hits = tuple(a + b for a, b in zip(hbm_result.hits, outcome.host_hits, strict=True))
     assert hits == unlimited_hits(chat_trace)
     assert outcome.num_saved < chat_trace.num_unique_blocks
 
 
 def test_a_prompt_larger_than_hbm(chat_trace):
-    front = play_hbm(chat_trace, 10)
+    hbm_result = simulate_hbm(chat_trace, 10)
     on_eviction = TierSetup(10**4, save_on=SaveEvent.HBM_EVICTION)
-    hits = replay(chat_trace, LRUPolicy(), on_eviction, front=front).host_hits
-    assert tuple(a + b for a, b in zip(front.hits, hits, strict=True)) == unlimited_hits(chat_trace)
+    hits = replay(chat_trace, LRUPolicy(), on_eviction, hbm_result=hbm_result).host_hits
+    assert tuple(a + b for a, b in zip(hbm_result.hits, hits, strict=True)) == unlimited_hits(chat_trace)
 
 
 def test_saved_at_the_second_sighting(tmp_path):

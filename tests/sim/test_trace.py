@@ -120,7 +120,7 @@ def test_lengths_that_do_not_fit_are_noted_once(tmp_path):
         ('{"timestamp": 1e400, "hash_ids": []}', '"timestamp"'),
         (request([1], True), '"timestamp"'),
         ('{"timestamp": NaN, "hash_ids": []}', '"timestamp"'),
-        ({"timestamp": 1}, '"hash_ids" is missing; expected a list of numbers of at least 0 or strings, one a block'),
+        ({"timestamp": 1}, '"hash_ids" is missing; expected a list of numbers of at least 0 or strings, one per block'),
         (request([], hash_ids=None), '"hash_ids" is None; expected a list'),
         (request([1.5]), '"hash_ids" is [1.5]; expected a list'),
         (request([True]), '"hash_ids" is [True]; expected a list'),

@@ -1,4 +1,4 @@
-"""Patterns match by syntax, in one place, and a replacement has what the wildcards stood for."""
+"""Patterns match one place by syntax, and a replacement can use the nodes of the wildcards."""
 
 import ast
 import difflib
@@ -98,14 +98,14 @@ def test_what_is_written_around_it_does_not_count():
         ("_(...)", "pass", "`_(...)` is there 3 times, in lines 4, 7, 8;"),
         ("return", "pass", "is not there"),
         ("job.size + 1", "x", "is not there"),
-        ("job waiting", "x", "'job waiting' is no Python"),
-        ("job.waiting", "_1", "the replacement has _1 and the pattern has not"),
+        ("job waiting", "x", "'job waiting' is not Python"),
+        ("job.waiting", "_1", "the replacement has _1, but the pattern does not"),
         ("job.waiting", "f(...)", "the replacement has more"),
         ("_.release(...)", "...", "`...` is 3 nodes; expected 1"),
         ("if _:\n    ...\nelif _:\n    ...", "if x:\n    ...", "2 `...` and 1 in the replacement"),
         ("_.release(..., ...)", "x", "two `...`"),
-        ("...\nreturn _", "pass", "not with `...`"),
-        ("", "pass", "not with `...`"),
+        ("...\nreturn _", "pass", "must not have `...`"),
+        ("", "pass", "must not have `...`"),
     ],
 )
 def test_what_does_not_fit_is_an_error_of_one_line(find, new, message):

@@ -112,7 +112,7 @@ def failures(report: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def tell(console: Console, report: Mapping[str, Any]) -> int:
+def print_report(console: Console, report: Mapping[str, Any]) -> int:
     """Prints the tables and the verdict; returns the exit status."""
     console.print(_table(report))
     for error in report["errors"]:

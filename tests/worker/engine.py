@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tests.caches import random_array, random_caches
-from tests.jobs import copy_job
+from tests.jobs import copy_job, host_block_ids
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import FusedCopies, reference
@@ -185,10 +185,10 @@ class Engine:
         self.expected = [reference.as_bytes(n) for n in new]
 
     def expect_saved(self, job):
-        self.host = reference.save(self.host, self.expected, job.block_ids, job.host_block_ids)
+        self.host = reference.save(self.host, self.expected, job.block_ids, host_block_ids(job))
 
     def expect_loaded(self, job):
-        self.expected = reference.load(self.expected, self.host, job.block_ids, job.host_block_ids)
+        self.expected = reference.load(self.expected, self.host, job.block_ids, host_block_ids(job))
 
     def drain(self):
         """Steps until nothing is in flight; results by job id."""

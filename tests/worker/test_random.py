@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.caches import random_array
+from tests.jobs import host_block_ids
 from tests.worker.engine import (
     BLOCKS_PER_CHUNK,
     CANCELLED,
@@ -113,7 +114,7 @@ class Life:
         rng, engine, saving = self.rng, self.engine, direction is Direction.SAVE
         jobs = []
         for _ in range(rng.randint(0, 2)):
-            busy = {i for copy in self.live.values() for i in copy.job.host_block_ids}
+            busy = {i for copy in self.live.values() for i in host_block_ids(copy.job)}
             taken, free = busy if saving else self.unknown_places, self.free_blocks()
             usable = [chunk for chunk in CHUNKS if taken.isdisjoint(chunk)]
             places = [i for chunk in rng.sample(usable, min(len(usable), rng.randint(1, 3))) for i in chunk]
@@ -204,7 +205,7 @@ class Life:
             places = range(first * BLOCKS_PER_CHUNK, end * BLOCKS_PER_CHUNK)
             self.unknown_places.update(places)
             for copy in self.live.values():
-                copy.lost |= not set(places).isdisjoint(copy.job.host_block_ids)
+                copy.lost |= not set(places).isdisjoint(host_block_ids(copy.job))
         for result in report.results:
             assert result.job_id in self.live, "a job has ended twice"
             copy = self.live.pop(result.job_id)
@@ -212,7 +213,7 @@ class Life:
             assert copy.taken_back or result.state is not CANCELLED
             assert result.state is not FAILED or (self.fault_rate and any(r in result.error for r in REASONS)), result
             if result.state is FINISHED and not copy.lost and not copy.taken_back:
-                block_ids, host_ids = list(copy.job.block_ids), list(copy.job.host_block_ids)
+                block_ids, host_ids = list(copy.job.block_ids), list(host_block_ids(copy.job))
                 if copy.job.direction is Direction.SAVE:
                     self.engine.host[host_ids] = copy.wanted
                     self.unknown_places.difference_update(host_ids)

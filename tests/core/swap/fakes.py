@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, Clock
+from tests.jobs import host_block_ids
 from tpu_offload import (
     BlockHasher,
     HostStore,
@@ -62,12 +63,12 @@ class FakeSwapWorker:
                 JobResult(job_id=job.job_id, state=state, error="injected" if failed else "", duration_s=0.5)
             )
         for job in plan.of(JobKind.LOAD):
-            self.hbm[0].update(zip(job.block_ids, [self.tier[i] for i in job.host_block_ids], strict=True))
+            self.hbm[0].update(zip(job.block_ids, [self.tier[i] for i in host_block_ids(job)], strict=True))
             self.unreported.append(JobResult(job_id=job.job_id, state=FINISHED))
 
     def end_step(self, plan: StepPlan) -> None:
         for job in plan.of(JobKind.SAVE):
-            self.tier.update(zip(job.host_block_ids, [self.hbm[0][b] for b in job.block_ids], strict=True))
+            self.tier.update(zip(host_block_ids(job), [self.hbm[0][b] for b in job.block_ids], strict=True))
             self.unreported.append(JobResult(job_id=job.job_id, state=FINISHED))
 
     def lose(self, group_id: int, first: int, end: int) -> None:
