@@ -96,7 +96,7 @@ def reads_environment(tree):
 
 @pytest.mark.parametrize("path", MODULES)
 def test_only_config_reads_the_environment(path):
-    assert reads_environment(MODULES[path]) == (path == "config.py")
+    assert reads_environment(MODULES[path]) == (path == "config/environment.py")
 
 
 @pytest.mark.parametrize("path", INITS)
@@ -312,7 +312,7 @@ def test_no_more_is_required_than_imported():
         ("core/scheduler.py", "import tpu_offload", {""}),
         ("core/scheduler.py", "from tpu_offload import OffloadConfig", {""}),
         ("core/scheduler.py", "from tpu_offload import config, worker", {"worker"}),
-        ("config.py", "def f():\n    from tpu_offload.core.staging import X", {"core"}),
+        ("config/options.py", "def f():\n    from tpu_offload.core.staging import X", {"core"}),
         ("worker/worker.py", "from tpu_offload.engine import Engine", {"engine"}),
         ("engine/engine.py", "import tpu_offload.cli.main", {"cli"}),
         ("cli/main.py", "from tpu_offload.engine import Engine", set()),
