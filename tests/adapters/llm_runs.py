@@ -211,7 +211,7 @@ class Life:
         stats = side._offload.stats()
         return state | {
             "stats": {name: getattr(stats, name) for name in stats.__slots__},
-            "num_watched": len(side._watched) + len(side._promised),
+            "num_watched": len(side._active) + len(side._promised),
             "has_jobs": side.has_jobs,
             "has_flights": self.worker.has_flights,
             "num_host_chunks": self.worker.num_host_chunks,

@@ -165,8 +165,8 @@ class Stack:
         self.errors: set[str] = set()
         self.in_flight: list[Any] = []
         self.num_steps = 0
-        self.num_spoilt = 0
-        self._spoilt_before: set[str] = set()
+        self.num_wrong = 0
+        self._wrong_before: set[str] = set()
         self._invalid_before: set[int] = set()
         self._ends_before: dict[str, int] = {}
         self.events: list[Any] = []
@@ -269,19 +269,19 @@ class Stack:
         self.check()
         assert not self.scheduler.requests
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.num_blocks - 1
-        assert not self.side._watched
+        assert not self.side._active
         assert not self.side._promised
-        assert not self.side._in_background
-        assert not self.side._first_in_background
+        assert not self.side._background_loads
+        assert not self.side._background_first_hash
         if self.offload is not None:
             stats = self.offload.stats()
             assert stats.num_jobs_in_flight == 0
             assert stats.staging_reserved_blocks == 0
             assert not self.offload._requests
         for connector in self.connectors:
-            assert not connector.worker_side._loading
-            assert not connector.worker_side._told
-            assert not connector.worker_side._in_background
+            assert not connector.worker_side._unreported_loads
+            assert not connector.worker_side._reported_loads
+            assert not connector.worker_side._background_job_ids
 
     def close(self) -> None:
         for connector in self.connectors:
@@ -329,7 +329,7 @@ class Stack:
             request_id
             for request_id in output.num_scheduled_tokens
             if self._holds(request_id, invalid)
-            or (self.is_async and (request_id in self._spoilt_before or self._holds(request_id, self._invalid_before)))
+            or (self.is_async and (request_id in self._wrong_before or self._holds(request_id, self._invalid_before)))
         }
         inputs = {}
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
@@ -340,27 +340,27 @@ class Stack:
             inputs[request_id] = Prefix(tokens + drafts), len(drafts)
         # As in a layer of a real model: every request's KV is written before any attention reads, so that one may
         # share blocks with another of the same pass.
-        spoilt: set[str] = set()
+        wrong: set[str] = set()
         while True:
             for runner in self.runners:
-                runner.write_step(num_computed, {name: prefix for name, (prefix, _) in inputs.items()}, spoilt)
-            now_spoilt = {
+                runner.write_step(num_computed, {name: prefix for name, (prefix, _) in inputs.items()}, wrong)
+            now_wrong = {
                 request_id
                 for request_id in output.num_scheduled_tokens
-                if request_id not in spoilt
+                if request_id not in wrong
                 and not all(
                     runner.check(request_id, self.sequence(request_id), num_computed[request_id])
                     for runner in self.runners
                 )
             }
-            assert now_spoilt <= may_be_spoilt, f"{now_spoilt - may_be_spoilt} read KV that is not their own"
-            if not now_spoilt:
+            assert now_wrong <= may_be_spoilt, f"{now_wrong - may_be_spoilt} read KV that is not their own"
+            if not now_wrong:
                 break
-            spoilt |= now_spoilt
-        self.num_spoilt += len(spoilt)
-        self._spoilt_before = spoilt
+            wrong |= now_wrong
+        self.num_wrong += len(wrong)
+        self._wrong_before = wrong
         return {
-            request_id: self._sample(request_id, *inputs[request_id], wrong=request_id in spoilt)
+            request_id: self._sample(request_id, *inputs[request_id], wrong=request_id in wrong)
             for request_id in output.num_scheduled_tokens
         }
 

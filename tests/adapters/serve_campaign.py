@@ -99,7 +99,7 @@ async def _difference(ours: Client, clean: Client, turn: Turn) -> tuple[int, flo
 
 def run(args: argparse.Namespace) -> int:
     """All seeds; the exit status."""
-    extra = dict(OURS["kv_connector_extra_config"]) | {"mend_runner": args.mend}
+    extra = dict(OURS["kv_connector_extra_config"]) | {"restore_lost_tokens": args.mend}
     connector = {**OURS, "kv_connector_extra_config": extra}
     faults = FAULTS if args.faults == "" else json.loads(args.faults or "{}")
     environ = {"CPU_SHIM_FAULTS": json.dumps({"seed": args.seed, **faults})} if faults else {}

@@ -1,4 +1,4 @@
-"""What a request says for itself in `kv_transfer_params`."""
+"""The limits of a request in `kv_transfer_params`."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.adapters.scheduler_stack import make_stack, prompt, save_prompt
 from tpu_offload import RequestLimits
-from tpu_offload.adapters.vllm.limits import FewLines, read_limits
+from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 
 pytestmark = pytest.mark.vllm
 
@@ -38,12 +38,12 @@ def test_reads(params, limits):
         ({"tpu_offload.priority": 1.5}, "priority=1.5"),
         ({"tpu_offload.cache": 0}, "cache=0; expected True or False"),
         ({"tpu_offload.cache": "no"}, "cache='no'; expected True or False"),
-        ({"tpu_offload.skip_save": True, "tpu_offload.cache": False}, "'tpu_offload.skip_save' is no limit; expected"),
-        (["tpu_offload.cache"], "['tpu_offload.cache'] is no object"),
+        ({"tpu_offload.skip_save": True, "tpu_offload.cache": False}, "'tpu_offload.skip_save' is unknown; expected"),
+        (["tpu_offload.cache"], "['tpu_offload.cache'] is not an object"),
     ],
     ids=str,
 )
-def test_a_mistake_keeps_the_request_out_of_the_host_tier(params, said):
+def test_invalid_params_keep_the_request_out_of_the_host_tier(params, said):
     lines: list[str] = []
     assert read_limits("r7", params, lines.append) == RequestLimits(cache=False)
     (line,) = lines
@@ -52,9 +52,9 @@ def test_a_mistake_keeps_the_request_out_of_the_host_tier(params, said):
     assert "\n" not in line
 
 
-def test_many_mistakes_are_few_lines(caplog):
+def test_warnings_are_rate_limited(caplog):
     now_s = 100.0
-    log = FewLines(60.0, clock=lambda: now_s)
+    log = RateLimitedWarnings(60.0, clock=lambda: now_s)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         for i in range(5):
             log(f"mistake {i}")

@@ -360,7 +360,7 @@ def test_reset(process, plain):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"sync_load": False}, {"mend_runner": False}], ids=["default", "async", "plain"]
+    "settings", [{}, {"sync_load": False}, {"restore_lost_tokens": False}], ids=["default", "async", "plain"]
 )
 @pytest.mark.parametrize("pause", [False, True], ids=["reset", "pause"])
 def test_running_requests_are_preempted_and_go_on_at_once(process, plain, settings, pause):
@@ -372,7 +372,7 @@ def test_running_requests_are_preempted_and_go_on_at_once(process, plain, settin
     driven = outcome["steps"][0]
     assert not driven["hung"]
     expected = plain([drive, GENERATE], ASYNC)
-    mended = "mend_runner" not in settings
+    mended = "restore_lost_tokens" not in settings
     assert mended == (answers(outcome) == answers(expected))
     assert_nothing_is_left(outcome, failed=None if not mended else False, fed_wrongly=not mended)
 
@@ -508,7 +508,7 @@ def test_preemption_with_async_scheduling(process, plain, settings):
     assert answers(outcome) == answers(expected)
     assert_nothing_is_left(outcome)
     assert outcome["end"]["stats"]["saved_blocks"] > 0
-    assert sum("left a token out" in line for line in outcome["log"]) == 1
+    assert sum("lost the in-flight token" in line for line in outcome["log"]) == 1
     assert not any("nothing more of it is saved" in line for line in outcome["log"])
 
 
@@ -517,7 +517,7 @@ def test_what_is_kept_was_computed_on_the_tokens_that_it_is_kept_under(process, 
     """Each conversation goes on, one at a time, from what the host tier has of it."""
     said = {str(i): tokens(f"goes on {i}", 5) for i in range(8)}
     go_on = [{"do": "chat", "said": {i: said[i]}, "max_tokens": 6} for i in said]
-    connector = ours(decode_save=True, mend_runner=mend)
+    connector = ours(decode_save=True, restore_lost_tokens=mend)
     steps = [*LONG_ANSWERS, *FORGET_HBM, *go_on]
     outcome = process.live({"engine": ASYNC, "connector": connector, "steps": steps})
     assert outcome["end"]["num_preemptions"] > 1

@@ -167,7 +167,7 @@ def test_who_waits_with_a_part_of_its_blocks_gives_them_back():
     scheduler.running.clear()
     running.status = RequestStatus.WAITING
     scheduler.kv_holding_waiting.prepend_request(running)
-    stack.side.spoil(set(range(stack.num_blocks)))
+    stack.side.invalidate_blocks(set(range(stack.num_blocks)))
     assert running.num_computed_tokens == 0
     assert not scheduler.kv_cache_manager.get_block_ids("b")[0]
 

@@ -51,6 +51,6 @@ def test_reports_add_up_in_any_order_and_keep_the_layout():
 def test_statistics_survive_the_way_to_the_frontend():
     stack = make_stack()
     save_prompt(stack, "a")
-    stack.side._has_news, stack.side._told = True, type(stack.side._told)()
+    stack.side._stats_changed, stack.side._last_stats = True, type(stack.side._last_stats)()
     payload = stack.side.take_stats().to_dict()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(payload)) == payload

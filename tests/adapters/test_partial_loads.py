@@ -213,10 +213,10 @@ def test_who_is_aborted_while_it_sits_out_a_step_leaves_nothing():
     stack.begin_step()
     stack.begin_step()
     stack.end_step()
-    assert stack.side._rollback._held_back
+    assert stack.side._rollback._awaiting_stale_output
     stack.abort("b")
     stack.end_step()
     stack.add("c", prompt(12, seed=4))
     stack.drain()
-    assert not stack.side._rollback._held_back
+    assert not stack.side._rollback._awaiting_stale_output
     stack.check_end()

@@ -84,13 +84,13 @@ def test_tpu_inference_leaves_it_out():
 @pytest.mark.parametrize("left_out", [("b",), ("a", "b"), ()])
 def test_the_token_is_put_in(caplog, left_out):
     runner = make_runner(left_out=left_out)
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    tokens = RunnerTokens(runner, restore=True, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
         assert not caplog.records
         go_on(runner, *left_out)
     assert outputs(runner) == {"a": [31, 41], "b": [31, 42]}
-    assert (tokens.distrusted, tokens.take_news()) == (frozenset(), {})
+    assert (tokens.tainted, tokens.take_newly_tainted()) == (frozenset(), {})
     assert len(caplog.records) == bool(left_out)
     tokens.close()
     assert "_modify_prev_results" not in vars(runner)
@@ -102,11 +102,11 @@ def test_a_runner_that_does_it_itself_is_left_alone(caplog):
             state.output_token_ids[-1] = token
 
     runner = make_runner(modify=modify)
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    tokens = RunnerTokens(runner, restore=True, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
     assert outputs(runner) == {"a": [31, 41], "b": [31, 42]}
-    assert not tokens.distrusted
+    assert not tokens.tainted
     assert not caplog.records
 
 
@@ -117,20 +117,20 @@ def test_a_runner_that_does_it_itself_is_left_alone(caplog):
 )
 def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
     runner = make_runner(**results)
-    tokens = RunnerTokens(runner, mend=mend, block_size=2)
+    tokens = RunnerTokens(runner, restore=mend, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
         go_on(runner, "a")
-        assert not tokens.distrusted
+        assert not tokens.tainted
         go_on(runner, "a", "b")
     assert runner.requests["b"].output_token_ids == [31, 0]
-    assert tokens.distrusted == {"b"}
-    assert tokens.take_news() == {"b": (3,)}, "of its token 4 on"
-    assert tokens.take_news() == {}
+    assert tokens.tainted == {"b"}
+    assert tokens.take_newly_tainted() == {"b": (3,)}, "of its token 4 on"
+    assert tokens.take_newly_tainted() == {}
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     tokens.finish({"b", "c"})
-    assert not tokens.distrusted
+    assert not tokens.tainted
 
 
 @pytest.mark.parametrize("mend", [True, False])
@@ -138,22 +138,22 @@ def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
 def test_nothing_is_said_of_a_request_that_needs_no_token(caplog, mend, why):
     ended = why.startswith("ended")
     runner = make_runner()
-    tokens = RunnerTokens(runner, mend=mend, block_size=2)
+    tokens = RunnerTokens(runner, restore=mend, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
         if not ended:
             runner.requests["b"].num_tokens = 4
         go_on(runner, "a", "b", finished=["b"] if ended else [])
     assert not caplog.records
-    assert not tokens.distrusted
+    assert not tokens.tainted
 
 
 def test_a_runner_whose_steps_are_not_seen_is_not_trusted():
     runner = make_runner()
     del runner.persistent_batch_manager
-    tokens = RunnerTokens(runner, mend=False, block_size=2)
+    tokens = RunnerTokens(runner, restore=False, block_size=2)
     runner._modify_prev_results()
-    assert tokens.distrusted == {"b"}
+    assert tokens.tainted == {"b"}
 
 
 def resume(runner, request_id, num_tokens):
@@ -185,15 +185,15 @@ def resume(runner, request_id, num_tokens):
 def test_a_request_that_is_resumed_goes_on_with_the_tokens_that_vllm_has(caplog, mend, num_tokens):
     runner = make_runner(left_out=("a",))
     output = resume(runner, "b", num_tokens)
-    tokens = RunnerTokens(runner, mend=mend, block_size=2)
+    tokens = RunnerTokens(runner, restore=mend, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         assert runner.persistent_batch_manager.update_states(output, 7) == 7
         runner._modify_prev_results()
     if mend:
         fed = runner.input_batch.token_ids_cpu[runner.input_batch.req_id_to_index["b"]]
         assert outputs(runner)["b"] == [31, 42][: num_tokens - 3] == fed[3:num_tokens].tolist()
-    assert tokens.distrusted == (set() if mend else {"b"})
-    assert tokens.take_news() == ({} if mend else {"b": (2, 3) if num_tokens == 4 else (3,)})
+    assert tokens.tainted == (set() if mend else {"b"})
+    assert tokens.take_newly_tainted() == ({} if mend else {"b": (2, 3) if num_tokens == 4 else (3,)})
     tokens.close()
     assert "update_states" not in vars(runner.persistent_batch_manager)
 
@@ -202,7 +202,7 @@ def test_a_request_that_is_resumed_goes_on_with_the_tokens_that_vllm_has(caplog,
 def test_a_step_that_cannot_be_read_does_not_end_the_engine(gone):
     runner = make_runner(left_out=())
     output = resume(runner, "b", 4)
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    tokens = RunnerTokens(runner, restore=True, block_size=2)
     if gone == "results":
         runner._pre_async_results = None
     elif gone == "all_token_ids":
@@ -210,14 +210,14 @@ def test_a_step_that_cannot_be_read_does_not_end_the_engine(gone):
     else:
         del runner._pre_async_results
     assert runner.persistent_batch_manager.update_states(output, 7) == 7
-    assert tokens.distrusted == ({"b"} if gone == "all_token_ids" else set())
+    assert tokens.tainted == ({"b"} if gone == "all_token_ids" else set())
 
 
 @pytest.mark.parametrize("gone", ["results", "next_tokens", "requests", "extract"])
 def test_another_tpu_inference_does_not_end_the_engine(caplog, gone):
     called = []
     runner = make_runner(modify=lambda runner: called.append(runner))
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    tokens = RunnerTokens(runner, restore=True, block_size=2)
     if gone == "results":
         runner._pre_async_results = None
     elif gone == "next_tokens":
@@ -234,16 +234,16 @@ def test_another_tpu_inference_does_not_end_the_engine(caplog, gone):
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     tokens.compare("b", 3, (99,))
-    assert tokens.distrusted == {"b"}
+    assert tokens.tainted == {"b"}
 
 
 def test_who_sampled_nothing_or_has_ended_is_passed_over():
     runner = make_runner(left_out=("a", "b"), discard_sampled_tokens_req_indices=[0])
     runner.requests["b"] = SimpleNamespace(req_id="b", output_token_ids=[])  # another under the same id
-    tokens = RunnerTokens(runner, mend=False, block_size=2)
+    tokens = RunnerTokens(runner, restore=False, block_size=2)
     runner._modify_prev_results()
     assert outputs(runner) == {"a": [31, 0], "b": []}
-    assert not tokens.distrusted
+    assert not tokens.tainted
 
 
 @pytest.mark.parametrize(
@@ -260,17 +260,17 @@ def test_who_sampled_nothing_or_has_ended_is_passed_over():
     ],
 )
 def test_compares_what_the_runner_has_with_what_vllm_knows(request_id, first, known, news):
-    tokens = RunnerTokens(make_runner(), mend=True, block_size=2)
+    tokens = RunnerTokens(make_runner(), restore=True, block_size=2)
     tokens.compare(request_id, first, known)
-    assert tokens.take_news() == news
-    assert tokens.distrusted == set(news)
+    assert tokens.take_newly_tainted() == news
+    assert tokens.tainted == set(news)
     tokens.compare(request_id, first, (99,) * len(known))
-    assert tokens.take_news() == ({} if news else {request_id: (1, 2, 3)[first // 2 :]})
+    assert tokens.take_newly_tainted() == ({} if news else {request_id: (1, 2, 3)[first // 2 :]})
 
 
 def test_a_runner_that_cannot_be_read_is_not_trusted():
     runner = SimpleNamespace(requests={})
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    tokens = RunnerTokens(runner, restore=True, block_size=2)
     tokens.compare("a", 3, (31,))
-    assert tokens.distrusted == {"a"}
+    assert tokens.tainted == {"a"}
     tokens.close()

@@ -42,7 +42,7 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     return config
 
 
-def warn_of_failing_requests(policy: str) -> None:
+def warn_if_failed_loads_end_requests(policy: str) -> None:
     """Says what vLLM's default does to a request whose load fails."""
     if policy != "recompute":
         _logger.warning(

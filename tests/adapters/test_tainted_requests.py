@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, make_stack, prompt, save_prompt
-from tpu_offload.adapters.vllm.distrust import Distrust
+from tpu_offload.adapters.vllm.tainted_requests import TaintedRequests
 
 pytestmark = pytest.mark.vllm
 
@@ -55,7 +55,7 @@ def test_nothing_generated_is_kept_from_there_on(async_scheduling, num_workers):
     stack.add("a", tokens, max_tokens=3 * BLOCK_SIZE)
     stack.add("b", prompt(NUM_PROMPT, seed=6), max_tokens=3 * BLOCK_SIZE)
     stack.drain()
-    assert not stack.side._distrust.request_ids
+    assert not stack.side._tainted.request_ids
     a = list(stack.sequence("a").tokens[: NUM_TOKENS - 1])
     before = stack.scheduler.kv_cache_manager.get_computed_blocks(stack._make_request("x", [*a, 1]))[1]
     assert before == NUM_PROMPT // BLOCK_SIZE * BLOCK_SIZE, "in HBM"
@@ -118,16 +118,16 @@ def test_who_waits_for_a_load_gets_it_though_it_is_distrusted(async_scheduling, 
     stack.serve("first", tokens, max_tokens=3)
     stack.scheduler.reset_prefix_cache()
     stack.add("again", tokens, max_tokens=3)
-    spread = stack.side._distrust.spread
+    propagate = stack.side._tainted.propagate
 
-    def spread_to_all(requests, admitted):
-        stack.side._distrust._bad.update(range(stack.num_blocks))
-        return spread(requests, admitted)
+    def propagate_to_all(requests, admitted):
+        stack.side._tainted._tainted_block_ids.update(range(stack.num_blocks))
+        return propagate(requests, admitted)
 
-    stack.side._distrust._bad.add(1)
-    stack.side._distrust.spread = spread_to_all
+    stack.side._tainted._tainted_block_ids.add(1)
+    stack.side._tainted.propagate = propagate_to_all
     stack.step()
-    assert "again" in stack.side._distrust
+    assert "again" in stack.side._tainted
     stack.drain()
     stack.check_end()
 
@@ -163,41 +163,41 @@ def requests(**num_tokens):
 
 def test_who_shares_a_bad_block_is_bad_from_there_on_its_prompt_too():
     manager = Manager(a=[1, 2, 3, 4], b=[1, 2, 3, 5, 6], c=[1, 7], d=[6, 8])
-    distrust = Distrust(manager, block_size=2)
+    tainted = TaintedRequests(manager, block_size=2)
     held = requests(a=(4, 8), b=(10, 10), c=(4, 4), d=(4, 4))
-    assert not distrust
-    distrust.hear("a", (3, 4), held["a"])
-    assert distrust
+    assert not tainted
+    tainted.add("a", (3, 4), held["a"])
+    assert tainted
     assert manager.take_evicted() == [3, 4]
-    assert sorted(distrust.spread(held, ())) == ["b", "d"], "d hangs on what b has computed"
-    assert distrust.request_ids == {"a", "b", "d"}
+    assert sorted(tainted.propagate(held, ())) == ["b", "d"], "d hangs on what b has computed"
+    assert tainted.request_ids == {"a", "b", "d"}
     assert set(manager.take_evicted()) == {3, 4, 5, 6, 8}
-    assert distrust.spread(held, ()) == []
+    assert tainted.propagate(held, ()) == []
 
 
 def test_what_a_request_that_has_ended_has_left_behind_is_bad():
     manager = Manager(b=[1, 2, 3, 5], c=[1, 7])
-    distrust = Distrust(manager, block_size=2)
-    distrust.hear("a", (3, 4, 1000), None)
-    assert distrust
-    assert "a" not in distrust
+    tainted = TaintedRequests(manager, block_size=2)
+    tainted.add("a", (3, 4, 1000), None)
+    assert tainted
+    assert "a" not in tainted
     assert manager.take_evicted() == [3, 4], "there is no block 1000"
-    assert distrust.spread(requests(b=(8, 8), c=(4, 4)), ()) == ["b"]
-    distrust.finish("b")
-    assert not distrust
+    assert tainted.propagate(requests(b=(8, 8), c=(4, 4)), ()) == ["b"]
+    tainted.finish("b")
+    assert not tainted
 
 
 def test_later_only_who_is_admitted_is_looked_at_and_only_new_blocks_are_forgotten():
     manager = Manager(a=[1, *range(10, 30)])
-    distrust = Distrust(manager, block_size=2)
+    tainted = TaintedRequests(manager, block_size=2)
     held = requests(a=(2, 42))
-    distrust.hear("a", (), held["a"])
-    assert distrust.spread(held, ()) == []
+    tainted.add("a", (), held["a"])
+    assert tainted.propagate(held, ()) == []
     assert manager.take_evicted() == list(range(10, 30))
     manager.tables |= {"a": [1, *range(10, 31)], "b": [1, 10, 50], "c": [1, 10]}
     held |= requests(b=(6, 6), c=(4, 4))
-    assert distrust.spread(held, {"c"}) == ["c"]
+    assert tainted.propagate(held, {"c"}) == ["c"]
     assert set(manager.take_evicted()) == {10, 28, 29, 30}
     manager.tables["a"] = [1, 60, 61]  # preempted, and admitted again
-    assert distrust.spread(held, {"a"}) == ["b"], "it has been sharing with the other one all the time"
+    assert tainted.propagate(held, {"a"}) == ["b"], "it has been sharing with the other one all the time"
     assert set(manager.take_evicted()) >= {60, 61}
