@@ -57,8 +57,8 @@ def test_a_policy_of_ones_own_is_used():
         ({"host_gb": -1}, "host_gb=-1"),
         ({"load_path": "teleport"}, "load_path='teleport'"),
         ({"save_on": "never"}, "save_on='never'"),
-        ({"save_on": "eviction"}, "TPU_OFFLOAD_SAVE_ON=eviction: vLLM does not tell a connector in time of blocks"),
-        ({"save_on": "compute,preemption"}, "in time of requests that it preempts; leave it out"),
+        ({"save_on": "eviction"}, "TPU_OFFLOAD_SAVE_ON=eviction: vLLM has no connector hook before prefix-cache"),
+        ({"save_on": "compute,preemption"}, "before preemption; unset it"),
     ],
 )
 def test_a_wrong_setting_is_one_line(extra, said):
