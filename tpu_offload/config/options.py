@@ -231,14 +231,14 @@ class OffloadConfig(pydantic.BaseModel):
 
     @pydantic.field_validator("save_on")
     @classmethod
-    def _has_events(cls, value: tuple[SaveEvent, ...]) -> tuple[SaveEvent, ...]:
+    def _check_save_on(cls, value: tuple[SaveEvent, ...]) -> tuple[SaveEvent, ...]:
         if not value or len(set(value)) < len(value):
             raise ValueError("expected one or more of compute, eviction and preemption, without duplicates")
         return value
 
     @pydantic.field_validator("eviction_policy", mode="plain")
     @classmethod
-    def _is_a_policy(cls, value: Any) -> EvictionPolicyName | str:
+    def _parse_policy(cls, value: Any) -> EvictionPolicyName | str:
         """Built-in names become enum members. A `module:Class` is imported on use (`core.policies.find_policy`)."""
         if isinstance(value, EvictionPolicyName):
             return value
@@ -257,7 +257,7 @@ class OffloadConfig(pydantic.BaseModel):
 
     @pydantic.field_validator("swap_gb", mode="plain")
     @classmethod
-    def _is_auto_or_gb(cls, value: Any) -> float | Literal["auto"]:
+    def _parse_swap_gb(cls, value: Any) -> float | Literal["auto"]:
         if value == "auto":
             return "auto"
         try:
@@ -270,13 +270,13 @@ class OffloadConfig(pydantic.BaseModel):
 
     @pydantic.field_validator("copy_profile")
     @classmethod
-    def _is_a_file(cls, value: Path | None) -> Path | None:
+    def _check_copy_profile(cls, value: Path | None) -> Path | None:
         if value == Path():  # an empty string
             raise ValueError("expected the path of a file")
         return value
 
     @pydantic.model_validator(mode="after")
-    def _no_contradictions(self) -> Self:
+    def _check_contradictions(self) -> Self:
         for names in (_STAGING_SIZES, _HOST_SIZES):
             given = [f"{env_name(n)}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
             if len(given) > 1:
@@ -344,7 +344,7 @@ class OffloadConfig(pydantic.BaseModel):
             )
 
     def path_for(self, direction: Direction) -> CopyPath:
-        """The setting for one direction."""
+        """The copy path for one direction."""
         return self.save_path if direction is Direction.SAVE else self.load_path
 
     @property
@@ -354,7 +354,7 @@ class OffloadConfig(pydantic.BaseModel):
 
     @property
     def swap_enabled(self) -> bool:
-        """Whether preempted requests can be swapped out."""
+        """Whether preempted requests may be swapped out."""
         return self.swap_gb != 0 and self.swap_mode is not SwapMode.RECOMPUTE
 
     def staging_blocks(self, layout: KVLayout) -> int:
