@@ -49,7 +49,7 @@ def fail_loads(stack: Stack, num_blocks: int) -> None:
 
 @scheduling
 @workers
-def test_a_small_hit_does_not_wait_and_a_large_one_holds_nobody_up(async_scheduling, num_workers):
+def test_a_small_hit_does_not_wait_and_a_large_one_delays_no_request(async_scheduling, num_workers):
     small, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
     stack = make(small, large, async_scheduling=async_scheduling, num_workers=num_workers)
     stack.add("runs", prompt(5, seed=7), max_tokens=30)
@@ -74,7 +74,7 @@ def test_a_small_hit_does_not_wait_and_a_large_one_holds_nobody_up(async_schedul
 
 
 @scheduling
-def test_hits_of_one_step_are_bounded_together(async_scheduling):
+def test_hits_of_one_step_are_limited_together(async_scheduling):
     prompts = [blocks(SMALL, seed=seed) for seed in (3, 5, 9)]
     stack = make(*prompts, async_scheduling=async_scheduling)
     requests = [stack.add(f"b{i}", [*tokens, 7]) for i, tokens in enumerate(prompts)]
@@ -90,7 +90,7 @@ def test_hits_of_one_step_are_bounded_together(async_scheduling):
 
 
 @scheduling
-def test_a_small_hit_goes_before_its_step_though_a_large_one_is_on_its_way(async_scheduling):
+def test_a_small_hit_is_loaded_before_its_step_while_a_large_one_is_in_flight(async_scheduling):
     small, large = blocks(SMALL, seed=3), blocks(20, seed=5)
     stack = make(small, large, async_scheduling=async_scheduling)
     a = stack.add("large", [*large, 7])
@@ -107,7 +107,7 @@ def test_a_small_hit_goes_before_its_step_though_a_large_one_is_on_its_way(async
 @scheduling
 @workers
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_large_hit_that_fails_spoils_no_step(async_scheduling, num_workers, policy):
+def test_a_large_hit_that_fails_invalidates_no_step(async_scheduling, num_workers, policy):
     small, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
     stack = make(small, large, async_scheduling=async_scheduling, num_workers=num_workers, policy=policy)
     fail_loads(stack, MAX_BLOCKS)  # its first piece
@@ -123,7 +123,7 @@ def test_a_large_hit_that_fails_spoils_no_step(async_scheduling, num_workers, po
 
 @scheduling
 @workers
-def test_a_small_hit_fails_while_a_large_one_is_on_its_way(async_scheduling, num_workers):
+def test_a_small_hit_fails_while_a_large_one_is_in_flight(async_scheduling, num_workers):
     """One program moves pieces of both, so that both fail; only the small one has been computed on."""
     small, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
     stack = make(small, large, async_scheduling=async_scheduling, num_workers=num_workers)
@@ -179,7 +179,7 @@ def test_a_large_hit_that_is_aborted(async_scheduling, when):
 
 
 @scheduling
-def test_loads_of_one_step_stay_within_the_bound_though_many_wait(async_scheduling):
+def test_loads_of_one_step_stay_within_the_limit_while_many_wait(async_scheduling):
     """A small hit goes before all loads that are on their way, not behind those that are no larger."""
     prompts = [blocks(SMALL, seed=seed) for seed in (3, 5, 9, 11, 13, 15)]
     stack = make(*prompts, async_scheduling=async_scheduling, max_num_seqs=20, num_blocks=100)
@@ -217,7 +217,7 @@ def test_one_document_is_loaded_once(async_scheduling):
 
 @scheduling
 @workers
-def test_what_no_step_has_computed_on_costs_the_prefix_cache_nothing(async_scheduling, num_workers):
+def test_a_failed_background_load_evicts_only_its_own_blocks_from_the_prefix_cache(async_scheduling, num_workers):
     other, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
     stack = make(large, async_scheduling=async_scheduling, num_workers=num_workers)
     stack.serve("other", other)  # in HBM from here on

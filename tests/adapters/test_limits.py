@@ -93,7 +93,7 @@ def test_limits_hold_under_the_real_scheduler(async_scheduling):
     stack.check_end()
 
 
-def test_limits_outlive_a_preemption_and_end_with_the_request():
+def test_limits_survive_a_preemption_and_end_with_the_request():
     stack = make_stack()
     save_prompt(stack, "warm")
     saved = stack.offload.stats().saved_blocks

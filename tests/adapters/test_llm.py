@@ -196,7 +196,7 @@ SETUPS = {
 
 
 @pytest.mark.parametrize(("engine", "env", "settings", "counted"), SETUPS.values(), ids=SETUPS)
-def test_answers_are_those_without_a_connector(process, plain, engine, env, settings, counted):
+def test_answers_equal_those_without_a_connector(process, plain, engine, env, settings, counted):
     steps = conversations()
     expected = plain(steps, engine)
     # With async scheduling tpu-inference 0.32 answers wrongly, without a connector, where requests are preempted.
@@ -243,7 +243,7 @@ def test_sampled_answers(process, plain):
     assert_nothing_is_left(outcome)
 
 
-def test_generated_tokens_are_saved_when_wanted(process, plain):
+def test_generated_tokens_are_saved_with_decode_save(process, plain):
     engine = {"enable_prefix_caching": False}
     steps = conversations(max_tokens=24)[:2]
     expected = plain(steps, engine)
@@ -276,7 +276,7 @@ def test_the_bytes_come_from_the_host_tier(process, plain):
     ],
     ids=["synchronous", "asynchronous", "async scheduling", "async scheduling, asynchronous", "staged"],
 )
-def test_what_could_not_be_loaded_is_computed(process, plain, engine, settings, method):
+def test_failed_loads_are_recomputed(process, plain, engine, settings, method):
     steps = [GENERATE, *FORGET_HBM, {"do": "break_loads", "times": 2, "method": method}, GENERATE]
     connector = ours(**settings, breaker_retry_s=0.01)  # what all prompts begin with may have failed twice, and rests
     outcome = process.live({"engine": engine, "connector": connector, "steps": [*steps, *FORGET_HBM, GENERATE]})
@@ -303,7 +303,7 @@ def test_what_could_not_be_loaded_is_computed(process, plain, engine, settings, 
         "async scheduling, staged",
     ],
 )
-def test_a_load_takes_the_caches_with_it(process, plain, engine, settings, method, skip):
+def test_a_load_destroys_the_caches(process, plain, engine, settings, method, skip):
     steps = [GENERATE, *FORGET_HBM, {"do": "lose_caches", "skip": skip, "method": method}, GENERATE]
     outcome = process.live({"engine": engine, "connector": ours(**settings), "steps": [*steps, *FORGET_HBM, GENERATE]})
     assert answers(outcome) == answers(plain([GENERATE], engine)) * 3
@@ -312,7 +312,7 @@ def test_a_load_takes_the_caches_with_it(process, plain, engine, settings, metho
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_failed_load_ends_its_request_if_vllm_is_told_so(process, plain, sync):
+def test_with_the_policy_fail_a_failed_load_ends_its_request(process, plain, sync):
     steps = [GENERATE, *FORGET_HBM, {"do": "break_loads", "times": 1}, GENERATE, GENERATE]
     outcome = process.live({"connector": ours(policy="fail", sync_load=sync), "steps": steps})
     ((expected,), (first, broken, again)) = answers(plain([GENERATE], {})), answers(outcome)
@@ -363,7 +363,7 @@ def test_reset(process, plain):
     "settings", [{}, {"sync_load": False}, {"restore_lost_tokens": False}], ids=["default", "async", "plain"]
 )
 @pytest.mark.parametrize("pause", [False, True], ids=["reset", "pause"])
-def test_running_requests_are_preempted_and_go_on_at_once(process, plain, settings, pause):
+def test_running_requests_are_preempted_and_resumed_at_once(process, plain, settings, pause):
     """vLLM has dropped the tokens that were on the way, or taken them; the runner has neither done."""
     drive = {"do": "drive", "prompts": PROMPTS[:3], "abort": {}, "max_tokens": 40}
     connector = ours(decode_save=not settings, **settings)
@@ -377,7 +377,7 @@ def test_running_requests_are_preempted_and_go_on_at_once(process, plain, settin
     assert_nothing_is_left(outcome, failed=None if not mended else False, fed_wrongly=not mended)
 
 
-def test_a_next_engine_in_the_process_starts_empty(process, plain):
+def test_the_next_engine_in_the_process_starts_empty(process, plain):
     cached = plain([GENERATE], {})["steps"][0]["cached"]
     for num_chunks in (64, 20):
         outcome = process.live({"connector": ours(num_cpu_chunks=num_chunks), "steps": [GENERATE]})
@@ -388,7 +388,7 @@ def test_a_next_engine_in_the_process_starts_empty(process, plain):
     assert process.live({"steps": [GENERATE]})["steps"] == plain([GENERATE], {})["steps"]
 
 
-def test_a_next_engine_that_is_made_before_the_first_ends(process, plain):
+def test_the_next_engine_may_be_created_before_the_first_ends(process, plain):
     engine = {"block_size": 32, "num_gpu_blocks_override": 16}
     replace = {"do": "replace", "life": {"engine": engine, "connector": ours(num_cpu_chunks=20)}}
     outcome = process.live(
@@ -402,7 +402,7 @@ def test_a_next_engine_that_is_made_before_the_first_ends(process, plain):
     assert all(outcome["freed"])
 
 
-def test_settings_of_the_connector_win_over_the_environment(process):
+def test_settings_of_the_connector_take_precedence_over_the_environment(process):
     env = {"TPU_OFFLOAD_HOST_GB": "0.001", "TPU_OFFLOAD_BLOCKS_PER_CHUNK": "2"}
     outcome = process.live({"env": env, "connector": ours(num_cpu_chunks=16), "steps": [GENERATE]})
     assert outcome["end"]["num_host_chunks"] == 16
@@ -420,7 +420,7 @@ def test_settings_of_the_connector_win_over_the_environment(process):
     ],
     ids=["unknown", "unknown variable", "two sizes", "fused", "role"],
 )
-def test_what_is_refused_at_start(process, life, message):
+def test_unsupported_configurations_are_refused_at_start(process, life, message):
     error = process.live(life | {"steps": []})["error"]
     assert error.startswith("ConfigError: ")
     assert message in error
@@ -489,7 +489,7 @@ def test_metrics_events_and_name(process):
 LONG_ANSWERS = conversations(max_tokens=40)[:1]
 
 
-def test_tpu_inference_still_leaves_tokens_out(plain):
+def test_tpu_inference_still_loses_tokens(plain):
     """If this fails, `RunnerTokens` has nothing to mend any more: see docs/upstream."""
     outcome, expected = plain(LONG_ANSWERS, ASYNC), plain(LONG_ANSWERS, ASYNC | NOBODY_PREEMPTED)
     assert outcome["end"]["num_preemptions"] > 1
@@ -513,7 +513,7 @@ def test_preemption_with_async_scheduling(process, plain, settings):
 
 
 @pytest.mark.parametrize("mend", [True, False])
-def test_what_is_kept_was_computed_on_the_tokens_that_it_is_kept_under(process, plain, mend):
+def test_saved_kv_was_computed_on_the_tokens_of_its_key(process, plain, mend):
     """Each conversation goes on, one at a time, from what the host tier has of it."""
     said = {str(i): tokens(f"goes on {i}", 5) for i in range(8)}
     go_on = [{"do": "chat", "said": {i: said[i]}, "max_tokens": 6} for i in said]

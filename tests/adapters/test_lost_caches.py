@@ -45,7 +45,7 @@ def check_ends(stack: Stack, *request_ids: str) -> None:
 @modes
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
 @pytest.mark.parametrize("num_before", [0, 1, 3])
-def test_everybody_computes_again(sync_load, async_scheduling, policy, load_path, num_before):
+def test_all_requests_are_recomputed(sync_load, async_scheduling, policy, load_path, num_before):
     stack = make(sync_load, async_scheduling, policy, load_path=load_path)
     tokens = save_prompt(stack, "a")
     for name, seed in (("other", 4), ("third", 5)):
@@ -71,7 +71,7 @@ def test_everybody_computes_again(sync_load, async_scheduling, policy, load_path
 
 
 @modes
-def test_the_prefix_cache_forgets_blocks_that_nobody_holds(sync_load, async_scheduling, policy):
+def test_the_prefix_cache_drops_blocks_that_no_request_holds(sync_load, async_scheduling, policy):
     stack = make(sync_load, async_scheduling, policy)
     tokens = save_prompt(stack, "a")
     stack.serve("x", prompt(24, seed=31))  # in HBM and held by nobody
@@ -86,7 +86,7 @@ def test_the_prefix_cache_forgets_blocks_that_nobody_holds(sync_load, async_sche
 
 @modes
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
-def test_nothing_is_saved_of_what_was_computed_on_lost_blocks(sync_load, async_scheduling, policy, load_path):
+def test_nothing_computed_on_lost_blocks_is_saved(sync_load, async_scheduling, policy, load_path):
     """Requests are in the middle of their prompts, and complete blocks in the steps around the loss."""
     stack = make(sync_load, async_scheduling, policy, load_path=load_path, max_num_batched_tokens=16)
     tokens = save_prompt(stack, "a")
@@ -123,7 +123,7 @@ def test_one_worker_of_two_loses_its_caches(sync_load, async_scheduling, policy,
 
 
 @modes
-def test_it_happens_again_while_it_is_made_good(sync_load, async_scheduling, policy):
+def test_caches_are_lost_again_during_the_recovery(sync_load, async_scheduling, policy):
     stack = make(sync_load, async_scheduling, policy)
     tokens = save_prompt(stack, "a", 64)
     for turn in range(3):
@@ -139,7 +139,7 @@ def test_it_happens_again_while_it_is_made_good(sync_load, async_scheduling, pol
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("num_steps", range(4))
-def test_who_is_aborted_or_preempted_meanwhile_leaves_nothing(async_scheduling, load_path, num_steps):
+def test_requests_aborted_or_preempted_meanwhile_leak_nothing(async_scheduling, load_path, num_steps):
     stack = make(False, async_scheduling, "recompute", load_path=load_path, num_blocks=14)
     tokens = save_prompt(stack, "a")
     stack.add("other", prompt(16, seed=4), max_tokens=20)
@@ -155,7 +155,7 @@ def test_who_is_aborted_or_preempted_meanwhile_leaves_nothing(async_scheduling, 
     check_ends(stack, "c", "other", "third")
 
 
-def test_who_waits_with_a_part_of_its_blocks_gives_them_back():
+def test_a_waiting_request_that_holds_some_blocks_frees_them():
     """After its load, when there is no block for the rest: seldom enough to be made up here."""
     stack = make(False, False, "recompute")
     tokens = save_prompt(stack, "a")
@@ -173,7 +173,7 @@ def test_who_waits_with_a_part_of_its_blocks_gives_them_back():
 
 
 @modes
-def test_a_session_that_waits_for_more_input_goes_on(sync_load, async_scheduling, policy):
+def test_a_session_that_waits_for_more_input_continues(sync_load, async_scheduling, policy):
     stack = make(sync_load, async_scheduling, policy)
     tokens = save_prompt(stack, "a")
     session = stack.add("s", prompt(20, seed=5), max_tokens=4, resumable=True)
@@ -202,7 +202,7 @@ def test_a_session_that_waits_for_more_input_goes_on(sync_load, async_scheduling
 
 @modes
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
-def test_a_message_that_comes_twice_is_done_once(sync_load, async_scheduling, policy, load_path):
+def test_a_duplicate_message_is_applied_once(sync_load, async_scheduling, policy, load_path):
     stack = make(sync_load, async_scheduling, policy, load_path=load_path)
     for connector in stack.connectors:
         give_again(connector.worker_side)
@@ -230,7 +230,7 @@ def give_again(side):
     side.bind = bind_again
 
 
-def test_copies_of_loads_into_lost_caches_count_for_nothing():
+def test_copies_into_lost_caches_are_ignored():
     stack = make(False, False, "recompute", num_blocks=40)
     tokens = save_prompt(stack, "a")
     other = prompt(24, seed=21)
@@ -250,7 +250,7 @@ def test_copies_of_loads_into_lost_caches_count_for_nothing():
     check_ends(stack, "b", "c")
 
 
-def test_one_line_says_so(caplog):
+def test_the_loss_is_logged_in_one_line(caplog):
     stack = make(True, False, "recompute")
     tokens = save_prompt(stack, "a")
     lose_caches(stack)

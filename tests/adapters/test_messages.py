@@ -48,7 +48,7 @@ def test_reports_add_up_in_any_order_and_keep_the_layout():
     assert second.aggregate(first) == ReportMessage(REPORTS[::-1], layout)
 
 
-def test_statistics_survive_the_way_to_the_frontend():
+def test_statistics_survive_serialization_to_the_frontend():
     stack = make_stack()
     save_prompt(stack, "a")
     stack.side._stats_changed, stack.side._last_stats = True, type(stack.side._last_stats)()

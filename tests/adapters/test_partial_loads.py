@@ -61,7 +61,7 @@ def computed(stack: Stack) -> dict[str, int]:
 @modes
 @paths
 @pytest.mark.parametrize("failing", ["second segment", "both"])
-def test_what_came_before_the_first_hole_is_not_computed(sync_load, async_scheduling, load_path, failing):
+def test_blocks_before_the_first_hole_are_not_recomputed(sync_load, async_scheduling, load_path, failing):
     stack, tokens = make(sync_load=sync_load, async_scheduling=async_scheduling, load_path=load_path)
     break_segment(stack)
     if failing == "both":
@@ -91,7 +91,7 @@ def test_the_next_request_is_matched_and_served(sync_load, async_scheduling, loa
     stack.check_end()
 
 
-def test_a_request_that_is_preempted_after_it_is_not_promised_the_hole_again():
+def test_a_request_preempted_afterwards_does_not_match_the_hole_again():
     stack, tokens = make()
     break_segment(stack)
     stack.add("b", tokens, max_tokens=8)
@@ -126,7 +126,7 @@ def test_requests_that_share_the_blocks(sync_load, async_scheduling, load_path, 
 
 
 @modes
-def test_it_fails_on_one_worker_of_two(sync_load, async_scheduling):
+def test_a_load_fails_on_one_worker_of_two(sync_load, async_scheduling):
     stack, tokens = make(sync_load=sync_load, async_scheduling=async_scheduling, num_workers=2)
     break_segment(stack, worker=1)
     counts = computed(stack)
@@ -165,7 +165,7 @@ def test_with_the_policy_fail_the_request_ends(async_scheduling):
 @pytest.mark.parametrize("who", ["b", "c", "both"])
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("num_steps", [1, 2])
-def test_what_an_aborted_request_computed_on_blocks_that_never_came_is_not_found(policy, who, together, num_steps):
+def test_blocks_that_an_aborted_request_computed_on_unloaded_ones_are_not_found(policy, who, together, num_steps):
     """It ends before vLLM hears of the failed load, and leaves blocks in vLLM's prefix cache."""
     stack, tokens = make(sync_load=True, async_scheduling=True, policy=policy, max_num_batched_tokens=64)
     longer = [*tokens, *prompt(20, seed=77)]
@@ -191,7 +191,7 @@ def test_what_an_aborted_request_computed_on_blocks_that_never_came_is_not_found
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_what_two_computed_that_share_blocks_that_never_came_is_not_found(policy, async_scheduling):
+def test_blocks_that_two_requests_computed_on_shared_unloaded_ones_are_not_found(policy, async_scheduling):
     """vLLM gives up the blocks of the first of them only."""
     stack, tokens = make(sync_load=True, async_scheduling=async_scheduling, policy=policy, max_num_batched_tokens=96)
     longer = [*tokens, *prompt(40, seed=77)]
@@ -206,7 +206,7 @@ def test_what_two_computed_that_share_blocks_that_never_came_is_not_found(policy
     stack.check_end()
 
 
-def test_who_is_aborted_while_it_sits_out_a_step_leaves_nothing():
+def test_a_request_aborted_while_it_skips_a_step_leaks_nothing():
     stack, tokens = make(sync_load=True, async_scheduling=True)
     break_segment(stack)
     stack.add("b", tokens, max_tokens=6)

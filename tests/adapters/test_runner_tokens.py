@@ -74,7 +74,7 @@ def outputs(runner):
     return {name: state.output_token_ids for name, state in runner.requests.items()}
 
 
-def test_tpu_inference_leaves_it_out():
+def test_tpu_inference_loses_the_token():
     """If this fails there is nothing to mend any more: see docs/upstream."""
     runner = make_runner()
     runner._modify_prev_results()
@@ -82,7 +82,7 @@ def test_tpu_inference_leaves_it_out():
 
 
 @pytest.mark.parametrize("left_out", [("b",), ("a", "b"), ()])
-def test_the_token_is_put_in(caplog, left_out):
+def test_the_token_is_restored(caplog, left_out):
     runner = make_runner(left_out=left_out)
     tokens = RunnerTokens(runner, restore=True, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
@@ -96,7 +96,7 @@ def test_the_token_is_put_in(caplog, left_out):
     assert "_modify_prev_results" not in vars(runner)
 
 
-def test_a_runner_that_does_it_itself_is_left_alone(caplog):
+def test_a_runner_without_the_defect_is_not_touched(caplog):
     def modify(runner):
         for state, token in zip(runner.requests.values(), (41, 42), strict=True):
             state.output_token_ids[-1] = token
@@ -115,7 +115,7 @@ def test_a_runner_that_does_it_itself_is_left_alone(caplog):
     [(False, {}), (True, {"is_continue_decode": True, "modify": lambda runner: None})],
     ids=["told not to", "several steps at once"],
 )
-def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
+def test_a_request_whose_token_is_not_restored_is_tainted(caplog, mend, results):
     runner = make_runner(**results)
     tokens = RunnerTokens(runner, restore=mend, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
@@ -135,7 +135,7 @@ def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
 
 @pytest.mark.parametrize("mend", [True, False])
 @pytest.mark.parametrize("why", ["ended, and another goes on under its id", "set back by vLLM, which drops the token"])
-def test_nothing_is_said_of_a_request_that_needs_no_token(caplog, mend, why):
+def test_nothing_is_logged_for_a_request_that_needs_no_token(caplog, mend, why):
     ended = why.startswith("ended")
     runner = make_runner()
     tokens = RunnerTokens(runner, restore=mend, block_size=2)
@@ -148,7 +148,7 @@ def test_nothing_is_said_of_a_request_that_needs_no_token(caplog, mend, why):
     assert not tokens.tainted
 
 
-def test_a_runner_whose_steps_are_not_seen_is_not_trusted():
+def test_a_request_is_tainted_at_once_if_steps_cannot_be_observed():
     runner = make_runner()
     del runner.persistent_batch_manager
     tokens = RunnerTokens(runner, restore=False, block_size=2)
@@ -182,7 +182,7 @@ def resume(runner, request_id, num_tokens):
 
 @pytest.mark.parametrize("num_tokens", [4, 5], ids=["dropped", "taken"])
 @pytest.mark.parametrize("mend", [True, False])
-def test_a_request_that_is_resumed_goes_on_with_the_tokens_that_vllm_has(caplog, mend, num_tokens):
+def test_a_resumed_request_continues_with_the_tokens_that_vllm_has(caplog, mend, num_tokens):
     runner = make_runner(left_out=("a",))
     output = resume(runner, "b", num_tokens)
     tokens = RunnerTokens(runner, restore=mend, block_size=2)
@@ -237,7 +237,7 @@ def test_another_tpu_inference_does_not_end_the_engine(caplog, gone):
     assert tokens.tainted == {"b"}
 
 
-def test_who_sampled_nothing_or_has_ended_is_passed_over():
+def test_requests_that_sampled_nothing_or_have_ended_are_skipped():
     runner = make_runner(left_out=("a", "b"), discard_sampled_tokens_req_indices=[0])
     runner.requests["b"] = SimpleNamespace(req_id="b", output_token_ids=[])  # another under the same id
     tokens = RunnerTokens(runner, restore=False, block_size=2)
@@ -259,7 +259,7 @@ def test_who_sampled_nothing_or_has_ended_is_passed_over():
         ("a", 15, (0, 0), {"a": ()}),  # beyond what the runner has room for
     ],
 )
-def test_compares_what_the_runner_has_with_what_vllm_knows(request_id, first, known, news):
+def test_compares_the_tokens_of_runner_and_vllm(request_id, first, known, news):
     tokens = RunnerTokens(make_runner(), restore=True, block_size=2)
     tokens.compare(request_id, first, known)
     assert tokens.take_newly_tainted() == news
@@ -268,7 +268,7 @@ def test_compares_what_the_runner_has_with_what_vllm_knows(request_id, first, kn
     assert tokens.take_newly_tainted() == ({} if news else {request_id: (1, 2, 3)[first // 2 :]})
 
 
-def test_a_runner_that_cannot_be_read_is_not_trusted():
+def test_a_request_is_tainted_if_the_runner_cannot_be_read():
     runner = SimpleNamespace(requests={})
     tokens = RunnerTokens(runner, restore=True, block_size=2)
     tokens.compare("a", 3, (31,))

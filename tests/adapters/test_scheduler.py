@@ -88,7 +88,7 @@ def test_a_synchronous_load_is_computed_on_in_the_same_step():
     stack.check_end()
 
 
-def test_a_direct_load_is_synchronous_unless_told_otherwise():
+def test_a_direct_load_is_synchronous_by_default():
     stack = make_stack(sync_load=None)
     tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
@@ -101,7 +101,7 @@ def test_a_direct_load_is_synchronous_unless_told_otherwise():
 
 
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
-def test_a_synchronous_load_that_fails_spoils_nothing(load_path):
+def test_nothing_of_a_step_with_a_failed_synchronous_load_is_saved(load_path):
     stack = make_stack(sync_load=True, load_path=load_path)
     tokens = save_prompt(stack, "a")
     num_saved = stack.offload.stats().saved_blocks
@@ -118,7 +118,7 @@ def test_a_synchronous_load_that_fails_spoils_nothing(load_path):
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_with_async_scheduling_the_step_that_was_under_way_saves_nothing_either(policy):
+def test_with_async_scheduling_the_step_in_flight_saves_nothing_either(policy):
     stack = make_stack(sync_load=True, async_scheduling=True, policy=policy, max_num_batched_tokens=16)
     tokens = save_prompt(stack, "a")
     break_loads(stack)
@@ -148,7 +148,7 @@ def test_without_prefix_caching_every_hit_comes_from_the_host_tier():
     stack.check_end()
 
 
-def test_what_hbm_has_is_not_loaded():
+def test_blocks_in_hbm_are_not_loaded():
     stack = make_stack()
     tokens = prompt(40)
     stack.serve("a", tokens)
@@ -168,7 +168,7 @@ def test_a_request_that_may_not_read_the_cache_does_not():
 
 
 @pytest.mark.parametrize("kind", ["salt", "lora"])
-def test_tenants_share_nothing(kind):
+def test_tenants_share_no_blocks(kind):
     stack = make_stack()
     salt: dict[str, Any] = {"salt": "one"} if kind == "salt" else {}
     tokens = save_prompt(stack, "a", **salt)
@@ -230,7 +230,7 @@ def test_a_request_that_waits_for_a_save_holds_nothing():
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
-def test_it_does_not_wait_for_ever(wait_s):
+def test_the_wait_for_a_save_ends(wait_s):
     stack = make_stack(prefix_caching=False, save_wait_s=wait_s)
     now = [0.0]
     stack.offload._loads._clock = lambda: now[0]
@@ -250,7 +250,7 @@ def test_it_does_not_wait_for_ever(wait_s):
     stack.check_end()
 
 
-def test_an_idle_engine_sees_to_the_reports_first():
+def test_an_idle_engine_steps_until_its_copies_are_reported():
     stack = make_stack()
     stack.serve("a", prompt(40))
     assert not stack.side.has_jobs
@@ -269,7 +269,7 @@ def test_a_finished_request_costs_no_step_of_its_own():
 # Promises.
 
 
-def test_a_promise_that_is_not_taken_is_given_back_in_the_same_pass():
+def test_a_match_without_admission_is_released_in_the_same_pass():
     stack = make_stack(num_blocks=8)
     tokens = save_prompt(stack, "a")
     stack.add("hog", prompt(24, seed=9), max_tokens=12)
@@ -344,7 +344,7 @@ def test_chunked_prefill_leaves_no_hole():
     stack.check_end()
 
 
-def test_a_preempted_request_loads_what_it_had():
+def test_a_preempted_request_loads_its_own_blocks():
     stack = make_stack(num_blocks=10, prefix_caching=False)
     first = stack.add("a", prompt(24), max_tokens=14)
     second = stack.add("b", prompt(24, seed=5), max_tokens=14)
@@ -374,7 +374,7 @@ def test_abort_in_every_state(num_steps, async_scheduling, load_path):
     stack.check_end()
 
 
-def test_blocks_of_an_aborted_load_are_not_written_any_more():
+def test_blocks_of_an_aborted_load_are_not_written_afterwards():
     stack = make_stack(load_path="staged")
     tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
@@ -391,7 +391,7 @@ def test_blocks_of_an_aborted_load_are_not_written_any_more():
 
 
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
-def test_a_failed_load_is_computed(load_path):
+def test_a_failed_load_is_recomputed(load_path):
     stack = make_stack(load_path=load_path)
     tokens = save_prompt(stack, "a")
     break_loads(stack)
@@ -402,7 +402,7 @@ def test_a_failed_load_is_computed(load_path):
     stack.check_end()
 
 
-def test_with_the_policy_fail_the_request_ends_and_others_go_on():
+def test_with_the_policy_fail_only_the_request_of_the_load_ends():
     stack = make_stack(policy="fail")
     tokens = save_prompt(stack, "a")
     break_loads(stack)
@@ -417,7 +417,7 @@ def test_with_the_policy_fail_the_request_ends_and_others_go_on():
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("sync_load", [False, True])
-def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, async_scheduling, sync_load):
+def test_a_load_that_fails_after_it_was_used_is_reported(policy, async_scheduling, sync_load):
     stack = make_stack(policy=policy, async_scheduling=async_scheduling, sync_load=sync_load)
     tokens = save_prompt(stack, "a")
     (worker,) = stack.workers
@@ -448,7 +448,7 @@ def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, as
     stack.check_end()
 
 
-def test_a_chunk_that_failed_is_not_tried_for_ever():
+def test_a_chunk_that_keeps_failing_is_not_retried_forever():
     stack = make_stack()
     tokens = save_prompt(stack, "a")
     break_loads(stack)
@@ -460,7 +460,7 @@ def test_a_chunk_that_failed_is_not_tried_for_ever():
     stack.check_end()
 
 
-def test_a_load_that_times_out_is_computed():
+def test_a_load_that_times_out_is_recomputed():
     stack = make_stack(job_timeout_s=1.0, load_path="staged")
     tokens = save_prompt(stack, "a")
     now = [stack.offload._clock()]
@@ -482,7 +482,7 @@ def test_a_load_that_times_out_is_computed():
     stack.check_end()
 
 
-def test_a_reset_while_a_load_is_on_its_way():
+def test_a_reset_while_a_load_is_in_flight():
     stack = make_stack(load_path="staged")
     tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
@@ -567,7 +567,7 @@ def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
     stack.check()
 
 
-def test_reports_that_come_twice_change_nothing():
+def test_duplicate_reports_change_nothing():
     stack = make_stack(num_workers=2)
 
     def twice(results):
@@ -586,7 +586,7 @@ def test_reports_that_come_twice_change_nothing():
     stack.check_end()
 
 
-def test_a_load_that_fails_on_one_worker_of_two_is_computed():
+def test_a_load_that_fails_on_one_worker_of_two_is_recomputed():
     stack = make_stack(num_workers=2)
     tokens = save_prompt(stack, "a")
     break_loads(stack, worker=1)

@@ -49,7 +49,7 @@ def test_a_load_fails_on_one_worker_before_the_other_has_acknowledged_it(num_tok
     stack.check_end()
 
 
-def test_who_shares_blocks_whose_synchronous_load_failed_saves_nothing_of_that_step():
+def test_a_request_that_shares_blocks_of_a_failed_load_saves_nothing_of_that_step():
     stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=40)
     tokens = save_prompt(stack, "a", 32)
     other = [*tokens, *prompt(16, seed=78)]
@@ -68,7 +68,7 @@ def test_who_shares_blocks_whose_synchronous_load_failed_saves_nothing_of_that_s
     stack.check_end()
 
 
-def test_blocks_whose_synchronous_load_failed_are_not_found_before_they_are_computed():
+def test_blocks_of_a_failed_synchronous_load_are_not_found_before_they_are_recomputed():
     stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=48)
     tokens = save_prompt(stack, "a", 64)
     tier_group(stack.workers[0]).copiers[Direction.LOAD].load = broken
@@ -81,7 +81,7 @@ def test_blocks_whose_synchronous_load_failed_are_not_found_before_they_are_comp
     stack.check_end()
 
 
-def test_who_shares_blocks_whose_synchronous_load_failed_does_not_wait_for_another_to_compute_them():
+def test_a_request_that_shares_blocks_of_a_failed_load_does_not_wait_for_another_to_recompute_them():
     stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=40)
     tokens = save_prompt(stack, "a", 32)
     tier_group(stack.workers[0]).copiers[Direction.LOAD].load = broken
@@ -116,7 +116,7 @@ def test_a_reset_withdraws_what_a_request_offered_that_may_not_read_the_cache():
     stack.check_end()
 
 
-def test_an_idle_engine_does_not_wait_for_ever_for_a_report():
+def test_an_idle_engine_does_not_wait_forever_for_a_report():
     stack = make_stack(num_blocks=24, job_timeout_s=0.1)
     with results_held_back(stack.workers[0]):
         stack.serve("a", prompt(40))
@@ -128,7 +128,7 @@ def test_an_idle_engine_does_not_wait_for_ever_for_a_report():
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("num_tokens", range(16, 26))
-def test_a_session_whose_last_token_is_taken_back(async_scheduling, num_tokens):
+def test_a_session_whose_last_token_is_withdrawn(async_scheduling, num_tokens):
     stack = make_stack(num_blocks=24, async_scheduling=async_scheduling, decode_save=True)
     session = stack.add("s", prompt(num_tokens, seed=5), max_tokens=8, resumable=True)
     for turn in range(2):

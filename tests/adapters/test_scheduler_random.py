@@ -142,13 +142,13 @@ _losses = dict.fromkeys(_loads, 0)
 @pytest.mark.parametrize("mode", list(_loads))
 @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6))
-def test_random_life(mode, seed):
+def test_random_run(mode, seed):
     life = Life(seed, mode)
     life.run(40)
     _loads[mode] += life.stack.offload.stats().loaded_blocks
     _losses[mode] += life.faults.num_lost
 
 
-def test_the_lives_loaded_and_lost():
+def test_the_runs_loaded_blocks_and_lost_caches():
     assert all(num_blocks > 100 for num_blocks in _loads.values()), _loads
     assert all(_losses.values()), _losses

@@ -109,7 +109,7 @@ def served(kept_vllm):
             servers.close()
 
 
-def test_answers_are_those_without_a_connector_though_requests_are_preempted(served):
+def test_answers_equal_those_without_a_connector_despite_preemptions(served):
     before = served.ours.metrics()
     expected, found = (talk(server, lambda c: c.converse(PRESSURE, seed=1)) for server in (served.plain, served.ours))
     assert answers(found) == answers(expected)
@@ -163,7 +163,7 @@ def test_limits_of_a_request(served, fields, found_by_it, found_later):
     assert all(answer.tokens == right_answer(served, asked) for answer in found)
 
 
-def test_clients_that_go_away(served):
+def test_clients_that_disconnect(served):
     """Before the first token, in the middle, near the end; while others are preempted around them."""
     asked = [prompt(f"gone {i}", 150) for i in range(16)]
     expected = [right_answer(served, tokens, 40) for tokens in asked]
@@ -191,7 +191,7 @@ def test_clients_that_go_away(served):
     served.forget_hbm()  # what they held has been given back
 
 
-def test_events_tell_what_a_look_up_finds(served):
+def test_events_match_what_lookups_find(served):
     tree = served.tree
     tree.wait_for_subscription(lambda: served.ask(prompt("hello", 40)))
     served.ours.reset_prefix_cache(external=True)

@@ -60,7 +60,7 @@ class Relay:
         (False, False, "staged"),
     ],
 )
-def test_requests_are_served_and_nothing_is_left(fate, sync_load, async_scheduling, load_path):
+def test_requests_are_served_and_nothing_leaks(fate, sync_load, async_scheduling, load_path):
     stack = make(num_workers=2, sync_load=sync_load, async_scheduling=async_scheduling, load_path=load_path)
     stack.serve("a", prompt(40))
     relay = Relay(stack, fate)
@@ -87,7 +87,7 @@ def test_requests_are_served_and_nothing_is_left(fate, sync_load, async_scheduli
 
 
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
-def test_an_idle_engine_comes_to_rest_though_a_worker_never_reports(load_path):
+def test_an_idle_engine_stops_stepping_although_a_worker_never_reports(load_path):
     stack = make(num_workers=2, load_path=load_path)
     Relay(stack, "never")
     stack.serve("a", prompt(40))
@@ -159,7 +159,7 @@ class Metrics:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_saves_that_fail_for_ever_are_left_alone_until_they_work_again(num_workers):
+def test_saves_that_keep_failing_are_suspended_until_they_succeed(num_workers):
     stack = make(num_workers=num_workers, breaker_failures=3, breaker_retry_s=40.0)
     metrics = Metrics(stack)
     calls = 0
@@ -190,7 +190,7 @@ def test_saves_that_fail_for_ever_are_left_alone_until_they_work_again(num_worke
     stack.check_end()
 
 
-def test_what_went_wrong_is_on_the_endpoint():
+def test_failures_are_on_the_metrics_endpoint():
     stack = make(num_workers=2)
     metrics = Metrics(stack)
     relay = Relay(stack, "never")

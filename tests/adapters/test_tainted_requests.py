@@ -48,7 +48,7 @@ def num_kept(stack, name):
 
 
 @modes
-def test_nothing_generated_is_kept_from_there_on(async_scheduling, num_workers):
+def test_nothing_generated_is_saved_or_found_from_the_first_wrong_token_on(async_scheduling, num_workers):
     stack = make(async_scheduling, num_workers, sync_load=True)
     go_wrong(stack, "a")
     tokens = prompt(NUM_PROMPT, seed=5)
@@ -65,7 +65,7 @@ def test_nothing_generated_is_kept_from_there_on(async_scheduling, num_workers):
 
 
 @modes
-def test_who_found_it_in_hbm_is_not_saved_either(async_scheduling, num_workers):
+def test_a_request_that_found_tainted_blocks_in_hbm_is_not_saved_either(async_scheduling, num_workers):
     """It comes by while the other generates, before a block of that is known to be wrong."""
     stack = make(async_scheduling, num_workers, sync_load=True)
     tokens = prompt(NUM_PROMPT, seed=5)
@@ -87,7 +87,7 @@ def test_who_found_it_in_hbm_is_not_saved_either(async_scheduling, num_workers):
     stack.check_end()
 
 
-def test_others_are_saved_though_their_step_was_not():
+def test_other_requests_are_saved_after_a_cancelled_step():
     stack = make(True, 1, sync_load=False)
     go_wrong(stack, "a")
     for name in "abc":
@@ -99,7 +99,7 @@ def test_others_are_saved_though_their_step_was_not():
     stack.check_end()
 
 
-def test_the_next_request_of_that_id_is_trusted():
+def test_the_next_request_with_that_id_is_not_tainted():
     stack = make(True, 1, sync_load=False)
     go_wrong(stack, "a")
     stack.serve("a", prompt(NUM_PROMPT, seed=5), max_tokens=3 * BLOCK_SIZE)
@@ -111,7 +111,7 @@ def test_the_next_request_of_that_id_is_trusted():
 
 
 @modes
-def test_who_waits_for_a_load_gets_it_though_it_is_distrusted(async_scheduling, num_workers):
+def test_a_tainted_request_still_gets_the_load_that_it_waits_for(async_scheduling, num_workers):
     """It holds blocks of the same numbers as one that has ended and is heard of only now."""
     stack = make(async_scheduling, num_workers, sync_load=True)
     tokens = prompt(NUM_PROMPT, seed=5)
@@ -161,7 +161,7 @@ def requests(**num_tokens):
     }
 
 
-def test_who_shares_a_bad_block_is_bad_from_there_on_its_prompt_too():
+def test_a_request_that_shares_a_tainted_block_is_tainted_from_there_on_even_in_its_prompt():
     manager = Manager(a=[1, 2, 3, 4], b=[1, 2, 3, 5, 6], c=[1, 7], d=[6, 8])
     tainted = TaintedRequests(manager, block_size=2)
     held = requests(a=(4, 8), b=(10, 10), c=(4, 4), d=(4, 4))
@@ -175,7 +175,7 @@ def test_who_shares_a_bad_block_is_bad_from_there_on_its_prompt_too():
     assert tainted.propagate(held, ()) == []
 
 
-def test_what_a_request_that_has_ended_has_left_behind_is_bad():
+def test_blocks_left_by_an_ended_request_are_tainted():
     manager = Manager(b=[1, 2, 3, 5], c=[1, 7])
     tainted = TaintedRequests(manager, block_size=2)
     tainted.add("a", (3, 4, 1000), None)
@@ -187,7 +187,7 @@ def test_what_a_request_that_has_ended_has_left_behind_is_bad():
     assert not tainted
 
 
-def test_later_only_who_is_admitted_is_looked_at_and_only_new_blocks_are_forgotten():
+def test_later_only_admitted_requests_are_checked_and_only_new_blocks_are_evicted():
     manager = Manager(a=[1, *range(10, 30)])
     tainted = TaintedRequests(manager, block_size=2)
     held = requests(a=(2, 42))
