@@ -27,15 +27,15 @@ _PREEMPTED = "vllm:num_preemptions_total"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one seed.
+    """The outcome of one seed.
 
     Attributes:
-      num_answers: that were compared.
-      differing: (conversation, turn) of those that were wrong.
-      num_preemptions: of ours.
-      num_failed_jobs: of ours; planted ones, if any are.
-      loaded: tokens that were found in the host tier when the conversations were asked again.
-      wrong: by conversation, the largest difference of log probabilities where there is one.
+      num_answers: answers that were compared.
+      differing: (conversation, turn) of wrong answers.
+      num_preemptions: on our server.
+      num_failed_jobs: on our server; the injected ones, if any.
+      loaded: tokens found in the host tier when the conversations were sent again.
+      wrong: by conversation, the largest difference of log probabilities that is not 0.
     """
 
     num_answers: int
@@ -46,7 +46,7 @@ class Outcome:
     wrong: dict[int, float]
 
     def line(self) -> str:
-        """What one reads of it."""
+        """The outcome in one line."""
         said = f"{self.num_answers} answers, {len(self.differing)} differ {self.differing or ''}".rstrip()
         kept = f"{self.loaded} tokens found again, {len(self.wrong)} conversations with wrong KV"
         if self.wrong:
@@ -55,7 +55,7 @@ class Outcome:
 
 
 async def run_seed(ours: Server, clean: Server, load: Load, seed: int) -> Outcome:
-    """Holds the conversations of a seed with both, and asks them again.
+    """Runs the conversations of a seed on both servers, and sends them again.
 
     Raises:
       RequestFailed: a request was answered with an error.

@@ -1,4 +1,4 @@
-"""What crosses processes: plans and reports by pickle, statistics by vLLM's own encoding."""
+"""Messages between processes: plans and reports by pickle, statistics in vLLM's own encoding."""
 
 import pickle
 

@@ -108,7 +108,7 @@ def test_nothing_of_a_step_with_a_failed_synchronous_load_is_saved(load_path):
     break_loads(stack)
     stack.add("b", [*tokens, *prompt(8, seed=77)])  # completes a block in the very step
     stack.step()
-    assert stack.num_spoilt == 1
+    assert stack.num_wrong == 1
     assert stack.outputs["b"] == []
     del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.drain()
@@ -127,7 +127,7 @@ def test_with_async_scheduling_the_step_in_flight_saves_nothing_either(policy):
     stack.add("b", longer)  # the step after the one that fails completes blocks of the prompt
     for _ in range(3):
         stack.step()
-    assert stack.num_spoilt == 2
+    assert stack.num_wrong == 2
     assert stack.offload.stats().saved_blocks == saved_before
     stack.drain()
     if policy == "fail":
@@ -518,7 +518,7 @@ def test_three_workers_that_report_in_any_order(order):
     held: dict[int, list[Any]] = {i: [] for i in range(3)}
     turn = itertools.count()
 
-    def meddle(results):
+    def tamper(results):
         """Lets one worker speak a step, in this order; what the others had to say comes later."""
         speaker = order[next(turn) % 3]
         for i, result in enumerate(results):
@@ -528,7 +528,7 @@ def test_three_workers_that_report_in_any_order(order):
             result.kv_connector_output.kv_connector_worker_meta = ReportMessage(tuple(said)) if said else None
         return results
 
-    stack.meddle = meddle
+    stack.tamper = tamper
     num_visible = stack.offload.stats().num_resident_chunks
     stack.add("a", prompt(40), max_tokens=1)
     stack.step()
@@ -550,7 +550,7 @@ def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
         results[1].kv_connector_output.kv_connector_worker_meta = None
         return results
 
-    stack.meddle = mute
+    stack.tamper = mute
     request = stack.add("a", prompt(40), max_tokens=2)
     while not request.is_finished():
         stack.step()
@@ -577,7 +577,7 @@ def test_duplicate_reports_change_nothing():
                 result.kv_connector_output.kv_connector_worker_meta = ReportMessage(message.reports * 2)
         return results
 
-    stack.meddle = twice
+    stack.tamper = twice
     tokens = save_prompt(stack, "a")
     stack.serve("b", tokens)
     stats = stack.offload.stats()

@@ -1,4 +1,4 @@
-"""What is refused at start, and what the message says."""
+"""Configurations that are refused at start, and the messages."""
 
 import dataclasses
 import importlib.metadata

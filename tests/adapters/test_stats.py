@@ -1,4 +1,4 @@
-"""What vLLM's statistics, its Prometheus endpoint and its KV events are told."""
+"""vLLM's statistics, its Prometheus endpoint and its KV events."""
 
 from typing import Any
 
@@ -74,11 +74,11 @@ def test_statistics_add_up_and_reach_prometheus():
 
 @pytest.fixture
 def vllm_lookups(monkeypatch):
-    """Queries and hits, in tokens, that vLLM has counted of the connector."""
+    """Queries and hits, in tokens, that vLLM has counted for the connector."""
     found, record = [0, 0], PrefixCacheStats.record
 
     def counting(self, num_tokens, num_hits, preempted, **kwargs):
-        if "hits_by_source" in kwargs:  # else of its own prefix cache
+        if "hits_by_source" in kwargs:  # other calls are for its own prefix cache
             found[0] += num_tokens
             found[1] += num_hits
         record(self, num_tokens, num_hits, preempted, **kwargs)

@@ -1,4 +1,4 @@
-"""A model runner that has other tokens than vLLM: what was computed on them is kept nowhere, host tier or HBM."""
+"""A model runner that has other tokens than vLLM: KV computed on them is found neither in the host tier nor in HBM."""
 
 from types import SimpleNamespace
 
@@ -25,22 +25,22 @@ def make(async_scheduling, num_workers, **settings):
     return stack
 
 
-def go_wrong(stack, *request_ids):
-    """The last worker's runner has another token for these requests than vLLM, from some place on."""
+def corrupt_tokens(stack, *request_ids):
+    """Gives the last worker's runner a wrong token for these requests."""
     batch = stack.runners[-1].input_batch
     fill = batch.fill
 
-    def fill_wrongly(inputs):
+    def fill_corrupted(inputs):
         fill(inputs)
         for request_id, row in batch.req_id_to_index.items():
             if request_id in request_ids and len(inputs[request_id].tokens) > WRONG_AT:
                 batch.token_ids_cpu[row, WRONG_AT] += 1
 
-    batch.fill = fill_wrongly
+    batch.fill = fill_corrupted
 
 
-def num_kept(stack, name):
-    """How many tokens of a request and its answer the host tier finds; each byte of them is looked at."""
+def num_found(stack, name):
+    """The tokens of a request and its answer that the host tier finds; checks every byte of them."""
     stack.scheduler.reset_prefix_cache()
     matched = stack.offload.stats().matched_tokens
     stack.serve(f"{name} again", [*stack.sequence(name).tokens[: NUM_TOKENS - 1], 1], max_tokens=1)
@@ -50,7 +50,7 @@ def num_kept(stack, name):
 @modes
 def test_nothing_generated_is_saved_or_found_from_the_first_wrong_token_on(async_scheduling, num_workers):
     stack = make(async_scheduling, num_workers, sync_load=True)
-    go_wrong(stack, "a")
+    corrupt_tokens(stack, "a")
     tokens = prompt(NUM_PROMPT, seed=5)
     stack.add("a", tokens, max_tokens=3 * BLOCK_SIZE)
     stack.add("b", prompt(NUM_PROMPT, seed=6), max_tokens=3 * BLOCK_SIZE)
@@ -59,17 +59,17 @@ def test_nothing_generated_is_saved_or_found_from_the_first_wrong_token_on(async
     a = list(stack.sequence("a").tokens[: NUM_TOKENS - 1])
     before = stack.scheduler.kv_cache_manager.get_computed_blocks(stack._make_request("x", [*a, 1]))[1]
     assert before == NUM_PROMPT // BLOCK_SIZE * BLOCK_SIZE, "in HBM"
-    assert num_kept(stack, "a") == NUM_PROMPT // BLOCK_SIZE * BLOCK_SIZE
-    assert num_kept(stack, "b") == (NUM_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert num_found(stack, "a") == NUM_PROMPT // BLOCK_SIZE * BLOCK_SIZE
+    assert num_found(stack, "b") == (NUM_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
     stack.check_end()
 
 
 @modes
 def test_a_request_that_found_tainted_blocks_in_hbm_is_not_saved_either(async_scheduling, num_workers):
-    """It comes by while the other generates, before a block of that is known to be wrong."""
+    """It arrives while the other decodes, before a block of that is known to be wrong."""
     stack = make(async_scheduling, num_workers, sync_load=True)
     tokens = prompt(NUM_PROMPT, seed=5)
-    go_wrong(stack, "a")
+    corrupt_tokens(stack, "a")
     stack.add("a", tokens, max_tokens=3 * BLOCK_SIZE)
     for _ in range(200):
         stack.step()
@@ -82,26 +82,26 @@ def test_a_request_that_found_tainted_blocks_in_hbm_is_not_saved_either(async_sc
     resident = len(stack.offload._index)
     stack.scheduler.reset_prefix_cache()
     stack.serve("again", [*stack.sequence("a").tokens[: NUM_TOKENS - 1], 1], max_tokens=1)
-    stack.check()  # reads every byte that it was given
+    stack.check()  # checks every byte that it was given
     assert len(stack.offload._index) >= resident
     stack.check_end()
 
 
 def test_other_requests_are_saved_after_a_cancelled_step():
     stack = make(True, 1, sync_load=False)
-    go_wrong(stack, "a")
+    corrupt_tokens(stack, "a")
     for name in "abc":
         stack.add(name, prompt(NUM_PROMPT, seed=ord(name)), max_tokens=3 * BLOCK_SIZE)
     stack.drain()
     assert stack.offload.stats().num_failed_jobs > 0
-    for name, found in (("b", NUM_TOKENS - 1), ("c", NUM_TOKENS - 1), ("a", NUM_PROMPT)):
-        assert num_kept(stack, name) == found // BLOCK_SIZE * BLOCK_SIZE, name
+    for name, num_expected in (("b", NUM_TOKENS - 1), ("c", NUM_TOKENS - 1), ("a", NUM_PROMPT)):
+        assert num_found(stack, name) == num_expected // BLOCK_SIZE * BLOCK_SIZE, name
     stack.check_end()
 
 
 def test_the_next_request_with_that_id_is_not_tainted():
     stack = make(True, 1, sync_load=False)
-    go_wrong(stack, "a")
+    corrupt_tokens(stack, "a")
     stack.serve("a", prompt(NUM_PROMPT, seed=5), max_tokens=3 * BLOCK_SIZE)
     stack.runners[-1].input_batch.fill = type(stack.runners[-1].input_batch).fill.__get__(stack.runners[-1].input_batch)
     before = stack.offload.stats().saved_blocks
@@ -112,7 +112,7 @@ def test_the_next_request_with_that_id_is_not_tainted():
 
 @modes
 def test_a_tainted_request_still_gets_the_load_that_it_waits_for(async_scheduling, num_workers):
-    """It holds blocks of the same numbers as one that has ended and is heard of only now."""
+    """It holds blocks with the ids of those of an ended request that is reported only now."""
     stack = make(async_scheduling, num_workers, sync_load=True)
     tokens = prompt(NUM_PROMPT, seed=5)
     stack.serve("first", tokens, max_tokens=3)
@@ -132,11 +132,11 @@ def test_a_tainted_request_still_gets_the_load_that_it_waits_for(async_schedulin
     stack.check_end()
 
 
-# --- the books alone -------------------------------------------------------------------------------
+# --- TaintedRequests alone --------------------------------------------------------------------------
 
 
 class Manager:
-    """vLLM's, as far as it is asked: who holds which blocks; blocks of two tokens."""
+    """A stand-in for vLLM's KV cache manager, with blocks of two tokens."""
 
     def __init__(self, **tables):
         self.tables = tables
@@ -169,7 +169,7 @@ def test_a_request_that_shares_a_tainted_block_is_tainted_from_there_on_even_in_
     tainted.add("a", (3, 4), held["a"])
     assert tainted
     assert manager.take_evicted() == [3, 4]
-    assert sorted(tainted.propagate(held, ())) == ["b", "d"], "d hangs on what b has computed"
+    assert sorted(tainted.propagate(held, ())) == ["b", "d"], "d shares a block that b has computed"
     assert tainted.request_ids == {"a", "b", "d"}
     assert set(manager.take_evicted()) == {3, 4, 5, 6, 8}
     assert tainted.propagate(held, ()) == []
@@ -198,6 +198,6 @@ def test_later_only_admitted_requests_are_checked_and_only_new_blocks_are_evicte
     held |= requests(b=(6, 6), c=(4, 4))
     assert tainted.propagate(held, {"c"}) == ["c"]
     assert set(manager.take_evicted()) == {10, 28, 29, 30}
-    manager.tables["a"] = [1, 60, 61]  # preempted, and admitted again
-    assert tainted.propagate(held, {"a"}) == ["b"], "it has been sharing with the other one all the time"
+    manager.tables["a"] = [1, 60, 61]  # preempted and admitted again
+    assert tainted.propagate(held, {"a"}) == ["b"], "it has shared blocks with that one all the time"
     assert set(manager.take_evicted()) >= {60, 61}
