@@ -324,7 +324,7 @@ class Stack:
         num_computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         num_computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        self._check_places(output, num_computed)
+        self._check_positions(output, num_computed)
         may_be_wrong = {
             request_id
             for request_id in output.num_scheduled_tokens
@@ -364,8 +364,8 @@ class Stack:
             for request_id in output.num_scheduled_tokens
         }
 
-    def _check_places(self, output, num_computed: dict[str, int]) -> None:
-        """tpu-inference writes the last token of the step before at the end of who is in both steps."""
+    def _check_positions(self, output, num_computed: dict[str, int]) -> None:
+        """Checks positions: tpu-inference appends the previous step's token to each request that is in both steps."""
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         for request_id, end in self._ends_before.items():
             assert not self.is_async or request_id in resumed or num_computed.get(request_id, end) == end, request_id

@@ -30,7 +30,7 @@ def test_reads(params, limits):
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         ({"tpu_offload.max_save_tokens": -1}, "max_save_tokens=-1; expected an integer from 0 on"),
         ({"max_load_tokens": "many"}, "max_load_tokens='many'"),
@@ -43,11 +43,11 @@ def test_reads(params, limits):
     ],
     ids=str,
 )
-def test_invalid_params_keep_the_request_out_of_the_host_tier(params, said):
+def test_invalid_params_keep_the_request_out_of_the_host_tier(params, message):
     lines: list[str] = []
     assert read_limits("r7", params, lines.append) == RequestLimits(cache=False)
     (line,) = lines
-    assert said in line
+    assert message in line
     assert "r7" in line
     assert "\n" not in line
 

@@ -106,13 +106,13 @@ def test_nothing_of_a_step_with_a_failed_synchronous_load_is_saved(load_path):
     tokens = save_prompt(stack, "a")
     num_saved = stack.offload.stats().saved_blocks
     break_loads(stack)
-    stack.add("b", [*tokens, *prompt(8, seed=77)])  # completes a block in the very step
+    stack.add("b", [*tokens, *prompt(8, seed=77)])  # completes a block in that step
     stack.step()
     assert stack.num_wrong == 1
     assert stack.outputs["b"] == []
     del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.drain()
-    assert stack.offload.stats().saved_blocks == num_saved + 1  # from what was computed afterwards, and not before
+    assert stack.offload.stats().saved_blocks == num_saved + 1  # of blocks that were computed afterwards
     stack.serve("c", [*tokens, *prompt(8, seed=77)])
     stack.check_end()
 
@@ -124,7 +124,7 @@ def test_with_async_scheduling_the_step_in_flight_saves_nothing_either(policy):
     break_loads(stack)
     saved_before = stack.offload.stats().saved_blocks
     longer = [*tokens, *prompt(36, seed=77)]
-    stack.add("b", longer)  # the step after the one that fails completes blocks of the prompt
+    stack.add("b", longer)  # the step after the failing one completes blocks of the prompt
     for _ in range(3):
         stack.step()
     assert stack.num_wrong == 2
@@ -176,7 +176,7 @@ def test_tenants_share_no_blocks(kind):
     def again(name, which):
         request = stack.add(name, tokens, **({"salt": which} if kind == "salt" else {}))
         if kind == "lora" and which:
-            # Its hashes were made when it was: again, with the adapter.
+            # The request was hashed when it was created: hash it again, with the adapter.
             request.lora_request = LoRARequest(which, 1, "somewhere")
             request._block_hashes = []
             request.block_hashes.clear() if isinstance(request.block_hashes, list) else None
@@ -190,7 +190,7 @@ def test_tenants_share_no_blocks(kind):
     stack.check_end()
 
 
-# Saves that are on their way.
+# Saves in flight.
 
 
 def test_a_request_waits_for_the_save_of_its_prefix():
@@ -204,7 +204,7 @@ def test_a_request_waits_for_the_save_of_its_prefix():
     stack.step()
     stack.step()
     assert again.status is RequestStatus.WAITING
-    assert stack.offload.stats().staging_reserved_blocks == 5  # the saves' own; it holds nothing
+    assert stack.offload.stats().staging_reserved_blocks == 5  # those of the saves; the request holds none
     held.clear()
     stack.drain()
     assert stack.offload.stats().matched_tokens == 39
@@ -263,10 +263,10 @@ def test_a_finished_request_costs_no_step_of_its_own():
         stack = Stack(num_blocks=12, **{**SMALL, **settings})
         stack.serve("a", prompt(40), max_tokens=8)
         steps[name] = stack.num_steps
-    assert steps["ours"] <= steps["off"] + 1  # the save of a prompt is over long before eight tokens are
+    assert steps["ours"] <= steps["off"] + 1  # the save of the prompt ends long before eight tokens are generated
 
 
-# Promises.
+# Matches without admission.
 
 
 def test_a_match_without_admission_is_released_in_the_same_pass():
@@ -279,7 +279,7 @@ def test_a_match_without_admission_is_released_in_the_same_pass():
     assert request.status is RequestStatus.WAITING
     assert stack.side._promised == set()
     assert all(tracked.promise is None for tracked in stack.offload._requests.values())
-    stack.abort("b")  # never scheduled after a match
+    stack.abort("b")  # matched but never scheduled
     stack.drain()
     stack.check_end()
 
@@ -289,7 +289,7 @@ def test_a_load_that_the_staging_buffer_cannot_hold_is_loaded_whole(path):
     stack = make_stack(num_staging_blocks=3, save_path=path, load_path=path)
     (worker,) = stack.workers
     poll = worker.poll
-    worker.poll = lambda *, wait=False: poll(wait=True)  # or `a` ends before the last block's turn
+    worker.poll = lambda *, wait=False: poll(wait=True)  # else `a` ends before the last block is saved
     tokens = save_prompt(stack, "a")
     del worker.poll
     stack.serve("b", tokens)
@@ -299,7 +299,7 @@ def test_a_load_that_the_staging_buffer_cannot_hold_is_loaded_whole(path):
     stack.check_end()
 
 
-# What is saved.
+# Selection of blocks to save.
 
 
 def test_only_blocks_of_the_prompt_are_saved():
@@ -316,7 +316,7 @@ def test_with_decode_save_generated_blocks_are_saved_but_not_the_last_token(asyn
     stack = make_stack(decode_save=True, async_scheduling=async_scheduling)
     before = stack.offload.stats().saved_blocks
     stack.serve("a", prompt(12), max_tokens=max_tokens)  # 24 or 25 tokens; the KV of the last is never computed
-    # With async scheduling the token before is only a placeholder when the last step is planned.
+    # With async scheduling, the token before it is still a placeholder when the last step is planned.
     num_known = 12 + max_tokens - 1 - async_scheduling
     assert stack.offload.stats().saved_blocks == before + num_known // BLOCK_SIZE
     stack.scheduler.reset_prefix_cache()
@@ -329,7 +329,7 @@ def test_rejected_drafts_are_never_saved():
     stack = make_stack(decode_save=True, num_spec_tokens=3, guess=lambda: next(guesses))
     stack.serve("a", prompt(12), max_tokens=30)
     stack.scheduler.reset_prefix_cache()
-    stack.serve("b", stack.sequence("a").tokens[:44])  # every byte that it loads is looked at
+    stack.serve("b", stack.sequence("a").tokens[:44])  # checks every byte that it loads
     assert stack.offload.stats().matched_tokens >= 32
     stack.check_end()
 
@@ -369,7 +369,7 @@ def test_abort_in_every_state(num_steps, async_scheduling, load_path):
     for _ in range(num_steps):
         stack.step()
     stack.abort("b")
-    stack.add("c", prompt(30, seed=6))  # takes its blocks
+    stack.add("c", prompt(30, seed=6))  # is granted its blocks
     stack.drain()
     stack.check_end()
 
@@ -426,7 +426,7 @@ def test_a_load_that_fails_after_it_was_used_is_reported(policy, async_schedulin
     copier._load = lambda *args: (
         load(*args)[0],
         jnp.int32(0),
-    )  # it says it copied nothing
+    )  # its token reports that nothing was copied
     held, poll = [True], worker.poll
     worker.poll = lambda *, wait=False: (
         StepReport(worker_id=0, results=(), num_host_chunks=worker.num_host_chunks) if held else poll(wait=wait)
@@ -439,7 +439,7 @@ def test_a_load_that_fails_after_it_was_used_is_reported(policy, async_schedulin
     while not stack.offload.stats().num_failed_jobs:
         assert stack.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         stack.step()
-    # What was kept since may rest on what never came.
+    # Blocks saved since may depend on those that were not loaded.
     assert stack.offload.stats().num_resident_chunks == 0
     assert not stack.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
     stack.drain()
@@ -455,7 +455,7 @@ def test_a_chunk_that_keeps_failing_is_not_retried_forever():
     stack.serve("b", tokens)
     del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.scheduler.reset_prefix_cache()
-    stack.serve("c", tokens)  # what `b` computed was saved anew
+    stack.serve("c", tokens)  # the blocks that `b` recomputed were saved again
     assert stack.offload.stats().loaded_blocks == 5
     stack.check_end()
 
@@ -489,23 +489,23 @@ def test_a_reset_while_a_load_is_in_flight():
     stack.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert stack.scheduler.reset_connector_cache()
-    side, told = stack.connectors[0].worker_side, set()
+    side, invalid = stack.connectors[0].worker_side, set()
     take = side.take_invalid_block_ids
 
     def note():
         found = take()
-        told.update(found)
+        invalid.update(found)
         return found
 
     side.take_invalid_block_ids = note
     stack.drain()
-    assert len(told) == 5  # vLLM computes what those blocks should have held
+    assert len(invalid) == 5  # vLLM recomputes those blocks
     stats = stack.offload.stats()
     assert stats.loaded_blocks == 0
     stack.scheduler.reset_prefix_cache()
     matched = stats.matched_tokens
     stack.serve("c", tokens)
-    assert stack.offload.stats().matched_tokens in (matched, matched + 39)  # nothing that was saved before the reset
+    assert stack.offload.stats().matched_tokens in (matched, matched + 39)  # 39 if it was saved again after the reset
     stack.check_end()
 
 
@@ -519,13 +519,13 @@ def test_three_workers_that_report_in_any_order(order):
     turn = itertools.count()
 
     def tamper(results):
-        """Lets one worker speak a step, in this order; what the others had to say comes later."""
-        speaker = order[next(turn) % 3]
+        """Delivers the reports of one worker per step, in this order, and holds back the others."""
+        reporter = order[next(turn) % 3]
         for i, result in enumerate(results):
             message = result.kv_connector_output.kv_connector_worker_meta
             held[i] += message.reports if message else ()
-            said, held[i] = (held[i], []) if i == speaker else ([], held[i])
-            result.kv_connector_output.kv_connector_worker_meta = ReportMessage(tuple(said)) if said else None
+            reports, held[i] = (held[i], []) if i == reporter else ([], held[i])
+            result.kv_connector_output.kv_connector_worker_meta = ReportMessage(tuple(reports)) if reports else None
         return results
 
     stack.tamper = tamper

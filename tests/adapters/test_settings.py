@@ -50,7 +50,7 @@ def test_a_custom_policy_is_used():
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         ({"host_gigabytes": 3}, "host_gigabytes is not a setting of tpu_offload; did you mean host_gb"),
         ({"host_gb": 1, "num_cpu_chunks": 3}, "set the same size"),
@@ -61,10 +61,10 @@ def test_a_custom_policy_is_used():
         ({"save_on": "compute,preemption"}, "before preemption; unset it"),
     ],
 )
-def test_an_invalid_setting_is_one_line(extra, said):
+def test_an_invalid_setting_is_one_line(extra, message):
     with pytest.raises(ConfigError) as e:
         read_config(config(transfer={"kv_connector_extra_config": extra}), kv_cache_config(8))
-    assert said in str(e.value)
+    assert message in str(e.value)
     assert "\n" not in str(e.value)
 
 
@@ -93,7 +93,7 @@ class Sharding:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"transfer": {"kv_role": "kv_producer"}}, 'set it to "kv_both"'),
         ({"transfer": {"kv_connector_extra_config": {"swap_gb": "auto"}}}, "set TPU_OFFLOAD_DECODE_SAVE=1"),
@@ -105,11 +105,11 @@ class Sharding:
     ],
 )
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_setup_that_is_not_supported_is_refused_by_both_roles(changes, said, role):
+def test_a_setup_that_is_not_supported_is_refused_by_both_roles(changes, message, role):
     changes = {k: dict(v) if isinstance(v, dict) else v for k, v in changes.items()}
     with pytest.raises(ConfigError) as e:
         KVConnectorFactory.create_connector(config(**changes), role, kv_cache_config(8))
-    assert said in str(e.value)
+    assert message in str(e.value)
     assert "\n" not in str(e.value)
 
 
@@ -218,7 +218,7 @@ def test_the_plugin_registers_the_connector_once():
 
 
 def test_tpu_inference_accepts_only_its_own_names():
-    """Why the module path is the way on TPU, today; when this fails, docs/vllm.md can say so."""
+    """Why TPU needs the module path. If this fails, docs/vllm.md can be updated."""
     import inspect
 
     from tpu_inference.platforms.tpu_platform import TpuPlatform
