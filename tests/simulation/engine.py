@@ -392,7 +392,7 @@ class SimEngine:
 
     def _bring_back(self, request: Request) -> bool:
         size, swap = self.setup.block_size, self.scheduler.swap
-        if not swap.can_return(request.name):
+        if not swap.can_swap_in(request.name):
             return False
         if request.is_void:
             raise Violation(f"{request.name} could come back with KV of before the reset")
@@ -416,7 +416,7 @@ class SimEngine:
         self.counts[f"preempted while {request.phase.value}"] += 1
         out = False
         if request.phase is Phase.RETURNING:
-            self.scheduler.swap.withdraw(request.name)
+            self.scheduler.swap.abort_swap_in(request.name)
             out = True
         elif request.phase is Phase.RUNNING and swap:
             hashes = () if request.tainted else request.hashes

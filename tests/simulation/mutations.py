@@ -316,31 +316,37 @@ MUTATIONS = (
         "not (timed_out and ...)",
         "True",
     ),
-    Mutation("the pool's blocks are free while they are written", "PlannedSwaps.plan", "self._pool.hold(...)", "pass"),
+    Mutation("the pool's blocks are free while they are written", "SwapJobs.plan", "self._pool.hold(...)", "pass"),
     Mutation(
-        "a request is back before its copy is", "RequestSwap._end_return", "_1 or _.job is not None or _2", "_1 or _2"
+        "a request is back before its copy is",
+        "RequestSwap._finish_swap_in",
+        "_1 or _.job is not None or _2",
+        "_1 or _2",
     ),
     Mutation(
         "a request is back before its copy out is known to be good",
-        "RequestSwap._end_return",
+        "RequestSwap._finish_swap_in",
         "... or _.writers",
         "...",
     ),
     Mutation(
-        "what the tier has of a swapped request is not pinned", "RequestSwap.swap_out", "self._index.pin(...)", "pass"
+        "what the tier has of a swapped request is not pinned",
+        "RequestSwap._start_swap_out",
+        "self._index.pin(...)",
+        "pass",
     ),
     Mutation(
         "blocks are brought back from the wrong places",
-        "RequestSwap.swap_in",
+        "SwappedRequest.copies_back",
         "_1.pool_blocks[0][_2]",
         "_1.pool_blocks[0][_2 // 2]",
     ),
     Mutation(
         "a failed copy out is taken for a good one",
-        "RequestSwap._end_out",
+        "RequestSwap._copy_out_ended",
         """
         if failed:
-            self._lose(_)
+            self._mark_lost(_)
         elif _1:
             ...
         """,
@@ -351,10 +357,10 @@ MUTATIONS = (
     ),
     Mutation(
         "lost memory of the swap pool is passed over",
-        "RequestSwap.lose_blocks",
+        "RequestSwap.mark_blocks_lost",
         """
         if _:
-            self._lose(_)
+            self._mark_lost(_)
         """,
         "pass",
     ),
@@ -366,7 +372,7 @@ MUTATIONS = (
         "SwapPool.release",
         """
         if _:
-            self.forget(_)
+            self.clear_hashes(_)
         """,
         "",
     ),
@@ -383,9 +389,14 @@ MUTATIONS = (
     ),
     Mutation("a load is no probe when its promise was", "LoadQueue._send", "self._breaker.hand_over(...)", ""),
     Mutation(
-        "blocks of before a reset are found in the swap pool", "RequestSwap.reset", "self._pool.forget(...)", "pass"
+        "blocks of before a reset are found in the swap pool",
+        "RequestSwap.reset",
+        "self._pool.clear_hashes(...)",
+        "pass",
     ),
-    Mutation("lost blocks of the swap pool are found", "RequestSwap.lose_blocks", "self._pool.forget(...)", "pass"),
+    Mutation(
+        "lost blocks of the swap pool are found", "RequestSwap.mark_blocks_lost", "self._pool.clear_hashes(...)", "pass"
+    ),
     Mutation(
         "the probe of an ended request is not withdrawn",
         "RequestSwap.forget",
@@ -393,7 +404,7 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
-        "the probe of a lost request is not withdrawn", "RequestSwap._lose", "self._breakers[_].withdraw(...)", ""
+        "the probe of a lost request is not withdrawn", "RequestSwap._mark_lost", "self._breakers[_].withdraw(...)", ""
     ),
     Mutation(
         "the probe of a job that is dropped or cancelled is not withdrawn",
@@ -425,7 +436,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a swap-out that was planned before the loss was heard of counts",
-        "RequestSwap.lose_caches",
+        "RequestSwap.mark_caches_lost",
         "_.doom(...)",
         "pass",
     ),

@@ -354,7 +354,7 @@ class Scheduler:
     def _swap_in(self, sequence: Sequence) -> bool:
         """Grants a swapped-out sequence its blocks and swaps it in; full blocks that are in HBM again are shared."""
         assert self._offload is not None, "only offloading swaps"
-        if not self._offload.can_return(sequence):
+        if not self._offload.can_swap_in(sequence):
             return False
         self._hash(sequence)
         present = self._blocks.live(sequence, self._samples(sequence))

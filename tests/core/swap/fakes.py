@@ -209,8 +209,8 @@ class SwapEngine:
         needed = len(self.out[name].contents), len(self.out[name].ring_contents)
         return all(n <= len(free) for n, free in zip(needed, self.free, strict=False))
 
-    def withdraw(self, name: str) -> None:
-        self.swap.withdraw(name)
+    def abort_swap_in(self, name: str) -> None:
+        self.swap.abort_swap_in(name)
         request = self.returning.pop(name)
         self._free(request)
         self.out[name] = request

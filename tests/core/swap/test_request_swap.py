@@ -27,7 +27,7 @@ def blocks_out(plan):
 def test_out_and_back(layout, num_workers):
     engine = SwapEngine(layout=layout, num_workers=num_workers)
     engine.start("a", PROMPT)
-    assert not engine.swap.can_return("a")
+    assert not engine.swap.can_swap_in("a")
     assert engine.swap_out("a")
     plan = engine.step()
     assert blocks_out(plan) == ([5, 3] if engine.ring_blocks else [5])
@@ -37,7 +37,7 @@ def test_out_and_back(layout, num_workers):
     for worker in engine.workers:
         engine.report(worker)
     assert not engine.scheduler.has_jobs
-    assert engine.swap.can_return("a")
+    assert engine.swap.can_swap_in("a")
     assert engine.swap.num_blocks("a") == ((5, 3) if engine.ring_blocks else (5,))
     assert engine.swap_in("a")
     updates = engine.settle()
@@ -169,7 +169,7 @@ def test_with_nothing_to_copy_back_it_still_waits_for_its_copies_out():
     engine.swap_out("a")
     engine.step()
     assert engine.swap_in("a", present={0, 1})
-    engine.withdraw("a")
+    engine.abort_swap_in("a")
     assert engine.swap_in("a", present={0, 1})
     assert engine.report(engine.workers[0]).swapped_in == ("a",)
     engine.check_empty()
@@ -250,7 +250,7 @@ def test_all_of_it_in_the_tier_needs_no_copy_out():
     engine.start("a", PROMPT, num_computed=16)
     assert engine.swap_out("a")
     assert engine.step().empty
-    assert engine.swap.can_return("a")
+    assert engine.swap.can_swap_in("a")
     engine.swap_in("a")
     engine.settle()
     engine.check_empty()
@@ -329,12 +329,12 @@ def test_taken_away_again_while_it_comes_back():
     engine.swap_out("a")
     engine.settle()
     engine.swap_in("a")
-    engine.withdraw("a")  # before it was sent
+    engine.abort_swap_in("a")  # before it was sent
     assert engine.step().of(JobKind.SWAP_IN) == ()
     engine.swap_in("a")
     engine.step()
-    engine.withdraw("a")  # in flight; its HBM blocks are others' now
-    assert engine.swap.can_return("a")
+    engine.abort_swap_in("a")  # in flight; its HBM blocks are others' now
+    assert engine.swap.can_swap_in("a")
     engine.swap_in("a")
     engine.settle()
     assert "a" in engine.running
@@ -350,8 +350,8 @@ def test_taken_away_again_when_it_is_lost_and_nobody_knows_yet():
     engine.swap_in("a")
     engine.step()
     engine.scheduler.reset()
-    engine.withdraw("a")
-    assert not engine.swap.can_return("a")
+    engine.abort_swap_in("a")
+    assert not engine.swap.can_swap_in("a")
     assert engine.report(engine.workers[0]).lost_swaps == ("a",)
     engine.check_empty()
 
@@ -423,7 +423,7 @@ def test_swapped_out_again_soon_after_is_thrash():
         engine.settle()
     for _ in range(40):
         engine.step()
-    assert not engine.swap._returned_at
+    assert not engine.swap._stats._swapped_in_at
 
 
 def test_results_that_fit_nothing_change_nothing():
@@ -455,13 +455,13 @@ def test_calls_that_make_no_sense_change_nothing():
     engine.check_empty()
     with pytest.raises(RequestError, match="num_computed_tokens=-3; expected an integer from 0 on"):
         engine.swap.swap_out("a", tables, num_computed_tokens=-3)
-    with pytest.raises(RequestError, match="cannot be swapped in now; ask can_return"):
+    with pytest.raises(RequestError, match="cannot be swapped in now; call can_swap_in"):
         engine.swap.swap_in("a", tables)
     engine.swap_out("a")
     with pytest.raises(RequestError, match="a is swapped out already"):
         engine.swap.swap_out("a", tables, num_computed_tokens=17)
-    with pytest.raises(RequestError, match="not on its way back"):
-        engine.swap.withdraw("a")
+    with pytest.raises(RequestError, match="is not being swapped in"):
+        engine.swap.abort_swap_in("a")
     engine.settle()
     with pytest.raises(RequestError, match=r"into \[4, 3\] blocks; expected at least \[5, 3\]"):
         engine.swap.swap_in("a", [[0, 1, 2, 3], [0, 1, 2]])
@@ -528,13 +528,13 @@ def test_memory_that_is_gone_for_good_is_tried_last():
     engine.swap_out("y")  # needs the places that were in doubt
     engine.settle()
     assert swap_stats(engine, "num_lost_swaps") == (1,)
-    assert engine.swap._pool._doubtful == [set()]
+    assert engine.swap._pool._bad == [set()]
 
 
 def test_memory_in_doubt_comes_after_what_is_new():
     pool = SwapPool(num_groups=1)
     pool.grow([2])
-    pool.doubt(0, {0, 1})
+    pool.mark_bad(0, {0, 1})
     pool.grow([4])
     taken = pool.allocate([2])
     assert taken is not None
