@@ -159,7 +159,7 @@ def test_a_lost_segment_is_reported_once_and_allocated_again():
 def test_caches_that_a_failed_load_took_are_one_clear_error():
     engine = Engine()
 
-    def takes_the_caches(segment_id, rows, kv_caches):
+    def takes_the_caches(segment_id, moves, kv_caches):
         kv_caches[0].delete()
         raise RuntimeError("halted")
 
@@ -222,10 +222,10 @@ def fail_in_segment(engine, direction, bad_segment):
     copier, name = engine.saver if direction is Direction.SAVE else engine.loader, direction.value
     real = getattr(copier, name)
 
-    def maybe(segment_id, rows, kv_caches):
+    def maybe(segment_id, moves, kv_caches):
         if segment_id == bad_segment:
             raise RuntimeError("injected")
-        return real(segment_id, rows, kv_caches)
+        return real(segment_id, moves, kv_caches)
 
     setattr(copier, name, maybe)
 

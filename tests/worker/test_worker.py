@@ -77,9 +77,9 @@ def test_loads_of_a_plan_share_a_dispatch(monkeypatch):
     copier = engine.loader
     real = copier.load
 
-    def record(segment_id, rows, caches):
-        dispatched.append((segment_id, rows.jobs()))
-        return real(segment_id, rows, caches)
+    def record(segment_id, moves, caches):
+        dispatched.append((segment_id, moves.jobs()))
+        return real(segment_id, moves, caches)
 
     monkeypatch.setattr(copier, "load", record)
     engine.step(loads=[engine.load([0], [0]), engine.load([1, 2], [1, 8]), engine.load([3], [9])])
@@ -92,10 +92,10 @@ def test_saves_of_a_plan_fail_apart():
     engine = Engine()
     real = engine.saver.save
 
-    def one_bad_block(segment_id, rows, kv_caches):
-        if 7 in rows.block_ids:
+    def one_bad_block(segment_id, moves, kv_caches):
+        if 7 in moves.block_ids:
             raise RuntimeError("bad block")
-        return real(segment_id, rows, kv_caches)
+        return real(segment_id, moves, kv_caches)
 
     engine.saver.save = one_bad_block
     bad, good = engine.save([7], [0]), engine.save([1], [1])

@@ -4,7 +4,7 @@ import dataclasses
 from typing import final
 
 from tpu_offload.errors import TransferError
-from tpu_offload.kernels import BySegment, Flight, FusedOutcome, FusedPlanner, FusedStep, Phase, Rows, fetch_early
+from tpu_offload.kernels import BlockMoves, BySegment, Flight, FusedOutcome, FusedPlanner, FusedStep, Phase, fetch_early
 from tpu_offload.types import Direction
 from tpu_offload.worker.group_copies import GroupCopies
 from tpu_offload.worker.jobs import WorkerJobs
@@ -20,7 +20,7 @@ class _ForwardPass:
       saves: the blocks of those that it does not copy itself.
     """
 
-    fused: dict[Direction, tuple[int, Rows]]
+    fused: dict[Direction, tuple[int, BlockMoves]]
     saving_job_ids: list[int]
     saves: BySegment
 
@@ -63,13 +63,13 @@ class ForwardPassCopies:
         # A donated segment cannot be read beside: what is saved into is not loaded from in one step.
         donated = [segment_id for segment_id, _ in fused_saves]
         # The step holds both in HBM, at most what staging may take.
-        room = self._staging_blocks - sum(len(rows) for _, rows in fused_saves)
+        room = self._staging_blocks - sum(len(moves) for _, moves in fused_saves)
         fused_loads, loads = self._planner.take(
             Direction.LOAD, loads, usable=lambda i: i not in donated and self._can_fuse(i), max_blocks=room
         )
         fused = {d: g[0] for d, g in ((Direction.SAVE, fused_saves), (Direction.LOAD, fused_loads)) if g}
-        for _, rows in fused.values():
-            self._jobs.add_part(rows.jobs())
+        for _, moves in fused.values():
+            self._jobs.add_part(moves.jobs())
         if fused or has_saves:
             self._pass = _ForwardPass(fused, job_ids, saves)
         return loads
@@ -106,15 +106,15 @@ class ForwardPassCopies:
             self._fail(done, TransferError(error))
             return done.saving_job_ids, done.saves
         memory = self._group.memory
-        for direction, (segment_id, rows) in done.fused.items():
+        for direction, (segment_id, moves) in done.fused.items():
             saving = direction is Direction.SAVE
             if saving:
                 memory.pool.replace(segment_id, outcome.segment)
-                memory.mark(segment_id, rows.host_block_ids, lost=False)
+                memory.mark(segment_id, moves.host_block_ids, lost=False)
             else:
-                self._jobs.write_part(rows.jobs())
+                self._jobs.write_part(moves.jobs())
             token = fetch_early(outcome.save_token if saving else outcome.load_token, memory.spec)
-            self._group.flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, fused=True))
+            self._group.flights.append(Flight(direction, segment_id, moves, Phase.COPYING, token, fused=True))
         return done.saving_job_ids, done.saves
 
     def abandon(self) -> None:
@@ -128,8 +128,8 @@ class ForwardPassCopies:
     def _fail(self, done: _ForwardPass, error: Exception) -> None:
         """The forward pass has not copied and will not; what follows it is not touched."""
         fused, done.fused = done.fused, {}
-        for segment_id, rows in fused.values():
-            self._group.fail(rows, segment_id, error)
+        for segment_id, moves in fused.values():
+            self._group.fail(moves, segment_id, error)
 
     def _can_fuse(self, segment_id: int) -> bool:
         """Whether a forward pass may be given the segment.

@@ -11,7 +11,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from tpu_offload.kernels import ArenaView, BySegment, Copier, Flight, Phase, Rows
+from tpu_offload.kernels import ArenaView, BlockMoves, BySegment, Copier, Flight, Phase
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import check_alive, is_ready
 from tpu_offload.worker.host_memory import HostMemory, check_copied, error_line
@@ -141,12 +141,12 @@ class GroupCopies:
         if not len(host_ids):
             return []
         if self.memory.num_segments == 1:
-            return [(0, Rows(job_ids, block_ids, host_ids))]
+            return [(0, BlockMoves(job_ids, block_ids, host_ids))]
         segment_ids, places = np.divmod(host_ids, np.int32(self.memory.spec.segment_blocks))
-        rows = Rows(job_ids, block_ids, places)
+        moves = BlockMoves(job_ids, block_ids, places)
         if segment_ids.min() == segment_ids.max():  # nearly always, and cheaper
-            return [(int(segment_ids[0]), rows)]
-        return [(int(i), rows.take(segment_ids == i)) for i in np.unique(segment_ids)]
+            return [(int(segment_ids[0]), moves)]
+        return [(int(i), moves.take(segment_ids == i)) for i in np.unique(segment_ids)]
 
     # Dispatch.
 
@@ -156,13 +156,20 @@ class GroupCopies:
         Raises:
           CachesLostError: a load failed after its program had taken the donated caches.
         """
-        for segment_id, rows in groups:
+        for segment_id, moves in groups:
             copier = self.copiers[direction]
-            for piece in copier.split(rows):
+            for piece in copier.split(moves):
                 self._start(copier, direction, segment_id, piece, kv_caches, step_id=step_id)
 
     def _start(
-        self, copier: Copier, direction: Direction, segment_id: int, piece: Rows, kv_caches: Caches, *, step_id: int
+        self,
+        copier: Copier,
+        direction: Direction,
+        segment_id: int,
+        piece: BlockMoves,
+        kv_caches: Caches,
+        *,
+        step_id: int,
     ) -> None:
         job_ids = piece.jobs()
         self._jobs.add_part(job_ids)
@@ -218,22 +225,22 @@ class GroupCopies:
             self.copiers[flight.direction].resume_save(flight)
         except Exception as e:
             self._drop(flight)
-            self.fail(flight.rows, flight.segment_id, e)
+            self.fail(flight.moves, flight.segment_id, e)
 
     def _resume_load(self, flight: Flight, kv_caches: Caches) -> None:
-        live = [job_id for job_id in flight.rows.jobs() if not self._jobs.is_cancelled(job_id)]
-        self._jobs.end_part(job_id for job_id in flight.rows.jobs() if job_id not in live)
+        live = [job_id for job_id in flight.moves.jobs() if not self._jobs.is_cancelled(job_id)]
+        self._jobs.end_part(job_id for job_id in flight.moves.jobs() if job_id not in live)
         if not live:
             self._drop(flight)
             return
-        rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
+        moves = flight.moves.take(np.isin(flight.moves.job_ids, live))
         try:
             self._check_arrived(flight)
-            self._put(kv_caches, self.copiers[flight.direction].resume_load(flight, rows, self._own(kv_caches)))
+            self._put(kv_caches, self.copiers[flight.direction].resume_load(flight, moves, self._own(kv_caches)))
             self._jobs.write_part(live)
         except Exception as e:
             self._drop(flight)
-            self.fail(rows, flight.segment_id, e)
+            self.fail(moves, flight.segment_id, e)
             check_alive(kv_caches, e)
 
     def _check_arrived(self, flight: Flight) -> None:
@@ -250,7 +257,7 @@ class GroupCopies:
                 continue
             if flight.direction is Direction.SAVE:
                 self._resume_save(flight)
-            elif all(map(self._jobs.is_cancelled, flight.rows.jobs())):
+            elif all(map(self._jobs.is_cancelled, flight.moves.jobs())):
                 self._resume_load(flight, [])  # writes nothing
         for flight in list(self.flights):
             if flight.phase is Phase.COPYING and is_ready(flight.waiting_on):
@@ -263,16 +270,16 @@ class GroupCopies:
             check_copied(flight)
         except Exception as e:
             # A program that failed on the device has taken the donated segment with it.
-            self.fail(flight.rows, flight.segment_id, e, lost=flight.direction is Direction.SAVE)
+            self.fail(flight.moves, flight.segment_id, e, lost=flight.direction is Direction.SAVE)
         else:
-            self._jobs.end_part(flight.rows.jobs())
+            self._jobs.end_part(flight.moves.jobs())
 
-    def fail(self, rows: Rows, segment_id: int, error: Exception, *, lost: bool = False) -> None:
+    def fail(self, moves: BlockMoves, segment_id: int, error: Exception, *, lost: bool = False) -> None:
         """Ends the jobs' parts in a flight with an error, and gives up the segment if it is gone."""
         self.memory.give_up(segment_id, lost=lost)
         line = error_line(error)
-        for job_id in rows.jobs():
-            block_ids: Iterable[int] = rows.block_ids[rows.job_ids == job_id].tolist()
+        for job_id in moves.jobs():
+            block_ids: Iterable[int] = moves.block_ids[moves.job_ids == job_id].tolist()
             self._jobs.end_part([job_id], line, failed=[(self.group_id, block_id) for block_id in block_ids])
             self._on_fail(job_id, line)
 

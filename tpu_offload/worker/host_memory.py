@@ -60,7 +60,7 @@ class HostMemory:
     def give_up(self, segment_id: int, *, lost: bool) -> None:
         """A copy has failed: gives the segment up if it is `lost`, or if the program has taken it along."""
         try:
-            lost = lost or any(part.is_deleted() for part in self.pool.segment(segment_id))
+            lost = lost or any(stripe.is_deleted() for stripe in self.pool.segment(segment_id))
         except TransferError:  # lost before
             return
         if lost:
@@ -71,8 +71,8 @@ class HostMemory:
 def check_copied(flight: Flight) -> None:
     """Raises what went wrong with a flight whose token is ready."""
     num_copied = int(np.asarray(flight.waiting_on))
-    if num_copied != len(flight.rows):
-        raise TransferError(f"the device copied {num_copied} of {len(flight.rows)} blocks")
+    if num_copied != len(flight.moves):
+        raise TransferError(f"the device copied {num_copied} of {len(flight.moves)} blocks")
 
 
 def error_line(error: Exception) -> str:

@@ -175,7 +175,7 @@ class SwapCopies:
             copies.dispatch(job.direction, copies.by_segment([job]), kv_caches)
         if not measured:
             return
-        tokens = [f.waiting_on for copies in self._all() for f in copies.flights if job.job_id in f.rows.job_ids]
+        tokens = [f.waiting_on for copies in self._all() for f in copies.flights if job.job_id in f.moves.job_ids]
         if wait_for_all(tokens, timeout_s=self._timeout_s):
             self._jobs.set_copy_s(job.job_id, self._clock() - start_s)
 

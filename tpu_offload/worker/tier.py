@@ -405,7 +405,7 @@ class TierCopies:
         allowed = load.job.num_staging_blocks or self._staging_blocks
         if self._lockstep:
             return allowed - sum(size for step_id, size in load.pieces if step_id > self._step_id - 2)
-        staged = (flight.rows.job_ids for flight in self._flights() if flight.num_staged)
+        staged = (flight.moves.job_ids for flight in self._flights() if flight.num_staged)
         return allowed - sum(int(np.count_nonzero(job_ids == load.job.job_id)) for job_ids in staged)
 
     def _await_pieces(self) -> None:
@@ -417,7 +417,7 @@ class TierCopies:
         for group in self._groups:
             for flight in list(group.flights):
                 is_written = flight.phase is Phase.COPYING and flight.num_staged and flight.step_id <= self._step_id - 2
-                if is_written and any(job_id in self._backlog for job_id in flight.rows.jobs()):
+                if is_written and any(job_id in self._backlog for job_id in flight.moves.jobs()):
                     group.land(flight)  # asks for its token, and so waits
 
     def _fail_lost_loads(self) -> None:
@@ -440,6 +440,6 @@ class TierCopies:
             flight for group in self._groups for flight in group.in_transit() if flight.direction is Direction.LOAD
         )
         is_left = self._backlog.drop(job_id) is not None
-        self._jobs.cancel(job_id, unwritten=is_left or any(job_id in flight.rows.job_ids for flight in loads))
+        self._jobs.cancel(job_id, unwritten=is_left or any(job_id in flight.moves.job_ids for flight in loads))
         if is_left:
             self._jobs.end_part([job_id])
