@@ -401,7 +401,7 @@ class SimWorker:
     def _lose_caches(self, plan: StepPlan) -> StepPlan:
         """A load takes the KV caches along; returns what is left of the plan."""
         self.caches_go = False
-        self.gate.lose_caches()
+        self.gate.mark_caches_lost()
         self.hbm = [list(self.junk.block(self.block_size)) for _ in self.hbm]
         for flight in self.flights:
             if not flight.writes_host:

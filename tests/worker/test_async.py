@@ -122,7 +122,7 @@ def test_close_waits_for_copies_but_not_for_ever(caplog):
     engine.worker.close()
     assert 0.05 <= time.monotonic() - start_s < 1
     assert token.ready
-    assert caplog.messages == ["closing with 1 copies on their way for more than 0.05 s"]
+    assert caplog.messages == ["closing with 1 copies still in flight after 0.05 s"]
     assert not engine.worker.has_flights
 
 

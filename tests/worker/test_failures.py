@@ -296,7 +296,7 @@ def test_copies_that_are_late_keep_their_part_of_the_staging_buffer_whatever_the
     engine.step(saves=[too_much := engine.save([4, 5, 6], [4, 5, 6])], loads=[fits := engine.load([8, 9], [8, 9])])
     report = engine.worker.poll()
     assert [(r.job_id, r.state) for r in report.results if r.job_id == too_much.job_id] == [(too_much.job_id, FAILED)]
-    assert "the staging buffer of 6 blocks holds" in report.results[0].error
+    assert "of the staging buffer's 6 blocks" in report.results[0].error
     for flight, array in zip(flights, arrays, strict=True):
         flight.waiting_on = array.array
     results = engine.drain()
@@ -329,7 +329,7 @@ def test_a_new_worker_gives_nobody_the_memory_that_nothing_was_saved_to():
     load = engine.load([1], [0])
     engine.step(loads=[load])
     assert engine.worker.take_written_loads() == ()
-    assert "never written: nothing is in host block 0" in engine.drain()[load.job_id].error
+    assert "never written: host block 0 is empty" in engine.drain()[load.job_id].error
 
 
 def test_a_job_that_makes_no_sense_says_nothing_of_others():

@@ -146,7 +146,7 @@ def test_host_memory_that_is_lost_between_pieces_is_not_read() -> None:
     load = long_load(engine)
     engine.begin(load)
     lost = load.host_block_ids[9] // engine.spec.segment_blocks
-    engine.memory.give_up(lost, lost=True)
+    engine.memory.check_segment(lost, lost=True)
     engine.begin()
     result = engine.drain()[load.job_id]
     assert result.state is FAILED

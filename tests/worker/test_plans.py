@@ -115,7 +115,7 @@ def test_one_line_of_every_power_of_two_says_so(caplog):
     for _ in range(20):
         engine.worker.begin_step(copy_of(plan), engine.caches)
     assert [r.getMessage() for r in caplog.records if "ignored" in r.getMessage()] == [
-        f"plan {plan.step_id} came before, or is older than the last one: ignored ({n} so far)"
+        f"plan {plan.step_id} is a duplicate, or older than the last one: ignored ({n} so far)"
         for n in (1, 2, 4, 8, 16)
     ]
 
@@ -135,7 +135,7 @@ def test_what_a_plan_cancels_may_be_said_any_number_of_times():
 
 def lose_caches(engine):
     """What an engine does that has lost them."""
-    engine.worker.lose_caches()
+    engine.worker.mark_caches_lost()
     engine.caches = renew(engine.caches)
     engine.expected = [np.zeros_like(expected) for expected in engine.expected]
 

@@ -112,7 +112,7 @@ def test_a_plan_from_before_a_loss_was_known_is_given_no_zeros():
     wait_until_rebuilt(engine.pool, 0)
     engine.step(loads=[engine.load([8], [5])])
     results = engine.drain()
-    assert "segment 0 of host_tier was lost, or never written: nothing is in host block 5" in results[3].error
+    assert "segment 0 of host_tier was lost, or never written: host block 5 is empty" in results[3].error
     engine.step(saves=[engine.save([1], [5])])
     engine.step(loads=[engine.load([8], [5])])
     assert set(engine.states().values()) == {FINISHED}

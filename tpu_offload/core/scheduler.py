@@ -326,8 +326,8 @@ class OffloadScheduler:
 
         Args:
           epoch: of the new caches, as `OffloadWorker.cache_epoch` has it after `CachesLostError` or
-            `OffloadWorker.lose_caches`. With it the next plan is made for them, and the report is no news; without it
-            that worker cancels what is planned until its report has come.
+            `OffloadWorker.mark_caches_lost`. With it the next plan is made for them, and the report is no news; without
+            it that worker cancels what is planned until its report has come.
         Raises:
           RequestError: the epoch is none of a worker's; nothing was changed.
         """

@@ -13,9 +13,9 @@ trip count, so one compiled program serves jobs of every size:
 
 The direct programs gather the pages of a stripe in HBM, which takes one block, and send each stripe in one DMA. The
 DMAs of a block's stripes are in flight together; two into the same array would be serialized
-(`benchmarks/bench_tpu_compile.py` shows both). One DMA per page would need no HBM with large pages, but the TPU compiler takes about 40 KiB for each,
-which is 3.6 blocks when a page has 16 KiB. On the CPU backend pages are copied one by one: gathering them first would
-copy them twice.
+(`benchmarks/bench_tpu_compile.py` shows both). One DMA per page would need no HBM with large pages, but the TPU
+compiler takes about 40 KiB for each, which is 3.6 blocks when a page has 16 KiB. On the CPU backend pages are copied
+one by one: gathering them first would copy them twice.
 
 What is written is donated and updated in place; what is read is not donated. In place matters: a new pool or cache
 would need twice the memory, and on the CPU backend fresh memory costs more than the copy.
