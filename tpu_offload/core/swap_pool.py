@@ -75,7 +75,7 @@ class SwapPool:
                 self._sort_free(g)
 
     def allocate(self, num_blocks: Sequence[int]) -> HostBlocks | None:
-        """Allocates free blocks of each group, with one holder each; None, and none, if any group has too few."""
+        """Allocates free blocks of each group, with one holder each; returns None if any group has too few."""
         if any(wanted > len(free) for wanted, free in zip(num_blocks, self._free, strict=True)):
             return None
         blocks = tuple(tuple([free.pop() for _ in range(n)]) for n, free in zip(num_blocks, self._free, strict=True))

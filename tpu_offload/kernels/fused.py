@@ -171,7 +171,7 @@ class FusedCopies:
         return written
 
     def _read_chunks(self, inputs: FusedInputs, stripe: int) -> list[Any]:
-        """Per chunk, carrier[blocks_per_chunk, layers of the stripe, *pool_page] on its way to HBM."""
+        """Per chunk, carrier[blocks_per_chunk, layers of the stripe, *pool_page], being copied to HBM."""
         source = inputs.load_segment[stripe]
         shape = (inputs.load_block_ids.shape[1], *source.shape[1:])
         return [

@@ -1,15 +1,16 @@
 """Checks what a worker is made with, and describes it to the scheduler."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import ConfigError, LayoutError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction, WorkerSetup
 from tpu_offload.values import as_count, one_line
+from tpu_offload.worker.tier import TierCopies
 
 
 def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
@@ -28,13 +29,8 @@ def check_count(name: str, value: Any) -> int:
     return count
 
 
-def describe(
-    config: OffloadConfig,
-    layout: KVLayout,
-    kv_caches: Sequence[Any],
-    *,
-    paths: Mapping[Direction, CopyPath],
-    segment_chunks: int,
+def describe_setup(
+    config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], tier: TierCopies | None
 ) -> WorkerSetup:
     """What the scheduler compares with its own settings and with those of the other workers.
 
@@ -42,11 +38,10 @@ def describe(
       config: the settings.
       layout: what a block is made of.
       kv_caches: the caches; only their sharding is read.
-      paths: the copy paths of the host tier; empty without one.
-      segment_chunks: chunks in a segment of the host pool; 0 without a host tier.
+      tier: the host tier; None without one.
     """
     processes = {device.process_index for device in kv_caches[0].sharding.device_set}
-    save_path, load_path = (paths[d].value if paths else "" for d in (Direction.SAVE, Direction.LOAD))
+    paths = {direction: tier.paths[direction].value if tier else "" for direction in Direction}
     return WorkerSetup(
         num_processes=len(processes),
         process_index=jax.process_index(),
@@ -54,9 +49,9 @@ def describe(
         blocks_per_chunk=config.blocks_per_chunk if config.enabled else 0,
         staging_blocks=config.staging_blocks(layout) if config.enabled else 0,
         max_load_blocks=config.max_load_blocks(layout) if config.enabled else 0,
-        segment_chunks=segment_chunks,
-        save_path=save_path,
-        load_path=load_path,
+        segment_chunks=tier.segment_chunks if tier else 0,
+        save_path=paths[Direction.SAVE],
+        load_path=paths[Direction.LOAD],
         bucket_blocks=tuple(config.block_size_buckets),
         max_swap_blocks=config.max_swap_blocks(layout),
     )

@@ -98,7 +98,7 @@ class TierCopies:
             self._make_group(config, group_id, group.layer_ids, spec, num_segments=num_segments, num_chunks=num_chunks)
             for group_id, (group, spec) in enumerate(zip(layout.groups, specs, strict=True))
         ]
-        self._stages = self._groups[0].copiers[Direction.LOAD].stages
+        self._stages = any(group.copiers[Direction.LOAD].stages for group in self._groups)
         self._fused: ForwardPassCopies | None = None
         if CopyPath.FUSED in self.paths.values():
             assert len(self._groups) == 1, "fused copies support one layer group"

@@ -38,7 +38,7 @@ from tpu_offload.worker.group_copies import WrapCopier, unwrapped
 from tpu_offload.worker.host_memory import plan_host_pool
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.plan_gate import PlanGate
-from tpu_offload.worker.setup import check_caches, check_count, describe
+from tpu_offload.worker.setup import check_caches, check_count, describe_setup
 from tpu_offload.worker.swapping import SwapCopies
 from tpu_offload.worker.tier import TierCopies
 from tpu_offload.worker.validate import sound_plan
@@ -129,13 +129,7 @@ class OffloadWorker:
                 clock=clock,
                 wrap_copier=wrap_copier,
             )
-        setup = describe(
-            config,
-            layout,
-            kv_caches,
-            paths=self._tier.paths if self._tier is not None else {},
-            segment_chunks=self._tier.segment_chunks if self._tier is not None else 0,
-        )
+        setup = describe_setup(config, layout, kv_caches, self._tier)
         self._gate = PlanGate(CacheEpoch(worker_id=worker_id, incarnation=incarnation, num_losses=0), setup)
         self._report = StepReport(
             worker_id=worker_id, results=(), num_host_chunks=0, incarnation=incarnation, setup=setup
@@ -147,7 +141,7 @@ class OffloadWorker:
         return self._gate.epoch
 
     def mark_caches_lost(self) -> CacheEpoch:
-        """The engine has lost the KV caches for a reason of its own, such as a failed forward pass that donated them.
+        """The engine has lost the KV caches in another way, such as a failed forward pass that donated them.
 
         Called before the next `begin_step`, with the new caches. Loads in flight end as cancelled, and the jobs of all
         plans that were made before the scheduler knew of the loss, by the next report or from the engine

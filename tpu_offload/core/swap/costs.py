@@ -8,7 +8,7 @@ from tpu_offload.config import SwapMode
 from tpu_offload.types import Direction
 
 _NUM_MEASUREMENTS = 9  # the latest of each rate count
-_PROBE_EVERY = 16  # every so many decisions against swap, one is reversed, to measure the rates again
+_PROBE_EVERY = 16  # one in 16 decisions against swap is reversed, to measure the rates again
 
 
 class _Rate:
