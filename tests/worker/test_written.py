@@ -85,7 +85,7 @@ def test_a_load_that_fails_is_never_written():
 
 
 def test_a_load_that_is_taken_back_may_be_told_after_the_pass_that_uses_its_blocks():
-    """An engine that dispatches its loads behind the pass does so; until then nothing of it is written."""
+    """An engine that dispatches its loads behind the pass does so; until then none of it is written."""
     engine = saved_engine("staged")
     load = engine.load([8], [4])
     engine.begin(load)

@@ -29,7 +29,7 @@ FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
 
 
 class FakeSwapWorker:
-    """Does what a plan says at once, in the order that the real worker keeps, and reports it when told to."""
+    """Executes a plan at once, in the order of the real worker, and reports it when asked."""
 
     def __init__(self, worker_id: int = 0, *, num_blocks: tuple[int, ...], num_host_chunks: int = 0) -> None:
         self.worker_id = worker_id
@@ -230,7 +230,7 @@ class SwapEngine:
         plan = self.scheduler.plan_step(changed)
         for worker in self.workers:
             worker.begin_step(plan, failing=self.failing)
-            # Whoever was granted free blocks writes them in this very step.
+            # New owners of free blocks write them in this very step.
             for g, free in enumerate(self.free):
                 worker.hbm[g].update(dict.fromkeys(free, POISON))
             worker.end_step(plan)

@@ -84,9 +84,9 @@ class SwapMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data):
         engine = self.engine
-        everybody = self.names([*engine.running, *engine.out, *engine.returning])
-        if everybody:
-            engine.discard(*data.draw(st.lists(st.sampled_from(everybody), max_size=3, unique=True)))
+        known = self.names([*engine.running, *engine.out, *engine.returning])
+        if known:
+            engine.discard(*data.draw(st.lists(st.sampled_from(known), max_size=3, unique=True)))
 
     @rule(save=st.booleans(), faulty=st.booleans(), seconds=st.sampled_from([0.1] * 15 + [6.0]))
     def step(self, save, faulty, seconds):

@@ -51,7 +51,7 @@ class RandomLife:
         for name in sorted(engine.out):
             if engine.swap.can_swap_in(name) and engine.fits(name) and rng.random() < 0.5:
                 num_full = engine.out[name].num_computed // BLOCK_SIZE
-                # Blocks that somebody has just given back are still read by the coming step: nothing can be in them.
+                # Blocks that were just freed are still read by the coming step: nothing can be written to them.
                 present = (
                     []
                     if engine.has_unsent_outs or engine.only_ring
@@ -61,9 +61,9 @@ class RandomLife:
         for name in sorted(engine.returning):
             if rng.random() < 0.1:
                 engine.abort_swap_in(name)
-        everybody = sorted([*engine.running, *engine.out, *engine.returning])
-        if everybody and rng.random() < 0.2:
-            engine.discard(*rng.sample(everybody, min(len(everybody), rng.randint(1, 2))))
+        known = sorted([*engine.running, *engine.out, *engine.returning])
+        if known and rng.random() < 0.2:
+            engine.discard(*rng.sample(known, min(len(known), rng.randint(1, 2))))
         if rng.random() < 0.005:
             engine.scheduler.reset()
 

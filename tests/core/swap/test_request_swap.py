@@ -1,4 +1,4 @@
-"""Where a swapped-out request's KV is, from its swap-out until it is back or gone."""
+"""The KV of swapped-out requests, from swap-out to swap-in, loss or discard."""
 
 from collections.abc import Callable
 
@@ -110,7 +110,7 @@ def test_the_pool_is_the_smallest_of_the_workers_and_grows():
 
 
 def test_a_shared_block_is_copied_once():
-    """Samples of one prompt: the first takes the prompt along, the others only what is theirs."""
+    """Samples of one prompt: the first copies the prompt, the others only their own blocks."""
     engine = SwapEngine(pool=(16,))
     for i, name in enumerate("abc"):
         engine.start(name, [*tokens(12), 50 + i, 51 + i, 52 + i, 53 + i, 54 + i])
@@ -149,7 +149,7 @@ def test_who_shares_a_block_waits_for_its_copy_and_falls_with_it():
 
 @pytest.mark.parametrize("first", ["out", "back"])
 def test_it_may_return_before_its_copies_out_are_reported(first):
-    """The copy back is dispatched after them; it goes on when both are reported, on every worker."""
+    """The copy back is dispatched after them; the request is back when both are reported, on every worker."""
     engine = SwapEngine(num_workers=2)
     engine.start("a", PROMPT)
     engine.swap_out("a")
@@ -309,8 +309,8 @@ def test_an_end_at_any_moment_leaves_nothing(where):
     assert swap_stats(engine, "num_lost_swaps") == (0,)
 
 
-def test_blocks_under_a_copy_are_nobody_elses_until_it_is_reported():
-    """No ABA: the request is gone, but its copy may still land."""
+def test_blocks_under_a_copy_are_not_reused_until_it_is_reported():
+    """No ABA: the request has ended, but its copy may still land."""
     engine = SwapEngine(pool=(5,))
     engine.start("a", PROMPT)
     engine.swap_out("a")
@@ -342,7 +342,7 @@ def test_taken_away_again_while_it_comes_back():
     engine.check_empty()
 
 
-def test_taken_away_again_when_it_is_lost_and_nobody_knows_yet():
+def test_abort_when_the_loss_is_not_reported_yet():
     engine = SwapEngine()
     engine.start("a", PROMPT)
     engine.swap_out("a")
@@ -370,7 +370,7 @@ def test_a_failed_copy_back_is_recomputed():
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
-def test_what_is_never_reported_times_out_and_what_it_may_still_write_is_given_to_nobody(direction, caplog):
+def test_what_is_never_reported_times_out_and_what_it_may_still_write_is_not_reused(direction, caplog):
     engine = SwapEngine(job_timeout_s=10.0)
     engine.start("a", PROMPT)
     engine.swap_out("a")
@@ -386,7 +386,7 @@ def test_what_is_never_reported_times_out_and_what_it_may_still_write_is_given_t
     assert swap_stats(engine, "swap_held_blocks", "num_timed_out_jobs", "num_failed_jobs") == (
         5 if direction == "out" else 0, 1, 1
     )  # fmt: skip
-    assert not engine.scheduler.has_jobs  # nobody waits for it
+    assert not engine.scheduler.has_jobs  # no request waits for it
     assert engine.report(engine.workers[0], late).swapped_in == ()  # late: it frees the memory, nothing else
     engine.check_empty()
 
