@@ -318,7 +318,7 @@ class OffloadScheduler:
             request.limit(prefix.limits.within(self._limits))
             self._saves.leaving.evict(prefix, request)
 
-    def lose_caches(self, epoch: CacheEpoch | None = None) -> None:
+    def mark_caches_lost(self, epoch: CacheEpoch | None = None) -> None:
         """All KV in HBM is gone, as the engine knows before a report says so.
 
         Everybody who holds blocks has to be preempted, without `held`. Until then nothing of them is saved or swapped

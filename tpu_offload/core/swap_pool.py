@@ -1,13 +1,13 @@
-"""Which blocks of the swap pool are held, and by how many.
+"""Reference counts of the blocks of the swap pool.
 
-A block has one holder for each swapped-out request that it belongs to and for each copy in flight that reads or writes
-it. It is free again when the last holder releases it, so memory under a copy that may still land is never reused.
+A block is held by each swapped-out request that it belongs to and by each copy in flight that reads or writes it. It
+is free again when the last of them releases it, so memory under a copy that may still land is not reused.
 
-Held blocks that are full of tokens are found by their hash: samples of one prompt that shared them in HBM share them
-here, and each is copied once.
+Full blocks are known by their hash while they are held: samples of one prompt that shared them in HBM share them here,
+and each is copied once.
 
-Bad blocks, those whose memory was lost or whose last copy out failed, are allocated last until a copy to them succeeds:
-where memory is lost for good, other blocks are tried first.
+Suspect blocks are allocated last: those whose memory was lost, and those of failed swap-outs, until a copy to them has
+succeeded. Where memory is gone for good, other blocks are tried first.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ HostBlocks = tuple[tuple[int, ...], ...]
 
 @final
 class SwapPool:
-    """Bookkeeping of the swap pool, per layer group, without the memory itself.
+    """Bookkeeping of the swap pool, per layer group, without arrays.
 
     Args:
       num_groups: layer groups.
@@ -30,9 +30,9 @@ class SwapPool:
 
     def __init__(self, *, num_groups: int) -> None:
         self._free: list[deque[int]] = [deque() for _ in range(num_groups)]  # taken from the end
-        self._bad: list[set[int]] = [set() for _ in range(num_groups)]
-        self._num_blocks = [0] * num_groups  # that exist now
-        self._num_known = [0] * num_groups  # that ever existed
+        self._suspect: list[set[int]] = [set() for _ in range(num_groups)]
+        self._num_blocks = [0] * num_groups  # usable
+        self._num_known = [0] * num_groups  # that were ever usable
         self._unusable: list[set[int]] = [set() for _ in range(num_groups)]
         self._num_holders: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self._block_of: dict[BlockHash, int] = {}  # of group 0
@@ -41,17 +41,17 @@ class SwapPool:
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Blocks that exist, per group."""
+        """Usable blocks, per group."""
         return tuple(self._num_blocks)
 
     @property
     def num_held(self) -> int:
-        """Blocks that are held, over all groups."""
+        """Held blocks, of all groups."""
         return sum(map(len, self._num_holders))
 
     @property
     def peak_num_held(self) -> int:
-        """The largest number of blocks ever held."""
+        """The most that were ever held."""
         return self._peak_num_held
 
     def grow(self, num_blocks: Sequence[int]) -> None:
@@ -64,18 +64,18 @@ class SwapPool:
                 self._free[g].extendleft([*back, *range(self._num_known[g], wanted)])
                 self._num_known[g] = max(self._num_known[g], wanted)
                 self._num_blocks[g] = wanted
-                if self._bad[g]:
+                if self._suspect[g]:
                     self._sort_free(g)
 
     def limit(self, num_blocks: Sequence[int]) -> None:
-        """Lowers the number of blocks of each group; blocks beyond it are usable again only after `grow`."""
+        """Lowers the number of blocks of each group: what is held beyond comes back only with `grow`."""
         for g, most in enumerate(num_blocks):
             if most < self._num_blocks[g]:
                 self._num_blocks[g] = most
                 self._sort_free(g)
 
     def allocate(self, num_blocks: Sequence[int]) -> HostBlocks | None:
-        """Allocates free blocks of each group, with one holder each; returns None if any group has too few."""
+        """Allocates free blocks of each group, with one holder each; None, and no blocks, if any group has too few."""
         if any(wanted > len(free) for wanted, free in zip(num_blocks, self._free, strict=True)):
             return None
         blocks = tuple(tuple([free.pop() for _ in range(n)]) for n, free in zip(num_blocks, self._free, strict=True))
@@ -91,7 +91,7 @@ class SwapPool:
                 holders[block] += 1
 
     def release(self, blocks: HostBlocks) -> None:
-        """Removes a holder from each; blocks without one are free."""
+        """Removes a holder from each; a block without holders is free."""
         for g, group in enumerate(blocks):
             holders, free = self._num_holders[g], []
             for block in group:
@@ -105,18 +105,18 @@ class SwapPool:
             if g == 0:
                 self.clear_hashes(free)
 
-    def mark_bad(self, group_id: int, blocks: Iterable[int]) -> None:
-        """A copy to these blocks failed, or their memory was lost: they are allocated last."""
-        bad = set(blocks)
-        self._bad[group_id] |= bad
-        if not bad.isdisjoint(self._free[group_id]):
+    def mark_suspect(self, group_id: int, blocks: Iterable[int]) -> None:
+        """A copy to these blocks failed, or their memory was lost."""
+        suspect = set(blocks)
+        self._suspect[group_id] |= suspect
+        if not suspect.isdisjoint(self._free[group_id]):
             self._sort_free(group_id)
 
-    def mark_good(self, blocks: HostBlocks) -> None:
-        """A copy to these blocks succeeded."""
-        for g, (bad, group) in enumerate(zip(self._bad, blocks, strict=True)):
-            if bad and not bad.isdisjoint(group):
-                bad.difference_update(group)
+    def clear_suspect(self, blocks: HostBlocks) -> None:
+        """A copy to these blocks has succeeded."""
+        for g, (suspect, group) in enumerate(zip(self._suspect, blocks, strict=True)):
+            if suspect and not suspect.isdisjoint(group):
+                suspect.difference_update(group)
                 self._sort_free(g)
 
     def _sort_free(self, group_id: int) -> None:
@@ -124,17 +124,17 @@ class SwapPool:
         self._set_free(group_id, free)
 
     def _set_free(self, group_id: int, blocks: Iterable[int]) -> None:
-        most, bad, free = self._num_blocks[group_id], self._bad[group_id], self._free[group_id]
+        most, suspect, free = self._num_blocks[group_id], self._suspect[group_id], self._free[group_id]
         for block in blocks:
             if block >= most:
                 self._unusable[group_id].add(block)
-            elif block in bad:
+            elif block in suspect:
                 free.appendleft(block)
             else:
                 free.append(block)
 
     def set_hashes(self, blocks: Iterable[int], block_hashes: Iterable[BlockHash]) -> None:
-        """Makes held blocks of group 0 findable, except where a block with the same hash is already."""
+        """Makes held blocks of group 0 findable by hash, unless another block with the same hash is."""
         block_of, hash_of = self._block_of, self._hash_of
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             if block_hash not in block_of:
@@ -142,11 +142,11 @@ class SwapPool:
                 hash_of[block] = block_hash
 
     def find(self, block_hashes: Iterable[BlockHash]) -> list[int | None]:
-        """For each hash, the held block of group 0 with these contents, or None."""
+        """For each, the held block of group 0 with these contents, if there is one."""
         return list(map(self._block_of.get, block_hashes))
 
     def clear_hashes(self, blocks: Iterable[int]) -> None:
-        """Makes blocks of group 0 unfindable: they are free, or their contents are lost or invalid."""
+        """Makes blocks of group 0 unfindable: they are free, or their contents are lost."""
         block_of, hash_of = self._block_of, self._hash_of
         for block in blocks:
             block_hash = hash_of.pop(block, None)
@@ -158,7 +158,7 @@ class SwapPool:
         assert list(expected) == self._num_holders
         for g, free in enumerate(self._free):
             owners = [*free, *self._num_holders[g], *self._unusable[g]]
-            assert sorted(owners) == list(range(self._num_known[g])), "a block has no owner, or two"
-            assert all(block < self._num_blocks[g] for block in free), "a free block does not exist on every worker"
+            assert sorted(owners) == list(range(self._num_known[g])), "a block got lost"
+            assert all(block < self._num_blocks[g] for block in free), "a block is free that a worker does not have"
         assert {block: block_hash for block_hash, block in self._block_of.items()} == self._hash_of
         assert self._hash_of.keys() <= self._num_holders[0].keys()

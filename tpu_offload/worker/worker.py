@@ -137,15 +137,15 @@ class OffloadWorker:
 
     @property
     def cache_epoch(self) -> CacheEpoch:
-        """Identifies the worker's present KV caches; see `OffloadScheduler.lose_caches`."""
+        """Identifies the worker's present KV caches; see `OffloadScheduler.mark_caches_lost`."""
         return self._gate.epoch
 
     def mark_caches_lost(self) -> CacheEpoch:
         """The engine has lost the KV caches in another way, such as a failed forward pass that donated them.
 
-        Called before the next `begin_step`, with the new caches. Loads in flight end as cancelled, and the jobs of all
-        plans that were made before the scheduler knew of the loss, by the next report or from the engine
-        (`OffloadScheduler.lose_caches`), are cancelled. `begin_step` does this itself before it raises CachesLostError.
+        Called before the next `begin_step`, with the new caches. Loads in flight are cancelled, and so are the jobs of
+        plans that were made before the scheduler knew of the loss, from the next report or from the engine
+        (`OffloadScheduler.mark_caches_lost`). `begin_step` does the same before it raises CachesLostError.
 
         Returns:
           The epoch of the new caches.

@@ -270,7 +270,7 @@ class RequestSwap:
     def mark_blocks_lost(self, group_id: int, first: int, end: int) -> None:
         """Memory of the pool is lost: requests that need it are recomputed, and copies to and from it fail."""
         lost = set(range(first, min(end, self._pool.num_blocks[group_id])))
-        self._pool.mark_bad(group_id, lost)
+        self._pool.mark_suspect(group_id, lost)
         if group_id == 0:
             self._pool.clear_hashes(lost)
         for job in self._jobs:
@@ -418,9 +418,9 @@ class RequestSwap:
         if failed:
             self._pool.clear_hashes(job.pool_blocks[0])
             for group_id, blocks in enumerate(job.pool_blocks):
-                self._pool.mark_bad(group_id, blocks)
+                self._pool.mark_suspect(group_id, blocks)
         else:
-            self._pool.mark_good(job.pool_blocks)
+            self._pool.clear_suspect(job.pool_blocks)
         for swapped in list(self._swapped.values()):
             if job.job_id in swapped.writers:
                 swapped.writers.remove(job.job_id)
