@@ -5,15 +5,12 @@ copies of each layer group are in `worker.group_copies`.
 """
 
 import logging
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, final
 
 import jax
-import numpy as np
 
 from tpu_offload.config import CopyPath, OffloadConfig
-from tpu_offload.errors import TransferError
 from tpu_offload.kernels import (
     BySegment,
     Copier,
@@ -37,6 +34,7 @@ from tpu_offload.worker.forward_pass import ForwardPassCopies
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier
 from tpu_offload.worker.host_memory import HostMemory
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.staging import StagingUsage
 from tpu_offload.worker.validate import job_error
 
 _logger = logging.getLogger(__name__)
@@ -78,18 +76,24 @@ class TierCopies:
         self._jobs = jobs
         self._wrap_copier = wrap_copier
         num_segments, self.segment_chunks = segments
-        self._staging_blocks = config.staging_blocks(layout)
+        staging_blocks = config.staging_blocks(layout)
         self._backlog = LoadBacklog(max_blocks_per_step=config.max_load_blocks(layout))
         self._step_id = -1  # rises with every `begin` and `resume`
-        self._timeout_s = config.job_timeout_s
         # Hosts that share one model must dispatch in the same order, although readiness differs between them.
         self._lockstep = not kv_caches[0].sharding.is_fully_addressable
+        self._staging = StagingUsage(
+            staging_blocks,
+            flights=self._flights,
+            jobs=jobs,
+            lockstep=self._lockstep,
+            timeout_s=config.job_timeout_s,
+        )
         specs = [
             TransferSpec.from_caches(
                 caches,
                 segment_blocks=self.segment_chunks * config.blocks_per_chunk,
                 # No staged dispatch copies more blocks than the cache has, however large the budget.
-                capacity=min(self._staging_blocks, caches[0].shape[0]),
+                capacity=min(staging_blocks, caches[0].shape[0]),
             )
             for caches in ([kv_caches[i] for i in group.layer_ids] for group in layout.groups)
         ]
@@ -106,7 +110,7 @@ class TierCopies:
             sizes = fused_sizes(specs[0].capacity, blocks_per_chunk=blocks_per_chunk, buckets=config.block_size_buckets)
             sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in self.paths.items()}
             planner = FusedPlanner(specs[0], blocks_per_chunk=blocks_per_chunk, sizes=sizes_of)
-            self._fused = ForwardPassCopies(self._groups[0], planner, jobs=jobs, staging_blocks=self._staging_blocks)
+            self._fused = ForwardPassCopies(self._groups[0], planner, jobs=jobs, staging_blocks=staging_blocks)
         if not config.skip_jax_precompile:
             for copies in self._groups:
                 copies.compile()
@@ -134,7 +138,7 @@ class TierCopies:
             copiers={direction: wrapped[copier] for direction, copier in copiers.items()},
             jobs=self._jobs,
             lockstep=self._lockstep,
-            check=self._check_staging,
+            check=self._staging.check,
             on_fail=self._backlog.fail,
         )
 
@@ -164,7 +168,7 @@ class TierCopies:
         """Whether the next `begin` can dispatch a load without waiting for a copy in flight."""
         if not self._stages or self._lockstep:
             return bool(self._backlog)
-        return self._staging_room > 0 and any(self._room(load) > 0 for load in self._backlog)
+        return self._staging.room > 0 and any(self._room(load) > 0 for load in self._backlog)
 
     @property
     def awaits_pass(self) -> bool:
@@ -355,21 +359,6 @@ class TierCopies:
         finally:
             self._jobs.drop_ref(job_ids, error)
 
-    def _check_staging(self, copier: Copier, num_blocks: int) -> None:
-        """Raises TransferError if a copy would take more HBM than the staging buffer has.
-
-        The scheduler plans within the budget, but releases the blocks of jobs that time out, whose copies still hold
-        theirs. Not checked in lockstep: which flights have ended differs between hosts; what they dispatch must not.
-        """
-        if not copier.stages or self._lockstep or self._jobs.oldest_age_s <= self._timeout_s:
-            return
-        num_staged = self._num_staged
-        if num_staged + num_blocks > self._staging_blocks:
-            raise TransferError(
-                f"late copies hold {num_staged} of the staging buffer's {self._staging_blocks} blocks; no room for "
-                f"{num_blocks}"
-            )
-
     # Loads in pieces.
 
     def _next_loads(self, new: Sequence[CopyJob], urgent: Collection[int] = ()) -> tuple[list[int], list[CopyJob]]:
@@ -382,7 +371,7 @@ class TierCopies:
             accepted,
             step_id=self._step_id,
             room=self._room if self._stages else None,
-            staging_room=self._staging_room,
+            staging_room=self._staging.room,
             urgent=urgent,
         )
         return job_ids, pieces
@@ -391,22 +380,8 @@ class TierCopies:
         for group in self._groups:
             yield from group.flights
 
-    @property
-    def _num_staged(self) -> int:
-        return sum(flight.num_staged for flight in self._flights())
-
-    @property
-    def _staging_room(self) -> int:
-        """Blocks that all copies together may stage now; unlimited in lockstep, see `_check_staging`."""
-        return sys.maxsize if self._lockstep else self._staging_blocks - self._num_staged
-
     def _room(self, load: BackloggedLoad) -> int:
-        """Blocks of a staged load that may be dispatched now."""
-        allowed = load.job.num_staging_blocks or self._staging_blocks
-        if self._lockstep:
-            return allowed - sum(size for step_id, size in load.pieces if step_id > self._step_id - 2)
-        staged = (flight.moves.job_ids for flight in self._flights() if flight.num_staged)
-        return allowed - sum(int(np.count_nonzero(job_ids == load.job.job_id)) for job_ids in staged)
+        return self._staging.room_of(load, step_id=self._step_id)
 
     def _await_pieces(self) -> None:
         """Ends the pieces of loads that were dispatched two steps ago, and written one step ago.
