@@ -40,7 +40,7 @@ from tpu_offload import (
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request, SamplingParams
 from tpu_offload.engine.sequence import Phase, ScheduledTokens, Sequence
-from tpu_offload.kernels import Rows
+from tpu_offload.kernels import BlockMoves
 from tpu_offload.kernels.copier import Caches, Copier, Flight
 
 
@@ -68,15 +68,15 @@ class TimedCopier:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.copier, name)
 
-    def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
+    def save(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> Flight:
         start_s = time.perf_counter()
-        self.last_save = self.copier.save(segment_id, rows, kv_caches)
+        self.last_save = self.copier.save(segment_id, moves, kv_caches)
         self.seconds += time.perf_counter() - start_s
         return self.last_save
 
-    def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
+    def load(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> tuple[Flight, Caches]:
         start_s = time.perf_counter()
-        found = self.copier.load(segment_id, rows, kv_caches)
+        found = self.copier.load(segment_id, moves, kv_caches)
         self.seconds += time.perf_counter() - start_s
         return found
 
@@ -261,11 +261,11 @@ class Bench:
 
     def dispatch_here_and_in_a_thread(self, executor: concurrent.futures.Executor) -> None:
         none, times, dispatch = np.zeros(0, np.int32), self.times, self.copier.copier.save
-        rows = Rows(none.astype(np.int64), none, none)
-        flight = times("dispatch_of_none", dispatch, 0, rows, self.caches)
+        moves = BlockMoves(none.astype(np.int64), none, none)
+        flight = times("dispatch_of_none", dispatch, 0, moves, self.caches)
         flight.waiting_on.block_until_ready()
         start_s = time.perf_counter()
-        future = times("dispatch_of_none_thread_submit", executor.submit, dispatch, 0, rows, self.caches)
+        future = times("dispatch_of_none_thread_submit", executor.submit, dispatch, 0, moves, self.caches)
         flight = future.result()
         times.record("dispatch_of_none_thread_result", time.perf_counter() - start_s)
         flight.waiting_on.block_until_ready()

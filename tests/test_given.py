@@ -163,9 +163,9 @@ class Caller:
             (swap.swap_out, (name, self.tables(), self.block_hashes(good)), {"num_computed_tokens": self.number(num)}),
             (swap.swap_in, (name, self.tables()), {
                 "present": rng.choice([(), {0}, TABLE_FORMS["int64 row"]([0]), self.table()])}),
-            (swap.can_return, (name,), {}),
+            (swap.can_swap_in, (name,), {}),
             (swap.num_blocks, (name,), {}),
-            (swap.withdraw, (name,), {}),
+            (swap.abort_swap_in, (name,), {}),
             (swap.discard, ([good, name] if rng.random() < 0.8 else name,), {}),
             (swap.observe_prefill, (self.number(7), self.number(1)), {}),
         ]  # fmt: skip

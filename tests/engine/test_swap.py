@@ -26,7 +26,7 @@ class FakeSwap(FakeOffloading):
         self.events.append(("preempt", sequence.sequence_id))
         return self.swaps and sequence.phase is not Phase.LOADING
 
-    def can_return(self, sequence):
+    def can_swap_in(self, sequence):
         return sequence.sequence_id in self.can
 
     def swap_in(self, sequence, *, present):

@@ -199,7 +199,7 @@ class Engine:
     def _return(self) -> None:
         for request in list(self._swapped.values()):
             swap = self._scheduler.swap
-            fits = len(self._free) >= len(request.hashes) and swap.can_return(request.id)
+            fits = len(self._free) >= len(request.hashes) and swap.can_swap_in(request.id)
             if fits and self._rng.random() < 0.2:
                 request.blocks = self._take_blocks(len(request.hashes))
                 waits = swap.swap_in(request.id, [request.blocks[: swap.num_blocks(request.id)[0]]])

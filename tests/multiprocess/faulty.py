@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tests.multiprocess.messages import Faults
-from tpu_offload.kernels import ArenaView, Copier, Flight, Phase, Rows
+from tpu_offload.kernels import ArenaView, BlockMoves, Copier, Flight, Phase
 
 
 class Diary:
@@ -48,34 +48,34 @@ class _FaultyCopier:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._copier, name)
 
-    def save(self, segment_id: int, rows: Rows, kv_caches: list[jax.Array]) -> Flight:
-        self._note("save", segment_id, rows)
+    def save(self, segment_id: int, moves: BlockMoves, kv_caches: list[jax.Array]) -> Flight:
+        self._note("save", segment_id, moves)
         self._maybe_fail_save(segment_id)
-        return self._slow(self._copier.save(segment_id, rows, kv_caches))
+        return self._slow(self._copier.save(segment_id, moves, kv_caches))
 
-    def load(self, segment_id: int, rows: Rows, kv_caches: list[jax.Array]) -> tuple[Flight, list[jax.Array]]:
-        self._note("load", segment_id, rows)
+    def load(self, segment_id: int, moves: BlockMoves, kv_caches: list[jax.Array]) -> tuple[Flight, list[jax.Array]]:
+        self._note("load", segment_id, moves)
         self._maybe_fail_load(kv_caches)
         if self._diary.strikes(self._diary.faults.misplaced):
-            rows = Rows(rows.job_ids, rows.block_ids, np.roll(rows.host_block_ids, 1))
-        flight, kv_caches = self._copier.load(segment_id, rows, kv_caches)
+            moves = BlockMoves(moves.job_ids, moves.block_ids, np.roll(moves.host_block_ids, 1))
+        flight, kv_caches = self._copier.load(segment_id, moves, kv_caches)
         return self._slow(flight), kv_caches
 
     def resume_save(self, flight: Flight) -> None:
-        self._note("second half of save", flight.segment_id, flight.rows)
+        self._note("second half of save", flight.segment_id, flight.moves)
         self._maybe_fail_save(flight.segment_id)
         self._copier.resume_save(flight)
         self._slow(flight)
 
-    def resume_load(self, flight: Flight, live: Rows, kv_caches: list[jax.Array]) -> list[jax.Array]:
+    def resume_load(self, flight: Flight, live: BlockMoves, kv_caches: list[jax.Array]) -> list[jax.Array]:
         self._note("second half of load", flight.segment_id, live)
         self._maybe_fail_load(kv_caches)
         kv_caches = self._copier.resume_load(flight, live, kv_caches)
         self._slow(flight)
         return kv_caches
 
-    def _note(self, what: str, segment_id: int, rows: Rows) -> None:
-        self._diary.dispatched.append((what, segment_id, len(rows), self._diary.step))
+    def _note(self, what: str, segment_id: int, moves: BlockMoves) -> None:
+        self._diary.dispatched.append((what, segment_id, len(moves), self._diary.step))
 
     def _maybe_fail_save(self, segment_id: int) -> None:
         faults = self._diary.faults

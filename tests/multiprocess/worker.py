@@ -102,7 +102,7 @@ class Life:
             self._lose_caches()
         self.worker = self._start_worker()
         if self.num_losses > known_losses:  # what the former worker knew of it is gone
-            self.worker.lose_caches()
+            self.worker.mark_caches_lost()
 
     def _start_worker(self) -> OffloadWorker:
         self.num_lives += 1

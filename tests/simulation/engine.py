@@ -414,7 +414,7 @@ class SimEngine:
 
     def _try_swap_in(self, request: Request) -> bool:
         size, swap = self.setup.block_size, self.scheduler.swap
-        if not swap.can_return(request.name):
+        if not swap.can_swap_in(request.name):
             return False
         if request.swap_is_stale:
             raise Violation(f"{request.name} could be swapped in with KV from before the reset")
@@ -438,7 +438,7 @@ class SimEngine:
         self.counts[f"preempted while {request.phase.value}"] += 1
         out = False
         if request.phase is Phase.RETURNING:
-            self.scheduler.swap.withdraw(request.name)
+            self.scheduler.swap.abort_swap_in(request.name)
             out = True
         elif request.phase is Phase.RUNNING and swap:
             hashes = () if request.is_stale else request.hashes

@@ -10,9 +10,9 @@ _BOUNDED = (
     "_context.index",  # slots and resident chunks; see `check_invariants`
     "_num_host_chunks", "_num_swap_blocks", "_oldest", "breakers",  # one entry each
     "_workers._own", "_workers._setups", "_workers._missing",  # likewise
-    "swap_pool._free", "swap_pool._doubtful", "swap_pool._num_blocks",  # blocks of the swap pool
+    "swap_pool._free", "swap_pool._suspect", "swap_pool._num_blocks",  # places of the swap pool
     "swap_pool._num_known", "swap_pool._unusable",
-    "_swap._returned_at",  # the last 32 steps
+    "_swap._stats._swapped_in_at",  # the last 32 steps
     "backoff._entries",  # the last chunks that failed, at most 4096
     "_costs",  # the last measurements
     "_stages",  # one entry for each direction

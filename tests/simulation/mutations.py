@@ -317,38 +317,38 @@ MUTATIONS = (
         "True",
     ),
     Mutation(
-        "blocks of the swap pool are free while they are written", "PlannedSwaps.plan", "self._pool.hold(...)", "pass"
+        "blocks of the swap pool are free while they are written", "SwapJobs.plan", "self._pool.hold(...)", "pass"
     ),
     Mutation(
         "a request runs before its swap-in has finished",
-        "RequestSwap._end_return",
+        "RequestSwap._finish_swap_in",
         "_1 or _.job is not None or _2",
         "_1 or _2",
     ),
     Mutation(
         "a request runs before its swap-out is known to have succeeded",
-        "RequestSwap._end_return",
+        "RequestSwap._finish_swap_in",
         "... or _.writers",
         "...",
     ),
     Mutation(
         "chunks of a swapped request in the host tier are not pinned",
-        "RequestSwap.swap_out",
+        "RequestSwap._start_swap_out",
         "self._index.pin(...)",
         "pass",
     ),
     Mutation(
         "blocks are swapped in from the wrong positions",
-        "RequestSwap.swap_in",
+        "SwappedRequest.copies_back",
         "_1.pool_blocks[0][_2]",
         "_1.pool_blocks[0][_2 // 2]",
     ),
     Mutation(
         "a failed swap-out counts as finished",
-        "RequestSwap._end_out",
+        "RequestSwap._copy_out_ended",
         """
         if failed:
-            self._lose(_)
+            self._mark_lost(_)
         elif _1:
             ...
         """,
@@ -359,10 +359,10 @@ MUTATIONS = (
     ),
     Mutation(
         "lost memory of the swap pool is ignored",
-        "RequestSwap.lose_blocks",
+        "RequestSwap.mark_blocks_lost",
         """
         if _:
-            self._lose(_)
+            self._mark_lost(_)
         """,
         "pass",
     ),
@@ -372,7 +372,7 @@ MUTATIONS = (
         "SwapPool.release",
         """
         if _:
-            self.forget(_)
+            self.clear_hashes(_)
         """,
         "",
     ),
@@ -389,9 +389,14 @@ MUTATIONS = (
     ),
     Mutation("a load loses the probe of its promise", "LoadQueue._send", "self._breaker.hand_over(...)", ""),
     Mutation(
-        "blocks from before a reset are found in the swap pool", "RequestSwap.reset", "self._pool.forget(...)", "pass"
+        "blocks from before a reset are found in the swap pool",
+        "RequestSwap.reset",
+        "self._pool.clear_hashes(...)",
+        "pass",
     ),
-    Mutation("lost blocks of the swap pool are found", "RequestSwap.lose_blocks", "self._pool.forget(...)", "pass"),
+    Mutation(
+        "lost blocks of the swap pool are found", "RequestSwap.mark_blocks_lost", "self._pool.clear_hashes(...)", "pass"
+    ),
     Mutation(
         "the probe of an ended request is not withdrawn",
         "RequestSwap.forget",
@@ -399,7 +404,7 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
-        "the probe of a lost request is not withdrawn", "RequestSwap._lose", "self._breakers[_].withdraw(...)", ""
+        "the probe of a lost request is not withdrawn", "RequestSwap._mark_lost", "self._breakers[_].withdraw(...)", ""
     ),
     Mutation(
         "the probe of a job that is dropped or cancelled is not withdrawn",
@@ -429,7 +434,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a swap-out planned before the loss of the caches was known counts",
-        "RequestSwap.lose_caches",
+        "RequestSwap.mark_caches_lost",
         "_.doom(...)",
         "pass",
     ),

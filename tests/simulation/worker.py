@@ -404,7 +404,7 @@ class SimWorker:
     def _lose_caches(self, plan: StepPlan) -> StepPlan:
         """A load destroys the KV caches; returns the rest of the plan."""
         self.loses_caches = False
-        self.gate.lose_caches()
+        self.gate.mark_caches_lost()
         self.hbm = [list(self.junk.block(self.block_size)) for _ in self.hbm]
         for flight in self.flights:
             if not flight.writes_host:

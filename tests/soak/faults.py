@@ -15,7 +15,7 @@ from typing import Any, final
 import numpy as np
 
 from tpu_offload.engine import Seams
-from tpu_offload.kernels import ArenaView, Copier, DirectCopier, Flight, Rows
+from tpu_offload.kernels import ArenaView, BlockMoves, Copier, DirectCopier, Flight
 from tpu_offload.types import StepReport
 
 
@@ -164,26 +164,26 @@ class FaultyCopier(Copier):
         """See `Copier`."""
         self._copier.compile()
 
-    def split(self, rows: Rows) -> list[Rows]:
+    def split(self, moves: BlockMoves) -> list[BlockMoves]:
         """See `Copier`."""
-        return self._copier.split(rows)
+        return self._copier.split(moves)
 
-    def save(self, segment_id: int, rows: Rows, kv_caches: list[Any]) -> Flight:
+    def save(self, segment_id: int, moves: BlockMoves, kv_caches: list[Any]) -> Flight:
         """See `Copier`."""
         self._maybe_fail_save(segment_id)
         left_out = self._leaves_out(Fault.SHORT_SAVE)
-        flight = self._copier.save(segment_id, rows.take(slice(len(rows) - left_out)), kv_caches)
-        flight.rows = rows
+        flight = self._copier.save(segment_id, moves.take(slice(len(moves) - left_out)), kv_caches)
+        flight.moves = moves
         self._delay(flight)
         return flight
 
-    def load(self, segment_id: int, rows: Rows, kv_caches: list[Any]) -> tuple[Flight, list[Any]]:
+    def load(self, segment_id: int, moves: BlockMoves, kv_caches: list[Any]) -> tuple[Flight, list[Any]]:
         """See `Copier`."""
         # The first half of a staged load has no caches to take.
         self._maybe_fail_load(kv_caches if isinstance(self._copier, DirectCopier) else ())
         left_out = self._leaves_out(Fault.SHORT_LOAD)
-        flight, kv_caches = self._copier.load(segment_id, rows.take(slice(len(rows) - left_out)), kv_caches)
-        flight.rows = rows
+        flight, kv_caches = self._copier.load(segment_id, moves.take(slice(len(moves) - left_out)), kv_caches)
+        flight.moves = moves
         self._delay(flight)
         return flight, kv_caches
 
@@ -194,7 +194,7 @@ class FaultyCopier(Copier):
         self._copier.resume_save(flight)
         self._delay(flight, missing=self._faults.strikes(Fault.SHORT_SAVE))
 
-    def resume_load(self, flight: Flight, live: Rows, kv_caches: list[Any]) -> list[Any]:
+    def resume_load(self, flight: Flight, live: BlockMoves, kv_caches: list[Any]) -> list[Any]:
         """See `Copier`."""
         self._unwrap(flight)
         self._maybe_fail_load(kv_caches)

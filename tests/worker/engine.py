@@ -47,7 +47,7 @@ class Clock:
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def forward(caches, segment, inputs):
-    """A forward pass that computes nothing worth keeping, and takes the fused copies along."""
+    """A forward pass with the fused copies, whose own result is not used."""
     copies = FusedCopies(segment, inputs)
     x = jax.numpy.zeros(())
     out = []
@@ -239,7 +239,7 @@ FINISHED, FAILED, CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCE
 def broken(error, *, takes=None):
     """Stands for a method of a copier that dispatches a program: it raises.
 
-    The program may take along what it was given to write: the caches ("caches"), or a segment of a pool (the pool).
+    The program may destroy the donated array: the caches ("caches"), or a segment of a pool (the pool).
     """
 
     def method(*args):
@@ -293,7 +293,7 @@ class Poisoned:
 
 
 class Slow:
-    """Stands for an array that is not ready until it is said to be, or has been looked at so many times."""
+    """A fake array that is not ready until the test sets it ready, or has polled it a given number of times."""
 
     def __init__(self, array, ready_after=None):
         self.array, self.ready, self.blocked = array, False, 0

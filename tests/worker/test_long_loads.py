@@ -79,7 +79,7 @@ def test_a_direct_load_moves_so_many_blocks_before_each_step(path) -> None:
     engine = filled(path, max_load_blocks=4)
     load = long_load(engine)
     engine.begin(load)
-    sizes = [len(flight.rows) for flight in engine.flights]
+    sizes = [len(flight.moves) for flight in engine.flights]
     assert sum(sizes) == 4
     assert engine.worker.has_flights
     assert engine.states() == {load.job_id: FINISHED}
@@ -146,7 +146,7 @@ def test_host_memory_that_is_lost_between_pieces_is_not_read() -> None:
     load = long_load(engine)
     engine.begin(load)
     lost = host_block_ids(load)[9] // engine.spec.segment_blocks
-    engine.memory.give_up(lost, lost=True)
+    engine.memory.check_segment(lost, lost=True)
     engine.begin()
     result = engine.drain()[load.job_id]
     assert result.state is FAILED

@@ -61,7 +61,7 @@ class Copy:
 
     Attributes:
       wanted: u8[blocks, layers, ...], the bytes that it brings when it finishes.
-      taken_back: it was cancelled, and its blocks may be somebody else's.
+      taken_back: it was cancelled, and its blocks may have new owners.
       lost: the segment was lost in the meantime, so that it brings nothing, however it ends.
     """
 
@@ -106,7 +106,7 @@ class Life:
         return [c for c in self.live.values() if c.job.direction is Direction.LOAD and not c.taken_back]
 
     def free_blocks(self) -> list[int]:
-        """Those that no load is filling; saves have read theirs when their step is over."""
+        """Those that no load is filling; saves have read theirs at the end of their step."""
         return sorted(set(range(NUM_BLOCKS)).difference(*(copy.job.block_ids for copy in self.loads())))
 
     def draw_jobs(self, direction: Direction) -> tuple[CopyJob, ...]:
@@ -134,7 +134,7 @@ class Life:
         return tuple(copy.job.job_id for copy in cancelled)
 
     def break_programs(self, patch: pytest.MonkeyPatch) -> None:
-        """Has programs raise; those that were given a segment to write may take it along."""
+        """Makes programs raise; those that donate a segment may destroy it."""
         engine, rng = self.engine, self.rng
         saving = ("save", "resume_save") if engine.save_path == "staged" else ("save",)
         loading = ("load", "resume_load") if engine.load_path == "staged" else ("load",)
@@ -246,7 +246,7 @@ class Life:
             segment_id, row = divmod(place, self.engine.spec.segment_blocks)
             segment = pool._segments[segment_id]
             if segment_id in pool._lost or any(part.is_deleted() for part in segment):
-                assert self.live, "a segment is gone, and no result is left to come that would tell"
+                assert self.live, "a segment is lost, and no result is left to report it"
             else:
                 found = np.concatenate([reference.as_bytes(np.asarray(part)[row]) for part in segment])
                 np.testing.assert_array_equal(found, self.engine.host[place])

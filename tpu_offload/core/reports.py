@@ -111,7 +111,7 @@ class Reports:
         for first, end in report.lost_slots:
             self._lose_slots(first, end)
         for group_id, first, end in report.lost_swap_blocks:
-            self._swap.lose_blocks(group_id, first, end)
+            self._swap.mark_blocks_lost(group_id, first, end)
         for result in report.results:
             if not self._jobs.report(worker_id, result):
                 self._counts.num_ignored_results += 1
@@ -167,17 +167,17 @@ class Reports:
         )
         self._lost_caches.append(report.worker_id)
         self._transfers.lose_caches()
-        self._swap.lose_caches()
+        self._swap.mark_caches_lost()
 
     def _start_anew(self, report: StepReport) -> None:
         """A worker has lost its memory: so are all chunks, because each has a part there, and its jobs."""
         worker_id = report.worker_id
         _logger.error("worker %d was started anew; the host tier is empty", worker_id)
         self._counts.num_worker_restarts += 1
-        self._swap.lose_slots(0, self._max_host_chunks)
+        self._swap.mark_slots_lost(0, self._max_host_chunks)
         self._transfers.lose_all()
         self._break_promises(0, self._max_host_chunks)
-        self._swap.lose_all()
+        self._swap.mark_pool_lost()
         self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
         self._swap.limit(self._num_swap_blocks[worker_id])
         # Not over: plans that were made before this report came may be on their way to the new life.
@@ -192,7 +192,7 @@ class Reports:
 
     def _lose_slots(self, first: int, end: int) -> None:
         """Host memory is gone: forgets what was in it and fails what was about to use it."""
-        self._swap.lose_slots(first, end)
+        self._swap.mark_slots_lost(first, end)
         self._transfers.lose_slots(first, end)
         self._break_promises(first, end)
 

@@ -318,7 +318,7 @@ class OffloadScheduler:
             request.limit(prefix.limits.within(self._limits))
             self._saves.leaving.evict(prefix, request)
 
-    def lose_caches(self, epoch: CacheEpoch | None = None) -> None:
+    def mark_caches_lost(self, epoch: CacheEpoch | None = None) -> None:
         """All KV in HBM is gone, as the engine knows before a report says so.
 
         Everybody who holds blocks has to be preempted, without `held`. Until then nothing of them is saved or swapped
@@ -326,8 +326,8 @@ class OffloadScheduler:
 
         Args:
           epoch: of the new caches, as `OffloadWorker.cache_epoch` has it after `CachesLostError` or
-            `OffloadWorker.lose_caches`. With it the next plan is made for them, and the report is no news; without it
-            that worker cancels what is planned until its report has come.
+            `OffloadWorker.mark_caches_lost`. With it the next plan is made for them, and the report is no news; without
+            it that worker cancels what is planned until its report has come.
         Raises:
           RequestError: the epoch is none of a worker's; nothing was changed.
         """
@@ -337,7 +337,7 @@ class OffloadScheduler:
             if known[0] == epoch.incarnation and known[1] < epoch.num_losses:
                 self._workers.set_epoch(epoch)
         self._transfers.lose_caches()
-        self._swap.lose_caches()
+        self._swap.mark_caches_lost()
 
     def preempt(self, request_id: str, *, held: ScheduledRequest | None = None) -> None:
         """The engine takes a request's blocks; it may be matched again later. Unknown requests are fine.
@@ -358,7 +358,7 @@ class OffloadScheduler:
                 self._saves.preempt(self._request(request_id), held)
         former = self._requests.get(request_id)
         self._forget(request_id)
-        if self._swap.can_return(request_id):
+        if self._swap.can_swap_in(request_id):
             # It comes back with the KV that it has. A reset has to find it, and what one has made worthless stays so.
             request = self._requests[request_id] = self._request(request_id)
             request.saving = former is None or former.saving

@@ -239,7 +239,7 @@ class Engine:
         """Makes new, empty caches. A step in flight was dispatched before the loss, and its tokens count."""
         self._num_cache_losses += 1
         self._runner.renew_caches()
-        num_lost = self._scheduler.lose_caches(batch)
+        num_lost = self._scheduler.mark_caches_lost(batch)
         _logger.error("%s. New caches were made; %d requests are recomputed", error, num_lost)
 
     def _complete(self, step: "_InFlight") -> list[RequestOutput]:

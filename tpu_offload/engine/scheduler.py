@@ -248,7 +248,7 @@ class Scheduler:
         sequence.num_swaps -= 1
         self._restart(sequence)
 
-    def lose_caches(self, batch: Batch) -> int:
+    def mark_caches_lost(self, batch: Batch) -> int:
         """All KV in HBM is lost. Swapped-out sequences return as usual, all others are recomputed.
 
         Args:
@@ -260,7 +260,7 @@ class Scheduler:
             run.sequence.num_in_flight -= run.samples
         self._copies = []
         if self._offload:
-            self._offload.lose_caches()
+            self._offload.mark_caches_lost()
         lost = list(self._active)
         for sequence in lost:
             if self._offload:
@@ -354,7 +354,7 @@ class Scheduler:
     def _swap_in(self, sequence: Sequence) -> bool:
         """Grants a swapped-out sequence its blocks and swaps it in; full blocks that are in HBM again are shared."""
         assert self._offload is not None, "only offloading swaps"
-        if not self._offload.can_return(sequence):
+        if not self._offload.can_swap_in(sequence):
             return False
         self._hash(sequence)
         present = self._blocks.live(sequence, self._samples(sequence))

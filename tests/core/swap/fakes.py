@@ -30,7 +30,7 @@ FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
 
 
 class FakeSwapWorker:
-    """Does what a plan says at once, in the order that the real worker keeps, and reports it when told to."""
+    """Executes a plan at once, in the order of the real worker, and reports it when asked."""
 
     def __init__(self, worker_id: int = 0, *, num_blocks: tuple[int, ...], num_host_chunks: int = 0) -> None:
         self.worker_id = worker_id
@@ -210,8 +210,8 @@ class SwapEngine:
         needed = len(self.out[name].contents), len(self.out[name].ring_contents)
         return all(n <= len(free) for n, free in zip(needed, self.free, strict=False))
 
-    def withdraw(self, name: str) -> None:
-        self.swap.withdraw(name)
+    def abort_swap_in(self, name: str) -> None:
+        self.swap.abort_swap_in(name)
         request = self.returning.pop(name)
         self._free(request)
         self.out[name] = request
@@ -231,7 +231,7 @@ class SwapEngine:
         plan = self.scheduler.plan_step(changed)
         for worker in self.workers:
             worker.begin_step(plan, failing=self.failing)
-            # Whoever was granted free blocks writes them in this very step.
+            # New owners of free blocks write them in this very step.
             for g, free in enumerate(self.free):
                 worker.hbm[g].update(dict.fromkeys(free, POISON))
             worker.end_step(plan)
