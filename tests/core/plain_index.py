@@ -6,7 +6,7 @@ from tpu_offload.core.index import ChunkState
 from tpu_offload.core.policies import Use
 from tpu_offload.types import ChunkKey
 
-PENDING, READY, CONDEMNED = ChunkState.PENDING, ChunkState.READY, ChunkState.CONDEMNED
+PENDING, READY, INVALID = ChunkState.PENDING, ChunkState.READY, ChunkState.INVALID
 
 
 @dataclasses.dataclass
@@ -92,7 +92,7 @@ class PlainIndex:
             self.free += [*back, *range(self.most_slots, num_slots)]
             self.num_slots, self.most_slots = num_slots, max(num_slots, self.most_slots)
 
-    def limit(self, num_slots: int) -> None:
+    def shrink(self, num_slots: int) -> None:
         self.num_slots = min(self.num_slots, num_slots)
         self.unusable += [slot for slot in self.free if slot >= num_slots]
         self.free = [slot for slot in self.free if slot < num_slots]
@@ -115,11 +115,11 @@ class PlainIndex:
     def give_back(self, slot: int) -> None:
         (self.free if slot < self.num_slots else self.unusable).append(slot)
 
-    def drop(self, keys) -> None:
+    def invalidate(self, keys) -> None:
         covered = self.covered()
         for key in keys:
             if key in covered:
-                self.chunks[key].state = CONDEMNED
+                self.chunks[key].state = INVALID
             else:
                 self.lose(key)
 
@@ -128,7 +128,7 @@ class PlainIndex:
         covered = self.covered()
         for key in self.keys(READY):
             if key in covered:
-                self.chunks[key].state = CONDEMNED
+                self.chunks[key].state = INVALID
             else:
                 del self.chunks[key]
         self.priorities = dict.fromkeys(self.chunks, 0)
@@ -139,7 +139,7 @@ class PlainIndex:
         self.unusable = [slot for slot in left if slot >= self.num_slots]
 
     def sweep(self) -> None:
-        gone = set(self.keys(CONDEMNED)) - self.covered()
+        gone = set(self.keys(INVALID)) - self.covered()
         for key in sorted(gone, key=lambda key: self.chunks[key].slot, reverse=True):
             self.lose(key)
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.core.plain_index import CONDEMNED, PENDING, READY, PlainIndex, Resident
+from tests.core.plain_index import INVALID, PENDING, READY, PlainIndex, Resident
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES, PriorityPolicy, Use, density, run_keys, runs
 from tpu_offload.types import ChunkKey
@@ -101,18 +101,18 @@ class IndexMachine(RuleBasedStateMachine):
 
     def lose(self, first, end):
         plain = self.plain
-        lost = self.index.lose_slots(first, end)
+        lost = self.index.invalidate_slots(first, end)
         assert sorted(lost) == sorted(key for key in plain.keys(READY) if first <= plain.chunks[key].slot < end)
         assert self.changes() == ([], lost)
-        plain.drop(lost)
+        plain.invalidate(lost)
         self.doomed.update(slot for _, slots in self.saves for slot in slots if first <= slot < end)
 
     @faulty
     @rule(num_slots=slots, num_at_once=slots)
     def a_worker_starts_anew(self, num_slots, num_at_once):
         self.lose(num_slots, MAX_SLOTS)
-        self.index.limit(num_slots)
-        self.plain.limit(num_slots)
+        self.index.shrink(num_slots)
+        self.plain.shrink(num_slots)
         self.agrees_with_the_model()
         self.grow(num_at_once)
 
@@ -145,8 +145,8 @@ class IndexMachine(RuleBasedStateMachine):
         while first and (first > len(prefix) or prefix[first - 1] not in plain.chunks):
             first -= 1
         end = min(first + num, len(prefix))
-        condemned = plain.keys(CONDEMNED)
-        reached = next((i for i in range(first, end) if prefix[i] in condemned), end)
+        invalid = plain.keys(INVALID)
+        reached = next((i for i in range(first, end) if prefix[i] in invalid), end)
         missing = [i for i in range(first, reached) if prefix[i] not in plain.chunks]
         found, looked_at = self.index.missing(prefix, first, end)
         assert (list(found), looked_at) == (missing, reached)
@@ -165,7 +165,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert added == []
         for victim in evicted:
             candidates = plain.candidates(protected, plain.chunks)
-            assert victim in candidates, "it is in use, unfinished or protected, or another hangs on it"
+            assert victim in candidates, "it is in use, unfinished or protected, or another chunk follows it"
             self.check_order(victim, candidates)
             plain.evict(victim)
         num_granted = min(len(numbers), len(plain.free))
@@ -244,7 +244,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plain.pins)
     @rule(data=st.data(), shorter=st.integers(1, 4))
     def a_load_takes_less_than_was_found(self, data, shorter):
-        """The longer pin goes when the shorter one is there; what they cover may be condemned by now."""
+        """The longer pin goes when the shorter one is there; what they cover may be invalid by now."""
         pins = self.plain.pins
         number = data.draw(st.integers(0, len(pins) - 1))
         longer = pins[number]
@@ -284,30 +284,30 @@ class IndexMachine(RuleBasedStateMachine):
 
     @faulty
     @rule(number=st.integers(0, 10))
-    def drop_one(self, number):
+    def invalidate_one(self, number):
         if ready := self.plain.keys(READY):
-            self.drop([ready[number % len(ready)]])
+            self.invalidate([ready[number % len(ready)]])
 
     @faulty
     @rule(prefix=prefixes, place=st.integers(0, 2), num_lost=st.integers(0, 2), pin=st.booleans(), fails=st.booleans())
-    def lose_one_that_others_hang_on(self, prefix, place, num_lost, pin, fails):
+    def invalidate_one_that_others_follow(self, prefix, place, num_lost, pin, fails):
         """A request may have it in HBM and load those, while another saves it again, and more before it is lost."""
         place = min(place, len(prefix) - 1)
         self.serve(prefix, 5)
-        self.drop([prefix[place]])
+        self.invalidate([prefix[place]])
         self.match(prefix, place + 1, use=True, pin=pin, num=5)
         self.save(prefix, place, 1, 1, own=True, others=set())
-        self.drop(prefix[: min(place, num_lost)])
+        self.invalidate(prefix[: min(place, num_lost)])
         if fails and self.saves:
             self.end_save(-1, [False] * 5)
 
     @faulty
     @rule(keys=st.lists(st.sampled_from([*KEYS, b"unknown"]), unique=True))
-    def drop(self, keys):
+    def invalidate(self, keys):
         ready = [key for key in keys if self.plain.state(key) is READY]
-        assert self.index.drop(keys) == ready
+        assert self.index.invalidate(keys) == ready
         assert self.changes() == ([], ready)
-        self.plain.drop(ready)
+        self.plain.invalidate(ready)
 
     @faulty
     @rule()
@@ -321,8 +321,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(num_slots=slots, num_at_once=slots)
     def a_worker_loses_all(self, num_slots, num_at_once):
         self.clear()
-        self.index.limit(num_slots)
-        self.plain.limit(num_slots)
+        self.index.shrink(num_slots)
+        self.plain.shrink(num_slots)
         self.agrees_with_the_model()
         self.grow(num_at_once)
 
@@ -331,7 +331,7 @@ class IndexMachine(RuleBasedStateMachine):
         index, plain = self.index, self.plain
         index.check_invariants()
         assert index.take_changes() == []
-        assert index.num_untidy == 0 or index.tidy() == []
+        assert index.num_deferred == 0 or index.tidy() == []
         assert self.found == set(plain.keys(READY))
         assert {key: index.state(key) for key in KEYS} == {key: plain.state(key) for key in KEYS}
         assert [key for key in KEYS if key in index] == sorted(plain.chunks)
@@ -358,7 +358,7 @@ def _slices_end_soon(monkeypatch):
     """Density learns, merges slices and forgets within the few chunks of this model."""
     monkeypatch.setattr(runs, "_MIN_SLICE", 4)
     monkeypatch.setattr(runs, "_LEARN_EVERY", 8)
-    monkeypatch.setattr(density, "_MIN_WATCHED", 4)
+    monkeypatch.setattr(density, "_MIN_TRACKED", 4)
     monkeypatch.setattr(run_keys, "_PIECE", 2)
 
 

@@ -189,7 +189,7 @@ MUTATIONS = (
         """,
     ),
     Mutation(
-        "the slots that a new life of a worker lacks are used", "Reports._start_anew", "self._index.limit(...)", "pass"
+        "the slots that a new life of a worker lacks are used", "Reports._start_anew", "self._index.shrink(...)", "pass"
     ),
     Mutation(
         "what a worker was sent is over when it was started anew",
@@ -211,12 +211,12 @@ MUTATIONS = (
     Mutation("KV of before a reset is saved after it", "RequestState.start_over", "self.saving = False", "pass"),
     Mutation("KV of before a reset is saved after a swap", "OffloadScheduler.preempt", "_.saving = _", "pass"),
     # Lookups, pins, slots.
-    Mutation("an unfinished chunk is found", "ChunkIndex.find", "self._unready and _", "False"),
-    Mutation("a pinned chunk is evicted", "ChunkIndex.evict", "_ in pins or ...", "..."),
-    Mutation("a chunk that goes gives up its slot under a pin", "ChunkIndex.drop", "_ in covered", "False"),
+    Mutation("an unfinished chunk is found", "ChunkIndex.find", "unready and _", "False"),
+    Mutation("a pinned chunk is evicted", "Evictor.evict_tail", "_ in pins or ...", "..."),
+    Mutation("an invalidated chunk gives up its slot under a pin", "ChunkIndex.invalidate", "_ in covered", "False"),
     Mutation(
         "a slot in quarantine is handed out",
-        "ChunkIndex._remove",
+        "SlotAllocator.release",
         """
         if _ not in self._quarantined:
             ...

@@ -46,7 +46,7 @@ def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: 
         if i == 500:
             index.grow(150)
         if i % 100 == 99:
-            index.drop(rng.sample(chain, 1))
+            index.invalidate(rng.sample(chain, 1))
         evicted += [key for keys, found in index.take_changes() if not found for key in keys]
         if i % 10 == 0:
             index.check_invariants()

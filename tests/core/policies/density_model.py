@@ -65,11 +65,11 @@ class Worth:
                 sum(ends[c, g] for g in range(group, last + 1)) - (ends[c, group] - uses[c, group]) / 2 for c in classes
             ]
             used = [uses[c, group] for c in classes]
-            common = (sum(used) + weight * lifetimes._PRIOR_CHANCE) / (sum(reached) + weight)
+            common = (sum(used) + weight * lifetimes._PRIOR_HAZARD) / (sum(reached) + weight)
             mean = (sum(map(float.__mul__, self.factors, map(float, reached))) + weight) / (sum(reached) + weight)
             for c in classes:
                 prior = min(common * self.factors[c] / mean, lifetimes._MAX_PRIOR)
-                chances[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes._MAX_CHANCE)
+                chances[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes._MAX_HAZARD)
         for c in classes:
             for group in range(first, last + 1):
                 self.table[c, group] = best_rate(chances, c, group, first, last)
@@ -162,7 +162,7 @@ class SlowDensity:
         self.ghosts[victim.key] = None
 
     def forget(self) -> None:
-        most = max(density._MIN_WATCHED, self.size * density._WATCHED)
+        most = max(density._MIN_TRACKED, self.size * density._TRACKED)
         while len(self.ghosts) > most:
             key = next(iter(self.ghosts))
             del self.ghosts[key]

@@ -227,7 +227,7 @@ def deep_nbytes(policy: EvictionPolicy) -> int:
 
 @pytest.mark.parametrize("name", [*POLICIES, "priorities"])
 def test_what_it_remembers_is_bounded_by_the_tier(name, monkeypatch) -> None:
-    monkeypatch.setattr(density, "_MIN_WATCHED", 0)
+    monkeypatch.setattr(density, "_MIN_TRACKED", 0)
     make, priorities = MAKERS["lru, priorities" if name == "priorities" else name], range(-50, 50)
     size = 500
     policy = make()
@@ -271,7 +271,7 @@ def test_a_third_of_the_tier_pinned_costs_little(make, num_at_once) -> None:
 def test_every_name_that_the_settings_know_is_a_policy() -> None:
     assert list(POLICIES) == [name.value for name in EvictionPolicyName]
     assert OffloadConfig.create().eviction_policy.value == DEFAULT_POLICY
-    with pytest.raises(ConfigError, match="'fifo' is no eviction policy; expected one of density, lru, arc"):
+    with pytest.raises(ConfigError, match="unknown eviction policy 'fifo'; expected one of density, lru, arc"):
         find_policy("fifo")
 
 

@@ -92,8 +92,8 @@ def test_learns_from_a_reuse_that_begins_only_after_the_eviction() -> None:
 
 
 def test_without_what_was_evicted_it_would_not_learn_that(monkeypatch) -> None:
-    monkeypatch.setattr(density, "_MIN_WATCHED", 0)
-    monkeypatch.setattr(density, "_WATCHED", 0)
+    monkeypatch.setattr(density, "_MIN_TRACKED", 0)
+    monkeypatch.setattr(density, "_TRACKED", 0)
     with pytest.raises(AssertionError):
         test_learns_from_a_reuse_that_begins_only_after_the_eviction()
 
@@ -341,16 +341,16 @@ def test_looks_at_few_runs_for_a_victim() -> None:
 
 
 def test_what_it_remembers_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(density, "_MIN_WATCHED", 100)
+    monkeypatch.setattr(density, "_MIN_TRACKED", 100)
     tier = Tier(DensityPolicy(), 200)
     policy, most = density_of(tier), 0
     for i, prompt in enumerate(conversations(random.Random(0), 20_000)):
         tier.serve(prompt)
         if i % 3 == 0:
             tier.serve(prompt[: len(prompt) // 2])
-        sizes = len(policy._runs), len(policy._watched), len(policy._ends), policy._queues.num_entries()
+        sizes = len(policy._runs), len(policy._tracked), len(policy._ends), policy._queues.num_entries()
         most = max(most, *sizes)
-    assert len(policy._runs) <= 200 * (1 + density._WATCHED)
+    assert len(policy._runs) <= 200 * (1 + density._TRACKED)
     assert most < 5000
 
 

@@ -66,13 +66,13 @@ class BySlowDefinition:
         classes = range(len(self.num_uses))
         uses, reached = [self.uses(c, group) for c in classes], [self.reached(c, group) for c in classes]
         weight = self.prior_weight
-        common = (sum(uses) + weight * lifetimes._PRIOR_CHANCE) / (sum(reached) + weight)
+        common = (sum(uses) + weight * lifetimes._PRIOR_HAZARD) / (sum(reached) + weight)
         mean_factor = (sum(n * r for n, r in zip(self.num_uses, reached, strict=True)) + weight) / (
             sum(reached) + weight
         )
         prior = min(common * self.num_uses[class_id] / mean_factor, lifetimes._MAX_PRIOR)
         chance = (uses[class_id] + weight * prior) / (reached[class_id] + weight)
-        return min(chance, lifetimes._MAX_CHANCE)
+        return min(chance, lifetimes._MAX_HAZARD)
 
     def worth(self, class_id: int, age: int) -> float:
         """The best of all ages to give up at: expected uses for the expected time until a use or that age."""
@@ -118,7 +118,7 @@ AGES = [0, 1, 15, 16, 17, 100, 1000, 12_345, 100_000, 2**20, 2**30]
 
 def assert_worth_is_by_definition(learnt: Lifetimes, slow: BySlowDefinition) -> None:
     expected = [[slow.worth(class_id, age) for class_id in range(4)] for age in AGES]
-    np.testing.assert_allclose(learnt.worth(AGES), expected, rtol=1e-9)
+    np.testing.assert_allclose(learnt.hit_density(AGES), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("num", [1, 3, 30, 300])
@@ -150,13 +150,13 @@ def test_one_that_is_looked_at_twice_is_counted_once() -> None:
     learnt = Lifetimes(NUM_USES, half_life=10**9)
     tell(learnt, lives)
     learn(learnt, lives)
-    before = learnt.worth(AGES)
+    before = learnt.hit_density(AGES)
     learn(learnt, lives)
-    np.testing.assert_array_equal(learnt.worth(AGES), before)
+    np.testing.assert_array_equal(learnt.hit_density(AGES), before)
 
 
 def test_with_nothing_known_worth_falls_with_age_and_grows_with_uses() -> None:
-    worth = Lifetimes((1.0, 2.0, 4.0, 8.0), half_life=100).worth([2**i for i in range(4, 40)])
+    worth = Lifetimes((1.0, 2.0, 4.0, 8.0), half_life=100).hit_density([2**i for i in range(4, 40)])
     assert (np.diff(worth, axis=0) < 0).all()
     assert (np.diff(worth, axis=1) > 0).all()
 
@@ -169,7 +169,7 @@ def test_a_little_evidence_moves_worth_a_little_and_much_moves_it_all() -> None:
             learnt.end(0, 1, 2000, used=False)
             learnt.end(1, 1, 100, used=True)
         learnt.learn([1], [[0, 0]])
-        worths.append(learnt.worth([100])[0])
+        worths.append(learnt.hit_density([100])[0])
     (none, same), (once, once_used), (never, always) = worths
     assert none == same
     assert 0.3 < once / once_used < 0.9
@@ -192,7 +192,7 @@ def test_lives_that_nobody_saw_the_end_of_do_not_bias_it() -> None:
     for learnt in (seen, cut):
         learnt.learn([1], [[0]])
     ages = [1, 100, 1000, 3000, 10_000]
-    np.testing.assert_allclose(cut.worth(ages), seen.worth(ages), rtol=0.1)
+    np.testing.assert_allclose(cut.hit_density(ages), seen.hit_density(ages), rtol=0.1)
 
 
 def test_lives_that_go_on_count_as_not_yet_used() -> None:
@@ -201,5 +201,5 @@ def test_lives_that_go_on_count_as_not_yet_used() -> None:
         for _ in range(100):
             learnt.end(class_id, 1, 500, used=True)
     learnt.learn([100_000], [[0, 10_000]])
-    young = learnt.worth([100])[0]
+    young = learnt.hit_density([100])[0]
     assert young[1] < young[0], "those that wait for long were forgotten"

@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused_in_one_line(module, source, wanted, error)
 
 
 def test_a_name_that_nobody_has():
-    with pytest.raises(ConfigError, match=r"'fifo' is no eviction policy; expected one of density, .*, or module:"):
+    with pytest.raises(ConfigError, match=r"unknown eviction policy 'fifo'; expected one of density, .*, or module:"):
         find_policy("fifo")
 
 
@@ -148,17 +148,20 @@ def test_the_example_keeps_to_priorities(module):
     [
         (
             LRUPolicy(),
-            r"policy: got one LRUPolicy; expected what makes them, .*: give LRUPolicy itself, not LRUPolicy\(\)",
+            r"policy: got an instance of LRUPolicy; expected a class or factory, .*: pass LRUPolicy, not LRUPolicy\(\)",
         ),
-        (PriorityPolicy(DensityPolicy), "policy: got one PriorityPolicy; expected what makes them"),
-        (EvictionPolicy, "policy: it cannot be made without arguments .TypeError: Can't instantiate abstract class"),
-        (PriorityPolicy, "policy: it cannot be made without arguments"),
+        (PriorityPolicy(DensityPolicy), "policy: got an instance of PriorityPolicy; expected a class or factory"),
+        (
+            EvictionPolicy,
+            "policy: it cannot be constructed without arguments .TypeError: Can't instantiate abstract class",
+        ),
+        (PriorityPolicy, "policy: it cannot be constructed without arguments"),
         (
             functools.cache(LRUPolicy),
-            "policy: it returns one LRUPolicy each time; expected a new one for each priority",
+            "policy: it returns the same LRUPolicy each time; expected a new one for each priority",
         ),
-        (dict, "policy: it makes a dict; expected an EvictionPolicy"),
-        ("lru", "policy: it cannot be made without arguments .TypeError: 'str' object is not callable"),
+        (dict, "policy: it returns a dict; expected an EvictionPolicy"),
+        ("lru", "policy: it cannot be constructed without arguments .TypeError: 'str' object is not callable"),
     ],
     ids=["made", "made with priorities", "abstract", "with arguments", "always the same", "another class", "name"],
 )

@@ -140,7 +140,7 @@ def worth_of(queues: RunQueues, run: Run) -> float:
     place = queues._slices.index(part)
     end = queues._slices[place + 1].start if place + 1 < len(queues._slices) else queues._now
     assert run.time <= end
-    return queues._lifetimes.worth([queues._now - (part.start + end) // 2])[0, run.class_id]
+    return queues._lifetimes.hit_density([queues._now - (part.start + end) // 2])[0, run.class_id]
 
 
 def test_slices_are_few_however_long_it_lasts_and_the_young_are_told_apart(queues) -> None:

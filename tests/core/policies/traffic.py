@@ -32,8 +32,8 @@ class Tier:
 
     def resize(self, num_chunks: int) -> None:
         """What is in slots that are no more is lost."""
-        self.index.lose_slots(num_chunks, max(num_chunks, self.index.num_slots))
-        self.index.limit(num_chunks)
+        self.index.invalidate_slots(num_chunks, max(num_chunks, self.index.num_slots))
+        self.index.shrink(num_chunks)
         self.index.grow(num_chunks)
 
     def new_use(self, num_in_hbm: int = 0) -> Use:

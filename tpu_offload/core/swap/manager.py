@@ -24,11 +24,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
 from tpu_offload import hashing
+from tpu_offload.core.block_tables import read_hashes, read_ids, read_tables
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.jobs import Job, host_blocks
 from tpu_offload.core.swap.costs import SwapCosts
 from tpu_offload.core.swap.records import PlannedSwaps, Swapped, Where
-from tpu_offload.core.tables import read_hashes, read_ids, read_tables
 from tpu_offload.core.validate import check_request, read_numbers, read_request_ids
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import LayerGroupKind
