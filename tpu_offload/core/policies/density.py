@@ -366,7 +366,7 @@ class DensityPolicy(EvictionPolicy):
     # Victims.
 
     def _evict_in_order(self, num_chunks: int, residents: Residents, kept: list[Run]) -> int:
-        """Returns how many chunks are left to evict. Runs that cannot be evicted now, to be placed again, go to `kept`."""
+        """Returns how many chunks are left to evict. Adds to `kept` the runs that cannot be evicted now."""
         for queue in self._queues.order:
             while queue and num_chunks:
                 run, ticket = queue[0]

@@ -33,7 +33,7 @@ class Run:
       use_id: the last use.
       origin: its class while it has been used only once.
       at_end: the last chunk was the last one of the prompt that saved it.
-      end: that chunk, if it was evicted before its turn.
+      end: that chunk, if it was evicted early because such chunks are rarely used again.
       class_id: its class, since its lifetime began.
       time: when that was.
       slice: the time slice of that.
