@@ -1,9 +1,9 @@
 """Reads block tables and block hashes, in whatever form an engine has them, into plain ints and bytes.
 
 An engine passes what it has: a list that it appends to, a row of a numpy array that it overwrites with another
-request's blocks in the next step, an array on a device, a deque, a memory view. Only its contents during the call count.
-No reference to it is kept, and all of it is read before the call changes anything: unreadable input is rejected as a
-whole.
+request's blocks in the next step, an array on a device, a deque, a memory view. Only its contents during the call
+count. No reference to it is kept, and all of it is read before the call changes anything: unreadable input is rejected
+as a whole.
 
 A table is read in every step in which its request completes a block, and it may be long. So only new ids are validated
 one by one, and the others are compared with the request's previous ones, which takes 4 ns a block. Arrays stay arrays:
