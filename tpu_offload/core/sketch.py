@@ -5,7 +5,7 @@ lower of the two is its count. So a count is never too low, and too high only wh
 counters are incremented that equal its count ("conservative update"), which makes that rarer. From time to time all
 counters are halved: keys seen once are forgotten then, and keys that were popular long ago do not stay so.
 
-Counts are read one at a time and added for a prompt at a time, so the rows are bytearrays that plain Python reads: numpy
+Counts are read one at a time and added a prompt at a time, so the rows are bytearrays that plain Python reads: numpy
 needs more than a hundred keys to be as fast. Two rows take more memory than four with the same error rate, and half the
 time; chunks take megabytes, so memory hardly matters here.
 
@@ -24,8 +24,8 @@ import numpy as np
 MAX_COUNT = 15
 
 _MIN_KEYS = 256
-# In a row. Most keys are seen once, and before a halving there can be ten times `num_keys` of them. Then 2 % of new keys
-# collide in both rows; with 32 counters it is 7 %, nearly as many as are really seen again.
+# In a row. Most keys are seen once, and before a halving there can be ten times `num_keys` of them. Then 2 % of new
+# ones collide in both rows; with 32 counters it is 7 %, nearly as many as are really seen again.
 _COUNTERS_PER_KEY = 64
 _ADDITIONS_PER_KEY = 10  # between two halvings
 _HASH_BITS = 32

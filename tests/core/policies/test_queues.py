@@ -31,7 +31,7 @@ def test_a_run_goes_at_once_as_long_as_each_hangs_on_the_next(residents) -> None
 def test_a_run_is_no_longer_than_asked_and_ends_at_what_stays(residents) -> None:
     queue = queue_of(b"a3", b"a2", b"a1", b"a0")
     assert queue.evict_run(2, residents) == ([b"a3", b"a2"], b"a1")
-    assert queue.evict_run(2, residents, stays=lambda key, number: key == b"a0" and number == 3) == ([b"a1"], b"a0")
+    assert queue.evict_run(2, residents, keep=lambda key, number: key == b"a0" and number == 3) == ([b"a1"], b"a0")
     assert list(queue.order) == [b"a0"]
 
 

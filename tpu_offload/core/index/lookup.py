@@ -44,7 +44,7 @@ def missing_chunks(tree: PrefixTree, keys: Sequence[ChunkKey], first: int, end: 
 
 
 def _last_resident(tree: PrefixTree, keys: Sequence[ChunkKey], first: int, end: int, head: int) -> tuple[int, int]:
-    """Where the resident chunks of a prefix end, and the slot of the last one, by bisection.
+    """Finds the end of the resident chunks of a prefix by bisection.
 
     Args:
       tree: the resident chunks.
@@ -53,7 +53,8 @@ def _last_resident(tree: PrefixTree, keys: Sequence[ChunkKey], first: int, end: 
       end: the end of those to look at.
       head: the slot of the first.
     Returns:
-      If there is a hole, this may be behind it.
+      The index after the last resident chunk, and the slot of that one. If chunks in between are missing, it may be the
+      end of any resident part.
     """
     parts = tree.slot_of.parts
     key = keys[end - 1]
@@ -73,7 +74,7 @@ def _last_resident(tree: PrefixTree, keys: Sequence[ChunkKey], first: int, end: 
 
 
 def _walk(tree: PrefixTree, head: int, tail: int, num_chunks: int) -> list[int]:
-    """The slots of `num_chunks` chunks, from slot `head` to slot `tail`; none if there is a hole."""
+    """The slots of `num_chunks` chunks, from slot `head` to slot `tail`; none if a chunk in between is missing."""
     parents, numbers = tree.parents, tree.numbers
     slots: list[int] = []
     slot, num_left, try_at = tail, num_chunks, num_chunks

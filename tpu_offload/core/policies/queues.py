@@ -54,7 +54,7 @@ class ChunkQueue:
             self.order.move_to_end(key, last=False)
 
     def evict_run(
-        self, num_chunks: int, residents: Residents, *, stays: Callable[[ChunkKey, int], bool] | None = None
+        self, num_chunks: int, residents: Residents, *, keep: Callable[[ChunkKey, int], bool] | None = None
     ) -> tuple[list[ChunkKey], ChunkKey | None]:
         """Evicts the first chunk of `order`, and the next ones as long as each is the parent of the one before.
 
@@ -63,11 +63,11 @@ class ChunkQueue:
         Args:
           num_chunks: at most this many.
           residents: the resident chunks.
-          stays: whether a chunk, given its number, is not to be evicted now; not asked about the first.
+          keep: whether a chunk, given its number, is to be kept; not asked about the first.
         Returns:
           The evicted chunks, and the one before them in their prefix if that is a leaf now.
         """
-        run = _Run(self.order, num_chunks, stays)
+        run = _Run(self.order, num_chunks, keep)
         num_evicted, stopped_at = residents.evict_tail(run.keys[0], num_chunks, until=run, singly=True)
         keys = run.keys
         if num_evicted < len(keys):  # the last of them is pinned or unfinished, or another follows it
@@ -92,24 +92,24 @@ class ChunkQueue:
 class _Run:
     """Chunks popped from the old end of an order while an eviction walks up their prefix; tells it where to stop."""
 
-    __slots__ = ("_max_chunks", "_order", "_stays", "keys", "number")
+    __slots__ = ("_keep", "_max_chunks", "_order", "keys", "number")
 
     def __init__(
-        self, order: OrderedDict[ChunkKey, int], max_chunks: int, stays: Callable[[ChunkKey, int], bool] | None
+        self, order: OrderedDict[ChunkKey, int], max_chunks: int, keep: Callable[[ChunkKey, int], bool] | None
     ) -> None:
         self._order = order
         self._max_chunks = max_chunks
-        self._stays = stays
+        self._keep = keep
         key, self.number = order.popitem(last=False)
         self.keys = [key]
 
     def __contains__(self, key: object) -> bool:
-        """Whether `key` is not the next in the order, or stays. If not, it is evicted next and popped here."""
+        """Whether `key` is not the next in the order, or is kept. If neither, it is evicted next and popped here."""
         order = self._order
         if next(iter(order), None) != key or len(self.keys) == self._max_chunks:
             return True
         number = order[key]  # type: ignore[index]
-        if self._stays is not None and self._stays(key, number):  # type: ignore[arg-type]
+        if self._keep is not None and self._keep(key, number):  # type: ignore[arg-type]
             return True
         del order[key]  # type: ignore[arg-type]
         self.number = number

@@ -126,7 +126,7 @@ class S3FIFOPolicy(EvictionPolicy):
             if order[key] & _MAX_COUNT:
                 main.order[key] = order.pop(key) & ~_MAX_COUNT
                 continue
-            evicted, leaf = small.evict_run(num_chunks, residents, stays=_was_used_again)
+            evicted, leaf = small.evict_run(num_chunks, residents, keep=_was_used_again)
             if leaf is not None:
                 self.became_leaf(leaf)
             if evicted:
@@ -144,7 +144,7 @@ class S3FIFOPolicy(EvictionPolicy):
                 order[key] -= 1
                 order.move_to_end(key)
                 continue
-            evicted, leaf = main.evict_run(num_chunks, residents, stays=_was_used_again)
+            evicted, leaf = main.evict_run(num_chunks, residents, keep=_was_used_again)
             if leaf is not None:
                 self.became_leaf(leaf)
             if evicted:

@@ -161,10 +161,10 @@ class WTinyLFUPolicy(EvictionPolicy):
         queue: ChunkQueue,
         num_chunks: int,
         residents: Residents,
-        stays: Callable[[ChunkKey, int], bool] | None = None,
+        keep: Callable[[ChunkKey, int], bool] | None = None,
     ) -> int:
         """Evicts consecutive chunks of one prefix, at most this many; 0 when the first cannot be evicted."""
-        evicted, leaf = queue.evict_run(num_chunks, residents, stays=stays)
+        evicted, leaf = queue.evict_run(num_chunks, residents, keep=keep)
         if leaf is not None:
             self.became_leaf(leaf)
         return len(evicted)
