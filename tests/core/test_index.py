@@ -76,7 +76,7 @@ def test_pinned_chunks_and_those_before_them_stay() -> None:
     assert len(allocate(index, chain("b", 2))) == 2
 
 
-def test_an_allocation_that_finds_nothing_evicts_nothing() -> None:
+def test_an_allocation_that_gets_no_slots_evicts_nothing() -> None:
     index = make(3)
     a = chain("a", 3)
     fill(index, a)
@@ -85,7 +85,7 @@ def test_an_allocation_that_finds_nothing_evicts_nothing() -> None:
     assert index.num_evicted == 0
 
 
-def test_a_call_never_evicts_the_parent_of_what_it_offers() -> None:
+def test_an_allocation_never_evicts_the_parent_of_its_chunks() -> None:
     index = make(1)
     a = chain("a", 2)
     fill(index, a[:1])

@@ -46,7 +46,7 @@ class IndexMachine(RuleBasedStateMachine):
         return PriorityPolicy(POLICIES[self.name])
 
     def check_order(self, victim, candidates):
-        """What is known of the order whatever the policy."""
+        """Checks what holds for the order of evictions under every policy."""
         self.plain.check_priority(victim, candidates)
 
     @initialize(
@@ -59,7 +59,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.uses: list[Use] = []
         self.saves: list[tuple[list[ChunkKey], list[int]]] = []
         self.doomed: set[int] = set()  # slots that a save in flight may not fill any more
-        self.found: set[ChunkKey] = set()  # by the changes that the index has told
+        self.found: set[ChunkKey] = set()  # by the changes that the index has reported
         self.faulty = faulty
         self.priorities = priorities
         self.grow(num_slots)
@@ -67,7 +67,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.serve(prefix, len(prefix))
 
     def use_of(self, age):
-        """The use of a request that has just come, or of one that came `age` before."""
+        """The use of a new request, or of the one `age` requests before."""
         if 0 < age < len(self.uses):
             return self.uses[-age]
         number = len(self.uses)
@@ -82,7 +82,7 @@ class IndexMachine(RuleBasedStateMachine):
             for key in (sorted(self.found) if keys is None else keys)
         ]
         for key, found in changes:
-            assert (key in self.found) is not found, "told twice, or never told of before"
+            assert (key in self.found) is not found, "reported twice, or never reported before"
             (self.found.add if found else self.found.remove)(key)
         return [key for key, found in changes if found], [key for key, found in changes if not found]
 
@@ -151,14 +151,14 @@ class IndexMachine(RuleBasedStateMachine):
         found, looked_at = self.index.missing(prefix, first, end)
         assert (list(found), looked_at) == (missing, reached)
         if missing:
-            # As the scheduler does it: the chunk before the hole holds on to all before it, if there is but one hole.
+            # As the scheduler does it: with one hole, protecting the chunk before it protects all before it.
             one_hole = not own and missing == list(range(first, reached))
             protected = others | set(prefix[max(first - 1, 0) : first] if one_hole else prefix[:end])
             self.allocate(self.use_of(age), prefix, missing[:room], protected)
 
     def allocate(self, use, prefix, numbers, protected):
         plain = self.plain
-        num_evicted = max(0, min(len(numbers) - len(plain.free), plain.num_that_may_go(protected)))
+        num_evicted = max(0, min(len(numbers) - len(plain.free), plain.num_evictable(protected)))
         granted = self.index.allocate(use, prefix, numbers, protected=protected)
         added, evicted = self.changes()
         assert len(evicted) == num_evicted
@@ -191,7 +191,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.end_save(number % len(self.saves), [True] * 5 if good else copied, quarantine=quarantine)
 
     def end_save(self, number, copied, *, quarantine=False):
-        """What was copied is published; after that the rest goes."""
+        """Publishes what was copied, then removes the rest."""
         keys, slots = self.saves.pop(number)
         copied = [ok and slot not in self.doomed for ok, slot in zip(copied, slots, strict=False)]
         self.doomed.difference_update(slots)
@@ -244,7 +244,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plain.pins)
     @rule(data=st.data(), shorter=st.integers(1, 4))
     def a_load_takes_less_than_was_found(self, data, shorter):
-        """The longer pin goes when the shorter one is there; what they cover may be invalid by now."""
+        """Replaces a longer pin by a shorter one; the chunks they cover may be invalid by now."""
         pins = self.plain.pins
         number = data.draw(st.integers(0, len(pins) - 1))
         longer = pins[number]
@@ -258,8 +258,8 @@ class IndexMachine(RuleBasedStateMachine):
         uses=st.lists(st.tuples(prefixes, st.integers(1, 5), st.booleans()), min_size=2, max_size=6),
         wanted=st.permutations(PREFIXES), room=st.integers(1, 3),
     )  # fmt: skip
-    def what_could_not_go_grows_old(self, uses, wanted, room):
-        """Saves pass over what is pinned, and once more when it is not; nobody has used anything in between."""
+    def what_was_pinned_keeps_its_age(self, uses, wanted, room):
+        """Evictions for saves skip pinned chunks, and evict them once unpinned; nothing is used in between."""
         pins = self.plain.pins
         num_pins = len(pins)
         for prefix, num, pin in uses:
@@ -344,7 +344,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class LRUIndexMachine(IndexMachine):
-    """Which of those that may go is the next is told by who used them last."""
+    """Of the chunks that can be evicted, the one used longest ago is the victim."""
 
     def make_policy(self):
         return POLICIES["lru"]()

@@ -139,7 +139,7 @@ def test_new_chunks_free_old_ones_so_that_both_never_take_the_memory_twice() -> 
     assert index.num_deferred <= max(0, left - 10 * 100)
 
 
-def test_after_a_clear_all_slots_can_be_had_but_those_of_copies() -> None:
+def test_after_a_clear_all_slots_are_free_but_those_of_copies() -> None:
     index = make("density", 10, 10)
     pinned, late = chain(3, 10)[:4], chain(100, 3)
     index.pin(pinned)
@@ -258,7 +258,7 @@ def test_a_use_of_the_next_chunks_of_a_long_run_touches_only_these() -> None:
 
 
 @pytest.mark.parametrize("policy", ["density", "lru"])
-def test_no_table_is_so_large_that_a_copy_of_it_would_be_felt(policy) -> None:
+def test_no_table_is_so_large_that_copying_it_would_stall_a_step(policy) -> None:
     index = make(policy, 300, 100)
     assert max(len(table) for table in _reachable(index) if isinstance(table, dict | set | OrderedDict)) < 1000
 
@@ -314,7 +314,7 @@ def test_a_reset_and_a_restart_do_not_depend_on_the_number_of_chunks(what) -> No
     assert many <= few + 5000, "what is left to tidy up in the same call is bounded"
 
 
-def test_after_a_restart_nothing_is_saved_of_running_requests_whose_kv_is_gone_with_the_worker() -> None:
+def test_after_a_restart_nothing_is_saved_of_running_requests_whose_kv_is_lost_with_the_worker() -> None:
     engine = Engine(1000, 200)
     engine.save("a", block_hashes(0, 100))
     engine.life += 1
@@ -323,7 +323,7 @@ def test_after_a_restart_nothing_is_saved_of_running_requests_whose_kv_is_gone_w
     engine.scheduler.check_invariants()
 
 
-def test_of_many_changes_the_events_are_told_in_parts_and_in_order() -> None:
+def test_events_of_many_changes_are_reported_in_parts_and_in_order() -> None:
     engine = Engine(25_000, 25_000, record=True)
     engine.save("a", hashes := block_hashes(0, 25_000))
     parts = [engine.scheduler.take_events() for _ in range(4)]

@@ -19,7 +19,7 @@ def new_use(priority: int = 0) -> Use:
 
 
 class FakeResidents(Residents):
-    """A tree of chunks; those in `blocked` may not go. `evicted` says what went, in order."""
+    """A tree of chunks; those in `blocked` cannot be evicted. `evicted` lists evictions in order."""
 
     def __init__(self) -> None:
         self.parents: dict[ChunkKey, ChunkKey | None] = {}
@@ -52,7 +52,7 @@ class FakeResidents(Residents):
             step = self.parents[step]
         return chain[::-1]
 
-    def num_that_may_go(self) -> int:
+    def num_evictable(self) -> int:
         left = dict(self.parents)
         while free := left.keys() - left.values() - self.blocked:
             left = {key: parent for key, parent in left.items() if key not in free}
@@ -133,7 +133,7 @@ class _Counting(EvictionPolicy):
 
 
 class LRUByDefinition:
-    """Every use sets the time of each chunk of the prefix; the leaf used longest ago goes. O(chunks) a victim."""
+    """Every use sets the time of each chunk of the prefix; the leaf used longest ago is evicted. O(chunks) a victim."""
 
     def __init__(self, residents: FakeResidents) -> None:
         self.residents = residents
