@@ -1,13 +1,13 @@
-"""Approximate counts of how often each key was seen lately, in a fixed number of bytes per key.
+"""How often each key has been seen lately, roughly, in a fixed few bytes a key.
 
-A count-min sketch: each key has one counter in each of two rows, shared with the keys that collide with it, and the
-lower of the two is its count. So a count is never too low, and too high only where both collide. Only those of a key's
-counters are incremented that equal its count ("conservative update"), which makes that rarer. From time to time all
-counters are halved: keys seen once are forgotten then, and keys that were popular long ago do not stay so.
+A count-min sketch: each key has one counter in each of two rows, shared with whatever else falls there, and the lower
+of the two is its count. So a count is never too low, and too high only where both collide. Of a key's counters only
+those are raised that are no higher than its count ("conservative update"), which makes that rarer. Every so many
+additions all counters are halved: what was seen once is forgotten then, and what was popular long ago does not stay so.
 
-Counts are read one at a time and added a prompt at a time, so the rows are bytearrays that plain Python reads: numpy
-needs more than a hundred keys to be as fast. Two rows take more memory than four with the same error rate, and half the
-time; chunks take megabytes, so memory hardly matters here.
+Counts are asked for one at a time and added a prompt's worth at once, so the rows are bytes that plain Python reads:
+numpy needs more than a hundred keys to be as fast. Two rows take more memory than four that err as seldom, and half the
+time; beside chunks of megabytes memory is what there is plenty of.
 
 References:
   Cormode, Muthukrishnan: "An improved data stream summary: the count-min sketch and its applications", 2005.
@@ -24,22 +24,22 @@ import numpy as np
 MAX_COUNT = 15
 
 _MIN_KEYS = 256
-# In a row. Most keys are seen once, and before a halving there can be ten times `num_keys` of them. Then 2 % of new
-# ones collide in both rows; with 32 counters it is 7 %, nearly as many as are really seen again.
+# In a row. Most keys are seen once, and before a halving there are up to ten times as many of them as matter. Then 2 %
+# of new ones look as if seen; with 32 it is 7 %, nearly as many as really come back.
 _COUNTERS_PER_KEY = 64
 _ADDITIONS_PER_KEY = 10  # between two halvings
 _HASH_BITS = 32
 _HASH_MASK = 2**_HASH_BITS - 1
-_FACTOR = 0x9E3779B1  # multiplicative hashing: the high bits of the product are the index in the second row
+_FACTOR = 0x9E3779B1  # multiplicative hashing: the high bits of the product are the place in the second row
 
 
 @final
 class Sketch:
-    """Counts up to 15. Deterministic: the same calls give the same counts in every process.
+    """Counts up to 15. Two sketches that are told the same say the same, in whatever process.
 
     Args:
-      num_keys: how many keys are of interest at a time. Determines memory (128 bytes a key, rounded up to a power of
-        two) and how long counts last.
+      num_keys: how many keys matter at one time; decides memory and memory span. 128 bytes a key, rounded up to a
+        power of two.
     """
 
     def __init__(self, num_keys: int = 0) -> None:
@@ -56,20 +56,20 @@ class Sketch:
         return len(self._first) + len(self._second)
 
     def grow(self, num_keys: int) -> None:
-        """Raises `num_keys` and keeps the counts; a smaller number changes nothing. O(num_keys)."""
+        """Raises the number of keys, and keeps the counts; a smaller number changes nothing. O(num_keys)."""
         if num_keys <= self._num_keys:
             return
         self._num_keys = num_keys
         bits = _width_bits(num_keys)
         repeats = (1 << bits) // len(self._first)
         if repeats > 1:
-            # A key's index gets more bits: high ones in the first row, low ones in the second.
+            # A key's place gets more bits: at the upper end in the first row, at the lower end in the second.
             self._first = self._first * repeats
             self._second = bytearray(np.repeat(np.frombuffer(self._second, np.uint8), repeats))
             self._shift = _HASH_BITS - bits
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Counts each of these keys once. O(keys), and O(num_keys) once in `10 * num_keys` keys."""
+        """Each of these was seen once more. O(keys), and once in ten additions for each key that matters O(those)."""
         first, second, shift, mask = self._first, self._second, self._shift, len(self._first) - 1
         crc32 = zlib.crc32
         for key in keys:
