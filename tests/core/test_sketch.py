@@ -17,8 +17,8 @@ def keys(first: int, end: int) -> list[bytes]:
     return [hashlib.blake2b(b"%d" % i, digest_size=24).digest() for i in range(first, end)]
 
 
-def counts(sketch: Sketch, keys: list[bytes]) -> list[int]:
-    return [sketch.count(key) for key in keys]
+def counts(sketch: Sketch, told: list[bytes]) -> list[int]:
+    return [sketch.count(key) for key in told]
 
 
 @settings(deadline=None)
@@ -28,7 +28,7 @@ def counts(sketch: Sketch, keys: list[bytes]) -> list[int]:
     st.lists(st.integers(0, 3000), max_size=3),
 )
 def test_it_never_counts_too_few(rounds, uniform, sizes):
-    """Also for keys that are no digests, and for a sketch that grows; with far too few keys to halve."""
+    """Also of keys that are no digests, and of a sketch that grows; it is told of far too few to halve."""
     sketch, expected = Sketch(), [0] * 61
     name = keys(0, 61) if uniform else [bytes([i]) for i in range(61)]
     for number, numbers in enumerate(rounds):
@@ -49,7 +49,7 @@ def test_few_new_keys_look_as_if_they_had_been_seen(num_keys):
     assert sketch.nbytes <= 2 * 128 * num_keys
 
 
-def test_few_keys_seen_again_are_counted_too_high():
+def test_few_that_come_back_are_counted_too_high():
     sketch, rng = Sketch(1000), random.Random(0)
     expected: dict[Any, int] = {}
     uses = keys(0, 6000) + 9 * keys(0, 330)
@@ -90,8 +90,8 @@ def test_growing_keeps_the_counts():
     assert sketch.nbytes == nbytes
 
 
-def test_another_process_counts_the_same():
-    """Nothing depends on the interpreter's hash seed."""
+def test_another_process_counts_alike():
+    """Nothing hangs on the interpreter's random hashes."""
     code = (
         "from tests.core.test_sketch import *; s = Sketch(); s.add(keys(0, 3000)); "
         "print(sum(i * c for i, c in enumerate(counts(s, keys(0, 9000)))))"
