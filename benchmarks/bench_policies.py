@@ -19,7 +19,7 @@ from pathlib import Path
 from common import Spread, Stopwatch, count, in_turn, make_parser, write_json
 
 from tpu_offload import ChunkKey, EvictionPolicy, Residents, Use
-from tpu_offload.core.big_tables import Entries
+from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import POLICIES, PriorityPolicy
 from tpu_offload.sim import read_traces
@@ -54,8 +54,8 @@ class TimedPolicy(EvictionPolicy):
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         self.policy.remove(key, parent)
 
-    def uncover(self, key: ChunkKey) -> None:
-        self.policy.uncover(key)
+    def became_leaf(self, key: ChunkKey) -> None:
+        self.policy.became_leaf(key)
 
     def clear(self) -> list[Entries]:
         return self.policy.clear()

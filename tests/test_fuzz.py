@@ -70,9 +70,9 @@ def state(scheduler) -> tuple:
         tuple(stats.values()),
         jobs,
         promises,
-        dict(scheduler._index._slots),
-        set(scheduler._index._unready),
-        dict(scheduler._index._pins),
+        dict(scheduler._index._tree.slot_of),
+        set(scheduler._index._states.unready),
+        dict(scheduler._index._states.pins),
     )
 
 

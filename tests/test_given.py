@@ -317,7 +317,7 @@ def test_a_step_is_refused_as_a_whole():
     )
     before = snapshot(engine.scheduler)
     engine.clock.now_s += 1000  # jobs that time out then are not refused, but they wait for a step that is
-    with pytest.raises(RequestError, match="request c has block ids like True; expected a sequence of integers from 0"):
+    with pytest.raises(RequestError, match="request c has the block id True; expected a sequence of integers from 0"):
         engine.scheduler.plan_step([*good, bad])
     with pytest.raises(EngineError):
         engine.scheduler.plan_step(broken_iterator([*good, *good]))

@@ -533,7 +533,7 @@ def test_three_workers_that_report_in_any_order(order):
     stack.add("a", prompt(40), max_tokens=1)
     stack.step()
     stack.step()
-    assert len(stack.offload._index.find(list(stack.offload._index._slots))) <= num_visible
+    assert len(stack.offload._index.find(list(stack.offload._index._tree.slot_of))) <= num_visible
     stack.drain()
     stack.scheduler.reset_prefix_cache()
     stack.serve("b", prompt(40))

@@ -449,8 +449,8 @@ class Uses(EvictionPolicy):
     def remove(self, key, parent) -> None:
         self.lru.remove(key, parent)
 
-    def uncover(self, key) -> None:
-        self.lru.uncover(key)
+    def became_leaf(self, key) -> None:
+        self.lru.became_leaf(key)
 
     def clear(self):
         return self.lru.clear()

@@ -885,7 +885,9 @@ class Router:
     def check(self) -> None:
         self.look()
         index = self.scheduler._index
-        assert self.hashes == {last_block_hash(key) for key in index._slots if index.state(key) is ChunkState.READY}
+        assert self.hashes == {
+            last_block_hash(key) for key in index._tree.slot_of if index.state(key) is ChunkState.READY
+        }
 
 
 def test_events_follow_saves_evictions_losses_and_resets() -> None:

@@ -194,7 +194,7 @@ MUTATIONS = (
             self._workers.set_epoch(_1)
         """,
     ),
-    Mutation("slots that a restarted worker lacks are used", "Reports._start_anew", "self._index.limit(...)", "pass"),
+    Mutation("slots that a restarted worker lacks are used", "Reports._start_anew", "self._index.shrink(...)", "pass"),
     Mutation(
         "jobs of a restarted worker count as ended",
         "Reports._start_anew",
@@ -215,12 +215,12 @@ MUTATIONS = (
     Mutation("KV from before a reset is saved after it", "RequestState.start_over", "self.saving = False", "pass"),
     Mutation("KV from before a reset is saved after a swap", "OffloadScheduler.preempt", "_.saving = _", "pass"),
     # Lookups, pins, slots.
-    Mutation("an unfinished chunk is found", "ChunkIndex.find", "self._unready and _", "False"),
-    Mutation("a pinned chunk is evicted", "ChunkIndex.evict", "_ in pins or ...", "..."),
-    Mutation("a removed chunk frees its slot despite a pin", "ChunkIndex.drop", "_ in covered", "False"),
+    Mutation("an unfinished chunk is found", "ChunkIndex.find", "unready and _", "False"),
+    Mutation("a pinned chunk is evicted", "Evictor.evict_tail", "_ in pins or ...", "..."),
+    Mutation("a removed chunk frees its slot despite a pin", "ChunkIndex.invalidate", "_ in covered", "False"),
     Mutation(
         "a slot in quarantine is allocated",
-        "ChunkIndex._remove",
+        "SlotAllocator.release",
         """
         if _ not in self._quarantined:
             ...

@@ -9,11 +9,11 @@ there. Most of that is the next to go anyway: HBM too evicts the tail of a prefi
 import copy
 from typing import final
 
+from tpu_offload.core.block_tables import Ids, read_hashes, read_ids
 from tpu_offload.core.engine_api import CachedPrefix, ScheduledRequest
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
-from tpu_offload.core.tables import Ids, read_hashes, read_ids
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
 

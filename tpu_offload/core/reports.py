@@ -10,7 +10,7 @@ from typing import final
 
 from tpu_offload.config import CopyPath
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.index import touches
+from tpu_offload.core.index import overlaps
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.transfers import Transfers
@@ -183,7 +183,7 @@ class Reports:
         # Not over: plans that were made before this report came may be on their way to the new life.
         self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
         self._num_host_chunks[worker_id] = report.num_host_chunks
-        self._index.limit(report.num_host_chunks)
+        self._index.shrink(report.num_host_chunks)
 
     def _grow_swap_pool(self, report: StepReport) -> None:
         """A block of the swap pool is usable once every worker has it."""
@@ -198,7 +198,7 @@ class Reports:
 
     def _break_promises(self, first: int, end: int) -> None:
         for request in self._requests.values():
-            if request.promise and touches(request.promise.slots, first, end):
+            if request.promise and overlaps(request.promise.slots, first, end):
                 request.promise.lost = True
 
 

@@ -8,13 +8,13 @@ import dataclasses
 import logging
 from collections.abc import Collection, Container, Iterable, Sequence
 
+from tpu_offload.core.block_tables import Ids, plain, read_changes
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import ScheduledRequest
 from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.leaving import LeavingBlocks, num_worth_saving
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
-from tpu_offload.core.tables import Ids, plain, read_changes
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey, CopyPart, Direction, JobKind
 

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
+from tpu_offload.core.block_tables import check_sequence, read_tables
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import (
     MISS,
@@ -58,7 +59,6 @@ from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_SAVES, Offer, SavePlanner
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap import RequestSwap
-from tpu_offload.core.tables import check_sequence, read_tables
 from tpu_offload.core.transfers import TRANSFERS, Transfers
 from tpu_offload.core.validate import (
     check_epoch,

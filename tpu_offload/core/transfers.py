@@ -11,7 +11,7 @@ from typing import final
 
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import FailedLoad, FinishedTransfer
-from tpu_offload.core.index import touches
+from tpu_offload.core.index import overlaps
 from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.saving import SavePlanner
@@ -99,7 +99,7 @@ class Transfers:
             self._end_save(job, bad)
         else:
             # A failure may pass, so a chunk is tried once more. What is late may cost the next request as long again.
-            self.lose(self._index.drop(job.keys if job.state is JobState.TIMED_OUT else too_often))
+            self.lose(self._index.invalidate(job.keys if job.state is JobState.TIMED_OUT else too_often))
             if not job.detached:
                 self._tell_of(job)
 
@@ -166,7 +166,7 @@ class Transfers:
 
     def lose_slots(self, first: int, end: int) -> None:
         """Host memory is gone: what was about to use it fails, its other blocks do not."""
-        self.lose(self._index.lose_slots(first, end))
+        self.lose(self._index.invalidate_slots(first, end))
         self._fail_in(first, end)
 
     def lose_all(self) -> None:
@@ -177,7 +177,7 @@ class Transfers:
 
     def _fail_in(self, first: int, end: int) -> None:
         for job in (*self._jobs.of(*TRANSFERS), *self._queue):
-            if touches(job.slots, first, end):
+            if overlaps(job.slots, first, end):
                 gone = {i for i, slot in enumerate(job.slots) if first <= slot < end}
                 job.error = job.error or "the host memory of its chunks was lost"
                 job.failed_blocks.update(i for i in range(job.num_blocks) if self._chunk_of(job, i) in gone)
@@ -192,7 +192,7 @@ class Transfers:
         if lost_later:
             self.lose(lost_later)
         # Once for all of a large loss, however many calls it takes to drop it: this looks through all requests.
-        if self._lost_keys and not self._index.is_dropping:
+        if self._lost_keys and not self._index.has_lost_slots:
             lost, self._lost_keys = self._lost_keys, set()
             self._saves.rewind(self._requests.values(), lost)
 

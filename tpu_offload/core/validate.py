@@ -5,8 +5,8 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from tpu_offload.core.block_tables import check_sequence, read_tables
 from tpu_offload.core.engine_api import CachedPrefix, RequestLimits, ScheduledRequest
-from tpu_offload.core.tables import check_sequence, read_tables
 from tpu_offload.errors import RequestError
 from tpu_offload.types import CacheEpoch, JobResult, JobState, StepReport, WorkerSetup
 from tpu_offload.values import as_count, one_line

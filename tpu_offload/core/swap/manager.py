@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
+from tpu_offload.core.block_tables import read_hashes
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.swap.costs import SwapCosts
@@ -30,7 +31,6 @@ from tpu_offload.core.swap.records import SwapJobs, SwappedRequest, SwapState
 from tpu_offload.core.swap.stats import SwapStats
 from tpu_offload.core.swap.validate import read_computed_blocks, read_granted_blocks, read_prefill, read_present
 from tpu_offload.core.swap_pool import HostBlocks
-from tpu_offload.core.tables import read_hashes
 from tpu_offload.core.validate import check_request, read_request_ids
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import LayerGroupKind

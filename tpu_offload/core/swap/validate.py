@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from tpu_offload.core.tables import read_ids, read_tables
+from tpu_offload.core.block_tables import read_ids, read_tables
 from tpu_offload.core.validate import read_numbers
 from tpu_offload.errors import RequestError
 from tpu_offload.layout import KVLayout, LayerGroupKind

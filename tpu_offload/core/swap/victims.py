@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tpu_offload.core.tables import check_sequence, read_ids, read_tables
+from tpu_offload.core.block_tables import check_sequence, read_ids, read_tables
 from tpu_offload.core.validate import check_count, check_request
 from tpu_offload.errors import RequestError
 
