@@ -81,9 +81,9 @@ def test_a_probe_that_is_given_up_makes_room_for_the_next():
     breaker, clock = opened()
     clock.now_s += 5
     breaker.begin("a")
-    breaker.withdraw("b")
+    breaker.cancel_probe("b")
     assert not breaker.admits("b")
-    breaker.withdraw("a")
+    breaker.cancel_probe("a")
     assert breaker.admits("b")
 
 

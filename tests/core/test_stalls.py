@@ -23,7 +23,7 @@ from tpu_offload.core.index import MAX_AT_ONCE, NUM_FREED, ChunkIndex, ChunkStat
 from tpu_offload.core.policies import POLICIES, DensityPolicy, PriorityPolicy, Use, find_policy
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run
-from tpu_offload.core.saving import MAX_AT_ONCE as MAX_SAVED
+from tpu_offload.core.saving import MAX_CHUNKS_PER_PLAN as MAX_SAVED
 from tpu_offload.hashing import PrefixKeys
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.types import ChunkKey, JobKind

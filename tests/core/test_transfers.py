@@ -262,7 +262,7 @@ def test_chunks_that_failed_are_few_and_rest_longer_each_time():
     for _ in range(10):
         fail(key, Direction.SAVE)
         start_s = now_s
-        while backoff.num_copyable(key, 0, 1) == 0:
+        while backoff.copyable_end(key, 0, 1) == 0:
             now_s += 10.0
         waits.append(now_s - start_s)
     assert waits == [0, 10, 20, 40, 80, 160, 320, 640, 640, 640]

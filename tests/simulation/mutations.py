@@ -122,10 +122,12 @@ MUTATIONS = (
         "return sorted(_)",
         "return []",
     ),
-    Mutation("a load that failed in part is used up to the last hole", "Transfers._tell_of", "min(_1)", "max(_1)"),
+    Mutation(
+        "a load that failed in part is used up to the last hole", "Transfers._resume_request", "min(_1)", "max(_1)"
+    ),
     Mutation(
         "a failed load is taken for a good one",
-        "Transfers._tell_of",
+        "Transfers._resume_request",
         "_1.state is JobState.FINISHED",
         "_1.state is not JobState.TIMED_OUT",
     ),
@@ -148,7 +150,7 @@ MUTATIONS = (
     Mutation("one worker's word is enough", "JobTable.report", "not job.waiting_for", "True"),
     Mutation(
         "a duplicate counts for another worker",
-        "Job.take",
+        "Job.add_result",
         "self.waiting_for.remove(_)",
         "self.waiting_for.pop()",
     ),
@@ -159,7 +161,7 @@ MUTATIONS = (
         "not job.waiting_for",
         "True",
     ),
-    Mutation("a job whose result was lost is taken for finished", "JobTable.ack_through", "_.doom(...)", ""),
+    Mutation("a job whose result was lost is taken for finished", "JobTable.ack_through", "_.mark_failed(...)", ""),
     Mutation(
         "the oldest job of a worker is taken for over", "JobTable.ack_through", "_1.job_id < _2", "_1.job_id <= _2"
     ),
@@ -194,8 +196,8 @@ MUTATIONS = (
     Mutation(
         "what a worker was sent is over when it was started anew",
         "Reports._start_anew",
-        "self._transfers.doubt(_1, ...)",
-        "self._jobs.ack_through(_1, self._jobs.num_given, why='')",
+        "self._transfers.fail_in_flight(_1, ...)",
+        "self._jobs.ack_through(_1, self._jobs.next_job_id, why='')",
     ),
     Mutation(
         "a slot is usable when the first worker has it",
@@ -208,8 +210,8 @@ MUTATIONS = (
     Mutation("a reset drops no chunk", "OffloadScheduler.reset", "self._index.clear()", "pass"),
     Mutation("copies in flight survive a reset", "Transfers.reset", "self._give_up(...)", "pass"),
     Mutation("what is swapped out survives a reset", "OffloadScheduler.reset", "self._swap.reset()", "pass"),
-    Mutation("KV of before a reset is saved after it", "RequestState.start_over", "self.saving = False", "pass"),
-    Mutation("KV of before a reset is saved after a swap", "OffloadScheduler.preempt", "_.saving = _", "pass"),
+    Mutation("KV of before a reset is saved after it", "RequestState.start_over", "self.can_save = False", "pass"),
+    Mutation("KV of before a reset is saved after a swap", "OffloadScheduler.preempt", "_.can_save = _", "pass"),
     # Lookups, pins, slots.
     Mutation("an unfinished chunk is found", "ChunkIndex.find", "self._unready and _", "False"),
     Mutation("a pinned chunk is evicted", "ChunkIndex.evict", "_ in pins or ...", "..."),
@@ -245,8 +247,8 @@ MUTATIONS = (
     Mutation(
         "saves are planned as though nobody held staging blocks",
         "Staging.room_for_saves",
-        "self._buffer.num_free",
-        "self._buffer.num_blocks",
+        "self.buffer.num_free",
+        "self.buffer.num_blocks",
     ),
     Mutation(
         "the chunks of a load that was given up before it was sent stay pinned",
@@ -254,7 +256,7 @@ MUTATIONS = (
         "self._index.unpin(...)",
         "",
     ),
-    Mutation("a load that waits is never given up", "LoadQueue.impatient", "now_s >= _.waits_until_s or ...", "False"),
+    Mutation("a load that waits is never given up", "LoadQueue.overdue", "now_s >= _.waits_until_s or ...", "False"),
     Mutation(
         "a load that is given up before it was sent keeps its staging blocks",
         "LoadQueue.remove",
@@ -269,41 +271,41 @@ MUTATIONS = (
         "min(_1, num_computed_tokens + 1)",
     ),
     Mutation(
-        "a chunk that is not full is saved", "SavePlanner.read", "_1 // self._block_size", "-(-_1 // self._block_size)"
+        "a chunk that is not full is saved", "SavePlanner._read", "_1 // self._block_size", "-(-_1 // self._block_size)"
     ),
     Mutation(
         "blocks are saved after their request was preempted",
         "OffloadScheduler._forget",
-        "self._saves.withdraw(...)",
+        "self._saves.clear_offer(...)",
         "",
     ),
     Mutation(
         "the wrong blocks are saved where a prefix has a hole",
-        "SavePlanner._plan_one",
-        "[block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]",
-        "[block_ids[(first + i) * size + j] for i in range(num_saved) for j in range(size)]",
+        "_Batch.add",
+        "[block_ids[i * size + j] for i in chunks for j in range(size)]",
+        "[block_ids[(first + i) * size + j] for i in range(num_chunks) for j in range(size)]",
     ),
     # Early saves.
-    Mutation("what left its blocks before a reset is saved after it", "SavePlanner.reset", "self.leaving.clear()", ""),
+    Mutation("what left its blocks before a reset is saved after it", "SavePlanner.reset", "self.early.clear()", ""),
     Mutation(
         "a preempted request saves KV of before a reset",
-        "LeavingBlocks.preempt",
-        "leaving.promise = leaving.load = leaving.revoked = None",
+        "EarlySaves.preempt",
+        "saved.promise = saved.load = saved.revoked = None",
         """
         _0
-        leaving.saving = True
+        saved.can_save = True
         """,
     ),
     Mutation("a tail is saved whose head is nowhere", "SavePlanner._plan_one", "_ < _.num_gone_chunks", "False"),
     Mutation(
         "a prefix without its head in HBM saves the wrong blocks",
-        "LeavingBlocks.evict",
+        "EarlySaves.evict",
         "[-1] * _1 + _2",
         "_2 + [-1] * _1",
     ),
     Mutation(
         "a preempted request saves the block of its last, sampled token",
-        "LeavingBlocks.preempt",
+        "EarlySaves.preempt",
         "held.num_computed_tokens",
         "held.num_computed_tokens + 1",
     ),
@@ -379,7 +381,7 @@ MUTATIONS = (
         "_1",
     ),
     Mutation(
-        "a probe that was promised is not withdrawn", "LoadPlanner.release", "self._breaker.withdraw(...)", "pass"
+        "a probe that was promised is not withdrawn", "LoadPlanner.release", "self._breaker.cancel_probe(...)", "pass"
     ),
     Mutation("a load is no probe when its promise was", "LoadQueue._send", "self._breaker.hand_over(...)", ""),
     Mutation(
@@ -389,16 +391,16 @@ MUTATIONS = (
     Mutation(
         "the probe of an ended request is not withdrawn",
         "RequestSwap.forget",
-        "self._breakers[_].withdraw(...)",
+        "self._breakers[_].cancel_probe(...)",
         "pass",
     ),
     Mutation(
-        "the probe of a lost request is not withdrawn", "RequestSwap._lose", "self._breakers[_].withdraw(...)", ""
+        "the probe of a lost request is not withdrawn", "RequestSwap._lose", "self._breakers[_].cancel_probe(...)", ""
     ),
     Mutation(
         "the probe of a job that is dropped or cancelled is not withdrawn",
         "Completion.complete",
-        "job.breaker.withdraw(...)",
+        "job.breaker.cancel_probe(...)",
         "pass",
     ),
     # Lost caches, and plans on their way.
@@ -426,7 +428,7 @@ MUTATIONS = (
     Mutation(
         "a swap-out that was planned before the loss was heard of counts",
         "RequestSwap.lose_caches",
-        "_.doom(...)",
+        "_.mark_failed(...)",
         "pass",
     ),
     Mutation(

@@ -75,7 +75,7 @@ class CircuitBreaker:
         if self._state is BreakerState.PROBING and who == self._probe:
             self._probe = job_id
 
-    def withdraw(self, who: Hashable) -> None:
+    def cancel_probe(self, who: Hashable) -> None:
         """A copy will tell nothing: it was given up before its end. The next one may be the probe."""
         if self._state is BreakerState.PROBING and who == self._probe:
             self._state, self._probe = BreakerState.OPEN, None

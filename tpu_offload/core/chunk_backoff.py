@@ -52,7 +52,7 @@ class ChunkBackoff:
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    def num_copyable(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
+    def copyable_end(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
         """Where the chunks `first` to `end - 1` of a prefix stop to be copyable: `end`, or the first that rests."""
         if not self._entries:
             return end
@@ -72,7 +72,7 @@ class ChunkBackoff:
         """The time by which chunks rest."""
         return self._clock()
 
-    def num_trusted(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
+    def trusted_end(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
         """Where the chunks `first` to `end - 1` of a prefix stop to be trusted: `end`, or the first that failed."""
         if not self._entries:
             return end

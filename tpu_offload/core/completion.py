@@ -60,9 +60,9 @@ class Completion:
         elif job.copy_failed:
             job.breaker.failed(job.job_id, job.error)
         else:
-            job.breaker.withdraw(job.job_id)
+            job.breaker.cancel_probe(job.job_id)
 
-    def settle(self, job: Job) -> None:
+    def end_quarantine(self, job: Job) -> None:
         """Nothing of a save that had timed out can land any more: the memory that it wrote is free."""
         if job.slots:
             self._index.end_quarantine(job.slots)

@@ -43,17 +43,17 @@ class LoadQueue:
         self._waiting.remove(load)
         if not self._waiting:
             self._staging.wait_for_loads(queued=False)
-        self._breaker.withdraw(load.account)
+        self._breaker.cancel_probe(load.account)
         self._staging.release(load.account, load.num_staging_blocks, Direction.LOAD)
 
-    def impatient(self, now_s: float) -> list[WaitingLoad]:
+    def overdue(self, now_s: float) -> list[WaitingLoad]:
         """Those that have waited long enough for staging blocks, or wait though loads are suspended."""
         if not self._staging.stages(Direction.LOAD):
             return []
         return [
             load
             for load in self._waiting
-            if self._is_short(load) and (now_s >= load.waits_until_s or not self._breaker.admits(load.account))
+            if self._lacks_staging(load) and (now_s >= load.waits_until_s or not self._breaker.admits(load.account))
         ]
 
     def start(self, now_s: float) -> list[Job]:
@@ -65,10 +65,10 @@ class LoadQueue:
         jobs: list[Job] = []
         kept: list[WaitingLoad] = []
         for load in self._waiting:
-            if self._is_short(load) and not kept:
+            if self._lacks_staging(load) and not kept:
                 num_blocks = load.num_blocks
                 load.num_staging_blocks = self._staging.reserve_load(load.account, num_blocks, next_in_line=True)
-            if self._is_short(load):
+            if self._lacks_staging(load):
                 kept.append(load)
             else:
                 jobs.append(self._send(load, now_s))
@@ -76,7 +76,7 @@ class LoadQueue:
         self._staging.wait_for_loads(queued=bool(kept))
         return jobs
 
-    def _is_short(self, load: WaitingLoad) -> bool:
+    def _lacks_staging(self, load: WaitingLoad) -> bool:
         return not load.num_staging_blocks and self._staging.stages(Direction.LOAD)
 
     def _send(self, load: WaitingLoad, now_s: float) -> Job:
@@ -85,7 +85,7 @@ class LoadQueue:
         job = self._jobs.plan(
             JobKind.LOAD,
             load.parts,
-            who=load.request_id,
+            request=load.request_id,
             account=load.account,
             keys=load.keys,
             slots=load.slots,
@@ -95,6 +95,6 @@ class LoadQueue:
             deadline_s=now_s + self._timeout_s * num_pieces,
         )
         job.failed_blocks = load.failed_blocks
-        job.doomed, job.error = load.doomed, load.error
+        job.all_failed, job.error = load.all_failed, load.error
         self._breaker.hand_over(load.account, job.job_id)
         return job

@@ -67,7 +67,7 @@ class LoadPlanner:
             request.use = dataclasses.replace(request.use, num_in_hbm=first_chunk)
         slots = self._index.find(request.keys, first_chunk)
         if had_failed_load:
-            del slots[self._backoff.num_trusted(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]
+            del slots[self._backoff.trusted_end(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]
         request.num_found_chunks = min(first_chunk + len(slots), len(request.keys))
         request.num_looked_up_tokens = num_tokens - num_computed_tokens
         # One token is left to compute; the block that holds it is loaded if tokens before it come with it.
@@ -113,7 +113,7 @@ class LoadPlanner:
         request.has_kv = True  # the engine has just said what of it is in HBM
         if num_computed_tokens == 0:
             # A reset, or a loss of the caches, has found it waiting, with nothing in HBM that it could have spoilt.
-            request.saving = True
+            request.can_save = True
         request.num_cut_load_blocks = request.num_looked_up_tokens = request.num_found_tokens = 0
         request.awaits_staging = False
         request.at_load_limit = not request.limits.cache
@@ -149,7 +149,7 @@ class LoadPlanner:
         if promise is not None:
             self._index.unpin(promise.keys)
             self._staging.release(request.account, promise.num_staging_blocks, Direction.LOAD)
-            self._breaker.withdraw(request.account)
+            self._breaker.cancel_probe(request.account)
 
     def revoke(self, request: RequestState) -> None:
         """Takes a promise back of which the engine may not have heard when it admits the request."""
@@ -218,7 +218,7 @@ class LoadPlanner:
             waits_until_s=waits_until_s,
         )
         if promise.lost:
-            load.doomed, load.error = True, "the host memory of its chunks was lost"
+            load.all_failed, load.error = True, "the host memory of its chunks was lost"
         return load
 
     def _chunk(self, block: int) -> int:

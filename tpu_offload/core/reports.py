@@ -115,13 +115,13 @@ class Reports:
         for result in report.results:
             if not self._jobs.report(worker_id, result):
                 self._counts.num_ignored_results += 1
-        if report.oldest_job_id <= self._jobs.num_given:
+        if report.oldest_job_id <= self._jobs.next_job_id:
             why = f"worker {worker_id} never reported the result"
             self._counts.num_lost_results += self._jobs.ack_through(worker_id, report.oldest_job_id, why=why)
         else:  # it has been told of jobs that are not ours: another scheduler's, before this one
             self._reject(f"worker {worker_id} is through with job {report.oldest_job_id}, which was never given")
         self._hear_of_losses(report)
-        self._transfers.settle()
+        self._transfers.flush_losses()
         if not (report.results or report.lost_slots or report.lost_swap_blocks):
             self._repeated = report
 
@@ -181,7 +181,7 @@ class Reports:
         self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
         self._swap.limit(self._num_swap_blocks[worker_id])
         # Not over: plans that were made before this report came may be on their way to the new life.
-        self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
+        self._transfers.fail_in_flight(worker_id, why=f"worker {worker_id} was started anew")
         self._num_host_chunks[worker_id] = report.num_host_chunks
         self._index.limit(report.num_host_chunks)
 

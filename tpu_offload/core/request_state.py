@@ -56,21 +56,21 @@ class RequestState:
         them; nobody else's. Empty while nothing is on offer.
       num_offered_chunks: leading chunks of those that should be in the host tier by now; their keys are known.
       num_gone_chunks: leading chunks that have no blocks in HBM any more (of a prefix that HBM evicts).
-      num_looked_at_chunks: how many were offered when it was last tried to save them.
+      num_tried_chunks: how many were offered when it was last tried to save them.
       num_found_chunks: leading chunks that its last match found in the host tier, or that it had in HBM then.
       num_looked_up_tokens: what its last match asked the host tier for, until that is counted (see `OffloadStats`).
       num_found_tokens: how many of these it found.
       num_saved_chunks: leading chunks that are in the host tier or on the way, as last seen.
       num_refused_chunks: chunks after those that found no room when it was last tried; drops if the request
         ends now.
-      rests_until_s: before this time a chunk that it offers may not be copied, and nothing of it is to be looked at.
+      backoff_until_s: before this time a chunk that it offers may not be copied, and nothing of it is to be looked at.
       at_load_limit: whether its last match promised all that its limits allow.
       num_cut_load_blocks: blocks that its last match found and did not promise, for want of staging blocks or because
         loads are suspended; they become drops when the request ends, because until then it may be matched again.
       awaits_staging: whether that was for want of staging blocks alone.
       arriving_since_s: when its matches began to be answered with ARRIVING; None if they were not since it held blocks.
       revoked: what it was promised and had not taken when a reset took it back.
-      saving: False once a reset has made the KV in its blocks worthless to others, or a loss of the caches to all.
+      can_save: False once a reset has made the KV in its blocks worthless to others, or a loss of the caches to all.
       has_kv: False once the caches were lost, until it is matched again: what it has in HBM, by its own blocks or by
         those that its last match found there, is not its KV.
     """
@@ -86,19 +86,19 @@ class RequestState:
     block_tables: list[Ids] = dataclasses.field(default_factory=list)
     num_offered_chunks: int = 0
     num_gone_chunks: int = 0
-    num_looked_at_chunks: int = 0
+    num_tried_chunks: int = 0
     num_found_chunks: int = 0
     num_looked_up_tokens: int = 0
     num_found_tokens: int = 0
     num_saved_chunks: int = 0
     num_refused_chunks: int = 0
-    rests_until_s: float = 0.0
+    backoff_until_s: float = 0.0
     at_load_limit: bool = False
     num_cut_load_blocks: int = 0
     awaits_staging: bool = False
     arriving_since_s: float | None = None
     revoked: Promise | None = None
-    saving: bool = True
+    can_save: bool = True
     has_kv: bool = True
 
     def limit(self, limits: RequestLimits) -> None:
@@ -154,9 +154,9 @@ class RequestState:
         self.namespace = namespace
         self.keys = []
         self.num_found_chunks = self.num_saved_chunks = self.num_refused_chunks = 0
-        self.saving = False
+        self.can_save = False
 
     def lose_caches(self) -> None:
         """The KV that it holds is gone. A promise that rests on nothing in HBM stays what it was."""
         if self.promise is None or self.promise.first_block:
-            self.saving = self.has_kv = False
+            self.can_save = self.has_kv = False

@@ -41,7 +41,7 @@ class SavePolicy(abc.ABC):
         """Leading tokens that may be saved; at most `num_computed_tokens`."""
 
     @abc.abstractmethod
-    def see(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> None:
+    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> None:
         """A request comes by whose prefix these are. One that was preempted and comes back does not count again.
 
         It does not matter where its KV is: what a request finds in HBM it has seen as well.
@@ -98,7 +98,7 @@ class SaveBySightings(SavePolicy):
             return num_computed_tokens
         return min(num_prompt_tokens, num_computed_tokens)
 
-    def see(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> None:
+    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> None:
         """See the base class."""
         if self._sketch is not None:
             self._sketch.add(keys[first:])

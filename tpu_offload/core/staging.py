@@ -173,7 +173,7 @@ class Staging:
     """
 
     def __init__(self, buffer: StagingBufferManager, paths: Mapping[Direction, CopyPath]) -> None:
-        self._buffer = buffer
+        self.buffer = buffer
         self._stages: dict[Direction, bool] = {}
         self._turn = Direction.LOAD
         self._saves_wait = False
@@ -199,14 +199,14 @@ class Staging:
         Returns:
           Staging blocks, 0 if it has to wait. Loads that come later wait as well then, until the next plan.
         """
-        budget = self._buffer.num_blocks
+        budget = self.buffer.num_blocks
         least = min(num_blocks, max(1, budget // _LEAST_SHARE))
         passes_others = self._loads_wait and not next_in_line
-        if passes_others or (self._saves_wait and self._turn is Direction.SAVE) or self._buffer.num_free < least:
+        if passes_others or (self._saves_wait and self._turn is Direction.SAVE) or self.buffer.num_free < least:
             self._matches_wait = True
             return 0
         most = num_blocks if num_blocks <= budget else max(least, budget // _LARGE_SHARE)
-        granted = self._buffer.reserve(account, min(most, self._buffer.num_free), Direction.LOAD)
+        granted = self.buffer.reserve(account, min(most, self.buffer.num_free), Direction.LOAD)
         if self._saves_wait:
             self._turn = Direction.SAVE
         return granted
@@ -215,7 +215,7 @@ class Staging:
         """Blocks that may be saved by the coming plan."""
         if not self._stages[Direction.SAVE]:
             return sys.maxsize
-        return 0 if self._loads_wait and self._turn is Direction.LOAD else self._buffer.num_free
+        return 0 if self._loads_wait and self._turn is Direction.LOAD else self.buffer.num_free
 
     def reserve_save(self, account: str, num_blocks: int) -> int:
         """Takes the staging blocks of a save that there is room for; returns how many, 0 if it needs none."""
@@ -223,12 +223,12 @@ class Staging:
             return 0
         if self._loads_wait:
             self._turn = Direction.LOAD
-        return self._buffer.reserve(account, num_blocks, Direction.SAVE)
+        return self.buffer.reserve(account, num_blocks, Direction.SAVE)
 
     def release(self, account: str, num_blocks: int, direction: Direction) -> None:
         """Gives staging blocks back; none is fine."""
         if num_blocks:
-            self._buffer.release(account, num_blocks, direction)
+            self.buffer.release(account, num_blocks, direction)
 
     def wait_for_loads(self, *, queued: bool) -> None:
         """The coming plan takes all loads, or leaves some in the queue."""

@@ -31,7 +31,7 @@ class SwapPool:
 
     def __init__(self, *, num_groups: int) -> None:
         self._free: list[deque[int]] = [deque() for _ in range(num_groups)]  # taken from the end
-        self._doubtful: list[set[int]] = [set() for _ in range(num_groups)]
+        self._suspect: list[set[int]] = [set() for _ in range(num_groups)]
         self._num_blocks = [0] * num_groups  # that can be had
         self._num_known = [0] * num_groups  # that ever could
         self._unusable: list[set[int]] = [set() for _ in range(num_groups)]
@@ -65,7 +65,7 @@ class SwapPool:
                 self._free[g].extendleft([*back, *range(self._num_known[g], wanted)])
                 self._num_known[g] = max(self._num_known[g], wanted)
                 self._num_blocks[g] = wanted
-                if self._doubtful[g]:
+                if self._suspect[g]:
                     self._sort_free(g)
 
     def limit(self, num_blocks: Sequence[int]) -> None:
@@ -106,18 +106,18 @@ class SwapPool:
             if g == 0:
                 self.forget(free)
 
-    def doubt(self, group_id: int, blocks: Iterable[int]) -> None:
+    def mark_suspect(self, group_id: int, blocks: Iterable[int]) -> None:
         """A copy to these blocks did not count, or their memory was lost."""
-        doubted = set(blocks)
-        self._doubtful[group_id] |= doubted
-        if not doubted.isdisjoint(self._free[group_id]):
+        suspect = set(blocks)
+        self._suspect[group_id] |= suspect
+        if not suspect.isdisjoint(self._free[group_id]):
             self._sort_free(group_id)
 
-    def trust(self, blocks: HostBlocks) -> None:
+    def clear_suspect(self, blocks: HostBlocks) -> None:
         """A copy to these blocks has come to its end."""
-        for g, (doubtful, group) in enumerate(zip(self._doubtful, blocks, strict=True)):
-            if doubtful and not doubtful.isdisjoint(group):
-                doubtful.difference_update(group)
+        for g, (suspect, group) in enumerate(zip(self._suspect, blocks, strict=True)):
+            if suspect and not suspect.isdisjoint(group):
+                suspect.difference_update(group)
                 self._sort_free(g)
 
     def _sort_free(self, group_id: int) -> None:
@@ -125,11 +125,11 @@ class SwapPool:
         self._set_free(group_id, free)
 
     def _set_free(self, group_id: int, blocks: Iterable[int]) -> None:
-        most, doubtful, free = self._num_blocks[group_id], self._doubtful[group_id], self._free[group_id]
+        most, suspect, free = self._num_blocks[group_id], self._suspect[group_id], self._free[group_id]
         for block in blocks:
             if block >= most:
                 self._unusable[group_id].add(block)
-            elif block in doubtful:
+            elif block in suspect:
                 free.appendleft(block)
             else:
                 free.append(block)

@@ -80,7 +80,7 @@ class Transfers:
     def expire_waiting(self, now_s: float) -> None:
         """Ends the loads that have waited too long to be sent."""
         if self._queue:
-            for load in self._queue.impatient(now_s):
+            for load in self._queue.overdue(now_s):
                 self._counts.dropped_load_blocks += load.num_blocks
                 self._give_up_waiting(load)
 
@@ -99,9 +99,9 @@ class Transfers:
             self._end_save(job, bad)
         else:
             # A failure may pass, so a chunk is tried once more. What is late may cost the next request as long again.
-            self.lose(self._index.drop(job.keys if job.state is JobState.TIMED_OUT else too_often))
+            self.mark_lost(self._index.drop(job.keys if job.state is JobState.TIMED_OUT else too_often))
             if not job.detached:
-                self._tell_of(job)
+                self._resume_request(job)
 
     @property
     def has_news(self) -> bool:
@@ -115,7 +115,7 @@ class Transfers:
         finished, self._finished = tuple(self._finished), []
         return loaded, failed, finished
 
-    def tell_failed(self, failed: FailedLoad) -> None:
+    def add_failed_load(self, failed: FailedLoad) -> None:
         """The next update says that a request must compute."""
         self._failed_loads.append(failed)
 
@@ -141,7 +141,7 @@ class Transfers:
         for job in self._jobs.of(*TRANSFERS):
             self._give_up(job, "the cache was reset")
 
-    def doubt(self, worker_id: int, *, why: str) -> None:
+    def fail_in_flight(self, worker_id: int, *, why: str) -> None:
         """A worker was started anew: what it was sent either died with it, or is done by one with empty memory."""
         for job in self._jobs.of(*TRANSFERS):
             if job.state is JobState.SENT and worker_id in job.waiting_for:
@@ -152,9 +152,9 @@ class Transfers:
 
         Saves in flight read their blocks before the loss, or are cancelled by the worker that it hit.
         """
-        self._saves.leaving.clear()
+        self._saves.early.clear()
         for request in self._requests.values():
-            self._saves.withdraw(request)
+            self._saves.clear_offer(request)
             request.lose_caches()
         for load in list(self._queue):
             load.num_valid_tokens = 0
@@ -166,7 +166,7 @@ class Transfers:
 
     def lose_slots(self, first: int, end: int) -> None:
         """Host memory is gone: what was about to use it fails, its other blocks do not."""
-        self.lose(self._index.lose_slots(first, end))
+        self.mark_lost(self._index.lose_slots(first, end))
         self._fail_in(first, end)
 
     def lose_all(self) -> None:
@@ -182,15 +182,15 @@ class Transfers:
                 job.error = job.error or "the host memory of its chunks was lost"
                 job.failed_blocks.update(i for i in range(job.num_blocks) if self._chunk_of(job, i) in gone)
 
-    def lose(self, keys: Sequence[ChunkKey]) -> None:
-        """Requests that counted on these chunks in the host tier save them again, from the next `settle` on."""
+    def mark_lost(self, keys: Sequence[ChunkKey]) -> None:
+        """Requests that counted on these chunks in the host tier save them again, from the next `flush_losses` on."""
         self._lost_keys.update(keys)
 
-    def settle(self) -> None:
+    def flush_losses(self) -> None:
         """What follows from all that was lost and has ended since the last call, once for all of it."""
         lost_later = self._index.tidy()
         if lost_later:
-            self.lose(lost_later)
+            self.mark_lost(lost_later)
         # Once for all of a large loss, however many calls it takes to drop it: this looks through all requests.
         if self._lost_keys and not self._index.is_dropping:
             lost, self._lost_keys = self._lost_keys, set()
@@ -200,9 +200,9 @@ class Transfers:
 
     def _give_up(self, job: Job, why: str) -> None:
         """A job is of no use any more. It ends when the workers are through with it; nobody waits for a load."""
-        job.doom(why)
+        job.mark_failed(why)
         if job.direction is Direction.LOAD and not job.detached:
-            self._tell_of(job)
+            self._resume_request(job)
             self.detach(job)
 
     def _give_up_waiting(self, load: WaitingLoad) -> None:
@@ -219,7 +219,7 @@ class Transfers:
 
     def _bad_chunks(self, job: Job) -> list[int]:
         """Which of the job's chunks were not copied."""
-        if job.doomed:
+        if job.all_failed:
             return list(range(len(job.keys)))
         return sorted({self._chunk_of(job, position) for position in job.failed_blocks})
 
@@ -228,7 +228,7 @@ class Transfers:
         if job.state is JobState.FINISHED:
             self._backoff.succeeded(job.keys, job.direction)
         elif job.copy_failed:
-            return self._backoff.failed(bad, job.direction, job_id=job.job_id, next_job_id=self._jobs.num_given)
+            return self._backoff.failed(bad, job.direction, job_id=job.job_id, next_job_id=self._jobs.next_job_id)
         return []
 
     def _end_save(self, job: Job, bad: Sequence[int]) -> None:
@@ -241,9 +241,9 @@ class Transfers:
             keys = [job.keys[i] for i in bad]
             quarantine = job.state is JobState.TIMED_OUT
             self._index.complete(keys, [job.slots[i] for i in bad], success=False, quarantine=quarantine)
-            self.lose(keys)
+            self.mark_lost(keys)
 
-    def _tell_of(self, job: Job) -> None:
+    def _resume_request(self, job: Job) -> None:
         """A load has ended, or will for nothing: its request goes on."""
         request_id = job.wire.request_id
         self._requests[request_id].load = None
@@ -253,7 +253,7 @@ class Transfers:
             return
         self._had_failed_loads.add(request_id)
         # What came before the first hole can be used.
-        num_loaded = 0 if job.doomed else min(position % _blocks_per_group(job) for position in job.failed_blocks)
+        num_loaded = 0 if job.all_failed else min(position % _blocks_per_group(job) for position in job.failed_blocks)
         self._counts.loaded_tokens += num_loaded * self._block_size
         self._failed_loads.append(
             FailedLoad(request_id=request_id, num_valid_tokens=job.num_valid_tokens + num_loaded * self._block_size)

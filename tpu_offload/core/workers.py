@@ -9,12 +9,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import ConfigError
+from tpu_offload.layout import KVLayout
 from tpu_offload.types import CacheEpoch, StepReport, WorkerSetup
 
 _logger = logging.getLogger(__name__)
 
-# What has to be alike on all workers, beside what the scheduler has itself, and how it is set.
+# Fields of `WorkerSetup` that all workers must agree on, beside those that the scheduler knows, and how they are set.
 _ALIKE = {
     "save_path": "TPU_OFFLOAD_SAVE_PATH, and TPU_OFFLOAD_COPY_PROFILE for auto",
     "load_path": "TPU_OFFLOAD_LOAD_PATH, and TPU_OFFLOAD_COPY_PROFILE for auto",
@@ -28,7 +30,19 @@ OWN = {
     "bucket_blocks": "TPU_OFFLOAD_BLOCK_SIZE_BUCKETS",
     "max_swap_blocks": "TPU_OFFLOAD_SWAP_GB",
 }
-"""Fields of `WorkerSetup` that the scheduler has a value of its own for, and how they are set."""
+"""Fields of `WorkerSetup` that must agree with the scheduler's settings, and how they are set."""
+
+
+def expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
+    """For each field in `OWN`, the value that every worker's setup must have."""
+    return {
+        "fingerprint": layout.fingerprint().hex(),
+        "blocks_per_chunk": config.blocks_per_chunk if config.enabled else 0,
+        "staging_blocks": config.staging_blocks(layout) if config.enabled else 0,
+        "max_load_blocks": config.max_load_blocks(layout) if config.enabled else 0,
+        "bucket_blocks": tuple(config.block_size_buckets),
+        "max_swap_blocks": config.max_swap_blocks(layout),
+    }
 
 
 @final

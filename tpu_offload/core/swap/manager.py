@@ -262,7 +262,7 @@ class RequestSwap:
         if swapped is not None:
             self._detach(swapped)
             self._jobs.release(swapped)
-            self._breakers[Direction.LOAD].withdraw(request_id)
+            self._breakers[Direction.LOAD].cancel_probe(request_id)
         self._returned_at.pop(request_id, None)
         for news in (self._lost, self._swapped_in):
             if request_id in news:
@@ -303,12 +303,12 @@ class RequestSwap:
     def lose_blocks(self, group_id: int, first: int, end: int) -> None:
         """Memory of the pool is gone: what was in it is lost, and copies to and from there fail."""
         gone = set(range(first, min(end, self._pool.num_blocks[group_id])))
-        self._pool.doubt(group_id, gone)
+        self._pool.mark_suspect(group_id, gone)
         if group_id == 0:
             self._pool.forget(gone)
         for job in self._jobs:
             if not gone.isdisjoint(job.pool_blocks[group_id]):
-                job.doom("the memory of its blocks in the swap pool was lost")
+                job.mark_failed("the memory of its blocks in the swap pool was lost")
         for swapped in list(self._swapped.values()):
             if not gone.isdisjoint(swapped.pool_blocks[group_id]):
                 self._lose(swapped)
@@ -326,13 +326,13 @@ class RequestSwap:
         """All KV in HBM is gone: what was about to be copied out of it fails. What was sent the workers judge."""
         for job in self._jobs:
             if job.direction is Direction.SAVE and job.state is JobState.PLANNED:
-                job.doom("the KV caches were lost")
+                job.mark_failed("the KV caches were lost")
 
     def lose_slots(self, first: int, end: int) -> None:
         """The same of the host tier."""
         for job in self._jobs:
             if any(first <= slot < end for slot in job.slots):
-                job.doom("the host memory of its chunks was lost")
+                job.mark_failed("the host memory of its chunks was lost")
         for swapped in list(self._swapped.values()):
             if any(first <= slot < end for slot in swapped.tier_slots):
                 self._lose(swapped)
@@ -340,7 +340,7 @@ class RequestSwap:
     def reset(self) -> None:
         """What is swapped out is no longer what the model would compute: all of it must be recomputed."""
         for job in self._jobs:
-            job.doom("the cache was reset")
+            job.mark_failed("the cache was reset")
             self._pool.forget(job.pool_blocks[0])
         for swapped in list(self._swapped.values()):
             self._lose(swapped)
@@ -392,7 +392,7 @@ class RequestSwap:
     def _is_trusted(self, request_id: str) -> bool:
         """Whether a request's KV is what its hashes say; not if it is of before a reset."""
         request = self._requests.get(request_id)
-        return request is None or request.saving
+        return request is None or request.can_save
 
     def _get(self, request_id: str) -> Swapped:
         check_request(request_id)
@@ -461,7 +461,7 @@ class RequestSwap:
         del self._swapped[swapped.request_id]
         self._detach(swapped)
         self._jobs.release(swapped)
-        self._breakers[Direction.LOAD].withdraw(swapped.request_id)
+        self._breakers[Direction.LOAD].cancel_probe(swapped.request_id)
         self._lost.append(swapped.request_id)
         self._counts.num_lost_swaps += 1
 
@@ -480,7 +480,7 @@ class RequestSwap:
         """What is tried out is this copy; without one there is nothing to learn."""
         breaker = self._breakers[direction]
         if job is None:
-            breaker.withdraw(swapped.request_id)
+            breaker.cancel_probe(swapped.request_id)
         else:
             breaker.hand_over(swapped.request_id, job.job_id)
 
@@ -488,9 +488,9 @@ class RequestSwap:
         if failed:
             self._pool.forget(job.pool_blocks[0])
             for group_id, blocks in enumerate(job.pool_blocks):
-                self._pool.doubt(group_id, blocks)
+                self._pool.mark_suspect(group_id, blocks)
         else:
-            self._pool.trust(job.pool_blocks)
+            self._pool.clear_suspect(job.pool_blocks)
         for swapped in list(self._swapped.values()):
             if job.job_id in swapped.writers:
                 swapped.writers.remove(job.job_id)
