@@ -1007,7 +1007,7 @@ def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
     engine.scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
     others: list[BlockHash] = []
     engine.hasher.extend(others, tokens(16, start=50))
-    with pytest.raises(RequestError, match=r"the hash of block 3 is not the one it had before"):
+    with pytest.raises(RequestError, match=r"the hash of block 3 differs from that of an earlier call"):
         engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0)
     engine.scheduler.check_invariants()
     engine.scheduler.finish("b")

@@ -228,7 +228,7 @@ MUTATIONS = (
     Mutation("a match does not pin", "LoadPlanner.match", "self._index.pin(...)", ""),
     Mutation(
         "a request is promised its last token",
-        "LoadPlanner.match",
+        "LoadPlanner._num_loadable",
         "min(_1 * self._block_size, num_tokens - 1)",
         "min(_1 * self._block_size, num_tokens)",
     ),

@@ -3,7 +3,7 @@
 There are two kinds. A preempted request gives its blocks back and will return: all that it has computed is saved,
 generated tokens included, however rarely its chunks were seen, because it is certain to reuse them. And the engine's
 prefix cache evicts blocks. A chunk is of use only behind the chunks before it, so with a block goes all of its prefix
-that the host tier lacks. Most of that would be evicted next anyway: HBM too evicts the tail of a prefix before its head.
+that the host tier lacks. Most of that would be evicted next: HBM too evicts the tail of a prefix before its head.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""Loads that the engine has granted blocks for, until a plan takes them.
+"""Loads whose blocks the engine has granted, until a plan contains them.
 
-The next plan takes them all, but for staged ones that find too little of the staging buffer free: those wait in their
-order, for a bounded time. A load gets its job id when it goes with a plan, so that ids rise from plan to plan.
+The next plan contains them all, except staged loads without free staging blocks: those wait in order, for a bounded
+time. A load gets its job id when it is planned, so that ids rise from plan to plan.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from tpu_offload.types import Direction, JobKind
 
 @final
 class LoadQueue:
-    """The loads that wait, first come first.
+    """The waiting loads, first in, first out.
 
     Args:
-      context: where they reserve and go.
+      context: the scheduler's shared state.
     """
 
     def __init__(self, context: TierContext) -> None:
@@ -35,11 +35,11 @@ class LoadQueue:
         return iter(self._waiting)
 
     def add(self, load: WaitingLoad) -> None:
-        """It goes with the next plan, or waits."""
+        """Queues a load."""
         self._waiting.append(load)
 
     def remove(self, load: WaitingLoad) -> None:
-        """It is not to be sent any more; its staging blocks are free."""
+        """Drops a load and releases its staging blocks."""
         self._waiting.remove(load)
         if not self._waiting:
             self._staging.wait_for_loads(queued=False)
@@ -47,7 +47,7 @@ class LoadQueue:
         self._staging.release(load.account, load.num_staging_blocks, Direction.LOAD)
 
     def overdue(self, now_s: float) -> list[WaitingLoad]:
-        """Those that have waited long enough for staging blocks, or wait though loads are suspended."""
+        """Loads that have waited too long for staging blocks, or wait while loads are suspended."""
         if not self._staging.stages(Direction.LOAD):
             return []
         return [
@@ -57,7 +57,7 @@ class LoadQueue:
         ]
 
     def start(self, now_s: float) -> list[Job]:
-        """Makes jobs of those that can go with the plan at hand."""
+        """Turns the loads that have staging blocks, or need none, into jobs of the coming plan."""
         if not self._staging.stages(Direction.LOAD):
             loads, self._waiting = self._waiting, []
             self._staging.wait_for_loads(queued=False)
