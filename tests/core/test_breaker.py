@@ -55,7 +55,7 @@ def test_one_probe_at_a_time_closes_it(caplog):
     assert breaker.closed
     assert breaker.admits("b")
     assert caplog.messages == [
-        "loads have failed 3 times in a row (injected): there are none for 5 s, then one is tried",
+        "loads have failed 3 times in a row (injected): suspended for 5 s, then one is tried",
         "loads work again",
     ]
 

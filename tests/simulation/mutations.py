@@ -172,13 +172,13 @@ MUTATIONS = (
     Mutation("jobs never time out", "JobTable.expire", "... and _.deadline_s <= now_s", "False"),
     Mutation(
         "a former life of a worker is listened to",
-        "Reports._is_of_an_earlier_life",
+        "ReportHandler._is_stale",
         "... or report.incarnation >= _",
         "True",
     ),
     Mutation(
         "nobody notices that a worker was started anew",
-        "Reports._note_life",
+        "ReportHandler._check_incarnation",
         """
         if known:
             ...
@@ -191,21 +191,24 @@ MUTATIONS = (
         """,
     ),
     Mutation(
-        "the slots that a new life of a worker lacks are used", "Reports._start_anew", "self._index.limit(...)", "pass"
+        "the slots that a new life of a worker lacks are used",
+        "ReportHandler._handle_restart",
+        "self._index.limit(...)",
+        "pass",
     ),
     Mutation(
         "what a worker was sent is over when it was started anew",
-        "Reports._start_anew",
+        "ReportHandler._handle_restart",
         "self._transfers.fail_in_flight(_1, ...)",
         "self._jobs.ack_through(_1, self._jobs.next_job_id, why='')",
     ),
     Mutation(
         "a slot is usable when the first worker has it",
-        "Reports._take",
+        "ReportHandler._apply_valid",
         "min(_1, *self._num_host_chunks.values())",
         "min(_1, max(self._num_host_chunks.values()))",
     ),
-    Mutation("lost slots are passed over", "Reports._lose_slots", "self._transfers.lose_slots(...)", "pass"),
+    Mutation("lost slots are passed over", "ReportHandler._lose_slots", "self._transfers.lose_slots(...)", "pass"),
     # Reset.
     Mutation("a reset drops no chunk", "OffloadScheduler.reset", "self._index.clear()", "pass"),
     Mutation("copies in flight survive a reset", "Transfers.reset", "self._give_up(...)", "pass"),
@@ -406,7 +409,7 @@ MUTATIONS = (
     # Lost caches, and plans on their way.
     Mutation(
         "a loss of the caches changes nothing but the plans",
-        "Reports._lose_caches",
+        "ReportHandler._handle_cache_loss",
         "self._transfers.lose_caches()",
         "",
     ),
@@ -417,12 +420,15 @@ MUTATIONS = (
         "StepPlan(...)",
     ),
     Mutation(
-        "the engine does not hear that the caches are gone", "Reports._lose_caches", "self._lost_caches.append(...)", ""
+        "the engine does not hear that the caches are gone",
+        "ReportHandler._handle_cache_loss",
+        "self._lost_caches.append(...)",
+        "",
     ),
     Mutation(
         "a worker that was started anew has its old caches",
-        "Reports._note_life",
-        "self._lose_caches(report)",
+        "ReportHandler._check_incarnation",
+        "self._handle_cache_loss(report)",
         "self._workers.set_epoch(CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=0))",
     ),
     Mutation(

@@ -97,7 +97,7 @@ class CircuitBreaker:
                 self._num_opened += 1
                 self._open()
                 _logger.error(
-                    "%s have failed %d times in a row (%s): there are none for %g s, then one is tried",
+                    "%s have failed %d times in a row (%s): suspended for %g s, then one is tried",
                     self._what, self._num_failed, error, self._retry_s,
                 )  # fmt: skip
         elif self._state is BreakerState.PROBING and job_id == self._probe:

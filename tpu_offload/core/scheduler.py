@@ -38,7 +38,7 @@ from tpu_offload.core.engine_api import MISS, CachedPrefix, Match, RequestLimits
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy
-from tpu_offload.core.reports import Reports
+from tpu_offload.core.report_handler import ReportHandler
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_OFFERS, Offers, SavePlanner
@@ -109,9 +109,9 @@ class OffloadScheduler:
         self._transfers = Transfers(context, queue=self._queue, saves=self._saves)
         self._swap = RequestSwap(context)
         self._workers = Workers(
-            num_workers, own=expected_setup(config, layout), clock=clock, patience_s=config.job_timeout_s
+            num_workers, expected=expected_setup(config, layout), clock=clock, warn_after_s=config.job_timeout_s
         )
-        self._reports = Reports(
+        self._report_handler = ReportHandler(
             context, workers=self._workers, save_policy=self._save_policy, transfers=self._transfers, swap=self._swap
         )
         self._num_steps = 0
@@ -343,7 +343,7 @@ class OffloadScheduler:
         """
         offers = self._saves.read(changed) if self._enabled else NO_OFFERS
         now_s = self._clock()
-        self._workers.miss(now_s)
+        self._workers.warn_missing(now_s)
         self._transfers.expire_waiting(now_s)
         self._jobs.expire(now_s)
         self._transfers.flush_losses()
@@ -374,7 +374,7 @@ class OffloadScheduler:
           ConfigError: with the first reports of a worker that was not made for this scheduler: there are more workers
             than `num_workers`, two with one id, or one with other settings. Nothing is offloaded until that is fixed.
         """
-        self._reports.apply(report)
+        self._report_handler.apply(report)
         return self.take_update()
 
     def take_update(self) -> Update:
@@ -392,7 +392,7 @@ class OffloadScheduler:
             transfers=transfers,
             swapped_in=swapped_in,
             lost_swaps=lost_swaps,
-            lost_caches=self._reports.take_lost_caches(),
+            lost_caches=self._report_handler.take_lost_caches(),
         )
 
     # State.
@@ -421,7 +421,7 @@ class OffloadScheduler:
 
     @property
     def _has_news(self) -> bool:
-        return self._transfers.has_news or self._swap.has_news or self._reports.has_news
+        return self._transfers.has_news or self._swap.has_news or self._report_handler.has_news
 
     def _plan_transfers(self, offers: Offers, now_s: float) -> tuple[int, ...]:
         """Plans saves and loads; returns the ids of loads to cancel."""
