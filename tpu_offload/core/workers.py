@@ -17,12 +17,12 @@ from tpu_offload.types import CacheEpoch, StepReport, WorkerSetup
 _logger = logging.getLogger(__name__)
 
 # Fields of `WorkerSetup` that all workers must agree on, beside those that the scheduler knows, and how they are set.
-_SAME = {
+_SAME_ON_ALL_WORKERS = {
     "save_path": "TPU_OFFLOAD_SAVE_PATH, and TPU_OFFLOAD_COPY_PROFILE for auto",
     "load_path": "TPU_OFFLOAD_LOAD_PATH, and TPU_OFFLOAD_COPY_PROFILE for auto",
 }
 _SAME_IN_ONE_PROGRAM = {"segment_chunks": "TPU_OFFLOAD_HOST_SEGMENT_GB and the size of the host tier"}
-_EXPECTED = {
+_SAME_AS_SCHEDULER = {
     "fingerprint": "the model and its KV caches, of which the scheduler's layout was made",
     "blocks_per_chunk": "TPU_OFFLOAD_BLOCKS_PER_CHUNK and the sizes that turn offloading on",
     "staging_blocks": "the size of the staging buffer (TPU_OFFLOAD_STAGING_BUFFER_TOKENS, _GB or _NUM_STAGING_BLOCKS)",
@@ -34,7 +34,7 @@ _EXPECTED = {
 
 
 def expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
-    """For each field in `_EXPECTED`, the value that every worker's setup must have."""
+    """For each field in `_SAME_AS_SCHEDULER`, the value that every worker's setup must have."""
     return {
         "fingerprint": layout.fingerprint().hex(),
         "blocks_per_chunk": config.blocks_per_chunk if config.enabled else 0,
@@ -130,14 +130,14 @@ class Workers:
         )
 
     def _check_same(self, worker_id: int, setup: WorkerSetup) -> None:
-        for field, how in _EXPECTED.items():
+        for field, how in _SAME_AS_SCHEDULER.items():
             if getattr(setup, field) != self._expected[field]:
                 raise _mismatch(worker_id, setup, field, "the scheduler", self._expected[field], how)
         for other_id, other in self._setups.items():
             if other_id == worker_id:
                 continue
             one_program = setup.num_processes > 1 and other.num_processes > 1
-            for field, how in (_SAME | (_SAME_IN_ONE_PROGRAM if one_program else {})).items():
+            for field, how in (_SAME_ON_ALL_WORKERS | (_SAME_IN_ONE_PROGRAM if one_program else {})).items():
                 if getattr(setup, field) and getattr(other, field) and getattr(setup, field) != getattr(other, field):
                     raise _mismatch(worker_id, setup, field, f"worker {other_id}", getattr(other, field), how)
 
