@@ -69,14 +69,12 @@ class OffloadScheduler:
       config: the settings. With a size of zero nothing is ever matched or saved.
       layout: what a block is made of.
       num_workers: workers that report each step; a job ends when all have reported it.
-      policy: makes eviction policies of the host tier, usually a class; called once for each priority in use. By
-        default the policy that the settings name.
+      policy: makes an eviction policy of the host tier for each priority in use; by default the one in the settings.
       save_policy: what is saved, and when; likewise.
       clock: monotonic seconds.
       record_events: keeps events for `take_events`, which the engine then has to call.
     Raises:
-      ConfigError: the staging buffer or the host tier is smaller than one chunk, there is no worker, or no eviction
-        policy can be made.
+      ConfigError: the staging buffer or the host tier is smaller than one chunk, no workers, or an invalid policy.
       LayoutError: the host tier is on and does not support the layout.
     """
 
