@@ -189,7 +189,7 @@ def test_jobs_that_time_out_open_it_as_well():
     assert (stats.staging_reserved_blocks, stats.num_jobs_in_flight) == (0, 0)
 
 
-def test_a_reset_is_nobodys_failure():
+def test_a_reset_counts_as_no_failure():
     engine = FakeEngine(breaker_failures=1)
     engine.add("a", tokens(8))
     engine.step({"a": 8})

@@ -258,7 +258,7 @@ def test_auto_is_bounded_as_staged_until_a_worker_says_what_it_came_to() -> None
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 10_000))
-def test_nobody_starves_whatever_the_others_want(budget, seed) -> None:
+def test_saves_and_loads_do_not_starve_each_other(budget, seed) -> None:
     """Saves and loads without end want more than there is: every load gets its turn, and saves go on."""
     rng = random.Random(seed)
     buffer = StagingBufferManager(budget)

@@ -38,7 +38,7 @@ def test_a_prefix_that_is_worth_it_ends_where_others_part():
     assert policy.num_chunks_worth_saving(other, 0, 7) == 3
     assert policy.num_chunks_worth_saving(other, 1, 7) == 2
     assert policy.num_chunks_worth_saving(other, 3, 7) == 0
-    policy.observe(Use(2), other, 5)  # it had been told of the first five
+    policy.observe(Use(2), other, 5)  # the first five were recorded before
     assert policy.num_chunks_worth_saving(other, 5, 7) == 2
     assert policy.num_chunks_worth_saving(other, 0, 7) == 3, "never a hole"
 

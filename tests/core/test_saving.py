@@ -432,7 +432,7 @@ def test_the_highest_priority_is_saved_first(early) -> None:
 
 
 class Uses(EvictionPolicy):
-    """LRU that writes down what it is told."""
+    """LRU that records its calls."""
 
     def __init__(self) -> None:
         self.lru = LRUPolicy()

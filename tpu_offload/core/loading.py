@@ -29,6 +29,7 @@ class LoadPlanner:
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_groups = context.num_groups
         self._config = context.config
+        self._counts = context.counts
         self._clock = context.clock
 
     def match(
@@ -171,6 +172,12 @@ class LoadPlanner:
             and end < len(request.keys)
             and self._index.state(request.keys[end]) is ChunkState.PENDING
         )
+
+    def count_lookup(self, request: RequestState) -> None:
+        """Counts the last match as a lookup, once."""
+        self._counts.looked_up_tokens += request.num_looked_up_tokens
+        self._counts.found_tokens += request.num_found_tokens
+        request.num_looked_up_tokens = request.num_found_tokens = 0
 
     def release(self, request: RequestState) -> None:
         """Releases the promise, if there is one."""

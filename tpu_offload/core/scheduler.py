@@ -210,13 +210,13 @@ class OffloadScheduler:
                 self._requests[request_id] = self._requests.new(request_id)
             else:
                 self._loads.release(request)
-                self._count_lookup(request)
+                self._loads.count_lookup(request)
             return
         if request is None:
             raise RequestError(f"request {request_id} admits {num_loaded_tokens} loaded tokens but was never matched")
         revoked = self._loads.admit_revoked(request, num_loaded_tokens=num_loaded_tokens)
         if revoked is not None:
-            self._count_lookup(request)
+            self._loads.count_lookup(request)
             self._transfers.add_failed_load(revoked)
             return
         load = self._loads.admit(
@@ -226,7 +226,7 @@ class OffloadScheduler:
             waits_until_s=self._clock() + self._config.load_wait_s,
         )
         self._transfers.send(load)
-        self._count_lookup(request)
+        self._loads.count_lookup(request)
         self._counts.matched_tokens += num_loaded_tokens
 
     def evict(self, prefix: CachedPrefix) -> None:
@@ -295,7 +295,7 @@ class OffloadScheduler:
         """A request ended, in whatever state, swapped out included. Unknown requests are fine."""
         check_request(request_id)
         if (request := self._requests.get(request_id)) is not None:
-            self._count_lookup(request)
+            self._loads.count_lookup(request)
         self._forget(request_id)
         self._transfers.forget(request_id)
         self._saves.forget(request_id)
@@ -442,9 +442,3 @@ class OffloadScheduler:
         self._index.touch(request.use, request.keys, max(request.num_saved_chunks, request.num_found_chunks))
         if request.load is not None:
             self._transfers.detach(request.load)
-
-    def _count_lookup(self, request: RequestState) -> None:
-        """Counts its last match as a lookup, once."""
-        self._counts.looked_up_tokens += request.num_looked_up_tokens
-        self._counts.found_tokens += request.num_found_tokens
-        request.num_looked_up_tokens = request.num_found_tokens = 0
