@@ -304,9 +304,10 @@ class SavePlanner:
     def _in_turn(self, room: int) -> Collection[RequestState]:
         """The unsaved requests: those that have waited longest first, or if a plan cannot take all, the smallest."""
         waiting = self._unsaved.values()
-        if room < MAX_CHUNKS_PER_PLAN or sum(map(_num_unsaved, waiting)) <= MAX_CHUNKS_PER_PLAN:
+        if room < MAX_CHUNKS_PER_PLAN:
             return waiting
-        return sorted(waiting, key=_num_unsaved)
+        num_chunks = sum([r.num_offered_chunks - r.num_saved_chunks for r in waiting])
+        return waiting if num_chunks <= MAX_CHUNKS_PER_PLAN else sorted(waiting, key=_num_unsaved)
 
     def _mark_unsaved(self, request: RequestState) -> None:
         if request.num_offered_chunks > request.num_saved_chunks and request.can_save:

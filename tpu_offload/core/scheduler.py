@@ -39,7 +39,6 @@ from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.loading import LoadPlanner
 from tpu_offload.core.policies import EvictionPolicy
 from tpu_offload.core.report_handler import ReportHandler
-from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_OFFERS, Offers, SavePlanner
 from tpu_offload.core.swap import RequestSwap
