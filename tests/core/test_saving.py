@@ -151,7 +151,7 @@ def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
     assert engine.step()[0].of(JobKind.EARLY_SAVE) == ()
     engine.scheduler.evict(prefix(request))
     engine.scheduler.preempt("a", held=engine.held(request))
-    engine.scheduler.lose_caches()
+    engine.scheduler.mark_caches_lost()
     assert engine.step()[0].of(JobKind.EARLY_SAVE) == ()
 
 
@@ -241,7 +241,7 @@ def test_what_a_load_was_still_bringing_is_not_saved() -> None:
     assert request is not None
     assert (request.loading, request.num_computed) == (True, 8)
     engine.step()
-    engine.scheduler.lose_caches()
+    engine.scheduler.mark_caches_lost()
     request.num_computed = 16  # whatever the engine says
     engine.scheduler.preempt("b", held=engine.held(request))
     engine.scheduler.reset()

@@ -167,7 +167,7 @@ def test_it_is_told_once_and_plans_name_the_new_caches(engine):
 def test_what_the_engine_knows_already_is_no_news(engine):
     engine.add("a", tokens(16))
     engine.step({"a": 7})
-    engine.scheduler.lose_caches(CacheEpoch(worker_id=0, incarnation=0, num_losses=1))
+    engine.scheduler.mark_caches_lost(CacheEpoch(worker_id=0, incarnation=0, num_losses=1))
     engine.remove("a", preempt=True)
     engine.add("a", tokens(16))
     plan, _ = engine.step({"a": 16})
@@ -255,7 +255,7 @@ def test_a_promise_that_rests_on_lost_kv_is_void(engine):
 )
 def test_an_epoch_of_no_worker_is_refused(engine, wrong):
     with pytest.raises(RequestError) as caught:
-        engine.scheduler.lose_caches(wrong)
+        engine.scheduler.mark_caches_lost(wrong)
     assert "\n" not in str(caught.value)
     assert engine.scheduler.plan_step(()).cache_epochs == ((0, 0),)
 

@@ -208,7 +208,9 @@ MUTATIONS = (
         "min(_1, *self._num_host_chunks.values())",
         "min(_1, max(self._num_host_chunks.values()))",
     ),
-    Mutation("lost slots are passed over", "ReportHandler._lose_slots", "self._transfers.lose_slots(...)", "pass"),
+    Mutation(
+        "lost slots are passed over", "ReportHandler._mark_slots_lost", "self._transfers.mark_slots_lost(...)", "pass"
+    ),
     # Reset.
     Mutation("a reset drops no chunk", "OffloadScheduler.reset", "self._index.clear()", "pass"),
     Mutation("copies in flight survive a reset", "Transfers.reset", "self._give_up(...)", "pass"),
@@ -410,7 +412,7 @@ MUTATIONS = (
     Mutation(
         "a loss of the caches changes nothing but the plans",
         "ReportHandler._handle_cache_loss",
-        "self._transfers.lose_caches()",
+        "self._transfers.mark_caches_lost()",
         "",
     ),
     Mutation(

@@ -10,7 +10,7 @@ _BOUNDED = (
     "_context.index",  # slots and resident chunks; `check_invariants` holds them together
     "_num_host_chunks", "_num_swap_blocks", "_oldest", "breakers",  # one entry each
     "_workers._expected", "_workers._setups", "_workers._missing",  # likewise
-    "swap_pool._free", "swap_pool._suspect", "swap_pool._num_blocks",  # places of the swap pool
+    "swap_pool._free", "swap_pool._doubtful", "swap_pool._num_blocks",  # places of the swap pool
     "swap_pool._num_known", "swap_pool._unusable",
     "_swap._returned_at",  # the last 32 steps
     "backoff._entries",  # the last chunks that failed, at most 4096

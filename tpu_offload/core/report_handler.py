@@ -110,7 +110,7 @@ class ReportHandler:
         if report.num_swap_blocks:
             self._grow_swap_pool(report)
         for first, end in report.lost_slots:
-            self._lose_slots(first, end)
+            self._mark_slots_lost(first, end)
         for group_id, first, end in report.lost_swap_blocks:
             self._swap.lose_blocks(group_id, first, end)
         for result in report.results:
@@ -170,7 +170,7 @@ class ReportHandler:
             CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=report.num_cache_losses)
         )
         self._lost_caches.append(report.worker_id)
-        self._transfers.lose_caches()
+        self._transfers.mark_caches_lost()
         self._swap.lose_caches()
 
     def _handle_restart(self, report: StepReport) -> None:
@@ -179,7 +179,7 @@ class ReportHandler:
         _logger.error("worker %d has restarted; the host tier is empty", worker_id)
         self._counts.num_worker_restarts += 1
         self._swap.lose_slots(0, self._max_host_chunks)
-        self._transfers.lose_all()
+        self._transfers.mark_tier_lost()
         self._mark_promises_lost(0, self._max_host_chunks)
         self._swap.lose_all()
         self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
@@ -194,10 +194,10 @@ class ReportHandler:
         self._num_swap_blocks[report.worker_id] = report.num_swap_blocks
         self._swap.grow([min(counts) for counts in zip(*self._num_swap_blocks.values(), strict=True)])
 
-    def _lose_slots(self, first: int, end: int) -> None:
+    def _mark_slots_lost(self, first: int, end: int) -> None:
         """Host memory is gone: drops its chunks and fails the jobs and promises that use it."""
         self._swap.lose_slots(first, end)
-        self._transfers.lose_slots(first, end)
+        self._transfers.mark_slots_lost(first, end)
         self._mark_promises_lost(first, end)
 
     def _mark_promises_lost(self, first: int, end: int) -> None:

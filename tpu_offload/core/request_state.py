@@ -155,7 +155,7 @@ class RequestState:
         self.num_found_chunks = self.num_saved_chunks = self.num_refused_chunks = 0
         self.can_save = False
 
-    def lose_caches(self) -> None:
+    def mark_caches_lost(self) -> None:
         """The KV that it holds is gone. A promise that begins at its first block needs none, and stays."""
         if self.promise is None or self.promise.first_block:
             self.can_save = self.has_kv = False

@@ -244,7 +244,7 @@ class OffloadScheduler:
             request.limit(self._requests.within_defaults(prefix.limits))
             self._saves.early.evict(prefix, request)
 
-    def lose_caches(self, epoch: CacheEpoch | None = None) -> None:
+    def mark_caches_lost(self, epoch: CacheEpoch | None = None) -> None:
         """All KV in HBM is gone, as the engine knows before a report says so.
 
         The engine has to preempt every request that holds blocks, without `held`. Until then none of those blocks is
@@ -263,7 +263,7 @@ class OffloadScheduler:
             known = self._workers.known_epoch(epoch.worker_id)
             if known[0] == epoch.incarnation and known[1] < epoch.num_losses:
                 self._workers.set_epoch(epoch)
-        self._transfers.lose_caches()
+        self._transfers.mark_caches_lost()
         self._swap.lose_caches()
 
     def preempt(self, request_id: str, *, held: ScheduledRequest | None = None) -> None:

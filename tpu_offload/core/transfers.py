@@ -147,7 +147,7 @@ class Transfers:
             if job.state is JobState.SENT and worker_id in job.waiting_for:
                 self._give_up(job, why)
 
-    def lose_caches(self) -> None:
+    def mark_caches_lost(self) -> None:
         """All KV in HBM is gone: clears all offers and fails all loads.
 
         Saves in flight have read their blocks before the loss, or are cancelled by the worker that lost its caches.
@@ -155,7 +155,7 @@ class Transfers:
         self._saves.early.clear()
         for request in self._requests.values():
             self._saves.clear_offer(request)
-            request.lose_caches()
+            request.mark_caches_lost()
         for load in list(self._queue):
             load.num_valid_tokens = 0
             self._give_up_waiting(load)
@@ -164,12 +164,12 @@ class Transfers:
                 job.num_valid_tokens = 0
                 self._give_up(job, "the KV caches were lost")
 
-    def lose_slots(self, first: int, end: int) -> None:
+    def mark_slots_lost(self, first: int, end: int) -> None:
         """Host memory is gone: fails the blocks that jobs copy from or to it, and drops its chunks."""
         self.mark_lost(self._index.lose_slots(first, end))
         self._fail_in(first, end)
 
-    def lose_all(self) -> None:
+    def mark_tier_lost(self) -> None:
         """All host memory is gone. O(jobs + requests), however many chunks there were."""
         self._index.clear()
         self._fail_in(0, sys.maxsize)

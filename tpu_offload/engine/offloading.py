@@ -156,7 +156,7 @@ class Offloading:
 
     def lose_caches(self) -> None:
         """The KV caches were lost and replaced. Then call `abandon` for every sequence that holds blocks."""
-        self._scheduler.lose_caches(self._worker.cache_epoch)
+        self._scheduler.mark_caches_lost(self._worker.cache_epoch)
 
     def reset(self) -> None:
         """Invalidates everything in host memory. The next updates name the sequences whose loads or swaps are lost."""

@@ -525,16 +525,16 @@ def test_memory_that_is_gone_for_good_is_tried_last():
     engine.start("x", tokens(18, start=900))
     engine.start("y", tokens(18, start=1000))
     engine.swap_out("x")
-    engine.swap_out("y")  # needs the suspect places
+    engine.swap_out("y")  # needs the places that were in doubt
     engine.settle()
     assert swap_stats(engine, "num_lost_swaps") == (1,)
-    assert engine.swap._pool._suspect == [set()]
+    assert engine.swap._pool._doubtful == [set()]
 
 
-def test_suspect_memory_comes_after_what_is_new():
+def test_memory_in_doubt_comes_after_what_is_new():
     pool = SwapPool(num_groups=1)
     pool.grow([2])
-    pool.mark_suspect(0, {0, 1})
+    pool.doubt(0, {0, 1})
     pool.grow([4])
     taken = pool.allocate([2])
     assert taken is not None

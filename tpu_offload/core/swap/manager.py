@@ -303,7 +303,7 @@ class RequestSwap:
     def lose_blocks(self, group_id: int, first: int, end: int) -> None:
         """Memory of the pool is gone: what was in it is lost, and copies to and from there fail."""
         gone = set(range(first, min(end, self._pool.num_blocks[group_id])))
-        self._pool.mark_suspect(group_id, gone)
+        self._pool.doubt(group_id, gone)
         if group_id == 0:
             self._pool.forget(gone)
         for job in self._jobs:
@@ -488,9 +488,9 @@ class RequestSwap:
         if failed:
             self._pool.forget(job.pool_blocks[0])
             for group_id, blocks in enumerate(job.pool_blocks):
-                self._pool.mark_suspect(group_id, blocks)
+                self._pool.doubt(group_id, blocks)
         else:
-            self._pool.clear_suspect(job.pool_blocks)
+            self._pool.trust(job.pool_blocks)
         for swapped in list(self._swapped.values()):
             if job.job_id in swapped.writers:
                 swapped.writers.remove(job.job_id)
