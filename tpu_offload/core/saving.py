@@ -124,7 +124,7 @@ class SavePlanner:
         for named in changed:
             scheduled = check_scheduled(named, num_groups=self._num_groups)
             request_id = scheduled.request_id
-            request = self._requests.get_or_new(request_id)
+            request = self._requests.get(request_id) or self._requests.new(request_id)
             offer = self._read(request, scheduled)
             if offer is not None:
                 offers[request_id] = request, offer
@@ -147,8 +147,8 @@ class SavePlanner:
             changes = [
                 read_changes(request.request_id, old, new, num_blocks) for old, new in zip(known, tables, strict=True)
             ]
-            is_old = num_chunks == request.num_offered_chunks == request.num_saved_chunks
-            if is_old and all(num_same == num_blocks for num_same, _ in changes):
+            num_same = min([num_same for num_same, _ in changes])
+            if num_same == num_blocks and num_chunks == request.num_offered_chunks == request.num_saved_chunks:
                 return None
         block_hashes, num_known = scheduled.block_hashes, len(request.keys)
         hashes: list[BlockHash] = []
