@@ -22,7 +22,7 @@ TRANSFERS = (JobKind.EARLY_SAVE, JobKind.LOAD, JobKind.SAVE)
 
 @final
 class Transfers:
-    """The transfers in flight of one scheduler, and the updates that their requests have not been sent yet.
+    """The transfers in flight of one scheduler, and their part of the engine's next update.
 
     Args:
       context: the scheduler's shared state.
@@ -187,7 +187,7 @@ class Transfers:
         self._lost_keys.update(keys)
 
     def flush_losses(self) -> None:
-        """Has requests offer again what was lost since the last call. O(requests), however large the loss."""
+        """Has requests offer again what was lost since the last call."""
         lost_later = self._index.tidy()
         if lost_later:
             self.mark_lost(lost_later)
