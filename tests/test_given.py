@@ -365,7 +365,7 @@ def test_another_prompt_under_the_same_id_is_refused_where_it_would_be_saved():
         ]
     )
     before = snapshot(engine.scheduler)
-    with pytest.raises(RequestError, match="the hash of block 1 is not the one it had before"):
+    with pytest.raises(RequestError, match="the hash of block 1 differs from that of an earlier call"):
         engine.scheduler.plan_step(
             [
                 ScheduledRequest(
@@ -377,7 +377,7 @@ def test_another_prompt_under_the_same_id_is_refused_where_it_would_be_saved():
                 )
             ]
         )
-    with pytest.raises(RequestError, match="request a is preempted and holds what request b held"):
+    with pytest.raises(RequestError, match="request a is preempted with the blocks of request b"):
         engine.scheduler.preempt(
             "a",
             held=ScheduledRequest(

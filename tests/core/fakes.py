@@ -176,7 +176,7 @@ class FakeEngine:
         self.hasher.extend(request.hashes, request.tokens)
 
     def grant(self, num_blocks: int) -> list[int]:
-        """Takes free blocks, and tells of what is cached there."""
+        """Takes free blocks, and evicts the prefixes cached in them."""
         granted = [self.free_blocks.pop() for _ in range(num_blocks)]
         block_of = {request.hashes[i]: block_id for block_id, (request, i) in self.cached.items()}
         for block_id in granted:
@@ -238,7 +238,7 @@ class FakeEngine:
         return request
 
     def step(self, computed: dict[str, int] | None = None) -> tuple[StepPlan, list[list[JobResult]]]:
-        """Runs one step that computes that many more tokens of these requests."""
+        """Runs one step that computes this many more tokens of these requests."""
         scheduled, writes = [], []
         for request_id, num_tokens in (computed or {}).items():
             request = self.requests[request_id]

@@ -599,7 +599,7 @@ def test_a_save_that_failed_is_tried_again_without_the_engine_naming_the_request
 
 
 class _Unreadable(list):
-    """A block table that belongs to nobody any more."""
+    """A block table that must not be read."""
 
     def __getitem__(self, i):
         raise AssertionError("read after the request gave up its blocks")
@@ -965,7 +965,9 @@ def test_a_failed_load_leaves_no_hole_in_what_others_have_saved() -> None:
         engine.apply(worker, worker.finish(fail=True))
         engine.remove("b")
     plan, _ = engine.step({"holder": 4})
-    assert plan.of(JobKind.SAVE) == (), "the first three failed twice and rest, and what follows hangs on them"
+    assert plan.of(JobKind.SAVE) == (), (
+        "the first three failed twice and back off, and the others follow them in the prefix"
+    )
     engine.clock.now_s += 6
     plan, _ = engine.step()
     assert plan.of(JobKind.SAVE)[0].num_blocks == 4, "the three that the failed load gave up, and the new one"
@@ -999,7 +1001,9 @@ def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> Non
     )
     engine.scheduler.check_invariants()
     plan, _ = engine.step()
-    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [3], "who still holds the blocks saves them again"
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [3], (
+        "a request that still holds the blocks saves them again"
+    )
 
 
 def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
@@ -1010,7 +1014,7 @@ def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
     engine.scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
     others: list[BlockHash] = []
     engine.hasher.extend(others, tokens(16, start=50))
-    with pytest.raises(RequestError, match=r"the hash of block 3 is not the one it had before"):
+    with pytest.raises(RequestError, match=r"the hash of block 3 differs from that of an earlier call"):
         engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0)
     engine.scheduler.check_invariants()
     engine.scheduler.finish("b")

@@ -25,7 +25,7 @@ from tpu_offload.core.index.slots import FreeSlots, without
 from tpu_offload.core.policies import POLICIES, DensityPolicy, PriorityPolicy, Use, find_policy
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run
-from tpu_offload.core.saving import MAX_AT_ONCE as MAX_SAVED
+from tpu_offload.core.saving import MAX_CHUNKS_PER_PLAN as MAX_SAVED
 from tpu_offload.hashing import PrefixKeys
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.types import ChunkKey, JobKind
@@ -53,7 +53,7 @@ def make(policy: str, num_prompts: int, num_chunks: int, *, record: bool = False
 
 
 class CountedKeys(list):
-    """Counts the keys that are looked at."""
+    """Counts the keys that are visited."""
 
     num_seen = 0
 
@@ -76,13 +76,15 @@ class Engine:
         config = OffloadConfig.create(num_cpu_chunks=num_chunks, num_staging_blocks=num_staging, **paths)
         self.scheduler = OffloadScheduler(config, LAYOUT, clock=lambda: 0.0, record_events=record)
         self.num_chunks = num_chunks
-        self.life = 1
+        self.incarnation = 1
         self.report()
 
     def report(self, *jobs, **fields):
         results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in jobs)
         return self.scheduler.apply(
-            StepReport(worker_id=0, results=results, num_host_chunks=self.num_chunks, incarnation=self.life, **fields)
+            StepReport(
+                worker_id=0, results=results, num_host_chunks=self.num_chunks, incarnation=self.incarnation, **fields
+            )
         )
 
     def save(self, request_id: str, hashes: list[BlockHash]) -> None:
@@ -298,7 +300,7 @@ def test_a_reset_and_a_restart_do_not_depend_on_the_number_of_chunks(what) -> No
         if what == "reset":
             counts.append(num_opcodes(engine.scheduler.reset))
         else:
-            engine.life += 1
+            engine.incarnation += 1
             counts.append(num_opcodes(engine.report))
         stats = engine.scheduler.stats()
         assert (stats.num_resident_chunks, stats.num_host_chunks) == (0, 10_000)
@@ -317,7 +319,7 @@ def test_a_reset_and_a_restart_do_not_depend_on_the_number_of_chunks(what) -> No
 def test_after_a_restart_nothing_is_saved_of_running_requests_whose_kv_is_lost_with_the_worker() -> None:
     engine = Engine(1000, 200)
     engine.save("a", block_hashes(0, 100))
-    engine.life += 1
+    engine.incarnation += 1
     engine.report()
     assert engine.scheduler.plan_step().of(JobKind.SAVE) == ()
     engine.scheduler.check_invariants()

@@ -70,7 +70,7 @@ def test_the_same_of_swaps():
     engine.check_empty()
 
 
-@pytest.mark.parametrize("how", ["late result", "later jobs are over", "started anew"])
+@pytest.mark.parametrize("how", ["late result", "later jobs are over", "restarted"])
 def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_with_it(how):
     workers = [FakeWorker(i, num_host_chunks=4) for i in range(2)]
     engine = FakeEngine(workers=workers, num_cpu_chunks=4, job_timeout_s=5.0, breaker_failures=0, num_blocks=64)
@@ -95,7 +95,7 @@ def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_wi
             report(engine, worker_id, incarnation=200 + worker_id)
             report(engine, worker_id, oldest_job_id=job.job_id + 1, incarnation=200 + worker_id)
     assert engine.scheduler.stats().num_quarantined_chunks == 0
-    if how == "started anew":  # what b has computed is gone with the KV caches
+    if how == "restarted":  # what b has computed is gone with the KV caches
         assert engine.step()[0].of(JobKind.SAVE) == ()
         engine.remove("b", preempt=True)
         engine.add("c", tokens(16, start=100))
@@ -128,7 +128,7 @@ def test_a_worker_that_started_anew_has_nothing_and_what_it_was_at_fails():
         engine, 1, JobResult(job_id=plan.of(JobKind.SAVE)[0].job_id, state=FINISHED), incarnation=5, num_host_chunks=64
     )
     assert old.loaded == ()
-    assert engine.scheduler.stats().num_host_chunks == 3, "what an earlier life says is not heard"
+    assert engine.scheduler.stats().num_host_chunks == 3, "a stale report is ignored"
     engine.step()
     last = plan.of(JobKind.SAVE)[0].job_id + 2
     for worker_id in range(2):
@@ -263,13 +263,13 @@ def test_chunks_that_failed_are_few_and_rest_longer_each_time():
     for _ in range(10):
         fail(key, Direction.SAVE)
         start_s = now_s
-        while backoff.num_copyable(key, 0, 1) == 0:
+        while backoff.copyable_end(key, 0, 1) == 0:
             now_s += 10.0
         waits.append(now_s - start_s)
     assert waits == [0, 10, 20, 40, 80, 160, 320, 640, 640, 640]
     fail(key, Direction.LOAD)
     backoff.succeeded(key, Direction.SAVE)
-    assert key[0] in backoff, "only a load clears who failed to be loaded"
+    assert key[0] in backoff, "only a load clears a chunk that failed to load"
     backoff.succeeded(key, Direction.LOAD)
     assert len(backoff) == 0
     fail([ChunkKey(bytes([i // 256, i % 256])) for i in range(5000)], Direction.SAVE)

@@ -78,7 +78,7 @@ def test_one_that_does_not_fit_is_an_error_with_its_first_report(first, worker_i
     offload = scheduler()
     if first is not None:
         offload.apply(report(0, setup=first))
-    for _ in range(2):  # and with the next one, until it is mended
+    for _ in range(2):  # and with the next one, until it is fixed
         with pytest.raises(ConfigError, match=said) as caught:
             offload.apply(report(worker_id, setup=second, incarnation=8))
         assert "\n" not in str(caught.value)
@@ -102,7 +102,7 @@ def test_a_worker_whose_host_tier_has_no_room_is_not_unlike_the_others():
     assert offload.stats().num_host_chunks == 0
 
 
-def test_who_never_reports_is_missed_once(caplog):
+def test_a_worker_that_never_reports_is_logged_once(caplog):
     clock = Clock()
     offload = scheduler(3, clock)
     offload.apply(report(1))

@@ -9,7 +9,7 @@ from typing import Any
 _BOUNDED = (
     "_context.index",  # slots and resident chunks; see `check_invariants`
     "_num_host_chunks", "_num_swap_blocks", "_oldest", "breakers",  # one entry each
-    "_workers._own", "_workers._setups", "_workers._missing",  # likewise
+    "_workers._expected", "_workers._setups", "_workers._missing",  # likewise
     "swap_pool._free", "swap_pool._suspect", "swap_pool._num_blocks",  # places of the swap pool
     "swap_pool._num_known", "swap_pool._unusable",
     "_swap._stats._swapped_in_at",  # the last 32 steps
@@ -47,6 +47,8 @@ def _tables(owner: Any, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
 
 def _look(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
     if isinstance(value, dict | set | list | deque):
+        if _is_ours(value):  # it has attributes beside its entries
+            yield from _tables(value, path, seen)
         inner = list(value.values()) if isinstance(value, Mapping) else list(value)
         if not any(isinstance(item, dict | set | list | deque) or _is_ours(item) for item in inner) or not inner:
             yield path, len(value)

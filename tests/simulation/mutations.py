@@ -122,10 +122,10 @@ MUTATIONS = (
         "return sorted(_)",
         "return []",
     ),
-    Mutation("a partly failed load is used up to the last hole", "Transfers._tell_of", "min(_1)", "max(_1)"),
+    Mutation("a partly failed load is used up to the last hole", "Transfers._resume_request", "min(_1)", "max(_1)"),
     Mutation(
         "a failed load counts as finished",
-        "Transfers._tell_of",
+        "Transfers._resume_request",
         "_1.state is JobState.FINISHED",
         "_1.state is not JobState.TIMED_OUT",
     ),
@@ -151,7 +151,7 @@ MUTATIONS = (
     Mutation("a job ends with the first worker's report", "JobTable.report", "not job.waiting_for", "True"),
     Mutation(
         "a duplicate counts for another worker",
-        "Job.take",
+        "Job.add_result",
         "self.waiting_for.remove(_)",
         "self.waiting_for.pop()",
     ),
@@ -162,7 +162,7 @@ MUTATIONS = (
         "not job.waiting_for",
         "True",
     ),
-    Mutation("a job whose result was lost counts as finished", "JobTable.ack_through", "_.doom(...)", ""),
+    Mutation("a job whose result was lost counts as finished", "JobTable.ack_through", "_.mark_failed(...)", ""),
     Mutation(
         "the oldest job in flight of a worker counts as ended",
         "JobTable.ack_through",
@@ -176,13 +176,13 @@ MUTATIONS = (
     Mutation("jobs never time out", "JobTable.expire", "... and _.deadline_s <= now_s", "False"),
     Mutation(
         "reports of an earlier incarnation are applied",
-        "Reports._is_of_an_earlier_life",
+        "ReportHandler._is_stale",
         "... or report.incarnation >= _",
         "True",
     ),
     Mutation(
         "the restart of a worker is not detected",
-        "Reports._note_life",
+        "ReportHandler._check_incarnation",
         """
         if known:
             ...
@@ -194,26 +194,33 @@ MUTATIONS = (
             self._workers.set_epoch(_1)
         """,
     ),
-    Mutation("slots that a restarted worker lacks are used", "Reports._start_anew", "self._index.shrink(...)", "pass"),
+    Mutation(
+        "slots that a restarted worker lacks are used",
+        "ReportHandler._handle_restart",
+        "self._index.shrink(...)",
+        "pass",
+    ),
     Mutation(
         "jobs of a restarted worker count as ended",
-        "Reports._start_anew",
-        "self._transfers.doubt(_1, ...)",
-        "self._jobs.ack_through(_1, self._jobs.num_given, why='')",
+        "ReportHandler._handle_restart",
+        "self._transfers.fail_in_flight(_1, ...)",
+        "self._jobs.ack_through(_1, self._jobs.next_job_id, why='')",
     ),
     Mutation(
         "a slot is used when the first worker has it",
-        "Reports._take",
+        "ReportHandler._apply_valid",
         "min(_1, *self._num_host_chunks.values())",
         "min(_1, max(self._num_host_chunks.values()))",
     ),
-    Mutation("lost slots are ignored", "Reports._lose_slots", "self._transfers.lose_slots(...)", "pass"),
+    Mutation(
+        "lost slots are ignored", "ReportHandler._mark_slots_lost", "self._transfers.mark_slots_lost(...)", "pass"
+    ),
     # Reset.
     Mutation("a reset drops no chunk", "OffloadScheduler.reset", "self._index.clear()", "pass"),
     Mutation("copies in flight survive a reset", "Transfers.reset", "self._give_up(...)", "pass"),
     Mutation("swapped-out requests survive a reset", "OffloadScheduler.reset", "self._swap.reset()", "pass"),
-    Mutation("KV from before a reset is saved after it", "RequestState.start_over", "self.saving = False", "pass"),
-    Mutation("KV from before a reset is saved after a swap", "OffloadScheduler.preempt", "_.saving = _", "pass"),
+    Mutation("KV from before a reset is saved after it", "RequestState.start_over", "self.can_save = False", "pass"),
+    Mutation("KV from before a reset is saved after a swap", "OffloadScheduler.preempt", "_.can_save = _", "pass"),
     # Lookups, pins, slots.
     Mutation("an unfinished chunk is found", "ChunkIndex.find", "unready and _", "False"),
     Mutation("a pinned chunk is evicted", "Evictor.evict_tail", "_ in pins or ...", "..."),
@@ -230,7 +237,7 @@ MUTATIONS = (
     Mutation("a match does not pin", "LoadPlanner.match", "self._index.pin(...)", ""),
     Mutation(
         "a request is promised its last token",
-        "LoadPlanner.match",
+        "LoadPlanner._num_loadable",
         "min(_1 * self._block_size, num_tokens - 1)",
         "min(_1 * self._block_size, num_tokens)",
     ),
@@ -249,8 +256,8 @@ MUTATIONS = (
     Mutation(
         "saves ignore reserved staging blocks",
         "Staging.room_for_saves",
-        "self._buffer.num_free",
-        "self._buffer.num_blocks",
+        "self.buffer.num_free",
+        "self.buffer.num_blocks",
     ),
     Mutation(
         "the chunks of an abandoned load stay pinned",
@@ -258,7 +265,7 @@ MUTATIONS = (
         "self._index.unpin(...)",
         "",
     ),
-    Mutation("a waiting load is never abandoned", "LoadQueue.impatient", "now_s >= _.waits_until_s or ...", "False"),
+    Mutation("a waiting load is never abandoned", "LoadQueue.overdue", "now_s >= _.waits_until_s or ...", "False"),
     Mutation(
         "an abandoned load keeps its staging blocks",
         "LoadQueue.remove",
@@ -272,40 +279,40 @@ MUTATIONS = (
         "min(_1, num_computed_tokens)",
         "min(_1, num_computed_tokens + 1)",
     ),
-    Mutation("a partial chunk is saved", "SavePlanner.read", "_1 // self._block_size", "-(-_1 // self._block_size)"),
+    Mutation("a partial chunk is saved", "SavePlanner._read", "_1 // self._block_size", "-(-_1 // self._block_size)"),
     Mutation(
         "blocks are saved after their request was preempted",
         "OffloadScheduler._forget",
-        "self._saves.withdraw(...)",
+        "self._saves.clear_offer(...)",
         "",
     ),
     Mutation(
         "the wrong blocks are saved if a prefix has a hole",
-        "SavePlanner._plan_one",
-        "[block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]",
-        "[block_ids[(first + i) * size + j] for i in range(num_saved) for j in range(size)]",
+        "_Batch.add",
+        "[block_ids[i * size + j] for i in chunks for j in range(size)]",
+        "[block_ids[(first + i) * size + j] for i in range(num_chunks) for j in range(size)]",
     ),
     # Early saves.
-    Mutation("early saves from before a reset are sent after it", "SavePlanner.reset", "self.leaving.clear()", ""),
+    Mutation("early saves from before a reset are sent after it", "SavePlanner.reset", "self.early.clear()", ""),
     Mutation(
         "a preempted request saves KV from before a reset",
-        "LeavingBlocks.preempt",
-        "leaving.promise = leaving.load = leaving.revoked = None",
+        "EarlySaves.preempt",
+        "saved.promise = saved.load = saved.revoked = None",
         """
         _0
-        leaving.saving = True
+        saved.can_save = True
         """,
     ),
     Mutation("a tail is saved without its head", "SavePlanner._plan_one", "_ < _.num_gone_chunks", "False"),
     Mutation(
         "a prefix without its head in HBM saves the wrong blocks",
-        "LeavingBlocks.evict",
+        "EarlySaves.evict",
         "[-1] * _1 + _2",
         "_2 + [-1] * _1",
     ),
     Mutation(
         "a preempted request saves the block of its last, sampled token",
-        "LeavingBlocks.preempt",
+        "EarlySaves.preempt",
         "held.num_computed_tokens",
         "held.num_computed_tokens + 1",
     ),
@@ -385,7 +392,10 @@ MUTATIONS = (
         "_1",
     ),
     Mutation(
-        "the probe of a released promise is not withdrawn", "LoadPlanner.release", "self._breaker.withdraw(...)", "pass"
+        "the probe of a released promise is not withdrawn",
+        "LoadPlanner.release",
+        "self._breaker.cancel_probe(...)",
+        "pass",
     ),
     Mutation("a load loses the probe of its promise", "LoadQueue._send", "self._breaker.hand_over(...)", ""),
     Mutation(
@@ -400,23 +410,26 @@ MUTATIONS = (
     Mutation(
         "the probe of an ended request is not withdrawn",
         "RequestSwap.forget",
-        "self._breakers[_].withdraw(...)",
+        "self._breakers[_].cancel_probe(...)",
         "pass",
     ),
     Mutation(
-        "the probe of a lost request is not withdrawn", "RequestSwap._mark_lost", "self._breakers[_].withdraw(...)", ""
+        "the probe of a lost request is not withdrawn",
+        "RequestSwap._mark_lost",
+        "self._breakers[_].cancel_probe(...)",
+        "",
     ),
     Mutation(
         "the probe of a job that is dropped or cancelled is not withdrawn",
         "Completion.complete",
-        "job.breaker.withdraw(...)",
+        "job.breaker.cancel_probe(...)",
         "pass",
     ),
     # Lost caches, and plans in flight.
     Mutation(
         "lost caches only change the plans",
-        "Reports._lose_caches",
-        "self._transfers.lose_caches()",
+        "ReportHandler._handle_cache_loss",
+        "self._transfers.mark_caches_lost()",
         "",
     ),
     Mutation(
@@ -425,17 +438,22 @@ MUTATIONS = (
         "StepPlan(..., cache_epochs=_)",
         "StepPlan(...)",
     ),
-    Mutation("lost caches are not reported to the engine", "Reports._lose_caches", "self._lost_caches.append(...)", ""),
+    Mutation(
+        "lost caches are not reported to the engine",
+        "ReportHandler._handle_cache_loss",
+        "self._lost_caches.append(...)",
+        "",
+    ),
     Mutation(
         "a restarted worker is assumed to have its old caches",
-        "Reports._note_life",
-        "self._lose_caches(report)",
+        "ReportHandler._check_incarnation",
+        "self._handle_cache_loss(report)",
         "self._workers.set_epoch(CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=0))",
     ),
     Mutation(
         "a swap-out planned before the loss of the caches was known counts",
         "RequestSwap.mark_caches_lost",
-        "_.doom(...)",
+        "_.mark_failed(...)",
         "pass",
     ),
     Mutation(

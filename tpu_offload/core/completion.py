@@ -1,9 +1,9 @@
-"""The end of every job, whatever its kind: counted, logged, told to its circuit breaker, and what it held given back.
+"""The end of every job, of any kind: counts and logs it, updates its circuit breaker and releases what it held.
 
-A job takes staging blocks, pins in the host tier and places in the swap pool when it is planned, and holds them while
-bytes may be moving, whatever became of the request. One thing outlives the end: a save that timed out may still land,
-so the memory that it writes is kept until all workers are through with it. That is the quarantine of slots in the host
-tier (`ChunkIndex.complete`), and for a copy out the places in the swap pool.
+A job acquires staging blocks, pins in the host tier and places in the swap pool when it is planned, and holds them
+while bytes may be moving, whatever happens to its request. One thing outlives the end: a save that timed out may still
+land, so the memory that it writes stays reserved until every worker has finished with it. In the host tier that is the
+quarantine of its slots (`ChunkIndex.complete`); a swap-out keeps its places in the swap pool.
 """
 
 import logging
@@ -24,10 +24,10 @@ class Completion:
     """Ends jobs.
 
     Args:
-      staging: where they reserved.
-      index: where they pinned chunks, and put slots in quarantine.
-      pool: where they hold places.
-      counts: where to count.
+      staging: staging blocks are released here.
+      index: chunks are unpinned here, and slots leave quarantine.
+      pool: places of the swap pool are released here.
+      counts: the counters to increment.
       timeout_s: for the log.
     """
 
@@ -41,7 +41,7 @@ class Completion:
         self._timeout_s = timeout_s
 
     def complete(self, job: Job) -> None:
-        """A job has ended, in its last state."""
+        """Ends a job; its state is final."""
         if job.account:
             self._staging.release(job.account, job.wire.num_staging_blocks, job.direction)
         if job.keys and job.direction is Direction.LOAD:
@@ -60,10 +60,10 @@ class Completion:
         elif job.copy_failed:
             job.breaker.failed(job.job_id, job.error)
         else:
-            job.breaker.withdraw(job.job_id)
+            job.breaker.cancel_probe(job.job_id)
 
-    def settle(self, job: Job) -> None:
-        """Nothing of a save that had timed out can land any more: the memory that it wrote is free."""
+    def end_quarantine(self, job: Job) -> None:
+        """Releases the memory of a save that timed out: no worker can write it any more."""
         if job.slots:
             self._index.end_quarantine(job.slots)
         if job.pool_blocks:

@@ -100,7 +100,7 @@ class _Replay:
         """Serves one request, from lookup to end."""
         host, secondary, saves = self._host, self._secondary, self._saves
         use = dataclasses.replace(next(self._uses), num_in_hbm=in_hbm)
-        saves.see(use, keys)
+        saves.observe(use, keys)
         in_host = host.find(keys)
         found = max(in_hbm, in_host)
         in_secondary = secondary.find(keys, found) if secondary else 0

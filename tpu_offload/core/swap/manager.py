@@ -227,7 +227,7 @@ class RequestSwap:
         if swapped is not None:
             self._detach(swapped)
             self._jobs.release(swapped)
-            self._breakers[Direction.LOAD].withdraw(request_id)
+            self._breakers[Direction.LOAD].cancel_probe(request_id)
         self._stats.forget(request_id)
         for news in (self._lost, self._swapped_in):
             if request_id in news:
@@ -275,7 +275,7 @@ class RequestSwap:
             self._pool.clear_hashes(lost)
         for job in self._jobs:
             if not lost.isdisjoint(job.pool_blocks[group_id]):
-                job.doom("the memory of its blocks in the swap pool was lost")
+                job.mark_failed("the memory of its blocks in the swap pool was lost")
         for swapped in list(self._swapped.values()):
             if not lost.isdisjoint(swapped.pool_blocks[group_id]):
                 self._mark_lost(swapped)
@@ -289,7 +289,7 @@ class RequestSwap:
         """Memory of the host tier is lost: as `mark_blocks_lost`."""
         for job in self._jobs:
             if any(first <= slot < end for slot in job.slots):
-                job.doom("the host memory of its chunks was lost")
+                job.mark_failed("the host memory of its chunks was lost")
         for swapped in list(self._swapped.values()):
             if any(first <= slot < end for slot in swapped.tier_slots):
                 self._mark_lost(swapped)
@@ -298,12 +298,12 @@ class RequestSwap:
         """All KV in HBM is lost: copies out that are not sent yet fail. Workers decide about those that are."""
         for job in self._jobs:
             if job.direction is Direction.SAVE and job.state is JobState.PLANNED:
-                job.doom("the KV caches were lost")
+                job.mark_failed("the KV caches were lost")
 
     def reset(self) -> None:
         """Invalidates all swapped-out KV, as after a change of weights: every request is recomputed."""
         for job in self._jobs:
-            job.doom("the cache was reset")
+            job.mark_failed("the cache was reset")
             self._pool.clear_hashes(job.pool_blocks[0])
         for swapped in list(self._swapped.values()):
             self._mark_lost(swapped)
@@ -355,7 +355,7 @@ class RequestSwap:
     def _is_trusted(self, request_id: str) -> bool:
         """Whether a request's KV is what its hashes say; not if it was computed before a reset."""
         request = self._requests.get(request_id)
-        return request is None or request.saving
+        return request is None or request.can_save
 
     def _get(self, request_id: str) -> SwappedRequest:
         check_request(request_id)
@@ -393,7 +393,7 @@ class RequestSwap:
         del self._swapped[swapped.request_id]
         self._detach(swapped)
         self._jobs.release(swapped)
-        self._breakers[Direction.LOAD].withdraw(swapped.request_id)
+        self._breakers[Direction.LOAD].cancel_probe(swapped.request_id)
         self._lost.append(swapped.request_id)
         self._stats.count_lost()
 
@@ -410,7 +410,7 @@ class RequestSwap:
         """If the request is the breaker's probe, its copy is; without a copy it proves nothing."""
         breaker = self._breakers[direction]
         if job is None:
-            breaker.withdraw(swapped.request_id)
+            breaker.cancel_probe(swapped.request_id)
         else:
             breaker.hand_over(swapped.request_id, job.job_id)
 

@@ -134,7 +134,7 @@ class SwapJobs:
         return self._jobs.plan(
             _KINDS[direction],
             tuple(parts),
-            who=swapped.request_id,
+            request=swapped.request_id,
             keys=swapped.tier_keys if reads_tier else (),
             slots=swapped.tier_slots if reads_tier else (),
             pool_blocks=places,
