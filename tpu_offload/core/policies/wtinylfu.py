@@ -47,7 +47,7 @@ class WTinyLFUPolicy(EvictionPolicy):
         self._sketch = Sketch()
         self._max_window = 1
         self._max_main = 0
-        self._made_room = False  # an eviction for the chunks that are inserted next
+        self._made_room = False  # whether an eviction was for the chunks that are inserted next
 
     def resize(self, num_chunks: int) -> None:
         """See the base class. O(num_chunks) where the sketch grows."""
@@ -79,9 +79,8 @@ class WTinyLFUPolicy(EvictionPolicy):
         counted: list[ChunkKey] = []
         for key in reversed(keys[:num_chunks]):
             if (last := protected_get(key)) is not None:
-                if (
-                    last < use_id
-                ):  # a use counts once, and not at all after a later one: their requests ran concurrently
+                # A use counts once, and not at all after a later one: their requests ran concurrently.
+                if last < use_id:
                     protected_order[key] = use_id
                     counted.append(key)
                 to_end(key)
