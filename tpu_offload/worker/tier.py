@@ -348,7 +348,7 @@ class TierCopies:
         self._end_failed_loads()
 
     def _dispatch(self, job_ids: Sequence[int], batches: Batches, direction: Direction, kv_caches: Caches) -> None:
-        """Dispatches copies, after which all of the jobs `job_ids` is dispatched."""
+        """Dispatches copies, the last ones of the jobs `job_ids`."""
         error = "the KV caches were lost while it was dispatched"
         try:
             for group, by_segment in batches:
