@@ -285,7 +285,7 @@ def test_closing_the_engine_while_copies_fly():
     worker = engine._offload._worker
     engine.close()
     assert not worker.has_flights
-    assert not any(group.memory.pool._segments for group in worker._swap._groups)
+    assert not any(group.memory.arena._segments for group in worker._swap._groups)
     other, _ = engine_with_one_out()  # a second engine in this process
     finish(other)
 

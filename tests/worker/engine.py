@@ -136,7 +136,7 @@ class Engine:
 
     @property
     def pool(self):
-        return self.memory.pool
+        return self.memory.arena
 
     @property
     def spec(self):

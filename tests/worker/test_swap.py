@@ -220,7 +220,7 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
     assert engine.states() == {1: FINISHED}
     copier = engine.groups[0].copiers[Direction.SAVE]
     if when == "dispatch":
-        copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.pool)
+        copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.arena)
     else:
         copier.save = ending_with(copier.save, Poisoned())
     engine.step(outs=[engine.out((0, POOL, [2], [1]))])
@@ -239,11 +239,11 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
 def test_a_lost_segment_comes_back_empty_and_works_again():
     engine = Engine()
     copier = engine.groups[0].copiers[Direction.SAVE]
-    copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.pool)
+    copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.arena)
     engine.step(outs=[engine.out((0, POOL, [2], [1]))])
     assert engine.states() == {1: FAILED}
     del copier.save
-    wait_until_rebuilt(engine.groups[0].memory.pool, 0)
+    wait_until_rebuilt(engine.groups[0].memory.arena, 0)
     pages = engine.pages(0, [3])
     engine.step(outs=[engine.out((0, POOL, [3], [2]))])
     engine.step(ins=[engine.back((0, POOL, [4], [2])), engine.back((0, POOL, [5], [0]))])

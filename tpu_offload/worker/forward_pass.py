@@ -78,10 +78,10 @@ class ForwardPassCopies:
         """See `OffloadWorker.fused_step`."""
         if self._pass is None or not self._pass.fused:
             return FusedStep()
-        pool = self._group.memory.pool
+        arena = self._group.memory.arena
         try:
             save, load = (
-                (pool.segment(group[0]), group[1]) if group else None
+                (arena.segment(group[0]), group[1]) if group else None
                 for group in map(self._pass.fused.get, (Direction.SAVE, Direction.LOAD))
             )
         except TransferError as e:  # lost since `begin_step`, as a `poll` in between has found
@@ -109,7 +109,7 @@ class ForwardPassCopies:
         for direction, (segment_id, moves) in done.fused.items():
             saving = direction is Direction.SAVE
             if saving:
-                memory.pool.replace(segment_id, outcome.segment)
+                memory.arena.replace(segment_id, outcome.segment)
                 memory.mark(segment_id, moves.host_block_ids, lost=False)
             else:
                 self._jobs.mark_written(moves.jobs())
@@ -137,7 +137,7 @@ class ForwardPassCopies:
         Not while a save into it is in flight: if that failed, the pass would fail with it.
         """
         try:
-            self._group.memory.pool.segment(segment_id)
+            self._group.memory.arena.segment(segment_id)
         except TransferError:
             return False
         return not any(

@@ -22,7 +22,7 @@ type WrapCopier = Callable[[Copier, ArenaView], Copier]
 """Wraps a copier, given the host memory of its segments; for tests in which copies fail."""
 
 
-def unwrapped(copier: Copier, store: ArenaView) -> Copier:
+def unwrapped(copier: Copier, arena: ArenaView) -> Copier:
     """Returns the copier itself."""
     return copier
 

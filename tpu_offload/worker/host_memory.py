@@ -73,7 +73,7 @@ class HostMemory:
 
     Attributes:
       spec: what is copied.
-      pool: the segments.
+      arena: the segments.
       num_segments: number of segments.
       blocks_per_chunk: places that are allocated together.
       lost: bool[places]; whether a place was never written, or its contents are lost. A plan that was made before the
@@ -81,7 +81,7 @@ class HostMemory:
     """
 
     spec: TransferSpec
-    pool: HostArena
+    arena: HostArena
     num_segments: int
     blocks_per_chunk: int
     lost: np.ndarray[Any, np.dtype[np.bool_]]
@@ -89,7 +89,7 @@ class HostMemory:
     @classmethod
     def allocate(cls, spec: TransferSpec, *, num_segments: int, chunks_per_segment: int, num_chunks: int) -> Self:
         """Starts the allocation in the background; see `HostArena`."""
-        pool = HostArena(
+        arena = HostArena(
             spec.segment_structs(),
             num_segments=num_segments,
             chunks_per_segment=chunks_per_segment,
@@ -97,7 +97,7 @@ class HostMemory:
         )
         return cls(
             spec,
-            pool,
+            arena,
             num_segments,
             spec.segment_blocks // chunks_per_segment,
             np.ones(num_segments * spec.segment_blocks, np.bool_),
@@ -106,7 +106,7 @@ class HostMemory:
     @property
     def num_blocks_ready(self) -> int:
         """Places that are allocated; grows."""
-        return self.pool.num_chunks_ready * self.blocks_per_chunk
+        return self.arena.num_chunks_ready * self.blocks_per_chunk
 
     def mark(self, segment_id: int, places: Any, *, lost: bool) -> None:
         """Marks places of a segment as lost or as written."""
@@ -116,11 +116,11 @@ class HostMemory:
     def check_segment(self, segment_id: int, *, lost: bool) -> None:
         """After a failed copy, marks a segment as lost if it is, or if the failed program has taken it by donation."""
         try:
-            lost = lost or any(stripe.is_deleted() for stripe in self.pool.segment(segment_id))
+            lost = lost or any(stripe.is_deleted() for stripe in self.arena.segment(segment_id))
         except TransferError:  # lost already
             return
         if lost:
-            self.pool.mark_lost(segment_id)
+            self.arena.mark_lost(segment_id)
             self.mark(segment_id, slice(None), lost=True)
 
 

@@ -75,7 +75,7 @@ class SwapCopies:
             memory = HostMemory.allocate(
                 spec, num_segments=num_segments, chunks_per_segment=segment_blocks, num_chunks=num_blocks
             )
-            copier = wrap_copier(DirectCopier(spec, memory.pool), memory.pool)
+            copier = wrap_copier(DirectCopier(spec, memory.arena), memory.arena)
             self._groups.append(
                 GroupCopies(
                     group_id=group_id,
@@ -109,7 +109,7 @@ class SwapCopies:
     def wait_until_allocated(self) -> None:
         """Blocks until the pool is allocated or its allocation has failed; for warm-up, benchmarks and tests."""
         for group in self._groups:
-            group.memory.pool.wait_until_allocated()
+            group.memory.arena.wait_until_allocated()
 
     def swap(self, jobs: Sequence[CopyJob], kv_caches: Caches) -> None:
         """Dispatches copies out or back.
@@ -145,7 +145,7 @@ class SwapCopies:
     def take_lost(self) -> tuple[tuple[int, int, int], ...]:
         """Ranges (group_id, first, end) of blocks of the pool lost since the last call."""
         return tuple(
-            (group.group_id, first, end) for group in self._groups for first, end in group.memory.pool.take_lost()
+            (group.group_id, first, end) for group in self._groups for first, end in group.memory.arena.take_lost()
         )
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class SwapCopies:
         for copies in self._all():
             copies.flights.clear()
         for group in self._groups:
-            group.memory.pool.close()
+            group.memory.arena.close()
 
     # Inside.
 

@@ -128,8 +128,8 @@ class TierCopies:
         memory = HostMemory.allocate(
             spec, num_segments=num_segments, chunks_per_segment=self.segment_chunks, num_chunks=num_chunks
         )
-        copiers = make_copiers(self.paths, spec, memory.pool, allocate=pinned_zeros, buckets=config.block_size_buckets)
-        wrapped = {copier: self._wrap_copier(copier, memory.pool) for copier in copiers.values()}
+        copiers = make_copiers(self.paths, spec, memory.arena, allocate=pinned_zeros, buckets=config.block_size_buckets)
+        wrapped = {copier: self._wrap_copier(copier, memory.arena) for copier in copiers.values()}
         return GroupCopies(
             group_id=group_id,
             store=HostStore.HOST_TIER,
@@ -147,16 +147,16 @@ class TierCopies:
         return [group.reader(self._direct(group)) for group in self._groups]
 
     def _direct(self, group: GroupCopies) -> Copier:
-        copier, pool = group.copiers[Direction.LOAD], group.memory.pool
+        copier, arena = group.copiers[Direction.LOAD], group.memory.arena
         if isinstance(copier, DirectCopier):
             return copier
-        direct = DirectCopier(direct_spec(group.memory.spec), pool, directions=(Direction.LOAD,))
-        return self._wrap_copier(direct, pool)
+        direct = DirectCopier(direct_spec(group.memory.spec), arena, directions=(Direction.LOAD,))
+        return self._wrap_copier(direct, arena)
 
     @property
     def num_chunks_ready(self) -> int:
         """Chunks of the pool that are allocated; grows to the size of the pool."""
-        return min(group.memory.pool.num_chunks_ready for group in self._groups)
+        return min(group.memory.arena.num_chunks_ready for group in self._groups)
 
     @property
     def has_flights(self) -> bool:
@@ -187,19 +187,19 @@ class TierCopies:
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
         """Ranges (first, end) of slots lost since the last call."""
-        return tuple(lost for group in self._groups for lost in group.memory.pool.take_lost())
+        return tuple(lost for group in self._groups for lost in group.memory.arena.take_lost())
 
     def wait_until_allocated(self) -> None:
         """Blocks until the pool is allocated or its allocation has failed."""
         for group in self._groups:
-            group.memory.pool.wait_until_allocated()
+            group.memory.arena.wait_until_allocated()
 
     def close(self) -> None:
         """Frees the pool. The caller has waited for the copies in flight."""
         self._backlog.clear()
         for group in self._groups:
             group.flights.clear()
-            group.memory.pool.close()
+            group.memory.arena.close()
 
     # Steps.
 
@@ -348,7 +348,7 @@ class TierCopies:
         self._end_failed_loads()
 
     def _dispatch(self, job_ids: Sequence[int], batches: Batches, direction: Direction, kv_caches: Caches) -> None:
-        """Dispatches copies, after which all of the jobs `job_ids` is dispatched."""
+        """Dispatches copies, the last ones of the jobs `job_ids`."""
         error = "the KV caches were lost while it was dispatched"
         try:
             for group, by_segment in batches:

@@ -1,7 +1,7 @@
 """Counters of request swap."""
 
 from collections.abc import Mapping
-from typing import final
+from typing import Any, final
 
 from tpu_offload.core.jobs import Job
 from tpu_offload.metrics import GAUGES, SWAP_FIELDS, OffloadStats
@@ -20,7 +20,7 @@ class SwapStats:
         self._num_steps = 0
         self._swapped_in_at: dict[str, int] = {}  # step of the last swap-in, of those in the last steps
 
-    def counters(self) -> Mapping[str, int | float]:
+    def counters(self) -> Mapping[str, Any]:
         """The counters of `OffloadStats` that are counted here, by name."""
         return {name: getattr(self._counts, name) for name in _COUNTERS}
 
