@@ -28,7 +28,7 @@ _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 def _command(
     seeds: int, seed: int | None, replay: Path | None, first_seed: int, steps: int, jobs: int, save: Path
 ) -> int:
-    """Runs the scheduler in random simulations with faults of every kind, and checks every byte. Exit status 1 if a rule
+    """Simulates the scheduler in random runs with faults of every kind, and checks every byte. Exit status 1 if a rule
     was broken.
     """
     if replay is not None:
