@@ -124,7 +124,7 @@ class _Run:
         else:
             self.broken.append(
                 f"{_MAX_DRAIN_STEPS} steps after the last request ended: jobs in flight: {self._scheduler.has_jobs}; "
-                f"losses of caches by process {self._num_losses}, told to the engine {self._known_losses}"
+                f"losses of caches by process {self._num_losses}, known to the engine {self._known_losses}"
             )
         self._scheduler.check_invariants()
 

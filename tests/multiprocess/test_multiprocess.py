@@ -1,4 +1,4 @@
-"""Workers in processes of their own: no wrong byte, and the same copies in the same order on all of them.
+"""Workers in separate processes: no wrong byte, and the same copies in the same order on all of them.
 
 A few short runs of the rig; `scripts/multiprocess` runs more.
 """

@@ -258,7 +258,7 @@ def test_file_that_cannot_be_read(tmp_path, read):
         read(tmp_path / "binary")
 
 
-@pytest.mark.skipif(not SHARED_TRACE.is_file(), reason="the conversation trace is not beside the checkout")
+@pytest.mark.skipif(not SHARED_TRACE.is_file(), reason="the conversation trace is not next to the checkout")
 def test_the_shared_trace():
     workload = trace(SHARED_TRACE, num_requests=300)
     assert workload.num_requests == 300

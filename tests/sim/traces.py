@@ -10,7 +10,7 @@ from tpu_offload.types import ChunkKey
 
 SHARED_TRACE = Path(__file__).parents[2].parent / "shared" / "traces" / "conversation_trace.jsonl"
 needs_shared_trace = pytest.mark.skipif(
-    not SHARED_TRACE.exists(), reason="the shared trace is not beside this checkout (../shared/traces)"
+    not SHARED_TRACE.exists(), reason="the shared trace is not next to this checkout"
 )
 
 
