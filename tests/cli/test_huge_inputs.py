@@ -1,4 +1,4 @@
-"""Requests that are too long are refused before memory is taken for them."""
+"""Requests that are too long are rejected before memory is allocated for them."""
 
 import json
 import tracemalloc
@@ -13,7 +13,7 @@ _NUM_BYTES = 4_000_000
 
 @pytest.fixture
 def refused(tmp_path, capsys):
-    """Runs `replay` on lines; the error, and the bytes that python had taken at most."""
+    """Runs `replay` on lines; returns the error and the peak memory of Python objects."""
 
     def refused(flag, *values):
         path = tmp_path / "requests.jsonl"

@@ -1,4 +1,4 @@
-"""`replay --preempt`: the sides of a comparison, what their numbers add up to, and what is said about them."""
+"""`replay --preempt`: the sides of the comparison, their numbers, and the findings."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def sides_of(report):
 
 
 def test_generated_workload(tmp_path, capsys, monkeypatch):
-    """Four requests with the HBM of their prompts: at least a third are preempted, and all counts add up."""
+    """Four requests in an HBM for their prompts: at least a third are preempted, and all counts add up."""
     monkeypatch.setenv("TPU_OFFLOAD_SWAP_MODE", "swap")
     report = report_of(tmp_path, "--requests", "4", "--concurrency", "8", "--rounds", "2")
     out = capsys.readouterr().out
@@ -62,7 +62,8 @@ def test_generated_workload(tmp_path, capsys, monkeypatch):
             assert run["num_requests"] == 4
             assert 0 < run["ttft_p50_s"] <= run["completion_p50_s"] <= run["completion_p99_s"] <= run["wall_s"]
             swap = run["swap"]
-            # A swapped-out request is back or lost in the end; one preempted on its way back is not out once more.
+            # Every swapped-out request is swapped in or lost; one preempted while being swapped in is not counted
+            # twice.
             assert swap["num_swapped_out"] == swap["num_swapped_in"] + swap["num_lost_swaps"]
             assert swap["num_recomputed"] + swap["num_swapped_out"] <= run["num_preemptions"]
             assert run["preempted_share"] == run["num_preempted_requests"] / 4
@@ -87,8 +88,8 @@ def swap_ratio(report, i):
     return other / one
 
 
-def test_default_sizes_press_hard_enough():
-    """HBM takes in the prompts of the requests in flight, and less than half of the requests themselves."""
+def test_default_sizes_cause_enough_preemptions():
+    """HBM holds the prompts of the requests in flight, and less than half of the requests themselves."""
     for seed in range(3):
         workload = decode_workload(num_requests=replay_setup.DEFAULT_NUM_DECODE_REQUESTS, seed=seed)
         full = sum(conversation.longest_request for conversation in workload.conversations) / workload.num_requests
@@ -115,7 +116,7 @@ def test_other_sources(tmp_path, chats):
 
 @pytest.mark.parametrize("what", ["token", "logprob"])
 def test_any_difference_is_reported(tmp_path, monkeypatch, capsys, chats, what):
-    """One token of one request of one run, or the last bit of its log-probability, is changed on its way out."""
+    """One token of one request of one run, or the last bit of its log-probability, is changed in the output."""
     serve, num_runs = replay_setup.serve, iter(range(9))  # type: ignore[attr-defined]
 
     def serve_and_spoil(*args, **kwargs):
@@ -190,7 +191,7 @@ def test_nothing_preempted(tmp_path, capsys, chats):
 )
 def test_wrong_flag(capsys, tmp_path, monkeypatch, flags, expected):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(replay_setup, "serve", None)  # found before anything is served
+    monkeypatch.setattr(replay_setup, "serve", None)  # the error comes before anything is served
     assert main(["replay", *flags.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -1,4 +1,4 @@
-"""The command as a person runs it: flags in, tables, a file and a picture out."""
+"""The command end to end: flags in, tables, a file and a plot out."""
 
 import errno
 import gzip
@@ -37,7 +37,7 @@ def report_of(tmp_path, path, *flags):
 
 @pytest.fixture
 def error_of(capsys):
-    """Runs a command that must end in one line and status 2; returns the line."""
+    """Runs a command that must end with one line and status 2; returns the line."""
 
     def run(path, *flags):
         capsys.readouterr()
@@ -149,7 +149,7 @@ def test_bits_of_the_type(tmp_path, trace_path, dtype, nbytes):
 
 @pytest.mark.parametrize("save_on", ["compute", "eviction"])
 def test_huge_tiers_are_as_good_as_those_that_hold_all(tmp_path, trace_path, save_on):
-    """And take no more memory: a million million chunks would take all there is."""
+    """They also take no more memory, although 10**12 chunks would not fit."""
     flags: tuple[str, ...] = ("--save-on", save_on)
     num_unique = read_traces([trace_path]).num_unique_blocks
     sizes = []
@@ -225,7 +225,7 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "a model needs --head-size as well" in error_of(trace_path, *MODEL[:4])
     assert "is smaller than a chunk of" in error_of(trace_path, "--sizes-gb", "0.001", *MODEL)
     for dtype in ("bf17", "str", "bool", "complex64", "object", "(2,)f4", "f4,(2", "timedelta64"):
-        error = error_of(tmp_path / "none.jsonl", "--dtype", dtype)  # before the trace is read, and without GB
+        error = error_of(tmp_path / "none.jsonl", "--dtype", dtype)  # before reading the trace
         assert f"--dtype {dtype!r}; expected the name of a type of real numbers" in error
     for size in ("99999999999999999999", "9" * 400, "9" * 5000):
         for flag in ("--hbm", "--secondary"):
@@ -254,7 +254,7 @@ def test_no_trace_is_written_over(tmp_path, trace_path, error_of, flag):
     link = tmp_path / "link.svg"
     link.symlink_to(trace_path)
     for path, other in ((trace_path, trace_path), (trace_path, link), (link, tmp_path / "." / "chats.svg")):
-        error = error_of(tmp_path / "none.jsonl", "--trace", str(path), flag, str(other))  # no file is looked at
+        error = error_of(tmp_path / "none.jsonl", "--trace", str(path), flag, str(other))  # no file is read
         assert f"{flag} {other} is the same file as the trace {path}; expected another file" in error
     assert trace_path.read_bytes() == before
     assert link.is_symlink()
@@ -277,7 +277,7 @@ def test_bad_traces(tmp_path, error_of):
     assert "no request has a block" in error_of(write_trace(tmp_path / "empty.jsonl", [[], []]))
 
 
-def test_notes_are_told(tmp_path, capsys, caplog):
+def test_notes_are_printed(tmp_path, capsys, caplog):
     path = write_trace(tmp_path / "plain.jsonl", [[1, 2], [2, 1]])
     assert simulate(path, "--policies", "lru", "--sizes", "1") == 0
     assert [record.getMessage() for record in caplog.records] == [
@@ -312,7 +312,7 @@ def test_results_depend_on_no_hash_seed(tmp_path, trace_path):
 
 
 def test_ctrl_c_ends_it_at_once(tmp_path):
-    """With processes at work; as a terminal does it, the signal goes to all of them."""
+    """While processes are running; the signal goes to all of them, as from a terminal."""
     path = write_trace(tmp_path / "long.jsonl", chats(random.Random(4), num_requests=4_000, num_chats=500))
     sizes = ",".join(str(i / 1000) for i in range(1, 400))
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -8,7 +8,7 @@ import click
 
 from tests.multiprocess.cluster import Cluster
 from tests.multiprocess.draw import draw_setup
-from tests.multiprocess.life import Outcome, run_life
+from tests.multiprocess.run import Outcome, run_setup
 from tpu_offload.cli.command import run_command, run_process
 from tpu_offload.cli.options import number
 
@@ -34,7 +34,7 @@ def _command(processes: int, devices: int, runs: int, seed: int, steps: int) -> 
             start_s = time.monotonic()
             try:
                 cluster = cluster or Cluster(processes, devices)
-                line, is_ok = _describe(run_life(cluster, setup))
+                line, is_ok = _describe(run_setup(cluster, setup))
             except Exception as e:  # an error of the library, or a dead process
                 line, is_ok = f"FAILED: {type(e).__name__}: {e}\n  {setup}", False
                 if cluster is not None:

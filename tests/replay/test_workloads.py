@@ -1,4 +1,4 @@
-"""What becomes of flags and files: conversations, or one line that names the bad one."""
+"""Workloads from flags and files: conversations, or an error that names the invalid line."""
 
 import json
 from pathlib import Path
@@ -109,7 +109,7 @@ def test_longest_request_counts_history_and_answer():
 
 def test_num_unique_blocks():
     shared = Conversation("a", (Turn((1,) * 8, 4),))  # 2 full blocks, and 1 for the answer
-    again = Conversation("b", (Turn((1,) * 8 + (2,) * 4, 4),))  # 1 more, and 1
+    again = Conversation("b", (Turn((1,) * 8 + (2,) * 4, 4),))  # 1 more, and 1 for the answer
     assert Workload("w", (shared,)).num_unique_blocks(4) == 3
     assert Workload("w", (shared, again)).num_unique_blocks(4) == 2 + 1 + 1 + 1
 
@@ -131,7 +131,7 @@ def test_prompts_follow_the_answers_of_the_file(tmp_path):
     )
 
 
-def test_prompts_without_answers_go_on_with_the_generated_ones(tmp_path):
+def test_prompts_without_answers_continue_with_generated_ones(tmp_path):
     messages = [
         message("user", "a"),
         message("user", "b"),
@@ -258,7 +258,7 @@ def test_file_that_cannot_be_read(tmp_path, read):
         read(tmp_path / "binary")
 
 
-@pytest.mark.skipif(not SHARED_TRACE.is_file(), reason="the conversation trace is not beside the checkout")
+@pytest.mark.skipif(not SHARED_TRACE.is_file(), reason="the conversation trace is not next to the checkout")
 def test_the_shared_trace():
     workload = trace(SHARED_TRACE, num_requests=300)
     assert workload.num_requests == 300

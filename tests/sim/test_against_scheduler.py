@@ -24,7 +24,7 @@ from tpu_offload.types import BlockHash
 
 
 class Engine:
-    """Computes a whole prompt in a step. Copies are done at once."""
+    """A fake engine that computes a whole prompt in a step; copies finish immediately."""
 
     def __init__(self, policy, *, num_chunks, num_sightings, save_on=SaveEvent.COMPUTE):
         config = OffloadConfig.create(
@@ -43,15 +43,15 @@ class Engine:
         self.scheduler.apply(StepReport(worker_id=0, results=results, num_host_chunks=self.num_chunks))
 
     def serve(self, name, hashes, *, num_hbm_blocks, evicted=()):
-        """Returns how many blocks were loaded.
+        """Serves a request; returns the number of loaded blocks.
 
         Args:
-          name: the request's.
-          hashes: of its blocks.
-          num_hbm_blocks: leading blocks of it that are in HBM.
-          evicted: hashes of the prefixes whose last blocks go for it.
+          name: the request's id.
+          hashes: hashes of its blocks.
+          num_hbm_blocks: number of its leading blocks that are in HBM.
+          evicted: hashes of the prefixes whose last blocks HBM evicts for it.
         """
-        num_tokens = len(hashes) * BLOCK_SIZE + 1  # so that the last block is one like the others
+        num_tokens = len(hashes) * BLOCK_SIZE + 1  # so that the last block counts like the others
         in_hbm = num_hbm_blocks * BLOCK_SIZE
         found = self.scheduler.match(name, hashes, num_tokens=num_tokens, num_computed_tokens=in_hbm).num_tokens
         for prefix in evicted:
@@ -80,14 +80,14 @@ class Engine:
 
 
 def chat_trace(tmp_path, seed):
-    """With the keys that the scheduler makes: policies may make hashes of them."""
+    """A trace with the scheduler's own keys, because policies may hash them."""
     trace = make_trace(tmp_path, chats(random.Random(seed), num_requests=150))
     namespace = key_namespace(LAYOUT.fingerprint(), blocks_per_chunk=1)
     return dataclasses.replace(trace, keys=tuple(last_block_hash(key) + namespace for key in trace.keys))
 
 
 def hashes_of(trace, block):
-    """Those of the prefix that ends at a block."""
+    """Hashes of the prefix that ends at a block."""
     hashes: list[BlockHash] = []
     while block >= 0:
         hashes.append(last_block_hash(trace.keys[block]))

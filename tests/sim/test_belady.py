@@ -9,8 +9,8 @@ from tests.sim.traces import random_trace
 from tpu_offload.sim import belady_hits, simulate_hbm
 
 
-def by_the_words(trace, num_chunks):
-    """Request by request: count the blocks that hit before the first miss, offer all, evict down to the size."""
+def by_definition(trace, num_chunks):
+    """The definition: per request, count hits before the first miss, add all blocks, evict down to the capacity."""
     prompts = [request.blocks for request in trace.requests]
     held: set[int] = set()
     hits: list[int] = []
@@ -26,12 +26,12 @@ def by_the_words(trace, num_chunks):
         held.update(blocks)
         while len(held) > num_chunks:
             held.remove(max(held, key=lambda block: (next_use(number, block), depth(block))))
-        assert all(trace.parents[block] in held or trace.parents[block] < 0 for block in held), "a hole in a prefix"
+        assert all(trace.parents[block] in held or trace.parents[block] < 0 for block in held), "a prefix has a hole"
     return hits
 
 
 def best_of_all(trace, num_chunks, *, hbm_result=None, first_counted=0):
-    """The most hits of any schedule: between two requests any blocks that were held or in reach, holes or not."""
+    """The most hits of any schedule, by exhaustive search: between requests it may keep any subset of blocks."""
     best: dict[frozenset[int], int] = {frozenset(): 0}
     in_hbm = set()
     for number, request in enumerate(trace.requests):
@@ -51,11 +51,11 @@ def best_of_all(trace, num_chunks, *, hbm_result=None, first_counted=0):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_by_the_words(seed):
+def test_matches_its_definition(seed):
     rng = random.Random(seed)
     trace = random_trace(rng, num_requests=rng.randint(1, 40), num_blocks=rng.randint(1, 30))
     for num_chunks in (1, 2, 3, 5, 8, 13, 30):
-        assert belady_hits(trace, num_chunks) == by_the_words(trace, num_chunks)
+        assert belady_hits(trace, num_chunks) == by_definition(trace, num_chunks)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -41,7 +41,7 @@ def test_processes_change_nothing(trace):
 
 
 def num_processes(experiment, runs, **kwargs):
-    """As they are when the first result comes."""
+    """The number of processes when the first result arrives."""
     with contextlib.closing(run_all(experiment, runs, **kwargs)) as results:
         next(results)
         return len(multiprocessing.active_children())
@@ -83,7 +83,7 @@ def test_with_a_split_each_part_has_its_own_bound(trace, num_hbm_blocks):
     assert nothing_before.first == HitCounts(0, 0, 0, 0)
 
 
-def test_what_is_left_early_ends_its_processes(trace):
+def test_closing_it_early_ends_its_processes(trace):
     slow = dataclasses.replace(trace, requests=trace.requests * 200)
     experiment = Experiment(slow, split=0, only_second=False, hbm_result=no_hbm(slow))
     begin_s = time.monotonic()
@@ -92,7 +92,7 @@ def test_what_is_left_early_ends_its_processes(trace):
         next(results)
         assert len(multiprocessing.active_children()) == 2
     assert multiprocessing.active_children() == []
-    assert time.monotonic() - begin_s < 60  # all of it takes many minutes
+    assert time.monotonic() - begin_s < 60  # a full run takes many minutes
 
 
 def kill_first_process():

@@ -1,4 +1,4 @@
-"""Replays against plain references: caches as ordered dictionaries, without the index and its policies."""
+"""Replays compared with simple references: ordered dictionaries instead of the index and its policies."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ SIZES = (1, 2, 5, 11, 23, 60, 200)
 
 
 class PlainLRU:
-    """Every block by itself, the head of a prompt more recent than its tail."""
+    """LRU by block; the head of a prompt is more recent than its tail."""
 
     def __init__(self, size):
         self.size, self.blocks = size, OrderedDict()
@@ -25,7 +25,7 @@ class PlainLRU:
         return len(list(itertools.takewhile(self.blocks.__contains__, blocks[first:])))
 
     def use(self, blocks):
-        """Returns what goes for it."""
+        """Uses blocks; returns the evicted ones."""
         for block in reversed(blocks):
             self.blocks[block] = None
             self.blocks.move_to_end(block)
@@ -105,8 +105,8 @@ def test_hbm_in_front(seed):
         assert replay(trace, LRUPolicy(), TierSetup(size), hbm_result=hbm_result).host_hits == tuple(hits)
 
 
-def test_write_through_is_of_no_use_below_the_size_of_hbm(chat_trace):
-    """It holds what HBM holds. Saved when HBM evicts, as many chunks hit."""
+def test_write_through_is_useless_up_to_the_size_of_hbm(chat_trace):
+    """It duplicates HBM. With saves on eviction there are hits."""
     hbm_result = simulate_hbm(chat_trace, 60)
     for size in (35, 60):
         assert sum(replay(chat_trace, LRUPolicy(), TierSetup(size), hbm_result=hbm_result).host_hits) == 0
@@ -116,7 +116,7 @@ def test_write_through_is_of_no_use_below_the_size_of_hbm(chat_trace):
 
 
 def test_saved_when_hbm_evicts_is_never_lost_with_room_for_all(chat_trace):
-    """Every block that was computed once is in HBM or in the host tier."""
+    """Every computed block is in HBM or in the host tier."""
     hbm_result = simulate_hbm(chat_trace, 60)
     outcome = replay(chat_trace, LRUPolicy(), TierSetup(10**4, save_on=SaveEvent.HBM_EVICTION), hbm_result=hbm_result)
     hits = tuple(a + b for a, b in zip(hbm_result.hits, outcome.host_hits, strict=True))
@@ -140,7 +140,7 @@ def test_saved_at_the_second_sighting(tmp_path):
 
 @pytest.mark.parametrize("mode", SecondaryMode)
 def test_a_secondary_tier_with_room_for_all(chat_trace, mode):
-    """Whatever was ever saved hits, in the one tier or the other."""
+    """Everything that was ever saved hits in one of the tiers."""
     for size in (35, 60, 200):
         setup = TierSetup(size, num_secondary_chunks=10**4, secondary_mode=mode)
         outcome = replay(chat_trace, LRUPolicy(), setup)
@@ -152,7 +152,7 @@ def test_a_secondary_tier_with_room_for_all(chat_trace, mode):
 
 
 def test_a_small_secondary_tier(chat_trace):
-    """Filled on eviction it holds other chunks than the host tier, filled on save mostly the same ones."""
+    """With demote it holds other chunks than the host tier, with cascade mostly the same."""
     sums = {}
     for mode in SecondaryMode:
         outcome = replay(chat_trace, LRUPolicy(), TierSetup(60, num_secondary_chunks=60, secondary_mode=mode))

@@ -105,10 +105,10 @@ def replace(function: Function, find: str, new: str) -> None:
     sought = _one_line(pattern)
     if not places:
         line, nearest = _nearest(function, sought)
-        raise PatternError(f"`{sought}` is not there; nearest is line {line}, `{nearest}`")
+        raise PatternError(f"`{sought}` does not match; nearest is line {line}, `{nearest}`")
     if len(places) > 1:
         lines = ", ".join(str(place.line) for place in places)
-        raise PatternError(f"`{sought}` is there {len(places)} times, in lines {lines}; expected once")
+        raise PatternError(f"`{sought}` matches {len(places)} times, in lines {lines}; expected once")
     (place,) = places
     filler = _Filler(place)
     place.replace([filler.fill(other.value)] if isinstance(place.nodes[0], ast.expr) else filler.fill_all(replacement))

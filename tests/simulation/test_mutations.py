@@ -85,12 +85,12 @@ def test_a_function_is_found_in_whatever_module_it_is(library):
         (
             "Jobs.end",
             "self.job",
-            "Jobs.end (tpu_offload/core/jobs.py:2): `self.job` is not there; nearest is line 3, `del self.jobs[job]`",
+            "Jobs.end (tpu_offload/core/jobs.py:2): `self.job` does not match; nearest is line 3, `del self.jobs[job]`",
         ),
         (
             "Pool.end",
             "self",
-            "Pool.end (tpu_offload/core/swap/pool.py:2): `self` is there 2 times, in lines 3, 3; expected once",
+            "Pool.end (tpu_offload/core/swap/pool.py:2): `self` matches 2 times, in lines 3, 3; expected once",
         ),
     ],
 )

@@ -12,7 +12,7 @@ every other.
 
 `num_computed_tokens` includes what the steps dispatched so far compute. If a sequence is preempted while its step is in
 flight, that step reads and writes its blocks in program order before they are copied out or granted again, and its
-sampled token is appended when it arrives, whatever the sequence's phase is then.
+sampled token is appended when it arrives, in whatever phase the sequence is then.
 """
 
 import bisect
@@ -113,7 +113,7 @@ class Scheduler:
         return ""
 
     def has(self, sequence_id: str) -> bool:
-        """Whether this sequence is here and unfinished."""
+        """Whether this sequence is known and unfinished."""
         return sequence_id in self._sequences
 
     def add(self, sequence: Sequence, *forks: Sequence) -> None:
@@ -166,7 +166,7 @@ class Scheduler:
                 self._hash(sequence)
                 batch.append(self._start(sequence, num_tokens))
                 budget -= num_tokens
-        # Not in a step that preempts: a victim would be the first to be admitted, to its own blocks.
+        # Not in a step that preempts: the victim would be admitted first, to its own blocks.
         while self._waiting and budget > 0 and not has_preempted:
             sequence = self._waiting[0]
             if len(self._active) == self._config.max_num_seqs or not self._enter(sequence, batch):
@@ -199,7 +199,7 @@ class Scheduler:
             if sequence.phase is Phase.FINISHED:
                 continue
             if sequence.phase is Phase.RUNNING:
-                self._hash(sequence)  # of tokens that were in flight when the step was chosen
+                self._hash(sequence)  # with tokens that were in flight when the step was chosen
                 block_size = self._config.block_size
                 self._blocks.register(sequence, run.start // block_size, run.end // block_size)
             if run.samples:
@@ -379,7 +379,7 @@ class Scheduler:
         return [other for other in same if other.phase is Phase.RUNNING]
 
     def _make_room(self) -> bool:
-        """Preempts as many sequences as the others need blocks; returns whether there were any."""
+        """Preempts the sequences whose blocks the others need; returns whether there were any."""
         missing = [
             self._blocks.missing(s, s.num_computed_tokens + s.num_next_tokens) if s.phase is Phase.RUNNING else (0, 0)
             for s in self._active

@@ -136,7 +136,7 @@ def run_all(
 ) -> Generator[tuple[int, Result]]:
     """Simulates cases in several processes; yields their indices and results as they complete.
 
-    An exception, Ctrl-C included, ends the processes at once.
+    An exception, including Ctrl-C, ends the processes immediately.
 
     Args:
       experiment: what all cases share.
@@ -210,7 +210,7 @@ def _enter(experiment: Experiment) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent is gone, however that ended; otherwise it would wait forever."""
+    """Ends this process when its parent has ended, in any way; otherwise it would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -47,7 +47,7 @@ def parse_line(value: Any) -> TraceLine:
 
 def wrong(line: Mapping[str, Any], name: str, expected: str) -> ValueError:
     """The error for an invalid field."""
-    got = reprlib.repr(line[name]) if name in line else "missing"  # short, whatever it is
+    got = reprlib.repr(line[name]) if name in line else "missing"  # limited in length
     return ValueError(f'"{name}" is {got}; expected {expected}')
 
 
