@@ -106,6 +106,48 @@ def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_wi
     engine.scheduler.check_invariants()
 
 
+@pytest.mark.parametrize("how", ["late result", "later jobs are over", "restarted"])
+def test_staging_blocks_of_late_jobs_are_held_until_every_worker_is_through_with_them(how):
+    workers = [FakeWorker(i, num_host_chunks=16) for i in range(2)]
+    engine = FakeEngine(
+        workers=workers,
+        num_cpu_chunks=16,
+        job_timeout_s=5.0,
+        breaker_failures=0,
+        num_blocks=64,
+        num_staging_blocks=6,
+        save_path="staged",
+        load_path="staged",
+    )
+    for worker_id in range(2):
+        report(engine, worker_id, incarnation=100)
+    engine.serve("saved", tokens(8))
+    engine.add("a", tokens(16, start=100))
+    plan, _ = engine.step({"a": 16})
+    (save,) = plan.of(JobKind.SAVE)
+    engine.add("b", tokens(8))
+    plan, _ = engine.step()
+    (load,) = plan.of(JobKind.LOAD)
+    assert engine.scheduler.stats().staging_reserved_blocks == 6
+    engine.clock.now_s += 6
+    engine.step()
+    stats = engine.scheduler.stats()
+    assert (stats.num_timed_out_jobs, stats.num_jobs_in_flight, stats.staging_reserved_blocks) == (2, 0, 6)
+    engine.scheduler.check_invariants()
+    for worker_id in range(2):
+        assert engine.scheduler.stats().staging_reserved_blocks == 6, "the copies of one worker may still run"
+        if how == "late result":
+            results = [JobResult(job_id=job.job_id, state=FINISHED) for job in (save, load)]
+            report(engine, worker_id, *results, incarnation=100)
+        elif how == "later jobs are over":
+            report(engine, worker_id, oldest_job_id=load.job_id + 1, incarnation=100)
+        else:
+            report(engine, worker_id, incarnation=200 + worker_id)
+            report(engine, worker_id, oldest_job_id=load.job_id + 1, incarnation=200 + worker_id)
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    engine.scheduler.check_invariants()
+
+
 def test_a_worker_that_started_anew_has_nothing_and_what_it_was_at_fails():
     engine = FakeEngine(workers=[FakeWorker(0), FakeWorker(1)], num_blocks=64, num_staging_blocks=32)
     for worker_id in range(2):

@@ -18,7 +18,6 @@ from tests.worker.engine import (
     Slow,
     broken,
     ending_with,
-    slow_down,
     split_path,
     wait_until_rebuilt,
 )
@@ -282,28 +281,6 @@ def test_a_worker_says_that_it_is_through_with_jobs_that_never_reached_it():
     engine.worker.end_step(plan, engine.caches)
     assert engine.worker.poll(wait=True).results[0].job_id == 9
     assert engine.worker.poll().oldest_job_id == 10
-
-
-def test_late_copies_keep_their_staging_blocks_after_the_scheduler_has_released_them():
-    engine = Engine("staged")
-    engine.step(saves=[saved := engine.save([0, 1], [8, 9])])
-    engine.expect_saved(saved)
-    engine.states()
-    engine.step(saves=[late := engine.save([0, 1, 2, 3], [0, 1, 2, 3])])  # of six blocks
-    flights = list(engine.flights)
-    arrays = [slow_down(engine, i) for i in range(len(flights))]
-    engine.clock.now += 61  # the scheduler has expired it and plans as if nothing were in flight
-    engine.step(saves=[too_much := engine.save([4, 5, 6], [4, 5, 6])], loads=[fits := engine.load([8, 9], [8, 9])])
-    report = engine.worker.poll()
-    assert [(r.job_id, r.state) for r in report.results if r.job_id == too_much.job_id] == [(too_much.job_id, FAILED)]
-    assert "of the staging buffer's 6 blocks" in report.results[0].error
-    for flight, array in zip(flights, arrays, strict=True):
-        flight.waiting_on = array.array
-    results = engine.drain()
-    assert results[late.job_id].state is results[fits.job_id].state is FINISHED
-    engine.expect_saved(late)
-    engine.expect_loaded(fits)
-    engine.check_round_trip()
 
 
 def test_new_caches_are_like_the_old_ones():

@@ -1,9 +1,9 @@
 """The end of every job, of any kind: counts and logs it, updates its circuit breaker and releases what it held.
 
 A job acquires staging blocks, pins in the host tier and places in the swap pool when it is planned, and holds them
-while bytes may be moving, whatever happens to its request. One thing outlives the end: a save that timed out may still
-land, so the memory that it writes stays reserved until every worker has finished with it. In the host tier that is the
-quarantine of its slots (`ChunkIndex.complete`); a swap-out keeps its places in the swap pool.
+until it ends, whatever happens to its request. Copies of a job that timed out may still run. Until every worker has
+finished with it, the job keeps its staging blocks, and a save the memory that it writes: in the host tier its slots are
+in quarantine (`ChunkIndex.complete`), and a swap-out keeps its places in the swap pool.
 """
 
 import logging
@@ -42,11 +42,13 @@ class Completion:
 
     def complete(self, job: Job) -> None:
         """Ends a job; its state is final."""
+        timed_out = job.state is JobState.TIMED_OUT
         if job.account:
             self._staging.release(job.account, job.wire.num_staging_blocks, job.direction)
+            if timed_out:  # under an account of its own: its request may reserve again
+                self._staging.reserve_late(_late_account(job), job.wire.num_staging_blocks, job.direction)
         if job.keys and job.direction is Direction.LOAD:
             self._index.unpin(job.keys, sweep=False)
-        timed_out = job.state is JobState.TIMED_OUT
         if job.pool_blocks and not (timed_out and job.direction is Direction.SAVE):
             self._pool.release(job.pool_blocks)
         if timed_out:
@@ -62,9 +64,16 @@ class Completion:
         else:
             job.breaker.cancel_probe(job.job_id)
 
-    def end_quarantine(self, job: Job) -> None:
-        """Releases the memory of a save that timed out: no worker can write it any more."""
-        if job.slots:
-            self._index.end_quarantine(job.slots)
-        if job.pool_blocks:
-            self._pool.release(job.pool_blocks)
+    def release_late(self, job: Job) -> None:
+        """Releases what a job that timed out still holds: no worker copies anything of it any more."""
+        if job.account:
+            self._staging.release(_late_account(job), job.wire.num_staging_blocks, job.direction)
+        if job.direction is Direction.SAVE:
+            if job.slots:
+                self._index.end_quarantine(job.slots)
+            if job.pool_blocks:
+                self._pool.release(job.pool_blocks)
+
+
+def _late_account(job: Job) -> str:
+    return f"late job {job.job_id}"

@@ -95,7 +95,7 @@ class TierContext:
             staging=staging,
             swap_pool=swap_pool,
             jobs=JobTable(
-                layout, num_workers=num_workers, complete=completion.complete, end_quarantine=completion.end_quarantine
+                layout, num_workers=num_workers, complete=completion.complete, release_late=completion.release_late
             ),
             requests=RequestTable(keys, limits),
             keys=keys,

@@ -64,6 +64,7 @@ def check_invariants(context: TierContext, *, queue: LoadQueue, saves: SavePlann
     pins: dict[ChunkKey, int] = dict(swap.pins())
     pending: list[ChunkKey] = []
     loads: list[Job | WaitingLoad] = [*queue]
+    num_late, late_slots = 0, list[int]()
     for job in context.jobs.of(*TRANSFERS):
         account = job.account, job.direction
         held[account] = held.get(account, 0) + job.wire.num_staging_blocks
@@ -74,16 +75,19 @@ def check_invariants(context: TierContext, *, queue: LoadQueue, saves: SavePlann
     for waiting in queue:
         held[waiting.account, Direction.LOAD] = waiting.num_staging_blocks
         assert requests[waiting.request_id].load is waiting, "a queued load that no request waits for"
+    for job in context.jobs.late(*TRANSFERS):
+        num_late += job.wire.num_staging_blocks
+        if job.direction is Direction.SAVE:
+            late_slots += job.slots[: len(job.keys)]
     promises = [(request, request.promise) for request in requests.values() if request.promise]
     for request, promise in promises:
         held[request.account, Direction.LOAD] = promise.num_staging_blocks
     for keys in (*(load.keys for load in loads), *(promise.keys for _, promise in promises)):
         pins[keys[-1]] = pins.get(keys[-1], 0) + 1
         assert not any(index.state(key) is ChunkState.PENDING for key in keys), "a load of a chunk that is not saved"
-    assert sum(held.values()) == buffer.num_reserved
+    assert sum(held.values()) + num_late == buffer.num_reserved
     assert all(buffer.held(account, direction) == n for (account, direction), n in held.items())
     index.check_holds(pins=pins, pending=set(pending))
-    late = [slot for job in context.jobs.late(*TRANSFERS) for slot in job.slots[: len(job.keys)]]
     counts = context.counts
     assert counts.matched_tokens <= counts.found_tokens <= counts.looked_up_tokens, "found what was not looked up"
-    assert len(late) == index.num_quarantined_slots, "a quarantined slot that no copy may write"
+    assert len(late_slots) == index.num_quarantined_slots, "a quarantined slot that no copy may write"

@@ -163,14 +163,14 @@ class JobTable:
     """All jobs that have not ended, of every kind.
 
     A job ends when all workers have reported it, when a worker that has not will never do so, or at its deadline. The
-    table also keeps saves that timed out: their copies may still land, and until every worker is done with them, the
-    memory that they write stays reserved.
+    table also keeps jobs that timed out: their copies may still run, so until every worker is done with them, they keep
+    their staging blocks and the host memory that they write.
 
     Args:
       layout: how many bytes a block has.
       num_workers: workers that must report each job.
       complete: ends a job, see `Completion.complete`.
-      end_quarantine: releases the memory of a save that timed out, see `Completion.end_quarantine`.
+      release_late: releases what a job that timed out still holds, see `Completion.release_late`.
     """
 
     def __init__(
@@ -179,12 +179,12 @@ class JobTable:
         *,
         num_workers: int,
         complete: Callable[[Job], None],
-        end_quarantine: Callable[[Job], None],
+        release_late: Callable[[Job], None],
     ) -> None:
         self._block_nbytes = tuple(group.block_nbytes for group in layout.groups)
         self._num_workers = num_workers
         self._complete = complete
-        self._end_quarantine = end_quarantine
+        self._release_late = release_late
         self._next_job_id = 0
         self._jobs: dict[int, Job] = {}
         self._planned: list[Job] = []  # those that are not in a plan yet
@@ -207,7 +207,7 @@ class JobTable:
         return [job for job in self._jobs.values() if job.kind in kinds]
 
     def late(self, *kinds: JobKind) -> list[Job]:
-        """Saves of these kinds that timed out and may still write to host memory."""
+        """Jobs of these kinds that timed out and whose copies may still run."""
         return [job for job in self._late.values() if job.kind in kinds]
 
     def on_end(self, *kinds: JobKind, call: Callable[[Job], None]) -> None:
@@ -328,7 +328,7 @@ class JobTable:
         for job in overdue:
             job.mark_failed("timed out")
             job.copy_failed = True
-            if job.direction is Direction.SAVE:
+            if job.direction is Direction.SAVE or job.wire.num_staging_blocks:
                 self._late[job.job_id] = job
             self._end(job, JobState.TIMED_OUT)
         self._next_deadline_s = min((job.deadline_s for job in self._jobs.values()), default=math.inf)
@@ -369,4 +369,4 @@ class JobTable:
             job.waiting_for.remove(worker_id)
             if not job.waiting_for:
                 del self._late[job_id]
-                self._end_quarantine(job)
+                self._release_late(job)

@@ -1,9 +1,9 @@
 """The budget of the HBM staging buffer: which job holds how many blocks, and whose turn it is when there are too few.
 
 Staged copies between HBM and host pass through HBM that the engine granted once. A staged job holds staging blocks from
-the moment it is planned until every worker has reported it, so the blocks in transit never exceed the budget. A save
-holds one for each of its blocks; a load holds at most that many, because it can be copied in pieces. Other copies hold
-none and are not limited here. All calls come from the thread of the scheduler.
+the moment it is planned until every worker has finished with it, even if it times out before, so the blocks in transit
+never exceed the budget. A save holds one for each of its blocks; a load holds at most that many, because it can be
+copied in pieces. Other copies hold none and are not limited here. All calls come from the thread of the scheduler.
 
 When demand exceeds the free blocks:
 
@@ -11,8 +11,8 @@ When demand exceeds the free blocks:
   larger than the buffer takes half of the buffer at most, because it holds it for long. Waiting loads are served in
   order, and none overtakes them.
 - When saves and loads both wait, they take turns. Free blocks are kept for the side whose turn it is until it has got
-  some, then for the other. A waiting job holds nothing, and every job that holds blocks ends, at its deadline at the
-  latest, so every turn ends as well.
+  some, then for the other. A waiting job holds nothing, and every job that holds blocks ends, so every turn ends as
+  well, unless a worker hangs; then nothing is copied until it has finished or is restarted.
 """
 
 import dataclasses
@@ -222,6 +222,11 @@ class Staging:
         if self._loads_wait:
             self._turn = Direction.LOAD
         return self.buffer.reserve(account, num_blocks, Direction.SAVE)
+
+    def reserve_late(self, account: str, num_blocks: int, direction: Direction) -> None:
+        """Reserves the blocks that a job which timed out has just released; 0 is fine."""
+        if num_blocks:
+            self.buffer.reserve(account, num_blocks, direction)
 
     def release(self, account: str, num_blocks: int, direction: Direction) -> None:
         """Releases staging blocks; 0 is fine."""

@@ -27,10 +27,6 @@ def unwrapped(copier: Copier, arena: ArenaView) -> Copier:
     return copier
 
 
-def _no_check(copier: Copier, num_blocks: int) -> None:
-    pass
-
-
 def _no_call(job_id: int, error: str) -> None:
     pass
 
@@ -47,7 +43,6 @@ class GroupCopies:
       copiers: the copier of each direction.
       jobs: the worker's jobs in flight.
       lockstep: the caches span hosts, which must dispatch in the same order although readiness differs between them.
-      check: called with a copier and the number of blocks of a copy; raises TransferError if it may not be dispatched.
       on_fail: called with the id of each job of which a flight failed, and the error.
     """
 
@@ -61,7 +56,6 @@ class GroupCopies:
         copiers: Mapping[Direction, Copier],
         jobs: WorkerJobs,
         lockstep: bool,
-        check: Callable[[Copier, int], None] = _no_check,
         on_fail: Callable[[int, str], None] = _no_call,
     ) -> None:
         self.group_id = group_id
@@ -72,7 +66,6 @@ class GroupCopies:
         self._layer_ids = tuple(layer_ids)
         self._jobs = jobs
         self._lockstep = lockstep
-        self._check = check
         self._on_fail = on_fail
 
     def reader(self, copier: Copier) -> "GroupCopies":
@@ -174,7 +167,6 @@ class GroupCopies:
         job_ids = piece.jobs()
         self._jobs.add_ref(job_ids)
         try:
-            self._check(copier, len(piece))
             if direction is Direction.SAVE:
                 flight = copier.save(segment_id, piece, self._own(kv_caches))
                 self.memory.mark(segment_id, piece.host_block_ids, lost=False)

@@ -79,11 +79,6 @@ class WorkerJobs:
         """No job with a smaller id is in flight, or will be: ids rise from plan to plan."""
         return min(self._watermark, *self._jobs) if self._jobs else self._watermark
 
-    @property
-    def oldest_age_s(self) -> float:
-        """How long the oldest job has been in flight; 0 without jobs."""
-        return self._clock() - next(iter(self._jobs.values())).started_s if self._jobs else 0.0
-
     def start(self, job_id: int, parts: tuple[CopyPart, ...] = (), *, writes_caches: bool = False) -> None:
         """Adds a job with one reference, for its dispatch."""
         self._jobs[job_id] = _Job(self._clock(), parts, writes_caches)

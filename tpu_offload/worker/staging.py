@@ -1,7 +1,7 @@
 """How much of the staging buffer the copies of one worker hold, and how much more they may take.
 
 A staging block counts as one whatever its layer group, as in the scheduler's budget. The scheduler plans within the
-budget but releases the blocks of jobs that time out, whose copies still hold theirs: only the worker knows those.
+budget; how a load is cut into pieces within its reservation is decided here.
 
 In lockstep nothing here depends on which flights have ended: that differs between hosts, and what they dispatch must
 not.
@@ -13,10 +13,8 @@ from typing import final
 
 import numpy as np
 
-from tpu_offload.errors import TransferError
-from tpu_offload.kernels import Copier, Flight
+from tpu_offload.kernels import Flight
 from tpu_offload.worker.backlog import BackloggedLoad
-from tpu_offload.worker.jobs import WorkerJobs
 
 
 @final
@@ -26,36 +24,13 @@ class StagingUsage:
     Args:
       num_blocks: the staging budget.
       flights: the flights of the host tier.
-      jobs: the worker's jobs in flight.
       lockstep: the caches span hosts.
-      timeout_s: age at which the scheduler expires a job.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        *,
-        flights: Callable[[], Iterable[Flight]],
-        jobs: WorkerJobs,
-        lockstep: bool,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, num_blocks: int, *, flights: Callable[[], Iterable[Flight]], lockstep: bool) -> None:
         self._num_blocks = num_blocks
         self._flights = flights
-        self._jobs = jobs
         self._lockstep = lockstep
-        self._timeout_s = timeout_s
-
-    def check(self, copier: Copier, num_blocks: int) -> None:
-        """Raises TransferError if a copy of `num_blocks` would exceed the budget because late copies hold blocks."""
-        if not copier.stages or self._lockstep or self._jobs.oldest_age_s <= self._timeout_s:
-            return
-        num_held = self._num_held
-        if num_held + num_blocks > self._num_blocks:
-            raise TransferError(
-                f"late copies hold {num_held} of the staging buffer's {self._num_blocks} blocks; no room for "
-                f"{num_blocks}"
-            )
 
     @property
     def room(self) -> int:

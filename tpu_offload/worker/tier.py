@@ -81,13 +81,7 @@ class TierCopies:
         self._step_id = -1  # rises with every `begin` and `resume`
         # Hosts that share one model must dispatch in the same order, although readiness differs between them.
         self._lockstep = not kv_caches[0].sharding.is_fully_addressable
-        self._staging = StagingUsage(
-            staging_blocks,
-            flights=self._flights,
-            jobs=jobs,
-            lockstep=self._lockstep,
-            timeout_s=config.job_timeout_s,
-        )
+        self._staging = StagingUsage(staging_blocks, flights=self._flights, lockstep=self._lockstep)
         specs = [
             TransferSpec.from_caches(
                 caches,
@@ -138,7 +132,6 @@ class TierCopies:
             copiers={direction: wrapped[copier] for direction, copier in copiers.items()},
             jobs=self._jobs,
             lockstep=self._lockstep,
-            check=self._staging.check,
             on_fail=self._backlog.fail,
         )
 
