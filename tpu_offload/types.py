@@ -14,7 +14,7 @@ BlockHash = NewType("BlockHash", bytes)
 """Hash of one block's tokens chained on the hash of the block before it (see `hashing`)."""
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""Identifies a chunk: the hash of its last block, which covers all tokens before it, plus its layer group."""
+"""Identifies a chunk, of all layer groups: the hash of its last block, which covers all tokens before it."""
 
 
 class Direction(enum.Enum):

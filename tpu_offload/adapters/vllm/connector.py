@@ -5,13 +5,24 @@
 
 vLLM's calls and the library's:
 
-    scheduler role                  OffloadScheduler      worker role               OffloadWorker
-    get_num_new_matched_tokens      match                 register_runner           (constructor)
-    update_state_after_alloc        admit                 bind_connector_metadata   (receives the plan)
-    build_connector_meta            plan_step             start_load_kv             begin_step
-    update_connector_output         apply                 wait_for_save             end_step
-    request_finished                finish                get_finished              poll
-    reset_cache                     reset                 shutdown                  close
+    scheduler role                  OffloadScheduler
+    bind_kv_cache_manager           (rollback and tainted requests use vLLM's block tables)
+    get_num_new_matched_tokens      match; release if vLLM does not wait
+    update_state_after_alloc        admit
+    build_connector_meta            preempt for preempted requests, plan_step, take_update
+    update_connector_output         apply; rollback of requests with invalid blocks
+    request_finished                finish
+    reset_cache, take_events        reset, take_events
+
+    worker role                     OffloadWorker
+    register_runner                 (constructor)
+    bind_connector_metadata         (receives the plan)
+    start_load_kv                   begin_step, resume_loads
+    wait_for_save                   end_step
+    get_finished                    poll, take_written_loads
+    build_connector_worker_meta     (returns the report of the last poll)
+    get_block_ids_with_load_errors  (invalid blocks of failed loads)
+    shutdown                        close
 
 A plan is the connector metadata of a step, a report its worker metadata. vLLM frees the blocks of a finished or
 preempted request at once: its saves have been dispatched by then, and program order on the device protects them.
