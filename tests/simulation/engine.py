@@ -2,7 +2,9 @@
 
 Requests are served first come, first served. The step's number decides which tokens are computed, which drafts are
 accepted and whether a preempted request is swapped out. The model is deterministic: the next token is a function of the
-  previous ones, so requests with a common prefix that diverge by a fault can share blocks again.
+previous ones, so requests with a common prefix that diverge by a fault can share blocks again.
+
+One long file, because all of it changes the same requests and blocks.
 """
 
 from collections import Counter
