@@ -119,7 +119,7 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
     default=tuple(Size(size, Unit.SHARE) for size in _SIZES),
 )
 @option("--sizes-gb", MultiValue(gb_flag, commas=True), "GB...", "the same in GB")
-@option("--hbm", size_flag, "SIZE", f"put a prefix cache in HBM in front: {_SIZE_TEXT}")
+@option("--hbm", size_flag, "SIZE", f"size of a prefix cache in HBM in front: {_SIZE_TEXT}")
 @option(
     "--save-on", click.Choice(_SAVE_EVENTS), None, f"when blocks are saved ({_SAVE_EVENTS[0]})", default=_SAVE_EVENTS[0]
 )
