@@ -31,10 +31,10 @@ class Fault(enum.Enum):
     LATE = "copy is late"
     OVERDUE = "copy takes longer than a job may"
     REPORT_LOST = "report is lost"
-    REPORT_DOUBLED = "report is duplicated"
+    REPORT_DOUBLED = "report comes twice"
     SILENCE = "worker is silent for longer than a job may take"
     RESET = "cache is reset"
-    ABORT = "request is aborted and sent again"
+    ABORT = "request is aborted and asked again"
 
 
 RATES: Mapping[Fault, float] = {
