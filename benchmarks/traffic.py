@@ -4,8 +4,8 @@
   tpu-offload simulate --trace agent.jsonl
 
 The kinds differ in what is reused and when, which exposes a policy that suits only one of them. Nothing in
-  `tpu_offload` is tuned to them. The format is that of the Mooncake traces: blocks of 512 tokens, the last block of
-    each prompt partly filled.
+`tpu_offload` is tuned to them. The format is that of the Mooncake traces: blocks of 512 tokens, the last block of each
+prompt partly filled.
 """
 
 import argparse

@@ -221,7 +221,7 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "'0'; expected a share of the unique blocks, above 0 and at most 1" in error_of(trace_path, "--sizes", "0")
     assert "'2'; expected a share" in error_of(trace_path, "--sizes", "2")
     assert "'40TB'; expected a share of the unique blocks (0.05), a num" in error_of(trace_path, "--hbm", "40TB")
-    assert "needs a model: give --num-layers, --num-kv-heads, --head-size" in error_of(trace_path, "--hbm", "40GB")
+    assert "needs a model: set --num-layers, --num-kv-heads, --head-size" in error_of(trace_path, "--hbm", "40GB")
     assert "a model needs --head-size as well" in error_of(trace_path, *MODEL[:4])
     assert "is smaller than a chunk of" in error_of(trace_path, "--sizes-gb", "0.001", *MODEL)
     for dtype in ("bf17", "str", "bool", "complex64", "object", "(2,)f4", "f4,(2", "timedelta64"):

@@ -2,7 +2,9 @@
 
 Requests are served first come, first served. The step's number decides which tokens are computed, which drafts are
 accepted and whether a preempted request is swapped out. The model is deterministic: the next token is a function of the
-  previous ones, so requests with a common prefix that diverge by a fault can share blocks again.
+previous ones, so requests with a common prefix that diverge by a fault can share blocks again.
+
+One long file, because all of it changes the same requests and blocks.
 """
 
 from collections import Counter
@@ -365,17 +367,18 @@ class SimEngine:
 
     def _check_wait(self, request: Request, found: Match) -> None:
         """Raises Violation unless a match answers ARRIVING only until the deadline that the first one set."""
-        waited = request.arriving
-        if found.state is not MatchState.ARRIVING:
-            if waited is not None and self.clock() >= waited.until_s and found.num_tokens <= waited.num_tokens:
-                self.counts["waits for a save that timed out"] += 1
-            request.arriving = None
-        elif not self.clock() < found.until_s <= self.clock() + self.setup.save_wait_s:
-            raise Violation(f"{request.name} waits until {found.until_s:g} s, now is {self.clock():g} s")
-        elif waited is not None and found.until_s > waited.until_s:
-            raise Violation(f"{request.name} waits until {found.until_s:g} s, no longer until {waited.until_s:g} s")
-        else:
-            request.arriving = found
+        now_s = self.clock()
+        if found.until_s is None:
+            timed_out = 0 < request.waits_until_s <= now_s and found.num_tokens <= request.num_found
+            self.counts["waits for a save that timed out"] += timed_out
+            request.waits_until_s = 0.0
+            return
+        latest_s = request.waits_until_s or now_s + self.setup.save_wait_s
+        if not now_s < found.until_s <= latest_s:
+            raise Violation(
+                f"{request.name} waits until {found.until_s:g} s; expected {latest_s:g} s at most, now is {now_s:g} s"
+            )
+        request.waits_until_s, request.num_found = found.until_s, found.num_tokens
 
     def _allocate(self, num_blocks: int) -> list[int]:
         """Allocates free blocks, and reports the cached prefixes that this evicts."""
@@ -401,7 +404,7 @@ class SimEngine:
         num_loaded, request.num_promised = request.num_promised, 0
         if num_loaded and dice % 11 == 3:
             num_loaded = dice % num_loaded  # an engine may take fewer tokens
-        request.arriving = None
+        request.waits_until_s = 0.0
         self.scheduler.admit(request.name, [blocks], num_loaded_tokens=num_loaded)
         self.model.on_admit(request.name, num_loaded)
         request.blocks = blocks

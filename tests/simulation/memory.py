@@ -1,8 +1,8 @@
 """Contents of the simulated memories: symbolic KV, so that every read can be checked.
 
 A prefix of tokens is a node of a tree, a child of the prefix one token shorter. The KV of a token is identified by the
-  prefix that ends with it and the current weights: `kv(node, epoch)`. Memory that must not be read holds junk; each
-    piece of junk is unique and differs from all KV.
+prefix that ends with it and the current weights: `kv(node, epoch)`. Memory that must not be read holds junk; each piece
+of junk is unique and differs from all KV.
 """
 
 from typing import final

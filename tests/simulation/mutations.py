@@ -5,12 +5,14 @@ module; `tests.simulation.patterns` describes the patterns. A mutation that does
 error.
 
 No file is changed: a child process imports the library through a finder that replaces one module's source. `python -m
-  tests.simulation.mutations` imports jax once, forks a child for each mutation and prints a line of JSON for each with
-  what the simulation found.
+tests.simulation.mutations` imports jax once, forks a child for each mutation and prints a line of JSON for each with
+what the simulation found.
 
 A search takes minutes, and a thousand runs for the rarest bugs, so the tests first try the seeds in `caught.json`,
 which found each bug before. `--record` searches for bugs that their seeds no longer find and updates the file; use it
 after changes that alter the course of many runs.
+
+Most of this long file is the list of mutations.
 """
 
 import argparse

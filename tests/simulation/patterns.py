@@ -1,8 +1,8 @@
 """Finds one place in a function by its syntax and replaces it.
 
 A pattern is a piece of Python, parsed and compared node by node: one expression, or statements in a row. Comments, line
-  breaks, quotes, redundant parentheses and the order of keyword arguments are ignored, and so is the rest of the
-  function. Wildcards:
+breaks, quotes, redundant parentheses and the order of keyword arguments are ignored, and so is the rest of the
+function. Wildcards:
 
     _             an expression
     _1, _2, ...   an expression that the replacement uses under the same name; two of one name are equal

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from tpu_offload import BlockHash, Match
+from tpu_offload import BlockHash
 
 
 class Phase(enum.Enum):
@@ -41,7 +41,8 @@ class Request:
       num_named: full blocks when it was last in `plan_step`.
       is_stale: some of its KV is from before a reset, so that other requests must not use KV computed from it.
       swap_is_stale: it was swapped out at a reset, and must not be swapped in.
-      arriving: the answer to its last match, if that was ARRIVING.
+      waits_until_s: the deadline, if its last match answered ARRIVING; else 0.
+      num_found: tokens that this match found.
     """
 
     name: str
@@ -61,7 +62,8 @@ class Request:
     num_named: int = 0
     is_stale: bool = False
     swap_is_stale: bool = False
-    arriving: Match | None = None
+    waits_until_s: float = 0.0
+    num_found: int = 0
 
 
 @dataclasses.dataclass(slots=True)

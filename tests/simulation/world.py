@@ -10,11 +10,12 @@ from tests.jobs import host_block_ids
 from tests.simulation import leftovers
 from tests.simulation.channel import Channel
 from tests.simulation.engine import SimEngine
-from tests.simulation.memory import Junk, Violation, mix
+from tests.simulation.faults import Faults
+from tests.simulation.memory import Junk, Violation
 from tests.simulation.model import Model
 from tests.simulation.request import Phase, TokenSpan
 from tests.simulation.trace import Action, Setup
-from tests.simulation.worker import FAULTY, NUM_KINDS, PARTIAL, SimWorker
+from tests.simulation.worker import SimWorker
 from tpu_offload import JobKind, KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler, StepPlan
 
 TIMEOUT_S = 10.0
@@ -66,59 +67,20 @@ class World:
         self.late_plans: list[tuple[int, int, StepPlan]] = []  # worker, number of plans before it, plan
         group = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (setup.block_size, 2, 2, 8), "bfloat16")
         layout = KVLayout(setup.block_size, (group,))
-        self.scheduler = OffloadScheduler(
-            OffloadConfig.create(
-                num_staging_blocks=setup.num_staging_blocks,
-                save_path=_path(setup, 0b01010101),
-                load_path=_path(setup, 0b10101010),
-                max_load_gb_per_step=(setup.max_load_blocks + 0.5) * layout.block_nbytes_per_device / 2**30
-                if setup.max_load_blocks
-                else 0.0,
-                load_wait_s=setup.load_wait_s,
-                num_cpu_chunks=setup.num_slots,
-                blocks_per_chunk=setup.blocks_per_chunk,
-                decode_save=setup.decode_save,
-                save_on=setup.save_on,
-                save_after_sightings=setup.save_after_sightings,
-                swap_gb=1.0 if setup.num_swap_blocks else 0.0,
-                swap_mode=setup.swap_mode,
-                job_timeout_s=TIMEOUT_S,
-                save_wait_s=setup.save_wait_s,
-                breaker_failures=setup.breaker_failures,
-                breaker_retry_s=setup.breaker_retry_s,
-                metrics_log_interval=0.0,
-            ),
-            layout,
-            num_workers=setup.num_workers,
-            clock=lambda: self.now_s,
-            record_events=True,
-        )
+        self.scheduler = _make_scheduler(setup, layout, lambda: self.now_s)
         self.workers = [SimWorker(i, setup, junk) for i in range(setup.num_workers)]
         self.channels = [Channel(setup.report_delays[i]) for i in range(setup.num_workers)]
         self.dead: set[int] = set()
         self.model = Model(setup, self.scheduler, self.workers, lambda: self.now_s, TIMEOUT_S, self.log)
         self.engine = SimEngine(setup, layout, self.scheduler, self.model, lambda: self.now_s, junk, self.log)
+        self.faults = Faults(self)
         self._actions: dict[str, Callable[[int, int], None]] = {
             "step": lambda a, b: self.step(a),
             "arrive": self.engine.arrive,
             "abort": lambda a, b: self.engine.abort(a),
             "preempt": self.engine.preempt_one,
             "reset": lambda a, b: self.engine.reset(a),
-            "tick": self._tick,
-            "fail": self._fail,
-            "fail_load": self._fail_load,
-            "stall": self._stall,
-            "drop": self._drop,
-            "double": self._double,
-            "hold": self._hold,
-            "mute": self._mute,
-            "lose_slots": self._lose_slots,
-            "lose_swap": self._lose_swap,
-            "restart": self._restart,
-            "lose_caches": self._lose_caches,
-            "repeat_plan": self._repeat_plan,
-            "late_plan": self._late_plan,
-            "dead": self._die,
+            **self.faults.actions,
         }
 
     def act(self, action: Action) -> None:
@@ -223,7 +185,7 @@ class World:
           Violation: a request or a job does not end, or something is still held at the end.
         """
         self.log("faults stop")
-        self._end_faults()
+        self.faults.stop()
         engine, first_step = self.engine, self.num_steps
         while engine.requests:
             if self.num_steps - first_step > _MAX_STEPS_TO_FINISH:
@@ -253,115 +215,7 @@ class World:
             totals[name] = getattr(stats, name)
         return totals
 
-    # Faults.
-
-    def _worker(self, number: int) -> SimWorker:
-        return self.workers[number % len(self.workers)]
-
-    def _note(self, kind: str, line: str) -> None:
-        self.counts[f"fault: {kind}"] += 1
-        self.log(line)
-
-    def _tick(self, a: int, b: int) -> None:
-        seconds = (1.0, 4.0, 11.0)[a % 3]
-        self.now_s += seconds
-        self._note("tick", f"{seconds:g} s pass")
-
-    def _fail(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        what = FAULTY[mix(b, 4) % len(FAULTY)]
-        worker.faults[what].append(b)
-        self._note("fail", f"the next {what} of worker {worker.worker_id} fails ({b % NUM_KINDS})")
-
-    def _fail_load(self, a: int, b: int) -> None:
-        worker, kind = self._worker(a), PARTIAL[b % len(PARTIAL)]
-        worker.faults["load"].append(b - b % NUM_KINDS + kind)
-        self._note("fail_load", f"the next load of worker {worker.worker_id} fails in part ({kind})")
-
-    def _stall(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        num_steps = (10, 60, 140)[b % 3]
-        worker.stalled_until = self.num_steps + num_steps
-        self._note("stall", f"worker {worker.worker_id} stalls for {num_steps} steps")
-
-    def _channel(self, number: int) -> tuple[int, Channel]:
-        i = number % len(self.channels)
-        return i, self.channels[i]
-
-    def _drop(self, a: int, b: int) -> None:
-        i, channel = self._channel(a)
-        channel.num_to_drop += 1 + b % 2
-        self._note("drop", f"the next {1 + b % 2} reports of worker {i} are lost")
-
-    def _double(self, a: int, b: int) -> None:
-        i, channel = self._channel(a)
-        channel.num_to_double += 1
-        self._note("double", f"the next report of worker {i} arrives twice")
-
-    def _hold(self, a: int, b: int) -> None:
-        i, channel = self._channel(a)
-        channel.hold_for = (3, 10, 150)[b % 3]
-        self._note("hold", f"the next report of worker {i} arrives {channel.hold_for} steps late")
-
-    def _mute(self, a: int, b: int) -> None:
-        i, channel = self._channel(a)
-        channel.mute_until = self.num_steps + (20, 150)[b % 2]
-        self._note("mute", f"all reports of worker {i} are lost for {(20, 150)[b % 2]} steps")
-
-    def _lose_slots(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        if worker.host.num_ready:
-            first = b % worker.host.num_ready
-            end = first + 1 + mix(b, 1) % (worker.host.num_ready - first)
-            worker.lose(worker.host, first, end, size=worker.size)
-            self._note("lose_slots", f"worker {worker.worker_id} loses slots {first} to {end - 1}")
-
-    def _lose_swap(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        if worker.pool.num_ready:
-            first = b % worker.pool.num_ready
-            end = first + 1 + mix(b, 1) % (worker.pool.num_ready - first)
-            worker.lose(worker.pool, first, end, size=1)
-            self._note("lose_swap", f"worker {worker.worker_id} loses blocks {first} to {end - 1} of its swap pool")
-
-    def _restart(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        if not self.scheduler._workers.known_epoch(worker.worker_id)[0]:
-            return  # the scheduler could not know that it restarted
-        worker.restart(with_hbm=bool(b % 2), growth=(1, 3, 1000)[mix(b, 5) % 3])
-        self.channels[worker.worker_id].delay_all((0, 8)[mix(b, 6) % 2])
-        self.dead.discard(worker.worker_id)
-        self._note("restart", f"worker {worker.worker_id} restarts{', with its KV caches lost' if b % 2 else ''}")
-
-    def _lose_caches(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        worker.loses_caches = True
-        self._note("lose_caches", f"the next load of worker {worker.worker_id} destroys the KV caches")
-
-    def _repeat_plan(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        self.repeats.append(worker.worker_id)
-        self._note("repeat_plan", f"worker {worker.worker_id} receives the next plan three times")
-
-    def _late_plan(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        self.late[worker.worker_id] = 1 + b % 3
-        self._note("late_plan", f"worker {worker.worker_id} receives the next plan after {1 + b % 3} others")
-
-    def _die(self, a: int, b: int) -> None:
-        i = a % len(self.workers)
-        self.dead.add(i)
-        self._note("dead", f"worker {i} never reports again")
-
     # The end.
-
-    def _end_faults(self) -> None:
-        for worker, channel in zip(self.workers, self.channels, strict=True):
-            for faults in worker.faults.values():
-                faults.clear()
-            worker.stalled_until = 0
-            worker.loses_caches = False
-            channel.mute_until = channel.num_to_drop = channel.num_to_double = channel.hold_for = 0
 
     def _settle(self) -> None:
         """Steps until nothing is in flight, for at most the time after which everything has timed out."""
@@ -461,6 +315,36 @@ class World:
             for j in (*plan.of(JobKind.SWAP_OUT), *plan.of(JobKind.SWAP_IN))
         ]
         self.log(f"plan {plan.step_id}: {'; '.join(parts)}")
+
+
+def _make_scheduler(setup: Setup, layout: KVLayout, clock: Callable[[], float]) -> OffloadScheduler:
+    return OffloadScheduler(
+        OffloadConfig.create(
+            num_staging_blocks=setup.num_staging_blocks,
+            save_path=_path(setup, 0b01010101),
+            load_path=_path(setup, 0b10101010),
+            max_load_gb_per_step=(setup.max_load_blocks + 0.5) * layout.block_nbytes_per_device / 2**30
+            if setup.max_load_blocks
+            else 0.0,
+            load_wait_s=setup.load_wait_s,
+            num_cpu_chunks=setup.num_slots,
+            blocks_per_chunk=setup.blocks_per_chunk,
+            decode_save=setup.decode_save,
+            save_on=setup.save_on,
+            save_after_sightings=setup.save_after_sightings,
+            swap_gb=1.0 if setup.num_swap_blocks else 0.0,
+            swap_mode=setup.swap_mode,
+            job_timeout_s=TIMEOUT_S,
+            save_wait_s=setup.save_wait_s,
+            breaker_failures=setup.breaker_failures,
+            breaker_retry_s=setup.breaker_retry_s,
+            metrics_log_interval=0.0,
+        ),
+        layout,
+        num_workers=setup.num_workers,
+        clock=clock,
+        record_events=True,
+    )
 
 
 def _path(setup: Setup, bits: int) -> str:

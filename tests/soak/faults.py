@@ -2,7 +2,7 @@
 
 Faults are injected through an argument of the library (`Seams`), which has no code for them. A failing copy has the
 effects of a real failure: memory donated to a failed program is lost, and skipped blocks keep their old contents.
-  Copies inside the engine's own step (the `fused` path) do not fail.
+Copies inside the engine's own step (the `fused` path) do not fail.
 """
 
 import collections

@@ -119,7 +119,7 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
     default=tuple(Size(size, Unit.SHARE) for size in _SIZES),
 )
 @option("--sizes-gb", MultiValue(gb_flag, commas=True), "GB...", "the same in GB")
-@option("--hbm", size_flag, "SIZE", f"put a prefix cache in HBM in front: {_SIZE_TEXT}")
+@option("--hbm", size_flag, "SIZE", f"size of a prefix cache in HBM in front: {_SIZE_TEXT}")
 @option(
     "--save-on", click.Choice(_SAVE_EVENTS), None, f"when blocks are saved ({_SAVE_EVENTS[0]})", default=_SAVE_EVENTS[0]
 )
@@ -152,13 +152,13 @@ def command(argv: list[str], /, **flags: Any) -> int:
     trace = _read(options)
     num_unique = trace.num_unique_blocks
     num_chunks_of = functools.partial(Size.num_chunks, num_unique_blocks=num_unique, chunk_nbytes=nbytes)
-    runs = _cases(options, num_unique, num_chunks_of)
+    cases = _cases(options, num_unique, num_chunks_of)
     num_hbm_blocks = num_chunks_of(options.hbm) if options.hbm else 0
     hbm_result = simulate_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_hbm(trace)
     experiment = Experiment(
         trace, split=_split(options.split, trace), only_second=options.split is not None, hbm_result=hbm_result
     )
-    results = _run_cases(experiment, runs, num_jobs=options.jobs)
+    results = _run_cases(experiment, cases, num_jobs=options.jobs)
     report = {
         "results": simulate_report.as_json(experiment, results, chunk_nbytes=nbytes),
         "traces": [str(path) for path in options.traces],
@@ -246,16 +246,16 @@ def _cases(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[S
     ]
 
 
-def _run_cases(experiment: Experiment, runs: Sequence[Case], *, num_jobs: int) -> list[Result]:
+def _run_cases(experiment: Experiment, cases: Sequence[Case], *, num_jobs: int) -> list[Result]:
     from tpu_offload.cli.report import progress
 
     results: dict[int, Result] = {}
     with (
-        progress(len(runs), what="runs") as start,
-        contextlib.closing(run_all(experiment, runs, num_jobs=num_jobs)) as all_,
+        progress(len(cases), what="runs") as start,
+        contextlib.closing(run_all(experiment, cases, num_jobs=num_jobs)) as all_,
     ):
         on_finish = start("simulate")
         for number, result in all_:
             results[number] = result
             on_finish()
-    return [results[number] for number in range(len(runs))]
+    return [results[number] for number in range(len(cases))]

@@ -51,7 +51,7 @@ class Size:
             return int(self.value)
         if chunk_nbytes is None:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in _MODEL_FLAGS)
-            raise InputError(f"a size of {self} needs a model: give {flags}")
+            raise InputError(f"a size of {self} needs a model: set {flags}")
         num_chunks = int(self.value * GB) // chunk_nbytes
         if num_chunks < 1:
             raise InputError(f"a size of {self} is smaller than a chunk of {chunk_nbytes} bytes")

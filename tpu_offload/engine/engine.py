@@ -145,7 +145,7 @@ class Engine:
             self._offload.reset()
 
     def step(self) -> list[RequestOutput]:
-        """Dispatches one batch, and reads what was sampled: by it, or with `async_scheduling` by the one before.
+        """Dispatches one batch, and reads the tokens sampled by it, or with `async_scheduling` by the previous one.
 
         Returns:
           One output for each sample that got a token or ended.

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out."""
+"""Inputs and outputs of the engine."""
 
 import dataclasses
 import enum

@@ -168,7 +168,7 @@ class ModelRunner:
         return pack(spans, self._engine_config, self._model_config)
 
     def _program(self, fused: FusedStep) -> Any:
-        """The step with copies, compiled ahead of time: jax compiles what it calls, and a call would copy."""
+        """The step with copies, compiled ahead of time: a call would compile it too, but also copy."""
         assert fused.inputs is not None
         sizes = fused.inputs.num_saves, fused.inputs.num_loads
         if sizes not in self._programs:

@@ -169,7 +169,7 @@ class Scheduler:
         # Not in a step that preempts: the victim would be admitted first, to its own blocks.
         while self._waiting and budget > 0 and not has_preempted:
             sequence = self._waiting[0]
-            if len(self._active) == self._config.max_num_seqs or not self._enter(sequence, batch):
+            if len(self._active) == self._config.max_num_seqs or not self._try_admit(sequence, batch):
                 break
             if sequence.phase is Phase.RUNNING:
                 num_tokens = min(sequence.num_next_tokens, budget)
@@ -236,7 +236,7 @@ class Scheduler:
     def end_swap_in(self, sequence_id: str) -> None:
         """A swap-in has finished: the sequence can run."""
         sequence = self._sequences[sequence_id]
-        assert sequence.phase is Phase.RETURNING, f"{sequence_id} came back while {sequence.phase.value}"
+        assert sequence.phase is Phase.RETURNING, f"{sequence_id} was swapped in while {sequence.phase.value}"
         self._resume(sequence)
 
     def lose_swap(self, sequence_id: str) -> None:
@@ -304,7 +304,7 @@ class Scheduler:
         sequence.num_in_flight += samples
         return ScheduledTokens(sequence, start, num_tokens, samples)
 
-    def _enter(self, sequence: Sequence, batch: Batch) -> bool:
+    def _try_admit(self, sequence: Sequence, batch: Batch) -> bool:
         """Grants blocks to the first sequence in the queue, if there are enough."""
         if sequence.phase is Phase.SWAPPED:
             entered = self._swap_in(sequence)

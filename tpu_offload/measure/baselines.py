@@ -117,7 +117,7 @@ class PeerCopies:
     """Saves by a gather, a split and one `device_put` per block; loads by one `device_put` per block and a scatter.
 
     Its programs are compiled on background threads from the start: for jobs of 64 blocks and 32 layers the TPU compiler
-      takes half a minute for each, and a few seconds for a program of the library.
+    takes half a minute for each, and a few seconds for a program of the library.
 
     Args:
       caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are kept.

@@ -10,7 +10,7 @@ def compile_in_background(lower: Callable[..., Any], *args: Any) -> concurrent.f
     """Traces, lowers and compiles a program on a new thread.
 
     It is a daemon thread: at exit the interpreter would wait for the threads of an executor. A process that ends while
-      one is running should use `os._exit`.
+    one is running should use `os._exit`.
 
     Args:
       lower: returns a `jax.stages.Lowered`.

@@ -6,7 +6,7 @@ and in. Everything else is the same, including the prefix cache in HBM. The host
 sized, because it would restore prompts on either side.
 
 The control serves the same workload with enough HBM, without and with swap: nothing is preempted, so swap should change
-  nothing.
+nothing.
 
 Each round serves all four variants with fresh engines, in an order that rotates from round to round, so that changes in
 machine load favour none. A first additional run, with enough HBM and without swap, warms up the process and is the

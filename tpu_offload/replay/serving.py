@@ -90,7 +90,7 @@ def serve(
     """Serves every turn of every conversation, in a closed loop.
 
     After each turn a conversation goes to the back of the queue, so that all others are served in between: the reuse
-      distance is the whole workload.
+    distance is the whole workload.
 
     Args:
       engine: an engine without requests.

@@ -141,7 +141,7 @@ def decode_workload(*, num_requests: int, seed: int) -> Workload:
     """Generates questions with long answers, like those of reasoning models: single turns that share nothing.
 
     Every size is drawn from `seed`: prompts of 20 to 30 tokens, answers of eight to ten times the prompt. That is about
-      a thirtieth of the sizes in a real service; scale the blocks likewise.
+    a thirtieth of the sizes in a real service; scale the blocks likewise.
     """
     rng = np.random.default_rng(seed)
     conversations = []
@@ -187,9 +187,9 @@ def trace_workload(
     """Reads a trace in the Mooncake format, with 512 tokens scaled down to `tokens_per_block`.
 
     One object per line: `timestamp`, `input_length`, `output_length`, `hash_ids`. Each id becomes `tokens_per_block`
-      pseudo-random tokens that depend only on `seed` and the id, so prompts share the same prefixes as in the trace.
-      The last block is truncated according to `input_length`. The timestamps are checked but not used: requests are
-        served in order. No request may have more than `limit_tokens`.
+    pseudo-random tokens that depend only on `seed` and the id, so prompts share the same prefixes as in the trace. The
+    last block is truncated according to `input_length`. The timestamps are checked but not used: requests are served in
+    order. No request may have more than `limit_tokens`.
 
     Raises:
       InputError: the file cannot be read, or a line (named in the message) is invalid or too long.
