@@ -256,7 +256,7 @@ def test_reset(process, plain):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"sync_load": False}, {"restore_lost_tokens": False}], ids=["default", "async", "plain"]
+    "settings", [{}, {"sync_load": False}, {"patch_runner": False}], ids=["default", "async", "plain"]
 )
 @pytest.mark.parametrize("pause", [False, True], ids=["reset", "pause"])
 def test_running_requests_are_preempted_and_resumed_at_once(process, plain, settings, pause):
@@ -268,7 +268,7 @@ def test_running_requests_are_preempted_and_resumed_at_once(process, plain, sett
     driven = outcome["steps"][0]
     assert not driven["hung"]
     expected = plain([drive, GENERATE], ASYNC)
-    restored = "restore_lost_tokens" not in settings
+    restored = "patch_runner" not in settings
     assert restored == (answers(outcome) == answers(expected))
     assert_nothing_leaked(outcome, failed=None if not restored else False, wrong_tokens=not restored)
 
@@ -413,7 +413,7 @@ def test_saved_kv_was_computed_on_the_tokens_of_its_key(process, plain, restore)
     """Each conversation continues, one at a time, from its blocks in the host tier."""
     said = {str(i): tokens(f"continued {i}", 5) for i in range(8)}
     continued = [{"do": "chat", "said": {i: said[i]}, "max_tokens": 6} for i in said]
-    connector = ours(decode_save=True, restore_lost_tokens=restore)
+    connector = ours(decode_save=True, patch_runner=restore)
     steps = [*LONG_ANSWERS, *EMPTY_HBM, *continued]
     outcome = process.run({"engine": ASYNC, "connector": connector, "steps": steps})
     assert outcome["end"]["num_preemptions"] > 1
