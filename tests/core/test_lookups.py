@@ -56,7 +56,7 @@ def test_the_token_that_is_always_computed_is_not_found():
     assert lookups() == (16, 15, 15)
 
 
-def test_what_hbm_has_is_not_asked_for():
+def test_tokens_in_hbm_are_not_looked_up():
     engine = warm(32)
     lookups = Lookups(engine)
     match(engine, "b", 40, hbm=24)
@@ -84,7 +84,7 @@ def test_only_the_last_of_many_matches_counts_and_only_when_it_is_admitted():
     assert lookups() == (18, 16, 16)
 
 
-def test_an_admission_counts_once_though_it_is_told_twice():
+def test_an_admission_counts_once_even_if_repeated():
     """vLLM tells of the blocks of a request again when its load has come, and has not matched it anew."""
     engine = warm()
     lookups = Lookups(engine)
@@ -130,7 +130,7 @@ def test_a_request_that_is_never_admitted_counts_when_it_ends(end, counted):
     assert lookups() == counted
 
 
-def test_a_request_that_comes_back_after_a_preemption_is_another_lookup():
+def test_a_request_that_returns_after_a_preemption_is_another_lookup():
     engine = warm()
     lookups = Lookups(engine)
     engine.add("b", tokens(18))
@@ -141,7 +141,7 @@ def test_a_request_that_comes_back_after_a_preemption_is_another_lookup():
     assert lookups() == (36, 32, 32)
 
 
-def test_what_a_reset_took_back_was_found():
+def test_a_promise_that_a_reset_revoked_counts_as_found():
     engine = warm()
     lookups = Lookups(engine)
     match(engine, "b", 18)
@@ -168,7 +168,7 @@ def test_a_request_that_waits_for_staging_blocks_counts_what_it_gets_in_the_end(
     assert lookups() == (42, 32, num_tokens)
 
 
-def test_what_finds_no_staging_blocks_was_found_and_is_a_drop():
+def test_tokens_without_staging_blocks_count_as_found_and_dropped():
     engine = warm(32, num_staging_blocks=8)
     engine.add("other", tokens(64, start=1000))
     engine.step({"other": 32})
