@@ -1,4 +1,4 @@
-"""When copies are suspended, and how they come back."""
+"""When copies are suspended, and when they resume."""
 
 import logging
 
@@ -95,7 +95,7 @@ def test_with_zero_failures_it_never_opens():
 
 
 def serve(engine, name, prompt, *, fail):
-    """One request to its end; its copies fail or not. Returns the tokens that it was promised."""
+    """Runs one request to its end; returns the tokens that it was promised."""
     worker = engine.workers[0]
     request = engine.add(name, prompt)
     promised = request.num_computed

@@ -1,4 +1,4 @@
-"""Prompts longer than the staging buffer: loaded whole, on both paths, without a broken bound or a wait for ever."""
+"""Prompts longer than the staging buffer are loaded whole, on both paths, within the bound and without starvation."""
 
 import random
 from typing import Any
@@ -259,7 +259,7 @@ def test_auto_is_bounded_as_staged_until_a_worker_reports_its_path() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 10_000))
 def test_saves_and_loads_do_not_starve_each_other(budget, seed) -> None:
-    """Saves and loads without end want more than there is: every load gets its turn, and saves go on."""
+    """Endless saves and loads exceed the budget: every load gets its turn, and saves continue."""
     rng = random.Random(seed)
     buffer = StagingBufferManager(budget)
     staging = Staging(buffer, dict.fromkeys(Direction, CopyPath.STAGED))
@@ -464,7 +464,7 @@ def test_after_the_host_tier_is_lost_requests_save_again_over_several_plans() ->
 
 @pytest.mark.usefixtures("few_at_once")
 def test_saves_that_the_plan_has_no_room_for_do_not_wait_for_the_staging_buffer() -> None:
-    """Else loads would give way to them, for ever where they take none of it."""
+    """Otherwise loads would yield to them, forever if they never take staging blocks."""
     engine = FakeEngine(num_blocks=64, save_path="direct", load_path="staged", num_staging_blocks=2)
     engine.serve("a", tokens(2 * BLOCK_SIZE, start=1000))
     engine.add("long", tokens(40 * BLOCK_SIZE))

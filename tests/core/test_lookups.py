@@ -1,4 +1,4 @@
-"""What counts as a lookup, and what as found: the hit rate of the host tier."""
+"""Which tokens count as looked up, and which as found: the hit rate of the host tier."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tpu_offload.types import BlockHash
 
 
 class Lookups:
-    """What is counted from its making on: looked up, found, taken."""
+    """Counts from its creation on: looked up, found, taken."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.scheduler = engine.scheduler
@@ -34,7 +34,7 @@ def match(engine: FakeEngine, name: str, num_tokens: int, *, hbm: int = 0, **how
 
 
 def warm(num_tokens: int = 16, **settings) -> FakeEngine:
-    """An engine with the first so many tokens in its host tier."""
+    """An engine with the first tokens of a prompt in its host tier."""
     engine = FakeEngine(**settings)
     engine.serve("warm", tokens(num_tokens))
     return engine
@@ -85,7 +85,7 @@ def test_only_the_last_of_many_matches_counts_and_only_when_it_is_admitted():
 
 
 def test_an_admission_counts_once_even_if_repeated():
-    """vLLM tells of the blocks of a request again when its load has come, and has not matched it anew."""
+    """vLLM reports a request's blocks again when its load has finished, without another match."""
     engine = warm()
     lookups = Lookups(engine)
     num_tokens = match(engine, "b", 18)

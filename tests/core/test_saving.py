@@ -1,4 +1,4 @@
-"""When the scheduler saves, of whom, and in which order."""
+"""When the scheduler saves, which requests, and in which order."""
 
 import dataclasses
 from typing import Any
@@ -30,7 +30,7 @@ def prefix(request, num_blocks=None, *, gone=0, limits=None) -> CachedPrefix:
 
 
 def computed(engine: FakeEngine, name: str, prompt: list[int], **kwargs):
-    """A request that has computed its prompt, and had nothing of it saved."""
+    """A request that has computed its prompt, without any save."""
     request = engine.add(name, prompt, **kwargs)
     plan, _ = engine.step({name: len(prompt)})
     assert plan.of(JobKind.SAVE) == ()
@@ -481,7 +481,7 @@ def test_policies_see_the_priority() -> None:
 
 
 def test_blocks_of_another_request_with_the_same_hash(caplog) -> None:
-    """The first block of one prompt is the second of another, and the hashes say nothing of what was before."""
+    """The first block of one prompt is the second of another, and hashes do not cover the tokens before."""
     engine = FakeEngine()
     one, two = (BlockHash(bytes([i]) * 16) for i in range(2))
     offer: dict[str, Any] = {"block_tables": [[4, 5]], "num_prompt_tokens": 8, "num_computed_tokens": 8}
@@ -495,7 +495,7 @@ def test_blocks_of_another_request_with_the_same_hash(caplog) -> None:
 
 
 def test_hashes_that_are_not_chained_are_not_saved(caplog) -> None:
-    """Two blocks of a prompt that have one hash: it says nothing of the tokens before."""
+    """Two blocks of a prompt have the same hash: it does not cover the tokens before."""
     engine = FakeEngine()
     one, two, three = (BlockHash(bytes([i]) * 16) for i in range(3))
     repeated = [one, two, one, three]

@@ -861,7 +861,7 @@ def test_an_update_names_the_transfers_that_ended() -> None:
 
 
 class Router:
-    """Knows the host tier from its events only."""
+    """Tracks the host tier by its events only."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.scheduler = engine.scheduler

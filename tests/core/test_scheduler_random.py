@@ -1,4 +1,4 @@
-"""Random lives of requests over fake memories: no wrong bytes, no leak, whatever happens in what order."""
+"""Random runs of requests over fake memories: no wrong bytes and no leak in any order of events."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""How jobs end: lost results, workers that start anew, copies that fail in part, chunks that keep failing."""
+"""How jobs end: lost results, restarted workers, copies that fail in part, chunks that keep failing."""
 
 import dataclasses
 import pickle
@@ -600,7 +600,7 @@ def test_a_request_with_a_chunk_that_backs_off_costs_nothing():
 
 
 class Breaking:
-    """Makes policies that raise when they are asked for room, while `broken`."""
+    """Makes policies that raise on eviction while `broken`."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -619,7 +619,7 @@ class Breaking:
 
 
 def test_jobs_planned_when_a_policy_raised_are_in_no_later_plan():
-    """Its blocks may be others' by then: an early save would publish their KV under the old hashes."""
+    """Its blocks may have other owners by then: an early save would publish their KV under the old hashes."""
     breaking = Breaking()
     breaking.broken = True
     engine = FakeEngine(

@@ -1,4 +1,4 @@
-"""How many workers there are, whether they fit, and what becomes of plans and requests when one loses its caches."""
+"""The number and setup of workers, and plans and requests after one loses its caches."""
 
 import dataclasses
 import logging
