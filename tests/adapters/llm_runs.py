@@ -222,7 +222,7 @@ class EngineRun:
         import jax
         import numpy as np
 
-        pool = tier_group(self.worker).memory.pool
+        pool = tier_group(self.worker).memory.arena
         pool.wait_until_allocated()
         for i, segment in enumerate(pool._segments):
             pool.replace(i, [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment])
@@ -511,7 +511,7 @@ def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
         outcome["end"] = engine_run.drain()
         left = [weakref.ref(engine_run.runner), weakref.ref(engine_run.runner.kv_caches[0])]
         if engine_run.connector is not None:
-            left.append(weakref.ref(tier_group(engine_run.worker).memory.pool))
+            left.append(weakref.ref(tier_group(engine_run.worker).memory.arena))
         del engine_run, llm
         gc.collect()
         return outcome | {"freed": [ref() is None for ref in left], "log": log}

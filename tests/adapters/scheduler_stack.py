@@ -449,11 +449,11 @@ def hold_saves(stack: Stack) -> list:
     for worker in stack.workers:
         group = tier_group(worker)
 
-        def land(flight, real=group.land):
+        def end(flight, real=group.end):
             if not (held and flight.direction is Direction.SAVE):
                 real(flight)
 
-        group.land = land
+        group.end = end
     return held
 
 
