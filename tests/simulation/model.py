@@ -230,9 +230,9 @@ class Model:
         for first, end in report.lost_slots:
             self.loads.lose_slots(first, end)
         for result in report.results:
-            if result.job_id in self.jobs:
-                if result.state is JobState.FAILED and worker_id in self.jobs[result.job_id].waiting_for:
-                    self.loads.fail(result.job_id, result.failed_blocks)
+            job = self.jobs.get(result.job_id)
+            if job and result.state is JobState.FAILED and worker_id in job.waiting_for:
+                self.loads.fail(result.job_id, result.failed_blocks)
             self._report(result.job_id, worker_id)
         for job_id in [i for i in (*self.jobs, *self.late) if i < report.oldest_job_id]:
             self._report(job_id, worker_id)
