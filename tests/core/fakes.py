@@ -291,7 +291,7 @@ class FakeEngine:
         loaded: list[str] = []
         failed: list[FailedLoad] = []
         num_steps = 0
-        while self.scheduler.stats().num_jobs_in_flight:  # timed-out ones included
+        while self.scheduler.stats().num_jobs_in_flight or any(worker.in_flight for worker in self.workers):
             num_steps += 1
             assert num_steps < 1000, "a job never ends"
             _, results = self.step()

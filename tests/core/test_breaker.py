@@ -186,7 +186,7 @@ def test_jobs_that_time_out_open_it_as_well():
     stats = engine.scheduler.stats()
     assert (stats.num_open_breakers, stats.num_breaker_openings) == (1, 1)
     assert stats.num_quarantined_chunks == 2 * stats.num_timed_out_jobs == 6, "r0 was tried twice"
-    assert (stats.staging_reserved_blocks, stats.num_jobs_in_flight) == (0, 0)
+    assert (stats.staging_reserved_blocks, stats.num_jobs_in_flight) == (6, 0), "the copies may still run"
 
 
 def test_a_reset_counts_as_no_failure():
