@@ -43,25 +43,28 @@ class _Batch:
     slots: list[int] = dataclasses.field(default_factory=list)
     request_ids: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, request: RequestState, chunks: Sequence[int], slots: list[int], *, blocks_per_chunk: int) -> None:
+    def add(self, request: RequestState, chunks: Sequence[int], slots: list[int], blocks_per_chunk: int) -> None:
         """Adds the chunks of these numbers, ascending, of one request."""
-        first, num_chunks, size, keys = chunks[0], len(chunks), blocks_per_chunk, request.keys
-        tables = zip(self.tables, request.block_tables, strict=True)
-        if num_chunks == size == 1:  # fast path: a request that generates
-            for blocks, table in tables:
-                blocks.append(int(table[first]))
-            self.keys.append(keys[first])
-        elif chunks[-1] - first == num_chunks - 1:
-            for blocks, table in tables:
-                blocks += plain(table[first * size : (first + num_chunks) * size])
-            self.keys += keys[first : first + num_chunks]
+        if len(chunks) == blocks_per_chunk == 1:  # fast path: a request that generates
+            (first,) = chunks
+            for group_id, blocks in enumerate(self.tables):
+                blocks.append(int(request.block_tables[group_id][first]))
+            self.keys.append(request.keys[first])
         else:
-            for blocks, table in tables:
-                block_ids = plain(table)
-                blocks += [block_ids[i * size + j] for i in chunks for j in range(size)]
-            self.keys += [keys[i] for i in chunks]
+            self._add_all(request, chunks, blocks_per_chunk)
         self.slots += slots
         self.request_ids.append(request.request_id)
+
+    def _add_all(self, request: RequestState, chunks: Sequence[int], size: int) -> None:
+        first, end, keys = chunks[0], chunks[-1] + 1, request.keys
+        are_consecutive = end - first == len(chunks)
+        self.keys += keys[first:end] if are_consecutive else [keys[i] for i in chunks]
+        for blocks, table in zip(self.tables, request.block_tables, strict=True):
+            if are_consecutive:
+                blocks += plain(table[first * size : end * size])
+            else:
+                block_ids = plain(table)
+                blocks += [block_ids[i * size + j] for i in chunks for j in range(size)]
 
 
 Offer = tuple[int, list[BlockHash], list[tuple[int, Ids]]]
@@ -358,7 +361,7 @@ class SavePlanner:
         request.num_saved_chunks = end if num_saved == len(missing) else missing[num_saved]
         request.num_refused_chunks = len(missing) - num_saved + num_chunks - end
         if num_saved:
-            batch.add(request, saved[:num_saved], slots, blocks_per_chunk=self._blocks_per_chunk)
+            batch.add(request, saved[:num_saved], slots, self._blocks_per_chunk)
         elif is_use:
             self._index.touch(request.use, keys, num_chunks)
         return num_saved
