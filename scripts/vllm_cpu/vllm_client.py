@@ -106,7 +106,7 @@ class Client:
         fields |= {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
         tokens: list[int] = []
         usage: dict[str, Any] = {}
-        top: dict[str, float] = {}
+        top: Mapping[str, float] = {}
         start_s, first_s, finish = time.perf_counter(), 0.0, ""
         assert self._session is not None
         async with self._session.post(f"{self._url}/v1/completions", json=fields | body) as response:
@@ -181,6 +181,6 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
 
 
 async def _nothing() -> AsyncIterator[dict[str, Any]]:
-    events: tuple[dict[str, Any], ...] = ()
-    for event in events:
+    no_events: tuple[dict[str, Any], ...] = ()
+    for event in no_events:
         yield event
