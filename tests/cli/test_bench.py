@@ -120,7 +120,7 @@ def test_fewer_layers_where_memory_is_small(monkeypatch, tmp_path):
     [
         ("--num-blocks 0", "'--num-blocks': 0 is not in the range 1<=x<=4096"),
         ("--num-blocks", "'--num-blocks' requires an argument"),
-        ("--paths fused --step-ms 0", "--paths fused is measured as part of a model step"),
+        ("--paths fused --step-ms 0", "--paths fused needs model steps"),
         ("--fused-blocks 0", "'--fused-blocks': 0 is not"),
         ("--paths diagonal", "'--paths': 'diagonal' is not one of 'direct', 'staged', 'fused'"),
         ("--dtype complex64", "'--dtype': 'complex64' is not one of"),
