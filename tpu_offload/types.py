@@ -18,10 +18,10 @@ ChunkKey = NewType("ChunkKey", bytes)
 
 
 class Direction(enum.Enum):
-    """Which way a transfer goes."""
+    """Which way a transfer goes, as host memory sees it."""
 
-    SAVE = "save"  # HBM to host
-    LOAD = "load"  # host to HBM
+    SAVE = "save"  # into host memory: HBM to host, or a promotion from storage
+    LOAD = "load"  # out of host memory: host to HBM, or a cascade to storage
 
 
 class JobState(enum.Enum):
@@ -46,26 +46,37 @@ class JobKind(enum.Enum):
     Attributes:
       direction: which way its blocks go.
       of_swap: it moves one request out of HBM or back: all of its blocks or none. Any other job may fail in part.
+      of_storage: it moves chunks between host memory and storage, and has `CopyJob.chunks` instead of parts.
     """
 
     direction: Direction
     of_swap: bool
+    of_storage: bool
 
-    def __new__(cls, value: str, direction: Direction, of_swap: bool) -> Self:
+    def __new__(cls, value: str, direction: Direction, of_swap: bool = False, of_storage: bool = False) -> Self:
         """Gives a member its attributes; its value is the name alone."""
         member = object.__new__(cls)
         member._value_ = value
-        member.direction, member.of_swap = direction, of_swap
+        member.direction, member.of_swap, member.of_storage = direction, of_swap, of_storage
         return member
 
+    @property
+    def writes_host(self) -> bool:
+        """Whether it writes host memory, which stays reserved while a late copy may still land; else it reads it."""
+        return self.direction is Direction.SAVE
+
     # Before anything of the step writes into the caches: the blocks of these two are others' from this step on.
-    EARLY_SAVE = "early save", Direction.SAVE, False
+    EARLY_SAVE = "early save", Direction.SAVE
     SWAP_OUT = "swap out", Direction.SAVE, True
+    # Storage is read from here on, by other threads; what has arrived is written in any later step.
+    PROMOTE = "promote", Direction.SAVE, False, True
     # Before the forward pass.
-    LOAD = "load", Direction.LOAD, False
+    LOAD = "load", Direction.LOAD
     SWAP_IN = "swap in", Direction.LOAD, True
     # After the forward pass, before any later step can overwrite what it reads.
-    SAVE = "save", Direction.SAVE, False
+    SAVE = "save", Direction.SAVE
+    # After the saves; other threads write to storage.
+    CASCADE = "cascade", Direction.LOAD, False, True
 
 
 class HostStore(enum.Enum):
@@ -110,13 +121,17 @@ class CopyJob:
       request_id: the engine's request; empty for a save.
       num_staging_blocks: staging blocks that are reserved for it on every worker, 0 on a path that stages nothing. A
         load of more blocks than that is copied in pieces: never more of it than this is in the staging buffer.
+      chunks: chunks that move between the host tier and storage, each with its slot; only of `JobKind.of_storage`.
+      deleted_keys: chunks that storage is to delete, before it writes any; only of a cascade.
     """
 
     job_id: int
     kind: JobKind
-    parts: tuple[CopyPart, ...]
+    parts: tuple[CopyPart, ...] = ()
     request_id: str = ""
     num_staging_blocks: int = 0
+    chunks: tuple[tuple[ChunkKey, int], ...] = ()
+    deleted_keys: tuple[ChunkKey, ...] = ()
 
     @property
     def direction(self) -> Direction:
@@ -142,10 +157,16 @@ class CopyJob:
         """Blocks that move, of all layer groups."""
         return sum([len(part.block_ids) for part in self.parts])
 
+    @property
+    def num_items(self) -> int:
+        """What can fail one by one: blocks, or of a storage job its chunks and then the keys that it deletes."""
+        return len(self.chunks) + len(self.deleted_keys) if self.kind.of_storage else self.num_blocks
+
     def __reduce__(self) -> tuple[Callable[..., "CopyJob"], tuple[Any, ...]]:
         """As of `StepPlan`: what dataclasses and enums do for themselves takes twice as long."""
         parts = [(part.block_ids, part.host_block_ids, part.group_id, part.store.value) for part in self.parts]
-        return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks)
+        storage = (self.chunks, self.deleted_keys) if self.kind.of_storage else ()
+        return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks, *storage)
 
 
 _KINDS = {kind.value: kind for kind in JobKind}
@@ -153,7 +174,13 @@ _STORES = {store.value: store for store in HostStore}
 
 
 def _unpickle_job(
-    job_id: int, kind: str, parts: list[tuple[Any, Any, int, str]], request_id: str, num_staging_blocks: int
+    job_id: int,
+    kind: str,
+    parts: list[tuple[Any, Any, int, str]],
+    request_id: str,
+    num_staging_blocks: int,
+    chunks: tuple[tuple[ChunkKey, int], ...] = (),
+    deleted_keys: tuple[ChunkKey, ...] = (),
 ) -> CopyJob:
     return CopyJob(
         job_id=job_id,
@@ -166,6 +193,8 @@ def _unpickle_job(
         ),
         request_id=request_id,
         num_staging_blocks=num_staging_blocks,
+        chunks=chunks,
+        deleted_keys=deleted_keys,
     )
 
 
@@ -225,7 +254,7 @@ class JobResult:
       state: FINISHED, FAILED or CANCELLED.
       error: what went wrong, in one line; empty unless FAILED.
       failed_blocks: positions in `CopyJob.block_ids` of the blocks that were not copied, ascending; empty stands for
-        all of them, as it always does for a swap.
+        all of them, as it always does for a swap. Of a storage job: positions in its chunks and then its deleted keys.
       duration_s: seconds from dispatch to the poll that saw the end.
       copy_s: seconds that the copy itself took, where the worker has measured it (some swaps), else 0.
     """
@@ -269,6 +298,7 @@ class WorkerSetup:
       load_path: how loads do.
       bucket_blocks: the numbers of blocks that staged and fused copies are compiled for, as in the settings.
       max_swap_blocks: blocks that the settings allow the swap pool of each layer group; 0 if request swap is off.
+      storage_chunks: chunks that the settings allow the storage tier; 0 without one.
       rival: incarnation of another worker with the same id that the scheduler takes plans' epochs from; 0 without one.
     """
 
@@ -283,6 +313,7 @@ class WorkerSetup:
     load_path: str
     bucket_blocks: tuple[int, ...]
     max_swap_blocks: int
+    storage_chunks: int = 0
     rival: int = 0
 
 

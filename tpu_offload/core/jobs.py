@@ -98,6 +98,8 @@ class Job:
     @property
     def consequence(self) -> str:
         """What follows for the engine if it fails, for a log line."""
+        if self.wire.kind.of_storage:
+            return "its chunks are not in storage any more"
         if self.wire.kind.of_swap:
             return "the request is recomputed"
         return "the request computes its blocks" if self.direction is Direction.LOAD else "its blocks are not published"
@@ -117,7 +119,7 @@ class Job:
         why = result.error or f"worker {worker_id} reported it as {result.state.value}"
         self.copy_failed |= result.state is JobState.FAILED
         # A swap succeeds or fails as a whole.
-        if result.failed_blocks and not self.kind.of_swap and max(result.failed_blocks) < self.num_blocks:
+        if result.failed_blocks and not self.kind.of_swap and max(result.failed_blocks) < self.wire.num_items:
             self.failed_blocks.update(result.failed_blocks)
             self.error = self.error or why
         else:
@@ -238,6 +240,8 @@ class JobTable:
         slots: tuple[int, ...] = (),
         pool_blocks: tuple[tuple[int, ...], ...] = (),
         num_valid_tokens: int = 0,
+        deleted_keys: tuple[ChunkKey, ...] = (),
+        nbytes: int = 0,
     ) -> Job:
         """Takes up a job, under a new id. From now on it holds what the caller has taken hold of for it.
 
@@ -246,26 +250,29 @@ class JobTable:
           parts: what moves.
           who: its request; for a save that several share, words for a log.
           breaker, deadline_s, account, keys, slots, pool_blocks, num_valid_tokens: see `Job`.
-          num_staging_blocks: see `CopyJob`.
+          num_staging_blocks, deleted_keys: see `CopyJob`.
+          nbytes: bytes of its chunks, for a storage job; else they are counted here.
         """
         is_save = kind.direction is Direction.SAVE and not kind.of_swap
         wire = CopyJob(
             job_id=self._num_given,
             kind=kind,
             parts=parts,
-            request_id="" if is_save else who,
+            request_id="" if is_save or kind.of_storage else who,
             num_staging_blocks=num_staging_blocks,
+            chunks=tuple(zip(keys, slots, strict=True)) if kind.of_storage else (),
+            deleted_keys=deleted_keys,
         )
         self._num_given += 1
         job = Job(
             wire=wire,
-            what=f"{kind.value} of request {who}",
+            what=f"{kind.value} of {who}" if kind.of_storage else f"{kind.value} of request {who}",
             account=account,
             keys=keys,
             slots=slots,
             pool_blocks=pool_blocks,
             num_valid_tokens=num_valid_tokens,
-            nbytes=sum([len(part.block_ids) * self._block_nbytes[part.group_id] for part in parts]),
+            nbytes=nbytes or sum([len(part.block_ids) * self._block_nbytes[part.group_id] for part in parts]),
             breaker=breaker,
             deadline_s=deadline_s,
             waiting_for=set(range(self._num_workers)),
@@ -331,7 +338,7 @@ class JobTable:
         for job in overdue:
             job.doom("timed out")
             job.copy_failed = True
-            if job.direction is Direction.SAVE:
+            if job.kind.writes_host:
                 self._late[job.job_id] = job
             self._end(job, JobState.TIMED_OUT)
         self._next_deadline_s = min((job.deadline_s for job in self._jobs.values()), default=math.inf)

@@ -9,6 +9,7 @@ from tpu_offload.core.index import ChunkState
 from tpu_offload.core.jobs import WaitingLoad, host_blocks
 from tpu_offload.core.request_state import Promise, RequestState
 from tpu_offload.core.tables import read_ids
+from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, CopyPart, Direction
 
@@ -118,13 +119,13 @@ class LoadPlanner:
         request.awaits_staging = False
         request.at_load_limit = not request.limits.cache
 
-    def answer(self, request: RequestState, num_tokens: int) -> Match:
+    def answer(self, request: RequestState, num_tokens: int, *, storage: StoragePlanner) -> Match:
         """What the last match of a request has found, and whether it is worth while to ask again."""
         limit_s = 0.0
         if request.awaits_staging and not num_tokens:
             limit_s = self._config.load_wait_s
         elif self._ends_at_a_save(request):
-            limit_s = self._config.save_wait_s
+            limit_s = storage.wait_s(request.keys[request.num_found_chunks], self._config.save_wait_s)
         if limit_s:
             now_s = self._clock()
             if request.arriving_since_s is None:
@@ -135,7 +136,7 @@ class LoadPlanner:
         return Match(num_tokens=num_tokens, state=MatchState.HIT) if num_tokens else MISS
 
     def _ends_at_a_save(self, request: RequestState) -> bool:
-        """Whether what the last match of a request would find next is being saved at this moment."""
+        """Whether what the last match of a request would find next is on its way into the host tier at this moment."""
         end = request.num_found_chunks
         return (
             not request.at_load_limit

@@ -13,6 +13,7 @@ from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import touches
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.swap import RequestSwap
+from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import has_setup, report_error
 from tpu_offload.core.workers import Workers
@@ -30,6 +31,7 @@ class Reports:
       workers: those that report each step.
       save_policy: told how large the host tier is.
       transfers: told what was lost of the host tier.
+      storage: likewise, and of storage.
       swap: told what was lost of the swap pool.
     """
 
@@ -40,6 +42,7 @@ class Reports:
         workers: Workers,
         save_policy: SavePolicy,
         transfers: Transfers,
+        storage: StoragePlanner,
         swap: RequestSwap,
     ) -> None:
         self._num_groups = num_groups = len(context.layout.groups)
@@ -49,6 +52,7 @@ class Reports:
         self._save_policy = save_policy
         self._staging = context.staging
         self._transfers = transfers
+        self._storage = storage
         self._swap = swap
         self._requests = context.requests
         self._jobs = context.jobs
@@ -181,6 +185,7 @@ class Reports:
         self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
         self._swap.limit(self._num_swap_blocks[worker_id])
         # Not over: plans that were made before this report came may be on their way to the new life.
+        self._storage.reset()
         self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
         self._num_host_chunks[worker_id] = report.num_host_chunks
         self._index.limit(report.num_host_chunks)
@@ -194,6 +199,7 @@ class Reports:
         """Host memory is gone: forgets what was in it and fails what was about to use it."""
         self._swap.lose_slots(first, end)
         self._transfers.lose_slots(first, end)
+        self._storage.lose_slots(first, end)
         self._break_promises(first, end)
 
     def _break_promises(self, first: int, end: int) -> None:

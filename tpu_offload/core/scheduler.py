@@ -59,6 +59,7 @@ from tpu_offload.core.saving import NO_SAVES, Offer, SavePlanner
 from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tables import check_sequence, read_tables
+from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.core.transfers import TRANSFERS, Transfers
 from tpu_offload.core.validate import (
     check_epoch,
@@ -155,6 +156,8 @@ class OffloadScheduler:
         self._saves = SavePlanner(context, self._save_policy)
         self._queue = LoadQueue(context)
         self._transfers = Transfers(context, queue=self._queue, saves=self._saves)
+        self._storage = StoragePlanner(context, lose=self._transfers.lose)
+        self._transfers.on_saved(self._storage.offer)
         self._swap = RequestSwap(context)
         self._workers = Workers(
             num_workers,
@@ -165,6 +168,7 @@ class OffloadScheduler:
                 "max_load_blocks": config.max_load_blocks(layout) if self._enabled else 0,
                 "bucket_blocks": tuple(config.block_size_buckets),
                 "max_swap_blocks": config.max_swap_blocks(layout),
+                "storage_chunks": config.storage_chunks,
             },
             clock=clock,
             patience_s=config.job_timeout_s,
@@ -174,6 +178,7 @@ class OffloadScheduler:
             workers=self._workers,
             save_policy=self._save_policy,
             transfers=self._transfers,
+            storage=self._storage,
             swap=self._swap,
         )
         self._num_requests_seen = 0
@@ -249,7 +254,8 @@ class OffloadScheduler:
         self._requests[request_id] = request
         self._saves.withdraw(request)  # it may be given other blocks
         self._saves.see(request, len(request.keys))
-        return self._loads.answer(request, num_found)
+        self._storage.promote(request)
+        return self._loads.answer(request, num_found, storage=self._storage)
 
     def release(self, request_id: str) -> None:
         """Gives back what `match` promised; without a promise it does nothing."""
@@ -389,6 +395,7 @@ class OffloadScheduler:
             request.start_over(namespace=self._context.keys.namespace)
         self._saves.reset()
         self._transfers.reset()
+        self._storage.reset()
         self._context.backoff.clear()
         self._swap.reset()
         self._index.clear()
@@ -469,8 +476,8 @@ class OffloadScheduler:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether any job is planned or in flight, or there is news, so that plans and updates should go on."""
-        return bool(self._jobs or self._queue) or self._has_news
+        """Whether any job is planned, in flight or due, or there is news, so that plans and updates should go on."""
+        return bool(self._jobs or self._queue) or self._storage.has_plans or self._has_news
 
     def take_events(self) -> list[TierEvent]:
         """What changed in the host tier since the last call, in order; nothing without `record_events`.
@@ -499,7 +506,7 @@ class OffloadScheduler:
             num_breaker_openings=sum(breaker.num_opened for breaker in breakers),
             num_open_breakers=sum(not breaker.closed for breaker in breakers),
         )
-        return self._swap.add_stats(stats)
+        return self._storage.add_stats(self._swap.add_stats(stats))
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless accounts, pins and jobs agree. For tests; O(everything)."""
@@ -507,8 +514,11 @@ class OffloadScheduler:
         self._index.check_invariants()
         held: dict[tuple[str, Direction], int] = {}
         self._swap.check_invariants()
+        self._storage.check_invariants()
         pins: dict[ChunkKey, int] = dict(self._swap.pins())
-        pending: list[ChunkKey] = []
+        for key in self._storage.pins():
+            pins[key] = pins.get(key, 0) + 1
+        pending: list[ChunkKey] = self._storage.pending()
         loads: list[Job | WaitingLoad] = [*self._queue]
         for job in self._jobs.of(*TRANSFERS):
             account = job.account, job.direction
@@ -534,6 +544,7 @@ class OffloadScheduler:
         assert all(self._staging.held(account, direction) == n for (account, direction), n in held.items())
         self._index.check_holds(pins=pins, pending=set(pending))
         late = [slot for job in self._jobs.late(*TRANSFERS) for slot in job.slots[: len(job.keys)]]
+        late += self._storage.late_slots()
         counts = self._counts
         assert counts.matched_tokens <= counts.found_tokens <= counts.looked_up_tokens, "found what was not looked up"
         assert len(late) == self._index.num_quarantined_slots, "a slot in quarantine that no copy may write"
@@ -558,6 +569,7 @@ class OffloadScheduler:
         if saves is not NO_SAVES:
             self._counts.deferred_save_blocks += saves.num_refused_chunks * self._config.blocks_per_chunk
             self._counts.dropped_save_blocks += saves.num_dropped_chunks * self._config.blocks_per_chunk
+        self._storage.plan(now_s)
         return cancelled
 
     def _request(self, request_id: str) -> RequestState:

@@ -6,7 +6,7 @@ every worker has shown that it is through with it.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from tpu_offload.core.context import TierContext
@@ -47,7 +47,12 @@ class Transfers:
         self._lost_keys: set[ChunkKey] = set()
         # Requests that have seen a load fail: they compute what failed, others may try it once more.
         self._had_failed_loads: set[str] = set()
+        self._on_saved: Callable[[Sequence[ChunkKey]], None] | None = None
         self._jobs.on_end(*TRANSFERS, call=self.ended)
+
+    def on_saved(self, call: Callable[[Sequence[ChunkKey]], None]) -> None:
+        """Has `call` called with the chunks of each save that has ended well."""
+        self._on_saved = call
 
     # On the way down.
 
@@ -236,12 +241,15 @@ class Transfers:
         failed = set(bad)
         ended = [(key, slot) for i, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)) if i not in failed]
         if ended:
-            self._index.complete(*zip(*ended, strict=True), success=True)
+            keys, slots = zip(*ended, strict=True)
+            self._index.complete(keys, slots, success=True)
+            if self._on_saved is not None:
+                self._on_saved(keys)
         if bad:
-            keys = [job.keys[i] for i in bad]
+            lost = [job.keys[i] for i in bad]
             quarantine = job.state is JobState.TIMED_OUT
-            self._index.complete(keys, [job.slots[i] for i in bad], success=False, quarantine=quarantine)
-            self.lose(keys)
+            self._index.complete(lost, [job.slots[i] for i in bad], success=False, quarantine=quarantine)
+            self.lose(lost)
 
     def _tell_of(self, job: Job) -> None:
         """A load has ended, or will for nothing: its request goes on."""

@@ -27,6 +27,7 @@ OWN = {
     "max_load_blocks": "TPU_OFFLOAD_MAX_LOAD_GB_PER_STEP",
     "bucket_blocks": "TPU_OFFLOAD_BLOCK_SIZE_BUCKETS",
     "max_swap_blocks": "TPU_OFFLOAD_SWAP_GB",
+    "storage_chunks": "TPU_OFFLOAD_STORAGE_TIER and TPU_OFFLOAD_NUM_STORAGE_CHUNKS",
 }
 """Fields of `WorkerSetup` that the scheduler has a value of its own for, and how they are set."""
 

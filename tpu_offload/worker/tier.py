@@ -138,6 +138,10 @@ class TierCopies:
             on_fail=self._backlog.fail,
         )
 
+    def memories(self) -> list[HostMemory]:
+        """Per layer group, the host memory."""
+        return [group.memory for group in self._groups]
+
     def sources(self) -> list[GroupCopies]:
         """What swaps read the host tier with: directly, as all that they copy."""
         return [group.reader(self._direct(group)) for group in self._groups]

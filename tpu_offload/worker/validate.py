@@ -50,6 +50,26 @@ def job_error(job: CopyJob) -> str:
         return f"it has no {e.name}"
 
 
+def storage_job_error(job: CopyJob, *, num_slots: int) -> str:
+    """Likewise, why this is no job between host memory with so many slots and storage."""
+    try:
+        chunks, deleted = job.chunks, job.deleted_keys
+        if type(chunks) is not tuple or type(deleted) is not tuple or job.parts != ():
+            return "it has parts, or its chunks and keys are no tuples; expected chunks and keys alone"
+        if not all(type(chunk) is tuple and len(chunk) == 2 for chunk in chunks):
+            return "a chunk of it is no key with a slot"
+        keys, slots = [key for key, _ in chunks], [slot for _, slot in chunks]
+        if not all(type(key) is bytes and key for key in (*keys, *deleted)):
+            return "a key of it is no bytes"
+        if not all(type(slot) is int and 0 <= slot < num_slots for slot in slots):
+            return f"slots {slots!r:.100}; expected 0 to {num_slots - 1}"
+        if len(set(keys)) < len(keys) or len(set(slots)) < len(slots) or len(set(deleted)) < len(deleted):
+            return "it names a key or a slot twice"
+        return ""
+    except AttributeError as e:
+        return f"it has no {e.name}"
+
+
 def _writes_twice(job: CopyJob) -> bool:
     """Two writes to one place in one program have no order."""
     saves = job.direction is Direction.SAVE

@@ -1,0 +1,335 @@
+"""What moves between the host tier and storage: which chunks are written, read and deleted, and when.
+
+A *cascade* writes chunks to storage once their save has finished. A *promotion* reads chunks into the host tier that a
+lookup wants next; until it has ended the lookup is answered with ARRIVING. Each is a kind of job like any other: all
+workers have to report it, it has a deadline and one end.
+
+What storage holds is known here alone, as a list of keys in the order of their last use. A chunk counts as stored once
+every worker has written it. Its room in storage is taken from the moment that the write is planned until every worker
+has deleted it again, so that no tier ever holds more than `num_storage_chunks`. Deleting goes with the cascades.
+"""
+
+import dataclasses
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
+from typing import final
+
+from tpu_offload.core.breaker import CircuitBreaker
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.index import ChunkState, touches
+from tpu_offload.core.jobs import Job
+from tpu_offload.core.request_state import RequestState
+from tpu_offload.metrics import OffloadStats
+from tpu_offload.types import ChunkKey, JobKind, JobState
+
+_KINDS = (JobKind.PROMOTE, JobKind.CASCADE)
+_WHO = "storage"  # asks the circuit breakers
+_MAX_CASCADES = 8  # a step; the worker dispatches a program for each
+_MAX_PROMOTIONS = 64  # a job
+_MAX_DELETES = 256  # a step
+_MAX_CANDIDATES = 4096
+
+Keys = OrderedDict[ChunkKey, None]
+
+
+@final
+class StoragePlanner:
+    """The storage half of the scheduler; does nothing without a storage tier.
+
+    Args:
+      context: the books.
+      lose: told of chunks that are not in the host tier, though requests may count on them.
+    """
+
+    def __init__(self, context: TierContext, *, lose: Callable[[Sequence[ChunkKey]], None]) -> None:
+        config, layout = context.config, context.layout
+        self._index = context.index
+        self._jobs = context.jobs
+        self._counts = context.counts
+        self._clock = context.clock
+        self._lose = lose
+        self._timeout_s = config.job_timeout_s
+        self._wait_s = config.storage_wait_s
+        self._num_chunks = config.storage_chunks
+        self._max_in_flight = config.max_storage_chunks_in_flight(layout)
+        self._chunk_tokens = config.blocks_per_chunk * layout.block_size
+        self._chunk_nbytes = config.blocks_per_chunk * layout.block_nbytes
+        self._breakers = {
+            kind: CircuitBreaker(
+                what,
+                num_failures=config.breaker_failures,
+                retry_s=config.breaker_retry_s,
+                clock=context.clock,
+            )
+            for kind, what in ((JobKind.CASCADE, "cascades to storage"), (JobKind.PROMOTE, "promotions from storage"))
+        }
+        self._stored: Keys = OrderedDict()  # the least recently used first
+        self._candidates: Keys = OrderedDict()  # READY in the host tier, to be written; the oldest first
+        self._to_delete: Keys = OrderedDict()
+        # Of jobs in flight.
+        self._writing: set[ChunkKey] = set()
+        self._promoting: set[ChunkKey] = set()
+        self._num_deleting = 0
+        self._jobs.on_end(*_KINDS, call=self._ended)
+
+    # What the scheduler asks.
+
+    def offer(self, keys: Sequence[ChunkKey]) -> None:
+        """The saves of these chunks have finished: they may be written to storage."""
+        if not self._num_chunks:
+            return
+        for key in keys:
+            if key in self._stored:
+                self._stored.move_to_end(key)
+            elif key not in self._writing:
+                self._candidates[key] = None
+        while len(self._candidates) > _MAX_CANDIDATES:
+            self._candidates.popitem(last=False)
+            self._counts.dropped_cascade_chunks += 1
+
+    def promote(self, request: RequestState) -> None:
+        """Has storage read for the chunks that follow those that a request's last match has found.
+
+        Their slots are PENDING from here. All chunks before a slot's own are resident, as the index wants it.
+        """
+        first, keys = request.num_found_chunks, request.keys
+        if not self._stored or request.at_load_limit or first >= len(keys) or keys[first] not in self._stored:
+            return
+        if self._index.state(keys[first]) is not None:
+            return
+        room = self._promotion_room()
+        missing, end = self._index.missing(keys, 0, min(len(keys), first + room))
+        numbers = list(itertools.takewhile(lambda i: keys[i] in self._stored, missing))[:room]
+        wanted = {keys[i] for i in numbers}
+        if not numbers or len(wanted) < len(numbers) or any(key in self._index for key in wanted):
+            # No room, a hole in what is stored, or hashes that are not chained.
+            self._counts.num_dropped_promotions += not room
+            return
+        slots = self._index.allocate(
+            request.use, keys, numbers, protected=_kept(keys, numbers, end, is_whole=len(missing) == end - missing[0])
+        )
+        if not slots:
+            self._counts.num_dropped_promotions += 1
+            return
+        promoted = [keys[i] for i in numbers[: len(slots)]]
+        for key in promoted:
+            self._stored.move_to_end(key)
+        self._promoting.update(promoted)
+        self._plan(JobKind.PROMOTE, promoted, slots, now_s=self._clock())
+
+    def wait_s(self, key: ChunkKey, otherwise_s: float) -> float:
+        """How long a request waits for a PENDING chunk, `otherwise_s` if it does not come from storage."""
+        return self._wait_s if key in self._promoting else otherwise_s
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether `plan` would make a job, or drop something, though none is in flight. For an engine that is idle."""
+        return bool(self._candidates) and self._breakers[JobKind.CASCADE].admits(_WHO)
+
+    def plan(self, now_s: float) -> None:
+        """Plans the coming step's cascade: what is written, and what is deleted to make room for more."""
+        if not (self._candidates or self._to_delete):
+            return
+        breaker = self._breakers[JobKind.CASCADE]
+        if not breaker.admits(_WHO):
+            return
+        self._evict()
+        # One batch at a time: those that fail are deleted again, and should not be many.
+        num_deletes = 0 if self._num_deleting else min(len(self._to_delete), _MAX_DELETES)
+        deleted = tuple([self._to_delete.popitem(last=False)[0] for _ in range(num_deletes)])
+        self._num_deleting += num_deletes
+        keys: list[ChunkKey] = []
+        slots: list[int] = []
+        room = self._cascade_room()
+        while self._candidates and len(keys) < room:
+            key, _ = self._candidates.popitem(last=False)
+            found = self._index.find((key,))
+            if not found:
+                self._counts.dropped_cascade_chunks += 1
+                continue
+            self._index.pin((key,))
+            self._to_delete.pop(key, None)
+            keys.append(key)
+            slots += found
+        if keys or deleted:
+            self._writing.update(keys)
+            self._plan(JobKind.CASCADE, keys, slots, now_s=now_s, deleted=deleted)
+
+    # What hits all of it.
+
+    def reset(self) -> None:
+        """What storage holds is not what the model would compute: it is deleted, and what is in flight is not kept."""
+        self._candidates.clear()
+        if self._to_delete:
+            self._to_delete.update(self._stored)
+            self._stored.clear()
+        else:  # however many there are
+            self._to_delete, self._stored = self._stored, self._to_delete
+        for job in self._jobs.of(*_KINDS):
+            job.doom("storage was cleared")
+
+    def lose_slots(self, first: int, end: int) -> None:
+        """Host memory is gone: what was to be read into it, or written from it, fails."""
+        for job in self._jobs.of(*_KINDS):
+            if touches(job.slots, first, end):
+                job.error = job.error or "the host memory of its chunks was lost"
+                job.failed_blocks.update(i for i, slot in enumerate(job.slots) if first <= slot < end)
+
+    # Inside.
+
+    def _promotion_room(self) -> int:
+        """Chunks that a promotion may bring now: never half of the host tier, nor more than may be in flight."""
+        breaker = self._breakers[JobKind.PROMOTE]
+        if not breaker.admits(_WHO):
+            return 0
+        in_flight = self._max_in_flight - len(self._writing) - len(self._promoting)
+        room = min(_MAX_PROMOTIONS, in_flight, self._index.num_slots // 2 - len(self._promoting))
+        return max(0, room if breaker.closed else min(room, 1))
+
+    def _cascade_room(self) -> int:
+        """Chunks that may be written now. Half of what may be in flight, at least, is left to promotions.
+
+        What is written is pinned in the host tier: never more than a quarter of it, so that saves find slots.
+        """
+        in_flight = min(self._max_in_flight // 2, max(1, self._index.num_slots // 4)) - len(self._writing)
+        both = self._max_in_flight - len(self._writing) - len(self._promoting)
+        room = min(_MAX_CASCADES, in_flight, both, self._room())
+        return room if self._breakers[JobKind.CASCADE].closed else min(room, 1)
+
+    def _room(self) -> int:
+        """Chunks that storage has room for now."""
+        taken = len(self._stored) + len(self._writing) + len(self._to_delete) + self._num_deleting
+        return self._num_chunks - taken
+
+    def _evict(self) -> None:
+        """Gives up the least recently used of what is stored, if there will be too little room for the candidates."""
+        deleted_later = len(self._to_delete) + self._num_deleting
+        short = min(len(self._candidates), _MAX_CASCADES) - self._room() - deleted_later
+        while short > 0 and self._stored:
+            key = next(iter(self._stored))
+            if key in self._promoting:  # and so are those after it, more or less
+                break
+            self._forget(key)
+            self._counts.num_evicted_storage_chunks += 1
+            short -= 1
+
+    def _forget(self, key: ChunkKey) -> None:
+        """A chunk does not count as stored any more. What some worker has of it is deleted."""
+        self._stored.pop(key, None)
+        self._to_delete[key] = None
+
+    def _plan(
+        self,
+        kind: JobKind,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        *,
+        now_s: float,
+        deleted: tuple[ChunkKey, ...] = (),
+    ) -> None:
+        job = self._jobs.plan(
+            kind,
+            (),
+            who=f"{len(keys)} chunks" + (f", with {len(deleted)} to delete" if deleted else ""),
+            keys=tuple(keys),
+            slots=tuple(slots),
+            deleted_keys=deleted,
+            nbytes=len(keys) * self._chunk_nbytes,
+            breaker=self._breakers[kind],
+            deadline_s=now_s + self._timeout_s,
+        )
+        self._breakers[kind].begin(job.job_id)
+
+    def _ended(self, job: Job) -> None:
+        bad = set(range(job.wire.num_items)) if job.doomed else job.failed_blocks
+        if job.copy_failed:
+            self._counts.failed_storage_chunks += sum(i < len(job.keys) for i in bad)
+        if job.kind is JobKind.PROMOTE:
+            self._end_promotion(job, bad)
+        else:
+            self._end_cascade(job, bad)
+
+    def _end_promotion(self, job: Job, bad: Container[int]) -> None:
+        """Publishes the chunks that every worker has; the others go, and are asked for no more if storage is why."""
+        self._promoting.difference_update(job.keys)
+        chunks = list(zip(job.keys, job.slots, strict=True))
+        good = [chunk for i, chunk in enumerate(chunks) if i not in bad]
+        lost = [chunk for i, chunk in enumerate(chunks) if i in bad]
+        if good:
+            self._index.complete(*zip(*good, strict=True), success=True)
+            self._counts.promoted_chunks += len(good)
+            self._counts.promoted_nbytes += len(good) * self._chunk_nbytes
+            self._counts.promoted_tokens += len(good) * self._chunk_tokens
+        if lost:
+            keys, slots = zip(*lost, strict=True)
+            self._index.complete(keys, slots, success=False, quarantine=job.state is JobState.TIMED_OUT)
+            self._lose(keys)
+            if job.copy_failed:
+                for key in keys:
+                    if key in self._stored:
+                        self._forget(key)
+
+    def _end_cascade(self, job: Job, bad: Container[int]) -> None:
+        """What every worker has written is stored, and what some worker has not deleted is deleted again."""
+        self._writing.difference_update(job.keys)
+        for i, key in enumerate(job.keys):
+            if i in bad:
+                self._forget(key)
+            else:
+                self._stored[key] = None
+                self._counts.cascaded_chunks += 1
+                self._counts.cascaded_nbytes += self._chunk_nbytes
+        deleted = job.wire.deleted_keys
+        self._num_deleting -= len(deleted)
+        kept = [key for i, key in enumerate(deleted, len(job.keys)) if i in bad]
+        for key in kept:
+            if key not in self._stored and key not in self._writing:
+                self._to_delete[key] = None
+        if kept:  # there is no room to come for what waits
+            self._counts.dropped_cascade_chunks += len(self._candidates)
+            self._candidates.clear()
+
+    # State.
+
+    def add_stats(self, stats: OffloadStats) -> OffloadStats:
+        """A snapshot with what is known here."""
+        breakers = self._breakers.values()
+        return dataclasses.replace(
+            stats,
+            num_stored_chunks=len(self._stored),
+            num_breaker_openings=stats.num_breaker_openings + sum(breaker.num_opened for breaker in breakers),
+            num_open_breakers=stats.num_open_breakers + sum(not breaker.closed for breaker in breakers),
+        )
+
+    def pins(self) -> list[ChunkKey]:
+        """The chunks that cascades have pinned, each once for each. For `check_invariants`."""
+        return [key for job in self._jobs.of(JobKind.CASCADE) for key in job.keys]
+
+    def pending(self) -> list[ChunkKey]:
+        """The chunks that promotions have made PENDING."""
+        return [key for job in self._jobs.of(JobKind.PROMOTE) for key in job.keys]
+
+    def late_slots(self) -> list[int]:
+        """The slots that late promotions may still write."""
+        return [slot for job in self._jobs.late(*_KINDS) for slot in job.slots]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the books agree with the jobs. For tests."""
+        jobs = self._jobs.of(JobKind.CASCADE)
+        assert self._promoting == set(self.pending())
+        assert sorted(self._writing) == sorted(self.pins()), "two cascades write one chunk"
+        assert self._num_deleting == sum(len(job.wire.deleted_keys) for job in jobs)
+        assert self._room() >= 0, "storage holds more than it may"
+        assert not self._writing & self._stored.keys()
+        assert not (self._writing | self._stored.keys()) & self._to_delete.keys(), "what is stored would be deleted"
+        assert all(self._index.state(key) is ChunkState.PENDING for key in self._promoting)
+        assert len(self._candidates) <= _MAX_CANDIDATES
+
+
+def _kept(keys: Sequence[ChunkKey], numbers: Sequence[int], end: int, *, is_whole: bool) -> Container[ChunkKey]:
+    """The chunks of a prefix that may not be evicted for those of these numbers, because they hold on to them."""
+    first = numbers[0]
+    if not is_whole:
+        return set(keys[max(0, first - 1) : end])
+    return (keys[first - 1],) if first else ()
