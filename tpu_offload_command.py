@@ -1,4 +1,4 @@
-"""Starts `tpu-offload`. Beside the package, because importing a command takes seconds in which Ctrl-C has to work."""
+"""Starts `tpu-offload`. Outside the package, because importing a command takes seconds, and Ctrl-C must work then."""
 
 import functools
 import importlib
@@ -13,11 +13,11 @@ _INTERRUPTED = 130
 
 
 def run(*, prog: str = _PROG, module: str = "tpu_offload.cli.main") -> NoReturn:
-    """Imports a command and runs it. An interrupt before that ends the process: it has done nothing yet.
+    """Imports a command and runs it. An interrupt during the import ends the process immediately.
 
     Args:
-      prog: the command's name, for what is said of an interrupt.
-      module: has its `run`, which takes the signals over.
+      prog: the command's name, for the message on an interrupt.
+      module: module with the command's `run`, which then handles signals.
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(signum) is not signal.SIG_IGN:
@@ -25,7 +25,7 @@ def run(*, prog: str = _PROG, module: str = "tpu_offload.cli.main") -> NoReturn:
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as e:
-        if e.name != "click":  # what parses the flags; packages that only some commands need are looked for later
+        if e.name != "click":  # for parsing flags; packages that only some commands need are checked later
             raise
         os.write(2, f"{prog}: error: click is not installed; install with: pip install 'tpu_offload[cli]'\n".encode())
         sys.exit(2)
@@ -34,7 +34,7 @@ def run(*, prog: str = _PROG, module: str = "tpu_offload.cli.main") -> NoReturn:
 
 
 def _end(prog: str, signum: int, frame: types.FrameType | None) -> NoReturn:
-    # Not an exception: it would be raised in the middle of somebody's import, and some of those catch all.
+    # Not an exception: imported modules may catch it.
     try:
         os.write(2, f"{prog}: interrupted\n".encode())
     finally:

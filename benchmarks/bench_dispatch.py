@@ -1,14 +1,13 @@
-"""How much host time does the library take from the engine's thread in each step?
+"""How much host time does the library cost the engine's thread in each step?
 
-Measured with real caches and a real worker: steps in which nothing is to be done, with and without the loop
-over the running requests that an engine needs to find out which completed a block; the dispatch of saves and
-loads of 64 blocks, up to the moment control returns; a poll while copies are in flight. And whether it would
-pay to dispatch from a thread of its own: the same call made here, and handed to a thread that is waiting for
-work. The cases take turns, so that a machine that slows down slows all of them.
+Measured with real caches and a real worker: idle steps, with and without the engine's loop over the running requests
+to find those that completed a block; the dispatch of saves and loads of 64 blocks, until control returns; a poll while
+copies are in flight. Also whether a dispatch thread would pay: the same call made directly, and handed to a waiting
+thread. The cases are interleaved, so that changes in machine load affect all of them.
 
-The CPU backend copies before the call returns, which a TPU or GPU does not. So the time inside the compiled
-programs is taken out of `save_*` and `load_*`, and `dispatch_of_none`, the same program called to copy no block,
-is put in its place: their sums are what the engine's thread pays. What was taken out is `*_in_program`.
+Unlike a TPU or GPU, the CPU backend copies before the call returns. So the time inside the compiled programs is
+excluded from `save_*` and `load_*` (it is `*_in_program`), and replaced by `dispatch_of_none`, a call of the same
+program with no blocks to copy: the sums are the cost to the engine's thread.
 
   python benchmarks/bench_dispatch.py --num-running 0 32 256 --num-layers 32 --json dispatch.json
 """
@@ -41,21 +40,21 @@ from tpu_offload import (
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request, SamplingParams
 from tpu_offload.engine.sequence import Phase, ScheduledTokens, Sequence
-from tpu_offload.kernels import Rows
+from tpu_offload.kernels import BlockMoves
 from tpu_offload.kernels.copier import Caches, Copier, Flight
 
 
 class NotReady:
-    """In place of a copy's token: on the CPU backend the copy is over before anyone can ask."""
+    """Replaces a copy's token: on the CPU backend the copy has ended before the first poll."""
 
     def is_ready(self) -> bool:
         return False
 
 
 class TimedCopier:
-    """Around a copy path: adds up the seconds inside its calls, and remembers the last save.
+    """Wraps a copy path: adds up the seconds inside its calls, and keeps the last save.
 
-    Made first, it is given the copy path by the worker, which may wrap one path several times.
+    It is created before the worker, which passes the copy path to `wrap`, possibly several times.
     """
 
     def __init__(self) -> None:
@@ -69,21 +68,21 @@ class TimedCopier:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.copier, name)
 
-    def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
+    def save(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> Flight:
         start_s = time.perf_counter()
-        self.last_save = self.copier.save(segment_id, rows, kv_caches)
+        self.last_save = self.copier.save(segment_id, moves, kv_caches)
         self.seconds += time.perf_counter() - start_s
         return self.last_save
 
-    def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
+    def load(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> tuple[Flight, Caches]:
         start_s = time.perf_counter()
-        found = self.copier.load(segment_id, rows, kv_caches)
+        found = self.copier.load(segment_id, moves, kv_caches)
         self.seconds += time.perf_counter() - start_s
         return found
 
 
 def next_runs(sequences: List[Sequence]) -> list[ScheduledTokens]:
-    """A step that computes one token of each."""
+    """A step that computes one token of each sequence."""
     return [ScheduledTokens(sequence, sequence.num_computed_tokens, 1, samples=True) for sequence in sequences]
 
 
@@ -104,10 +103,10 @@ class Bench:
         self.scheduler.apply(self.worker.poll())
         self.num_requests = 0
 
-    # Nothing to do.
+    # Idle steps.
 
     def idle_steps(self, num_running: int) -> None:
-        """One step each: the library alone, and with the engine's loop over a batch that decodes."""
+        """One step of the library alone, and one with the engine's loop over a decoding batch."""
         sequences = self.make_sequences(num_running)
         glue = self.make_glue(sequences, decode_save=False)
         everyone = [
@@ -125,7 +124,7 @@ class Bench:
             assert not update.loaded
             self.caches = self.times(f"{name}_all_named", self.step, everyone)
             self.times(f"{name}_plan", self.scheduler.plan_step, ())
-            for sequence in sequences:  # they generate; one in 16 completes a block in each step
+            for sequence in sequences:  # generating; one in 16 completes a block in each step
                 sequence.num_computed_tokens += 1
             batch = next_runs(sequences)
         for one in everyone:
@@ -146,7 +145,7 @@ class Bench:
         glue.close()
 
     def make_glue(self, sequences: List[Sequence], *, decode_save: bool) -> Offloading:
-        """The embedded engine's use of the library, for sequences whose prompts it has saved."""
+        """The embedded engine's glue code, for sequences whose prompts are saved."""
         config = OffloadConfig.create(num_cpu_chunks=2 * len(sequences) + 1, decode_save=decode_save)
         glue = Offloading(config, self.layout, self.caches, clock=time.monotonic)
         glue.wait_until_allocated()
@@ -227,7 +226,7 @@ class Bench:
 
     @contextlib.contextmanager
     def outside_programs(self, name: str) -> Iterator[None]:
-        """Times what is done in it, less what is spent in compiled programs, and that apart."""
+        """Times the block without the time inside compiled programs, which it records separately."""
         self.copier.seconds, start_s = 0.0, time.perf_counter()
         yield
         self.times.record(name, time.perf_counter() - start_s - self.copier.seconds)
@@ -258,15 +257,15 @@ class Bench:
                 self.caches = self.step(())
         jax.block_until_ready(self.caches)
 
-    # A thread for the dispatch.
+    # A dispatch thread.
 
     def dispatch_here_and_in_a_thread(self, executor: concurrent.futures.Executor) -> None:
         none, times, dispatch = np.zeros(0, np.int32), self.times, self.copier.copier.save
-        rows = Rows(none.astype(np.int64), none, none)
-        flight = times("dispatch_of_none", dispatch, 0, rows, self.caches)
+        moves = BlockMoves(none.astype(np.int64), none, none)
+        flight = times("dispatch_of_none", dispatch, 0, moves, self.caches)
         flight.waiting_on.block_until_ready()
         start_s = time.perf_counter()
-        future = times("dispatch_of_none_thread_submit", executor.submit, dispatch, 0, rows, self.caches)
+        future = times("dispatch_of_none_thread_submit", executor.submit, dispatch, 0, moves, self.caches)
         flight = future.result()
         times.record("dispatch_of_none_thread_result", time.perf_counter() - start_s)
         flight.waiting_on.block_until_ready()
@@ -280,7 +279,7 @@ class Bench:
                 for num_requests in (1, self.args.num_blocks):
                     self.copies(num_requests)
                 self.dispatch_here_and_in_a_thread(executor)
-                if i == 4:  # what came before was the first use of everything
+                if i == 4:  # the first four were warm-up
                     for name, seconds in self.times.seconds.items():
                         if not name.startswith("idle"):
                             seconds.clear()
@@ -296,7 +295,7 @@ class Bench:
 
 def main(argv: List[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--num-running", type=int, nargs="+", default=[0, 32, 256], help="requests that decode")
+    parser.add_argument("--num-running", type=int, nargs="+", default=[0, 32, 256], help="number of decoding requests")
     parser.add_argument("--num-layers", type=count, nargs="+", default=[32])
     parser.add_argument("--num-blocks", type=count, default=64, help="blocks in a save or load")
     parser.add_argument("--page-shape", type=count, nargs="+", default=[2, 2, 64], help="after the block size")
@@ -306,7 +305,7 @@ def main(argv: List[str] | None = None) -> int:
     parser.add_argument("--repeats", type=count, default=100, help="saves and loads")
     args = parser.parse_args(argv)
     if args.num_blocks > min(args.cache_blocks, args.host_chunks):
-        parser.error("--num-blocks: more than there are --cache-blocks or --host-chunks")
+        parser.error("--num-blocks exceeds --cache-blocks or --host-chunks")
     results = []
     for num_layers in args.num_layers:
         us = Bench(args, num_layers=num_layers).run()

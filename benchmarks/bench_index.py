@@ -1,12 +1,11 @@
-"""What does the chunk index cost for each chunk, as it grows and as prompts get longer?
+"""What does the chunk index cost per chunk, by its size and by prompt length?
 
-At each point of the sweep the index is full. Requests then hit and miss it, one at a time, and each is done
-by the index alone (`index_*`), by the whole scheduler with staging budget, jobs and reports (`hit`, `miss`), and
-by the peer's method, in turn, so that a machine that slows down slows all of them. The peer's method is that of
-the offload managers of vLLM and tpu-inference, written anew here: one OrderedDict from keys to objects with a
-reference count, oldest first; a lookup is a dictionary access a chunk and pins nothing; a touch moves every
-chunk; an allocation evicts from the old end what nothing refers to and nobody protects. Times are for each
-chunk, garbage collection as Python has it by default.
+At each point of the sweep the index is full. Requests then hit and miss it, one at a time. Each is served by the index
+alone (`index_*`), by the whole scheduler with staging budget, jobs and reports (`hit`, `miss`), and by the peer's
+method, interleaved, so that changes in machine load affect all of them. The peer's method is that of the offload
+managers of vLLM and tpu-inference, reimplemented here: one OrderedDict from keys to reference-counted objects, oldest
+first; a lookup is one dictionary access per chunk and does not pin; a touch moves every chunk; an allocation evicts
+the oldest unreferenced, unprotected chunks. Times are per chunk, with Python's default garbage collection.
 
   python benchmarks/bench_index.py --num-indexed 1000 100000 1000000 --prompt-chunks 1 100 10000 --json index.json
 """
@@ -29,7 +28,7 @@ from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import LRUPolicy
 
 STAGES = ("match", "admit", "plan", "report", "finish")
-PARTS = {  # what the sums are of
+PARTS = {  # the stages in each sum
     "hit": tuple(f"hit_{stage}" for stage in STAGES),
     "miss": tuple(f"miss_{stage}" for stage in STAGES),
     "index_hit": ("index_lookup", "index_pin", "index_touch", "index_release"),
@@ -53,7 +52,7 @@ class PeerEntry:
 
 
 class PeerIndex:
-    """The peer's method; see the top of the file."""
+    """The peer's method, see the module's docstring."""
 
     def __init__(self, num_slots: int) -> None:
         self.entries: OrderedDict[ChunkKey, PeerEntry] = OrderedDict()
@@ -105,7 +104,7 @@ class PeerIndex:
 
 
 def fresh[K: bytes](hashes: Sequence[K]) -> list[K]:
-    """Equal bytes in other objects: a request's hashes are never the objects that the index holds."""
+    """Copies of the hashes: a request's hashes are never the objects that the index holds."""
     return [type(h)(bytearray(h)) for h in hashes]
 
 
@@ -114,11 +113,11 @@ def chain(rng: random.Random, num: int) -> list[BlockHash]:
 
 
 def keys_of(hashes: Sequence[BlockHash]) -> list[ChunkKey]:
-    return [ChunkKey(h + b"8 bytes.") for h in hashes]  # as long as those of the scheduler's index
+    return [ChunkKey(h + b"8 bytes.") for h in hashes]  # the length of the keys in the scheduler's index
 
 
 def serve(scheduler: OffloadScheduler, watch: Stopwatch, name: str, request_id: str, hashes: list[BlockHash]) -> int:
-    """One request from its match to its end, its stages timed one by one; returns the tokens that it found."""
+    """Serves one request from match to finish, timing each stage; returns the tokens that were found."""
     num_tokens = len(hashes) * BLOCK_SIZE + 1
     block_ids = list(range(1000, 1000 + len(hashes) + 1))
     found = watch(
@@ -136,7 +135,7 @@ def serve(scheduler: OffloadScheduler, watch: Stopwatch, name: str, request_id: 
 
 
 class Bench:
-    """A full index three times: in a scheduler, alone, and by the peer's method."""
+    """Three full indexes: in a scheduler, alone, and by the peer's method."""
 
     def __init__(self, num_indexed: int, num_chunks: int, *, seed: int) -> None:
         self.num_indexed, self.num_chunks = num_indexed, num_chunks
@@ -202,7 +201,7 @@ class Bench:
 
 
 def memory(num_indexed: int, num_chunks: int) -> dict[str, Any]:
-    """Bytes for each indexed chunk, its key included; and what a full garbage collection takes with them."""
+    """Bytes per indexed chunk, including its key, and the time of a full garbage collection with them."""
     result: dict[str, Any] = {"num_indexed": num_indexed, "prompt_chunks": num_chunks}
     for name in ("ours", "peer"):
         rng = random.Random(0)
@@ -231,7 +230,7 @@ def memory(num_indexed: int, num_chunks: int) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     us: dict[str, Spread] = result["us_per_chunk"]
     print(
-        f"{result['num_indexed']} chunks indexed, prompts of {result['prompt_chunks']}; us a chunk, median (p10-p90):"
+        f"{result['num_indexed']} chunks indexed, prompts of {result['prompt_chunks']}; us per chunk, median (p10-p90):"
     )
     for names in (
         ("hit", *PARTS["hit"]),
@@ -249,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-indexed", type=count, nargs="+", default=[10**3, 10**4, 10**5, 10**6], help="chunks")
     parser.add_argument("--prompt-chunks", type=count, nargs="+", default=[1, 10, 100, 1000, 10000])
     parser.add_argument(
-        "--chunks-timed", type=count, default=100_000, help="chunks a point, as far as 15 to 1000 requests allow"
+        "--chunks-timed", type=count, default=100_000, help="chunks per point, within 15 to 1000 requests"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -262,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = [memory(n, min(n, 100)) for n in args.num_indexed]
     for size in sizes:
         figures = [
-            f"{name} {size[name]['bytes_per_chunk']:.0f} bytes a chunk, gc.collect() {size[name]['gc_collect_s']:.3f} s"
+            f"{name} {size[name]['bytes_per_chunk']:.0f} bytes/chunk, gc.collect() {size[name]['gc_collect_s']:.3f} s"
             for name in ("ours", "peer")
         ]
         print(f"{size['num_indexed']} chunks indexed:", ", ".join(figures))

@@ -1,8 +1,8 @@
-"""How much sooner does the first token of a resident prompt come that is longer than the staging buffer?
+"""How much does loading lower the time to first token of a resident prompt longer than the staging buffer?
 
-One engine serves a prompt (computed), other prompts that push it out of HBM, and the same prompt again (loaded). The
-time to its first token then, by the time that computing it took in the same round, for each path and length. At c256fa7
-no more than the staging buffer of such a prompt was loaded, on any path.
+One engine serves a prompt (computed), other prompts that evict it from HBM, and the same prompt again (loaded). The
+ratio of the two times to first token is taken within a round, for each path and length. At c256fa7 at most a staging
+buffer's worth of such a prompt was loaded, on any path.
 
   python benchmarks/bench_long_prompt.py --num-tokens 512 2048 --paths direct staged --staging-tokens 256 --json r.json
 """
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{row['computed_ttft_s'].median * 1e3:.1f} ms computed, {row['loaded_ttft_s'].median * 1e3:.1f} ms "
                 f"loaded: {row['ratio'].range(3)}"
             )
-    write_json(args, question="time to the first token of a long resident prompt", results=results)
+    write_json(args, question="time to first token of a long resident prompt", results=results)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""What does offloading cost while it is never needed?
+"""What does offloading cost when it is never needed?
 
-Serves chats with HBM large enough for all of them, with and without offloading, in turn: every round
-serves the same fresh conversations on both engines, the order changing from round to round, and yields
-one ratio of tokens/s. Every prompt block is saved to the host; none is ever loaded.
+Serves chats with HBM large enough for all of them, with and without offloading, interleaved: each round serves the
+same new conversations on both engines, in alternating order, and yields one ratio of tokens/s. Every prompt block is
+saved to the host; none is ever loaded.
 
     python benchmarks/bench_overhead.py --rounds 12 --json overhead.json
 """
@@ -32,7 +32,7 @@ def run(engine: Engine, workload: Workload, concurrency: int) -> ServedRun:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=count, default=12)
-    parser.add_argument("--requests", type=count, default=60, help="requests a round")
+    parser.add_argument("--requests", type=count, default=60, help="requests per round")
     parser.add_argument("--concurrency", type=count, default=4)
     args = parser.parse_args(argv)
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"round {i}: {tokens_per_s['baseline']:.1f} and {tokens_per_s['offload']:.1f} tokens/s, {ratios[-1]:.4f}")
     stats = engines["offload"].offload_stats()
     assert stats is not None
-    assert stats.loaded_blocks == 0, "HBM was to be large enough"
+    assert stats.loaded_blocks == 0, "HBM is too small for the workload"
     ratio = Spread.of(ratios)
     print(
         f"tokens/s with offloading / without: median {ratio.median:.4f}, "
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"saved {stats.saved_nbytes / 2**20:.1f} MiB"
     )
     results = {"ratio": ratio, "ratios": ratios, "saved_nbytes": stats.saved_nbytes}
-    write_json(args, question="what offloading costs while it is never needed", results=results)
+    write_json(args, question="what offloading costs when it is never needed", results=results)
     return 0
 
 

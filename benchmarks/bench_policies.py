@@ -1,14 +1,13 @@
-"""What does an eviction policy cost, for each chunk and each request, against LRU?
+"""What does an eviction policy cost per chunk and per request, compared with LRU?
 
-Every policy has an index of its own, and all serve the same requests in turn, a slice of them at a time, so that a
-machine that slows down slows all of them. A request looks its prefix up, says what it uses, saves what is missing and
-says again what it used. `index` is all of that; `policy` is what is spent inside the policy's calls, with the index's
-part of an eviction. `no policy` is the rest, so the ratio to LRU of `index` is what an engine would see.
+Each policy has its own index, and all serve the same requests, interleaved in slices, so that changes in machine load
+affect all of them. A request looks up its prefix, touches what it uses, saves what is missing and touches all of it
+again. `index` is the time for all of that; `policy` is the time inside the policy's calls, including the index's part
+of an eviction; `no policy` is the difference. The ratio of `index` to LRU is what an engine would see.
 
-Requests are those of a trace (`--trace`, see `../shared/traces`), and synthetic ones: half of them repeat one of the
-prompts that the tier holds, half are new.
+Requests are those of a trace (`--trace`) and synthetic ones, half of which repeat a resident prompt.
 
-  python benchmarks/bench_policies.py --trace ../shared/traces/conversation_trace.jsonl --json policies.json
+  python benchmarks/bench_policies.py --trace conversation_trace.jsonl --json policies.json
 """
 
 import random
@@ -20,7 +19,7 @@ from pathlib import Path
 from common import Spread, Stopwatch, count, in_turn, make_parser, write_json
 
 from tpu_offload import ChunkKey, EvictionPolicy, Residents, Use
-from tpu_offload.core.big_tables import Entries
+from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import POLICIES, PriorityPolicy
 from tpu_offload.sim import read_traces
@@ -30,7 +29,7 @@ type Figures = dict[str, Spread]
 
 
 class TimedPolicy(EvictionPolicy):
-    """Adds up the seconds of a policy's calls."""
+    """Adds up the seconds inside a policy's calls."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
@@ -55,8 +54,8 @@ class TimedPolicy(EvictionPolicy):
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         self.policy.remove(key, parent)
 
-    def uncover(self, key: ChunkKey) -> None:
-        self.policy.uncover(key)
+    def became_leaf(self, key: ChunkKey) -> None:
+        self.policy.became_leaf(key)
 
     def clear(self) -> list[Entries]:
         return self.policy.clear()
@@ -66,7 +65,7 @@ class TimedPolicy(EvictionPolicy):
 
 
 class Server:
-    """One policy and its index."""
+    """An index with one policy."""
 
     def __init__(self, make: Callable[[], EvictionPolicy], num_chunks: int) -> None:
         self.policy = TimedPolicy(make())
@@ -75,7 +74,7 @@ class Server:
         self.num_served = 0
 
     def serve(self, prompts: Prompts) -> tuple[float, float]:
-        """Returns the seconds for everything and those inside the policy."""
+        """Returns the total seconds and those inside the policy."""
         self.policy.watch.seconds.clear()
         start = time.perf_counter()
         index = self.index
@@ -102,7 +101,7 @@ def read_trace(path: str) -> tuple[Prompts, int]:
 
 
 def make_requests(rng: random.Random, num_chunks: int, prompt_chunks: int, num_requests: int) -> tuple[Prompts, int]:
-    """What fills the tier, and requests after that."""
+    """Prompts that fill the tier, and the requests after that."""
 
     def new() -> list[ChunkKey]:
         return [ChunkKey(rng.randbytes(24)) for _ in range(prompt_chunks)]
@@ -159,10 +158,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES, help="beside lru")
     parser.add_argument("--trace", help="Mooncake JSONL; without it synthetic requests only")
-    parser.add_argument("--share", type=float, nargs="+", default=[0.01, 0.05, 0.2], help="tier by unique blocks")
-    parser.add_argument("--num-chunks", type=count, nargs="+", default=[10_000, 100_000], help="synthetic: the tier")
-    parser.add_argument("--prompt-chunks", type=count, nargs="+", default=[1, 20, 200], help="synthetic: a prompt")
-    parser.add_argument("--chunks-timed", type=count, default=100_000, help="synthetic: chunks of all requests")
+    parser.add_argument(
+        "--share",
+        type=float,
+        nargs="+",
+        default=[0.01, 0.05, 0.2],
+        help="size of the tier as a share of the unique blocks",
+    )
+    parser.add_argument(
+        "--num-chunks", type=count, nargs="+", default=[10_000, 100_000], help="synthetic: size of the tier"
+    )
+    parser.add_argument(
+        "--prompt-chunks", type=count, nargs="+", default=[1, 20, 200], help="synthetic: chunks per prompt"
+    )
+    parser.add_argument(
+        "--chunks-timed", type=count, default=100_000, help="synthetic: chunks of all requests together"
+    )
     parser.add_argument("--slices", type=count, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -188,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(f"synthetic, {num_chunks} chunks, prompts of {prompt_chunks}", figures)
             row = {"requests": "synthetic", "num_chunks": num_chunks, "prompt_chunks": prompt_chunks}
             results.append({**row, "policies": figures})
-    write_json(args, question="cost of eviction policies against LRU", results=results)
+    write_json(args, question="cost of eviction policies compared with LRU", results=results)
     return 0
 
 

@@ -1,19 +1,19 @@
-"""What does saving at other times bring, for host tiers smaller and larger than HBM?
+"""What do the save modes gain, for host tiers smaller and larger than HBM?
 
-The embedded engine serves questions about documents, one after the other. Documents are drawn with a Zipf law, and
-some questions are about documents that never come again (--one-off), so that there is something not worth saving. HBM
-takes in a part of the documents. For every mode and size of the host tier:
+The embedded engine serves questions about documents, one at a time. Documents are drawn by a Zipf law, and some are
+never repeated (--one-off), so that some blocks are not worth saving. HBM holds a part of the documents. For every mode
+and size of the host tier:
 
   hbm, host, computed  where the KV of the prompts came from, as shares of their tokens
-  gap                  of what could come from the host tier (computed with no tier, not computed with a huge one), how
-                       much does: the limit is 1
-  saved, loaded        blocks copied for each request
+  gap                  share of the avoidable prefill (computed without a tier, not computed with a huge one) that is
+                       avoided: the limit is 1
+  saved, loaded        blocks copied per request
 
-Tokens and log-probabilities of all runs have to be the same.
+Tokens and log-probabilities of all runs must be equal.
 
-With --evicted-blocks nothing is served. What the scheduler spends then on a prefix of so many blocks that HBM gives up,
-all decisions and no copies, is measured: on the first of its evictions, for which all of it is planned to be saved, and
-on a later one, when it is there.
+With --evicted-blocks nothing is served. It measures the scheduler's time (decisions only, no copies) when HBM evicts a
+prefix of that many blocks: for the first eviction, which plans to save all of it, and for a later one, when the host
+tier has it.
 
   python benchmarks/bench_save_modes.py --policy lru --host-per-hbm 0.25 0.5 1 2 4 --json save_modes.json
   python benchmarks/bench_save_modes.py --evicted-blocks 512 4096
@@ -61,7 +61,7 @@ def make_requests(args: argparse.Namespace) -> list[Request]:
 
 
 def serve(requests: Sequence[Request], args: argparse.Namespace, **settings: Any) -> tuple[dict[str, Any], Answers]:
-    """Where the prompts came from, what was copied, and what was answered."""
+    """Sources of the prompt tokens, copied blocks, and outputs."""
     engine = Engine(
         MODEL,
         EngineConfig(
@@ -110,7 +110,7 @@ def measure_evictions(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def evict(num_blocks: int, args: argparse.Namespace) -> Stopwatch:
-    """Seconds of the scheduler for the first eviction of a prefix, the plan included, and for a later one."""
+    """The scheduler's seconds for the first eviction of a prefix, including the plan, and for a later one."""
     num_host_chunks = args.repeats * num_blocks
     scheduler = OffloadScheduler(
         OffloadConfig.create(
@@ -144,7 +144,7 @@ def evict(num_blocks: int, args: argparse.Namespace) -> Stopwatch:
         scheduler.apply(finish_jobs(plan, num_host_chunks=num_host_chunks))
         later = [dataclasses.replace(prefix, num_blocks=num_blocks - i) for i in range(1, min(num_blocks, 51))]
         start = time.perf_counter()
-        for shorter in later:  # HBM gives up the tail first, block by block
+        for shorter in later:  # HBM evicts the tail first, block by block
             scheduler.evict(shorter)
         watch.record("later_eviction_s", (time.perf_counter() - start) / len(later))
         assert not scheduler.plan_step().jobs
@@ -156,7 +156,7 @@ def compare_modes(args: argparse.Namespace) -> list[dict[str, Any]]:
     requests = make_requests(args)
     plain, answers = serve(requests, args)
     most, _ = serve(requests, args, num_cpu_chunks=20 * args.num_requests)
-    print(f"without a host tier {plain['computed']:.3f} is computed, with a huge one {most['computed']:.3f}")
+    print(f"computed without a host tier: {plain['computed']:.3f}, with a huge one: {most['computed']:.3f}")
     results: list[dict[str, Any]] = [
         {"mode": None, "host_per_hbm": 0} | plain,
         {"mode": None, "host_per_hbm": None} | most,
@@ -172,12 +172,12 @@ def compare_modes(args: argparse.Namespace) -> list[dict[str, Any]]:
                 eviction_policy=args.policy,
                 num_cpu_chunks=max(1, round(share * args.hbm_blocks)),
             )
-            assert said == answers, f"{mode} changes what is answered"
+            assert said == answers, f"{mode} changes the outputs"
             found["gap"] = (plain["computed"] - found["computed"]) / (plain["computed"] - most["computed"])
             results.append({"mode": mode, "host_per_hbm": share} | found)
             print(
                 f"host {share:4g} x HBM, {mode:12}: hbm {found['hbm']:.3f}, host {found['host']:.3f}, computed "
-                f"{found['computed']:.3f}, gap {found['gap']:.2f}, blocks a request saved {found['saved']:.2f}, "
+                f"{found['computed']:.3f}, gap {found['gap']:.2f}, blocks per request saved {found['saved']:.2f}, "
                 f"loaded {found['loaded']:.2f}",
                 flush=True,
             )
@@ -197,14 +197,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy", default=DEFAULT_EVICTION_POLICY.value, help="eviction policy of the host tier")
     parser.add_argument(
-        "--evicted-blocks", type=count, nargs="+", metavar="N", help="measure evictions of N blocks, 2 or more, instead"
+        "--evicted-blocks",
+        type=count,
+        nargs="+",
+        metavar="N",
+        help="instead measure evictions of prefixes of N blocks, 2 or more",
     )
-    parser.add_argument("--repeats", type=count, default=25, help="evictions of each length")
+    parser.add_argument("--repeats", type=count, default=25, help="evictions per length")
     args = parser.parse_args(argv)
     if min(args.evicted_blocks or [2]) < 2:
-        parser.error("--evicted-blocks: a prefix of one block has no later eviction")
+        parser.error("--evicted-blocks: expected at least 2, a prefix of one block has no later eviction")
     results = measure_evictions(args) if args.evicted_blocks else compare_modes(args)
-    write_json(args, question="what saving at other times brings", results=results)
+    write_json(args, question="what save modes gain", results=results)
     return 0
 
 

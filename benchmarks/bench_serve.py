@@ -1,24 +1,24 @@
-"""What does offloading cost and gain in a real `vllm serve`, next to no connector and to tpu-inference's own?
+"""What does offloading cost and gain in a real `vllm serve`, compared with no connector and tpu-inference's own?
 
-Each variant's server (API process and engine process, CPU stack) is started anew in every round, one at a time, warmed
-up, and given the same workloads over HTTP; so every round begins cold, and rounds of all variants alternate:
+Each variant's server (API process and engine process, CPU stack) is started in every round, one at a time, warmed up,
+and given the same workloads over HTTP. So every round starts with empty caches, and the variants are interleaved:
 
     cold      conversations whose blocks leave HBM between two turns
-    warm      the same ones again, from the first turn on
-    unique    prompts that have nothing to find: what does saving cost?
-    overload  more conversations at a time than HBM holds: requests are preempted
-    prefix    `vllm bench serve --dataset-name prefix_repetition` with more prefixes than HBM holds, blocks of 64 tokens
-              and KV in 8 bits, as tpu-inference's maintainers test theirs, scaled down; a server of its own
+    warm      the same conversations again, from the first turn on
+    unique    prompts that match nothing in any cache: what does saving cost?
+    overload  more concurrent conversations than HBM holds: requests are preempted
+    prefix    `vllm bench serve --dataset-name prefix_repetition` with more prefixes than HBM holds, blocks of 64
+              tokens and 8-bit KV, the test of tpu-inference's maintainers scaled down; on a separate server
 
 All answers are compared with those of a server with many blocks and no connector. Time to first token is that of later
-turns (of all requests in `unique` and `prefix`). The limit is in the same run: `none`, which saves nothing and computes
-everything. Ctrl-C ends it and reports what has been measured.
+turns (of all requests in `unique` and `prefix`). The baseline in the same run is `none`, which saves nothing and
+computes everything. Ctrl-C ends it and reports what has been measured.
 
   .venv-vllm/bin/python benchmarks/bench_serve.py --rounds 5 --json serve.json
   .venv-vllm/bin/python benchmarks/bench_serve.py --variants none ours --workloads unique
 
-Needs the environment that `scripts/vllm_cpu/setup.sh` makes. "HBM" is memory of the host there: compare variants, not
-seconds with those of a TPU. Anything else that runs on the machine is in the figures.
+Needs the environment that `scripts/vllm_cpu/setup.sh` makes. "HBM" is host memory there: compare variants
+with each other, not with a TPU. Other processes on the machine affect the figures.
 """
 
 import argparse
@@ -48,7 +48,7 @@ _CLIENT_LIMIT_S = 900
 
 type Connector = dict[str, Any]
 type Found = dict[str, dict[str, Any]]
-"""By workload."""
+"""Figures by workload."""
 
 
 def ours(policy: str = "recompute", **extra: Any) -> Connector:
@@ -74,7 +74,7 @@ VARIANTS: dict[str, tuple[Connector | None, tuple[str, ...]]] = {
     "none-no-async": (None, NO_ASYNC),
     "peer-no-async": (PEER, NO_ASYNC),
 }
-"""Connector and arguments; `ours` is what docs/vllm.md advises, with generated tokens saved."""
+"""Connector and arguments; `ours` is the configuration of docs/vllm.md, with generated tokens saved."""
 DEFAULT_VARIANTS = ("none", "peer", "ours", "ours-fail", "ours-no-async")
 ROWS = tuple(
     (workload, name, text)
@@ -95,7 +95,7 @@ ROWS = tuple(
 def start(
     folder: Folder, variant: str | None, args: argparse.Namespace, *, num_blocks: int, arguments: Sequence[str] = ()
 ) -> Server:
-    """A server that answers, of a variant or (None) of the reference."""
+    """A ready server of a variant, or of the reference (None)."""
     connector, own = VARIANTS[variant] if variant else VARIANTS["none"]
     if connector is not None and "kv_connector_extra_config" in connector:
         extra = connector["kv_connector_extra_config"] | {"num_cpu_chunks": args.host_blocks}
@@ -131,7 +131,7 @@ async def talk(server: Server, load: Load, seed: int) -> tuple[list[Turn], float
 
 
 def warm_up(server: Server) -> None:
-    """Has it compile what it needs: prompts that have nothing to find, parts of it, and all of it."""
+    """Makes the server compile its programs: prompts that match nothing, partly, and wholly."""
     for _ in range(2):
         asyncio.run(talk(server, WARM_UP, 99))
 
@@ -154,7 +154,7 @@ def measure_talk(server: Server, load: Load, seed: int) -> dict[str, Any]:
 
 
 def talk_round(folder: Folder, variant: str | None, args: argparse.Namespace, num_blocks: int) -> Found:
-    """One round of the conversations on a server of its own."""
+    """One round of the conversations on a new server."""
     with start(folder, variant, args, num_blocks=num_blocks) as server:
         warm_up(server)
         return {
@@ -165,7 +165,7 @@ def talk_round(folder: Folder, variant: str | None, args: argparse.Namespace, nu
 
 
 def prefix_round(folder: Folder, variant: str | None, args: argparse.Namespace, num_blocks: int) -> Found:
-    """One round of vLLM's own client on a server of its own."""
+    """One round of vLLM's own client on a new server."""
     arguments = ["--block-size", "64", "--kv-cache-dtype", "fp8"]
     with start(folder, variant, args, num_blocks=num_blocks, arguments=arguments) as server:
         warm_up(server)
@@ -217,7 +217,7 @@ def run_prefix_client(
 
 
 def measure(args: argparse.Namespace, variants: list[str], report: dict[str, Any]) -> None:
-    """Fills the report's rounds; may be interrupted anywhere."""
+    """Adds rounds to the report; may be interrupted at any point."""
     groups = []
     if set(args.workloads) & set(TALKS):
         groups.append((talk_round, args.hbm_blocks))
@@ -228,7 +228,7 @@ def measure(args: argparse.Namespace, variants: list[str], report: dict[str, Any
         for measure_round, _ in groups:
             found = measure_round(folder, None, args, ENOUGH_BLOCKS)
             right |= {workload: one["answers"] for workload, one in found.items()}
-        print("the reference has answered", flush=True)
+        print("the reference run is done", flush=True)
         for number in range(args.rounds):
             for variant in in_turn(variants, number):
                 if variant in report["refused"]:
@@ -239,7 +239,12 @@ def measure(args: argparse.Namespace, variants: list[str], report: dict[str, Any
                         parts |= measure_round(folder, variant, args, num_blocks)
                     except ServerError as e:
                         report["refused"][variant] = str(e)
-                        print(f"{variant} is left out:\n{e}", file=sys.stderr, flush=True)
+                        print(
+                            f"{variant} is skipped:\
+                        {e}",
+                            file=sys.stderr,
+                            flush=True,
+                        )
                         break
                 for workload, one in parts.items():
                     one["differing"] = sum(a != b for a, b in zip(one.pop("answers"), right[workload], strict=True))
@@ -249,7 +254,7 @@ def measure(args: argparse.Namespace, variants: list[str], report: dict[str, Any
 
 
 def figures_of(rounds: list[Found]) -> dict[str, dict[str, Spread | None]]:
-    """Of one variant: by workload and figure, median and range over the rounds."""
+    """Median and range over the rounds of one variant, by workload and figure."""
     return {
         workload: {
             name: spread(one[workload].get(name) for one in rounds if workload in one)
@@ -265,8 +270,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--variants", nargs="+", choices=[*VARIANTS, "all"], default=list(DEFAULT_VARIANTS))
     add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    add("--rounds", type=count, default=5, help="of each variant")
-    add("--quick", action="store_true", help="sizes that only show that it runs")
+    add("--rounds", type=count, default=5, help="rounds of each variant")
+    add("--quick", action="store_true", help="minimal sizes, to check that it runs")
     sizes = parser.add_argument_group("server").add_argument
     sizes("--hbm-blocks", type=count, default=80, help="of 16 tokens")
     sizes("--prefix-hbm-blocks", type=count, default=30, help="of 64 tokens, in `prefix`")
@@ -286,7 +291,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.quick:
         args.rounds, args.conversations, args.turns, args.prompts, args.overload = 1, 8, 2, 4, 8
-        args.hbm_blocks = 66  # vLLM insists on room for the longest request (1,024 tokens) and a block of its own
+        args.hbm_blocks = 66  # vLLM requires room for the longest request (1,024 tokens) and one extra block
         args.prefixes, args.prompts_per_prefix, args.prefix_tokens, args.prefix_hbm_blocks = 6, 2, 256, 18
     if "all" in args.variants:
         args.variants = list(VARIANTS)
@@ -307,11 +312,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         title = f"vllm serve: median (min-max) of {max(map(len, measured.values()))} rounds"
         print_table(title, ["part", "", *figures], figure_rows(ROWS, list(figures.values())), num_labels=2)
     for variant in report["refused"]:
-        print(f"{variant} is left out: {report['refused'][variant].splitlines()[0]}")
+        print(f"{variant} is skipped: {report['refused'][variant].splitlines()[0]}")
     if measured:
         write_json(args, question="what offloading costs and gains in a real vllm serve", figures=figures, **report)
     if report["interrupted"]:
-        print("interrupted: this is what was measured until then", file=sys.stderr)
+        print("interrupted: the results cover what was measured until then", file=sys.stderr)
     return 130 if report["interrupted"] else 0
 
 

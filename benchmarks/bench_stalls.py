@@ -1,10 +1,10 @@
-"""Which call of the scheduler takes longest, with a full host tier and long prompts?
+"""Which scheduler call takes longest, with a full host tier and long prompts?
 
-A tier is filled by prompts of `--fill-chunks`. Then prompts of each of `--prompt-chunks` come as new ones, once more as
-hits, and leave; a segment of host memory is lost, the cache is reset, filled a little, and a worker starts anew. Each
-call is timed alone, in seconds of its thread, so that other programs on the machine count little. With fewer
-`--staging-blocks` than a prompt has, hits and saves are cut. Collections of the garbage collector, as Python has it by
-default, are part of the call that they interrupt; they are also counted and timed apart, by generation.
+The tier is filled by prompts of `--fill-chunks`. Then prompts of each length in `--prompt-chunks` are served, first as
+misses, then as hits; a segment of host memory is lost, the cache is reset and partly refilled, and a worker restarts.
+Each call is timed separately, in CPU time of its thread, so that other processes matter little. With fewer
+`--staging-blocks` than a prompt has, hits and saves are truncated. Garbage collections (Python's defaults) count for
+the call that they interrupt; they are also counted and timed separately, by generation.
 
   python benchmarks/bench_stalls.py --num-chunks 1000000 --policies density lru --json stalls.json
 """
@@ -23,11 +23,11 @@ from offload_scheduler import BLOCK_SIZE, LAYOUT, computed, finish_jobs
 
 from tpu_offload import BlockHash, OffloadConfig, OffloadScheduler, ScheduledRequest, StepPlan
 
-SEGMENTS = 8  # of the host tier; one of them is lost
+SEGMENTS = 8  # segments of the host tier; one is lost
 
 
 class Watch(Stopwatch):
-    """Times calls by name, and collections by generation."""
+    """Times calls by name, and garbage collections by generation."""
 
     def __init__(self) -> None:
         super().__init__(time.thread_time)
@@ -51,7 +51,7 @@ def hash_blocks(seed: int, num_chunks: int) -> list[BlockHash]:
 
 
 class Engine:
-    """Serves prompts, one at a time; copies succeed at once."""
+    """Serves prompts one at a time; copies succeed immediately."""
 
     def __init__(self, num_chunks: int, *, policy: str, num_staging: int, record_events: bool) -> None:
         config = OffloadConfig.create(
@@ -77,7 +77,7 @@ class Engine:
         self.watch(name, self.scheduler.apply, report)
 
     def step(self, tag: str, changed: Sequence[ScheduledRequest] = ()) -> bool:
-        """One step: plan, copies, report, events; returns whether there was anything to copy."""
+        """One step: plan, copies, report, events; returns whether anything was copied."""
         plan = self.watch(f"plan_step {tag}", self.scheduler.plan_step, changed)
         self.apply(f"apply {tag}", plan)
         if self.record_events:
@@ -86,7 +86,7 @@ class Engine:
         return bool(plan.jobs)
 
     def serve(self, tag: str, seed: int, num_chunks: int) -> None:
-        """A prompt from its match to its end: what it does not load it computes, a buffer's worth a step."""
+        """Serves a prompt from match to finish: computes what it does not load, a staging buffer's worth per step."""
         request_id = f"r{next(self.numbers)}"
         hashes = hash_blocks(seed, num_chunks)
         num_tokens, blocks = num_chunks * BLOCK_SIZE + 1, list(range(num_chunks + 1))
@@ -102,7 +102,7 @@ class Engine:
         self.end(tag, request_id)
 
     def serve_at_once(self, tag: str, seed: int, num_chunks: int) -> None:
-        """A prompt all of which is on offer in one step."""
+        """Serves a prompt whose chunks are all offered in one step."""
         request_id = f"r{next(self.numbers)}"
         num_tokens = num_chunks * BLOCK_SIZE
         hashes, blocks = hash_blocks(seed, num_chunks), list(range(num_chunks))
@@ -150,18 +150,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fill-chunks", type=count, default=1000, help="chunks of the prompts that fill the tier")
     parser.add_argument("--staging-blocks", type=count, default=512)
     parser.add_argument(
-        "--num-steps", type=count, default=300, help="steps timed after a loss, which go on with its work"
+        "--num-steps", type=count, default=300, help="steps timed after a loss, which continue its deferred work"
     )
-    parser.add_argument("--repeats", type=count, default=2, help="prompts of each length")
-    parser.add_argument("--events", nargs="+", choices=["on", "off"], default=["off", "on"], help="whether recorded")
+    parser.add_argument("--repeats", type=count, default=2, help="prompts per length")
+    parser.add_argument(
+        "--events", nargs="+", choices=["on", "off"], default=["off", "on"], help="whether events are recorded"
+    )
     args = parser.parse_args(argv)
     results = []
     for policy, events in itertools.product(args.policies, args.events):
         result = measure(policy, args, record_events=events == "on")
         results.append(result)
-        print(
-            f"{policy}, events {events}, {result['num_resident']} chunks; ms of calls, max (mean), the longest first:"
-        )
+        print(f"{policy}, events {events}, {result['num_resident']} chunks; ms per call, max (mean), longest first:")
         for name, times in sorted(result["calls_ms"].items(), key=lambda item: -item[1].max)[:14]:
             print(f"    {name:30s} {times.max:9.2f} ({times.mean:.3f}), {times.num} calls")
         for generation, times in sorted(result["collections_ms"].items()):

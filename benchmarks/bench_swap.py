@@ -1,12 +1,12 @@
-"""What does it take to swap a request out and back, beside a memcpy of its bytes and beside computing it again?
+"""What does swapping a request out and in cost, compared with a memcpy of its bytes and with recompute?
 
-The embedded engine's model with its caches, and the library's scheduler and worker. For requests of several lengths,
-taking turns, so that a machine that slows down slows all of them:
+Uses the embedded engine's model and caches, and the library's scheduler and worker. Requests of several lengths are
+interleaved, so that changes in machine load affect all of them:
 
   decide     choosing the victim among --num-running requests, `swap_out` and its plan, on the scheduler's thread
-  out, back  from the dispatch of the copy until it is over
-  memcpy     of as many bytes that no cache has; the limit of `out` and of `back`
-  recompute  prefill of as many tokens, in steps of --max-num-batched-tokens
+  out, back  from the dispatch of the copy until it has ended
+  memcpy     of the same number of bytes, not in any CPU cache; the limit of `out` and `back`
+  recompute  prefill of the same number of tokens, in steps of --max-num-batched-tokens
 
   python benchmarks/bench_swap.py --num-tokens 64 512 4096 --rounds 15 --json swap.json
 """
@@ -66,11 +66,11 @@ class Bench:
         self.source, self.sink = np.ones(size, np.uint8), np.ones(size, np.uint8)
 
     def measure(self, num_tokens: int) -> dict[str, float]:
-        """Seconds of each part, once."""
+        """Measures each part once, in seconds."""
         swap = self.scheduler.swap
         num_blocks = -(-num_tokens // self.args.block_size)
         blocks, target = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))
-        hashes = [BlockHash(os.urandom(16)) for _ in blocks]  # nobody has these blocks
+        hashes = [BlockHash(os.urandom(16)) for _ in blocks]  # new blocks, in no cache
         name = f"r{self.num_requests}"
         self.num_requests += 1
         candidates = self.candidates(name, blocks)
@@ -135,7 +135,7 @@ def summarize(num_tokens: int, nbytes: int, watch: Stopwatch) -> dict[str, Any]:
     parts = ", ".join(f"{name} {spread.range(3)}" for name, spread in ms.items())
     print(f"{num_tokens} tokens, {nbytes / 2**20:.2f} MiB, ms: {parts}")
     print(
-        f"  a swap out and back takes 1/{row['recompute_per_swap'].median:.1f} of recompute and runs at "
+        f"  a swap out and in takes 1/{row['recompute_per_swap'].median:.1f} of recompute and runs at "
         f"{row['memcpy_per_copy'].median:.2f} of memcpy"
     )
     return row
@@ -144,7 +144,7 @@ def summarize(num_tokens: int, nbytes: int, watch: Stopwatch) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--num-tokens", type=count, nargs="+", default=[64, 512, 4096])
-    parser.add_argument("--num-running", type=count, default=16, help="other requests that hold blocks")
+    parser.add_argument("--num-running", type=count, default=16, help="number of other requests that hold blocks")
     parser.add_argument("--rounds", type=count, default=15)
     parser.add_argument("--block-size", type=count, default=16)
     parser.add_argument("--num-layers", type=count, default=ModelConfig().num_layers)
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = [
         summarize(n, -(-n // args.block_size) * bench.layout.block_nbytes, watch) for n, watch in watches.items()
     ]
-    write_json(args, question="request swap beside memcpy and recompute", results=results)
+    write_json(args, question="request swap compared with memcpy and recompute", results=results)
     return 0
 
 

@@ -1,18 +1,18 @@
 """What does the TPU compiler make of the copy programs: HBM, DMAs, how many in flight, code, time?
 
-Needs no TPU: `libtpu` from the package index holds the compiler. Every case compiles in a process of its own.
+Needs no TPU: `libtpu` from the package index contains the compiler. Every case compiles in a subprocess.
 
   python benchmarks/bench_tpu_compile.py                                  # the sweep, some minutes
   python benchmarks/bench_tpu_compile.py --generations v6e --layers 32 --tp 4
   python benchmarks/bench_tpu_compile.py --fused                          # copies inside a model's step
-  python benchmarks/bench_tpu_compile.py --alternatives                   # the peer's programs, and what was tried
+  python benchmarks/bench_tpu_compile.py --alternatives                   # the peer's programs, dropped alternatives
   python benchmarks/bench_tpu_compile.py --page-shapes --generations v6e  # every page shape that engines have
 
-Columns: blocks in a job (any: one program serves every size); HBM that the program takes beside its arguments,
-in blocks, outputs included; host memory of its arguments in MiB a device; DMAs that cross to host memory, for
-each block of the job; bytes of the smallest of them; how many are under way at once in the schedule; copies of
-whole arrays (must be 0); code; time to compile. For steps: the share of the bytes saved and loaded that moves
-while matrix products run, and HBM beside that of the plain step.
+Columns: blocks in a job (any: one program serves every size); HBM of the program beside its arguments, in blocks,
+including outputs; host memory of its arguments in MiB per device; DMAs to or from host memory per block of the job;
+bytes of the smallest of them; how many are in flight at once in the schedule; copies of whole arrays (must be 0); code
+size; compile time. For steps: the share of the saved and loaded bytes that moves while matrix products run, and the
+HBM beyond that of the plain step.
 """
 
 import argparse
@@ -46,7 +46,7 @@ ALTERNATIVES = ("chained_save", "page_save", "unrolled_save", "pallas_save", "pe
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """The sweep: (case, programs) with what the table says of blocks a job."""
+    """The sweep: (case, programs) with the table's text for the blocks in a job."""
     for generation in args.generations:
         if args.page_shapes is not None:
             yield from page_cases(generation, args)
@@ -60,7 +60,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
                         dtype=dtype,
                         page_shape=(args.block_size, *PAGES[dtype]),
                         num_layers=num_layers,
-                        num_blocks=250,  # a size that no other array has, so that copies of whole caches are recognised
+                        num_blocks=250,  # a size that no other array has, to recognize copies of whole caches
                         capacity=max(args.blocks),
                     )
                     yield from with_programs(case, args)
@@ -95,7 +95,7 @@ def with_programs(case: Case, args: argparse.Namespace) -> Iterator[Case]:
 
 
 def rows_of(case: Case) -> list[dict[str, Any]]:
-    """What the compiler said of each program of a case; a crash is a row too."""
+    """The compiler's figures for each program of a case; a crash is a row too."""
     try:
         results = compile_in_subprocess([case], timeout_s=900)
     except Exception as e:
@@ -152,15 +152,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=list(PAGES), default=list(PAGES))
     parser.add_argument("--layers", nargs="+", type=count, default=[8, 32, 80])
     parser.add_argument("--paths", nargs="+", choices=["direct", "staged"], default=["direct", "staged"])
-    parser.add_argument("--blocks", nargs="+", type=count, default=[1, 64], help="blocks a job, of the staged path")
+    parser.add_argument("--blocks", nargs="+", type=count, default=[1, 64], help="blocks in a job of the staged path")
     parser.add_argument("--block-size", type=count, default=64, help="tokens in a block")
     parser.add_argument("--fused", action="store_true", help="compile a model's step with copies in it")
     parser.add_argument("--runs", nargs="+", type=count, default=[4], help="blocks that a fused step saves, and loads")
     parser.add_argument("--d-model", type=count, default=4096, help="width of the model of the fused step")
-    parser.add_argument("--alternatives", action="store_true", help="compile the peer's programs and what was tried")
-    parser.add_argument("--page-shapes", nargs="*", metavar="PART", help="compile the table of page shapes, or part")
-    parser.add_argument("--programs", nargs="+", choices=ALL_PROGRAMS, default=ALL_PROGRAMS, help="of page shapes")
-    parser.add_argument("--num-blocks", type=count, default=520, help="blocks in the caches, of page shapes")
+    parser.add_argument(
+        "--alternatives", action="store_true", help="compile the peer's programs and dropped alternatives"
+    )
+    parser.add_argument(
+        "--page-shapes", nargs="*", metavar="PART", help="compile the table of page shapes, or a part of it"
+    )
+    parser.add_argument(
+        "--programs", nargs="+", choices=ALL_PROGRAMS, default=ALL_PROGRAMS, help="programs of --page-shapes"
+    )
+    parser.add_argument("--num-blocks", type=count, default=520, help="blocks in the caches of --page-shapes")
     return parser.parse_args(argv)
 
 
@@ -172,9 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = rows_of(case)
         results += rows
         print(f"[{i}/{len(todo)}]", *[" ".join(cells(row)) for row in rows], sep="\n  ", flush=True)
-    print_table("What the TPU compiler makes of it", COLUMNS, map(cells, results), num_labels=len(COLUMNS))
+    print_table("What the TPU compiler makes of the programs", COLUMNS, map(cells, results), num_labels=len(COLUMNS))
     failed = [row for row in results if "error" in row]
-    # Of page shapes the bound is what counts: a copy of 8 bits inside a fusion is in the text, but never in memory.
+    # For page shapes only the bound counts: an 8-bit copy inside a fusion is in the text, but not in memory.
     ours = [row for row in results if "peer" not in row["program"] and "bound_nbytes" not in row]
     copies = [row for row in ours if row.get("whole_copies")]
     ours = [row for row in results if row.get("program", "").startswith("direct")]
@@ -183,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(results)} programs, {len(failed)} did not compile, {len(copies)} with copies of whole arrays")
     beyond = [row for row in results if row.get("temp_nbytes", 0) > row.get("bound_nbytes", math.inf)]
     if args.page_shapes is not None:
-        print(f"{len(beyond)} programs beyond their bound, which the library refuses when it is started")
+        print(f"{len(beyond)} programs beyond their bound, which the library refuses at start")
     write_json(args, question="tpu compile", results=results)
     return 1 if copies or beyond else 0
 

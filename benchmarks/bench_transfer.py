@@ -1,18 +1,17 @@
-"""How fast do blocks move between the caches and the host pool, next to the hardware's limit and to the peer?
+"""How fast do blocks move between the caches and the host pool, compared with the hardware's limit and the peer?
 
-Sweeps each of: blocks in a job, bytes of a block, layers, dtype, devices, copy path and direction. The base
-shape is the middle one of `--block-kib` with the first of the other lists. All block sizes are measured, then
-layers, dtypes and devices are varied one at a time, those with every other job size. The first of `--paths`
-is measured everywhere and the others on the base shape: the whole product would take hours. What is measured,
-and how, is told by `tpu_offload.measure`: interleaved rounds, ratios within a round, the limit and
-the peer's method in every one of them.
+Sweeps blocks in a job, bytes of a block, layers, dtype, devices, copy path and direction. The base shape is the middle
+one of `--block-kib` with the first of the other lists. All block sizes are measured; then layers, dtypes and devices
+are varied one at a time, with every other job size. The first of `--paths` is measured everywhere and the others on
+the base shape: the full product would take hours. `tpu_offload.measure` defines the figures: interleaved rounds,
+ratios within a round, the limit and the peer's method in each round.
 
   python benchmarks/bench_transfer.py --json transfer.json
   python benchmarks/bench_transfer.py --paths direct --block-kib 1024 --num-blocks 4 16 64 --seconds 20
 
-On a CPU the devices are virtual ones, as many as the largest of `--devices`. float8 is not measured by the
-peer's method there: the CPU backend copies it element by element, which says nothing of an accelerator.
-The path `fused` has no rate: it is part of a model step (`--step-ms`), and its figure is the delay of it.
+On a CPU the devices are virtual, as many as the largest value of `--devices`, and the peer's method skips float8: the
+CPU backend copies it element by element, which says nothing about an accelerator. The path `fused` has no rate: it is
+part of a model step (`--step-ms`), and its figure is the step's delay.
 """
 
 import argparse
@@ -73,7 +72,7 @@ def points(args: argparse.Namespace) -> dict[Point, tuple[list[str], list[int]]]
 def measure(
     point: Point, paths: list[str], sizes: list[int], args: argparse.Namespace, seconds: float
 ) -> list[dict[str, Any]]:
-    """All job sizes of one shape; rows for the file and the table."""
+    """Measures all job sizes of one shape; returns rows for the file and the table."""
     import jax
 
     from tpu_offload.config import CopyPath
@@ -95,7 +94,7 @@ def measure(
     try:
         for i, size in enumerate(sizes):
             left_s = seconds - (time.monotonic() - started_s)
-            # Ten times the blocks take about ten times the time; the square root gives all of them some.
+            # Ten times the blocks take about ten times as long; the square root leaves time for all sizes.
             share = size**0.5 / sum(n**0.5 for n in sizes[i:])
             for one in bench.measure(size, seconds=left_s * share, max_rounds=args.rounds):
                 rows.append(dataclasses.asdict(point) | as_json(one))
@@ -108,7 +107,7 @@ def measure(
 
 def show(row: dict[str, Any]) -> None:
     delay = f", delay {row['delay_s']['median'] * 1e3:.2f} ms" if row["delay_s"] else ""
-    if not row["gb_per_s"]:  # part of a step, with no time of its own
+    if not row["gb_per_s"]:  # part of a step, without its own time
         print(f"  {row['path']:6} {row['direction']} {row['num_blocks']:4} blocks{delay}, {row['num_rounds']} rounds")
         return
     limit, rate = row["of_limit"], row["gb_per_s"]["median"]
@@ -122,7 +121,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line for each target of the direct path and direction: the worst and the median of the medians."""
+    """One line per target of the direct path and direction: the minimum and the median of the medians."""
     lines: list[dict[str, Any]] = []
     for direction in ("save", "load"):
         mine = [row for row in rows if (row["path"], row["direction"]) == ("direct", direction)]
@@ -160,23 +159,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--paths", nargs="+", choices=["direct", "staged", "fused"], default=["direct", "staged"])
     add("--directions", nargs="+", choices=["save", "load"], default=["save", "load"])
     add("--num-blocks", type=count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], help="blocks in a job")
-    add("--block-kib", type=count, nargs="+", default=[64, 256, 1024, 4096, 16384], help="of a block, all layers")
-    add("--num-layers", type=count, nargs="+", default=[8, 2, 32, 64], help="the first is the base")
-    add("--dtype", nargs="+", default=["bfloat16", "float8_e4m3fn"], help="the first is the base")
-    add("--devices", type=count, nargs="+", default=[1, 8], help="that split a page; the first is the base")
-    add("--max-job-mib", type=count, default=128, help="leave out larger jobs")
-    add("--rounds", type=count, default=15, help="at most, for each shape and job size")
-    add("--seconds", type=float, default=330, help="for the whole sweep, about")
-    add("--step-ms", type=float, default=0, help="also measure the delay of model steps of this length")
+    add("--block-kib", type=count, nargs="+", default=[64, 256, 1024, 4096, 16384], help="KiB of a block, all layers")
+    add("--num-layers", type=count, nargs="+", default=[8, 2, 32, 64], help="the first one is in the base shape")
+    add("--dtype", nargs="+", default=["bfloat16", "float8_e4m3fn"], help="the first one is in the base shape")
+    add(
+        "--devices",
+        type=count,
+        nargs="+",
+        default=[1, 8],
+        help="devices that a page is sharded over; the first one is in the base shape",
+    )
+    add("--max-job-mib", type=count, default=128, help="skip larger jobs")
+    add("--rounds", type=count, default=15, help="maximum number per shape and job size")
+    add("--seconds", type=float, default=330, help="approximate duration of the whole sweep")
+    add("--step-ms", type=float, default=0, help="also measure the delay of model steps of this duration")
     args = parser.parse_args(argv)
     if "fused" in args.paths and not args.step_ms:
-        parser.error("fused is measured as part of a model step: give --step-ms as well")
+        parser.error("fused is measured as part of a model step: set --step-ms")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    # Read when jax makes its CPU backend, so it has to be there before anything imports jax.
+    # jax reads it when it creates the CPU backend, so it is set before any import of jax.
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         flag = f"--xla_force_host_platform_device_count={max(args.devices)}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()

@@ -1,16 +1,16 @@
-"""What does offloading cost vLLM on TPU, and what does it gain, next to tpu-inference's own connector?
+"""What does offloading cost and gain in vLLM on TPU, compared with tpu-inference's own connector?
 
-The same conversations through vLLM and tpu-inference without a connector (`none`), with tpu-inference's (`peer`),
-and with ours in several ways (`--ours`). Each has a process of its own, started once and warmed up until a round
-compiles nothing; then each measures a round in turn. All have to generate the same tokens. `vllm_engine.py` tells
-what is in a round. Then the same with vLLM's scheduler alone (`vllm_scheduler.py`), all in one process. The limit is
-in the same run: `none`, which computes everything and schedules for nobody else.
+Serves the same conversations with vLLM and tpu-inference without a connector (`none`), with tpu-inference's (`peer`),
+and with several configurations of ours (`--ours`). Each variant has its own process, started once and warmed up until a
+round compiles nothing; then the variants measure rounds in turn. All must generate the same tokens. `vllm_engine.py`
+defines a round. Then the same with vLLM's scheduler alone (`vllm_scheduler.py`), all variants in one process. The
+baseline in the same run is `none`, which computes everything.
 
   .venv-vllm/bin/python benchmarks/bench_vllm.py --repeats 7 --json vllm.json
   .venv-vllm/bin/python benchmarks/bench_vllm.py --part scheduler --ours async
 
-Needs the environment that `scripts/vllm_cpu/setup.sh` makes. "HBM" is memory of the host there, so the seconds of a
-copy say nothing about a TPU; those of the scheduler and of the steps that a request takes do.
+Needs the environment that `scripts/vllm_cpu/setup.sh` makes. "HBM" is host memory there, so copy times say nothing
+about a TPU; the scheduler's times and the numbers of steps do.
 """
 
 import argparse
@@ -31,11 +31,11 @@ type Rounds = list[dict[str, Any]]
 
 
 class Child:
-    """A process with one or more variants."""
+    """A child process with one or more variants."""
 
     def __init__(self, script: str, variants: list[str], args: argparse.Namespace, environ: dict[str, str]) -> None:
         self._variants = variants
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as this object)
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as this object exists)
         settings = vars(args) | {"variants": variants, "json": None}
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / script), json.dumps(settings)],
@@ -67,13 +67,13 @@ class Child:
 
 
 def start_engines(variants: list[str], args: argparse.Namespace) -> list[Child]:
-    """A process for each."""
+    """Starts one process per variant."""
     environ = environment_of(args)
     return [Child("vllm_engine.py", [variant], args, environ) for variant in variants]
 
 
 def start_schedulers(variants: list[str], args: argparse.Namespace) -> list[Child]:
-    """One process for all: it takes long to start, and only one of them runs at a time."""
+    """Starts one process for all variants: it takes long to start, and only one variant runs at a time."""
     sizes = {"host_blocks": args.scheduler_host_blocks, "staging_blocks": args.scheduler_staging_blocks}
     args = argparse.Namespace(**vars(args) | sizes)
     environ = environment_of(args) | {"VLLM_TARGET_DEVICE": "cpu", "PYTHONPATH": str(HERE.parent)}
@@ -83,7 +83,7 @@ def start_schedulers(variants: list[str], args: argparse.Namespace) -> list[Chil
 def run(
     children: Sequence[Child], variants: list[str], args: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, Rounds]]:
-    """Rounds of all variants, in turn: what each child said when it was up, and a list of answers for each variant."""
+    """Runs rounds of all variants in turn; returns the children's environments and the answers of each variant."""
     by_variant = dict(zip(variants, children, strict=True))
     try:
         up = {child: child.answer() for child in dict.fromkeys(children)}
@@ -106,7 +106,7 @@ def run(
 
 
 def check_tokens(rounds: dict[str, Rounds]) -> None:
-    """Exits unless every request that ended in two variants has the same tokens in both."""
+    """Exits unless every request that finished in two variants has the same tokens in both."""
     reference, *others = rounds
     for variant in others:
         for repeat, (ours, theirs) in enumerate(zip(rounds[variant], rounds[reference], strict=True)):
@@ -122,13 +122,13 @@ def check_tokens(rounds: dict[str, Rounds]) -> None:
 
 
 def over_rounds(name: str, values: Rounds, key: str, *, scale: float = 1) -> dict[str, Spread | None]:
-    """Over rounds, of the median and the 90th percentile of a list that each round has."""
+    """Spreads over the rounds of the median and the 90th percentile of a list in each round."""
     each = [Spread.of(one[key], scale=scale) for one in values if one[key]]
     return {f"{name}_p50": spread(one.median for one in each), f"{name}_p90": spread(one.p90 for one in each)}
 
 
 def engine_figures(rounds: Rounds) -> dict[str, Any]:
-    """A variant's figures: over rounds, of a round's median, percentile or sum."""
+    """A variant's figures: spreads over the rounds of a round's median, percentile or sum."""
     figures: dict[str, Any] = {}
     plain = ("wall_s", "num_steps", "num_empty_steps", "prompt_tokens", "hbm_tokens", "loaded_tokens",
              "computed_tokens")  # fmt: skip
@@ -169,16 +169,16 @@ ENGINE_ROWS = (
     ("serve", "wall_s", "seconds"),
     ("serve", "ttft_ms_p50", "TTFT of later turns, median (ms)"),
     ("serve", "ttft_ms_p90", "TTFT of later turns, p90 (ms)"),
-    ("serve", "scheduler_us_p50", "scheduler a step, median (us CPU)"),
-    ("serve", "scheduler_us_p90", "scheduler a step, p90 (us CPU)"),
-    ("serve", "scheduler_ms_total", "scheduler in all (ms CPU)"),
+    ("serve", "scheduler_us_p50", "scheduler per step, median (us CPU)"),
+    ("serve", "scheduler_us_p90", "scheduler per step, p90 (us CPU)"),
+    ("serve", "scheduler_ms_total", "scheduler, total (ms CPU)"),
     ("serve", "num_steps", "steps"),
     ("serve", "num_empty_steps", "steps that computed nothing"),
     ("serve", "loaded_tokens", "prompt tokens loaded"),
     ("serve", "computed_tokens", "prompt tokens computed"),
     ("idle", "ttft_ms_p50", "TTFT, median (ms)"),
     ("idle", "ttft_ms_p90", "TTFT, p90 (ms)"),
-    ("idle", "scheduler_us_p50", "scheduler a step, median (us CPU)"),
+    ("idle", "scheduler_us_p50", "scheduler per step, median (us CPU)"),
     ("idle", "num_steps", "steps"),
     ("idle", "loaded_tokens", "prompt tokens loaded"),
     ("idle", "computed_tokens", "prompt tokens computed"),
@@ -186,8 +186,8 @@ ENGINE_ROWS = (
     ("busy", "ttft_ms_p90", "TTFT, p90 (ms)"),
     ("busy", "gap_ms_p50", "longest gap of the others, median (ms)"),
     ("busy", "gap_ms_p90", "longest gap of the others, p90 (ms)"),
-    ("busy", "scheduler_us_p50", "scheduler a step, median (us CPU)"),
-    ("busy", "scheduler_us_p90", "scheduler a step, p90 (us CPU)"),
+    ("busy", "scheduler_us_p50", "scheduler per step, median (us CPU)"),
+    ("busy", "scheduler_us_p90", "scheduler per step, p90 (us CPU)"),
     ("busy", "loaded_tokens", "prompt tokens loaded"),
     ("counters", "staging_peak_blocks", "staging blocks, peak"),
     ("counters", "dropped_save_blocks", "save blocks dropped"),
@@ -199,8 +199,8 @@ SCHEDULER_ROWS = tuple(
     (part, name, text)
     for part in ("decode", "arrive")
     for name, text in (
-        ("scheduler_us_p50", "a step, median (us CPU)"),
-        ("scheduler_us_p90", "a step, p90 (us CPU)"),
+        ("scheduler_us_p50", "per step, median (us CPU)"),
+        ("scheduler_us_p90", "per step, p90 (us CPU)"),
         ("schedule_us_p50", "schedule(), median (us CPU)"),
         ("update_us_p50", "update_from_output(), median (us CPU)"),
         ("pickle_us_p50", "pickling the metadata, median (us CPU)"),
@@ -217,15 +217,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--variants", nargs="+", choices=["none", "peer", "ours"], default=["none", "peer", "ours"])
     add("--ours", nargs="+", choices=list(OURS), default=None, help="default: all")
     add("--repeats", type=count, default=7, help="rounds of each variant")
-    add("--max-warm-ups", type=count, default=4, help="rounds before, until one compiles nothing")
+    add("--max-warm-ups", type=count, default=4, help="most warm-up rounds, until one compiles nothing")
     add("--async-scheduling", action="store_true")
-    add("--quick", action="store_true", help="sizes that only show that it runs")
+    add("--quick", action="store_true", help="minimal sizes, to check that it runs")
     model = parser.add_argument_group("model").add_argument
     model("--layers", type=count, default=2)
     model("--hidden", type=count, default=256)
     model("--heads", type=count, default=2)
     model("--kv-heads", type=count, default=2)
-    model("--dtype", default="float32", help="in bfloat16 logits tie, and rounding decides which token wins")
+    model("--dtype", default="float32", help="bfloat16 logits can tie, and rounding then decides the token")
     engine = parser.add_argument_group("engine").add_argument
     engine("--block-size", type=count, default=16)
     engine("--hbm-blocks", type=count, default=288)
@@ -236,16 +236,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     load = parser.add_argument_group("conversations").add_argument
     load("--conversations", type=count, default=8)
     load("--turns", type=count, default=3)
-    load("--prompt-tokens", type=count, default=600, help="of a first turn")
-    load("--turn-tokens", type=count, default=64, help="that a later turn adds")
-    load("--max-tokens", type=count, default=16, help="of an answer")
-    load("--probe-tokens", type=count, default=4, help="of an answer in the idle and busy parts")
-    load("--background", type=count, default=3, help="requests that decode in the busy part")
-    load("--background-tokens", type=count, default=200, help="of the answers of these")
+    load("--prompt-tokens", type=count, default=600, help="tokens of a first prompt")
+    load("--turn-tokens", type=count, default=64, help="tokens that a later turn adds")
+    load("--max-tokens", type=count, default=16, help="tokens of an answer")
+    load("--probe-tokens", type=count, default=4, help="tokens of an answer in the idle and busy parts")
+    load("--background", type=count, default=3, help="decoding requests in the busy part")
+    load("--background-tokens", type=count, default=200, help="tokens of their answers")
     alone = parser.add_argument_group("scheduler alone").add_argument
-    alone("--running", type=count, default=256, help="requests that decode")
+    alone("--running", type=count, default=256, help="decoding requests")
     alone("--decode-steps", type=count, default=200)
-    alone("--arrivals", type=count, default=60, help="requests that find all of their prompt in the host tier")
+    alone("--arrivals", type=count, default=60, help="requests whose whole prompt is in the host tier")
     alone("--arrival-tokens", type=count, default=2000)
     alone("--scheduler-staging-blocks", type=count, default=1024)
     args = parser.parse_args(argv)
@@ -282,7 +282,7 @@ def measure_engines(variants: list[str], args: argparse.Namespace) -> dict[str, 
             del answer["tokens"]
     title = f"a whole engine: median (min-max) of {args.repeats} rounds"
     print_table(title, ["part", "", *variants], figure_rows(ENGINE_ROWS, list(figures.values())), num_labels=2)
-    print("all variants generated the same tokens; the peer does not count what it drops")
+    print("all variants generated the same tokens; the peer does not count its drops")
     for variant, one in figures.items():
         if one["compiles"]:
             print(f"{variant} compiled {one['compiles']} programs in measured rounds: raise --max-warm-ups")
@@ -290,7 +290,9 @@ def measure_engines(variants: list[str], args: argparse.Namespace) -> dict[str, 
 
 
 def measure_schedulers(variants: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    alone = [v for v in variants if v != "ours-staged" or "ours-async" not in variants]  # it knows no copy paths
+    alone = [
+        v for v in variants if v != "ours-staged" or "ours-async" not in variants
+    ]  # the scheduler alone has no copy paths
     _, rounds = run(start_schedulers(alone, args), alone, args)
     figures = {variant: scheduler_figures(rounds[variant]) for variant in alone}
     title = f"the scheduler alone, {args.running} requests decoding: median (min-max) of {args.repeats} rounds"

@@ -1,4 +1,4 @@
-"""What benchmarks share: arguments, a stopwatch, spreads, the order of rounds, the environment and the JSON file."""
+"""Shared by all benchmarks: arguments, stopwatch, spreads, interleaving, environment and JSON file."""
 
 import argparse
 import dataclasses
@@ -17,21 +17,21 @@ PACKAGES = ("tpu_offload", "jax", "jaxlib", "libtpu", "numpy", "flax", "vllm-tpu
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the benchmark's docstring; it has `--json`."""
+    """An argument parser with `--json` whose help is the benchmark's docstring."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=_new_file, help="write settings, environment and all figures to this file")
     return parser
 
 
 def count(text: str) -> int:
-    """An argument that is a whole number from 1 on."""
+    """Parses an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected an integer of at least 1")
     return int(text)
 
 
 def _new_file(text: str) -> Path:
-    path = Path(text)  # checked now, because the run may take an hour
+    path = Path(text)  # check now, because the run may take an hour
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path}")
     return path
@@ -39,7 +39,7 @@ def _new_file(text: str) -> Path:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over all rounds."""
+    """The distribution of a figure over all rounds."""
 
     median: float
     p10: float
@@ -51,7 +51,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float], *, scale: float = 1) -> Self:
-        """Of values, at least one, each multiplied by `scale`."""
+        """Summarizes at least one value, each multiplied by `scale`."""
         some = sorted(value * scale for value in values)
         deciles = statistics.quantiles(some, n=10, method="inclusive") if len(some) > 1 else some * 9
         return cls(
@@ -59,19 +59,19 @@ class Spread:
         )
 
     def text(self, digits: int = 2) -> str:
-        """Median, and the 10th to the 90th percentile."""
+        """Median and 10th to 90th percentile."""
         return f"{self.median:.{digits}f} ({self.p10:.{digits}f}-{self.p90:.{digits}f})"
 
     def range(self, digits: int = 2) -> str:
-        """Median, and the least to the most."""
+        """Median, minimum and maximum."""
         return f"{self.median:.{digits}f} ({self.min:.{digits}f}-{self.max:.{digits}f})"
 
 
 class Stopwatch:
-    """Collects seconds of calls under names; the seconds of one name stand in the order of its calls.
+    """Collects durations of calls by name, in the order of the calls.
 
     Args:
-      clock: seconds; `time.thread_time` leaves other programs on the machine out.
+      clock: seconds; `time.thread_time` excludes other processes.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -88,11 +88,11 @@ class Stopwatch:
         self.seconds.setdefault(name, []).append(seconds)
 
     def add(self, name: str, *parts: str) -> None:
-        """A name for the sums of others that were called equally often."""
+        """Adds a name for the sums of other names, call by call."""
         self.seconds[name] = [sum(times) for times in zip(*(self.seconds[part] for part in parts), strict=True)]
 
     def ratio(self, name: str, other: str) -> Spread:
-        """Of the seconds of two names, call by call, so that a machine that slows down slows both sides."""
+        """The ratio of two names, call by call, so that changes in machine load cancel."""
         return Spread.of(a / b for a, b in zip(self.seconds[name], self.seconds[other], strict=True))
 
     def spreads(self, *, scale: float) -> dict[str, Spread]:
@@ -100,7 +100,7 @@ class Stopwatch:
 
 
 def in_turn[T](items: Sequence[T], number: int) -> list[T]:
-    """The order of a round: each has another one begin, so that what slows the machine slows all of them."""
+    """The order of a round: rotated from round to round, so that changes in machine load affect all items."""
     start = number % len(items)
     return [*items[start:], *items[:start]]
 
@@ -108,7 +108,7 @@ def in_turn[T](items: Sequence[T], number: int) -> list[T]:
 def print_table(
     title: str, headers: Sequence[str], rows: Iterable[Sequence[str] | None], *, num_labels: int = 1
 ) -> None:
-    """Prints a table; a row that is None ends a section, and all but the first columns are numbers."""
+    """Prints a table; a row that is None ends a section, and all columns after the labels are numbers."""
     from rich.console import Console
     from rich.table import Table
 
@@ -124,7 +124,7 @@ def print_table(
 
 
 def environment() -> dict[str, Any]:
-    """Versions and machine; the devices too if the benchmark uses jax."""
+    """Versions and machine, and the devices if the benchmark uses jax."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -140,7 +140,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(args: argparse.Namespace, *, question: str, **figures: Any) -> None:
-    """Writes what was measured, with what is needed to repeat it, if `--json` is given."""
+    """Writes the measurements, and what is needed to repeat them, if `--json` is given."""
     if args.json is None:
         return
     about = {"question": question, "argv": sys.argv[1:], "settings": vars(args), **environment()}

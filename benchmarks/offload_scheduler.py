@@ -1,4 +1,4 @@
-"""What the benchmarks of the scheduler alone share: a layout, requests, and workers whose copies succeed at once."""
+"""Shared by the scheduler benchmarks: a layout, requests, and workers whose copies succeed immediately."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,14 +34,14 @@ def computed(
 
 
 def finish_jobs(plan: StepPlan | None, *, num_host_chunks: int, **fields: Any) -> StepReport:
-    """The report of a worker for which every copy of a plan has succeeded."""
+    """The report of a worker that has finished all jobs of a plan."""
     jobs = plan.jobs if plan else ()
     results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in jobs)
     return StepReport(worker_id=0, results=results, num_host_chunks=num_host_chunks, **fields)
 
 
 def fill(scheduler: OffloadScheduler, prompts: Sequence[Sequence[BlockHash]], *, num_host_chunks: int) -> None:
-    """Saves prompts, the oldest first, in steps of as many requests as have about a thousand blocks."""
+    """Saves prompts, oldest first, in steps of about a thousand blocks."""
     per_step = -(-1000 // len(prompts[0]))
     for start in range(0, len(prompts), per_step):
         changed = [

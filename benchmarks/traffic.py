@@ -1,10 +1,10 @@
-"""Writes a made-up request trace of one kind, for `tpu-offload simulate --trace`.
+"""Writes a synthetic request trace of one kind, for `tpu-offload simulate --trace`.
 
   python benchmarks/traffic.py agent > agent.jsonl
   tpu-offload simulate --trace agent.jsonl
 
-The kinds differ in what is used again and when, so that a policy that suits one of them only is found out. Nothing in
-`tpu_offload` is tuned to them. Lines are as in the Mooncake traces: blocks of 512 tokens, the last one of each
+The kinds differ in what is reused and when, which exposes a policy that suits only one of them. Nothing in
+`tpu_offload` is tuned to them. The format is that of the Mooncake traces: blocks of 512 tokens, the last block of each
 prompt partly filled.
 """
 
@@ -22,7 +22,7 @@ type Event = Callable[[float], Blocks]
 
 
 class Clock:
-    """Requests in the order of time; each may plan others."""
+    """An event queue; each event may schedule others."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -31,14 +31,14 @@ class Clock:
         self._events: list[tuple[float, int, Event]] = []
 
     def blocks(self, num: float) -> Blocks:
-        """Blocks that nobody has seen."""
+        """New blocks."""
         return list(itertools.islice(self._blocks, max(0, int(num))))
 
     def at(self, time_s: float, event: Event) -> None:
         heapq.heappush(self._events, (time_s, next(self._numbers), event))
 
     def arrivals(self, rate: float, end_s: float, event: Callable[[], Event]) -> None:
-        """Poisson arrivals."""
+        """Schedules Poisson arrivals."""
         time_s = self.random.expovariate(rate)
         while time_s < end_s:
             self.at(time_s, event())
@@ -53,7 +53,7 @@ class Clock:
 
 
 def chat(clock: Clock) -> float:
-    """Conversations of a few turns with minutes between them; nothing is shared."""
+    """Conversations of a few turns, minutes apart; nothing is shared."""
     rng = clock.random
 
     def turn(time_s: float, prompt: Blocks) -> Blocks:
@@ -67,7 +67,7 @@ def chat(clock: Clock) -> float:
 
 
 def edits(clock: Clock) -> float:
-    """Chat whose users often go back and change an earlier turn, under a load that comes in waves."""
+    """Chats whose users often edit an earlier turn, under a load that varies periodically."""
     rng, system = clock.random, clock.blocks(1)
 
     def turn(time_s: float, prompt: Blocks) -> Blocks:
@@ -97,7 +97,7 @@ def _sessions(
     goes_on: float,
     pause: tuple[float, float],
 ) -> float:
-    """Sessions of apps with a system prompt each, some apps more popular than others."""
+    """Sessions of apps with a system prompt per app; some apps are more popular than others."""
     rng = clock.random
     apps = [clock.blocks(rng.randint(*app_size)) for _ in range(num_apps)]
     weights = [(i + 1) ** -power for i in range(num_apps)]
@@ -124,7 +124,7 @@ def agent(clock: Clock) -> float:
 
 
 def tools(clock: Clock) -> float:
-    """Calls of 200 tools with system prompts of their own and private tails, few of which go on."""
+    """Calls of 200 tools, each with its system prompt, and private tails, few of which continue."""
     sizes = (4, 16)
     return _sessions(
         clock, rate=6, end_s=2000, num_apps=200, power=1.1, app_size=sizes, step_size=10, goes_on=0.25, pause=(2.5, 0.8)
@@ -132,7 +132,7 @@ def tools(clock: Clock) -> float:
 
 
 def code(clock: Clock) -> float:
-    """Coding agents: long sessions under one system prompt, steps in seconds, now and then a pause."""
+    """Coding agents: long sessions with one system prompt, steps seconds apart, occasional pauses."""
     rng, system = clock.random, clock.blocks(20)
 
     def step(time_s: float, prompt: Blocks, num_left: int) -> Blocks:
@@ -147,7 +147,7 @@ def code(clock: Clock) -> float:
 
 
 def documents(clock: Clock) -> float:
-    """Questions about long documents, any time, among calls of tools and short prompts that never come back."""
+    """Questions about long documents at random times, mixed with tool calls and short one-off prompts."""
     rng = clock.random
     apps = [clock.blocks(5) for _ in range(80)]
     weights = [1 / (i + 1) for i in range(80)]
@@ -171,7 +171,7 @@ def documents(clock: Clock) -> float:
 
 
 def bursts(clock: Clock) -> float:
-    """Documents about which a few questions are asked within a minute, and none after that."""
+    """Documents with a few questions within a minute, and none after that."""
     rng = clock.random
 
     def burst() -> Event:
@@ -196,7 +196,7 @@ def _ask(clock: Clock, document: Blocks, num_new: int) -> Event:
 
 
 def popular(clock: Clock) -> float:
-    """Documents that are asked about at random, some of them much more often than others; nothing ever changes."""
+    """Questions about random documents, some much more popular than others; popularity never changes."""
     rng = clock.random
     documents = [clock.blocks(rng.randint(5, 40)) for _ in range(3000)]
     for time_s, document in enumerate(rng.choices(documents, [(i + 1) ** -0.8 for i in range(3000)], k=8000)):
@@ -216,7 +216,7 @@ KINDS = {kind.__name__: kind for kind in (chat, edits, agent, tools, code, docum
 
 
 def make(kind: str, *, seed: int = 0) -> list[tuple[float, Blocks]]:
-    """The requests of a kind: times in seconds and blocks. `changing` is chat, then documents, then the loop."""
+    """The requests of a kind: time in seconds, and blocks. `changing` is chat, then documents, then the loop."""
     if kind != "changing":
         clock = Clock(seed)
         return clock.play(KINDS[kind](clock))

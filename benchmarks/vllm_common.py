@@ -1,4 +1,4 @@
-"""What the benchmarks of vLLM share: connectors and figures, and the talk between bench_vllm.py and its children."""
+"""Shared by the vLLM benchmarks: connectors, figures, and messages between bench_vllm.py and its children."""
 
 import argparse
 import json
@@ -22,17 +22,17 @@ MODULES = {"peer": "tpu_inference.offload.tpu_offload_connector", "ours": "tpu_o
 EOS = 2
 
 type Figures = Mapping[str, Mapping[str, Spread | None]]
-"""Of one variant, by part and name; None where nothing was measured."""
+"""Figures of one variant, by part and name; None if not measured."""
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of those values that are there."""
+    """The spread of the values that are not None."""
     some = [value for value in values if value is not None]
     return Spread.of(some) if some else None
 
 
 def figure_rows(rows: Iterable[tuple[str, str, str]], figures: Sequence[Figures]) -> Iterator[list[str] | None]:
-    """Rows for a table from (part, name, text), with a column for each variant; those that nobody has are left out."""
+    """Table rows from (part, name, text) with a column per variant; rows without any figure are omitted."""
     last = None
     for part, name, text in rows:
         cells = [one[part].get(name) for one in figures]
@@ -68,12 +68,12 @@ def environment_of(args: argparse.Namespace) -> dict[str, str]:
     }
     paths = [str(SHIM / "stubs"), str(SHIM), str(SHIM.parents[1]), environ.get("PYTHONPATH", "")]
     environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    environ.pop("VLLM_TARGET_DEVICE", None)  # it would take tpu-inference's platform away
+    environ.pop("VLLM_TARGET_DEVICE", None)  # it would deselect tpu-inference's platform
     return environ
 
 
 def model_dir(args: argparse.Namespace) -> str:
-    """A folder with a model's configuration and no weights."""
+    """A folder with a model configuration and no weights."""
     path = tempfile.mkdtemp(prefix="tiny-qwen3-")
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": args.hidden,
@@ -104,9 +104,9 @@ def transfer_config(variant: str) -> Any:
 
 
 class StepTimer:
-    """CPU seconds of this thread inside `schedule` and `update_from_output` of a scheduler, a step.
+    """CPU seconds of this thread inside a scheduler's `schedule` and `update_from_output`, per step.
 
-    Neither waits for anything; by the wall clock, other processes of a shared machine would be in it.
+    Neither waits, and wall-clock time would include other processes.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -120,7 +120,7 @@ class StepTimer:
         self.updated.clear()
 
     def steps(self) -> list[float]:
-        """Seconds of each step that is over."""
+        """Seconds of each finished step."""
         return [a + b for a, b in zip(self.scheduled, self.updated, strict=False)]
 
     def _timed(self, call: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
@@ -137,17 +137,17 @@ class StepTimer:
 
 
 class Measured(Protocol):
-    """What a child does."""
+    """The interface of a child."""
 
     def start(self) -> dict[str, Any]:
-        """Gets everything ready; returns the environment."""
+        """Prepares everything; returns the environment."""
 
     def measure(self, *, variant: str, seed: int) -> dict[str, Any]:
         """One round."""
 
 
 def serve_parent(child: Measured) -> None:
-    """A child's main loop: one JSON line in, one out. What libraries print goes to stderr."""
+    """A child's main loop: one JSON line in, one out. Output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     answer = child.start()

@@ -1,9 +1,9 @@
-"""A child of bench_vllm.py: one whole vLLM engine with one connector, measured round by round.
+"""A child of bench_vllm.py: a whole vLLM engine with one connector, measured round by round.
 
-A round has three parts, on conversations that the seed makes:
+A round has three parts, on conversations generated from the seed:
 
-    serve   all turns of all conversations, a few at a time; between two turns of one the others push it out
-    idle    one more turn of each conversation, one request at a time, in an engine with nothing else to do
+    serve   all turns of all conversations, a few at a time; between two turns the others evict a conversation
+    idle    one more turn of each conversation, one request at a time, in an otherwise idle engine
     busy    one more turn of each, one at a time, while a few other requests decode
 """
 
@@ -21,14 +21,14 @@ from common import environment
 from vllm_common import StepTimer, model_dir, serve_parent, transfer_config
 
 IDLE_SLEEP_S = 0.001
-"""What vLLM's engine process sleeps after a step that computed nothing; the engine in this process has no such loop."""
+"""vLLM's engine process sleeps this long after a step that computed nothing; the in-process engine does not."""
 
 type Chats = list[list[int]]
 type Text = Callable[[int], list[int]]
 
 
 class Compiles:
-    """Programs compiled since the last reset."""
+    """Counts programs compiled since the last reset."""
 
     def __init__(self) -> None:
         import jax
@@ -46,7 +46,7 @@ class Compiles:
 
 
 class Server:
-    """Adds requests to the engine, steps it, and keeps when each token came."""
+    """Adds requests to the engine, steps it, and records when each token arrived."""
 
     def __init__(self, llm: Any, timer: StepTimer) -> None:
         self.engine = llm.llm_engine
@@ -96,7 +96,7 @@ class Server:
         self.engine.add_request(request_id, TokensPrompt(prompt_token_ids=tokens), params)
 
     def step(self) -> list[str]:
-        """One step; the requests that ended in it."""
+        """Runs one step; returns the requests that finished in it."""
         outputs = self.engine.step()
         now_s = time.perf_counter()
         self.num_steps += 1
@@ -114,7 +114,7 @@ class Server:
         return ended
 
     def drain(self) -> None:
-        """Steps until there is nothing left to do, then lets threads finish what no step waits for."""
+        """Steps until all requests have finished, then waits for background threads."""
         while self.scheduler.has_requests() or self.engine.has_unfinished_requests() or self.core.batch_queue:
             self.step()
         time.sleep(0.02)
@@ -123,12 +123,12 @@ class Server:
         return self.token_s[request_id][0] - self.added_s[request_id]
 
     def loaded_of(self, request_id: str) -> int:
-        """vLLM appends to the ids that it is given."""
+        """Loaded tokens of a request; vLLM appends to the ids that it is given."""
         return sum(n for name, n in self.loaded.items() if name == request_id or name.startswith(request_id + "-"))
 
 
 class Engine:
-    """What the parent asks for."""
+    """Serves the parent's requests."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -162,7 +162,7 @@ class Engine:
         return environment() | started
 
     def measure(self, *, variant: str, seed: int) -> dict[str, Any]:
-        """One round; figures, and every token that came out."""
+        """Runs one round; returns figures and all generated tokens."""
         assert variant == self.variant
         args, server = self.args, self.server
         self.compiles.reset()
@@ -287,7 +287,7 @@ class Engine:
 
 
 class OurStats:
-    """Adds up the statistics that the connector hands to vLLM after each step."""
+    """Adds up the statistics that the connector returns to vLLM after each step."""
 
     def __init__(self, scheduler: Any) -> None:
         self._data: dict[str, Any] = {}
@@ -310,7 +310,7 @@ class OurStats:
 
 
 class PeerStaging:
-    """The peer has no figures of its staging buffer, so its `allocate` is watched; what it drops it does not count."""
+    """Peak of the peer's staging buffer, by wrapping its `allocate`: the peer reports neither peak nor drops."""
 
     def __init__(self, scheduler: Any) -> None:
         self.peak = self.saved = self.loaded = 0

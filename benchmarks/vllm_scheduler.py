@@ -1,11 +1,12 @@
 """A child of bench_vllm.py: vLLM's scheduler alone with each connector, no model and no copies.
 
-First the arrivals' prompts are computed and saved, and the HBM prefix cache is emptied. Then many requests decode,
-and after a while requests arrive whose prompts are all in the host tier, one a step. A stand-in for the workers
-samples a token for each request and reports every copy as finished in the step that asked for it.
+First the prompts of later arrivals are computed and saved, and the HBM prefix cache is emptied. Then many requests
+decode, and after a while requests arrive, one per step, whose prompts are all in the host tier. Fake workers sample a
+token for each request and report every copy as finished in the step that requested it.
 
-All variants are in one process, because importing vLLM takes most of the time of a short run. A round is measured in
-CPU time of its thread, and what exists when it begins is frozen, so that garbage collection is not of what others keep.
+All variants run in one process, because importing vLLM takes most of the time of a short run. A round is measured in
+CPU time of its thread, and existing objects are frozen at its start, so that garbage collection does not visit those of
+other variants.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from vllm_common import EOS, StepTimer, model_dir, serve_parent, transfer_config
 
 
 class SchedulerAlone:
-    """One variant."""
+    """The scheduler of one variant."""
 
     def __init__(self, args: argparse.Namespace, variant: str, model: str) -> None:
         self.args, self.variant = args, variant
@@ -54,7 +55,7 @@ class SchedulerAlone:
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=transfer_config(self.variant),
         )  # fmt: skip
-        config.cache_config.kv_cache_layout = "LBNHC"  # what the engine resolves before connectors
+        config.cache_config.kv_cache_layout = "LBNHC"  # as the engine sets it before creating connectors
         config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=1, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layer"], spec)]
@@ -67,7 +68,7 @@ class SchedulerAlone:
         )
 
     def measure(self, seed: int) -> dict[str, Any]:
-        """One round."""
+        """Runs one round."""
         from vllm.v1.request import RequestStatus
 
         args, rng = self.args, random.Random(seed)
@@ -129,7 +130,7 @@ class SchedulerAlone:
 
     def step(self, *, measure_pickle: bool = False) -> None:
         output = self.scheduler.schedule()
-        if measure_pickle and output.kv_connector_metadata is not None:  # what another process would be sent
+        if measure_pickle and output.kv_connector_metadata is not None:  # as it would be sent to another process
             started_s = time.thread_time()
             nbytes = len(pickle.dumps(output.kv_connector_metadata, pickle.HIGHEST_PROTOCOL))
             self.pickled.append((time.thread_time() - started_s, nbytes))
@@ -155,7 +156,7 @@ class SchedulerAlone:
         )
 
     def copies(self, metadata: Any) -> Any:
-        """What the connector's worker says of a step."""
+        """The report of the connector's worker for a step."""
         if metadata is None:
             return None
         return self.peer_copies(metadata) if self.variant == "peer" else self.our_copies(metadata)
@@ -192,7 +193,7 @@ class SchedulerAlone:
 
 
 class Schedulers:
-    """What the parent asks for."""
+    """Serves the parent's requests."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args

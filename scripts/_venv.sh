@@ -1,21 +1,20 @@
-# Sourced by the scripts beside it, after `set -euo pipefail`. Defines
+# Sourced by the other scripts, after `set -euo pipefail`. Defines
 #
-#   use_venv SET    SET is base, commands (the extras of `tpu-offload replay`, and so of all commands), test or dev;
-#                   each holds the one before
+#   use_venv SET    SET is base, commands (the extras of all commands), test or dev; each includes the previous one
 #
 # which leaves an up-to-date environment in .venv/ and sets `venv_python` to its interpreter, and
 #
 #   default_to_cpu    sets JAX_PLATFORMS=cpu on a machine without an accelerator, unless it is set
 #
-# .venv/.stamp says what is installed: it is removed before anything is changed and written last, so
-# an interrupted setup is seen and done again from nothing. It covers the requirements, the interpreter
-# and this checkout's path, because an environment that was copied along still imports the old one.
+# .venv/.stamp records what is installed. It is removed before any change and written last, so an interrupted setup is
+# detected and redone. It covers the requirements, the interpreter and the path of this checkout, because a copied
+# environment still imports the old checkout.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
 venv_python=$venv/bin/python
 
-# Settings that would mix other packages in, or install somewhere else. Index settings stay.
+# Settings that would add other packages or change the install location. Index settings are kept.
 unset PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV __PYVENV_LAUNCHER__ \
   PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_NO_DEPS PIP_DRY_RUN PIP_PYTHON PIP_REQUIREMENT PIP_EDITABLE
 
@@ -24,8 +23,8 @@ _die() {
   exit 2
 }
 
-# Prints the interpreter behind "$1" if it runs, is 3.12 or newer and can make environments. It is run,
-# not looked up: the shims of pyenv exist for versions that are not selected.
+# Prints the interpreter of "$1" if it works, is 3.12 or newer and can create environments. It is run, because shims of
+# pyenv exist for versions that are not selected.
 _usable() {
   "$1" -I -c '
 import sys
@@ -58,7 +57,7 @@ _extras() {
   case $1 in base) ;; commands) echo '[cli,engine]' ;; *) echo "[$1]" ;; esac
 }
 
-# Fails when there is no working interpreter in .venv.
+# Fails without a working interpreter in .venv.
 _fingerprint() {
   (cd "$root" && "$venv_python" -I -c '
 import configparser, hashlib, sys
@@ -74,7 +73,7 @@ print(hashlib.sha256("\n".join(text).encode()).hexdigest())
 use_venv() {
   local want=$1 have_fingerprint='' have='' fingerprint='' python='' target
   if command -v flock >/dev/null; then
-    exec 9<"$root/setup.cfg" # one setup at a time; the lock ends with the descriptor
+    exec 9<"$root/setup.cfg" # one setup at a time; closing the descriptor releases the lock
     flock 9
   fi
   if [ -f "$venv/.stamp" ]; then
@@ -84,7 +83,7 @@ use_venv() {
   if [ -z "$fingerprint" ] || [ "$fingerprint" != "$have_fingerprint" ] ||
     [ "$(_level "$have")" -lt "$(_level "$want")" ]; then
     if [ "$(_level "$have")" -gt "$(_level "$want")" ]; then want=$have; fi
-    # Only more packages are wanted: add them. Anything else: start again.
+    # If only packages are missing, add them; otherwise recreate the environment.
     if [ -z "$fingerprint" ] || [ "$fingerprint" != "$have_fingerprint" ]; then
       if [ -e "$venv" ] && [ ! -f "$venv/.made-by-scripts" ]; then
         _die "$venv exists and these scripts did not make it; move it away first"
@@ -110,7 +109,7 @@ use_venv() {
   exec 9<&-
 }
 
-# Without an accelerator, jax would look for one (slowly and loudly where libtpu is installed).
+# Without an accelerator jax searches for one, slowly and with warnings if libtpu is installed.
 default_to_cpu() {
   local device
   if [ -n "${JAX_PLATFORMS:-}" ]; then return; fi

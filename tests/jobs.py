@@ -26,3 +26,8 @@ def copy_job(
 def as_early(job: CopyJob) -> CopyJob:
     """The same save, of blocks that are others' from its step on."""
     return dataclasses.replace(job, kind=JobKind.EARLY_SAVE)
+
+
+def host_block_ids(job: CopyJob) -> tuple[int, ...]:
+    """Block positions in host memory of all parts, in the order of `CopyJob.block_ids`."""
+    return tuple(position for part in job.parts for position in part.host_block_ids)

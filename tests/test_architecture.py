@@ -1,4 +1,4 @@
-"""The structure that the code promises, read from its imports."""
+"""The structure of the package, checked by its imports."""
 
 import ast
 import configparser
@@ -25,8 +25,7 @@ ALLOWED = (
     dict.fromkeys(FOUNDATION, FOUNDATION)
     | {"core": FOUNDATION | {"core"}}
     | {part: FOUNDATION | (PARTS - {"core"}) for part in PARTS - {"core"}}
-    | {"storage": FOUNDATION | {"storage"}}
-    | {"worker": FOUNDATION | PARTS | {"storage", "worker"}}
+    | {"worker": FOUNDATION | PARTS | {"worker"}}
     | {part: {""} | FOUNDATION | PARTS | {"worker", part} for part in FRONTS}
     | {"engine": {"", "engine"}}  # it shows what any other engine can do with the public interface
     | {"measure": {""} | FOUNDATION | (PARTS - {"core"}) | {"worker", "measure"}}
@@ -77,12 +76,12 @@ def test_imports_go_one_way(path):
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) in FOUNDATION | {"core", "sim", "storage"}])
-def test_decisions_know_no_arrays(path):
+def test_core_and_foundation_do_not_import_jax(path):
     assert not {name.split(".")[0] for name in imported(MODULES[path])} & {"jax", "jaxlib", "flax", "libtpu"}
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) != "adapters"])
-def test_only_adapters_know_other_engines(path):
+def test_only_adapters_import_other_engines(path):
     assert not {name.split(".")[0] for name in imported(MODULES[path])} & {"vllm", "tpu_inference"}
 
 
@@ -97,7 +96,7 @@ def reads_environment(tree):
 
 @pytest.mark.parametrize("path", MODULES)
 def test_only_config_reads_the_environment(path):
-    assert reads_environment(MODULES[path]) == (path == "config.py")
+    assert reads_environment(MODULES[path]) == (path == "config/environment.py")
 
 
 @pytest.mark.parametrize("path", INITS)
@@ -116,7 +115,7 @@ def test_init_files_re_export_and_nothing_else(path):
 
 
 def test_the_package_loads_its_names_lazily():
-    """It has them three times, for type checkers, for itself and in `__all__`, and nothing else."""
+    """It lists them three times, for type checkers, for the loader and in `__all__`, and nothing else."""
     docstring, typing_import, choice, table, exported = MODULES["__init__.py"].body
     assert isinstance(docstring.value.value, str)
     assert ast.unparse(typing_import) == "from typing import TYPE_CHECKING"
@@ -129,14 +128,14 @@ def test_the_package_loads_its_names_lazily():
 
 
 @pytest.mark.parametrize("name", tpu_offload.__all__)
-def test_a_public_name_is_there(name):
+def test_public_names_exist(name):
     value = getattr(importlib.import_module(tpu_offload._MODULES[name]), name)
     assert getattr(tpu_offload, name) is value
     assert tpu_offload.__dict__[name] is value, "looked up once"
     assert name in dir(tpu_offload)
 
 
-def test_another_name_is_not():
+def test_other_names_do_not_exist():
     assert not hasattr(tpu_offload, "Offloader")
     with pytest.raises(AttributeError, match="module 'tpu_offload' has no attribute 'Offloader'"):
         _ = tpu_offload.Offloader  # type: ignore[attr-defined]
@@ -278,8 +277,8 @@ def normal(name):
 
 REQUIRED = requirements()
 DISTRIBUTIONS = importlib.metadata.packages_distributions()
-PROVIDED = {"tpu_offload", "vllm", "tpu_inference", "ray"}  # by whoever serves with vLLM
-EXTRAS = {"engine": ("engine",), "cli": ("cli", "engine")}  # by part; the other parts serve, and have none
+PROVIDED = {"tpu_offload", "vllm", "tpu_inference", "ray"}  # by vLLM's environment
+EXTRAS = {"engine": ("engine",), "cli": ("cli", "engine")}  # by part; the other parts need none
 
 
 def needed(path, tree):
@@ -298,7 +297,7 @@ def test_no_more_is_required_than_imported():
     used: dict[str, set[str]] = {extra: set() for extra in ("", "engine", "cli")}
     for path, tree in MODULES.items():
         used[part_of(path) if part_of(path) in EXTRAS else ""] |= needed(path, tree)
-    assert REQUIRED[""] == used[""] | {"jaxlib"}  # which jax imports: its lower bound is ours to give
+    assert REQUIRED[""] == used[""] | {"jaxlib"}  # imported by jax; we set its lower bound
     assert REQUIRED["engine"] == used["engine"] - REQUIRED[""]
     assert REQUIRED["cli"] == used["cli"] - REQUIRED[""]
 
@@ -313,7 +312,7 @@ def test_no_more_is_required_than_imported():
         ("core/scheduler.py", "import tpu_offload", {""}),
         ("core/scheduler.py", "from tpu_offload import OffloadConfig", {""}),
         ("core/scheduler.py", "from tpu_offload import config, worker", {"worker"}),
-        ("config.py", "def f():\n    from tpu_offload.core.staging import X", {"core"}),
+        ("config/options.py", "def f():\n    from tpu_offload.core.staging import X", {"core"}),
         ("worker/worker.py", "from tpu_offload.engine import Engine", {"engine"}),
         ("engine/engine.py", "import tpu_offload.cli.main", {"cli"}),
         ("cli/main.py", "from tpu_offload.engine import Engine", set()),
@@ -332,7 +331,7 @@ def test_a_wrong_import_is_found(path, source, wrong):
         "import os as o\no.environ",
     ],
 )
-def test_a_look_at_the_environment_is_found(source):
+def test_a_read_of_the_environment_is_found(source):
     assert reads_environment(ast.parse(source))
     assert not reads_environment(ast.parse("import os\nos.cpu_count()"))
 

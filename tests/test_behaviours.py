@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker, tokens
+from tests.jobs import host_block_ids
 from tests.worker.engine import Engine as WorkerEngine
 from tests.worker.engine import ending_with
 from tpu_offload import FailedLoad, JobState
@@ -71,7 +72,7 @@ def test_01_preempt_fences_pending_saves_and_resume_reloads_exactly_those_blocks
     assert resumed.num_computed == 16
     plan, _ = engine.step()
     (load,) = plan.of(JobKind.LOAD)
-    assert load.host_block_ids == save.host_block_ids
+    assert host_block_ids(load) == host_block_ids(save)
     assert load.block_ids == tuple(resumed.block_ids[:4])
     assert engine.settle().loaded == ("a",)  # the fakes compare the bytes
 

@@ -26,7 +26,7 @@ def run(main, tmp_path, capsys):
 
     def call(script, arguments):
         path = tmp_path / "report.json"
-        assert main(script)([*arguments.split(), "--json", str(path)]) == 0
+        assert main(script)(["--json", str(path), *arguments.split()]) == 0
         return capsys.readouterr().out, json.loads(path.read_text())
 
     return call
@@ -57,7 +57,7 @@ def test_transfer_as_a_command(tmp_path):
 def test_save_modes(run):
     sizes = "--host-per-hbm 1 --num-requests 60 --num-documents 6 --hbm-blocks 40"
     said, report = run("bench_save_modes", f"--modes compute eviction:2 {sizes}")
-    assert "blocks a request saved" in said
+    assert "blocks per request saved" in said
     plain, most, compute, eviction = report["results"]
     assert plain["computed"] > eviction["computed"] > most["computed"]
     assert compute["gap"] < eviction["gap"]
@@ -112,6 +112,22 @@ def test_index(run):
     assert report["memory"][0]["ours"]["bytes_per_chunk"] > 24  # its key
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history")
+def test_compare_commits(run):
+    sweep = "--num-indexed 1000 --prompt-chunks 10 --chunks-timed 150"
+    said, report = run("compare_commits", f"--against HEAD --rounds 2 --only index_ bench_index.py {sweep}")
+    assert "bench_index.py: this tree and HEAD" in said
+    (name,) = (name for name in report["ratios"] if name.endswith("us_per_chunk.index_lookup"))
+    assert name == "num_indexed=1000 prompt_chunks=10: us_per_chunk.index_lookup"
+    assert report["ratios"][name]["num"] == 2
+    assert not any("hit_match" in name for name in report["ratios"])
+
+
+def test_compare_with_a_commit_that_is_not_there(main, capfd):
+    assert main("compare_commits")(["--against", "no-such-commit", "bench_index.py"]) == 1
+    assert "git archive no-such-commit failed" in capfd.readouterr().err
+
+
 def test_dispatch(run):
     sizes = "--num-blocks 4 --cache-blocks 16 --host-chunks 16 --steps 40 --repeats 2"
     _, report = run("bench_dispatch", f"--num-running 0 4 --num-layers 1 2 {sizes}")
@@ -141,7 +157,7 @@ def test_overhead(run):
 
 def test_swap(run):
     said, report = run("bench_swap", "--num-tokens 16 32 --rounds 1 --num-running 2 --num-layers 1")
-    assert "a swap out and back takes 1/" in said
+    assert "a swap out and in takes 1/" in said
     for row in report["results"]:
         assert all(row[f"{part}_ms"]["median"] > 0 for part in ("decide", "out", "back", "memcpy", "recompute"))
 
@@ -182,11 +198,11 @@ def test_bad_input_is_answered_in_one_line_before_the_work(main, script, capsys,
 @pytest.mark.parametrize(
     ("script", "arguments", "error"),
     [
-        ("bench_index", "--num-indexed 0", "argument --num-indexed: got '0'; expected a whole number from 1 on"),
-        ("bench_overhead", "--rounds -1", "argument --rounds: got '-1'; expected a whole number from 1 on"),
+        ("bench_index", "--num-indexed 0", "argument --num-indexed: got '0'; expected an integer of at least 1"),
+        ("bench_overhead", "--rounds -1", "argument --rounds: got '-1'; expected an integer of at least 1"),
         ("bench_save_modes", "--evicted-blocks 1", "a prefix of one block has no later eviction"),
-        ("bench_dispatch", "--num-blocks 300", "more than there are --cache-blocks or --host-chunks"),
-        ("bench_transfer", "--paths fused", "give --step-ms as well"),
+        ("bench_dispatch", "--num-blocks 300", "--num-blocks exceeds --cache-blocks or --host-chunks"),
+        ("bench_transfer", "--paths fused", "set --step-ms"),
     ],
 )
 def test_sizes_that_make_no_sense(main, script, arguments, error, capsys):

@@ -1,4 +1,4 @@
-"""Settings: every variable, every way to get one wrong, and the README's table."""
+"""Settings: every variable, its invalid values, and the README's table."""
 
 import dataclasses
 import enum
@@ -51,7 +51,7 @@ GOOD = {
     "skip_jax_precompile": ("true", True),
     "block_size_buckets": ("1, 2,8", (1, 2, 8)),
     "sync_load": ("1", True),
-    "mend_runner": ("0", False),
+    "restore_lost_tokens": ("0", False),
     "save_wait_s": ("0", 0.0),
     "load_wait_s": ("0", 0.0),
     "max_load_gb_per_step": ("0", 0.0),
@@ -138,7 +138,7 @@ BAD = {
         ("0,1", "greater than or equal to 1"),
     ],
     "sync_load": [("never", "0 or 1")],
-    "mend_runner": [("never", "0 or 1")],
+    "restore_lost_tokens": [("never", "0 or 1")],
     "save_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
     "load_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
     "max_load_gb_per_step": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
@@ -200,7 +200,7 @@ def test_bad_value_names_variable_value_and_what_is_allowed(field, text, allowed
     assert "\n" not in message
 
 
-def test_other_variables_are_left_alone():
+def test_other_variables_are_ignored():
     assert OffloadConfig.from_env({"PATH": "/bin", "TPU_NAME": "x", "XTPU_OFFLOAD_Y": "1"}) == OffloadConfig.create()
 
 
@@ -229,7 +229,7 @@ def test_unknown_keyword_suggests_the_nearest():
         OffloadConfig.create(host_gib=1)
 
 
-def test_a_policy_of_ones_own_is_not_imported_before_it_is_used():
+def test_a_custom_policy_is_not_imported_before_it_is_used():
     name = "nowhere.to_be_found:FIFOPolicy"
     assert from_env(eviction_policy=name).eviction_policy == name
     assert OffloadConfig.create(eviction_policy=EvictionPolicyName.LRU).eviction_policy is EvictionPolicyName.LRU
@@ -251,7 +251,7 @@ def test_frozen():
         ("num_cpu_chunks", "host_gb"),
     ],
 )
-def test_two_ways_of_one_size_contradict(one, other):
+def test_two_settings_of_one_size_contradict(one, other):
     with pytest.raises(ConfigError, match="set only one") as caught:
         from_env(**{one: GOOD[one][0], other: GOOD[other][0]})
     assert f"{env_name(one)}=" in str(caught.value)
@@ -264,7 +264,7 @@ def test_two_ways_of_one_size_contradict(one, other):
 def test_zero_turns_offloading_off(field):
     config = from_env(**{field: "0"})
     assert not config.enabled
-    assert config.staging_blocks(make_layout()) >= 0  # no error: nothing is ever moved
+    assert config.staging_blocks(make_layout()) >= 0  # no error: nothing is ever copied
     assert config.host_chunks(make_layout()) >= 0
     assert from_env(**{field: GOOD[field][0]}).enabled
 
@@ -333,7 +333,7 @@ def test_the_size_that_an_error_suggests_is_enough(page, num_layers, blocks_per_
 
 
 @pytest.mark.parametrize("field", ["batched_save", "save_threads", "use_unpinned_host"])
-def test_a_meaningless_variable_is_accepted_and_warned_about_once(field, caplog):
+def test_an_ignored_variable_is_warned_about_once(field, caplog):
     with caplog.at_level(logging.WARNING):
         from_env(**{field: "1"})
     (record,) = caplog.records
@@ -386,15 +386,15 @@ def readme_rows():
     return rows
 
 
-def type_in_words(annotation):
+def type_text(annotation):
     if annotation == EvictionPolicyName | str:
-        return f"{type_in_words(EvictionPolicyName)} or `module:Class`"
+        return f"{type_text(EvictionPolicyName)} or `module:Class`"
     if annotation == float | typing.Literal["auto"]:
         return "float or `auto`"
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
     if typing.get_origin(annotation) is tuple:
-        return f"list of {type_in_words(typing.get_args(annotation)[0])}"
+        return f"list of {type_text(typing.get_args(annotation)[0])}"
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if issubclass(annotation, enum.Enum):
@@ -402,7 +402,7 @@ def type_in_words(annotation):
     return "file" if annotation is Path else annotation.__name__
 
 
-def default_in_words(field):
+def default_text(field):
     default = OffloadConfig.model_fields[field].default
     sizes = {"staging_buffer_tokens": DEFAULT_STAGING_BUFFER_TOKENS, "num_cpu_chunks": DEFAULT_NUM_CPU_CHUNKS}
     if field in sizes:
@@ -424,8 +424,8 @@ def test_readme_table_has_every_variable_and_no_other():
 def test_readme_line(field):
     type_cell, unit, default, meaning = readme_rows()[env_name(field)]
     info = OffloadConfig.model_fields[field]
-    assert type_cell == type_in_words(info.annotation)
-    assert default == default_in_words(field)
+    assert type_cell == type_text(info.annotation)
+    assert default == default_text(field)
     assert meaning == info.description
     assert unit
     for suffix, word in {"_tokens": "tokens", "_blocks": "blocks", "_gb": "GB", "_chunks": "chunks", "_s": "s"}.items():
@@ -448,10 +448,10 @@ def test_a_very_long_value_is_not_repeated_in_full():
     assert len(str(e.value)) < 200
 
 
-# Overrides, which engines with a configuration of their own hand in.
+# Overrides, for engines with their own configuration.
 
 
-def test_overrides_win():
+def test_overrides_take_precedence():
     environ = {"TPU_OFFLOAD_HOST_GB": "3", "TPU_OFFLOAD_DECODE_SAVE": "1", "TPU_OFFLOAD_BLOCKS_PER_CHUNK": "2"}
     config = OffloadConfig.from_env(environ, overrides={"decode_save": False, "host_gb": 1.5})
     assert (config.decode_save, config.host_gb, config.blocks_per_chunk) == (False, 1.5, 2)
@@ -466,7 +466,7 @@ def test_a_size_in_another_unit_replaces_the_one_of_the_environment():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ({"decode_safe": 1}, "decode_safe is not a setting of tpu_offload; did you mean decode_save?"),
         ({"HOST_GB": 1}, "HOST_GB is not a setting of tpu_offload; did you mean host_gb?"),
@@ -474,13 +474,13 @@ def test_a_size_in_another_unit_replaces_the_one_of_the_environment():
         ({"blocks_per_chunk": 0}, "blocks_per_chunk=0: "),
     ],
 )
-def test_a_wrong_override_goes_by_its_own_name(overrides, said):
+def test_an_error_in_an_override_names_the_override(overrides, message):
     with pytest.raises(ConfigError) as e:
         OffloadConfig.from_env({}, overrides=overrides)
-    assert str(e.value).startswith(said)
+    assert str(e.value).startswith(message)
 
 
-def test_beside_overrides_the_environment_goes_by_its_names():
+def test_an_error_in_a_variable_names_the_variable():
     with pytest.raises(ConfigError, match=r"^TPU_OFFLOAD_HOST_GB='lots'"):
         OffloadConfig.from_env({"TPU_OFFLOAD_HOST_GB": "lots"}, overrides={"decode_save": True})
 
@@ -498,7 +498,7 @@ def test_beside_overrides_the_environment_goes_by_its_names():
         ({}, {5: 1}, "5 is not a setting of tpu_offload"),
     ],
 )
-def test_what_is_no_environment_is_refused_with_one_line(environ, overrides, error):
+def test_invalid_arguments_are_refused_with_one_line(environ, overrides, error):
     with pytest.raises(ConfigError) as e:
         OffloadConfig.from_env(environ, overrides=overrides)
     assert error in str(e.value)

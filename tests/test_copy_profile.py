@@ -51,7 +51,7 @@ def test_the_best_for_each_direction(tmp_path):
     assert choose(tmp_path, content, Direction.LOAD) is STAGED
 
 
-def test_what_is_not_offered_is_passed_over(tmp_path):
+def test_paths_that_are_not_offered_are_skipped(tmp_path):
     content = profile(entry(save=["fused", "staged", "direct"]))
     assert choose(tmp_path, content) is STAGED
     assert choose(tmp_path, content, offered=[*BOTH, FUSED]) is FUSED
@@ -132,7 +132,7 @@ def test_auto_takes_the_path_of_its_direction(tmp_path, caplog):
     engine.check_round_trip()
 
 
-def test_auto_beside_a_path_that_is_named(tmp_path):
+def test_auto_for_one_direction_only(tmp_path):
     engine = Engine("staged saves, auto loads", copy_profile=own_profile(tmp_path, save=["direct"], load=["direct"]))
     assert isinstance(engine.saver, StagedCopier)
     assert isinstance(engine.loader, DirectCopier)
@@ -152,7 +152,7 @@ def test_fused_is_refused_where_the_engine_does_not_offer_it(path):
 
 
 def test_fused_is_refused_where_caches_span_hosts():
-    """Hosts that share a model must run one step, and what each can take along may differ."""
+    """Hosts that share a model must run the same step, and the copies that fit may differ between them."""
     spec = types.SimpleNamespace(cache_sharding=types.SimpleNamespace(is_fully_addressable=False))
     config = OffloadConfig.create(save_path="fused")
     with pytest.raises(ConfigError, match=r"SAVE_PATH=fused: the KV caches span hosts; set it to direct, staged"):

@@ -1,4 +1,4 @@
-"""What docs/architecture.md names is there."""
+"""Every file and method named in docs/architecture.md exists."""
 
 import ast
 import re

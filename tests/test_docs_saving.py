@@ -31,7 +31,7 @@ def test_the_code_for_engine_authors():
     exec("#" + second, names)
     (job,) = names["plan"].of(tpu_offload.JobKind.EARLY_SAVE)
     assert list(job.block_ids) == old.block_ids[:3] + young.block_ids
-    exec("scheduler.lose_caches()", names)
+    exec("scheduler.mark_caches_lost()", names)
 
 
 def test_the_defaults_in_the_table_of_limits():

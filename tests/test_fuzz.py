@@ -70,9 +70,9 @@ def state(scheduler) -> tuple:
         tuple(stats.values()),
         jobs,
         promises,
-        dict(scheduler._index._slots),
-        set(scheduler._index._unready),
-        dict(scheduler._index._pins),
+        dict(scheduler._index._tree.slot_of),
+        set(scheduler._index._states.unready),
+        dict(scheduler._index._states.pins),
     )
 
 
@@ -166,9 +166,9 @@ def call_with_junk(rng: random.Random, scheduler, hashes) -> None:
         ))]),
         lambda: swap.swap_out(name, maybe([blocks]), hashes, num_computed_tokens=maybe(8)),
         lambda: swap.swap_in(name, maybe([blocks]), present=maybe([0])),
-        lambda: swap.can_return(name),
+        lambda: swap.can_swap_in(name),
         lambda: swap.num_blocks(name),
-        lambda: swap.withdraw(name),
+        lambda: swap.abort_swap_in(name),
     ])()  # fmt: skip
 
 

@@ -163,9 +163,9 @@ class Caller:
             (swap.swap_out, (name, self.tables(), self.block_hashes(good)), {"num_computed_tokens": self.number(num)}),
             (swap.swap_in, (name, self.tables()), {
                 "present": rng.choice([(), {0}, TABLE_FORMS["int64 row"]([0]), self.table()])}),
-            (swap.can_return, (name,), {}),
+            (swap.can_swap_in, (name,), {}),
             (swap.num_blocks, (name,), {}),
-            (swap.withdraw, (name,), {}),
+            (swap.abort_swap_in, (name,), {}),
             (swap.discard, ([good, name] if rng.random() < 0.8 else name,), {}),
             (swap.observe_prefill, (self.number(7), self.number(1)), {}),
         ]  # fmt: skip
@@ -317,7 +317,7 @@ def test_a_step_is_refused_as_a_whole():
     )
     before = snapshot(engine.scheduler)
     engine.clock.now_s += 1000  # jobs that time out then are not refused, but they wait for a step that is
-    with pytest.raises(RequestError, match="request c has block ids like True; expected a sequence of integers from 0"):
+    with pytest.raises(RequestError, match="request c has the block id True; expected a sequence of integers from 0"):
         engine.scheduler.plan_step([*good, bad])
     with pytest.raises(EngineError):
         engine.scheduler.plan_step(broken_iterator([*good, *good]))
@@ -365,7 +365,7 @@ def test_another_prompt_under_the_same_id_is_refused_where_it_would_be_saved():
         ]
     )
     before = snapshot(engine.scheduler)
-    with pytest.raises(RequestError, match="the hash of block 1 is not the one it had before"):
+    with pytest.raises(RequestError, match="the hash of block 1 differs from that of an earlier call"):
         engine.scheduler.plan_step(
             [
                 ScheduledRequest(
@@ -377,7 +377,7 @@ def test_another_prompt_under_the_same_id_is_refused_where_it_would_be_saved():
                 )
             ]
         )
-    with pytest.raises(RequestError, match="request a is preempted and holds what request b held"):
+    with pytest.raises(RequestError, match="request a is preempted with the blocks of request b"):
         engine.scheduler.preempt(
             "a",
             held=ScheduledRequest(

@@ -24,7 +24,7 @@ def hashes_of(tokens, *, block_size=4, fingerprint=FINGERPRINT, cache_salt=""):
 
 
 def test_golden():
-    """A lock on the values, beside a derivation of them byte by byte."""
+    """Golden values, and their derivation byte by byte."""
     hashes = hashes_of([1, 2, 3, 4, 5, 6, 7, 8, 9], cache_salt="tenant")
     assert [h.hex() for h in hashes] == GOLDEN
 
@@ -44,7 +44,7 @@ def test_only_full_blocks_are_hashed(num_tokens, num_hashes):
 
 @settings(deadline=None, derandomize=True)
 @given(tokens=TOKENS, cuts=st.lists(st.integers(0, 40), max_size=5))
-def test_extending_bit_by_bit_gives_the_same_hashes(tokens, cuts):
+def test_extending_piece_by_piece_gives_the_same_hashes(tokens, cuts):
     hasher = BlockHasher(FINGERPRINT, block_size=4)
     hashes: list[BlockHash] = []
     for cut in [*sorted(cuts), len(tokens)]:
@@ -69,7 +69,7 @@ def test_hashes_are_chained():
     assert first != second
 
 
-def test_salt_fingerprint_and_block_size_keep_sequences_apart():
+def test_salt_fingerprint_and_block_size_change_the_hashes():
     tokens = list(range(16))
     variants = [
         hashes_of(tokens),
@@ -83,7 +83,7 @@ def test_salt_fingerprint_and_block_size_keep_sequences_apart():
 
 
 def test_a_salt_cannot_imitate_a_fingerprint():
-    """The root covers the salt's length, so that bytes cannot move from one part to the other."""
+    """The root covers the salt's length, so bytes cannot shift from one part to the other."""
     hasher = BlockHasher(FINGERPRINT, block_size=4)
     other = BlockHasher(FINGERPRINT + b"\1\0\0\0\0\0\0\0a", block_size=4)
     assert hasher.root("a") != other.root("")
@@ -107,7 +107,7 @@ def test_chunk_keys_come_from_the_last_block_of_each_full_chunk(num_blocks, bloc
     assert keys == [hashes[i] + b"n" for i in last_blocks]
 
 
-def test_layouts_chunk_sizes_groups_and_epochs_have_keys_of_their_own():
+def test_layout_chunk_size_group_and_epoch_change_the_keys():
     hashes = hashes_of(range(16))
     namespaces = {
         key_namespace(fingerprint, blocks_per_chunk=size, group_id=group, epoch=epoch)
@@ -119,7 +119,7 @@ def test_layouts_chunk_sizes_groups_and_epochs_have_keys_of_their_own():
     assert len(namespaces) == 16
     keys = [key for n in namespaces for key in chunk_keys(hashes, blocks_per_chunk=1, namespace=n)]
     assert len(set(keys)) == 16 * 4
-    assert len({len(key) for key in keys}) == 1  # of one length, so that no key is the start of another
+    assert len({len(key) for key in keys}) == 1  # equal lengths, so that no key is a prefix of another
 
 
 @pytest.mark.parametrize("form", TABLE_FORMS)
@@ -136,7 +136,7 @@ def test_tokens_of_all_forms_have_the_same_hashes(form):
 @pytest.mark.parametrize(
     "tokens", [None, 5, "abcdefgh", b"abcdefgh", iter(range(8)), {*range(8)}, np.zeros((8, 2), int), Unprintable()]
 )
-def test_what_is_no_sequence_of_tokens_is_refused_with_one_line(tokens):
+def test_invalid_tokens_are_refused_with_one_line(tokens):
     hashes: list[BlockHash] = []
     with pytest.raises(RequestError) as e:
         BlockHasher(b"f", block_size=4).extend(hashes, tokens)

@@ -1,4 +1,4 @@
-"""What a block is made of, on one device and sharded."""
+"""The geometry of blocks, on one device and sharded."""
 
 import dataclasses
 from typing import Any
@@ -87,7 +87,7 @@ def test_caches_that_cannot_be_described(caches, message):
         ({"num_local_devices": 0}, "num_local_devices"),
     ],
 )
-def test_a_layout_that_cannot_be(change, message):
+def test_an_invalid_layout(change, message):
     with pytest.raises(LayoutError, match=message):
         dataclasses.replace(BASE, **change)
 
@@ -98,12 +98,12 @@ def test_a_layout_that_cannot_be(change, message):
         {"model": "other"},
         {"block_size": 32},
         {"groups": (dataclasses.replace(GROUP, layer_ids=(0, 1)),)},
-        {"groups": (dataclasses.replace(GROUP, page_shape=(16, 2, 4, 64)),)},  # as many bytes, in another order
+        {"groups": (dataclasses.replace(GROUP, page_shape=(16, 2, 4, 64)),)},  # the same bytes in another order
         {"groups": (dataclasses.replace(GROUP, dtype="float16"),)},
         {"groups": (dataclasses.replace(GROUP, window=64),)},
     ],
 )
-def test_fingerprint_tells_layouts_apart(change):
+def test_different_layouts_have_different_fingerprints(change):
     assert dataclasses.replace(BASE, **change).fingerprint() != BASE.fingerprint()
 
 
@@ -138,21 +138,21 @@ def test_the_host_tier_refuses_windows_in_one_line():
         ),
     ],
 )
-def test_windows_that_cannot_be(caches, windows, message):
+def test_invalid_windows(caches, windows, message):
     with pytest.raises(LayoutError, match=message):
         KVLayout.from_caches(caches(), block_size=16, windows=windows)
 
 
-def test_fingerprint_leaves_the_sharding_out():
+def test_fingerprint_does_not_depend_on_the_sharding():
     assert dataclasses.replace(BASE, num_shards=4, num_local_devices=4).fingerprint() == BASE.fingerprint()
 
 
 def test_fingerprint_golden():
-    """A lock, not a derivation: chunks stored under one value cannot be read under another."""
+    """A golden value: chunks stored under one value cannot be read under another."""
     assert BASE.fingerprint().hex() == "7eab60554e569b0345d0ed08802b28a2"
 
 
-def test_numbers_of_numpy_give_the_same_layout():
+def test_numpy_integers_give_the_same_layout():
     caches = random_caches(np.random.default_rng(0))
     plain = KVLayout.from_caches(caches, block_size=4, windows=[0] * len(caches))
     sizes: dict[str, Any] = {"block_size": np.int64(4), "windows": np.zeros(len(caches), np.int32)}
@@ -179,7 +179,7 @@ def test_numbers_of_numpy_give_the_same_layout():
         ("real", {"model": b"m"}, "model=b'm'; expected text"),
     ],
 )
-def test_what_is_no_layout_is_refused_with_one_line(caches, settings, error):
+def test_invalid_input_is_refused_with_one_line(caches, settings, error):
     if isinstance(caches, str):
         caches = random_caches(np.random.default_rng(0))[:1]
     with pytest.raises(LayoutError) as e:

@@ -1,4 +1,4 @@
-"""What Prometheus and the log get to see of the counters."""
+"""The counters in Prometheus and in the log."""
 
 import dataclasses
 import logging
@@ -15,7 +15,7 @@ from tpu_offload.metrics import GAUGES, METRICS, SWAP_FIELDS, MetricGroup, Metri
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def test_prometheus_sees_every_field_as_it_is_at_the_scrape():
+def test_prometheus_reads_every_field_at_the_scrape():
     engine = FakeEngine()
     registry = CollectorRegistry()
     registry.register(StatsCollector(engine.scheduler.stats))
@@ -39,7 +39,7 @@ def test_every_field_is_declared_and_every_declaration_is_a_family():
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_names_and_help_are_as_prometheus_has_them(name):
+def test_names_and_help_follow_the_conventions_of_prometheus(name):
     spec = METRICS[name]
     assert re.fullmatch(r"[a-z]+(_[a-z]+)*", spec.family)
     assert f"_{spec.family}".endswith(f"_{spec.unit}")
@@ -49,7 +49,7 @@ def test_names_and_help_are_as_prometheus_has_them(name):
     assert re.fullmatch(r"[A-Z][^\n|]*\.", spec.help), "a sentence for a table"
 
 
-def test_names_are_what_dashboards_know():
+def test_names_that_dashboards_use():
     known = {
         "saved_nbytes": "saved_bytes_total",
         "save_s": "save_seconds_total",
@@ -63,8 +63,8 @@ def test_names_are_what_dashboards_know():
     assert {name: METRICS[name].series for name in known} == known
 
 
-def test_what_can_fall_is_a_gauge_and_what_cannot_is_a_counter():
-    """A life in which all that falls does: the counters of it never do."""
+def test_values_that_can_decrease_are_gauges():
+    """A run in which every gauge decreases; counters never do."""
     engine = FakeEngine(num_cpu_chunks=4)
     snapshots = [engine.scheduler.stats()]
     for name in "abc":
@@ -90,7 +90,7 @@ def test_the_tables_in_the_docs_are_the_declarations(page, prefix, group):
     assert rows == [(spec.series, spec.kind.value, spec.help) for spec in METRICS.values() if spec.group is group]
 
 
-def test_every_series_that_the_docs_name_is_there():
+def test_every_series_in_the_docs_exists():
     series = {spec.series for spec in METRICS.values()} | {"save_duration_seconds", "load_duration_seconds"}
     for page in (*DOCS.glob("*.md"), DOCS.parent / "README.md"):
         named = re.findall(r"\bvllm:tpu_offload_(\w+)", page.read_text())
@@ -105,7 +105,7 @@ def test_a_snapshot_does_not_change_with_the_counters():
     assert engine.scheduler.stats().saved_blocks == 4
 
 
-def test_one_log_line_an_interval_and_none_while_nothing_moves(caplog):
+def test_one_log_line_per_interval_and_none_without_activity(caplog):
     caplog.set_level(logging.INFO, logger="tpu_offload.metrics")
     stats = OffloadStats(saved_nbytes=5 << 20, loaded_tokens=7)
     log = StatsLogger(10.0)
@@ -118,7 +118,7 @@ def test_one_log_line_an_interval_and_none_while_nothing_moves(caplog):
     assert len(caplog.messages) == 2
 
 
-def test_the_line_names_what_is_suspended_and_what_waits(caplog):
+def test_the_log_line_names_suspended_copies_and_quarantined_chunks(caplog):
     caplog.set_level(logging.INFO, logger="tpu_offload.metrics")
     stats = OffloadStats(num_failed_jobs=5, num_open_breakers=1, num_quarantined_chunks=3)
     StatsLogger(10.0).maybe_log(100.0, lambda: stats)
@@ -139,7 +139,7 @@ def test_the_difference_of_two_snapshots():
     )
 
 
-def test_the_log_line_tells_of_swaps_where_there_is_a_pool(caplog):
+def test_the_log_line_reports_swaps_if_there_is_a_pool(caplog):
     caplog.set_level(logging.INFO)
     logger = StatsLogger(1.0)
     logger.maybe_log(1.0, lambda: OffloadStats(num_failed_jobs=1))

@@ -1,7 +1,7 @@
 """Copy profiles: the ranking of copy paths on one machine, measured and written by `tpu-offload bench`.
 
-With `TPU_OFFLOAD_SAVE_PATH=auto` or `_LOAD_PATH=auto` the path is read from this JSON file. Only these keys of it are
-read back:
+With `TPU_OFFLOAD_SAVE_PATH=auto` or `_LOAD_PATH=auto` the path is read from this JSON file. Only these of its keys are
+used:
 
     {
       "format": "tpu_offload.profile", "version": 1,
@@ -36,9 +36,9 @@ _logger = logging.getLogger(__name__)
 FORMAT = "tpu_offload.profile"
 VERSION = 1
 _RUN_BENCH = "write a new one with `tpu-offload bench --output FILE`"
-_FAR = 2.0  # a geometry that differs by more than this factor is logged as a warning
+_MAX_DISTANCE = 2.0  # a geometry that differs by a larger factor is warned about
 
-_RealPath = Literal["direct", "staged", "fused"]
+_MeasuredPath = Literal["direct", "staged", "fused"]
 
 
 class ProfileEntry(pydantic.BaseModel):
@@ -55,8 +55,8 @@ class ProfileEntry(pydantic.BaseModel):
 
     num_layers: int = Field(ge=1)
     page_nbytes: int = Field(ge=1)
-    save: tuple[_RealPath, ...] = Field(min_length=1)
-    load: tuple[_RealPath, ...] = Field(min_length=1)
+    save: tuple[_MeasuredPath, ...] = Field(min_length=1)
+    load: tuple[_MeasuredPath, ...] = Field(min_length=1)
 
     def ranking(self, direction: Direction) -> list[CopyPath]:
         """Paths for one direction, fastest first."""
@@ -70,7 +70,7 @@ class ProfileEntry(pydantic.BaseModel):
 
 
 class CopyProfile(pydantic.BaseModel):
-    """The part of a profile that is read back; unknown keys are ignored.
+    """The part of a profile that is used; unknown keys are ignored.
 
     Attributes:
       format: identifies the file format.
@@ -143,7 +143,7 @@ class CopyProfile(pydantic.BaseModel):
         self.check_device(device_kind)
         distances = [entry.distance(num_layers=num_layers, page_nbytes=page_nbytes) for entry in self.entries]
         distance, nearest = min(zip(distances, self.entries, strict=True), key=lambda pair: pair[0])
-        if distance > _FAR:
+        if distance > _MAX_DISTANCE:
             _logger.warning(
                 "the nearest entry of TPU_OFFLOAD_COPY_PROFILE has %d layers with pages of %d bytes a device, the KV "
                 "caches have %d with %d; TPU_OFFLOAD_%s_PATH=auto may not choose the fastest path: %s with the "

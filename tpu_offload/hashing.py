@@ -85,7 +85,7 @@ class BlockHasher:
 
 
 def _other_token_bytes(tokens: Any, first: int, block_size: int) -> bytes:
-    """The bytes of the tokens from `first` on that fill whole blocks, for any kind of sequence."""
+    """The bytes of the tokens from `first` to the end of the last full block, for any kind of sequence."""
     if not hasattr(tokens, "__getitem__") or isinstance(tokens, (str, bytes, bytearray, Mapping)):
         raise RequestError(f"the tokens are a {type(tokens).__name__}; expected a sequence of integers")
     try:
@@ -124,7 +124,7 @@ def key_namespace(fingerprint: bytes, *, blocks_per_chunk: int, group_id: int = 
 
 @final
 class PrefixKeys(Sequence[ChunkKey]):
-    """The chunk keys of a prefix, made lazily. Slices are O(1) and do not see later extensions.
+    """The chunk keys of a prefix, created lazily. Slices are O(1) and do not include later extensions.
 
     Most keys of a long prefix are never needed: a few lookups find how much of it is resident.
 
@@ -135,7 +135,7 @@ class PrefixKeys(Sequence[ChunkKey]):
     __slots__ = ("_end", "_first", "_hashes", "_namespace")
 
     def __init__(self, namespace: bytes) -> None:
-        self._hashes: list[BlockHash] = []  # of the last blocks of chunks; only ever grows
+        self._hashes: list[BlockHash] = []  # of the last block of each chunk; append-only, shared with slices
         self._namespace = namespace
         self._first = self._end = 0
 
@@ -154,12 +154,12 @@ class PrefixKeys(Sequence[ChunkKey]):
     def __getitem__(self, number: slice) -> "PrefixKeys": ...
     def __getitem__(self, number: int | slice) -> "ChunkKey | PrefixKeys":
         if type(number) is int:
-            place = number + (self._first if number >= 0 else self._end)
-            if not self._first <= place < self._end:
+            index = number + (self._first if number >= 0 else self._end)
+            if not self._first <= index < self._end:
                 raise IndexError(f"chunk {number} of {len(self)}")
-            return ChunkKey(self._hashes[place] + self._namespace)
+            return ChunkKey(self._hashes[index] + self._namespace)
         first, end, step = number.indices(len(self))  # type: ignore[union-attr]
-        assert step == 1, "chunks follow each other"
+        assert step == 1, "slices are contiguous"
         part = PrefixKeys(self._namespace)
         part._hashes = self._hashes
         part._first, part._end = self._first + first, self._first + max(first, end)
@@ -188,5 +188,5 @@ def chunk_keys(
 
 
 def last_block_hash(key: ChunkKey) -> BlockHash:
-    """The hash of a chunk's last block, as passed by the engine."""
+    """The hash of a chunk's last block, as the engine passed it."""
     return BlockHash(key[:-_NAMESPACE_NBYTES])

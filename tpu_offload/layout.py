@@ -140,7 +140,7 @@ class KVLayout:
         return tuple(window for _, window in sorted(windows.items()))
 
     def check_tier(self) -> None:
-        """Raises LayoutError unless the host tier can hold blocks of this layout."""
+        """Raises LayoutError unless the host tier supports this layout."""
         if len(self.groups) > 1 or self.groups[0].kind is not LayerGroupKind.FULL_ATTENTION:
             kinds = ", ".join(group.kind.value for group in self.groups)
             raise LayoutError(

@@ -27,7 +27,7 @@ _BASE_UNITS = {"_nbytes": "_bytes", "_s": "_seconds", "_nbytes_per_s": "_bytes_p
 
 
 class MetricKind(enum.Enum):
-    """How to read the values of a metric."""
+    """The type of a metric."""
 
     COUNTER = "counter"  # only increases: take its rate
     GAUGE = "gauge"  # the current value
@@ -48,7 +48,7 @@ class MetricSpec:
     Attributes:
       field: the field of `OffloadStats`.
       family: name in Prometheus, in base units, without prefix and `_total`.
-      unit: what is counted, or the base unit; the family's name ends with it.
+      unit: the counted thing, or the base unit; the family's name ends with it.
       kind: counter or gauge.
       group: which engines report it.
       help: for an operator: what it means and, where useful, what to do about it.
@@ -81,7 +81,7 @@ _swap_gauge = functools.partial(_metric, MetricKind.GAUGE, group=MetricGroup.SWA
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class OffloadStats:
-    """The running counts, and the snapshot that readers get. The help of each field says what it is.
+    """The running counts, and a snapshot of them. The help of each field describes it.
 
     `_nbytes` are bytes over all devices, `_s` seconds; all others are counts.
 
@@ -320,7 +320,7 @@ class StatsLogger:
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._next_s = 0.0
-        self._last_moved = 0
+        self._last_activity = 0
 
     def maybe_log(self, now_s: float, get_stats: Callable[[], OffloadStats]) -> None:
         """Call it each step with the scheduler's clock."""
@@ -328,11 +328,11 @@ class StatsLogger:
             return
         self._next_s = now_s + self._interval_s
         stats = get_stats()
-        moved = stats.saved_nbytes + stats.loaded_nbytes + stats.num_failed_jobs + stats.num_open_breakers
-        moved += stats.num_swapped_out + stats.num_recomputed + stats.cascaded_chunks + stats.promoted_chunks
-        if moved == self._last_moved:
+        activity = stats.saved_nbytes + stats.loaded_nbytes + stats.num_failed_jobs + stats.num_open_breakers
+        activity += stats.num_swapped_out + stats.num_recomputed + stats.cascaded_chunks + stats.promoted_chunks
+        if activity == self._last_activity:
             return
-        self._last_moved = moved
+        self._last_activity = activity
         _logger.info(
             "saved %d MiB, loaded %d MiB (%d tokens), found %d of %d tokens looked up, "
             "host tier %d/%d chunks (%d evicted), staging peak %d/%d blocks, "
@@ -341,11 +341,11 @@ class StatsLogger:
             stats.looked_up_tokens, stats.num_resident_chunks, stats.num_host_chunks, stats.num_evicted_chunks,
             stats.staging_peak_blocks, stats.staging_budget_blocks, stats.dropped_save_blocks,
             stats.dropped_load_blocks, stats.num_failed_jobs,
-            _trouble_text(stats), _swap_text(stats), _storage_text(stats),
+            _problems_text(stats), _swap_text(stats), _storage_text(stats),
         )  # fmt: skip
 
 
-def _trouble_text(stats: OffloadStats) -> str:
+def _problems_text(stats: OffloadStats) -> str:
     """The part of the log line about suspended copies and quarantined memory; usually empty."""
     text = ""
     if stats.num_open_breakers:

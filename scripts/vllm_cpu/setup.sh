@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # vLLM-TPU 0.32 + tpu-inference 0.32 (JAX 0.11.2, torch 2.10) on a machine without an accelerator, from the package
-# index, and tpu_offload from this checkout beside them. Needs Python 3.12, gcc, readelf and nm; about one minute, 3 GB.
+# index, and tpu_offload from this checkout. Needs Python 3.12, gcc, readelf and nm; about one minute, 3 GB.
 #
-#   scripts/vllm_cpu/setup.sh DIR     makes or completes the virtual environment DIR
+#   scripts/vllm_cpu/setup.sh DIR     creates or updates the virtual environment DIR
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd -P)
 dir=${1:?usage: setup.sh DIR}
@@ -39,7 +39,7 @@ if [ "$(cat "$dir/.stamp" 2>/dev/null || true)" != "$stamp $here" ]; then
   for u in $("$dir/bin/python" -m pip config get global.extra-index-url 2>/dev/null || true); do
     idx+=(--extra-index-url "$u")
   done
-  # The certificates that pip is set up with, or the system's: uv brings its own, which know no proxy of the house.
+  # pip's certificates or the system's: uv's own do not include those of a local proxy.
   cert=$("$dir/bin/python" -m pip config get global.cert 2>/dev/null || true)
   export SSL_CERT_FILE=${SSL_CERT_FILE:-${PIP_CERT:-$cert}} UV_SYSTEM_CERTS=1
   [ -n "$SSL_CERT_FILE" ] || unset SSL_CERT_FILE

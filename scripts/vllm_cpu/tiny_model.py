@@ -1,9 +1,9 @@
-"""A tiny Qwen3 with random weights, a tokenizer of one word a token, and a chat template.
+"""A tiny Qwen3 with random weights, a tokenizer with one word per token, and a chat template.
 
     python scripts/vllm_cpu/tiny_model.py DIR
 
-The weights are large enough that the next token depends on all tokens before it. vLLM's dummy weights are so small that
-it depends on the last one alone, and no answer would show a wrong KV cache.
+The weights are large enough that the next token depends on all previous tokens. With vLLM's small dummy weights it
+depends only on the last one, so a wrong KV cache would not change the answers.
 """
 
 import json
@@ -20,14 +20,16 @@ _SCALE = 0.12  # vLLM's is 0.02
 
 
 def make(folder: Path) -> None:
-    """Writes the model in the Hugging Face form, in bfloat16; the same bytes each time."""
+    """Writes the model in Hugging Face format, in bfloat16; deterministic."""
     folder.mkdir(parents=True, exist_ok=True)
-    random, header, tensors, end = np.random.default_rng(0), {}, [], 0
+    random, end = np.random.default_rng(0), 0
+    header: dict[str, object] = {}
+    tensors: list[bytes] = []
     for name, shape in _shapes().items():
         values = np.ones(shape) if len(shape) == 1 else _SCALE * random.standard_normal(shape)
         tensors.append(values.astype(ml_dtypes.bfloat16).tobytes())
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end := end + len(tensors[-1])]}
-    # The safetensors format is the length of a JSON header, the header, and the bytes of the tensors.
+    # safetensors: the length of a JSON header, the header, the bytes of the tensors.
     head = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(b"".join([len(head).to_bytes(8, "little"), head, *tensors]))
     for name, content in (("config", _CONFIG), ("tokenizer", _tokenizer()), ("tokenizer_config", _TOKENIZER_CONFIG)):

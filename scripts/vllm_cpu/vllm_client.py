@@ -1,4 +1,4 @@
-"""Talks to a `vllm serve` over the OpenAI API, as chats do: streams, conversations, clients that go away."""
+"""A client of `vllm serve` for chats over the OpenAI API: streaming, conversations, disconnects."""
 
 import asyncio
 import dataclasses
@@ -16,20 +16,20 @@ _LIMIT = aiohttp.ClientTimeout(total=600)
 
 
 class RequestFailed(Exception):
-    """A request that was answered with an error, or whose stream ended with one."""
+    """The server answered a request with an error, or ended its stream with one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
-      tokens: what was generated.
+      tokens: generated tokens.
       prompt_tokens: length of the prompt.
-      cached_tokens: of these, those that were found in HBM or in the host tier.
+      cached_tokens: prompt tokens found in HBM or in the host tier.
       first_s: seconds to the first token.
-      finish: vLLM's finish reason; "gone" if we hung up.
-      top_logprobs: of the first token, by token text; empty unless asked for.
+      finish: vLLM's finish reason; "disconnected" if the client closed the connection.
+      top_logprobs: of the first token, by token text; empty unless requested.
     """
 
     tokens: list[int]
@@ -42,16 +42,16 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Conversations: each turn sends all that was said, and waits for the answer.
+    """A load of conversations: each turn sends the whole history and waits for the answer.
 
     Attributes:
-      conversations: how many there are.
-      turns: of each.
-      concurrency: requests at a time.
-      first: tokens of a first prompt.
-      answer: tokens of each answer.
+      conversations: number of conversations.
+      turns: turns per conversation.
+      concurrency: number of requests in flight.
+      first: tokens in the first prompt.
+      answer: tokens in each answer.
       more: tokens that each later turn adds.
-      shared: of the first prompt, those that all conversations begin with.
+      shared: leading tokens of the first prompt that all conversations share.
     """
 
     conversations: int = 12
@@ -74,7 +74,7 @@ class Turn:
 
 
 class Client:
-    """A connection pool to one server; an asynchronous context manager."""
+    """A connection pool to one server; an async context manager."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -89,18 +89,18 @@ class Client:
         await self._session.close()
 
     async def complete(
-        self, prompt: Sequence[int], *, answer: int = 16, hang_up_after: int | None = None, **body: Any
+        self, prompt: Sequence[int], *, answer: int = 16, disconnect_after: int | None = None, **body: Any
     ) -> Answer:
-        """Has a prompt of token ids continued greedily, by streaming.
+        """Generates greedily from a prompt of token ids, streaming.
 
         Args:
-          prompt: its tokens.
+          prompt: token ids.
           answer: tokens to generate.
-          hang_up_after: closes the connection after so many tokens; 0 does so when the stream begins.
-          body: further fields of the request.
+          disconnect_after: closes the connection after this many tokens; 0 closes it when the stream begins.
+          body: additional fields of the request.
 
         Raises:
-          RequestFailed: the server says so.
+          RequestFailed: the server reported an error.
         """
         fields = {"model": MODEL, "prompt": list(prompt), "max_tokens": answer, "temperature": 0, "ignore_eos": True}
         fields |= {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
@@ -111,8 +111,8 @@ class Client:
         async with self._session.post(f"{self._url}/v1/completions", json=fields | body) as response:
             if response.status != 200:
                 raise RequestFailed(f"{response.status}: {(await response.text())[:500]}")
-            gone = hang_up_after == 0
-            async for event in _events(response) if not gone else _nothing():
+            disconnected = disconnect_after == 0
+            async for event in _events(response) if not disconnected else _nothing():
                 if "error" in event:
                     raise RequestFailed(json.dumps(event)[:500])
                 usage = event.get("usage") or usage
@@ -122,19 +122,19 @@ class Client:
                     finish = choice.get("finish_reason") or finish
                     if choice.get("logprobs"):
                         top = top or choice["logprobs"]["top_logprobs"][0]
-                if hang_up_after is not None and len(tokens) >= hang_up_after and not finish:
-                    gone = True
+                if disconnect_after is not None and len(tokens) >= disconnect_after and not finish:
+                    disconnected = True
                     break
-            if gone:
+            if disconnected:
                 response.close()
-                return Answer(tokens, len(prompt), 0, first_s, "gone", top)
+                return Answer(tokens, len(prompt), 0, first_s, "disconnected", top)
         if finish in ("", "error"):
             raise RequestFailed(f"the stream ended with finish reason {finish!r} after {len(tokens)} tokens")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return Answer(tokens, usage["prompt_tokens"], cached, first_s, finish, top)
 
     async def converse(self, load: Load, *, seed: int, **body: Any) -> list[Turn]:
-        """All conversations of a load; the turns by conversation and turn."""
+        """Runs all conversations of a load; returns the turns, ordered by conversation and turn."""
         slots = asyncio.Semaphore(load.concurrency)
 
         async def one(number: int) -> list[Turn]:
@@ -155,7 +155,7 @@ class Client:
 
 
 def conversation(load: Load, seed: int, number: int) -> Any:
-    """What one user says, turn by turn, for ever."""
+    """Yields one user's messages, turn by turn, without end."""
     common, own = random.Random(seed), random.Random(f"{seed}/{number}")
     said = words(common, load.shared) + words(own, load.first - load.shared)
     while True:
@@ -164,12 +164,12 @@ def conversation(load: Load, seed: int, number: int) -> Any:
 
 
 def words(source: random.Random, count: int) -> list[int]:
-    """So many tokens; none is special."""
+    """`count` random tokens, none of them special."""
     return [source.randrange(3, 1000) for _ in range(count)]
 
 
 def answers(turns: Sequence[Turn]) -> dict[tuple[int, int], list[int]]:
-    """What was generated, by conversation and turn."""
+    """Generated tokens by conversation and turn."""
     return {(turn.conversation, turn.turn): turn.answer.tokens for turn in turns}
 
 

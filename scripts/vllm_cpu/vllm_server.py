@@ -1,11 +1,11 @@
-"""A real `vllm serve` of the tiny model on the CPU: an API process and an engine process, for tests and benchmarks.
+"""Runs a real `vllm serve` of the tiny model on the CPU (API process and engine process), for tests and benchmarks.
 
     with Folder() as folder, Server(folder, num_blocks=80, connector=OURS) as server:
         server.wait_until_ready()
         ...
 
-The shim reaches both processes through vLLM's own plugin loader: `plugin/` is on their PYTHONPATH and nowhere else, so
-other users of the same environment never see it. A server listens on 127.0.0.1 only and writes into its folder only.
+Both processes load the shim through vLLM's plugin loader: `plugin/` is on their PYTHONPATH only, so other users of the
+environment are not affected. A server listens on 127.0.0.1 only and writes to its folder only.
 """
 
 import contextlib
@@ -39,23 +39,23 @@ OURS: Mapping[str, Any] = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"num_cpu_chunks": 2048, "decode_save": True},
 }
-"""What docs/vllm.md advises, with generated tokens kept as chats want it."""
+"""The configuration of docs/vllm.md, with generated tokens saved, as for chats."""
 
-START_LIMIT_S = 900.0  # imports take most of it; 25 s on two idle cores, many times that on busy ones
+START_LIMIT_S = 900.0  # mostly imports: 25 s on two idle cores, many times that on busy ones
 _ANSWER_LIMIT_S = 300.0
 _END_LIMIT_S = 60.0
-_DROPPED = ("TPU_OFFLOAD_", "VLLM_", "XLA_", "JAX_", "PYTHON", "CPU_SHIM_")  # settings of the process that starts it
+_DROPPED = ("TPU_OFFLOAD_", "VLLM_", "XLA_", "JAX_", "PYTHON", "CPU_SHIM_")  # not inherited from the parent process
 _TRACKER_LIMIT_S = 5.0
 
 
 class ServerError(Exception):
-    """A server that did not start, or ended by itself; with the end of its log."""
+    """A server did not start or exited unexpectedly; the message has the end of its log."""
 
 
 class Folder:
-    """A temporary folder for servers of one model: weights, compiled programs, logs, sockets. Gone at the end.
+    """A temporary folder for servers of one model: weights, compiled programs, logs, sockets.
 
-    Its path is short, because that of a Unix socket has to be.
+    Its path is short, because paths of Unix sockets must be.
     """
 
     def __init__(self) -> None:
@@ -74,19 +74,19 @@ class Folder:
 
 
 class Server:
-    """One server, started here; `wait_until_ready` returns when it answers.
+    """One server, started on construction; see `wait_until_ready`.
 
     Args:
-      folder: where everything is; servers of one folder share compiled programs.
+      folder: folder for all files; servers of one folder share compiled programs.
       num_blocks: KV blocks in HBM, of `BLOCK_SIZE` tokens.
       connector: vLLM's `--kv-transfer-config`; None for no connector.
-      arguments: further arguments of `vllm serve`; they win over those here.
-      environ: further environment variables of its processes.
+      arguments: additional arguments of `vllm serve`; they override those here.
+      environ: additional environment variables of its processes.
 
     Attributes:
-      port, url: where it listens.
-      log_path: what its processes print.
-      environ: the whole environment of its processes, with which vLLM's own clients run as well.
+      port, url: its address.
+      log_path: output of its processes.
+      environ: the whole environment of its processes; also for vLLM's own clients.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Server:
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
         self.environ = _environment(folder) | dict(environ or {})
-        # It hears of our end through the pipe, however we end, and leaves nothing running.
+        # When this process ends, in any way, the pipe closes and the keeper kills the server.
         self._keeper = subprocess.Popen(
             [sys.executable, str(_HERE / "vllm_server.py")], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -136,10 +136,10 @@ class Server:
         self.kill()
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
-        """Returns when it answers.
+        """Blocks until the server answers.
 
         Raises:
-          ServerError: it ended instead, or did not answer in time.
+          ServerError: it exited, or did not answer in time.
         """
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
@@ -155,10 +155,10 @@ class Server:
         raise ServerError(f"vllm serve does not answer after {limit_s:.0f} s:\n{self.log_tail()}")
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
-        """Status and text of an answer.
+        """Sends a request; returns status and text of the answer.
 
         Raises:
-          OSError: nobody listens, or the connection broke.
+          OSError: connection refused or broken.
         """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_LIMIT_S)
         try:
@@ -170,10 +170,10 @@ class Server:
             connection.close()
 
     def reset_prefix_cache(self, *, external: bool) -> None:
-        """Empties vLLM's prefix cache, with `external` the host tier too; asks again while blocks are held.
+        """Resets vLLM's prefix cache, with `external` also the host tier; retries while blocks are held.
 
         Raises:
-          ServerError: blocks are held for ever.
+          ServerError: blocks are still held at the end of the limit.
         """
         path = f"/reset_prefix_cache?reset_external={'true' if external else 'false'}"
         end_s = time.monotonic() + _ANSWER_LIMIT_S
@@ -185,7 +185,7 @@ class Server:
         raise ServerError(f"the prefix cache cannot be reset: {status} {text}")
 
     def metrics(self, **labels: str) -> dict[str, float]:
-        """Samples of `/metrics` by name, of those that have these labels, summed over the others."""
+        """Samples of `/metrics` with these labels, by name, summed over all other labels."""
         samples: dict[str, float] = {}
         for family in text_string_to_metric_families(self.request("GET", "/metrics")[1]):
             for sample in family.samples:
@@ -194,30 +194,30 @@ class Server:
         return samples
 
     def log(self) -> str:
-        """All that its processes have printed."""
+        """The whole log."""
         return self.log_path.read_text(errors="replace")
 
     def log_tail(self, num_lines: int = 100) -> str:
-        """The end of it."""
+        """The end of the log."""
         return "\n".join(self.log().splitlines()[-num_lines:])
 
     def _cause(self) -> str:
-        """The last error of the engine process, in one line; what the API process says after it knows nothing of it."""
+        """The last error of the engine process, in one line; the API process's later messages do not have it."""
         errors = [line for line in self.log().splitlines() if line.startswith("(EngineCore") and "Error: " in line]
         return errors[-1] if errors else "its log ends so:"
 
     def processes(self) -> list[psutil.Process]:
-        """Those of its processes that run now."""
+        """Its running processes."""
         for process in list(self._seen):
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._seen.update(process.children(recursive=True))
-        return [process for process in self._seen if _runs(process)]
+        return [process for process in self._seen if _is_running(process)]
 
     def engine(self) -> psutil.Process:
         """The engine process.
 
         Raises:
-          ServerError: there is none.
+          ServerError: it does not run.
         """
         for process in self.processes():
             if process.pid != self._process.pid and "EngineCore" in _command(process):
@@ -229,15 +229,15 @@ class Server:
         return {path for process in self.processes() for path in _shared_memory(process.pid)}
 
     def send(self, sign: signal.Signals) -> None:
-        """Sends the API process a signal."""
+        """Sends a signal to the API process."""
         self.processes()
         self._process.send_signal(sign)
 
     def wait(self, limit_s: float = _END_LIMIT_S) -> int:
-        """Waits for the end of the API process; its exit status.
+        """Waits until the API process exits; returns its exit status.
 
         Raises:
-          ServerError: it does not end.
+          ServerError: it does not exit in time.
         """
         try:
             return self._process.wait(limit_s)
@@ -245,15 +245,15 @@ class Server:
             raise ServerError(f"vllm serve still runs after {limit_s:.0f} s:\n{self.log_tail()}") from e
 
     def wait_for_processes(self, limit_s: float = _END_LIMIT_S) -> list[psutil.Process]:
-        """Waits for the end of all its processes; those that still run."""
+        """Waits until all its processes exit; returns those that still run at the limit."""
         end_s = time.monotonic() + limit_s
         while (left := self.processes()) and time.monotonic() < end_s:
             time.sleep(0.05)
         return left
 
     def kill(self) -> None:
-        """Ends all its processes at once; does nothing if there are none left."""
-        _end(self.processes())
+        """Kills all its processes; idempotent."""
+        _kill_all(self.processes())
         self._process.wait()
         if self._keeper.poll() is None:
             self._keeper.kill()
@@ -276,7 +276,7 @@ def _environment(folder: Folder) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
-        # Every server compiles the same programs: they are kept, however small.
+        # Every server compiles the same programs: cache them, however small.
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "-1",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
@@ -289,8 +289,8 @@ def _free_port() -> int:
         return port
 
 
-def _end(processes: Sequence[psutil.Process]) -> None:
-    """Kills them; those last that remove the semaphores of the others from /dev/shm, unless they are too slow."""
+def _kill_all(processes: Sequence[psutil.Process]) -> None:
+    """Kills processes; resource trackers first get time to remove the others' semaphores from /dev/shm."""
     trackers = [process for process in processes if "resource_tracker" in _command(process)]
     for process in processes:
         if process not in trackers:
@@ -307,18 +307,18 @@ def _command(process: psutil.Process) -> str:
     return ""
 
 
-def _keep() -> None:
-    """Waits for the end of whoever started us, however it comes, and ends the process group that it told us of."""
+def _kill_server_at_end() -> None:
+    """Main of the keeper: waits until the parent process has ended, and kills the process group that it named."""
     group = int(sys.stdin.read() or 0)
     members = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):
             if group and os.getpgid(process.pid) == group:
                 members.append(process)
-    _end(members)
+    _kill_all(members)
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -337,4 +337,4 @@ def _shared_memory(pid: int) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    _keep()
+    _kill_server_at_end()

@@ -1,4 +1,4 @@
-"""Nothing here is collected where vLLM is not installed; `scripts/test-vllm` runs it."""
+"""These tests need vLLM, and are not collected without it; `scripts/test-vllm` runs them."""
 
 import os
 
@@ -9,7 +9,7 @@ from tests.kept_programs import KeptPrograms
 
 collect_ignore_glob = [] if HAS_VLLM else ["*.py"]
 
-# Before vLLM is imported: its scheduler in this process, without a device of its own.
+# Set before vLLM is imported: its scheduler runs in this process, without a device.
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,10 +18,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 class KeptVLLM:
-    """What processes of vLLM keep for those of the next session: compiled programs, and what models can do.
+    """Caches of vLLM processes that are reused by the next session: compiled programs, and properties of models.
 
     Attributes:
-      settings: environment variables of processes that end when nothing is compiled.
+      settings: environment variables of processes that are not killed while they compile.
     """
 
     def __init__(self, tmp_path_factory, cache):
@@ -29,11 +29,11 @@ class KeptVLLM:
         self._programs, self.settings = self._start()
 
     def settings_of_another(self):
-        """For a process that may be killed in the middle of writing."""
+        """Settings for a process that may be killed while it writes to the cache."""
         return self._start()[1]
 
     def publish(self):
-        """Hands on what was compiled since."""
+        """Publishes the programs that were compiled since."""
         self._programs.exchange()
 
     def _start(self):

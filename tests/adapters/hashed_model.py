@@ -1,4 +1,4 @@
-"""A model whose KV is a hash of the tokens: one can tell whose KV a block holds, and what comes next."""
+"""A fake model whose KV is a hash of the tokens, so that the contents of a block can be identified."""
 
 import functools
 import hashlib
@@ -13,11 +13,11 @@ BLOCK_SIZE = 8
 NUM_LAYERS = 2
 PAGE_SHAPE = (BLOCK_SIZE, 2, 8)
 VOCABULARY = 97
-_ROWS = 32  # that one write program takes
+_ROWS = 32  # per call of the write program
 
 
 class Prefix:
-    """A sequence whose every prefix has a digest."""
+    """A sequence with a digest of each of its prefixes."""
 
     def __init__(self, tokens) -> None:
         self.tokens: list[int] = []
@@ -46,7 +46,7 @@ def kv_of(digest: bytes, rank: int, layer: int) -> np.ndarray:
 
 @functools.cache
 def continued(prompt: tuple[int, ...], num_tokens: int) -> Prefix:
-    """What the model makes of a prompt, `num_tokens` long in all."""
+    """A prompt and the tokens that the model generates, `num_tokens` in all."""
     prefix = Prefix(prompt)
     while len(prefix.tokens) < num_tokens:
         prefix.extend([prefix.next_token()])
@@ -59,7 +59,7 @@ def _write(caches, block_ids, offsets, values):
 
 
 class InputBatch:
-    """The tokens that a pass was given, as tpu-inference's runner keeps them."""
+    """The tokens of a pass, in the form of tpu-inference's runner."""
 
     def __init__(self) -> None:
         self.req_id_to_index: dict[str, int] = {}
@@ -74,7 +74,7 @@ class InputBatch:
 
 
 class Runner:
-    """What the connector needs of tpu-inference's model runner, and the pass itself."""
+    """The part of tpu-inference's model runner that the connector uses, and the pass itself."""
 
     def __init__(self, config: VllmConfig, kv_config: KVCacheConfig, *, process_index: int) -> None:
         self.vllm_config = config
@@ -103,7 +103,7 @@ class Runner:
                 self.tables[request_id] += block_ids[0]
 
     def check(self, request_id: str, prefix: Prefix, num_tokens: int) -> bool:
-        """Whether the KV of the first tokens is theirs; what attention reads."""
+        """Whether the KV that attention reads for the first tokens is right."""
         table, ok = self.tables[request_id], True
         for layer, cache in enumerate(self.kv_caches):
             pages = np.array(cache)
@@ -113,14 +113,14 @@ class Runner:
                 self.num_checked += 1
         return ok
 
-    def write_step(self, starts: dict[str, int], inputs: dict[str, Prefix], spoilt: set[str]) -> None:
-        """Writes the KV of what a step computes, from each request's start on."""
+    def write_step(self, starts: dict[str, int], inputs: dict[str, Prefix], wrong: set[str]) -> None:
+        """Writes the KV that a step computes, from each request's start on."""
         self.input_batch.fill(inputs)
         rows = []
         for request_id, prefix in inputs.items():
             table = self.tables[request_id]
             for position in range(starts[request_id], len(prefix.tokens)):
-                digest = b"spoilt" if request_id in spoilt else prefix.digests[position]
+                digest = b"wrong" if request_id in wrong else prefix.digests[position]
                 rows.append((table[position // BLOCK_SIZE], position % BLOCK_SIZE, digest))
         self.write(rows)
 

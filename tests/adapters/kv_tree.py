@@ -1,4 +1,4 @@
-"""What a router makes of vLLM's KV events: which blocks there are, and which of them the host tier has."""
+"""A router's view from vLLM's KV events: all blocks, and those in the host tier."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ class KVTree:
       block_size: tokens of a block.
 
     Attributes:
-      host: hashes of the blocks in the host tier: those stored, less those removed.
-      num_removed: events of blocks that left it.
+      host: hashes of the blocks in the host tier: those stored and not removed.
+      num_removed: blocks removed from the host tier.
     """
 
     def __init__(self, path: Path, block_size: int) -> None:
@@ -44,28 +44,28 @@ class KVTree:
         self.num_removed = 0
 
     def close(self) -> None:
-        """Gives up the socket."""
+        """Closes the socket."""
         self._socket.close(0)
         self._context.term()
 
     def wait_for_subscription(self, cause_events: Callable[[], object]) -> None:
-        """Causes events until one comes through: a publisher knows of a new subscriber only after a while."""
+        """Causes events until one arrives: a publisher takes a while to notice a new subscriber."""
         end_s = time.monotonic() + _LIMIT_S
         while self._next is None:
-            assert time.monotonic() < end_s, "no event came"
+            assert time.monotonic() < end_s, "no event arrived"
             cause_events()
             self._follow(0.2)
 
     def follow_until(self, done: Callable[[], bool]) -> None:
-        """Takes events in until nothing more is expected."""
+        """Processes events until `done` returns True."""
         end_s = time.monotonic() + _LIMIT_S
         self._follow(0.2)
         while not done():
-            assert time.monotonic() < end_s, f"{len(self.host)} blocks are stored by the events"
+            assert time.monotonic() < end_s, f"by the events, {len(self.host)} blocks are stored"
             self._follow(0.2)
 
     def num_host_tokens(self, tokens: Sequence[int]) -> int:
-        """How many of its leading tokens the host tier has."""
+        """The number of leading tokens that the host tier has."""
         parent, size = None, self._block_size
         for start in range(0, len(tokens) - size + 1, size):
             parent = self._hashes.get((parent, tuple(tokens[start : start + size])))
@@ -77,7 +77,7 @@ class KVTree:
         while self._socket.poll(int(1000 * wait_s)):
             _, number, payload = self._socket.recv_multipart()
             found = int.from_bytes(number, "big")
-            assert self._next in (None, found), f"batches from {self._next} on were lost, {found} came"
+            assert self._next in (None, found), f"batches from {self._next} on were lost, got {found}"
             self._next = found + 1
             for event in self._decode(payload).events:
                 self._take(event)

@@ -1,20 +1,20 @@
-"""Lives of a real `vllm.LLM` with a tiny random model, on the CPU, one after another in one process.
+"""Runs of a real `vllm.LLM` with a tiny random model, on the CPU, one after another in one process.
 
-    python -m tests.adapters.llm_runs <lives.jsonl
+    python -m tests.adapters.llm_runs <runs.jsonl
 
-Each line of the input is a life, each line of the output what became of it; everything else goes to stderr. Importing
-vLLM takes most of a minute and a life some seconds, so a test sends its lives to a process that is there already.
+Each line of the input describes a run, each line of the output its outcome; everything else goes to stderr. Importing
+vLLM takes most of a minute and a run some seconds, so a test sends its runs to a process that is already started.
 
-A life:
+A run:
 
     engine      arguments of `LLM` over `ENGINE`
     connector   null, or arguments of `KVTransferConfig` over those of our connector
-    env         TPU_OFFLOAD_* of this life
-    hbm_nbytes  null, or the HBM of a device: what live arrays take of it counts as used
-    steps       [{"do": name of a method of Life, **its arguments}]
+    env         TPU_OFFLOAD_* of this run
+    hbm_nbytes  null, or the HBM of a device; live arrays count as used
+    steps       [{"do": name of a method of EngineRun, **its arguments}]
 
-Its outcome: `error`, the message with which the engine refused to start; or `steps`, what each step returned, `end`,
-what was left when all copies had ended, and `freed`, whether the runner's caches and the host pool went with the
+Its outcome: `error`, the message with which the engine refused to start; or `steps`, the result of each step, `end`,
+the state when all copies had ended, and `freed`, whether the runner's caches and the host pool were freed with the
 engine.
 """
 
@@ -54,7 +54,7 @@ _STEP_LIMIT = 3000
 _DRAIN_LIMIT_S = 30.0
 
 
-class Life:
+class EngineRun:
     """One engine. Its public methods are the steps."""
 
     def __init__(self, llm: Any, model: str) -> None:
@@ -70,7 +70,7 @@ class Life:
         self._batches: list[Any] = []
         self._preempted = _count_calls(self._scheduler, "_preempt_request")
         self.runner = self._core.model_executor.driver_worker.worker.model_runner
-        self._feeds = _Feeds(self._scheduler, self.runner)
+        self._fed_tokens = _FedTokens(self._scheduler, self.runner)
         _give_weights(self.runner)
 
     @property
@@ -86,7 +86,7 @@ class Life:
     # Steps.
 
     def generate(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:
-        """All prompts at once; as many run together as the engine takes."""
+        """All prompts at once."""
         from vllm import TokensPrompt
 
         outputs = self._llm.generate(
@@ -99,9 +99,9 @@ class Life:
         }
 
     def sample(self, prompts: list[list[int]], seed: int, **sampling: Any) -> dict[str, Any]:
-        """One prompt after the other, each with the random numbers of an engine that has just started.
+        """One prompt after the other, each with the random numbers of a fresh engine.
 
-        On TPU a request has no seed of its own, and each step takes the next number of the engine's.
+        On TPU, requests have no seeds, and each step takes the engine's next random number.
         """
         import jax
 
@@ -114,7 +114,7 @@ class Life:
         return {name: [value for outcome in outcomes for value in outcome[name]] for name in outcomes[0]}
 
     def chat(self, said: dict[str, list[int]], **sampling: Any) -> dict[str, Any]:
-        """Adds tokens to conversations and has all of them answered, in the order given."""
+        """Adds tokens to conversations and generates the answers, in the order given."""
         numbers = [int(number) for number in said]
         prompts = [self._conversations.get(int(number), []) + tokens for number, tokens in said.items()]
         outcome = self.generate(prompts, **sampling)
@@ -131,15 +131,15 @@ class Life:
         pause: bool = False,
         **sampling: Any,
     ) -> dict[str, Any]:
-        """Steps the engine and does things between the steps.
+        """Steps the engine and intervenes between the steps.
 
         Args:
-          prompts: one request each.
-          abort: by place, the vLLM status at whose sight a request is aborted.
-          reset_when: the vLLM status of any request at whose first sight everything cached is forgotten.
-          preempt_at: numbers of tokens of the first request at which all are preempted and what HBM has is forgotten.
-          pause: it is done by a pause, which waits for the step that is on its way, as it does in a served engine.
-          sampling: as ever.
+          prompts: one per request.
+          abort: by index, the vLLM status in which a request is aborted.
+          reset_when: the vLLM status at whose first occurrence all caches are reset.
+          preempt_at: numbers of tokens of the first request at which all are preempted and HBM is emptied.
+          pause: preempt by a pause, which waits for the step in flight, as in a served engine.
+          sampling: settings of `SamplingParams`.
         """
         from vllm import TokensPrompt
         from vllm.v1.core.sched.interface import PauseState
@@ -180,29 +180,29 @@ class Life:
                     pausing = True
                     self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
                     continue
-                with contextlib.suppress(RuntimeError):  # blocks that a step on its way writes are not free yet
+                with contextlib.suppress(RuntimeError):  # blocks of a step in flight are not free yet
                     self._llm.reset_prefix_cache(reset_running_requests=True)
             for output in engine.step():
-                place = next(i for i, (external, _) in enumerate(ids) if external == output.request_id)
-                tokens[place] = list(output.outputs[0].token_ids)
+                index = next(i for i, (external, _) in enumerate(ids) if external == output.request_id)
+                tokens[index] = list(output.outputs[0].token_ids)
         return {"tokens": tokens, "aborted": aborted, "seen": seen, "hung": engine.has_unfinished_requests()}
 
     def drain(self) -> dict[str, Any]:
-        """Steps on until nothing is left to do, as vLLM's own loop does; then the state."""
+        """Steps until the engine is idle, as vLLM's own loop does. Returns the state."""
         deadline_s = time.monotonic() + _DRAIN_LIMIT_S
         while self._scheduler.has_requests() and time.monotonic() < deadline_s:
             self._llm.llm_engine.step()
         return self.state()
 
     def state(self) -> dict[str, Any]:
-        """Of the engine and, with a connector, of the books."""
+        """The state of the engine and of the connector."""
         pool = self._scheduler.kv_cache_manager.block_pool
         state = {
             "num_free_blocks": pool.get_num_free_blocks(),
             "num_blocks": pool.num_gpu_blocks,
             "num_requests": len(self._scheduler.requests),
             "num_preemptions": len(self._preempted),
-            "wrong_feeds": self._feeds.wrong(),
+            "wrong_tokens": self._fed_tokens.wrong(),
         }
         if self.connector is None:
             return state
@@ -211,14 +211,14 @@ class Life:
         stats = side._offload.stats()
         return state | {
             "stats": {name: getattr(stats, name) for name in stats.__slots__},
-            "num_watched": len(side._watched) + len(side._promised),
+            "num_active": len(side._active) + len(side._promised),
             "has_jobs": side.has_jobs,
             "has_flights": self.worker.has_flights,
             "num_host_chunks": self.worker.num_host_chunks,
         }
 
-    def spoil_host_memory(self) -> None:
-        """Every block of the host pool gets the bytes of the one before it."""
+    def shuffle_host_memory(self) -> None:
+        """Moves the contents of every block in the host pool to the next one."""
         import jax
         import numpy as np
 
@@ -228,7 +228,7 @@ class Life:
             pool.replace(i, [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment])
 
     def break_loads(self, times: int, method: str = "load") -> None:
-        """The next loads fail, in this method of the copier."""
+        """Has the next loads fail, in this method of the copier."""
         from tpu_offload.types import Direction
 
         copier, left = tier_group(self.worker).copiers[Direction.LOAD], [times]
@@ -243,7 +243,7 @@ class Life:
         setattr(copier, method, fail)
 
     def lose_caches(self, skip: list[int], method: str = "load") -> None:
-        """After so many loads, one takes the KV caches with it; and so on."""
+        """Has loads destroy the KV caches: one after each of these numbers of other loads."""
         from tpu_offload.types import Direction
 
         copier, left = tier_group(self.worker).copiers[Direction.LOAD], list(skip)
@@ -262,16 +262,16 @@ class Life:
         setattr(copier, method, fail)
 
     def reset(self) -> bool:
-        """Forgets all that is cached, in HBM and in the host tier."""
+        """Empties HBM's prefix cache and the host tier."""
         return self._llm.reset_prefix_cache(reset_connector=True)
 
     def reset_hbm(self) -> bool:
-        """Forgets what is cached in HBM only."""
+        """Empties HBM's prefix cache only."""
         return self._llm.reset_prefix_cache()
 
-    def replace(self, life: dict[str, Any]) -> None:
-        """Makes another engine, and only then gives this one up."""
-        llm = _engine(life, self._model)
+    def replace(self, spec: dict[str, Any]) -> None:
+        """Creates another engine before this one is released."""
+        llm = _engine(spec, self._model)
         self._take(llm)
         gc.collect()
 
@@ -282,11 +282,11 @@ class Life:
         return sorted(KVConnectorFactory._registry)
 
     def record_events(self) -> None:
-        """From here on."""
+        """Records KV events from now on."""
         self._scheduler.kv_event_publisher = _Publisher(self._batches)
 
     def events(self) -> list[tuple[str, str, list[str]]]:
-        """Kind, medium and hashes of what was published."""
+        """Kind, medium and hashes of the published events."""
         return [
             (type(event).__name__, event.medium, [str(block_hash) for block_hash in event.block_hashes])
             for batch in self._batches
@@ -303,14 +303,14 @@ class Life:
         }
 
     def log_stats(self) -> list[str]:
-        """What vLLM's own log line says."""
+        """vLLM's own statistics lines."""
         with _captured("vllm") as lines:
             self._llm.llm_engine.do_log_stats()
         return lines
 
 
 def _count_calls(owner: Any, name: str) -> list[None]:
-    """A list with an entry for each call. It must not refer to `Life`, or the engine would never be collected."""
+    """A list with an entry for each call. It must not refer to `EngineRun`, or the engine would never be collected."""
     calls: list[None] = []
     method = getattr(owner, name)
 
@@ -322,11 +322,11 @@ def _count_calls(owner: Any, name: str) -> list[None]:
     return calls
 
 
-class _Feeds:
-    """Every token that the model was given, held against those that vLLM has hashed.
+class _FedTokens:
+    """Compares every token that the model was given with those that vLLM has hashed.
 
-    KV is kept under hashes of tokens: what the model was given last at a place is what the KV of that place is of.
-    Like `_count_calls`, this must not refer to `Life`; nor do the engine's objects outlive the engine in it.
+    KV is saved under hashes of tokens; the KV of a position is that of the last token that the model was given there.
+    Like `_count_calls`, this must not refer to `EngineRun`; nor do the engine's objects outlive the engine in it.
     """
 
     def __init__(self, scheduler: Any, runner: Any) -> None:
@@ -359,7 +359,7 @@ class _Feeds:
         runner._prepare_inputs, runner.model_fn, scheduler._free_request = prepare_inputs, run_model, free_request
 
     def wrong(self) -> list[tuple[str, int, int, int]]:
-        """Request, place, the token that the model was given and the one that vLLM has; of requests that have ended."""
+        """Differences in ended requests: request, position, the model's token and vLLM's."""
         import numpy as np
 
         for rows, token_ids in self._steps:
@@ -379,7 +379,7 @@ class _Feeds:
 
 
 class _Publisher:
-    """Stands where vLLM's would send events over the network."""
+    """Records events in place of vLLM's publisher."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
@@ -431,7 +431,7 @@ def _hbm_nbytes() -> int:
 
 @contextlib.contextmanager
 def _hbm(nbytes: int | None) -> Any:
-    """Devices with this much HBM, of which the arrays made from here on take their part."""
+    """Simulates devices with this much HBM; arrays created from now on count as used."""
     from tpu_inference import utils
 
     if nbytes is None:
@@ -445,80 +445,80 @@ def _hbm(nbytes: int | None) -> Any:
         utils.hbm_usage_bytes = usage
 
 
-def _engine(life: dict[str, Any], model: str) -> Any:
+def _engine(spec: dict[str, Any], model: str) -> Any:
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
-    settings = ENGINE | life.get("engine", {})
+    settings = ENGINE | spec.get("engine", {})
     if settings.get("num_gpu_blocks_override") == 0:  # as many as fit
         del settings["num_gpu_blocks_override"]
     if "kv_events_config" in settings:
         settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
-    if life.get("connector") is not None:
-        settings["kv_transfer_config"] = KVTransferConfig(**CONNECTOR | life["connector"])
+    if spec.get("connector") is not None:
+        settings["kv_transfer_config"] = KVTransferConfig(**CONNECTOR | spec["connector"])
     return LLM(model=model, **settings)
 
 
 def _give_weights(runner: Any) -> None:
-    """Random weights with which the next token depends on all tokens before it.
+    """Sets random weights with which the next token depends on all tokens before it.
 
-    vLLM's dummy weights are so small that it depends on the last token alone: no test would see a wrong KV cache.
+    With vLLM's dummy weights it depends on the last token alone, so no test would detect a wrong KV cache.
     """
     import jax
 
     weights, tree = jax.tree_util.tree_flatten_with_path(runner.state)
     leaves = [
-        jax.device_put(_weight(place, jax.tree_util.keystr(path), weight.shape, weight.dtype), weight.sharding)
-        for place, (path, weight) in enumerate(weights)
+        jax.device_put(_weight(index, jax.tree_util.keystr(path), weight.shape, weight.dtype), weight.sharding)
+        for index, (path, weight) in enumerate(weights)
     ]
     runner.state = jax.tree_util.tree_unflatten(tree, leaves)
     runner.state_leaves = tuple(leaves)
 
 
 @functools.cache
-def _weight(place: int, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+def _weight(index: int, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
     import jax
     import numpy as np
 
     if len(shape) == 1:
         return np.full(shape, 2.0 if "q_norm" in name or "k_norm" in name else 1.0, dtype)
-    scale = 0.5 if "embed" in name else 1 / 16  # a small residual leaves room for what attention adds
-    return np.asarray(scale * jax.random.normal(jax.random.key(place), shape, dtype))
+    scale = 0.5 if "embed" in name else 1 / 16  # a small residual, so that attention has an effect
+    return np.asarray(scale * jax.random.normal(jax.random.key(index), shape, dtype))
 
 
 def _one_line(error: BaseException) -> str:
-    """The innermost cause, which is what a user finds at the end of the trace."""
+    """The innermost cause, which ends the traceback."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
 
 
-def live(life: dict[str, Any], model: str) -> dict[str, Any]:
-    """One life from start to end."""
+def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
+    """One run from start to end."""
     gc.collect()
-    with _environment(life.get("env", {})), _hbm(life.get("hbm_nbytes")), _captured("vllm", "tpu_offload") as log:
+    with _environment(spec.get("env", {})), _hbm(spec.get("hbm_nbytes")), _captured("vllm", "tpu_offload") as log:
         try:
-            llm = _engine(life, model)
+            llm = _engine(spec, model)
         except Exception as e:
             error = _one_line(e)
             _clean_up()
             return {"error": error, "log": log}
-        alive = Life(llm, model)
+        engine_run = EngineRun(llm, model)
         outcome: dict[str, Any] = {"error": None}
         outcome["steps"] = [
-            getattr(alive, step["do"])(**{k: v for k, v in step.items() if k != "do"}) for step in life["steps"]
+            getattr(engine_run, step["do"])(**{k: v for k, v in step.items() if k != "do"}) for step in spec["steps"]
         ]
-        outcome["end"] = alive.drain()
-        left = [weakref.ref(alive.runner), weakref.ref(alive.runner.kv_caches[0])]
-        if alive.connector is not None:
-            left.append(weakref.ref(tier_group(alive.worker).memory.pool))
-        del alive, llm
+        outcome["end"] = engine_run.drain()
+        left = [weakref.ref(engine_run.runner), weakref.ref(engine_run.runner.kv_caches[0])]
+        if engine_run.connector is not None:
+            left.append(weakref.ref(tier_group(engine_run.worker).memory.pool))
+        del engine_run, llm
         gc.collect()
         return outcome | {"freed": [ref() is None for ref in left], "log": log}
 
 
 def _clean_up() -> None:
-    """After an engine that did not start, whose process would end in real life."""
+    """Cleans up after an engine that did not start; in production its process would end."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
@@ -528,9 +528,9 @@ def _clean_up() -> None:
 
 
 def _freeze_imports() -> None:
-    """The collector passes over a million objects of vLLM, torch and jax, as it did in most of the time of a life.
+    """Has the garbage collector skip the million objects of vLLM, torch and jax, where a run spent most of its time.
 
-    vLLM freezes them too, but with the engine that it has just made, and thaws all of them when that ends.
+    vLLM freezes them as well, but together with the engine, and unfreezes all when it ends.
     """
     gc.collect()
     gc.freeze()
@@ -538,9 +538,9 @@ def _freeze_imports() -> None:
 
 
 def main() -> None:
-    """Reads lives, writes outcomes."""
+    """Reads runs, writes outcomes."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints
+    os.dup2(2, 1)  # output of vLLM
     import cpu_shim
 
     cpu_shim.install()
@@ -548,14 +548,14 @@ def main() -> None:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))
         for number, line in enumerate(sys.stdin):
             try:
-                outcome = live(json.loads(line), model)
+                outcome = run(json.loads(line), model)
             except Exception as e:
-                logging.getLogger("vllm").exception("a life went wrong")
+                logging.getLogger("vllm").exception("a run failed")
                 outcome = {"error": f"in a step: {_one_line(e)}"}
                 _clean_up()
             answers.write(json.dumps(outcome) + "\n")
             answers.flush()
-            if number == 0:  # the first life has imported everything
+            if number == 0:  # the first run has imported everything
                 _freeze_imports()
 
 

@@ -1,9 +1,9 @@
 """The real vLLM scheduler over the real connector, in both roles, and a model whose KV is a hash of the tokens.
 
-What is real: vLLM's scheduler, KV cache manager, connector mixin and output aggregator; the connector; the
-library's scheduler and workers, copying between jax arrays. The model is made up: the KV of a position is a
-hash of all tokens up to it, so that a test can tell whose KV a block holds, and the next token a function of the
-same. Before each pass the model looks at every byte that attention would read.
+Real are vLLM's scheduler, KV cache manager, connector mixin and output aggregator, the connector, and the library's
+scheduler and workers, which copy between jax arrays. The model is a fake: the KV of a position is a hash of all tokens
+up to it, so that tests can identify the contents of a block, and so is the next token. Before each pass the model
+checks every byte that attention would read.
 """
 
 import contextlib
@@ -124,11 +124,11 @@ def kv_cache_config(num_blocks: int) -> KVCacheConfig:
 
 
 class Stack:
-    """One engine: the scheduler, and as many workers as asked for.
+    """One engine: a scheduler and its workers.
 
     Args:
-      num_workers: each has all of the caches, with bytes of its own in them.
-      guess: for speculative decoding, how often a draft is right.
+      num_workers: each has all layers, with contents of its own.
+      guess: for speculative decoding, returns whether the next draft is right.
     """
 
     def __init__(self, *, num_blocks: int = 24, num_workers: int = 1, guess=lambda: True, **kwargs) -> None:
@@ -165,13 +165,13 @@ class Stack:
         self.errors: set[str] = set()
         self.in_flight: list[Any] = []
         self.num_steps = 0
-        self.num_spoilt = 0
-        self._spoilt_before: set[str] = set()
+        self.num_wrong = 0
+        self._wrong_before: set[str] = set()
         self._invalid_before: set[int] = set()
         self._ends_before: dict[str, int] = {}
         self.events: list[Any] = []
-        self.meddle = lambda outputs: outputs
-        self.meanwhile: Callable[[], object] = lambda: None  # what happens while the step runs
+        self.tamper = lambda outputs: outputs
+        self.meanwhile: Callable[[], object] = lambda: None  # called while the step runs
 
     @property
     def side(self):
@@ -217,12 +217,12 @@ class Stack:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def sequence(self, request_id: str) -> Prefix:
-        """Every token that the request may come to have."""
+        """The tokens of the request, and those that the model would generate."""
         prompt = tuple(self.requests[request_id].prompt_token_ids)
         return continued(prompt, len(prompt) + 64)
 
     def step(self) -> None:
-        """One step; with async scheduling one is scheduled and the one before ends."""
+        """One step. With async scheduling, schedules a step and ends the one before."""
         self.begin_step()
         self.meanwhile()
         if self.in_flight and (len(self.in_flight) > self.is_async or not self.scheduler.has_requests()):
@@ -248,7 +248,7 @@ class Stack:
             if not self.scheduler.has_requests() and not self.in_flight:
                 return
             self.step()
-        raise AssertionError(f"still at it after {max_steps} steps: {self.scheduler.requests}")
+        raise AssertionError(f"not finished after {max_steps} steps: {self.scheduler.requests}")
 
     def serve(self, request_id: str, prompt, **kwargs) -> Request:
         request = self.add(request_id, prompt, **kwargs)
@@ -265,29 +265,29 @@ class Stack:
                 assert len(tokens) == request.max_tokens
 
     def check_end(self) -> None:
-        """Nothing is left of anything."""
+        """Checks that nothing has leaked."""
         self.check()
         assert not self.scheduler.requests
         assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.num_blocks - 1
-        assert not self.side._watched
+        assert not self.side._active
         assert not self.side._promised
-        assert not self.side._in_background
-        assert not self.side._first_in_background
+        assert not self.side._background_loads
+        assert not self.side._background_first_hash
         if self.offload is not None:
             stats = self.offload.stats()
             assert stats.num_jobs_in_flight == 0
             assert stats.staging_reserved_blocks == 0
             assert not self.offload._requests
         for connector in self.connectors:
-            assert not connector.worker_side._loading
-            assert not connector.worker_side._told
-            assert not connector.worker_side._in_background
+            assert not connector.worker_side._unreported_loads
+            assert not connector.worker_side._reported_loads
+            assert not connector.worker_side._background_job_ids
 
     def close(self) -> None:
         for connector in self.connectors:
             connector.shutdown()
 
-    # A step of the workers.
+    # The workers' step.
 
     def _execute(self, output) -> ModelRunnerOutput:
         kv_outputs, ids = [], list(output.num_scheduled_tokens)
@@ -297,7 +297,7 @@ class Stack:
                     begun = KVConnectorModelRunnerMixin._get_kv_connector_output(output)
                     kv_outputs.append(connected.enter_context(begun))
                 runner.update_tables(output)
-            # With synchronous loads, those that failed are known when the pass begins.
+            # Failed synchronous loads are known when the pass begins.
             invalid = set().union(*(connector.worker_side._invalid_block_ids for connector in self.connectors))
             sampled = self._forward(output, invalid)
         self._invalid_before = set().union(*(kv_output.invalid_block_ids for kv_output in kv_outputs))
@@ -313,59 +313,59 @@ class Stack:
             )
             for kv_output in kv_outputs
         ]
-        return self.aggregator.aggregate(self.meddle(results))
+        return self.aggregator.aggregate(self.tamper(results))
 
     def _forward(self, output, invalid: set[int]) -> dict[str, list[int]]:
-        """The pass on all workers; what reads wrong KV computes wrong KV and samples wrong tokens.
+        """The pass on all workers. A request that reads wrong KV computes wrong KV and samples wrong tokens.
 
-        That may happen only to who computes on blocks that a worker reports with this step, and in the step after it if
-        that was scheduled before the report was heard.
+        This is allowed only for requests that compute on blocks reported as invalid with this step, and in the next
+        step if that was scheduled before the report arrived.
         """
         num_computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         num_computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        self._check_places(output, num_computed)
-        may_be_spoilt = {
+        self._check_positions(output, num_computed)
+        may_be_wrong = {
             request_id
             for request_id in output.num_scheduled_tokens
             if self._holds(request_id, invalid)
-            or (self.is_async and (request_id in self._spoilt_before or self._holds(request_id, self._invalid_before)))
+            or (self.is_async and (request_id in self._wrong_before or self._holds(request_id, self._invalid_before)))
         }
         inputs = {}
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
-            drafts = [max(draft, 0) for draft in drafts]  # -1 pads; no right token is 0
+            drafts = [max(draft, 0) for draft in drafts]  # -1 is padding; no valid token is 0
             end = num_computed[request_id] + num_scheduled
             tokens = self.sequence(request_id).tokens[: end - len(drafts)]
             inputs[request_id] = Prefix(tokens + drafts), len(drafts)
         # As in a layer of a real model: every request's KV is written before any attention reads, so that one may
         # share blocks with another of the same pass.
-        spoilt: set[str] = set()
+        wrong: set[str] = set()
         while True:
             for runner in self.runners:
-                runner.write_step(num_computed, {name: prefix for name, (prefix, _) in inputs.items()}, spoilt)
-            now_spoilt = {
+                runner.write_step(num_computed, {name: prefix for name, (prefix, _) in inputs.items()}, wrong)
+            now_wrong = {
                 request_id
                 for request_id in output.num_scheduled_tokens
-                if request_id not in spoilt
+                if request_id not in wrong
                 and not all(
                     runner.check(request_id, self.sequence(request_id), num_computed[request_id])
                     for runner in self.runners
                 )
             }
-            assert now_spoilt <= may_be_spoilt, f"{now_spoilt - may_be_spoilt} read KV that is not their own"
-            if not now_spoilt:
+            assert now_wrong <= may_be_wrong, f"{now_wrong - may_be_wrong} read KV that is not their own"
+            if not now_wrong:
                 break
-            spoilt |= now_spoilt
-        self.num_spoilt += len(spoilt)
-        self._spoilt_before = spoilt
+            wrong |= now_wrong
+        self.num_wrong += len(wrong)
+        self._wrong_before = wrong
         return {
-            request_id: self._sample(request_id, *inputs[request_id], wrong=request_id in spoilt)
+            request_id: self._sample(request_id, *inputs[request_id], wrong=request_id in wrong)
             for request_id in output.num_scheduled_tokens
         }
 
-    def _check_places(self, output, num_computed: dict[str, int]) -> None:
-        """tpu-inference writes the last token of the step before at the end of who is in both steps."""
+    def _check_positions(self, output, num_computed: dict[str, int]) -> None:
+        """Checks positions: tpu-inference appends the previous step's token to each request that is in both steps."""
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         for request_id, end in self._ends_before.items():
             assert not self.is_async or request_id in resumed or num_computed.get(request_id, end) == end, request_id
@@ -382,7 +382,7 @@ class Stack:
             return []
         first = len(prefix.tokens) - num_drafts
         if wrong:
-            return [VOCABULARY + 3]  # in no sequence
+            return [VOCABULARY + 3]  # occurs in no sequence
         tokens = [next_token(prefix.digests[first - 1])]
         for i, draft in enumerate(prefix.tokens[first:]):
             if draft != tokens[-1]:
@@ -408,7 +408,7 @@ class Stack:
 
 @contextlib.contextmanager
 def _agent(connector):
-    """vLLM keeps one worker connector a process; here several take turns."""
+    """Makes this the worker connector of the process; vLLM has only one."""
     before, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, connector
     try:
         yield
@@ -424,19 +424,19 @@ def prompt(num_tokens: int, *, seed: int = 0) -> list[int]:
     return [3 + (seed * 31 + i * 7) % VOCABULARY for i in range(num_tokens)]
 
 
-# What many tests begin with.
+# Setups that many tests share.
 
 SMALL = {"num_staging_blocks": 16, "num_cpu_chunks": 64, "sync_load": False}
 
 
 def make_stack(**kwargs) -> Stack:
     stack = Stack(**{"num_blocks": 12, **SMALL, **kwargs})
-    stack.serve("warm", prompt(BLOCK_SIZE, seed=99))  # the workers have said hello
+    stack.serve("warm", prompt(BLOCK_SIZE, seed=99))  # the workers have reported their layout
     return stack
 
 
 def save_prompt(stack: Stack, name: str, num_tokens: int = 40, **kwargs) -> list[int]:
-    """A prompt whose blocks are in the host tier and not in HBM."""
+    """Serves a prompt, so that its blocks are in the host tier, and empties HBM."""
     tokens = prompt(num_tokens, seed=20)
     stack.serve(name, tokens, **kwargs)
     stack.scheduler.reset_prefix_cache()
@@ -444,7 +444,7 @@ def save_prompt(stack: Stack, name: str, num_tokens: int = 40, **kwargs) -> list
 
 
 def hold_saves(stack: Stack) -> list:
-    """Saves end only when the list is emptied."""
+    """Holds back the completion of saves until the returned list is emptied."""
     held = [True]
     for worker in stack.workers:
         group = tier_group(worker)
@@ -466,14 +466,14 @@ def break_loads(stack: Stack, worker: int = 0) -> None:
 
 
 def take_caches(kv_caches) -> None:
-    """What is left of donated caches when the program that took them fails."""
+    """Fails like a program that has consumed its donated caches."""
     for cache in kv_caches[:1]:
         cache.delete()
     raise RuntimeError("injected")
 
 
 def lose_caches(stack: Stack, worker: int = 0) -> None:
-    """The next load takes the caches with it; those after it do not."""
+    """Has the next load destroy the caches, and only that one."""
     copier = tier_group(stack.workers[worker]).copiers[Direction.LOAD]
     name = "resume_load" if stack.side._config.load_path is CopyPath.STAGED else "load"
 

@@ -1,12 +1,12 @@
-"""Conversations through a real `vllm serve` whose requests are preempted; `scripts/serve-campaign` runs it.
+"""Conversations with a real `vllm serve` whose requests are preempted; `scripts/serve-campaign` runs it.
 
-For each seed the same conversations are held with two servers: `clean`, with 400 blocks and no connector, whose answers
-are right, and ours, with so few blocks that requests are preempted. Then HBM of both is emptied, and each conversation,
-as ours answered it, is asked of both for the next token's log probabilities: ours loads it from the host tier, `clean`
-computes it. The difference is exactly 0 unless the host tier has KV that is not of the tokens it is kept under.
+For each seed, the same conversations run on two servers: `clean`, with 400 blocks and no connector, whose answers are
+right, and ours, with so few blocks that requests are preempted. Then the HBM of both is emptied, and each conversation,
+with our answers, is sent to both for the next token's log probabilities: ours loads it from the host tier, `clean`
+computes it. The difference is exactly 0 unless the host tier has KV of other tokens than those of its key.
 
-With planted faults all of this has to hold as well. `--faults '{"load leaves out a block": 0.05}'` is another matter:
-that is known only when tokens that rest on it are out. Answers may differ then; what the host tier has must not.
+All of this must hold with injected faults, too. The exception is `--faults '{"load leaves out a block": 0.05}'`: it is
+detected only after tokens that depend on it were returned. Answers may differ then; KV in the host tier must not.
 """
 
 import argparse
@@ -27,15 +27,15 @@ _PREEMPTED = "vllm:num_preemptions_total"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one seed.
+    """The outcome of one seed.
 
     Attributes:
-      num_answers: that were compared.
-      differing: (conversation, turn) of those that were wrong.
-      num_preemptions: of ours.
-      num_failed_jobs: of ours; planted ones, if any are.
-      loaded: tokens that were found in the host tier when the conversations were asked again.
-      wrong: by conversation, the largest difference of log probabilities where there is one.
+      num_answers: answers that were compared.
+      differing: (conversation, turn) of wrong answers.
+      num_preemptions: on our server.
+      num_failed_jobs: on our server; the injected ones, if any.
+      loaded: tokens found in the host tier when the conversations were sent again.
+      wrong: by conversation, the largest difference of log probabilities that is not 0.
     """
 
     num_answers: int
@@ -46,7 +46,7 @@ class Outcome:
     wrong: dict[int, float]
 
     def line(self) -> str:
-        """What one reads of it."""
+        """The outcome in one line."""
         said = f"{self.num_answers} answers, {len(self.differing)} differ {self.differing or ''}".rstrip()
         kept = f"{self.loaded} tokens found again, {len(self.wrong)} conversations with wrong KV"
         if self.wrong:
@@ -55,7 +55,7 @@ class Outcome:
 
 
 async def run_seed(ours: Server, clean: Server, load: Load, seed: int) -> Outcome:
-    """Holds the conversations of a seed with both, and asks them again.
+    """Runs the conversations of a seed on both servers, and sends them again.
 
     Raises:
       RequestFailed: a request was answered with an error.
@@ -98,8 +98,8 @@ async def _difference(ours: Client, clean: Client, turn: Turn) -> tuple[int, flo
 
 
 def run(args: argparse.Namespace) -> int:
-    """All seeds; the exit status."""
-    extra = dict(OURS["kv_connector_extra_config"]) | {"mend_runner": args.mend}
+    """Runs all seeds. Returns the exit status."""
+    extra = dict(OURS["kv_connector_extra_config"]) | {"restore_lost_tokens": args.restore_tokens}
     connector = {**OURS, "kv_connector_extra_config": extra}
     faults = FAULTS if args.faults == "" else json.loads(args.faults or "{}")
     environ = {"CPU_SHIM_FAULTS": json.dumps({"seed": args.seed, **faults})} if faults else {}
@@ -142,10 +142,10 @@ def _sum_up(args: argparse.Namespace, outcomes: Sequence[Outcome], *, interrupte
     if interrupted:
         return 130
     if faults != bool(failed):
-        print("no planted fault struck" if faults else "copies failed")
+        print("no injected fault occurred" if faults else "copies failed")
     if preemptions < args.min_preemptions:
         print(f"fewer than {args.min_preemptions} preemptions")
-    bad = wrong or (differing and args.mend) or preemptions < args.min_preemptions or faults != bool(failed)
+    bad = wrong or (differing and args.restore_tokens) or preemptions < args.min_preemptions or faults != bool(failed)
     return int(bool(bad))
 
 
@@ -167,7 +167,12 @@ def main() -> int:
         const="",
         help=f"JSON of faults and their probability a copy; alone: {json.dumps(FAULTS)}",
     )
-    add("--no-mend", dest="mend", action="store_false", help="leave the runner's tokens alone; answers may differ then")
+    add(
+        "--no-restore-tokens",
+        dest="restore_tokens",
+        action="store_false",
+        help="do not restore tokens that tpu-inference loses; answers may differ",
+    )
     add("serve_arguments", nargs="*", help="arguments of `vllm serve` for ours, after --")
     args = parser.parse_args()
     if min(args.seeds, args.conversations, args.turns, args.concurrency, args.answer) < 1:

@@ -19,8 +19,8 @@ def run(path, *arguments):
 
 
 def test_the_scheduler_alone(tmp_path):
-    said, report = run(tmp_path / "report.json", "--part", "scheduler")
-    assert "pickling the metadata, median (us CPU)" in said
+    printed, report = run(tmp_path / "report.json", "--part", "scheduler")
+    assert "pickling the metadata, median (us CPU)" in printed
     assert {"vllm-tpu", "tpu-inference"} <= report["versions"].keys()
     figures = report["scheduler"]["figures"]
     assert set(figures) == {"none", "peer", "ours-async"}
@@ -30,8 +30,8 @@ def test_the_scheduler_alone(tmp_path):
 
 @pytest.mark.slow
 def test_whole_engines(tmp_path):
-    said, report = run(tmp_path / "report.json", "--part", "engine")
-    assert "all variants generated the same tokens" in said
+    printed, report = run(tmp_path / "report.json", "--part", "engine")
+    assert "all variants generated the same tokens" in printed
     figures = report["engine"]["figures"]
     assert figures["none"]["idle"]["loaded_tokens"]["median"] == 0
     for variant in ("peer", "ours-async"):

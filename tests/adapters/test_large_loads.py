@@ -1,4 +1,4 @@
-"""A hit too large to go before one step waits for its load in vLLM's queue; smaller ones hold nobody up."""
+"""A hit beyond the limit of one step waits for its load in vLLM's queue; smaller ones do not wait."""
 
 import pytest
 from vllm.v1.request import RequestStatus
@@ -11,7 +11,7 @@ from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
 
-MAX_BLOCKS = 4  # before one step
+MAX_BLOCKS = 4  # loaded before one step
 SMALL, LARGE = 3, 9
 BLOCK_NBYTES = NUM_LAYERS * PAGE_SHAPE[0] * PAGE_SHAPE[1] * PAGE_SHAPE[2]
 scheduling = pytest.mark.parametrize("async_scheduling", [False, True])
@@ -19,7 +19,7 @@ workers = pytest.mark.parametrize("num_workers", [1, 2])
 
 
 def make(*prompts: list[int], **kwargs) -> Stack:
-    """An engine whose host tier has these prompts, and whose HBM has nothing."""
+    """An engine with these prompts in the host tier and nothing in HBM."""
     bound = {"max_load_gb_per_step": (MAX_BLOCKS + 0.5) * BLOCK_NBYTES / 2**30}
     settings = {"num_blocks": 60, "num_cpu_chunks": 64, "max_num_batched_tokens": 200, "sync_load": None}
     stack = make_stack(**{**settings, **bound, **kwargs})
@@ -35,7 +35,7 @@ def blocks(num_blocks: int, *, seed: int) -> list[int]:
 
 
 def fail_loads(stack: Stack, num_blocks: int) -> None:
-    """Loads whose first piece has so many blocks fail."""
+    """Has loads fail whose first piece has this many blocks."""
     for worker in stack.workers:
         copier = tier_group(worker).copiers[Direction.LOAD]
 
@@ -49,7 +49,7 @@ def fail_loads(stack: Stack, num_blocks: int) -> None:
 
 @scheduling
 @workers
-def test_a_small_hit_does_not_wait_and_a_large_one_holds_nobody_up(async_scheduling, num_workers):
+def test_a_small_hit_does_not_wait_and_a_large_one_delays_no_request(async_scheduling, num_workers):
     small, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
     stack = make(small, large, async_scheduling=async_scheduling, num_workers=num_workers)
     stack.add("runs", prompt(5, seed=7), max_tokens=30)
@@ -74,7 +74,7 @@ def test_a_small_hit_does_not_wait_and_a_large_one_holds_nobody_up(async_schedul
 
 
 @scheduling
-def test_hits_of_one_step_are_bounded_together(async_scheduling):
+def test_hits_of_one_step_are_limited_together(async_scheduling):
     prompts = [blocks(SMALL, seed=seed) for seed in (3, 5, 9)]
     stack = make(*prompts, async_scheduling=async_scheduling)
     requests = [stack.add(f"b{i}", [*tokens, 7]) for i, tokens in enumerate(prompts)]
@@ -90,7 +90,7 @@ def test_hits_of_one_step_are_bounded_together(async_scheduling):
 
 
 @scheduling
-def test_a_small_hit_goes_before_its_step_though_a_large_one_is_on_its_way(async_scheduling):
+def test_a_small_hit_is_loaded_before_its_step_while_a_large_one_is_in_flight(async_scheduling):
     small, large = blocks(SMALL, seed=3), blocks(20, seed=5)
     stack = make(small, large, async_scheduling=async_scheduling)
     a = stack.add("large", [*large, 7])
@@ -98,7 +98,7 @@ def test_a_small_hit_goes_before_its_step_though_a_large_one_is_on_its_way(async
     assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     b = stack.add("small", [*small, 7])
     stack.step()
-    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS, "too small a load to say anything"
+    assert a.status is RequestStatus.WAITING_FOR_REMOTE_KVS, "the load is too small for this test"
     assert b.status is RequestStatus.RUNNING
     stack.drain()
     stack.check_end()
@@ -107,13 +107,13 @@ def test_a_small_hit_goes_before_its_step_though_a_large_one_is_on_its_way(async
 @scheduling
 @workers
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_large_hit_that_fails_spoils_no_step(async_scheduling, num_workers, policy):
+def test_a_large_hit_that_fails_invalidates_no_step(async_scheduling, num_workers, policy):
     small, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
     stack = make(small, large, async_scheduling=async_scheduling, num_workers=num_workers, policy=policy)
     fail_loads(stack, MAX_BLOCKS)  # its first piece
     a, b = stack.add("large", [*large, 7]), stack.add("small", [*small, 7])
     stack.drain()
-    assert stack.num_spoilt == 0
+    assert stack.num_wrong == 0
     assert b.status is RequestStatus.FINISHED_LENGTH_CAPPED
     expected = RequestStatus.FINISHED_LENGTH_CAPPED if policy == "recompute" else RequestStatus.FINISHED_ERROR
     assert a.status is expected
@@ -123,8 +123,8 @@ def test_a_large_hit_that_fails_spoils_no_step(async_scheduling, num_workers, po
 
 @scheduling
 @workers
-def test_a_small_hit_fails_while_a_large_one_is_on_its_way(async_scheduling, num_workers):
-    """One program moves pieces of both, so that both fail; only the small one has been computed on."""
+def test_a_small_hit_fails_while_a_large_one_is_in_flight(async_scheduling, num_workers):
+    """One program copies pieces of both, so both fail; the step has computed on the small one only."""
     small, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
     stack = make(small, large, async_scheduling=async_scheduling, num_workers=num_workers)
     a = stack.add("large", [*large, 7])
@@ -133,15 +133,15 @@ def test_a_small_hit_fails_while_a_large_one_is_on_its_way(async_scheduling, num
     fail_loads(stack, SMALL)
     stack.add("small", [*small, 7])
     stack.drain()
-    assert stack.num_spoilt
-    assert 0 < stack.offload.stats().loaded_tokens < len(large), "the pieces that came before"
+    assert stack.num_wrong
+    assert 0 < stack.offload.stats().loaded_tokens < len(large), "the earlier pieces"
     stack.check_end()
 
 
 @scheduling
 @workers
 def test_a_large_hit_that_shares_what_a_small_one_failed_to_load(async_scheduling, num_workers):
-    """Its first blocks are in vLLM's prefix cache, where nobody has written them."""
+    """Its first blocks are in vLLM's prefix cache, but were never written."""
     large = blocks(SMALL + LARGE, seed=5)
     small = large[: SMALL * BLOCK_SIZE]
     stack = make(large, async_scheduling=async_scheduling, num_workers=num_workers)
@@ -173,14 +173,14 @@ def test_a_large_hit_that_is_aborted(async_scheduling, when):
         stack.meanwhile = abort
     else:
         stack.abort("large")
-    stack.add("other", blocks(12, seed=11), max_tokens=4)  # takes its blocks
+    stack.add("other", blocks(12, seed=11), max_tokens=4)  # is granted its blocks
     stack.drain()
     stack.check_end()
 
 
 @scheduling
-def test_loads_of_one_step_stay_within_the_bound_though_many_wait(async_scheduling):
-    """A small hit goes before all loads that are on their way, not behind those that are no larger."""
+def test_loads_of_one_step_stay_within_the_limit_while_many_wait(async_scheduling):
+    """A small hit precedes all loads in flight, even those that are no larger."""
     prompts = [blocks(SMALL, seed=seed) for seed in (3, 5, 9, 11, 13, 15)]
     stack = make(*prompts, async_scheduling=async_scheduling, max_num_seqs=20, num_blocks=100)
     moved: list[int] = []
@@ -217,7 +217,7 @@ def test_one_document_is_loaded_once(async_scheduling):
 
 @scheduling
 @workers
-def test_what_no_step_has_computed_on_costs_the_prefix_cache_nothing(async_scheduling, num_workers):
+def test_a_failed_background_load_evicts_only_its_own_blocks_from_the_prefix_cache(async_scheduling, num_workers):
     other, large = blocks(SMALL, seed=3), blocks(LARGE, seed=5)
     stack = make(large, async_scheduling=async_scheduling, num_workers=num_workers)
     stack.serve("other", other)  # in HBM from here on

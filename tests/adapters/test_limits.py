@@ -1,4 +1,4 @@
-"""What a request says for itself in `kv_transfer_params`."""
+"""The limits of a request in `kv_transfer_params`."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.adapters.scheduler_stack import make_stack, prompt, save_prompt
 from tpu_offload import RequestLimits
-from tpu_offload.adapters.vllm.limits import FewLines, read_limits
+from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 
 pytestmark = pytest.mark.vllm
 
@@ -30,7 +30,7 @@ def test_reads(params, limits):
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         ({"tpu_offload.max_save_tokens": -1}, "max_save_tokens=-1; expected an integer from 0 on"),
         ({"max_load_tokens": "many"}, "max_load_tokens='many'"),
@@ -38,23 +38,23 @@ def test_reads(params, limits):
         ({"tpu_offload.priority": 1.5}, "priority=1.5"),
         ({"tpu_offload.cache": 0}, "cache=0; expected True or False"),
         ({"tpu_offload.cache": "no"}, "cache='no'; expected True or False"),
-        ({"tpu_offload.skip_save": True, "tpu_offload.cache": False}, "'tpu_offload.skip_save' is no limit; expected"),
-        (["tpu_offload.cache"], "['tpu_offload.cache'] is no object"),
+        ({"tpu_offload.skip_save": True, "tpu_offload.cache": False}, "'tpu_offload.skip_save' is unknown; expected"),
+        (["tpu_offload.cache"], "['tpu_offload.cache'] is not an object"),
     ],
     ids=str,
 )
-def test_a_mistake_keeps_the_request_out_of_the_host_tier(params, said):
+def test_invalid_params_keep_the_request_out_of_the_host_tier(params, message):
     lines: list[str] = []
     assert read_limits("r7", params, lines.append) == RequestLimits(cache=False)
     (line,) = lines
-    assert said in line
+    assert message in line
     assert "r7" in line
     assert "\n" not in line
 
 
-def test_many_mistakes_are_few_lines(caplog):
+def test_warnings_are_rate_limited(caplog):
     now_s = 100.0
-    log = FewLines(60.0, clock=lambda: now_s)
+    log = RateLimitedWarnings(60.0, clock=lambda: now_s)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         for i in range(5):
             log(f"mistake {i}")
@@ -93,7 +93,7 @@ def test_limits_hold_under_the_real_scheduler(async_scheduling):
     stack.check_end()
 
 
-def test_limits_outlive_a_preemption_and_end_with_the_request():
+def test_limits_survive_a_preemption_and_end_with_the_request():
     stack = make_stack()
     save_prompt(stack, "warm")
     saved = stack.offload.stats().saved_blocks

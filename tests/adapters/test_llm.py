@@ -1,4 +1,4 @@
-"""The connector in a whole vLLM with a tiny model, by `llm_runs` in a process of its own."""
+"""The connector in a whole vLLM engine with a tiny model, which `llm_runs` runs in another process."""
 
 import json
 import os
@@ -18,27 +18,27 @@ from tpu_offload.metrics import METRICS, SWAP_FIELDS
 pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).parents[2]
-_START_LIMIT_S = 300  # imports, and vLLM's first look at the model
-_LIFE_LIMIT_S = 120
+_START_LIMIT_S = 300  # imports, and vLLM's inspection of the model
+_RUN_LIMIT_S = 120
 
 
 class Process:
-    """A process that lives lives. Started when it is needed, and anew after it has hung or died."""
+    """A process that executes runs. Started on first use, and again after it has hung or died."""
 
     def __init__(self, home: Path, settings: dict[str, str]) -> None:
         self._home, self._settings = home, settings
-        self.has_hung = False  # or died, perhaps while it was writing
+        self.has_hung = False  # or died, perhaps while writing
         self._child: subprocess.Popen[str] | None = None
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
-    def live(self, life: dict) -> dict:
-        limit_s = _LIFE_LIMIT_S
+    def run(self, spec: dict) -> dict:
+        limit_s = _RUN_LIMIT_S
         if self._child is None:
             self._start()
             limit_s += _START_LIMIT_S
         self._log.seek(0)
         self._log.truncate()
-        self._child.stdin.write(json.dumps(life) + "\n")
+        self._child.stdin.write(json.dumps(spec) + "\n")
         self._child.stdin.flush()
         with selectors.DefaultSelector() as selector:
             assert self._child.stdout is not None
@@ -74,7 +74,7 @@ class Process:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "TPU_SKIP_MDS_QUERY": "1",
-            # Every engine compiles the same programs again: they are kept, however small.
+            # Every engine compiles the same programs: cache all of them, even small ones.
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "-1",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
@@ -102,13 +102,13 @@ def process(tmp_path_factory, kept_vllm):
 
 @pytest.fixture(scope="module")
 def plain(process):
-    """What an engine without a connector makes of the same steps; asked for once."""
+    """Outcomes of an engine without a connector for the same steps; each is run once."""
     known = {}
 
     def get(steps, engine):
         key = json.dumps([steps, engine])
         if key not in known:
-            known[key] = process.live({"engine": engine, "steps": steps})
+            known[key] = process.run({"engine": engine, "steps": steps})
             assert known[key]["error"] is None
         return known[key]
 
@@ -116,13 +116,13 @@ def plain(process):
 
 
 def ours(*, policy="recompute", role="kv_both", **settings):
-    """Our connector; most tests do not wait for programs that they do not need."""
+    """Settings of our connector; most tests skip the precompilation."""
     extra = {"num_cpu_chunks": 256, "skip_jax_precompile": True} | settings
     return {"kv_load_failure_policy": policy, "kv_role": role, "kv_connector_extra_config": extra}
 
 
 def tokens(name, count):
-    """Tokens that depend on the name only."""
+    """Pseudo-random tokens that depend on the name only."""
     seed, out = zlib.crc32(name.encode()), []
     for _ in range(count):
         seed = (seed * 1103515245 + 12345) % 2**31
@@ -131,7 +131,7 @@ def tokens(name, count):
 
 
 def conversations(**sampling):
-    """Eight conversations of two kinds in three turns, each turn in another order: twice what HBM holds."""
+    """Eight conversations of two kinds in three turns, each turn in another order: twice the size of HBM."""
     turns = [
         {i: tokens(f"kind {i % 2}", 32) + tokens(f"user {i}", 28 + 7 * i % 35) for i in range(8)},
         {i: tokens(f"second {i}", 20 + i) for i in (3, 0, 5, 1, 7, 2, 6, 4)},
@@ -142,20 +142,20 @@ def conversations(**sampling):
 
 PROMPTS = [tokens("kind", 32) + tokens(f"prompt {i}", 50 + i) for i in range(6)]
 GENERATE = {"do": "generate", "prompts": PROMPTS}
-FORGET_HBM = [{"do": "drain"}, {"do": "reset_hbm"}]
-"""From here on only the host tier can have anything."""
+EMPTY_HBM = [{"do": "drain"}, {"do": "reset_hbm"}]
+"""Steps after which only the host tier has hits."""
 
 STAGED = {"save_path": "staged", "load_path": "staged"}
 ASYNC = {"async_scheduling": True}
-NOBODY_PREEMPTED = {"num_gpu_blocks_override": 400}
+NO_PREEMPTION = {"num_gpu_blocks_override": 400}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
-def assert_nothing_is_left(outcome, *, failed=False, fed_wrongly=False):
+def assert_nothing_leaked(outcome, *, failed=False, wrong_tokens=False):
     end, stats = outcome["end"], outcome["end"]["stats"]
-    assert bool(end["wrong_feeds"]) == fed_wrongly, end["wrong_feeds"]
-    assert end["num_free_blocks"] == end["num_blocks"] - 1  # one is never used
-    assert end["num_requests"] == end["num_watched"] == 0
+    assert bool(end["wrong_tokens"]) == wrong_tokens, end["wrong_tokens"]
+    assert end["num_free_blocks"] == end["num_blocks"] - 1  # the null block
+    assert end["num_requests"] == end["num_active"] == 0
     assert not end["has_jobs"]
     assert not end["has_flights"]
     assert stats["staging_reserved_blocks"] == stats["num_jobs_in_flight"] == 0
@@ -196,15 +196,15 @@ SETUPS = {
 
 
 @pytest.mark.parametrize(("engine", "env", "settings", "counted"), SETUPS.values(), ids=SETUPS)
-def test_answers_are_those_without_a_connector(process, plain, engine, env, settings, counted):
+def test_answers_equal_those_without_a_connector(process, plain, engine, env, settings, counted):
     steps = conversations()
     expected = plain(steps, engine)
-    # With async scheduling tpu-inference 0.32 answers wrongly, without a connector, where requests are preempted.
-    right = plain(steps, engine | NOBODY_PREEMPTED) if engine.get("async_scheduling") else expected
-    outcome = process.live({"engine": engine, "env": env, "connector": ours(**settings), "steps": steps})
+    # With async scheduling and preemptions, tpu-inference 0.32 gives wrong answers even without a connector.
+    right = plain(steps, engine | NO_PREEMPTION) if engine.get("async_scheduling") else expected
+    outcome = process.run({"engine": engine, "env": env, "connector": ours(**settings), "steps": steps})
     assert outcome["error"] is None
     assert answers(outcome) == answers(right)
-    assert_nothing_is_left(outcome)
+    assert_nothing_leaked(outcome)
     assert not any("nothing more of it is saved" in line for line in outcome["log"])
     assert num_cached(outcome) > num_cached(expected)
     stats = outcome["end"]["stats"]
@@ -212,45 +212,45 @@ def test_answers_are_those_without_a_connector(process, plain, engine, env, sett
     assert stats["loaded_tokens"] > 0
     for name in counted:
         assert stats[name] > 0
-    # The engine's memory goes with it, as it does without a connector, and the host tier's.
+    # The engine's memory is freed as without a connector, and so is the host tier's.
     assert outcome["freed"][:2] == expected["freed"]
     assert outcome["freed"][-1]
 
 
 def test_preemption(process, plain):
-    """Requests that grow past what HBM holds are preempted, and find what they had in the host tier."""
+    """Requests that outgrow HBM are preempted, and find their blocks in the host tier."""
     steps = conversations(max_tokens=40)[:1]
     expected = plain(steps, {})
-    outcome = process.live({"connector": ours(decode_save=True), "steps": steps})
+    outcome = process.run({"connector": ours(decode_save=True), "steps": steps})
     assert expected["end"]["num_preemptions"] > 1
     assert outcome["end"]["num_preemptions"] > 1
     assert answers(outcome) == answers(expected)
-    assert_nothing_is_left(outcome)
+    assert_nothing_leaked(outcome)
     assert outcome["end"]["stats"]["loaded_tokens"] > 0
 
 
 def test_sampled_answers(process, plain):
-    """One request at a time: on TPU requests have no seeds of their own."""
+    """One request at a time: on TPU, requests have no seeds."""
     engine = {"max_num_batched_tokens": 128}
     sample = {"do": "sample", "prompts": PROMPTS, "seed": 7, "temperature": 1.0}
-    steps = [sample, *FORGET_HBM, sample]
-    outcome = process.live({"engine": engine, "connector": ours(), "steps": steps})
+    steps = [sample, *EMPTY_HBM, sample]
+    outcome = process.run({"engine": engine, "connector": ours(), "steps": steps})
     first, second = answers(outcome)
     assert [first] == answers(plain([sample], engine))
     assert second == first
     assert first != answers(plain([GENERATE], {}))[0]
     assert min(outcome["steps"][-1]["cached"]) >= 64
-    assert_nothing_is_left(outcome)
+    assert_nothing_leaked(outcome)
 
 
-def test_generated_tokens_are_saved_when_wanted(process, plain):
+def test_generated_tokens_are_saved_with_decode_save(process, plain):
     engine = {"enable_prefix_caching": False}
     steps = conversations(max_tokens=24)[:2]
     expected = plain(steps, engine)
     for decode_save in (False, True):
-        outcome = process.live({"engine": engine, "connector": ours(decode_save=decode_save), "steps": steps})
+        outcome = process.run({"engine": engine, "connector": ours(decode_save=decode_save), "steps": steps})
         assert answers(outcome) == answers(expected)
-        assert_nothing_is_left(outcome)
+        assert_nothing_leaked(outcome)
         first, second = steps
         before = [len(first["said"][i]) for i in second["said"]]
         past = [cached > length for cached, length in zip(outcome["steps"][1]["cached"], before, strict=True)]
@@ -258,8 +258,8 @@ def test_generated_tokens_are_saved_when_wanted(process, plain):
 
 
 def test_the_bytes_come_from_the_host_tier(process, plain):
-    spoil = {"do": "spoil_host_memory"}
-    outcome = process.live({"connector": ours(), "steps": [GENERATE, *FORGET_HBM, spoil, GENERATE]})
+    shuffle = {"do": "shuffle_host_memory"}
+    outcome = process.run({"connector": ours(), "steps": [GENERATE, *EMPTY_HBM, shuffle, GENERATE]})
     first, second = answers(outcome)
     assert [first] == answers(plain([GENERATE], {}))
     assert all(a != b for a, b in zip(first, second, strict=True))
@@ -276,12 +276,12 @@ def test_the_bytes_come_from_the_host_tier(process, plain):
     ],
     ids=["synchronous", "asynchronous", "async scheduling", "async scheduling, asynchronous", "staged"],
 )
-def test_what_could_not_be_loaded_is_computed(process, plain, engine, settings, method):
-    steps = [GENERATE, *FORGET_HBM, {"do": "break_loads", "times": 2, "method": method}, GENERATE]
-    connector = ours(**settings, breaker_retry_s=0.01)  # what all prompts begin with may have failed twice, and rests
-    outcome = process.live({"engine": engine, "connector": connector, "steps": [*steps, *FORGET_HBM, GENERATE]})
+def test_failed_loads_are_recomputed(process, plain, engine, settings, method):
+    steps = [GENERATE, *EMPTY_HBM, {"do": "break_loads", "times": 2, "method": method}, GENERATE]
+    connector = ours(**settings, breaker_retry_s=0.01)  # the shared prefix may have failed twice, and backs off
+    outcome = process.run({"engine": engine, "connector": connector, "steps": [*steps, *EMPTY_HBM, GENERATE]})
     assert answers(outcome) == answers(plain([GENERATE], engine)) * 3
-    assert_nothing_is_left(outcome, failed=True)
+    assert_nothing_leaked(outcome, failed=True)
     assert outcome["end"]["stats"]["loaded_tokens"] > 0  # the last time
 
 
@@ -303,25 +303,25 @@ def test_what_could_not_be_loaded_is_computed(process, plain, engine, settings, 
         "async scheduling, staged",
     ],
 )
-def test_a_load_takes_the_caches_with_it(process, plain, engine, settings, method, skip):
-    steps = [GENERATE, *FORGET_HBM, {"do": "lose_caches", "skip": skip, "method": method}, GENERATE]
-    outcome = process.live({"engine": engine, "connector": ours(**settings), "steps": [*steps, *FORGET_HBM, GENERATE]})
+def test_a_load_destroys_the_caches(process, plain, engine, settings, method, skip):
+    steps = [GENERATE, *EMPTY_HBM, {"do": "lose_caches", "skip": skip, "method": method}, GENERATE]
+    outcome = process.run({"engine": engine, "connector": ours(**settings), "steps": [*steps, *EMPTY_HBM, GENERATE]})
     assert answers(outcome) == answers(plain([GENERATE], engine)) * 3
-    assert_nothing_is_left(outcome, failed=True)
+    assert_nothing_leaked(outcome, failed=True)
     assert sum("took the KV caches with it" in line for line in outcome["log"]) == len(skip)
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_failed_load_ends_its_request_if_vllm_is_told_so(process, plain, sync):
-    steps = [GENERATE, *FORGET_HBM, {"do": "break_loads", "times": 1}, GENERATE, GENERATE]
-    outcome = process.live({"connector": ours(policy="fail", sync_load=sync), "steps": steps})
+def test_with_the_policy_fail_a_failed_load_ends_its_request(process, plain, sync):
+    steps = [GENERATE, *EMPTY_HBM, {"do": "break_loads", "times": 1}, GENERATE, GENERATE]
+    outcome = process.run({"connector": ours(policy="fail", sync_load=sync), "steps": steps})
     ((expected,), (first, broken, again)) = answers(plain([GENERATE], {})), answers(outcome)
     assert first == again == expected
     finish = outcome["steps"][-2]["finish"]
     assert 0 < finish.count("error") < len(finish)
     for end, found, answer in zip(finish, broken, expected, strict=True):
         assert found == ([] if end == "error" else answer)
-    assert_nothing_is_left(outcome, failed=True)
+    assert_nothing_leaked(outcome, failed=True)
     assert any("kv_load_failure_policy" in line for line in outcome["log"])
 
 
@@ -331,13 +331,13 @@ def test_a_failed_load_ends_its_request_if_vllm_is_told_so(process, plain, sync)
     ids=["staged", "async scheduling", "async scheduling, asynchronous", "synchronous"],
 )
 def test_aborted_requests(process, plain, engine, settings):
-    """One that waits for its load, one that runs, one that waits for its turn."""
+    """A request that waits for its load, one that runs, and one that waits to be scheduled."""
     abort = {"0": "WAITING_FOR_REMOTE_KVS", "1": "RUNNING", "5": "WAITING"}
     if not settings:
         del abort["0"]
     drive = {"do": "drive", "prompts": PROMPTS, "abort": abort}
-    steps = [GENERATE, *FORGET_HBM, drive, *FORGET_HBM, GENERATE]
-    outcome = process.live({"engine": engine, "connector": ours(**settings), "steps": steps})
+    steps = [GENERATE, *EMPTY_HBM, drive, *EMPTY_HBM, GENERATE]
+    outcome = process.run({"engine": engine, "connector": ours(**settings), "steps": steps})
     driven = outcome["steps"][3]
     assert sorted(driven["aborted"]) == sorted(map(int, abort))
     assert not driven["hung"]
@@ -345,72 +345,72 @@ def test_aborted_requests(process, plain, engine, settings):
     assert first == last == expected
     for i, answer in enumerate(expected):
         assert found[i] == (answer[: len(found[i])] if str(i) in abort else answer)
-    assert_nothing_is_left(outcome)
+    assert_nothing_leaked(outcome)
 
 
 def test_reset(process, plain):
     """Nothing is found afterwards, and what is on its way then is computed again."""
     drive = {"do": "drive", "prompts": PROMPTS, "abort": {}, "reset_when": "WAITING_FOR_REMOTE_KVS"}
-    steps = [GENERATE, {"do": "drain"}, {"do": "reset"}, GENERATE, *FORGET_HBM, drive, *FORGET_HBM, GENERATE]
-    outcome = process.live({"connector": ours(sync_load=False), "steps": steps})
+    steps = [GENERATE, {"do": "drain"}, {"do": "reset"}, GENERATE, *EMPTY_HBM, drive, *EMPTY_HBM, GENERATE]
+    outcome = process.run({"connector": ours(sync_load=False), "steps": steps})
     assert answers(outcome) == answers(plain([GENERATE], {})) * 4
     assert outcome["steps"][2] is True
     assert outcome["steps"][3]["cached"] == outcome["steps"][0]["cached"]
-    assert_nothing_is_left(outcome)
+    assert_nothing_leaked(outcome)
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"sync_load": False}, {"mend_runner": False}], ids=["default", "async", "plain"]
+    "settings", [{}, {"sync_load": False}, {"restore_lost_tokens": False}], ids=["default", "async", "plain"]
 )
 @pytest.mark.parametrize("pause", [False, True], ids=["reset", "pause"])
-def test_running_requests_are_preempted_and_go_on_at_once(process, plain, settings, pause):
+def test_running_requests_are_preempted_and_resumed_at_once(process, plain, settings, pause):
     """vLLM has dropped the tokens that were on the way, or taken them; the runner has neither done."""
     drive = {"do": "drive", "prompts": PROMPTS[:3], "abort": {}, "max_tokens": 40}
     connector = ours(decode_save=not settings, **settings)
     preempt = {**drive, "preempt_at": [5, 20], "pause": pause}
-    outcome = process.live({"engine": ASYNC, "connector": connector, "steps": [preempt, *FORGET_HBM, GENERATE]})
+    outcome = process.run({"engine": ASYNC, "connector": connector, "steps": [preempt, *EMPTY_HBM, GENERATE]})
     driven = outcome["steps"][0]
     assert not driven["hung"]
     expected = plain([drive, GENERATE], ASYNC)
-    mended = "mend_runner" not in settings
-    assert mended == (answers(outcome) == answers(expected))
-    assert_nothing_is_left(outcome, failed=None if not mended else False, fed_wrongly=not mended)
+    restored = "restore_lost_tokens" not in settings
+    assert restored == (answers(outcome) == answers(expected))
+    assert_nothing_leaked(outcome, failed=None if not restored else False, wrong_tokens=not restored)
 
 
-def test_a_next_engine_in_the_process_starts_empty(process, plain):
+def test_the_next_engine_in_the_process_starts_empty(process, plain):
     cached = plain([GENERATE], {})["steps"][0]["cached"]
     for num_chunks in (64, 20):
-        outcome = process.live({"connector": ours(num_cpu_chunks=num_chunks), "steps": [GENERATE]})
+        outcome = process.run({"connector": ours(num_cpu_chunks=num_chunks), "steps": [GENERATE]})
         assert answers(outcome) == answers(plain([GENERATE], {}))
         assert outcome["steps"][0]["cached"] == cached
         assert outcome["end"]["num_host_chunks"] == num_chunks
         assert all(outcome["freed"])
-    assert process.live({"steps": [GENERATE]})["steps"] == plain([GENERATE], {})["steps"]
+    assert process.run({"steps": [GENERATE]})["steps"] == plain([GENERATE], {})["steps"]
 
 
-def test_a_next_engine_that_is_made_before_the_first_ends(process, plain):
+def test_the_next_engine_may_be_created_before_the_first_ends(process, plain):
     engine = {"block_size": 32, "num_gpu_blocks_override": 16}
-    replace = {"do": "replace", "life": {"engine": engine, "connector": ours(num_cpu_chunks=20)}}
-    outcome = process.live(
-        {"connector": ours(), "steps": [GENERATE, *FORGET_HBM, replace, GENERATE, *FORGET_HBM, GENERATE]}
+    replace = {"do": "replace", "spec": {"engine": engine, "connector": ours(num_cpu_chunks=20)}}
+    outcome = process.run(
+        {"connector": ours(), "steps": [GENERATE, *EMPTY_HBM, replace, GENERATE, *EMPTY_HBM, GENERATE]}
     )
     assert answers(outcome) == answers(plain([GENERATE], {})) + answers(plain([GENERATE], engine)) * 2
     assert outcome["steps"][4]["cached"] == plain([GENERATE], engine)["steps"][0]["cached"]
     assert min(outcome["steps"][-1]["cached"]) >= 64
     assert outcome["end"]["num_host_chunks"] == 20
-    assert_nothing_is_left(outcome)
+    assert_nothing_leaked(outcome)
     assert all(outcome["freed"])
 
 
-def test_settings_of_the_connector_win_over_the_environment(process):
+def test_settings_of_the_connector_take_precedence_over_the_environment(process):
     env = {"TPU_OFFLOAD_HOST_GB": "0.001", "TPU_OFFLOAD_BLOCKS_PER_CHUNK": "2"}
-    outcome = process.live({"env": env, "connector": ours(num_cpu_chunks=16), "steps": [GENERATE]})
+    outcome = process.run({"env": env, "connector": ours(num_cpu_chunks=16), "steps": [GENERATE]})
     assert outcome["end"]["num_host_chunks"] == 16
     assert outcome["end"]["stats"]["num_resident_chunks"] == outcome["end"]["stats"]["saved_blocks"] / 2
 
 
 @pytest.mark.parametrize(
-    ("life", "message"),
+    ("spec", "message"),
     [
         ({"connector": ours(host_gbs=1)}, "host_gbs is not a setting of tpu_offload; did you mean"),
         ({"connector": ours(), "env": {"TPU_OFFLOAD_HOST_GBS": "1"}}, "TPU_OFFLOAD_HOST_GBS is not a setting"),
@@ -420,8 +420,8 @@ def test_settings_of_the_connector_win_over_the_environment(process):
     ],
     ids=["unknown", "unknown variable", "two sizes", "fused", "role"],
 )
-def test_what_is_refused_at_start(process, life, message):
-    error = process.live(life | {"steps": []})["error"]
+def test_unsupported_configurations_are_refused_at_start(process, spec, message):
+    error = process.run(spec | {"steps": []})["error"]
     assert error.startswith("ConfigError: ")
     assert message in error
     assert "\n" not in error
@@ -430,9 +430,9 @@ def test_what_is_refused_at_start(process, life, message):
 def test_too_little_hbm(process, plain):
     """The engine does not start, says what to set, and with that it starts."""
     staging = STAGED | {"staging_buffer_gb": 4 / 1024}
-    life = {"connector": ours(**staging), "hbm_nbytes": 16 << 20, "steps": [GENERATE]}
+    spec = {"connector": ours(**staging), "hbm_nbytes": 16 << 20, "steps": [GENERATE]}
     by_memory = {"num_gpu_blocks_override": 0, "gpu_memory_utilization": 0.9}
-    error = process.live(life | {"engine": by_memory})["error"]
+    error = process.run(spec | {"engine": by_memory})["error"]
     assert error.startswith("ConfigError: tpu_offload: copies need 0.0039")
     utilization = re.search(r"set --gpu-memory-utilization to at most ([\d.]+) ", error)
     buffer_gb = re.search(r"TPU_OFFLOAD_STAGING_BUFFER_GB to at most ([\d.]+),", error)
@@ -442,16 +442,16 @@ def test_too_little_hbm(process, plain):
         {"engine": by_memory | {"gpu_memory_utilization": float(utilization[1])}},
         {"engine": by_memory, "connector": ours(**staging | {"staging_buffer_gb": float(buffer_gb[1])})},
     ):
-        outcome = process.live(life | changed)
+        outcome = process.run(spec | changed)
         assert outcome["error"] is None
         assert answers(outcome) == answers(plain([GENERATE], {}))
 
 
 def test_metrics_events_and_name(process):
     engine = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
-    steps = [GENERATE, *FORGET_HBM, GENERATE, {"do": "drain"}]
+    steps = [GENERATE, *EMPTY_HBM, GENERATE, {"do": "drain"}]
     looks = [{"do": name} for name in ("metrics", "log_stats", "events", "registered")]
-    outcome = process.live(
+    outcome = process.run(
         {
             "engine": engine,
             "connector": ours(num_cpu_chunks=16),
@@ -489,45 +489,45 @@ def test_metrics_events_and_name(process):
 LONG_ANSWERS = conversations(max_tokens=40)[:1]
 
 
-def test_tpu_inference_still_leaves_tokens_out(plain):
-    """If this fails, `RunnerTokens` has nothing to mend any more: see docs/upstream."""
-    outcome, expected = plain(LONG_ANSWERS, ASYNC), plain(LONG_ANSWERS, ASYNC | NOBODY_PREEMPTED)
+def test_tpu_inference_still_loses_tokens(plain):
+    """If this fails, `RunnerTokens` has nothing to restore any more: see docs/upstream."""
+    outcome, expected = plain(LONG_ANSWERS, ASYNC), plain(LONG_ANSWERS, ASYNC | NO_PREEMPTION)
     assert outcome["end"]["num_preemptions"] > 1
     assert answers(outcome) != answers(expected)
-    assert outcome["end"]["wrong_feeds"]
-    assert not expected["end"]["wrong_feeds"]
+    assert outcome["end"]["wrong_tokens"]
+    assert not expected["end"]["wrong_tokens"]
 
 
 @pytest.mark.parametrize("settings", [{}, STAGED], ids=["direct", "staged"])
 def test_preemption_with_async_scheduling(process, plain, settings):
-    expected = plain(LONG_ANSWERS, ASYNC | NOBODY_PREEMPTED)
+    expected = plain(LONG_ANSWERS, ASYNC | NO_PREEMPTION)
     connector = ours(decode_save=True, **settings)
-    outcome = process.live({"engine": ASYNC, "connector": connector, "steps": LONG_ANSWERS})
+    outcome = process.run({"engine": ASYNC, "connector": connector, "steps": LONG_ANSWERS})
     assert expected["end"]["num_preemptions"] == 0
     assert outcome["end"]["num_preemptions"] > 1
     assert answers(outcome) == answers(expected)
-    assert_nothing_is_left(outcome)
+    assert_nothing_leaked(outcome)
     assert outcome["end"]["stats"]["saved_blocks"] > 0
-    assert sum("left a token out" in line for line in outcome["log"]) == 1
+    assert sum("lost the in-flight token" in line for line in outcome["log"]) == 1
     assert not any("nothing more of it is saved" in line for line in outcome["log"])
 
 
-@pytest.mark.parametrize("mend", [True, False])
-def test_what_is_kept_was_computed_on_the_tokens_that_it_is_kept_under(process, plain, mend):
-    """Each conversation goes on, one at a time, from what the host tier has of it."""
-    said = {str(i): tokens(f"goes on {i}", 5) for i in range(8)}
-    go_on = [{"do": "chat", "said": {i: said[i]}, "max_tokens": 6} for i in said]
-    connector = ours(decode_save=True, mend_runner=mend)
-    steps = [*LONG_ANSWERS, *FORGET_HBM, *go_on]
-    outcome = process.live({"engine": ASYNC, "connector": connector, "steps": steps})
+@pytest.mark.parametrize("restore", [True, False])
+def test_saved_kv_was_computed_on_the_tokens_of_its_key(process, plain, restore):
+    """Each conversation continues, one at a time, from its blocks in the host tier."""
+    said = {str(i): tokens(f"continued {i}", 5) for i in range(8)}
+    continued = [{"do": "chat", "said": {i: said[i]}, "max_tokens": 6} for i in said]
+    connector = ours(decode_save=True, restore_lost_tokens=restore)
+    steps = [*LONG_ANSWERS, *EMPTY_HBM, *continued]
+    outcome = process.run({"engine": ASYNC, "connector": connector, "steps": steps})
     assert outcome["end"]["num_preemptions"] > 1
     first, *rest = answers(outcome)
     asked = LONG_ANSWERS[0]["said"]
     histories = [asked[i] + answer + said[i] for i, answer in zip(asked, first, strict=True)]
     clean = [{"do": "generate", "prompts": [history], "max_tokens": 6} for history in histories]
-    assert rest == answers(plain(clean, ASYNC | NOBODY_PREEMPTED))
-    if mend:
+    assert rest == answers(plain(clean, ASYNC | NO_PREEMPTION))
+    if restore:
         assert all(step["cached"][0] > len(asked[i]) for i, step in zip(asked, outcome["steps"][-8:], strict=True))
     else:
         assert any("nothing more of it is saved" in line for line in outcome["log"])
-    assert_nothing_is_left(outcome, failed=not mend, fed_wrongly=not mend)
+    assert_nothing_leaked(outcome, failed=not restore, wrong_tokens=not restore)

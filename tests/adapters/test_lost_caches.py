@@ -1,4 +1,4 @@
-"""A load takes the KV caches with it: there are new ones, and no token of what was in the old gets out."""
+"""A load destroys the KV caches: new ones are made, and no token that depends on the old ones is returned."""
 
 import itertools
 import logging
@@ -33,7 +33,7 @@ def make(sync_load: bool, async_scheduling: bool, policy: str, **kwargs) -> Stac
 
 
 def check_ends(stack: Stack, *request_ids: str) -> None:
-    """Those that ended with an error may only have done so if that is the policy; all others have every token."""
+    """Only with the policy `fail` may requests have ended with an error; all others have all of their tokens."""
     for request_id in request_ids:
         status = stack.requests[request_id].status
         assert status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_ERROR)
@@ -45,7 +45,7 @@ def check_ends(stack: Stack, *request_ids: str) -> None:
 @modes
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
 @pytest.mark.parametrize("num_before", [0, 1, 3])
-def test_everybody_computes_again(sync_load, async_scheduling, policy, load_path, num_before):
+def test_all_requests_are_recomputed(sync_load, async_scheduling, policy, load_path, num_before):
     stack = make(sync_load, async_scheduling, policy, load_path=load_path)
     tokens = save_prompt(stack, "a")
     for name, seed in (("other", 4), ("third", 5)):
@@ -60,34 +60,34 @@ def test_everybody_computes_again(sync_load, async_scheduling, policy, load_path
     check_ends(stack, "b", "c", "d", "other", "third")
     if policy == "fail":
         assert stack.requests["b"].status is RequestStatus.FINISHED_ERROR
-    # What was saved before, and what was saved since.
+    # Blocks that were saved before the loss, and since.
     stack.scheduler.reset_prefix_cache()
     for name, again in (("e", [*tokens, 7]), ("f", [*prompt(20, seed=9), 7])):
         stack.serve(name, again)
         assert stack.requests[name].status is RequestStatus.FINISHED_LENGTH_CAPPED
-    # With the policy `fail` it may be that nobody has saved anything, and chunks whose loads failed twice have a rest.
+    # With the policy `fail` there may be no new saves, and chunks whose loads failed twice back off.
     assert stack.offload.stats().loaded_blocks > 0 or policy == "fail"
     stack.check_end()
 
 
 @modes
-def test_the_prefix_cache_forgets_blocks_that_nobody_holds(sync_load, async_scheduling, policy):
+def test_the_prefix_cache_drops_blocks_that_no_request_holds(sync_load, async_scheduling, policy):
     stack = make(sync_load, async_scheduling, policy)
     tokens = save_prompt(stack, "a")
-    stack.serve("x", prompt(24, seed=31))  # in HBM and held by nobody
+    stack.serve("x", prompt(24, seed=31))  # in HBM, held by no request
     lose_caches(stack)
     stack.serve("b", tokens)
-    computed_before = stack.num_spoilt
+    computed_before = stack.num_wrong
     stack.serve("y", [*prompt(24, seed=31), 7])
-    assert stack.num_spoilt == computed_before
+    assert stack.num_wrong == computed_before
     check_ends(stack, "b", "y")
     assert stack.requests["y"].status is RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 @modes
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
-def test_nothing_is_saved_of_what_was_computed_on_lost_blocks(sync_load, async_scheduling, policy, load_path):
-    """Requests are in the middle of their prompts, and complete blocks in the steps around the loss."""
+def test_nothing_computed_on_lost_blocks_is_saved(sync_load, async_scheduling, policy, load_path):
+    """Requests are in chunked prefill, and complete blocks in the steps around the loss."""
     stack = make(sync_load, async_scheduling, policy, load_path=load_path, max_num_batched_tokens=16)
     tokens = save_prompt(stack, "a")
     longer, other = prompt(90, seed=4), prompt(70, seed=5)
@@ -100,7 +100,7 @@ def test_nothing_is_saved_of_what_was_computed_on_lost_blocks(sync_load, async_s
     check_ends(stack, "b", "c", "other")
     for name, again in (("d", longer), ("e", other), ("f", tokens)):
         stack.scheduler.reset_prefix_cache()
-        stack.serve(name, [*again, 7])  # every byte that it loads is looked at
+        stack.serve(name, [*again, 7])  # checks every byte that it loads
         assert stack.requests[name].status is RequestStatus.FINISHED_LENGTH_CAPPED
     stack.check_end()
 
@@ -123,7 +123,7 @@ def test_one_worker_of_two_loses_its_caches(sync_load, async_scheduling, policy,
 
 
 @modes
-def test_it_happens_again_while_it_is_made_good(sync_load, async_scheduling, policy):
+def test_caches_are_lost_again_during_the_recovery(sync_load, async_scheduling, policy):
     stack = make(sync_load, async_scheduling, policy)
     tokens = save_prompt(stack, "a", 64)
     for turn in range(3):
@@ -139,7 +139,7 @@ def test_it_happens_again_while_it_is_made_good(sync_load, async_scheduling, pol
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("num_steps", range(4))
-def test_who_is_aborted_or_preempted_meanwhile_leaves_nothing(async_scheduling, load_path, num_steps):
+def test_requests_aborted_or_preempted_meanwhile_leak_nothing(async_scheduling, load_path, num_steps):
     stack = make(False, async_scheduling, "recompute", load_path=load_path, num_blocks=14)
     tokens = save_prompt(stack, "a")
     stack.add("other", prompt(16, seed=4), max_tokens=20)
@@ -155,8 +155,8 @@ def test_who_is_aborted_or_preempted_meanwhile_leaves_nothing(async_scheduling, 
     check_ends(stack, "c", "other", "third")
 
 
-def test_who_waits_with_a_part_of_its_blocks_gives_them_back():
-    """After its load, when there is no block for the rest: seldom enough to be made up here."""
+def test_a_waiting_request_that_holds_some_blocks_frees_them():
+    """After its load, when there is no block for the rest. This is rare, so the state is set up by hand."""
     stack = make(False, False, "recompute")
     tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens, max_tokens=8)
@@ -167,13 +167,13 @@ def test_who_waits_with_a_part_of_its_blocks_gives_them_back():
     scheduler.running.clear()
     running.status = RequestStatus.WAITING
     scheduler.kv_holding_waiting.prepend_request(running)
-    stack.side.spoil(set(range(stack.num_blocks)))
+    stack.side.invalidate_blocks(set(range(stack.num_blocks)))
     assert running.num_computed_tokens == 0
     assert not scheduler.kv_cache_manager.get_block_ids("b")[0]
 
 
 @modes
-def test_a_session_that_waits_for_more_input_goes_on(sync_load, async_scheduling, policy):
+def test_a_session_that_waits_for_more_input_continues(sync_load, async_scheduling, policy):
     stack = make(sync_load, async_scheduling, policy)
     tokens = save_prompt(stack, "a")
     session = stack.add("s", prompt(20, seed=5), max_tokens=4, resumable=True)
@@ -185,7 +185,7 @@ def test_a_session_that_waits_for_more_input_goes_on(sync_load, async_scheduling
     for _ in range(10):
         stack.step()
     assert request.is_finished()
-    stack.outputs["s"] = []  # part of the prompt from now on
+    stack.outputs["s"] = []  # they are part of the prompt from now on
     stack.more("s", prompt(9, seed=30), max_tokens=4)
     for _ in range(12):
         stack.step()
@@ -193,19 +193,19 @@ def test_a_session_that_waits_for_more_input_goes_on(sync_load, async_scheduling
         assert stack.outputs["s"]
     stack.abort("s")
     stack.drain()
-    said = list(session.all_token_ids)
+    all_tokens = list(session.all_token_ids)
     stack.outputs["s"] = []
     stack.scheduler.reset_prefix_cache()
-    stack.serve("again", [*said, 7])
+    stack.serve("again", [*all_tokens, 7])
     stack.check_end()
 
 
 @modes
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
-def test_a_message_that_comes_twice_is_done_once(sync_load, async_scheduling, policy, load_path):
+def test_a_duplicate_message_is_applied_once(sync_load, async_scheduling, policy, load_path):
     stack = make(sync_load, async_scheduling, policy, load_path=load_path)
     for connector in stack.connectors:
-        give_again(connector.worker_side)
+        deliver_twice(connector.worker_side)
     tokens = save_prompt(stack, "a")
     stack.add("other", prompt(30, seed=4), max_tokens=9)
     stack.serve("b", [*tokens, *prompt(9, seed=7)])
@@ -214,12 +214,12 @@ def test_a_message_that_comes_twice_is_done_once(sync_load, async_scheduling, po
     check_ends(stack, "b", "other")
 
 
-def give_again(side):
-    """Before each message but the first the worker is given the one before once more."""
+def deliver_twice(side):
+    """Delivers each message to the worker once more, just before the next one."""
     bind = side.bind
     last: list[Any] = []
 
-    def bind_again(message):
+    def bind_twice(message):
         if last:
             bind(last.pop())
             side.start_loads()
@@ -227,10 +227,10 @@ def give_again(side):
         last.append(pickle.loads(pickle.dumps(message)))
         bind(message)
 
-    side.bind = bind_again
+    side.bind = bind_twice
 
 
-def test_copies_of_loads_into_lost_caches_count_for_nothing():
+def test_copies_into_lost_caches_are_ignored():
     stack = make(False, False, "recompute", num_blocks=40)
     tokens = save_prompt(stack, "a")
     other = prompt(24, seed=21)
@@ -238,7 +238,7 @@ def test_copies_of_loads_into_lost_caches_count_for_nothing():
     stack.scheduler.reset_prefix_cache()
     (worker,) = stack.workers
     worker.poll, poll = lambda wait=False: worker._report, worker.poll
-    stack.add("b", tokens)  # written, and not yet seen finished
+    stack.add("b", tokens)  # written, but not yet observed to finish
     stack.step()
     assert stack.offload.stats().num_jobs_in_flight == 1
     lose_caches(stack)
@@ -250,7 +250,7 @@ def test_copies_of_loads_into_lost_caches_count_for_nothing():
     check_ends(stack, "b", "c")
 
 
-def test_one_line_says_so(caplog):
+def test_the_loss_is_logged_in_one_line(caplog):
     stack = make(True, False, "recompute")
     tokens = save_prompt(stack, "a")
     lose_caches(stack)

@@ -1,4 +1,4 @@
-"""What crosses processes: plans and reports by pickle, statistics by vLLM's own encoding."""
+"""Messages between processes: plans and reports by pickle, statistics in vLLM's own encoding."""
 
 import pickle
 
@@ -48,9 +48,9 @@ def test_reports_add_up_in_any_order_and_keep_the_layout():
     assert second.aggregate(first) == ReportMessage(REPORTS[::-1], layout)
 
 
-def test_statistics_survive_the_way_to_the_frontend():
+def test_statistics_survive_serialization_to_the_frontend():
     stack = make_stack()
     save_prompt(stack, "a")
-    stack.side._has_news, stack.side._told = True, type(stack.side._told)()
+    stack.side._stats_changed, stack.side._last_stats = True, type(stack.side._last_stats)()
     payload = stack.side.take_stats().to_dict()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(payload)) == payload

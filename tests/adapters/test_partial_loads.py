@@ -1,4 +1,4 @@
-"""A load fails in part: what came before the first hole is used, and the rest is computed."""
+"""A load fails in part: the blocks before the first hole are used, and the rest is recomputed."""
 
 import pytest
 from vllm.v1.request import RequestStatus
@@ -9,8 +9,8 @@ from tpu_offload.types import Direction
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("compiled_once")]
 
-CHUNKS_PER_SEGMENT = 3  # of the host pool; one chunk of the warm-up prompt is in the first
-FIRST_HOLE = 2  # blocks of `a` that are in the first segment
+CHUNKS_PER_SEGMENT = 3  # of the host pool; the first also has the chunk of the warm-up prompt
+FIRST_HOLE = 2  # blocks of `a` in the first segment
 modes = pytest.mark.parametrize(
     ("sync_load", "async_scheduling"), [(False, False), (True, False), (False, True), (True, True)]
 )
@@ -27,7 +27,7 @@ def make(**kwargs) -> tuple[Stack, list[int]]:
 
 
 def break_segment(stack: Stack, segment_id: int = 1, worker: int = 0) -> None:
-    """Loads from one segment of the host pool fail."""
+    """Has loads from one segment of the host pool fail."""
     copier = tier_group(stack.workers[worker]).copiers[Direction.LOAD]
     real = copier.load
 
@@ -39,12 +39,12 @@ def break_segment(stack: Stack, segment_id: int = 1, worker: int = 0) -> None:
     copier.load = load
 
 
-def heal(stack: Stack, worker: int = 0) -> None:
+def repair(stack: Stack, worker: int = 0) -> None:
     del tier_group(stack.workers[worker]).copiers[Direction.LOAD].load
 
 
 def computed(stack: Stack) -> dict[str, int]:
-    """Tokens that each request computes from now on; filled as steps go by."""
+    """Counts the tokens that each request computes from now on."""
     counts: dict[str, int] = {}
     schedule = stack.scheduler.schedule
 
@@ -61,7 +61,7 @@ def computed(stack: Stack) -> dict[str, int]:
 @modes
 @paths
 @pytest.mark.parametrize("failing", ["second segment", "both"])
-def test_what_came_before_the_first_hole_is_not_computed(sync_load, async_scheduling, load_path, failing):
+def test_blocks_before_the_first_hole_are_not_recomputed(sync_load, async_scheduling, load_path, failing):
     stack, tokens = make(sync_load=sync_load, async_scheduling=async_scheduling, load_path=load_path)
     break_segment(stack)
     if failing == "both":
@@ -70,7 +70,7 @@ def test_what_came_before_the_first_hole_is_not_computed(sync_load, async_schedu
     request = stack.serve("b", tokens, max_tokens=1)
     assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
     num_kept = FIRST_HOLE * BLOCK_SIZE if failing == "second segment" else 0
-    # With a synchronous load the step is wasted in which it fails: the last token, whose block was loaded.
+    # The step of a failed synchronous load is wasted: it computed the last token, whose block was loaded.
     assert counts["b"] == len(tokens) - num_kept + sync_load
     assert stack.offload.stats().loaded_tokens == num_kept
     assert stack.offload.stats().num_failed_jobs == 1
@@ -83,7 +83,7 @@ def test_the_next_request_is_matched_and_served(sync_load, async_scheduling, loa
     stack, tokens = make(sync_load=sync_load, async_scheduling=async_scheduling, load_path=load_path)
     break_segment(stack)
     stack.serve("b", tokens)
-    heal(stack)
+    repair(stack)
     stack.scheduler.reset_prefix_cache()
     before = stack.offload.stats().loaded_tokens
     stack.serve("c", [*tokens, 7])
@@ -91,17 +91,17 @@ def test_the_next_request_is_matched_and_served(sync_load, async_scheduling, loa
     stack.check_end()
 
 
-def test_a_request_that_is_preempted_after_it_is_not_promised_the_hole_again():
+def test_a_request_preempted_afterwards_does_not_match_the_hole_again():
     stack, tokens = make()
     break_segment(stack)
     stack.add("b", tokens, max_tokens=8)
     for _ in range(3):
         stack.step()
-    heal(stack)
+    repair(stack)
     before = stack.offload.stats().matched_tokens
     stack.scheduler.reset_prefix_cache(reset_running_requests=True)
     stack.step()
-    # Until what it computed is saved anew, or has been loaded by somebody else.
+    # 40 if its recomputed blocks have been saved already.
     assert stack.offload.stats().matched_tokens - before in (FIRST_HOLE * BLOCK_SIZE, 40)
     stack.drain()
     stack.check_end()
@@ -119,14 +119,14 @@ def test_requests_that_share_the_blocks(sync_load, async_scheduling, load_path, 
     stack.add("c", [*tokens, *prompt(9, seed=78)], max_tokens=6)
     stack.add("d", [*tokens[:24], *prompt(9, seed=79)], max_tokens=6)
     stack.drain()
-    heal(stack)
+    repair(stack)
     stack.scheduler.reset_prefix_cache()
     stack.serve("e", [*tokens, *prompt(9, seed=77), 7])
     stack.check_end()
 
 
 @modes
-def test_it_fails_on_one_worker_of_two(sync_load, async_scheduling):
+def test_a_load_fails_on_one_worker_of_two(sync_load, async_scheduling):
     stack, tokens = make(sync_load=sync_load, async_scheduling=async_scheduling, num_workers=2)
     break_segment(stack, worker=1)
     counts = computed(stack)
@@ -156,7 +156,7 @@ def test_with_the_policy_fail_the_request_ends(async_scheduling):
     assert stack.requests["b"].status is RequestStatus.FINISHED_ERROR
     assert stack.outputs["b"] == []
     assert len(stack.outputs["other"]) == 6
-    heal(stack)
+    repair(stack)
     stack.serve("c", [*tokens, 7])
     stack.check_end()
 
@@ -165,8 +165,8 @@ def test_with_the_policy_fail_the_request_ends(async_scheduling):
 @pytest.mark.parametrize("who", ["b", "c", "both"])
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("num_steps", [1, 2])
-def test_what_an_aborted_request_computed_on_blocks_that_never_came_is_not_found(policy, who, together, num_steps):
-    """It ends before vLLM hears of the failed load, and leaves blocks in vLLM's prefix cache."""
+def test_blocks_that_an_aborted_request_computed_on_unloaded_ones_are_not_found(policy, who, together, num_steps):
+    """It ends before the failed load is reported to vLLM, and leaves blocks in vLLM's prefix cache."""
     stack, tokens = make(sync_load=True, async_scheduling=True, policy=policy, max_num_batched_tokens=64)
     longer = [*tokens, *prompt(20, seed=77)]
     break_segment(stack)
@@ -182,8 +182,8 @@ def test_what_an_aborted_request_computed_on_blocks_that_never_came_is_not_found
         stack.abort(name)
     if num_steps == 2:
         stack.end_step()
-    heal(stack)
-    for name in ("d", "e"):  # what it loads stands before what may be wrong
+    repair(stack)
+    for name in ("d", "e"):  # finds what was loaded, but none of the wrong blocks
         stack.serve(name, [*longer, 7, 8, 9, 10], max_tokens=6)
     assert stack.requests["e"].status is RequestStatus.FINISHED_LENGTH_CAPPED
     stack.check_end()
@@ -191,32 +191,32 @@ def test_what_an_aborted_request_computed_on_blocks_that_never_came_is_not_found
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_what_two_computed_that_share_blocks_that_never_came_is_not_found(policy, async_scheduling):
-    """vLLM gives up the blocks of the first of them only."""
+def test_blocks_that_two_requests_computed_on_shared_unloaded_ones_are_not_found(policy, async_scheduling):
+    """vLLM evicts the blocks of the first of them only."""
     stack, tokens = make(sync_load=True, async_scheduling=async_scheduling, policy=policy, max_num_batched_tokens=96)
     longer = [*tokens, *prompt(40, seed=77)]
     break_segment(stack)
     stack.add("b", [*tokens, *prompt(9, seed=78)], max_tokens=6)
     stack.add("c", longer, max_tokens=6)
     stack.drain()
-    heal(stack)
+    repair(stack)
     for name in ("d", "e"):
         stack.serve(name, [*longer, 7, 8, 9], max_tokens=6)
         assert stack.requests[name].status is RequestStatus.FINISHED_LENGTH_CAPPED
     stack.check_end()
 
 
-def test_who_is_aborted_while_it_sits_out_a_step_leaves_nothing():
+def test_a_request_aborted_while_it_skips_a_step_leaks_nothing():
     stack, tokens = make(sync_load=True, async_scheduling=True)
     break_segment(stack)
     stack.add("b", tokens, max_tokens=6)
     stack.begin_step()
     stack.begin_step()
     stack.end_step()
-    assert stack.side._rollback._held_back
+    assert stack.side._rollback._awaiting_stale_output
     stack.abort("b")
     stack.end_step()
     stack.add("c", prompt(12, seed=4))
     stack.drain()
-    assert not stack.side._rollback._held_back
+    assert not stack.side._rollback._awaiting_stale_output
     stack.check_end()

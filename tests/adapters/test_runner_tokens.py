@@ -1,4 +1,4 @@
-"""What a request that a step leaves out goes on with, by the real method of the installed tpu-inference."""
+"""The tokens of requests that are not in a step, with the real method of the installed tpu-inference."""
 
 import logging
 from types import SimpleNamespace
@@ -14,15 +14,15 @@ pytestmark = pytest.mark.vllm
 PROMPT = [5, 6, 7]
 
 
-def make_runner(*, left_out=("b",), modify=TPUModelRunner._modify_prev_results, **results):
-    """Two requests sampled 41 and 42 in the step before; 0 stands for each. Blocks of two tokens."""
+def make_runner(*, not_scheduled=("b",), modify=TPUModelRunner._modify_prev_results, **results):
+    """Two requests that sampled 41 and 42 in the last step, with placeholders 0 for them. Blocks of two tokens."""
     states = {
         name: SimpleNamespace(
             req_id=name, prompt_token_ids=PROMPT, output_token_ids=[31, 0], num_tokens=5, block_ids=([1, 2, 3],)
         )
         for name in ("a", "b")
     }
-    rows = {name: i for i, name in enumerate(name for name in states if name not in left_out)}
+    rows = {name: i for i, name in enumerate(name for name in states if name not in not_scheduled)}
     tokens = np.zeros((2, 16), np.int32)
     tokens[:, :4] = [*PROMPT, 31]
     runner = SimpleNamespace(
@@ -54,14 +54,14 @@ def make_runner(*, left_out=("b",), modify=TPUModelRunner._modify_prev_results, 
             | results
         ),
     )
-    # The methods are of classes, as in the real runner: what is put over them can be taken away again.
+    # Methods of classes, as in the real runner, so that wrappers on the instances can be removed.
     cls = type("StandIn", (SimpleNamespace,), {"_modify_prev_results": modify})
     batches = type("Batches", (SimpleNamespace,), {"update_states": lambda self, output, positions: positions})
     return cls(**vars(runner), persistent_batch_manager=batches())
 
 
-def go_on(runner, *request_ids, finished=()):
-    """A step with these, none of which was preempted in it."""
+def schedule(runner, *request_ids, finished=()):
+    """Begins a step with these requests, none of which was preempted in it."""
     output = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys(request_ids, 1),
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
@@ -74,90 +74,90 @@ def outputs(runner):
     return {name: state.output_token_ids for name, state in runner.requests.items()}
 
 
-def test_tpu_inference_leaves_it_out():
-    """If this fails there is nothing to mend any more: see docs/upstream."""
+def test_tpu_inference_loses_the_token():
+    """If this fails there is nothing to restore any more: see docs/upstream."""
     runner = make_runner()
     runner._modify_prev_results()
     assert outputs(runner) == {"a": [31, 41], "b": [31, 0]}
 
 
-@pytest.mark.parametrize("left_out", [("b",), ("a", "b"), ()])
-def test_the_token_is_put_in(caplog, left_out):
-    runner = make_runner(left_out=left_out)
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
+@pytest.mark.parametrize("not_scheduled", [("b",), ("a", "b"), ()])
+def test_the_token_is_restored(caplog, not_scheduled):
+    runner = make_runner(not_scheduled=not_scheduled)
+    tokens = RunnerTokens(runner, restore=True, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
         assert not caplog.records
-        go_on(runner, *left_out)
+        schedule(runner, *not_scheduled)
     assert outputs(runner) == {"a": [31, 41], "b": [31, 42]}
-    assert (tokens.distrusted, tokens.take_news()) == (frozenset(), {})
-    assert len(caplog.records) == bool(left_out)
+    assert (tokens.tainted, tokens.take_newly_tainted()) == (frozenset(), {})
+    assert len(caplog.records) == bool(not_scheduled)
     tokens.close()
     assert "_modify_prev_results" not in vars(runner)
 
 
-def test_a_runner_that_does_it_itself_is_left_alone(caplog):
+def test_a_runner_without_the_defect_is_not_touched(caplog):
     def modify(runner):
         for state, token in zip(runner.requests.values(), (41, 42), strict=True):
             state.output_token_ids[-1] = token
 
     runner = make_runner(modify=modify)
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    tokens = RunnerTokens(runner, restore=True, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
     assert outputs(runner) == {"a": [31, 41], "b": [31, 42]}
-    assert not tokens.distrusted
+    assert not tokens.tainted
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("mend", "results"),
+    ("restore", "results"),
     [(False, {}), (True, {"is_continue_decode": True, "modify": lambda runner: None})],
-    ids=["told not to", "several steps at once"],
+    ids=["disabled", "several steps at once"],
 )
-def test_what_is_not_put_in_is_not_trusted(caplog, mend, results):
+def test_a_request_whose_token_is_not_restored_is_tainted(caplog, restore, results):
     runner = make_runner(**results)
-    tokens = RunnerTokens(runner, mend=mend, block_size=2)
+    tokens = RunnerTokens(runner, restore=restore, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
-        go_on(runner, "a")
-        assert not tokens.distrusted
-        go_on(runner, "a", "b")
+        schedule(runner, "a")
+        assert not tokens.tainted
+        schedule(runner, "a", "b")
     assert runner.requests["b"].output_token_ids == [31, 0]
-    assert tokens.distrusted == {"b"}
-    assert tokens.take_news() == {"b": (3,)}, "of its token 4 on"
-    assert tokens.take_news() == {}
+    assert tokens.tainted == {"b"}
+    assert tokens.take_newly_tainted() == {"b": (3,)}, "from its token 4 on"
+    assert tokens.take_newly_tainted() == {}
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     tokens.finish({"b", "c"})
-    assert not tokens.distrusted
+    assert not tokens.tainted
 
 
-@pytest.mark.parametrize("mend", [True, False])
-@pytest.mark.parametrize("why", ["ended, and another goes on under its id", "set back by vLLM, which drops the token"])
-def test_nothing_is_said_of_a_request_that_needs_no_token(caplog, mend, why):
+@pytest.mark.parametrize("restore", [True, False])
+@pytest.mark.parametrize("why", ["ended, and its id is reused", "rolled back by vLLM, which drops the token"])
+def test_nothing_is_logged_for_a_request_that_needs_no_token(caplog, restore, why):
     ended = why.startswith("ended")
     runner = make_runner()
-    tokens = RunnerTokens(runner, mend=mend, block_size=2)
+    tokens = RunnerTokens(runner, restore=restore, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
         if not ended:
             runner.requests["b"].num_tokens = 4
-        go_on(runner, "a", "b", finished=["b"] if ended else [])
+        schedule(runner, "a", "b", finished=["b"] if ended else [])
     assert not caplog.records
-    assert not tokens.distrusted
+    assert not tokens.tainted
 
 
-def test_a_runner_whose_steps_are_not_seen_is_not_trusted():
+def test_a_request_is_tainted_at_once_if_steps_cannot_be_observed():
     runner = make_runner()
     del runner.persistent_batch_manager
-    tokens = RunnerTokens(runner, mend=False, block_size=2)
+    tokens = RunnerTokens(runner, restore=False, block_size=2)
     runner._modify_prev_results()
-    assert tokens.distrusted == {"b"}
+    assert tokens.tainted == {"b"}
 
 
 def resume(runner, request_id, num_tokens):
-    """The step after: this request is in it, after a reset, with so many tokens that vLLM knows."""
+    """Prepares the next step, in which a request is resumed after a reset, with this many of vLLM's tokens."""
     output = SimpleNamespace(
         num_scheduled_tokens={request_id: 1},
         scheduled_cached_reqs=SimpleNamespace(
@@ -181,28 +181,28 @@ def resume(runner, request_id, num_tokens):
 
 
 @pytest.mark.parametrize("num_tokens", [4, 5], ids=["dropped", "taken"])
-@pytest.mark.parametrize("mend", [True, False])
-def test_a_request_that_is_resumed_goes_on_with_the_tokens_that_vllm_has(caplog, mend, num_tokens):
-    runner = make_runner(left_out=("a",))
+@pytest.mark.parametrize("restore", [True, False])
+def test_a_resumed_request_continues_with_the_tokens_that_vllm_has(caplog, restore, num_tokens):
+    runner = make_runner(not_scheduled=("a",))
     output = resume(runner, "b", num_tokens)
-    tokens = RunnerTokens(runner, mend=mend, block_size=2)
+    tokens = RunnerTokens(runner, restore=restore, block_size=2)
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         assert runner.persistent_batch_manager.update_states(output, 7) == 7
         runner._modify_prev_results()
-    if mend:
+    if restore:
         fed = runner.input_batch.token_ids_cpu[runner.input_batch.req_id_to_index["b"]]
         assert outputs(runner)["b"] == [31, 42][: num_tokens - 3] == fed[3:num_tokens].tolist()
-    assert tokens.distrusted == (set() if mend else {"b"})
-    assert tokens.take_news() == ({} if mend else {"b": (2, 3) if num_tokens == 4 else (3,)})
+    assert tokens.tainted == (set() if restore else {"b"})
+    assert tokens.take_newly_tainted() == ({} if restore else {"b": (2, 3) if num_tokens == 4 else (3,)})
     tokens.close()
     assert "update_states" not in vars(runner.persistent_batch_manager)
 
 
 @pytest.mark.parametrize("gone", ["_pre_async_results", "results", "all_token_ids"])
 def test_a_step_that_cannot_be_read_does_not_end_the_engine(gone):
-    runner = make_runner(left_out=())
+    runner = make_runner(not_scheduled=())
     output = resume(runner, "b", 4)
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    tokens = RunnerTokens(runner, restore=True, block_size=2)
     if gone == "results":
         runner._pre_async_results = None
     elif gone == "all_token_ids":
@@ -210,14 +210,14 @@ def test_a_step_that_cannot_be_read_does_not_end_the_engine(gone):
     else:
         del runner._pre_async_results
     assert runner.persistent_batch_manager.update_states(output, 7) == 7
-    assert tokens.distrusted == ({"b"} if gone == "all_token_ids" else set())
+    assert tokens.tainted == ({"b"} if gone == "all_token_ids" else set())
 
 
 @pytest.mark.parametrize("gone", ["results", "next_tokens", "requests", "extract"])
 def test_another_tpu_inference_does_not_end_the_engine(caplog, gone):
     called = []
     runner = make_runner(modify=lambda runner: called.append(runner))
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    tokens = RunnerTokens(runner, restore=True, block_size=2)
     if gone == "results":
         runner._pre_async_results = None
     elif gone == "next_tokens":
@@ -229,48 +229,48 @@ def test_another_tpu_inference_does_not_end_the_engine(caplog, gone):
     with caplog.at_level(logging.WARNING, logger="tpu_offload"):
         runner._modify_prev_results()
         runner._modify_prev_results()
-        go_on(runner, "b")
+        schedule(runner, "b")
     assert called == [runner, runner]
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     tokens.compare("b", 3, (99,))
-    assert tokens.distrusted == {"b"}
+    assert tokens.tainted == {"b"}
 
 
-def test_who_sampled_nothing_or_has_ended_is_passed_over():
-    runner = make_runner(left_out=("a", "b"), discard_sampled_tokens_req_indices=[0])
-    runner.requests["b"] = SimpleNamespace(req_id="b", output_token_ids=[])  # another under the same id
-    tokens = RunnerTokens(runner, mend=False, block_size=2)
+def test_requests_that_sampled_nothing_or_have_ended_are_skipped():
+    runner = make_runner(not_scheduled=("a", "b"), discard_sampled_tokens_req_indices=[0])
+    runner.requests["b"] = SimpleNamespace(req_id="b", output_token_ids=[])  # another request with the same id
+    tokens = RunnerTokens(runner, restore=False, block_size=2)
     runner._modify_prev_results()
     assert outputs(runner) == {"a": [31, 0], "b": []}
-    assert not tokens.distrusted
+    assert not tokens.tainted
 
 
 @pytest.mark.parametrize(
-    ("request_id", "first", "known", "news"),
+    ("request_id", "first", "known", "newly_tainted"),
     [
         ("a", 3, (31,), {}),
         ("a", 1, (6, 7, 31), {}),
         ("a", 3, (32,), {"a": (2, 3)}),
         ("a", 1, (6, 7, 30), {"a": (2, 3)}),
         ("a", 1, (9, 7, 31), {"a": (1, 2, 3)}),
-        ("b", 3, (31,), {"b": (2, 3)}),  # it is in no batch
+        ("b", 3, (31,), {"b": (2, 3)}),  # it is not in the batch
         ("c", 3, (31,), {"c": ()}),
-        ("a", 15, (0, 0), {"a": ()}),  # beyond what the runner has room for
+        ("a", 15, (0, 0), {"a": ()}),  # beyond the end of the runner's row
     ],
 )
-def test_compares_what_the_runner_has_with_what_vllm_knows(request_id, first, known, news):
-    tokens = RunnerTokens(make_runner(), mend=True, block_size=2)
+def test_compares_the_tokens_of_runner_and_vllm(request_id, first, known, newly_tainted):
+    tokens = RunnerTokens(make_runner(), restore=True, block_size=2)
     tokens.compare(request_id, first, known)
-    assert tokens.take_news() == news
-    assert tokens.distrusted == set(news)
+    assert tokens.take_newly_tainted() == newly_tainted
+    assert tokens.tainted == set(newly_tainted)
     tokens.compare(request_id, first, (99,) * len(known))
-    assert tokens.take_news() == ({} if news else {request_id: (1, 2, 3)[first // 2 :]})
+    assert tokens.take_newly_tainted() == ({} if newly_tainted else {request_id: (1, 2, 3)[first // 2 :]})
 
 
-def test_a_runner_that_cannot_be_read_is_not_trusted():
+def test_a_request_is_tainted_if_the_runner_cannot_be_read():
     runner = SimpleNamespace(requests={})
-    tokens = RunnerTokens(runner, mend=True, block_size=2)
+    tokens = RunnerTokens(runner, restore=True, block_size=2)
     tokens.compare("a", 3, (31,))
-    assert tokens.distrusted == {"a"}
+    assert tokens.tainted == {"a"}
     tokens.close()

@@ -88,7 +88,7 @@ def test_a_synchronous_load_is_computed_on_in_the_same_step():
     stack.check_end()
 
 
-def test_a_direct_load_is_synchronous_unless_told_otherwise():
+def test_a_direct_load_is_synchronous_by_default():
     stack = make_stack(sync_load=None)
     tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
@@ -101,33 +101,33 @@ def test_a_direct_load_is_synchronous_unless_told_otherwise():
 
 
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
-def test_a_synchronous_load_that_fails_spoils_nothing(load_path):
+def test_nothing_of_a_step_with_a_failed_synchronous_load_is_saved(load_path):
     stack = make_stack(sync_load=True, load_path=load_path)
     tokens = save_prompt(stack, "a")
     num_saved = stack.offload.stats().saved_blocks
     break_loads(stack)
-    stack.add("b", [*tokens, *prompt(8, seed=77)])  # completes a block in the very step
+    stack.add("b", [*tokens, *prompt(8, seed=77)])  # completes a block in that step
     stack.step()
-    assert stack.num_spoilt == 1
+    assert stack.num_wrong == 1
     assert stack.outputs["b"] == []
     del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.drain()
-    assert stack.offload.stats().saved_blocks == num_saved + 1  # from what was computed afterwards, and not before
+    assert stack.offload.stats().saved_blocks == num_saved + 1  # of blocks that were computed afterwards
     stack.serve("c", [*tokens, *prompt(8, seed=77)])
     stack.check_end()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_with_async_scheduling_the_step_that_was_under_way_saves_nothing_either(policy):
+def test_with_async_scheduling_the_step_in_flight_saves_nothing_either(policy):
     stack = make_stack(sync_load=True, async_scheduling=True, policy=policy, max_num_batched_tokens=16)
     tokens = save_prompt(stack, "a")
     break_loads(stack)
     saved_before = stack.offload.stats().saved_blocks
     longer = [*tokens, *prompt(36, seed=77)]
-    stack.add("b", longer)  # the step after the one that fails completes blocks of the prompt
+    stack.add("b", longer)  # the step after the failing one completes blocks of the prompt
     for _ in range(3):
         stack.step()
-    assert stack.num_spoilt == 2
+    assert stack.num_wrong == 2
     assert stack.offload.stats().saved_blocks == saved_before
     stack.drain()
     if policy == "fail":
@@ -148,7 +148,7 @@ def test_without_prefix_caching_every_hit_comes_from_the_host_tier():
     stack.check_end()
 
 
-def test_what_hbm_has_is_not_loaded():
+def test_blocks_in_hbm_are_not_loaded():
     stack = make_stack()
     tokens = prompt(40)
     stack.serve("a", tokens)
@@ -168,7 +168,7 @@ def test_a_request_that_may_not_read_the_cache_does_not():
 
 
 @pytest.mark.parametrize("kind", ["salt", "lora"])
-def test_tenants_share_nothing(kind):
+def test_tenants_share_no_blocks(kind):
     stack = make_stack()
     salt: dict[str, Any] = {"salt": "one"} if kind == "salt" else {}
     tokens = save_prompt(stack, "a", **salt)
@@ -176,7 +176,7 @@ def test_tenants_share_nothing(kind):
     def again(name, which):
         request = stack.add(name, tokens, **({"salt": which} if kind == "salt" else {}))
         if kind == "lora" and which:
-            # Its hashes were made when it was: again, with the adapter.
+            # The request was hashed when it was created: hash it again, with the adapter.
             request.lora_request = LoRARequest(which, 1, "somewhere")
             request._block_hashes = []
             request.block_hashes.clear() if isinstance(request.block_hashes, list) else None
@@ -190,7 +190,7 @@ def test_tenants_share_nothing(kind):
     stack.check_end()
 
 
-# Saves that are on their way.
+# Saves in flight.
 
 
 def test_a_request_waits_for_the_save_of_its_prefix():
@@ -204,7 +204,7 @@ def test_a_request_waits_for_the_save_of_its_prefix():
     stack.step()
     stack.step()
     assert again.status is RequestStatus.WAITING
-    assert stack.offload.stats().staging_reserved_blocks == 5  # the saves' own; it holds nothing
+    assert stack.offload.stats().staging_reserved_blocks == 5  # those of the saves; the request holds none
     held.clear()
     stack.drain()
     assert stack.offload.stats().matched_tokens == 39
@@ -230,7 +230,7 @@ def test_a_request_that_waits_for_a_save_holds_nothing():
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.5])
-def test_it_does_not_wait_for_ever(wait_s):
+def test_the_wait_for_a_save_ends(wait_s):
     stack = make_stack(prefix_caching=False, save_wait_s=wait_s)
     now = [0.0]
     stack.offload._loads._clock = lambda: now[0]
@@ -250,7 +250,7 @@ def test_it_does_not_wait_for_ever(wait_s):
     stack.check_end()
 
 
-def test_an_idle_engine_sees_to_the_reports_first():
+def test_an_idle_engine_steps_until_its_copies_are_reported():
     stack = make_stack()
     stack.serve("a", prompt(40))
     assert not stack.side.has_jobs
@@ -263,13 +263,13 @@ def test_a_finished_request_costs_no_step_of_its_own():
         stack = Stack(num_blocks=12, **{**SMALL, **settings})
         stack.serve("a", prompt(40), max_tokens=8)
         steps[name] = stack.num_steps
-    assert steps["ours"] <= steps["off"] + 1  # the save of a prompt is over long before eight tokens are
+    assert steps["ours"] <= steps["off"] + 1  # the save of the prompt ends long before eight tokens are generated
 
 
-# Promises.
+# Matches without admission.
 
 
-def test_a_promise_that_is_not_taken_is_given_back_in_the_same_pass():
+def test_a_match_without_admission_is_released_in_the_same_pass():
     stack = make_stack(num_blocks=8)
     tokens = save_prompt(stack, "a")
     stack.add("hog", prompt(24, seed=9), max_tokens=12)
@@ -279,7 +279,7 @@ def test_a_promise_that_is_not_taken_is_given_back_in_the_same_pass():
     assert request.status is RequestStatus.WAITING
     assert stack.side._promised == set()
     assert all(tracked.promise is None for tracked in stack.offload._requests.values())
-    stack.abort("b")  # never scheduled after a match
+    stack.abort("b")  # matched but never scheduled
     stack.drain()
     stack.check_end()
 
@@ -289,7 +289,7 @@ def test_a_load_that_the_staging_buffer_cannot_hold_is_loaded_whole(path):
     stack = make_stack(num_staging_blocks=3, save_path=path, load_path=path)
     (worker,) = stack.workers
     poll = worker.poll
-    worker.poll = lambda *, wait=False: poll(wait=True)  # or `a` ends before the last block's turn
+    worker.poll = lambda *, wait=False: poll(wait=True)  # else `a` ends before the last block is saved
     tokens = save_prompt(stack, "a")
     del worker.poll
     stack.serve("b", tokens)
@@ -299,7 +299,7 @@ def test_a_load_that_the_staging_buffer_cannot_hold_is_loaded_whole(path):
     stack.check_end()
 
 
-# What is saved.
+# Selection of blocks to save.
 
 
 def test_only_blocks_of_the_prompt_are_saved():
@@ -316,7 +316,7 @@ def test_with_decode_save_generated_blocks_are_saved_but_not_the_last_token(asyn
     stack = make_stack(decode_save=True, async_scheduling=async_scheduling)
     before = stack.offload.stats().saved_blocks
     stack.serve("a", prompt(12), max_tokens=max_tokens)  # 24 or 25 tokens; the KV of the last is never computed
-    # With async scheduling the token before is only a placeholder when the last step is planned.
+    # With async scheduling, the token before it is still a placeholder when the last step is planned.
     num_known = 12 + max_tokens - 1 - async_scheduling
     assert stack.offload.stats().saved_blocks == before + num_known // BLOCK_SIZE
     stack.scheduler.reset_prefix_cache()
@@ -329,7 +329,7 @@ def test_rejected_drafts_are_never_saved():
     stack = make_stack(decode_save=True, num_spec_tokens=3, guess=lambda: next(guesses))
     stack.serve("a", prompt(12), max_tokens=30)
     stack.scheduler.reset_prefix_cache()
-    stack.serve("b", stack.sequence("a").tokens[:44])  # every byte that it loads is looked at
+    stack.serve("b", stack.sequence("a").tokens[:44])  # checks every byte that it loads
     assert stack.offload.stats().matched_tokens >= 32
     stack.check_end()
 
@@ -344,7 +344,7 @@ def test_chunked_prefill_leaves_no_hole():
     stack.check_end()
 
 
-def test_a_preempted_request_loads_what_it_had():
+def test_a_preempted_request_loads_its_own_blocks():
     stack = make_stack(num_blocks=10, prefix_caching=False)
     first = stack.add("a", prompt(24), max_tokens=14)
     second = stack.add("b", prompt(24, seed=5), max_tokens=14)
@@ -369,12 +369,12 @@ def test_abort_in_every_state(num_steps, async_scheduling, load_path):
     for _ in range(num_steps):
         stack.step()
     stack.abort("b")
-    stack.add("c", prompt(30, seed=6))  # takes its blocks
+    stack.add("c", prompt(30, seed=6))  # is granted its blocks
     stack.drain()
     stack.check_end()
 
 
-def test_blocks_of_an_aborted_load_are_not_written_any_more():
+def test_blocks_of_an_aborted_load_are_not_written_afterwards():
     stack = make_stack(load_path="staged")
     tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
@@ -391,7 +391,7 @@ def test_blocks_of_an_aborted_load_are_not_written_any_more():
 
 
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
-def test_a_failed_load_is_computed(load_path):
+def test_a_failed_load_is_recomputed(load_path):
     stack = make_stack(load_path=load_path)
     tokens = save_prompt(stack, "a")
     break_loads(stack)
@@ -402,7 +402,7 @@ def test_a_failed_load_is_computed(load_path):
     stack.check_end()
 
 
-def test_with_the_policy_fail_the_request_ends_and_others_go_on():
+def test_with_the_policy_fail_only_the_request_of_the_load_ends():
     stack = make_stack(policy="fail")
     tokens = save_prompt(stack, "a")
     break_loads(stack)
@@ -417,7 +417,7 @@ def test_with_the_policy_fail_the_request_ends_and_others_go_on():
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("sync_load", [False, True])
-def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, async_scheduling, sync_load):
+def test_a_load_that_fails_after_it_was_used_is_reported(policy, async_scheduling, sync_load):
     stack = make_stack(policy=policy, async_scheduling=async_scheduling, sync_load=sync_load)
     tokens = save_prompt(stack, "a")
     (worker,) = stack.workers
@@ -426,7 +426,7 @@ def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, as
     copier._load = lambda *args: (
         load(*args)[0],
         jnp.int32(0),
-    )  # it says it copied nothing
+    )  # its token reports that nothing was copied
     held, poll = [True], worker.poll
     worker.poll = lambda *, wait=False: (
         StepReport(worker_id=0, results=(), num_host_chunks=worker.num_host_chunks) if held else poll(wait=wait)
@@ -439,7 +439,7 @@ def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, as
     while not stack.offload.stats().num_failed_jobs:
         assert stack.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         stack.step()
-    # What was kept since may rest on what never came.
+    # Blocks saved since may depend on those that were not loaded.
     assert stack.offload.stats().num_resident_chunks == 0
     assert not stack.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
     stack.drain()
@@ -448,19 +448,19 @@ def test_a_load_that_is_found_to_have_failed_when_it_was_used_is_told(policy, as
     stack.check_end()
 
 
-def test_a_chunk_that_failed_is_not_tried_for_ever():
+def test_a_chunk_that_keeps_failing_is_not_retried_forever():
     stack = make_stack()
     tokens = save_prompt(stack, "a")
     break_loads(stack)
     stack.serve("b", tokens)
     del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.scheduler.reset_prefix_cache()
-    stack.serve("c", tokens)  # what `b` computed was saved anew
+    stack.serve("c", tokens)  # the blocks that `b` recomputed were saved again
     assert stack.offload.stats().loaded_blocks == 5
     stack.check_end()
 
 
-def test_a_load_that_times_out_is_computed():
+def test_a_load_that_times_out_is_recomputed():
     stack = make_stack(job_timeout_s=1.0, load_path="staged")
     tokens = save_prompt(stack, "a")
     now = [stack.offload._clock()]
@@ -482,30 +482,30 @@ def test_a_load_that_times_out_is_computed():
     stack.check_end()
 
 
-def test_a_reset_while_a_load_is_on_its_way():
+def test_a_reset_while_a_load_is_in_flight():
     stack = make_stack(load_path="staged")
     tokens = save_prompt(stack, "a")
     request = stack.add("b", tokens)
     stack.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert stack.scheduler.reset_connector_cache()
-    side, told = stack.connectors[0].worker_side, set()
+    side, invalid = stack.connectors[0].worker_side, set()
     take = side.take_invalid_block_ids
 
     def note():
         found = take()
-        told.update(found)
+        invalid.update(found)
         return found
 
     side.take_invalid_block_ids = note
     stack.drain()
-    assert len(told) == 5  # vLLM computes what those blocks should have held
+    assert len(invalid) == 5  # vLLM recomputes those blocks
     stats = stack.offload.stats()
     assert stats.loaded_blocks == 0
     stack.scheduler.reset_prefix_cache()
     matched = stats.matched_tokens
     stack.serve("c", tokens)
-    assert stack.offload.stats().matched_tokens in (matched, matched + 39)  # nothing that was saved before the reset
+    assert stack.offload.stats().matched_tokens in (matched, matched + 39)  # 39 if it was saved again after the reset
     stack.check_end()
 
 
@@ -518,22 +518,22 @@ def test_three_workers_that_report_in_any_order(order):
     held: dict[int, list[Any]] = {i: [] for i in range(3)}
     turn = itertools.count()
 
-    def meddle(results):
-        """Lets one worker speak a step, in this order; what the others had to say comes later."""
-        speaker = order[next(turn) % 3]
+    def tamper(results):
+        """Delivers the reports of one worker per step, in this order, and holds back the others."""
+        reporter = order[next(turn) % 3]
         for i, result in enumerate(results):
             message = result.kv_connector_output.kv_connector_worker_meta
             held[i] += message.reports if message else ()
-            said, held[i] = (held[i], []) if i == speaker else ([], held[i])
-            result.kv_connector_output.kv_connector_worker_meta = ReportMessage(tuple(said)) if said else None
+            reports, held[i] = (held[i], []) if i == reporter else ([], held[i])
+            result.kv_connector_output.kv_connector_worker_meta = ReportMessage(tuple(reports)) if reports else None
         return results
 
-    stack.meddle = meddle
+    stack.tamper = tamper
     num_visible = stack.offload.stats().num_resident_chunks
     stack.add("a", prompt(40), max_tokens=1)
     stack.step()
     stack.step()
-    assert len(stack.offload._index.find(list(stack.offload._index._slots))) <= num_visible
+    assert len(stack.offload._index.find(list(stack.offload._index._tree.slot_of))) <= num_visible
     stack.drain()
     stack.scheduler.reset_prefix_cache()
     stack.serve("b", prompt(40))
@@ -550,7 +550,7 @@ def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
         results[1].kv_connector_output.kv_connector_worker_meta = None
         return results
 
-    stack.meddle = mute
+    stack.tamper = mute
     request = stack.add("a", prompt(40), max_tokens=2)
     while not request.is_finished():
         stack.step()
@@ -567,7 +567,7 @@ def test_a_chunk_that_one_worker_has_not_reported_is_not_found():
     stack.check()
 
 
-def test_reports_that_come_twice_change_nothing():
+def test_duplicate_reports_change_nothing():
     stack = make_stack(num_workers=2)
 
     def twice(results):
@@ -577,7 +577,7 @@ def test_reports_that_come_twice_change_nothing():
                 result.kv_connector_output.kv_connector_worker_meta = ReportMessage(message.reports * 2)
         return results
 
-    stack.meddle = twice
+    stack.tamper = twice
     tokens = save_prompt(stack, "a")
     stack.serve("b", tokens)
     stats = stack.offload.stats()
@@ -586,7 +586,7 @@ def test_reports_that_come_twice_change_nothing():
     stack.check_end()
 
 
-def test_a_load_that_fails_on_one_worker_of_two_is_computed():
+def test_a_load_that_fails_on_one_worker_of_two_is_recomputed():
     stack = make_stack(num_workers=2)
     tokens = save_prompt(stack, "a")
     break_loads(stack, worker=1)

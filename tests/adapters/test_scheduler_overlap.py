@@ -1,4 +1,4 @@
-"""What happens between the moment vLLM is told that a load ended and the moment the books hear of it."""
+"""Events between the report of a finished load to vLLM and its report to the library's scheduler."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 @contextlib.contextmanager
 def results_held_back(worker):
-    """Copies of this worker are dispatched, and none is seen finished."""
+    """Copies of this worker are dispatched, but never observed to finish."""
     worker.poll = lambda wait=False: worker._report
     yield
     del worker.poll
@@ -49,7 +49,7 @@ def test_a_load_fails_on_one_worker_before_the_other_has_acknowledged_it(num_tok
     stack.check_end()
 
 
-def test_who_shares_blocks_whose_synchronous_load_failed_saves_nothing_of_that_step():
+def test_a_request_that_shares_blocks_of_a_failed_load_saves_nothing_of_that_step():
     stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=40)
     tokens = save_prompt(stack, "a", 32)
     other = [*tokens, *prompt(16, seed=78)]
@@ -57,7 +57,7 @@ def test_who_shares_blocks_whose_synchronous_load_failed_saves_nothing_of_that_s
     stack.add("b", [*tokens, *prompt(9, seed=77)])
     stack.add("c", other)
     stack.step()
-    assert stack.num_spoilt == 2
+    assert stack.num_wrong == 2
     del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     for _ in range(2):
         stack.step()
@@ -68,27 +68,27 @@ def test_who_shares_blocks_whose_synchronous_load_failed_saves_nothing_of_that_s
     stack.check_end()
 
 
-def test_blocks_whose_synchronous_load_failed_are_not_found_before_they_are_computed():
+def test_blocks_of_a_failed_synchronous_load_are_not_found_before_they_are_recomputed():
     stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=48)
     tokens = save_prompt(stack, "a", 64)
     tier_group(stack.workers[0]).copiers[Direction.LOAD].load = broken
     stack.add("b", [*tokens, *prompt(9, seed=77)])
     stack.step()
-    assert stack.num_spoilt == 1
+    assert stack.num_wrong == 1
     del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.abort("b")
     stack.serve("c", [*tokens, *prompt(3)])
     stack.check_end()
 
 
-def test_who_shares_blocks_whose_synchronous_load_failed_does_not_wait_for_another_to_compute_them():
+def test_a_request_that_shares_blocks_of_a_failed_load_does_not_wait_for_another_to_recompute_them():
     stack = make_stack(num_blocks=24, sync_load=True, max_num_batched_tokens=40)
     tokens = save_prompt(stack, "a", 32)
     tier_group(stack.workers[0]).copiers[Direction.LOAD].load = broken
     stack.add("b", [*tokens, *prompt(4, seed=77)])
     stack.add("c", [*tokens, *prompt(4, seed=78)])
     stack.step()
-    assert stack.num_spoilt == 2
+    assert stack.num_wrong == 2
     del tier_group(stack.workers[0]).copiers[Direction.LOAD].load
     stack.abort("b")
     stack.drain()
@@ -105,46 +105,46 @@ def test_a_reset_withdraws_what_a_request_offered_that_may_not_read_the_cache():
         stack.scheduler.reset_prefix_cache(reset_running_requests=True)
         stack.add("c", prompt(47, seed=6), max_tokens=8)
         waiting = stack.scheduler.waiting
-        waiting.add_request(waiting.pop_request())  # b is matched after c, and finds no blocks
+        waiting.add_request(waiting.pop_request())  # b is matched after c, and gets no blocks
         stack.step()
         assert stack.requests["b"].status is RequestStatus.PREEMPTED
         request = stack.offload._requests.get("b")
-        assert request is None or not request.num_offered_chunks  # its blocks are another's now
+        assert request is None or not request.num_offered_chunks  # its blocks belong to another request now
     stack.drain()
     stack.scheduler.reset_prefix_cache()
     stack.serve("d", [*prompt(40, seed=5), 7])
     stack.check_end()
 
 
-def test_an_idle_engine_does_not_wait_for_ever_for_a_report():
+def test_an_idle_engine_does_not_wait_forever_for_a_report():
     stack = make_stack(num_blocks=24, job_timeout_s=0.1)
     with results_held_back(stack.workers[0]):
         stack.serve("a", prompt(40))
         assert stack.offload.stats().num_timed_out_jobs == 1
         assert not stack.scheduler.has_requests()
-    stack.serve("b", prompt(8, seed=3))  # the report comes after all
+    stack.serve("b", prompt(8, seed=3))  # the report arrives after all
     stack.check_end()
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("num_tokens", range(16, 26))
-def test_a_session_whose_last_token_is_taken_back(async_scheduling, num_tokens):
+def test_a_session_whose_last_token_is_withdrawn(async_scheduling, num_tokens):
     stack = make_stack(num_blocks=24, async_scheduling=async_scheduling, decode_save=True)
     session = stack.add("s", prompt(num_tokens, seed=5), max_tokens=8, resumable=True)
     for turn in range(2):
         for _ in range(30):
             stack.step()
         assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
-        stack.outputs["s"] = []  # part of the prompt from now on
+        stack.outputs["s"] = []  # they are part of the prompt from now on
         stack.more("s", prompt(9, seed=30 + turn), max_tokens=8)
     for _ in range(30):
         stack.step()
-    said = list(session.all_token_ids)
+    all_tokens = list(session.all_token_ids)
     stack.abort("s")
     stack.drain()
     stack.outputs["s"] = []
-    for _ in range(2):  # what the session has saved, and what is beyond it
+    for _ in range(2):  # the blocks that the session has saved, and those after them
         stack.scheduler.reset_prefix_cache()
-        stack.serve("again", [*said, 7])
+        stack.serve("again", [*all_tokens, 7])
     assert stack.offload.stats().matched_tokens >= num_tokens + 16
     stack.check_end()

@@ -1,4 +1,4 @@
-"""Random lives of requests under vLLM's real scheduler: no wrong byte is read, no token differs, nothing is left."""
+"""Random requests and faults under vLLM's real scheduler: no wrong byte is read, no token differs, nothing leaks."""
 
 import functools
 import random
@@ -20,7 +20,7 @@ BLOCK_NBYTES = NUM_LAYERS * PAGE_SHAPE[0] * PAGE_SHAPE[1] * PAGE_SHAPE[2]
 
 
 class Faults:
-    """Makes copies of a worker raise before they do anything, now and then, and loads take the caches with them."""
+    """Has random copies of the workers raise before they start, and random loads destroy the caches."""
 
     def __init__(self, stack: Stack, rng: random.Random, rate: float, loss_rate: float) -> None:
         self.rng, self.rate, self.loss_rate, self.num_lost = rng, rate, loss_rate, 0
@@ -40,7 +40,7 @@ class Faults:
 
 
 def delay(worker, rng: random.Random, rate: float) -> None:
-    """Has the worker see the end of its copies late, now and then."""
+    """Has the worker observe the end of some copies late."""
     real = worker.poll
 
     def poll(*, wait: bool = False):
@@ -53,8 +53,8 @@ def delay(worker, rng: random.Random, rate: float) -> None:
     worker.poll = poll
 
 
-class Life:
-    """One seed decides everything."""
+class RandomRun:
+    """A run that is determined by its seed."""
 
     def __init__(self, seed: int, mode: str) -> None:
         self.rng = rng = random.Random(seed)
@@ -126,15 +126,15 @@ class Life:
         scheduler = self.stack.scheduler
         held = [r for r in scheduler.requests.values() if any(scheduler.kv_cache_manager.get_block_ids(r.request_id))]
         if any(request.status is not RequestStatus.RUNNING for request in held):
-            # Loads hold blocks, and so does a request that waits after a part of its load came: vLLM cannot reset its
-            # own cache then.
+            # Loads hold blocks, and so does a request that waits after part of its load: vLLM cannot reset its own
+            # cache then.
             self.stack.scheduler.reset_connector_cache()
         else:
             running = self.rng.random() < 0.5 and not self.stack.in_flight
             self.stack.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
 
 
-# "sync" is of loads, "async" of scheduling.
+# "sync" refers to loads, "async" to scheduling.
 _loads = {"plain": 0, "sync": 0, "async": 0, "sync and async": 0, "speculative": 0}
 _losses = dict.fromkeys(_loads, 0)
 
@@ -142,13 +142,13 @@ _losses = dict.fromkeys(_loads, 0)
 @pytest.mark.parametrize("mode", list(_loads))
 @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6))
-def test_random_life(mode, seed):
-    life = Life(seed, mode)
-    life.run(40)
-    _loads[mode] += life.stack.offload.stats().loaded_blocks
-    _losses[mode] += life.faults.num_lost
+def test_random_run(mode, seed):
+    run = RandomRun(seed, mode)
+    run.run(40)
+    _loads[mode] += run.stack.offload.stats().loaded_blocks
+    _losses[mode] += run.faults.num_lost
 
 
-def test_the_lives_loaded_and_lost():
+def test_the_runs_loaded_blocks_and_lost_caches():
     assert all(num_blocks > 100 for num_blocks in _loads.values()), _loads
     assert all(_losses.values()), _losses

@@ -1,7 +1,7 @@
-"""The connector in a real `vllm serve`, as docs/vllm.md has it: async scheduling, `recompute`, requests preempted.
+"""The connector in a real `vllm serve`, set up as in docs/vllm.md: async scheduling, `recompute`, preemptions.
 
-Three servers are started: `ours`, which most tests share and SIGTERM ends; `plain`, without a connector and with blocks
-enough that nobody is preempted, which says what is right; and `doomed`, whose engine process is killed.
+There are three servers: `ours`, which most tests share and SIGTERM ends; `plain`, without a connector and with enough
+blocks that no request is preempted, for the expected answers; and `doomed`, whose engine process is killed.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _END_LIMIT_S = 60.0
 
 
 class Served:
-    """The servers, and what is asked of them."""
+    """The servers."""
 
     def __init__(self, folder, kept):
         self.folder, self.kept = folder, kept
@@ -49,7 +49,7 @@ class Served:
         for server in (self.ours, self.plain):
             server.wait_until_ready()
         self.kept.publish()
-        self.doomed = Server(  # up when it is needed
+        self.doomed = Server(  # starts in the background
             self.folder, num_blocks=NUM_BLOCKS, connector=self.connector, environ=self.kept.settings_of_another()
         )
 
@@ -60,15 +60,15 @@ class Served:
         self.tree.close()
 
     def ask(self, prompt, server=None, **fields):
-        """One request, to ours if nothing else is said."""
+        """Sends one request, by default to `ours`."""
         return talk(server or self.ours, lambda client: client.complete(prompt, **fields))
 
-    def forget_hbm(self):
-        """From here on only the host tier can have anything. No block must be held: vLLM refuses otherwise."""
+    def empty_hbm(self):
+        """Empties HBM. Requires that no request holds a block."""
         self.ours.reset_prefix_cache(external=False)
 
     def quiet_metrics(self):
-        """Of `ours`, once nothing is on its way."""
+        """The metrics of `ours`, once it is idle."""
         idle = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:tpu_offload_in_flight_jobs")
         end_s = time.monotonic() + _QUIET_LIMIT_S
         while any((metrics := self.ours.metrics())[name] for name in idle):
@@ -109,7 +109,7 @@ def served(kept_vllm):
             servers.close()
 
 
-def test_answers_are_those_without_a_connector_though_requests_are_preempted(served):
+def test_answers_equal_those_without_a_connector_despite_preemptions(served):
     before = served.ours.metrics()
     expected, found = (talk(server, lambda c: c.converse(PRESSURE, seed=1)) for server in (served.plain, served.ours))
     assert answers(found) == answers(expected)
@@ -126,7 +126,7 @@ def test_hits_and_resets(served):
     asked = prompt("hits", 100)
     whole = len(asked) // BLOCK_SIZE * BLOCK_SIZE
     found = [served.ask(asked), served.ask(asked)]
-    served.forget_hbm()
+    served.empty_hbm()
     before = served.ours.metrics()
     found.append(served.ask(asked))
     after = served.quiet_metrics()
@@ -148,23 +148,23 @@ def test_hits_and_resets(served):
         (limits(max_load_tokens=-1), 0, 0),
         (limits(max_load_tokens=40), 32, 96),
         ({"kv_transfer_params": {"max_offload_tokens": 50}}, 48, 48),
-        ({"kv_transfer_params": {"somebody_elses": 1}}, 96, 96),
+        ({"kv_transfer_params": {"another_connector": 1}}, 96, 96),
     ],
     ids=["none", "cache", "unreadable", "unknown", "negative", "load", "save", "of others"],
 )
 def test_limits_of_a_request(served, fields, found_by_it, found_later):
-    """It comes by twice with its limits, the second time when HBM has forgotten it; then somebody without any comes."""
+    """Sends a prompt twice with these limits, the second time after emptying HBM, then once without limits."""
     asked = prompt(json.dumps(fields), 100)
     found = [served.ask(asked, **fields)]
     for later in (fields, limits(max_save_tokens=0)):
-        served.forget_hbm()
+        served.empty_hbm()
         found.append(served.ask(asked, **later))
     assert [answer.cached_tokens for answer in found] == [0, found_by_it, found_later]
     assert all(answer.tokens == right_answer(served, asked) for answer in found)
 
 
-def test_clients_that_go_away(served):
-    """Before the first token, in the middle, near the end; while others are preempted around them."""
+def test_clients_that_disconnect(served):
+    """Before the first token, in the middle, or near the end, while other requests are preempted."""
     asked = [prompt(f"gone {i}", 150) for i in range(16)]
     expected = [right_answer(served, tokens, 40) for tokens in asked]
 
@@ -172,26 +172,26 @@ def test_clients_that_go_away(served):
         after = [None, 0, 1, 7, None, 20, 33, 0] * 2
         return await asyncio.gather(
             *(
-                client.complete(tokens, answer=40, hang_up_after=n)
+                client.complete(tokens, answer=40, disconnect_after=n)
                 for tokens, n in zip(asked, after, strict=True)
             )
         )  # fmt: skip
 
     num_ended = served.ours.metrics()["vllm:request_success_total"]
     found = talk(served.ours, all_at_once)
-    assert {answer.finish for answer in found} == {"gone", "length"}
+    assert {answer.finish for answer in found} == {"disconnected", "length"}
     for answer, right in zip(found, expected, strict=True):
         assert answer.tokens == right[: len(answer.tokens)]
-        assert len(answer.tokens) == 40 or answer.finish == "gone"
+        assert len(answer.tokens) == 40 or answer.finish == "disconnected"
     assert served.quiet_metrics()["vllm:kv_cache_usage_perc"] == 0
     num_ended = served.ours.metrics()["vllm:request_success_total"] - num_ended
-    assert sum(answer.finish == "length" for answer in found) <= num_ended < len(found)  # vLLM heard of those that left
-    served.forget_hbm()
+    assert sum(answer.finish == "length" for answer in found) <= num_ended < len(found)  # vLLM noticed the disconnects
+    served.empty_hbm()
     assert [served.ask(tokens, answer=40).tokens for tokens in asked] == expected
-    served.forget_hbm()  # what they held has been given back
+    served.empty_hbm()  # they hold no blocks any more
 
 
-def test_events_tell_what_a_look_up_finds(served):
+def test_events_match_what_lookups_find(served):
     tree = served.tree
     tree.wait_for_subscription(lambda: served.ask(prompt("hello", 40)))
     served.ours.reset_prefix_cache(external=True)
@@ -206,7 +206,7 @@ def test_events_tell_what_a_look_up_finds(served):
     assert len(set(expected)) > 2
     found = []
     for tokens in whole:
-        served.forget_hbm()
+        served.empty_hbm()
         found.append(served.ask(tokens, answer=1, **limits(max_save_tokens=0)).cached_tokens)
     assert found == expected
 
@@ -239,7 +239,7 @@ def test_metrics_agree_with_each_other(served):
 
 
 async def _streams_when(server, strike):
-    """What becomes of streams if something happens in their middle. Those that wait for ever are hung up."""
+    """The outcomes of streams when `strike` is called in the middle of them. Hanging ones are cancelled."""
     num_before = server.metrics()["vllm:generation_tokens_total"]
     async with Client(server.url) as client:
         streams = [asyncio.create_task(client.complete(prompt(f"last {i}", 90), answer=900)) for i in range(12)]
@@ -252,7 +252,7 @@ async def _streams_when(server, strike):
         return await asyncio.gather(*streams, return_exceptions=True)
 
 
-def _assert_nothing_is_left(server, shared_memory):
+def _assert_nothing_leaked(server, shared_memory):
     assert server.wait_for_processes() == []
     assert [path for path in shared_memory if path.exists()] == []
     with pytest.raises(ConnectionError):
@@ -260,7 +260,7 @@ def _assert_nothing_is_left(server, shared_memory):
 
 
 def test_sigterm(served):
-    """vLLM aborts what runs, and waits until its clients have hung up."""
+    """vLLM aborts running requests, and waits until its clients have disconnected."""
     shared_memory, engine = served.ours.shared_memory(), served.ours.engine()
 
     def strike():
@@ -273,7 +273,7 @@ def test_sigterm(served):
     streams = asyncio.run(_streams_when(served.ours, strike))
     assert all(isinstance(stream, BaseException) or stream.finish == "abort" for stream in streams)
     assert served.ours.wait() == 0
-    _assert_nothing_is_left(served.ours, shared_memory)
+    _assert_nothing_leaked(served.ours, shared_memory)
 
 
 def test_the_engine_process_is_killed(served):
@@ -283,4 +283,4 @@ def test_the_engine_process_is_killed(served):
     assert all(isinstance(stream, BaseException) for stream in streams)
     served.doomed.wait()
     assert "EngineDeadError" in served.doomed.log()
-    _assert_nothing_is_left(served.doomed, shared_memory)
+    _assert_nothing_leaked(served.doomed, shared_memory)

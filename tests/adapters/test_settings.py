@@ -1,4 +1,4 @@
-"""What is refused at start, and what the message says."""
+"""Configurations that are refused at start, and the messages."""
 
 import dataclasses
 import importlib.metadata
@@ -30,7 +30,7 @@ def config(**changes):
     return vllm_config
 
 
-def test_the_environment_is_read_and_the_extra_config_wins(monkeypatch):
+def test_the_extra_config_takes_precedence_over_the_environment(monkeypatch):
     monkeypatch.setenv("TPU_OFFLOAD_NUM_CPU_CHUNKS", "11")
     monkeypatch.setenv("TPU_OFFLOAD_NUM_STAGING_BLOCKS", "7")
     monkeypatch.setenv("TPU_OFFLOAD_DECODE_SAVE", "1")
@@ -39,32 +39,32 @@ def test_the_environment_is_read_and_the_extra_config_wins(monkeypatch):
     assert (found.host_gb, found.num_cpu_chunks, found.num_staging_blocks, found.decode_save) == (2.5, None, 9, True)
 
 
-def test_a_policy_that_cannot_be_had_ends_the_engine_at_its_start():
+def test_a_policy_that_cannot_be_imported_ends_the_engine_at_start():
     with pytest.raises(ConfigError, match="TPU_OFFLOAD_EVICTION_POLICY=nowhere_at_all:P: nowhere_at_all cannot be imp"):
         Stack(num_blocks=8, eviction_policy="nowhere_at_all:P", **SMALL)
 
 
-def test_a_policy_of_ones_own_is_used():
+def test_a_custom_policy_is_used():
     stack = make_stack(eviction_policy="tpu_offload.core.policies.lru:LRUPolicy")
     assert type(stack.offload._index._policy._base) is LRUPolicy
 
 
 @pytest.mark.parametrize(
-    ("extra", "said"),
+    ("extra", "message"),
     [
         ({"host_gigabytes": 3}, "host_gigabytes is not a setting of tpu_offload; did you mean host_gb"),
         ({"host_gb": 1, "num_cpu_chunks": 3}, "set the same size"),
         ({"host_gb": -1}, "host_gb=-1"),
         ({"load_path": "teleport"}, "load_path='teleport'"),
         ({"save_on": "never"}, "save_on='never'"),
-        ({"save_on": "eviction"}, "TPU_OFFLOAD_SAVE_ON=eviction: vLLM does not tell a connector in time of blocks"),
-        ({"save_on": "compute,preemption"}, "in time of requests that it preempts; leave it out"),
+        ({"save_on": "eviction"}, "TPU_OFFLOAD_SAVE_ON=eviction: vLLM has no connector hook before prefix-cache"),
+        ({"save_on": "compute,preemption"}, "before preemption; unset it"),
     ],
 )
-def test_a_wrong_setting_is_one_line(extra, said):
+def test_an_invalid_setting_is_one_line(extra, message):
     with pytest.raises(ConfigError) as e:
         read_config(config(transfer={"kv_connector_extra_config": extra}), kv_cache_config(8))
-    assert said in str(e.value)
+    assert message in str(e.value)
     assert "\n" not in str(e.value)
 
 
@@ -93,7 +93,7 @@ class Sharding:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"transfer": {"kv_role": "kv_producer"}}, 'set it to "kv_both"'),
         ({"transfer": {"kv_connector_extra_config": {"swap_gb": "auto"}}}, "set TPU_OFFLOAD_DECODE_SAVE=1"),
@@ -105,11 +105,11 @@ class Sharding:
     ],
 )
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_setup_that_is_not_supported_is_refused_by_both_roles(changes, said, role):
+def test_a_setup_that_is_not_supported_is_refused_by_both_roles(changes, message, role):
     changes = {k: dict(v) if isinstance(v, dict) else v for k, v in changes.items()}
     with pytest.raises(ConfigError) as e:
         KVConnectorFactory.create_connector(config(**changes), role, kv_cache_config(8))
-    assert said in str(e.value)
+    assert message in str(e.value)
     assert "\n" not in str(e.value)
 
 
@@ -117,7 +117,7 @@ def sliding(block_size=BLOCK_SIZE):
     return SlidingWindowSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32)
 
 
-def test_hybrid_models_are_refused_with_what_would_help():
+def test_hybrid_models_are_refused_with_a_remedy():
     full = kv_cache_config(8).kv_cache_groups[0]
     groups = [full, KVCacheGroupSpec(["other"], sliding())]
     with pytest.raises(ConfigError, match=r"2 KV cache groups.*SlidingWindowSpec.*hybrid models are not supported"):
@@ -163,13 +163,13 @@ def check(usage, needed_gb):
     )
 
 
-def test_the_scheduler_waits_for_as_many_workers_as_there_are():
+def test_the_number_of_workers_must_match():
     check_workers(4, num_processes=4)
     with pytest.raises(ConfigError, match=r"reports of 4 processes .* runs in 2; use a Ray cluster of just"):
         check_workers(4, num_processes=2)
 
 
-def test_enough_hbm_is_enough():
+def test_enough_hbm_is_accepted():
     check([hbm(28), hbm(29)], 3.0)
 
 
@@ -217,8 +217,8 @@ def test_the_plugin_registers_the_connector_once():
     assert KVConnectorFactory.get_connector_class(transfer).__name__ == "TPUOffloadConnector"
 
 
-def test_tpu_inference_takes_no_other_name_than_its_own():
-    """Why the module path is the way on TPU, today; when this fails, docs/vllm.md can say so."""
+def test_tpu_inference_accepts_only_its_own_names():
+    """Why TPU needs the module path. If this fails, docs/vllm.md can be updated."""
     import inspect
 
     from tpu_inference.platforms.tpu_platform import TpuPlatform

@@ -1,4 +1,4 @@
-"""Workers whose reports are lost, late, doubled or never come, and saves that fail for ever: everybody is served."""
+"""Workers whose reports are lost, late or duplicated, and saves that keep failing: all requests are served."""
 
 import contextlib
 from typing import Any
@@ -19,28 +19,28 @@ TIMEOUT_S = 5.0
 
 
 def make(**kwargs) -> Stack:
-    """Every step takes a second."""
+    """An engine whose steps take a second each."""
     stack = Stack(**{"num_blocks": 24, **SMALL, "job_timeout_s": TIMEOUT_S, **kwargs})
     stack.side._clock = lambda: float(stack.num_steps)
     stack.serve("warm", prompt(8, seed=99))
     return stack
 
 
-class Relay:
-    """What becomes of the reports of one worker on their way."""
+class FaultyRelay:
+    """Loses, duplicates or delays the reports of one worker."""
 
     def __init__(self, stack: Stack, fate: str, worker: int = 1) -> None:
         self.fate, self.worker, self.num_seen = fate, worker, 0
         self.held: list[Any] = []
-        stack.meddle = self.meddle
+        stack.tamper = self.tamper
 
-    def meddle(self, results):
+    def tamper(self, results):
         output = results[self.worker].kv_connector_output
         message = output.kv_connector_worker_meta
         self.num_seen += message is not None
         if self.fate == "never" or (self.fate == "every second one" and message and self.num_seen % 2):
             output.kv_connector_worker_meta = None
-        elif self.fate == "doubled" and message:
+        elif self.fate == "duplicated" and message:
             output.kv_connector_worker_meta = ReportMessage(message.reports * 2)
         elif self.fate in ("late", "too late"):
             self.held.append(message)
@@ -49,7 +49,7 @@ class Relay:
         return results
 
 
-@pytest.mark.parametrize("fate", ["never", "every second one", "doubled", "late", "too late"])
+@pytest.mark.parametrize("fate", ["never", "every second one", "duplicated", "late", "too late"])
 @pytest.mark.parametrize(
     ("sync_load", "async_scheduling", "load_path"),
     [
@@ -60,10 +60,10 @@ class Relay:
         (False, False, "staged"),
     ],
 )
-def test_requests_are_served_and_nothing_is_left(fate, sync_load, async_scheduling, load_path):
+def test_requests_are_served_and_nothing_leaks(fate, sync_load, async_scheduling, load_path):
     stack = make(num_workers=2, sync_load=sync_load, async_scheduling=async_scheduling, load_path=load_path)
     stack.serve("a", prompt(40))
-    relay = Relay(stack, fate)
+    relay = FaultyRelay(stack, fate)
     for turn in range(3):
         stack.scheduler.reset_prefix_cache()
         for i in range(3):
@@ -72,9 +72,9 @@ def test_requests_are_served_and_nothing_is_left(fate, sync_load, async_scheduli
     assert not stack.errors
     assert all(len(tokens) == stack.requests[name].max_tokens for name, tokens in stack.outputs.items())
     stack.check_end()
-    # The worker is heard again: what was in quarantine is given back, and there are hits.
-    relay.fate = "well"
-    stack.num_steps += 100  # a breaker that has opened tries again
+    # The worker's reports arrive again: quarantined chunks are released, and there are hits.
+    relay.fate = "delivered"
+    stack.num_steps += 100  # an open breaker retries
     stack.serve("probe", prompt(8, seed=61))
     stack.serve("again", prompt(24, seed=60))
     stack.scheduler.reset_prefix_cache()
@@ -87,16 +87,16 @@ def test_requests_are_served_and_nothing_is_left(fate, sync_load, async_scheduli
 
 
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
-def test_an_idle_engine_comes_to_rest_though_a_worker_never_reports(load_path):
+def test_an_idle_engine_stops_stepping_although_a_worker_never_reports(load_path):
     stack = make(num_workers=2, load_path=load_path)
-    Relay(stack, "never")
+    FaultyRelay(stack, "never")
     stack.serve("a", prompt(40))
     assert stack.num_steps < 30
     assert not stack.scheduler.has_requests()
     assert not stack.side.has_jobs
     stats = stack.offload.stats()
     assert stats.num_timed_out_jobs == 1
-    assert stats.num_quarantined_chunks == 5  # its copies may still land, for all that is known
+    assert stats.num_quarantined_chunks == 5  # its copies may still be running
     stack.serve("b", prompt(40, seed=3))
     stack.check_end()
 
@@ -159,7 +159,7 @@ class Metrics:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_saves_that_fail_for_ever_are_left_alone_until_they_work_again(num_workers):
+def test_saves_that_keep_failing_are_suspended_until_they_succeed(num_workers):
     stack = make(num_workers=num_workers, breaker_failures=3, breaker_retry_s=40.0)
     metrics = Metrics(stack)
     calls = 0
@@ -176,7 +176,7 @@ def test_saves_that_fail_for_ever_are_left_alone_until_they_work_again(num_worke
         assert metrics["open_breakers"] == 1
         assert metrics["breaker_openings_total"] == 1
         assert metrics.total.reduce()["Suspended kinds of copies"] == 1
-        assert stack.offload.stats().num_resident_chunks == 1  # the warm-up's
+        assert stack.offload.stats().num_resident_chunks == 1  # that of the warm-up
         assert not stack.errors
     assert stack.num_steps < 40
     stack.num_steps += 50
@@ -190,10 +190,10 @@ def test_saves_that_fail_for_ever_are_left_alone_until_they_work_again(num_worke
     stack.check_end()
 
 
-def test_what_went_wrong_is_on_the_endpoint():
+def test_failures_are_on_the_metrics_endpoint():
     stack = make(num_workers=2)
     metrics = Metrics(stack)
-    relay = Relay(stack, "never")
+    relay = FaultyRelay(stack, "never")
     stack.serve("a", prompt(40))
     assert metrics["timed_out_jobs_total"] == 1
     assert metrics["quarantined_chunks"] == 5
@@ -202,7 +202,7 @@ def test_what_went_wrong_is_on_the_endpoint():
     stack.add("b", prompt(16, seed=3), max_tokens=8)
     for _ in range(3):
         stack.step()
-    relay.fate = "well"
+    relay.fate = "delivered"
     stack.add("c", prompt(16, seed=4), max_tokens=8)
     stack.drain()
     assert metrics["lost_results_total"] == 1

@@ -1,4 +1,4 @@
-"""What vLLM's statistics, its Prometheus endpoint and its KV events are told."""
+"""vLLM's statistics, its Prometheus endpoint and its KV events."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tpu_offload.metrics import METRICS, MetricGroup
 pytestmark = pytest.mark.vllm
 
 
-def test_the_tier_of_a_hit_is_host_memory():
+def test_the_source_of_a_hit_is_host_memory():
     connector = Stack(num_blocks=8, **SMALL).scheduler.connector
     assert connector.get_external_cache_hit_sources(None, 7) == {CacheHitSource.HOST: 7}
 
@@ -74,11 +74,11 @@ def test_statistics_add_up_and_reach_prometheus():
 
 @pytest.fixture
 def vllm_lookups(monkeypatch):
-    """Queries and hits, in tokens, that vLLM has counted of the connector."""
+    """Queries and hits, in tokens, that vLLM has counted for the connector."""
     found, record = [0, 0], PrefixCacheStats.record
 
     def counting(self, num_tokens, num_hits, preempted, **kwargs):
-        if "hits_by_source" in kwargs:  # else of its own prefix cache
+        if "hits_by_source" in kwargs:  # other calls are for its own prefix cache
             found[0] += num_tokens
             found[1] += num_hits
         record(self, num_tokens, num_hits, preempted, **kwargs)
@@ -128,7 +128,7 @@ def test_a_request_that_waits_is_looked_up_once_as_vllm_counts_it(vllm_lookups, 
 
 
 @pytest.mark.parametrize(("limit", "counted"), [(None, (40, 39, 39)), (20, (16, 16, 16)), (0, (0, 0, 0))])
-def test_what_a_request_may_not_load_is_not_looked_up(limit, counted):
+def test_tokens_beyond_the_load_limit_are_not_looked_up(limit, counted):
     stack = make_stack(prefix_caching=False)
     tokens = save_prompt(stack, "a")
     before = lookups(stack)
@@ -143,7 +143,7 @@ def test_no_statistics_while_nothing_happens():
     assert stack.side.take_stats() is None
 
 
-def test_events_tell_what_the_host_tier_holds():
+def test_events_match_the_contents_of_the_host_tier():
     stack = Stack(num_blocks=12, events=True, num_staging_blocks=16, num_cpu_chunks=6)
     published = []
     stack.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
@@ -169,7 +169,7 @@ def test_events_tell_what_the_host_tier_holds():
     assert sum(isinstance(event, AllBlocksCleared) for event in published) == 1
 
 
-def test_roles_are_kept_apart():
+def test_a_call_for_the_other_role_is_an_error():
     stack = Stack(num_blocks=8, **SMALL)
     with pytest.raises(AssertionError, match="reached the scheduler role"):
         stack.scheduler.connector.start_load_kv(None)

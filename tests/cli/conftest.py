@@ -1,4 +1,4 @@
-"""What tests of the commands share."""
+"""Shared by the tests of the commands."""
 
 import json
 import os
@@ -16,7 +16,7 @@ TINY_BENCH = (
 
 
 def interrupted_run(module, *argv, path, during):
-    """Stops a command by Ctrl-C while it serves the run `during`; returns the report that it has written to `path`."""
+    """Interrupts a command while it serves the run `during`; returns the report that it wrote to `path`."""
     command = [sys.executable, "-m", module, *argv, "--json", str(path)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The bench command: a table, a recommendation and a profile that the library can use."""
+"""The bench command: table, recommendation and a profile that the library can read."""
 
 import json
 import os
@@ -50,8 +50,8 @@ def test_table_recommendation_and_profile(small_buffers, tmp_path, capsys, monke
         assert 0 < figure["dispatch_s"]["median"] <= figure["seconds"]["median"]
         assert figure["of_peer"]["median"] > 0
     assert written["bench"]["versions"]["jax"]
-    assert list(tmp_path.iterdir()) == [path], "something was left beside the file"
-    # The lines that it prints for `auto` work as they are, on the caches that were measured.
+    assert list(tmp_path.iterdir()) == [path], "a temporary file was left"
+    # The printed lines for `auto` work unchanged for the measured caches.
     variables = dict(re.findall(r"^  (TPU_OFFLOAD_\w+)='?(auto|/.*?)'?$", out, re.MULTILINE))
     caches = Geometry(2, (4, 8, 2, 8)).make_caches(4)
     worker = OffloadWorker(OffloadConfig.from_env(variables), KVLayout.from_caches(caches, block_size=4), caches)
@@ -95,13 +95,13 @@ def test_default_file(small_buffers, tmp_path, monkeypatch, capsys):
 def test_out_of_time_measures_at_least_one_size(small_buffers, tmp_path, capsys):
     path = tmp_path / "p.json"
     assert bench("--seconds", "0", "--output", str(path)) == 0
-    assert "jobs of 3 blocks: left out" in capsys.readouterr().err
+    assert "jobs of 3 blocks: skipped" in capsys.readouterr().err
     figures = json.loads(path.read_text())["bench"]["figures"]
     assert {(f["num_blocks"], f["num_rounds"]) for f in figures} == {(1, 1)}
 
 
 def test_offload_variables_do_not_apply(small_buffers, tmp_path, monkeypatch):
-    """The error for `auto` without a profile says to run bench, so bench must not fail on it."""
+    """The error for `auto` without a profile says to run bench, so bench itself must not raise it."""
     monkeypatch.setenv("TPU_OFFLOAD_SAVE_PATH", "auto")
     assert bench("--num-blocks", "1", "--output", str(tmp_path / "p.json")) == 0
 
@@ -128,8 +128,8 @@ def test_fewer_layers_where_memory_is_small(monkeypatch, tmp_path):
         ("--step-ms nan", "'--step-ms': nan is not finite"),
         ("--page-shape 4 x", "'--page-shape': 'x' is not a valid integer"),
         ("--block-size 4", "not allowed with"),
-        ("--devices 9", "9 devices wanted and 8 found"),
-        ("--devices 3", "pages of shape [4, 8, 2, 8] cannot be split over 3 devices"),
+        ("--devices 9", "9 devices requested, 8 found"),
+        ("--devices 3", "pages of shape [4, 8, 2, 8] cannot be sharded over 3 devices"),
         ("--num-blocks 4096 --num-layers 1024 --page-shape 4096 8 2 128", "GB of host memory"),
         ("--output no-such-folder/p.json", "cannot write no-such-folder/p.json: there is no directory"),
         ("--output .", "it is a directory"),
@@ -147,7 +147,7 @@ def test_wrong_flag(small_buffers, tmp_path, monkeypatch, capsys, flags, expecte
 
 
 def test_a_path_that_fails_is_one_line_of_the_report(small_buffers, tmp_path, monkeypatch, capsys):
-    """Nobody has tried some of them on every machine; the others are measured all the same."""
+    """A path may not work on some machine; the others are still measured."""
     path = tmp_path / "p.json"
     monkeypatch.setattr("tpu_offload.kernels.StagedCopier.load", lambda *args: 1 / 0)
     monkeypatch.setattr("tpu_offload.kernels.fused.FusedCopies._stage", lambda *args: 1 / 0)
@@ -170,7 +170,7 @@ def test_no_path_that_works_is_one_line(small_buffers, tmp_path, monkeypatch, ca
     assert bench("--num-blocks", "1", "--paths", "direct", "--output", str(tmp_path / "p.json")) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert err == (
-        "tpu-offload: error: no copy path that was measured works here for saves: direct: a copy failed: "
+        "tpu-offload: error: no measured copy path works on this machine for saves: direct: a copy failed: "
         "ZeroDivisionError: division by zero"
     )
     assert not list(tmp_path.iterdir())
@@ -213,7 +213,7 @@ def test_interrupt_at_the_first_round_writes_nothing(tmp_path):
 
 @pytest.mark.parametrize("num_interrupts", [1, 3])
 def test_interrupt_while_compiling(tmp_path, num_interrupts):
-    """Long compiles are on threads; neither the first Ctrl-C nor an impatient second one waits for them."""
+    """Long compilations run on threads; neither the first nor the second Ctrl-C waits for them."""
     size = ["--num-layers", "64", "--page-shape", "4", "8", "2", "8", "--devices", "1", "--num-blocks", "64"]
     command = [sys.executable, "-m", "tpu_offload.cli.main", "bench", *size, "--fused-blocks", "64"]
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Commands in an environment that lacks packages of extras: one line says what is missing, and how to install it."""
+"""Commands without the packages of extras: one line says what is missing and how to install it."""
 
 import configparser
 import subprocess
@@ -18,7 +18,7 @@ SETUP = Path(__file__).parents[2] / "setup.cfg"
 def lack(monkeypatch):
     def lack(*packages):
         for package in packages:
-            monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+            monkeypatch.setitem(sys.modules, package, None)  # as if not installed
 
     return lack
 
@@ -68,7 +68,7 @@ def test_without_click_nothing_starts():
 
 
 def test_bench_needs_no_engine():
-    """In a process of its own: here everything is imported already."""
+    """In a subprocess, because this process has imported everything already."""
     code = "import sys; sys.modules.update(flax=None, matplotlib=None); from tpu_offload.cli.main import run; run()"
     done = subprocess.run([sys.executable, "-c", code, "bench", "--help"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

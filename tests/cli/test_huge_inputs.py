@@ -1,4 +1,4 @@
-"""Requests that are too long are refused before memory is taken for them."""
+"""Requests that are too long are rejected before memory is allocated for them."""
 
 import json
 import tracemalloc
@@ -13,7 +13,7 @@ _NUM_BYTES = 4_000_000
 
 @pytest.fixture
 def refused(tmp_path, capsys):
-    """Runs `replay` on lines; the error, and the bytes that python had taken at most."""
+    """Runs `replay` on lines; returns the error and the peak memory of Python objects."""
 
     def refused(flag, *values):
         path = tmp_path / "requests.jsonl"
@@ -55,4 +55,4 @@ def test_an_answer_longer_than_can_be_served(refused):
 def test_a_line_that_is_too_long_is_not_read(refused, monkeypatch):
     monkeypatch.setattr(json_lines, "MAX_LINE_NBYTES", 1000)
     error, _ = refused("--prompts", [{"role": "user", "content": "x" * 2000}])
-    assert "requests.jsonl line 1: longer than 1000 bytes; expected one request a line" in error
+    assert "requests.jsonl line 1: longer than 1000 bytes; expected one request per line" in error

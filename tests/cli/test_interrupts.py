@@ -1,4 +1,4 @@
-"""Signals at chosen moments: the command ends with one line, keeps what it has, and leaves no process behind."""
+"""Signals at chosen moments: the command ends with one line, keeps its results, and leaves no process."""
 
 import configparser
 import contextlib
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def entry_point():
-    """Python code that does what the installed `tpu-offload` does."""
+    """Python code of the installed `tpu-offload`."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     scripts = config["options.entry_points"]["console_scripts"].split()
@@ -76,7 +76,7 @@ def test_processes_of_a_simulation_end_with_it(tmp_path, signum, status, text):
     ) as process:
         try:
             assert process.stderr.readline().startswith("simulate: 1 of")
-            process.send_signal(signum)  # to the one process, as `kill` does it
+            process.send_signal(signum)  # to this process only, as by `kill`
             process.wait(timeout=120)
             assert is_gone(process.pid)
             out, err = process.communicate(timeout=120)
@@ -90,7 +90,7 @@ def test_processes_of_a_simulation_end_with_it(tmp_path, signum, status, text):
 
 
 def test_no_interrupt_while_processes_are_started():
-    """A thread of a library gets the signal, which python has the main thread handle, blocked there or not."""
+    """A library's thread receives the signal; Python handles it in the main thread even if that blocks signals."""
     finish = threading.Event()
     other = threading.Thread(target=finish.wait)
     other.start()
@@ -99,7 +99,7 @@ def test_no_interrupt_while_processes_are_started():
     def start_processes():
         with experiment._deferred_interrupts():
             os.kill(os.getpid(), signal.SIGINT)
-            for _ in range(200):  # python looks for signals between two instructions
+            for _ in range(200):  # Python checks for signals between instructions
                 time.sleep(0.001)
             seen.append("started")
 
@@ -115,7 +115,7 @@ def test_no_interrupt_while_processes_are_started():
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch, small_buffers):
-    """Runs `bench`, which is interrupted in a round of its measurements; returns the exit status."""
+    """Runs `bench` and interrupts it in a round; returns the exit status."""
 
     def bench(*signals_in_rounds, output=tmp_path / "p.json"):
         left = list(signals_in_rounds)
@@ -142,7 +142,7 @@ def test_bench_keeps_what_it_has_measured(tmp_path, bench, capsys):
     assert {(one["num_blocks"], one["num_rounds"]) for one in profile["bench"]["figures"]} == {(1, 3)}
     out, err = capsys.readouterr()
     assert "Recommended here" in out
-    assert err.endswith("interrupted: this is what was measured until then\n")
+    assert err.endswith("interrupted: the results cover what was measured until then\n")
 
 
 def test_bench_that_has_measured_nothing_writes_nothing(tmp_path, bench, capsys):
@@ -151,7 +151,7 @@ def test_bench_that_has_measured_nothing_writes_nothing(tmp_path, bench, capsys)
     assert capsys.readouterr().err.endswith("tpu-offload: interrupted\n")
 
 
-def test_bench_gives_up_no_whole_profile_for_a_part(tmp_path, bench):
+def test_bench_does_not_replace_a_complete_profile_by_a_partial_one(tmp_path, bench):
     path = tmp_path / "p.json"
     path.write_text("whole")
     assert bench(0, 0, 0, 1) == 130

@@ -1,4 +1,4 @@
-"""Files that a command writes."""
+"""Output files of commands."""
 
 import json
 

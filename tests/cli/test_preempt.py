@@ -1,4 +1,4 @@
-"""`replay --preempt`: the sides of a comparison, what their numbers add up to, and what is said about them."""
+"""`replay --preempt`: the sides of the comparison, their numbers, and the findings."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def sides_of(report):
 
 
 def test_generated_workload(tmp_path, capsys, monkeypatch):
-    """Four requests with the HBM of their prompts: at least a third are preempted, and all counts add up."""
+    """Four requests in an HBM for their prompts: at least a third are preempted, and all counts add up."""
     monkeypatch.setenv("TPU_OFFLOAD_SWAP_MODE", "swap")
     report = report_of(tmp_path, "--requests", "4", "--concurrency", "8", "--rounds", "2")
     out = capsys.readouterr().out
@@ -62,7 +62,8 @@ def test_generated_workload(tmp_path, capsys, monkeypatch):
             assert run["num_requests"] == 4
             assert 0 < run["ttft_p50_s"] <= run["completion_p50_s"] <= run["completion_p99_s"] <= run["wall_s"]
             swap = run["swap"]
-            # A swapped-out request is back or lost in the end; one preempted on its way back is not out once more.
+            # Every swapped-out request is swapped in or lost; one preempted while being swapped in is not counted
+            # twice.
             assert swap["num_swapped_out"] == swap["num_swapped_in"] + swap["num_lost_swaps"]
             assert swap["num_recomputed"] + swap["num_swapped_out"] <= run["num_preemptions"]
             assert run["preempted_share"] == run["num_preempted_requests"] / 4
@@ -87,8 +88,8 @@ def swap_ratio(report, i):
     return other / one
 
 
-def test_default_sizes_press_hard_enough():
-    """HBM takes in the prompts of the requests in flight, and less than half of the requests themselves."""
+def test_default_sizes_cause_enough_preemptions():
+    """HBM holds the prompts of the requests in flight, and less than half of the requests themselves."""
     for seed in range(3):
         workload = decode_workload(num_requests=replay_setup.DEFAULT_NUM_DECODE_REQUESTS, seed=seed)
         full = sum(conversation.longest_request for conversation in workload.conversations) / workload.num_requests
@@ -115,7 +116,7 @@ def test_other_sources(tmp_path, chats):
 
 @pytest.mark.parametrize("what", ["token", "logprob"])
 def test_any_difference_is_reported(tmp_path, monkeypatch, capsys, chats, what):
-    """One token of one request of one run, or the last bit of its log-probability, is changed on its way out."""
+    """One token of one request of one run, or the last bit of its log-probability, is changed in the output."""
     serve, num_runs = replay_setup.serve, iter(range(9))  # type: ignore[attr-defined]
 
     def serve_and_spoil(*args, **kwargs):
@@ -155,7 +156,7 @@ def test_sizes_and_modes_of_the_user_are_kept(tmp_path, monkeypatch, chats):
     config = report["config"]
     assert (config["swap_gb"], config["swap_mode"], config["num_cpu_chunks"]) == (0.001, "swap", 100)
     assert report["outputs_identical"] is True
-    assert report["notes"] == ["The host tier is on for both sides, and serves prompts of both."]
+    assert report["notes"] == ["The host tier is on and serves prompts on both sides."]
 
 
 def test_recompute_forced(tmp_path, monkeypatch, capsys, chats):
@@ -179,9 +180,9 @@ def test_nothing_preempted(tmp_path, capsys, chats):
     ("flags", "expected"),
     [
         ("--preempt --rounds 0", "'--rounds': 0 is not"),
-        ("--rounds 2", "--rounds 2 does nothing here: it goes with --preempt"),
-        ("--preempt --turns 2", "--turns 2 does nothing here: it goes with --workload chat"),
-        ("--preempt --max-tokens 8", "--max-tokens 8 does nothing here: it goes with --prompts"),
+        ("--rounds 2", "--rounds 2 requires --preempt"),
+        ("--preempt --turns 2", "--turns 2 has no effect here; it requires --workload chat"),
+        ("--preempt --max-tokens 8", "--max-tokens 8 has no effect here; it requires --prompts"),
         ("--preempt --workload decode --trace x", "not allowed with"),
         ("--preempt --num-blocks 3", "--num-blocks 3 holds 12 tokens"),
         ("--preempt --concurrency 600", "max_num_batched_tokens=512"),
@@ -190,7 +191,7 @@ def test_nothing_preempted(tmp_path, capsys, chats):
 )
 def test_wrong_flag(capsys, tmp_path, monkeypatch, flags, expected):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(replay_setup, "serve", None)  # found before anything is served
+    monkeypatch.setattr(replay_setup, "serve", None)  # the error comes before anything is served
     assert main(["replay", *flags.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""

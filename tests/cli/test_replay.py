@@ -1,4 +1,4 @@
-"""The command as a person runs it: flags in, a table and a file out."""
+"""The command end to end: flags in, a table and a file out."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def replay(*flags):
 
 @pytest.fixture
 def error_of(capsys):
-    """Runs a command that must end in one line and status 2; returns the line."""
+    """Runs a command that must end with one line and status 2; returns the line."""
 
     def run(*argv):
         capsys.readouterr()
@@ -77,7 +77,7 @@ def test_chat(tmp_path, capsys):
 @pytest.mark.parametrize("buckets", ["", "1,2"])
 @pytest.mark.parametrize("directions", [("SAVE",), ("LOAD",), ("SAVE", "LOAD")], ids="+".join)
 def test_fused_paths(tmp_path, monkeypatch, directions, buckets):
-    """The embedded engine offers them, and the copies that are measured afterwards have a rate as well."""
+    """The embedded engine supports them, and the copies measured afterwards have a rate too."""
     path = tmp_path / "r.json"
     for direction in directions:
         monkeypatch.setenv(f"TPU_OFFLOAD_{direction}_PATH", "fused")
@@ -117,7 +117,7 @@ def test_trace(tmp_path, capsys):
 
 
 def test_any_difference_is_reported(monkeypatch, capsys, tmp_path):
-    """One token of one request of the second run is changed on its way out."""
+    """One token of one request of the second run is changed in the output."""
     serve, num_runs = replay_setup.serve, iter(range(2))  # type: ignore[attr-defined]
 
     def serve_and_spoil(*args, **kwargs):
@@ -168,9 +168,9 @@ def test_offloading_turned_off_by_a_variable(monkeypatch, capsys, tmp_path):
         ("--reqests 4", "No such option '--reqests'"),
         ("--request 4", "No such option '--request'"),
         ("left over", "unexpected extra arguments (left over)"),
-        ("--tokens-per-block 8", "--tokens-per-block 8 does nothing here: it goes with --trace"),
-        ("--max-tokens 8", "--max-tokens 8 does nothing here: it goes with --prompts"),
-        ("--trace x --turns 2", "--turns 2 does nothing here"),
+        ("--tokens-per-block 8", "--tokens-per-block 8 has no effect here; it requires --trace"),
+        ("--max-tokens 8", "--max-tokens 8 has no effect here; it requires --prompts"),
+        ("--trace x --turns 2", "--turns 2 has no effect here"),
         ("--trace x --tokens-per-block 513", "513 is not in the range 1<=x<=512"),
         ("--trace no-such-file", "cannot read no-such-file: No such file"),
         ("--json no-such-folder/r.json", "cannot write no-such-folder/r.json: there is no directory"),
@@ -223,7 +223,7 @@ def test_wrong_profile(error_of, monkeypatch, tmp_path, content, expected):
         path.write_text(content)
     monkeypatch.setenv("TPU_OFFLOAD_LOAD_PATH", "auto")
     monkeypatch.setenv("TPU_OFFLOAD_COPY_PROFILE", str(path))
-    monkeypatch.setattr(replay_setup, "serve", None)  # found before anything is served
+    monkeypatch.setattr(replay_setup, "serve", None)  # the error comes before anything is served
     assert expected in error_of("replay", *TINY, "--requests", "1")
 
 
@@ -240,8 +240,8 @@ def test_interrupt_reports_what_is_finished(tmp_path):
 
 
 @pytest.mark.parametrize(("redirect", "status"), [("| true", 141), (">&-", 0), ("2>&-", 0)])
-def test_output_that_nobody_reads(redirect, status):
-    """Not 1, which says that outputs differ, and no traceback."""
+def test_closed_output(redirect, status):
+    """The status is not 1, which means that outputs differ, and there is no traceback."""
     command = " ".join([sys.executable, "-m", "tpu_offload.cli.main", "replay", *TINY, "--requests", "2"])
     script = f"set -o pipefail; {command} {redirect}"
     done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""Numbers of a replay: the comparison, and what could have been reused; and tables."""
+"""Numbers of a replay (comparison, avoidable prefill), and tables."""
 
 import dataclasses
 import json
@@ -54,9 +54,9 @@ def test_recomputed_counts_full_blocks_that_were_computed_before():
         record("late", prompt=(*history, 50, 60, 60, 60, 1), arrival_s=2.0, sources=PromptTokens(hbm=4)),
         record("early", (50, 60, 60, 60, 60), prompt=history, arrival_s=1.0),
     ]
-    # 12 tokens of the second prompt were computed before, the answer's KV included; 4 of them were hit.
+    # 12 tokens of the second prompt were computed before, including KV of the answer; 4 of them hit.
     assert comparison.count_recomputed(records, block_size=4) == 8
-    # The whole prompt is never reusable: its last token has to be computed.
+    # The whole prompt is never reusable: its last token must be computed.
     again = [record("a", prompt=history, arrival_s=1.0), record("b", prompt=history, arrival_s=2.0)]
     assert comparison.count_recomputed(again, block_size=4) == 7
     loaded = [again[0], record("b", prompt=history, arrival_s=2.0, sources=PromptTokens(host=4))]

@@ -1,4 +1,4 @@
-"""The command as a person runs it: flags in, tables, a file and a picture out."""
+"""The command end to end: flags in, tables, a file and a plot out."""
 
 import errno
 import gzip
@@ -37,7 +37,7 @@ def report_of(tmp_path, path, *flags):
 
 @pytest.fixture
 def error_of(capsys):
-    """Runs a command that must end in one line and status 2; returns the line."""
+    """Runs a command that must end with one line and status 2; returns the line."""
 
     def run(path, *flags):
         capsys.readouterr()
@@ -72,7 +72,7 @@ def test_json_has_all_policies_and_sizes(tmp_path, trace_path, capsys):
     assert report["num_unique_blocks"] == trace.num_unique_blocks
     out = capsys.readouterr().out
     assert f"│ {DEFAULT_POLICY} * " in out
-    assert f"200 requests, {trace.num_blocks} blocks of prompts, {trace.num_unique_blocks} unique" in out
+    assert f"200 requests, {trace.num_blocks} prompt blocks, {trace.num_unique_blocks} unique" in out
 
 
 def test_policies_and_sizes_with_commas_or_spaces(tmp_path, trace_path):
@@ -149,7 +149,7 @@ def test_bits_of_the_type(tmp_path, trace_path, dtype, nbytes):
 
 @pytest.mark.parametrize("save_on", ["compute", "eviction"])
 def test_huge_tiers_are_as_good_as_those_that_hold_all(tmp_path, trace_path, save_on):
-    """And take no more memory: a million million chunks would take all there is."""
+    """They also take no more memory, although 10**12 chunks would not fit."""
     flags: tuple[str, ...] = ("--save-on", save_on)
     num_unique = read_traces([trace_path]).num_unique_blocks
     sizes = []
@@ -221,23 +221,23 @@ def test_wrong_flags(tmp_path, trace_path, error_of):
     assert "'0'; expected a share of the unique blocks, above 0 and at most 1" in error_of(trace_path, "--sizes", "0")
     assert "'2'; expected a share" in error_of(trace_path, "--sizes", "2")
     assert "'40TB'; expected a share of the unique blocks (0.05), a num" in error_of(trace_path, "--hbm", "40TB")
-    assert "needs a model: give --num-layers, --num-kv-heads, --head-size" in error_of(trace_path, "--hbm", "40GB")
+    assert "needs a model: set --num-layers, --num-kv-heads, --head-size" in error_of(trace_path, "--hbm", "40GB")
     assert "a model needs --head-size as well" in error_of(trace_path, *MODEL[:4])
-    assert "no room for a chunk of" in error_of(trace_path, "--sizes-gb", "0.001", *MODEL)
+    assert "is smaller than a chunk of" in error_of(trace_path, "--sizes-gb", "0.001", *MODEL)
     for dtype in ("bf17", "str", "bool", "complex64", "object", "(2,)f4", "f4,(2", "timedelta64"):
-        error = error_of(tmp_path / "none.jsonl", "--dtype", dtype)  # before the trace is read, and without GB
+        error = error_of(tmp_path / "none.jsonl", "--dtype", dtype)  # before reading the trace
         assert f"--dtype {dtype!r}; expected the name of a type of real numbers" in error
     for size in ("99999999999999999999", "9" * 400, "9" * 5000):
         for flag in ("--hbm", "--secondary"):
             assert f"{size!r}; expected at most 1000000000000 chunks" in error_of(trace_path, flag, size)
     assert "'1e30'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e30", *MODEL)
     assert "'1e308'; expected at most 1000000000 GB" in error_of(trace_path, "--sizes-gb", "1e308", *MODEL)
-    assert "give its size with --hbm" in error_of(trace_path, "--save-on", "eviction")
-    assert "nothing without --secondary" in error_of(trace_path, "--secondary-mode", "demote")
+    assert "set its size with --hbm" in error_of(trace_path, "--save-on", "eviction")
+    assert "no effect without --secondary" in error_of(trace_path, "--secondary-mode", "demote")
     assert "not allowed with '--sizes-gb'" in error_of(trace_path, "--sizes", "1", "--sizes-gb", "1")
     assert "no request from 900 s" in error_of(trace_path, "--start", "900")
     assert "the last request is at 199 s" in error_of(trace_path, "--split", "200")
-    assert "ends with none of .png, .svg, .pdf" in error_of(trace_path, "--plot", str(tmp_path / "a.gif"))
+    assert "expected a name ending in .png, .svg, .pdf" in error_of(trace_path, "--plot", str(tmp_path / "a.gif"))
     assert "there is no directory" in error_of(trace_path, "--json", str(tmp_path / "none" / "a.json"))
     assert "it is a directory" in error_of(trace_path, "--plot", str(tmp_path))
     assert "cannot read" in error_of(tmp_path / "none.jsonl")
@@ -254,8 +254,8 @@ def test_no_trace_is_written_over(tmp_path, trace_path, error_of, flag):
     link = tmp_path / "link.svg"
     link.symlink_to(trace_path)
     for path, other in ((trace_path, trace_path), (trace_path, link), (link, tmp_path / "." / "chats.svg")):
-        error = error_of(tmp_path / "none.jsonl", "--trace", str(path), flag, str(other))  # no file is looked at
-        assert f"{flag} {other} is the file that the trace {path} is read from; expected another file" in error
+        error = error_of(tmp_path / "none.jsonl", "--trace", str(path), flag, str(other))  # no file is read
+        assert f"{flag} {other} is the same file as the trace {path}; expected another file" in error
     assert trace_path.read_bytes() == before
     assert link.is_symlink()
 
@@ -264,7 +264,7 @@ def test_the_two_outputs_are_two_files(tmp_path, trace_path, error_of):
     path, link = tmp_path / "r.svg", tmp_path / "link.svg"
     link.symlink_to(path)
     error = error_of(trace_path, "--json", str(path), "--plot", str(link))
-    assert f"--plot {link} is the file that --json {path} is written to; expected another file" in error
+    assert f"--plot {link} is the same file as --json {path}; expected another file" in error
     assert not path.exists()
 
 
@@ -277,7 +277,7 @@ def test_bad_traces(tmp_path, error_of):
     assert "no request has a block" in error_of(write_trace(tmp_path / "empty.jsonl", [[], []]))
 
 
-def test_notes_are_told(tmp_path, capsys, caplog):
+def test_notes_are_printed(tmp_path, capsys, caplog):
     path = write_trace(tmp_path / "plain.jsonl", [[1, 2], [2, 1]])
     assert simulate(path, "--policies", "lru", "--sizes", "1") == 0
     assert [record.getMessage() for record in caplog.records] == [
@@ -312,7 +312,7 @@ def test_results_depend_on_no_hash_seed(tmp_path, trace_path):
 
 
 def test_ctrl_c_ends_it_at_once(tmp_path):
-    """With processes at work; as a terminal does it, the signal goes to all of them."""
+    """While processes are running; the signal goes to all of them, as from a terminal."""
     path = write_trace(tmp_path / "long.jsonl", chats(random.Random(4), num_requests=4_000, num_chats=500))
     sizes = ",".join(str(i / 1000) for i in range(1, 400))
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

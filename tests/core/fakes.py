@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.jobs import host_block_ids
 from tpu_offload import (
     BlockHasher,
     CachedPrefix,
@@ -66,7 +67,7 @@ class FakeWorker:
                     self.in_flight.remove(entry)
                     results.append(JobResult(job_id=job_id, state=JobState.CANCELLED))
         for job in plan.of(JobKind.LOAD):
-            content = [self.host[i] for i in job.host_block_ids]
+            content = [self.host[i] for i in host_block_ids(job)]
             self.in_flight.append((job, content))
             if not self.staged:
                 self.hbm.update(zip(job.block_ids, content, strict=True))
@@ -83,7 +84,7 @@ class FakeWorker:
         results = []
         for job, content in self.in_flight[:num_jobs]:
             where, ids = (
-                (self.host, job.host_block_ids) if job.direction is Direction.SAVE else (self.hbm, job.block_ids)
+                (self.host, host_block_ids(job)) if job.direction is Direction.SAVE else (self.hbm, job.block_ids)
             )
             if fail:
                 where.update((ids[i], POISON) for i in failed_blocks or range(len(ids)))
@@ -175,7 +176,7 @@ class FakeEngine:
         self.hasher.extend(request.hashes, request.tokens)
 
     def grant(self, num_blocks: int) -> list[int]:
-        """Takes free blocks, and tells of what is cached there."""
+        """Takes free blocks, and evicts the prefixes cached in them."""
         granted = [self.free_blocks.pop() for _ in range(num_blocks)]
         block_of = {request.hashes[i]: block_id for block_id, (request, i) in self.cached.items()}
         for block_id in granted:
@@ -237,7 +238,7 @@ class FakeEngine:
         return request
 
     def step(self, computed: dict[str, int] | None = None) -> tuple[StepPlan, list[list[JobResult]]]:
-        """Runs one step that computes that many more tokens of these requests."""
+        """Runs one step that computes this many more tokens of these requests."""
         scheduled, writes = [], []
         for request_id, num_tokens in (computed or {}).items():
             request = self.requests[request_id]

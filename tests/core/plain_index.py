@@ -1,4 +1,4 @@
-"""What ChunkIndex and its policy should do, as plainly as it can be said: dicts, lists, a walk for each question."""
+"""What ChunkIndex and its policy should do, with plain dicts and lists and a full search for each question."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ from tpu_offload.core.index import ChunkState
 from tpu_offload.core.policies import Use
 from tpu_offload.types import ChunkKey
 
-PENDING, READY, CONDEMNED = ChunkState.PENDING, ChunkState.READY, ChunkState.CONDEMNED
+PENDING, READY, INVALID = ChunkState.PENDING, ChunkState.READY, ChunkState.INVALID
 
 
 @dataclasses.dataclass
@@ -16,17 +16,17 @@ class Resident:
 
 
 class PlainIndex:
-    """Chunks of prefixes that are known beforehand.
+    """Chunks of prefixes that are known in advance.
 
     Args:
-      prefixes: all there will ever be, head first; what is before a chunk follows from them.
+      prefixes: all there will ever be, head first.
     """
 
     def __init__(self, prefixes: list[list[ChunkKey]]) -> None:
         self.before = {key: prefix[:i] for prefix in prefixes for i, key in enumerate(prefix)}
         self.chunks: dict[ChunkKey, Resident] = {}
         self.pins: list[list[ChunkKey]] = []
-        self.free: list[int] = []  # the next to be given comes first
+        self.free: list[int] = []  # in the order in which they are handed out
         self.quarantined: list[int] = []
         self.unusable: list[int] = []
         self.num_slots = self.most_slots = 0
@@ -58,7 +58,7 @@ class PlainIndex:
         return {key for keys in self.pins for key in self.chain(keys[-1])}
 
     def candidates(self, protected, chunks) -> list[ChunkKey]:
-        """Those of `chunks` that may be the next victim."""
+        """The chunks of `chunks` that can be evicted next."""
         covered = self.covered()
         return [
             key
@@ -66,16 +66,16 @@ class PlainIndex:
             if self.state(key) is READY and key not in covered and key not in protected and self.is_leaf(key, chunks)
         ]
 
-    def num_that_may_go(self, protected) -> int:
+    def num_evictable(self, protected) -> int:
         left = list(self.chunks)
         while gone := self.candidates(protected, left):
             left = [key for key in left if key not in gone]
         return len(self.chunks) - len(left)
 
     def check_priority(self, victim: ChunkKey, candidates: list[ChunkKey]) -> None:
-        """Raises AssertionError if something that only lower priorities have used could have gone."""
+        """Raises AssertionError if a chunk of lower priority could have been evicted."""
         priority = min(self.priorities[key] for key in candidates)
-        assert self.priorities[victim] == priority, f"{victim!r} went although others have priority {priority}"
+        assert self.priorities[victim] == priority, f"{victim!r} was evicted although others have priority {priority}"
 
     # Events.
 
@@ -92,7 +92,7 @@ class PlainIndex:
             self.free += [*back, *range(self.most_slots, num_slots)]
             self.num_slots, self.most_slots = num_slots, max(num_slots, self.most_slots)
 
-    def limit(self, num_slots: int) -> None:
+    def shrink(self, num_slots: int) -> None:
         self.num_slots = min(self.num_slots, num_slots)
         self.unusable += [slot for slot in self.free if slot >= num_slots]
         self.free = [slot for slot in self.free if slot < num_slots]
@@ -103,7 +103,7 @@ class PlainIndex:
         self.num_evicted += 1
 
     def lose(self, key: ChunkKey, *, quarantine: bool = False) -> None:
-        """A chunk goes whose bytes are lost or never came; its slot is tried last."""
+        """Removes a chunk whose bytes are lost or never arrived; its slot is handed out last."""
         slot = self.chunks.pop(key).slot
         del self.priorities[key]
         if quarantine:
@@ -115,20 +115,20 @@ class PlainIndex:
     def give_back(self, slot: int) -> None:
         (self.free if slot < self.num_slots else self.unusable).append(slot)
 
-    def drop(self, keys) -> None:
+    def invalidate(self, keys) -> None:
         covered = self.covered()
         for key in keys:
             if key in covered:
-                self.chunks[key].state = CONDEMNED
+                self.chunks[key].state = INVALID
             else:
                 self.lose(key)
 
     def clear(self) -> None:
-        """What is covered or unfinished stays, as if it had been used before all others; free slots are low to high."""
+        """Pinned and unfinished chunks stay, as if used before all others; free slots are ordered from low to high."""
         covered = self.covered()
         for key in self.keys(READY):
             if key in covered:
-                self.chunks[key].state = CONDEMNED
+                self.chunks[key].state = INVALID
             else:
                 del self.chunks[key]
         self.priorities = dict.fromkeys(self.chunks, 0)
@@ -139,7 +139,7 @@ class PlainIndex:
         self.unusable = [slot for slot in left if slot >= self.num_slots]
 
     def sweep(self) -> None:
-        gone = set(self.keys(CONDEMNED)) - self.covered()
+        gone = set(self.keys(INVALID)) - self.covered()
         for key in sorted(gone, key=lambda key: self.chunks[key].slot, reverse=True):
             self.lose(key)
 
@@ -147,8 +147,8 @@ class PlainIndex:
 class Recency:
     """Least recently used by its definition: a use gives its time to every chunk that it used.
 
-    After a chunk was lost it is not defined when those before it go: `doubtful` ones may go at any time until they
-    are used again. So may those that a use reached across a chunk that is not here.
+    After a chunk was lost, the order of those before it is undefined: `doubtful` ones may be evicted at any time until
+    they are used again. So may those that a use reached across a chunk that is not resident.
     """
 
     def __init__(self, plain: PlainIndex) -> None:
@@ -170,7 +170,7 @@ class Recency:
         self.doubtful.update(key for key in keys if key in self.plain.chunks)
 
     def check(self, victim: ChunkKey, candidates: list[ChunkKey]) -> None:
-        """Raises AssertionError if another one had to go first."""
+        """Raises AssertionError if another one had to be evicted first."""
         if victim not in self.doubtful:
             older = [k for k in candidates if k not in self.doubtful and self.times[k] < self.times[victim]]
-            assert not older, f"{victim!r} went although {older} were used longer ago"
+            assert not older, f"{victim!r} was evicted although {older} were used longer ago"

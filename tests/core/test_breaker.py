@@ -55,7 +55,7 @@ def test_one_probe_at_a_time_closes_it(caplog):
     assert breaker.closed
     assert breaker.admits("b")
     assert caplog.messages == [
-        "loads have failed 3 times in a row (injected): there are none for 5 s, then one is tried",
+        "loads have failed 3 times in a row (injected): suspended for 5 s, then one is tried",
         "loads work again",
     ]
 
@@ -81,9 +81,9 @@ def test_a_probe_that_is_given_up_makes_room_for_the_next():
     breaker, clock = opened()
     clock.now_s += 5
     breaker.begin("a")
-    breaker.withdraw("b")
+    breaker.cancel_probe("b")
     assert not breaker.admits("b")
-    breaker.withdraw("a")
+    breaker.cancel_probe("a")
     assert breaker.admits("b")
 
 
@@ -189,7 +189,7 @@ def test_jobs_that_time_out_open_it_as_well():
     assert (stats.staging_reserved_blocks, stats.num_jobs_in_flight) == (0, 0)
 
 
-def test_a_reset_is_nobodys_failure():
+def test_a_reset_counts_as_no_failure():
     engine = FakeEngine(breaker_failures=1)
     engine.add("a", tokens(8))
     engine.step({"a": 8})

@@ -16,7 +16,7 @@ def allocate(index: ChunkIndex, keys: list[ChunkKey], first: int = 0, *, protect
 
 
 def complete(index: ChunkIndex, keys: list[ChunkKey], *, success: bool) -> None:
-    index.complete(keys, [index._slots[key] for key in keys], success=success)
+    index.complete(keys, [index._tree.slot_of[key] for key in keys], success=success)
 
 
 def make(num_slots: int) -> ChunkIndex:
@@ -65,7 +65,7 @@ def test_evicts_the_tail_of_the_oldest_prefix_and_only_as_much_as_needed() -> No
     index.check_invariants()
 
 
-def test_pinned_chunks_stay_and_so_does_what_they_hang_on() -> None:
+def test_pinned_chunks_and_those_before_them_stay() -> None:
     index = make(3)
     a = chain("a", 3)
     fill(index, a)
@@ -76,7 +76,7 @@ def test_pinned_chunks_stay_and_so_does_what_they_hang_on() -> None:
     assert len(allocate(index, chain("b", 2))) == 2
 
 
-def test_an_allocation_that_finds_nothing_evicts_nothing() -> None:
+def test_an_allocation_that_gets_no_slots_evicts_nothing() -> None:
     index = make(3)
     a = chain("a", 3)
     fill(index, a)
@@ -85,7 +85,7 @@ def test_an_allocation_that_finds_nothing_evicts_nothing() -> None:
     assert index.num_evicted == 0
 
 
-def test_a_call_never_evicts_the_parent_of_what_it_offers() -> None:
+def test_an_allocation_never_evicts_the_parent_of_its_chunks() -> None:
     index = make(1)
     a = chain("a", 2)
     fill(index, a[:1])
@@ -118,11 +118,11 @@ def test_slots_are_handed_out_from_low_to_high_and_grow() -> None:
     index.check_invariants()
 
 
-def test_dropping_a_head_leaves_a_tail_that_the_head_finds_again() -> None:
+def test_invalidating_a_head_leaves_a_tail_that_lookups_find_again_after_it() -> None:
     index = make(3)
     a = chain("a", 2)
     fill(index, a)
-    index.drop(a[:1])
+    index.invalidate(a[:1])
     assert len(index.find(a)) == 0
     allocate(index, a[:1])
     complete(index, a[:1], success=True)
@@ -130,16 +130,16 @@ def test_dropping_a_head_leaves_a_tail_that_the_head_finds_again() -> None:
     index.check_invariants()
 
 
-def test_a_dropped_chunk_is_found_no_more_and_goes_with_its_last_pin() -> None:
+def test_an_invalidated_chunk_is_found_no_more_and_removed_with_its_last_pin() -> None:
     index = make(2)
     a = chain("a", 2)
     fill(index, a)
     index.pin(a[1:])
     index.pin(a[1:])
-    assert index.drop([*a, ChunkKey(b"unknown")]) == a
-    assert index.drop(a) == []
+    assert index.invalidate([*a, ChunkKey(b"unknown")]) == a
+    assert index.invalidate(a) == []
     assert len(index.find(a)) == 0
-    assert index.state(a[1]) is ChunkState.CONDEMNED
+    assert index.state(a[1]) is ChunkState.INVALID
     index.unpin(a[1:])
     assert allocate(index, chain("b", 2)) == [], "their slots may still be read"
     index.unpin(a[1:])
@@ -147,46 +147,46 @@ def test_a_dropped_chunk_is_found_no_more_and_goes_with_its_last_pin() -> None:
     index.check_invariants()
 
 
-def test_losing_slots_drops_what_is_in_them() -> None:
+def test_losing_slots_invalidates_their_chunks() -> None:
     index = make(4)
     a = chain("a", 4)
     fill(index, a)
-    assert sorted(index.lose_slots(1, 3)) == a[1:3]
+    assert sorted(index.invalidate_slots(1, 3)) == a[1:3]
     assert [index.state(key) is ChunkState.READY for key in a] == [True, False, False, True]
     index.check_invariants()
 
 
-def test_clear_takes_what_is_pinned_from_the_lookups_and_keeps_what_is_unfinished() -> None:
+def test_clear_invalidates_pinned_chunks_and_keeps_pending_ones() -> None:
     index = make(4)
     a, b = chain("a", 2), chain("b", 1)
     fill(index, a)
     allocate(index, b)
     index.pin(a[:1])
     index.clear()
-    assert [index.state(key) for key in (*a, *b)] == [ChunkState.CONDEMNED, None, ChunkState.PENDING]
+    assert [index.state(key) for key in (*a, *b)] == [ChunkState.INVALID, None, ChunkState.PENDING]
     index.check_invariants()
 
 
-def test_a_pin_keeps_all_chunks_before_it_also_those_that_are_dropped() -> None:
+def test_a_pin_keeps_all_chunks_before_it_also_invalidated_ones() -> None:
     index = make(5)
     a = chain("a", 4)
     fill(index, a)
     index.pin(a[:2])
     index.pin(a[1:3])
-    assert index.drop([a[0], a[3]]) == [a[0], a[3]]
-    assert [index.state(key) for key in (a[0], a[3])] == [ChunkState.CONDEMNED, None]
+    assert index.invalidate([a[0], a[3]]) == [a[0], a[3]]
+    assert [index.state(key) for key in (a[0], a[3])] == [ChunkState.INVALID, None]
     assert len(allocate(index, chain("b", 5))) == 2
     index.unpin(a[1:3])
-    assert index.state(a[0]) is ChunkState.CONDEMNED, "the other pin covers it"
+    assert index.state(a[0]) is ChunkState.INVALID, "the other pin covers it"
     index.unpin(a[:2])
     assert index.state(a[0]) is None
     index.check_invariants()
 
 
-def test_only_complete_chunks_can_be_pinned() -> None:
+def test_only_ready_chunks_can_be_pinned() -> None:
     index = make(1)
     allocate(index, chain("a", 1))
-    with pytest.raises(AssertionError, match="only a complete chunk"):
+    with pytest.raises(AssertionError, match="only a READY chunk"):
         index.pin(chain("a", 1))
 
 

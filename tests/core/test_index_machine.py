@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.core.plain_index import CONDEMNED, PENDING, READY, PlainIndex, Resident
+from tests.core.plain_index import INVALID, PENDING, READY, PlainIndex, Resident
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.policies import DEFAULT_POLICY, POLICIES, PriorityPolicy, Use, density, run_keys, runs
 from tpu_offload.types import ChunkKey
@@ -46,7 +46,7 @@ class IndexMachine(RuleBasedStateMachine):
         return PriorityPolicy(POLICIES[self.name])
 
     def check_order(self, victim, candidates):
-        """What is known of the order whatever the policy."""
+        """Checks what holds for the order of evictions under every policy."""
         self.plain.check_priority(victim, candidates)
 
     @initialize(
@@ -59,7 +59,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.uses: list[Use] = []
         self.saves: list[tuple[list[ChunkKey], list[int]]] = []
         self.doomed: set[int] = set()  # slots that a save in flight may not fill any more
-        self.found: set[ChunkKey] = set()  # by the changes that the index has told
+        self.found: set[ChunkKey] = set()  # by the changes that the index has reported
         self.faulty = faulty
         self.priorities = priorities
         self.grow(num_slots)
@@ -67,7 +67,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.serve(prefix, len(prefix))
 
     def use_of(self, age):
-        """The use of a request that has just come, or of one that came `age` before."""
+        """The use of a new request, or of the one `age` requests before."""
         if 0 < age < len(self.uses):
             return self.uses[-age]
         number = len(self.uses)
@@ -82,7 +82,7 @@ class IndexMachine(RuleBasedStateMachine):
             for key in (sorted(self.found) if keys is None else keys)
         ]
         for key, found in changes:
-            assert (key in self.found) is not found, "told twice, or never told of before"
+            assert (key in self.found) is not found, "reported twice, or never reported before"
             (self.found.add if found else self.found.remove)(key)
         return [key for key, found in changes if found], [key for key, found in changes if not found]
 
@@ -101,18 +101,18 @@ class IndexMachine(RuleBasedStateMachine):
 
     def lose(self, first, end):
         plain = self.plain
-        lost = self.index.lose_slots(first, end)
+        lost = self.index.invalidate_slots(first, end)
         assert sorted(lost) == sorted(key for key in plain.keys(READY) if first <= plain.chunks[key].slot < end)
         assert self.changes() == ([], lost)
-        plain.drop(lost)
+        plain.invalidate(lost)
         self.doomed.update(slot for _, slots in self.saves for slot in slots if first <= slot < end)
 
     @faulty
     @rule(num_slots=slots, num_at_once=slots)
     def a_worker_starts_anew(self, num_slots, num_at_once):
         self.lose(num_slots, MAX_SLOTS)
-        self.index.limit(num_slots)
-        self.plain.limit(num_slots)
+        self.index.shrink(num_slots)
+        self.plain.shrink(num_slots)
         self.agrees_with_the_model()
         self.grow(num_at_once)
 
@@ -145,27 +145,27 @@ class IndexMachine(RuleBasedStateMachine):
         while first and (first > len(prefix) or prefix[first - 1] not in plain.chunks):
             first -= 1
         end = min(first + num, len(prefix))
-        condemned = plain.keys(CONDEMNED)
-        reached = next((i for i in range(first, end) if prefix[i] in condemned), end)
+        invalid = plain.keys(INVALID)
+        reached = next((i for i in range(first, end) if prefix[i] in invalid), end)
         missing = [i for i in range(first, reached) if prefix[i] not in plain.chunks]
         found, looked_at = self.index.missing(prefix, first, end)
         assert (list(found), looked_at) == (missing, reached)
         if missing:
-            # As the scheduler does it: the chunk before the hole holds on to all before it, if there is but one hole.
+            # As the scheduler does it: with one hole, protecting the chunk before it protects all before it.
             one_hole = not own and missing == list(range(first, reached))
             protected = others | set(prefix[max(first - 1, 0) : first] if one_hole else prefix[:end])
             self.allocate(self.use_of(age), prefix, missing[:room], protected)
 
     def allocate(self, use, prefix, numbers, protected):
         plain = self.plain
-        num_evicted = max(0, min(len(numbers) - len(plain.free), plain.num_that_may_go(protected)))
+        num_evicted = max(0, min(len(numbers) - len(plain.free), plain.num_evictable(protected)))
         granted = self.index.allocate(use, prefix, numbers, protected=protected)
         added, evicted = self.changes()
         assert len(evicted) == num_evicted
         assert added == []
         for victim in evicted:
             candidates = plain.candidates(protected, plain.chunks)
-            assert victim in candidates, "it is in use, unfinished or protected, or another hangs on it"
+            assert victim in candidates, "it is in use, unfinished or protected, or another chunk follows it"
             self.check_order(victim, candidates)
             plain.evict(victim)
         num_granted = min(len(numbers), len(plain.free))
@@ -191,7 +191,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.end_save(number % len(self.saves), [True] * 5 if good else copied, quarantine=quarantine)
 
     def end_save(self, number, copied, *, quarantine=False):
-        """What was copied is published; after that the rest goes."""
+        """Publishes what was copied, then removes the rest."""
         keys, slots = self.saves.pop(number)
         copied = [ok and slot not in self.doomed for ok, slot in zip(copied, slots, strict=False)]
         self.doomed.difference_update(slots)
@@ -244,7 +244,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plain.pins)
     @rule(data=st.data(), shorter=st.integers(1, 4))
     def a_load_takes_less_than_was_found(self, data, shorter):
-        """The longer pin goes when the shorter one is there; what they cover may be condemned by now."""
+        """Replaces a longer pin by a shorter one; the chunks they cover may be invalid by now."""
         pins = self.plain.pins
         number = data.draw(st.integers(0, len(pins) - 1))
         longer = pins[number]
@@ -258,8 +258,8 @@ class IndexMachine(RuleBasedStateMachine):
         uses=st.lists(st.tuples(prefixes, st.integers(1, 5), st.booleans()), min_size=2, max_size=6),
         wanted=st.permutations(PREFIXES), room=st.integers(1, 3),
     )  # fmt: skip
-    def what_could_not_go_grows_old(self, uses, wanted, room):
-        """Saves pass over what is pinned, and once more when it is not; nobody has used anything in between."""
+    def what_was_pinned_keeps_its_age(self, uses, wanted, room):
+        """Evictions for saves skip pinned chunks, and evict them once unpinned; nothing is used in between."""
         pins = self.plain.pins
         num_pins = len(pins)
         for prefix, num, pin in uses:
@@ -284,30 +284,30 @@ class IndexMachine(RuleBasedStateMachine):
 
     @faulty
     @rule(number=st.integers(0, 10))
-    def drop_one(self, number):
+    def invalidate_one(self, number):
         if ready := self.plain.keys(READY):
-            self.drop([ready[number % len(ready)]])
+            self.invalidate([ready[number % len(ready)]])
 
     @faulty
     @rule(prefix=prefixes, place=st.integers(0, 2), num_lost=st.integers(0, 2), pin=st.booleans(), fails=st.booleans())
-    def lose_one_that_others_hang_on(self, prefix, place, num_lost, pin, fails):
+    def invalidate_one_that_others_follow(self, prefix, place, num_lost, pin, fails):
         """A request may have it in HBM and load those, while another saves it again, and more before it is lost."""
         place = min(place, len(prefix) - 1)
         self.serve(prefix, 5)
-        self.drop([prefix[place]])
+        self.invalidate([prefix[place]])
         self.match(prefix, place + 1, use=True, pin=pin, num=5)
         self.save(prefix, place, 1, 1, own=True, others=set())
-        self.drop(prefix[: min(place, num_lost)])
+        self.invalidate(prefix[: min(place, num_lost)])
         if fails and self.saves:
             self.end_save(-1, [False] * 5)
 
     @faulty
     @rule(keys=st.lists(st.sampled_from([*KEYS, b"unknown"]), unique=True))
-    def drop(self, keys):
+    def invalidate(self, keys):
         ready = [key for key in keys if self.plain.state(key) is READY]
-        assert self.index.drop(keys) == ready
+        assert self.index.invalidate(keys) == ready
         assert self.changes() == ([], ready)
-        self.plain.drop(ready)
+        self.plain.invalidate(ready)
 
     @faulty
     @rule()
@@ -321,8 +321,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(num_slots=slots, num_at_once=slots)
     def a_worker_loses_all(self, num_slots, num_at_once):
         self.clear()
-        self.index.limit(num_slots)
-        self.plain.limit(num_slots)
+        self.index.shrink(num_slots)
+        self.plain.shrink(num_slots)
         self.agrees_with_the_model()
         self.grow(num_at_once)
 
@@ -331,7 +331,7 @@ class IndexMachine(RuleBasedStateMachine):
         index, plain = self.index, self.plain
         index.check_invariants()
         assert index.take_changes() == []
-        assert index.num_untidy == 0 or index.tidy() == []
+        assert index.num_deferred == 0 or index.tidy() == []
         assert self.found == set(plain.keys(READY))
         assert {key: index.state(key) for key in KEYS} == {key: plain.state(key) for key in KEYS}
         assert [key for key in KEYS if key in index] == sorted(plain.chunks)
@@ -344,7 +344,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 class LRUIndexMachine(IndexMachine):
-    """Which of those that may go is the next is told by who used them last."""
+    """Of the chunks that can be evicted, the one used longest ago is the victim."""
 
     def make_policy(self):
         return POLICIES["lru"]()
@@ -358,7 +358,7 @@ def _slices_end_soon(monkeypatch):
     """Density learns, merges slices and forgets within the few chunks of this model."""
     monkeypatch.setattr(runs, "_MIN_SLICE", 4)
     monkeypatch.setattr(runs, "_LEARN_EVERY", 8)
-    monkeypatch.setattr(density, "_MIN_WATCHED", 4)
+    monkeypatch.setattr(density, "_MIN_TRACKED", 4)
     monkeypatch.setattr(run_keys, "_PIECE", 2)
 
 

@@ -258,7 +258,7 @@ def test_auto_is_bounded_as_staged_until_a_worker_says_what_it_came_to() -> None
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 10_000))
-def test_nobody_starves_whatever_the_others_want(budget, seed) -> None:
+def test_saves_and_loads_do_not_starve_each_other(budget, seed) -> None:
     """Saves and loads without end want more than there is: every load gets its turn, and saves go on."""
     rng = random.Random(seed)
     buffer = StagingBufferManager(budget)
@@ -349,7 +349,7 @@ def test_long_prompts_in_a_random_life(seed) -> None:
 
 @pytest.fixture
 def few_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(saving, "MAX_AT_ONCE", 6)
+    monkeypatch.setattr(saving, "MAX_CHUNKS_PER_PLAN", 6)
 
 
 def saved_blocks(plan) -> list[int]:
@@ -359,7 +359,7 @@ def saved_blocks(plan) -> list[int]:
 def test_a_long_prompt_that_is_new_to_the_host_tier_is_saved_by_several_plans() -> None:
     scheduler = OffloadScheduler(OffloadConfig.create(num_cpu_chunks=8000, **DIRECT), LAYOUT)
     scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=8000))
-    num_blocks = 2 * saving.MAX_AT_ONCE + 1000
+    num_blocks = 2 * saving.MAX_CHUNKS_PER_PLAN + 1000
     prompt = ScheduledRequest(
         request_id="a",
         block_tables=[range(num_blocks)],
@@ -368,7 +368,12 @@ def test_a_long_prompt_that_is_new_to_the_host_tier_is_saved_by_several_plans() 
         num_computed_tokens=num_blocks * 4,
     )
     plans = [scheduler.plan_step([prompt]), *(scheduler.plan_step() for _ in range(3))]
-    assert [len(saved_blocks(plan)) for plan in plans] == [saving.MAX_AT_ONCE, saving.MAX_AT_ONCE, 1000, 0]
+    assert [len(saved_blocks(plan)) for plan in plans] == [
+        saving.MAX_CHUNKS_PER_PLAN,
+        saving.MAX_CHUNKS_PER_PLAN,
+        1000,
+        0,
+    ]
     assert [block for plan in plans for block in saved_blocks(plan)] == list(range(num_blocks))
     for plan in plans:
         scheduler.apply(report_of(plan))

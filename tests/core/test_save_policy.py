@@ -16,7 +16,7 @@ def keys(first: int, end: int, name: str = "") -> list[ChunkKey]:
 
 def test_without_sightings_all_is_worth_saving_and_nothing_is_remembered():
     policy = SaveBySightings()
-    policy.see(Use(0), keys(0, 5))
+    policy.observe(Use(0), keys(0, 5))
     policy.resize(10**9)
     assert policy._sketch is None
     assert policy.num_chunks_worth_saving(keys(0, 5), 2, 5) == 3
@@ -26,19 +26,19 @@ def test_without_sightings_all_is_worth_saving_and_nothing_is_remembered():
 def test_saves_from_the_nth_sighting_on(num_sightings):
     policy = SaveBySightings(num_sightings=num_sightings)
     for i in range(1, num_sightings + 2):
-        policy.see(Use(i), keys(0, 8))
+        policy.observe(Use(i), keys(0, 8))
         assert policy.num_chunks_worth_saving(keys(0, 8), 0, 8) == (8 if i >= num_sightings else 0)
 
 
 def test_a_prefix_that_is_worth_it_ends_where_others_part():
     policy = SaveBySightings(num_sightings=2)
     one, other = keys(0, 3) + keys(0, 4, "one"), keys(0, 3) + keys(0, 4, "other")
-    policy.see(Use(0), one)
-    policy.see(Use(1), other)
+    policy.observe(Use(0), one)
+    policy.observe(Use(1), other)
     assert policy.num_chunks_worth_saving(other, 0, 7) == 3
     assert policy.num_chunks_worth_saving(other, 1, 7) == 2
     assert policy.num_chunks_worth_saving(other, 3, 7) == 0
-    policy.see(Use(2), other, 5)  # it had been told of the first five
+    policy.observe(Use(2), other, 5)  # the first five were recorded before
     assert policy.num_chunks_worth_saving(other, 5, 7) == 2
     assert policy.num_chunks_worth_saving(other, 0, 7) == 3, "never a hole"
 
@@ -49,7 +49,7 @@ def test_the_settings_decide():
     )
     assert [policy.saves_on(event) for event in SaveEvent] == [False, True, True]
     assert policy.num_tokens_to_save(num_prompt_tokens=5, num_computed_tokens=9) == 9
-    policy.see(Use(0), keys(0, 2))
+    policy.observe(Use(0), keys(0, 2))
     assert policy.num_chunks_worth_saving(keys(0, 2), 0, 2) == 0
     policy = make_save_policy(OffloadConfig.create())
     assert [policy.saves_on(event) for event in SaveEvent] == [True, False, False]

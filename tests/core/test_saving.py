@@ -151,7 +151,7 @@ def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
     assert engine.step()[0].of(JobKind.EARLY_SAVE) == ()
     engine.scheduler.evict(prefix(request))
     engine.scheduler.preempt("a", held=engine.held(request))
-    engine.scheduler.lose_caches()
+    engine.scheduler.mark_caches_lost()
     assert engine.step()[0].of(JobKind.EARLY_SAVE) == ()
 
 
@@ -241,7 +241,7 @@ def test_what_a_load_was_still_bringing_is_not_saved() -> None:
     assert request is not None
     assert (request.loading, request.num_computed) == (True, 8)
     engine.step()
-    engine.scheduler.lose_caches()
+    engine.scheduler.mark_caches_lost()
     request.num_computed = 16  # whatever the engine says
     engine.scheduler.preempt("b", held=engine.held(request))
     engine.scheduler.reset()
@@ -432,7 +432,7 @@ def test_the_highest_priority_is_saved_first(early) -> None:
 
 
 class Uses(EvictionPolicy):
-    """LRU that writes down what it is told."""
+    """LRU that records its calls."""
 
     def __init__(self) -> None:
         self.lru = LRUPolicy()
@@ -449,8 +449,8 @@ class Uses(EvictionPolicy):
     def remove(self, key, parent) -> None:
         self.lru.remove(key, parent)
 
-    def uncover(self, key) -> None:
-        self.lru.uncover(key)
+    def became_leaf(self, key) -> None:
+        self.lru.became_leaf(key)
 
     def clear(self):
         return self.lru.clear()
@@ -506,8 +506,8 @@ def test_hashes_that_are_not_chained_are_not_saved(caplog) -> None:
         )
         assert plan.empty
     assert [record.getMessage() for record in caplog.records] == [
-        "request a: one block hash stands for blocks with different tokens before them; expected hashes of all tokens "
-        "up to the end of each block (BlockHasher makes them). Nothing more of it is saved (1 requests so far)"
+        "request a: one block hash names blocks with different tokens before them; expected hashes of all tokens up to "
+        "the end of each block (BlockHasher makes them). Nothing more of this request is saved (1 requests so far)"
     ]
     plan = engine.scheduler.plan_step([ScheduledRequest(request_id="b", block_hashes=[one, two, three], **offer)])
     assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [3]

@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, FakeEngine, FakeWorker, tokens
+from tests.jobs import host_block_ids
 from tpu_offload import (
     FailedLoad,
     JobResult,
@@ -532,7 +533,7 @@ def test_chunks_of_several_blocks_save_whole_chunks_and_load_unaligned_ends(bloc
     job = plan.of(JobKind.LOAD)[0]
     assert job.block_ids == tuple(range(11, 10 + saved))
     worker = engine.workers[0]
-    assert [worker.host[i] for i in job.host_block_ids] == hashes[1:saved]
+    assert [worker.host[i] for i in host_block_ids(job)] == hashes[1:saved]
     assert POISON not in worker.host.values()
 
 
@@ -598,7 +599,7 @@ def test_a_save_that_failed_is_tried_again_without_the_engine_naming_the_request
 
 
 class _Unreadable(list):
-    """A block table that belongs to nobody any more."""
+    """A block table that must not be read."""
 
     def __getitem__(self, i):
         raise AssertionError("read after the request gave up its blocks")
@@ -884,7 +885,9 @@ class Router:
     def check(self) -> None:
         self.look()
         index = self.scheduler._index
-        assert self.hashes == {last_block_hash(key) for key in index._slots if index.state(key) is ChunkState.READY}
+        assert self.hashes == {
+            last_block_hash(key) for key in index._tree.slot_of if index.state(key) is ChunkState.READY
+        }
 
 
 def test_events_follow_saves_evictions_losses_and_resets() -> None:
@@ -942,7 +945,7 @@ def test_a_save_that_keeps_failing_is_given_up_and_its_slots_are_tried_last() ->
     engine.step({"a": 8})
     for _ in range(10):
         worker = engine.workers[0]
-        used.update(i for job, _ in worker.in_flight for i in job.host_block_ids)
+        used.update(i for job, _ in worker.in_flight for i in host_block_ids(job))
         engine.apply(worker, worker.finish(fail=True))
         engine.step()
     assert engine.scheduler.stats().num_failed_jobs == 2
@@ -962,7 +965,9 @@ def test_a_failed_load_leaves_no_hole_in_what_others_have_saved() -> None:
         engine.apply(worker, worker.finish(fail=True))
         engine.remove("b")
     plan, _ = engine.step({"holder": 4})
-    assert plan.of(JobKind.SAVE) == (), "the first three failed twice and rest, and what follows hangs on them"
+    assert plan.of(JobKind.SAVE) == (), (
+        "the first three failed twice and back off, and the others follow them in the prefix"
+    )
     engine.clock.now_s += 6
     plan, _ = engine.step()
     assert plan.of(JobKind.SAVE)[0].num_blocks == 4, "the three that the failed load gave up, and the new one"
@@ -996,7 +1001,9 @@ def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> Non
     )
     engine.scheduler.check_invariants()
     plan, _ = engine.step()
-    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [3], "who still holds the blocks saves them again"
+    assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [3], (
+        "a request that still holds the blocks saves them again"
+    )
 
 
 def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
@@ -1007,7 +1014,7 @@ def test_a_request_id_used_again_for_other_tokens_is_an_error() -> None:
     engine.scheduler.match("b", hashes, num_tokens=16, num_computed_tokens=0)
     others: list[BlockHash] = []
     engine.hasher.extend(others, tokens(16, start=50))
-    with pytest.raises(RequestError, match=r"the hash of block 3 is not the one it had before"):
+    with pytest.raises(RequestError, match=r"the hash of block 3 differs from that of an earlier call"):
         engine.scheduler.match("b", others, num_tokens=16, num_computed_tokens=0)
     engine.scheduler.check_invariants()
     engine.scheduler.finish("b")

@@ -125,7 +125,7 @@ class RandomLife:
         engine.scheduler.check_invariants()
 
 
-# The last three once met a failure that was told to the wrong life of a request.
+# The last three once found a failure that was reported to a later request of the same id.
 @pytest.mark.parametrize("seed", [*range(60), 5269, 6272, 7558])
 def test_random_life(seed) -> None:
     life = RandomLife(seed)

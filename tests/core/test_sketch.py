@@ -17,8 +17,8 @@ def keys(first: int, end: int) -> list[bytes]:
     return [hashlib.blake2b(b"%d" % i, digest_size=24).digest() for i in range(first, end)]
 
 
-def counts(sketch: Sketch, told: list[bytes]) -> list[int]:
-    return [sketch.count(key) for key in told]
+def counts(sketch: Sketch, asked: list[bytes]) -> list[int]:
+    return [sketch.count(key) for key in asked]
 
 
 @settings(deadline=None)
@@ -28,7 +28,7 @@ def counts(sketch: Sketch, told: list[bytes]) -> list[int]:
     st.lists(st.integers(0, 3000), max_size=3),
 )
 def test_it_never_counts_too_few(rounds, uniform, sizes):
-    """Also of keys that are no digests, and of a sketch that grows; it is told of far too few to halve."""
+    """Also of keys that are no digests, and of a sketch that grows; far too few are added to halve."""
     sketch, expected = Sketch(), [0] * 61
     name = keys(0, 61) if uniform else [bytes([i]) for i in range(61)]
     for number, numbers in enumerate(rounds):
@@ -91,7 +91,7 @@ def test_growing_keeps_the_counts():
 
 
 def test_another_process_counts_alike():
-    """Nothing hangs on the interpreter's random hashes."""
+    """Counts do not depend on the interpreter's random hashes."""
     code = (
         "from tests.core.test_sketch import *; s = Sketch(); s.add(keys(0, 3000)); "
         "print(sum(i * c for i, c in enumerate(counts(s, keys(0, 9000)))))"

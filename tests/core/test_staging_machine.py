@@ -19,7 +19,7 @@ nothing = st.integers(-3, 0)
 
 
 class StagingMachine(RuleBasedStateMachine):
-    """`held` says who holds how many; whatever else the manager knows follows from it."""
+    """`held` maps each request to its blocks; the manager's other state follows from it."""
 
     @initialize(budget=st.integers(0, 12))
     def begin(self, budget):

@@ -17,13 +17,15 @@ from tpu_offload import (
     ScheduledRequest,
     StepReport,
 )
-from tpu_offload.core.big_tables import NUM_PARTS, FreeSlots, Scrap, Table, without
+from tpu_offload.core.chunk_table import NUM_PARTS, ChunkTable, Discarded
 from tpu_offload.core.engine_api import TierEventKind
-from tpu_offload.core.index import MAX_AT_ONCE, NUM_FREED, ChunkIndex, ChunkState
+from tpu_offload.core.index import ChunkIndex, ChunkState
+from tpu_offload.core.index.chunk_index import MAX_FREED, MAX_REMOVED
+from tpu_offload.core.index.slots import FreeSlots, without
 from tpu_offload.core.policies import POLICIES, DensityPolicy, PriorityPolicy, Use, find_policy
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run
-from tpu_offload.core.saving import MAX_AT_ONCE as MAX_SAVED
+from tpu_offload.core.saving import MAX_CHUNKS_PER_PLAN as MAX_SAVED
 from tpu_offload.hashing import PrefixKeys
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.types import ChunkKey, JobKind
@@ -51,7 +53,7 @@ def make(policy: str, num_prompts: int, num_chunks: int, *, record: bool = False
 
 
 class CountedKeys(list):
-    """Counts the keys that are looked at."""
+    """Counts the keys that are visited."""
 
     num_seen = 0
 
@@ -74,13 +76,15 @@ class Engine:
         config = OffloadConfig.create(num_cpu_chunks=num_chunks, num_staging_blocks=num_staging, **paths)
         self.scheduler = OffloadScheduler(config, LAYOUT, clock=lambda: 0.0, record_events=record)
         self.num_chunks = num_chunks
-        self.life = 1
+        self.incarnation = 1
         self.report()
 
     def report(self, *jobs, **fields):
         results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in jobs)
         return self.scheduler.apply(
-            StepReport(worker_id=0, results=results, num_host_chunks=self.num_chunks, incarnation=self.life, **fields)
+            StepReport(
+                worker_id=0, results=results, num_host_chunks=self.num_chunks, incarnation=self.incarnation, **fields
+            )
         )
 
     def save(self, request_id: str, hashes: list[BlockHash]) -> None:
@@ -115,29 +119,29 @@ def test_clear_does_not_depend_on_the_number_of_chunks(policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_was_there_before_a_clear_is_freed_bit_by_bit(policy) -> None:
+def test_what_a_clear_discards_is_freed_incrementally(policy) -> None:
     index = make(policy, 300, 100)
     index.clear()
-    left = index.num_untidy
+    left = index.num_deferred
     assert left >= NUM_CHUNKS
     while left:
         index.tidy()
-        assert left - NUM_FREED <= index.num_untidy < left
-        left = index.num_untidy
+        assert left - MAX_FREED <= index.num_deferred < left
+        left = index.num_deferred
     index.check_invariants()
 
 
 def test_new_chunks_free_old_ones_so_that_both_never_take_the_memory_twice() -> None:
     index = make("density", 30, 100)
     index.clear()
-    left = index.num_untidy
+    left = index.num_deferred
     for i in range(10):
         keys = chain(1000 + i, 100)
         index.complete(keys, index.allocate(Use(1000 + i), keys, range(100)), success=True)
-    assert index.num_untidy <= max(0, left - 10 * 100)
+    assert index.num_deferred <= max(0, left - 10 * 100)
 
 
-def test_after_a_clear_all_slots_can_be_had_but_those_of_copies() -> None:
+def test_after_a_clear_all_slots_are_free_but_those_of_copies() -> None:
     index = make("density", 10, 10)
     pinned, late = chain(3, 10)[:4], chain(100, 3)
     index.pin(pinned)
@@ -157,34 +161,34 @@ def test_after_a_clear_all_slots_can_be_had_but_those_of_copies() -> None:
     index.check_invariants()
 
 
-def test_many_lost_slots_are_found_no_more_at_once_and_dropped_bit_by_bit() -> None:
+def test_many_lost_slots_are_found_no_more_at_once_and_invalidated_incrementally() -> None:
     index = make("density", 30, 100, record=True)
     index.take_changes()
     num_lost = 2548
-    assert num_lost > 2 * MAX_AT_ONCE
-    lost = index.lose_slots(0, num_lost)
-    assert len(lost) == MAX_AT_ONCE
+    assert num_lost > 2 * MAX_REMOVED
+    lost = index.invalidate_slots(0, num_lost)
+    assert len(lost) == MAX_REMOVED
     assert [len(index.find(chain(i, 100))) for i in (0, 10, 24)] == [0, 0, 0]
     assert len(index.find(chain(29, 100))) == 100
-    while index.num_untidy:
-        dropped = index.tidy()
-        assert 0 < len(dropped) <= MAX_AT_ONCE
-        lost += dropped
+    while index.num_deferred:
+        invalidated = index.tidy()
+        assert 0 < len(invalidated) <= MAX_REMOVED
+        lost += invalidated
     assert len(index) == 3000 - num_lost == 3000 - len(set(lost))
     assert sum(len(keys or ()) for keys, found in index.take_changes()) == num_lost
     assert len(index.find(chain(25, 100), 48)) == 52
     index.check_invariants()
 
 
-def test_many_condemned_chunks_go_bit_by_bit() -> None:
-    index = make("density", 1, 3 * MAX_AT_ONCE)
-    keys = chain(0, 3 * MAX_AT_ONCE)
+def test_many_invalid_chunks_are_removed_incrementally() -> None:
+    index = make("density", 1, 3 * MAX_REMOVED)
+    keys = chain(0, 3 * MAX_REMOVED)
     index.pin(keys)
-    index.drop(keys)
+    index.invalidate(keys)
     index.unpin(keys)
-    assert len(index) == 2 * MAX_AT_ONCE
+    assert len(index) == 2 * MAX_REMOVED
     index.tidy()
-    assert len(index) == MAX_AT_ONCE
+    assert len(index) == MAX_REMOVED
     assert index.state(keys[-1]) is not ChunkState.READY
     index.tidy()
     assert len(index) == 0
@@ -256,7 +260,7 @@ def test_a_use_of_the_next_chunks_of_a_long_run_touches_only_these() -> None:
 
 
 @pytest.mark.parametrize("policy", ["density", "lru"])
-def test_no_table_is_so_large_that_a_copy_of_it_would_be_felt(policy) -> None:
+def test_no_table_is_so_large_that_copying_it_would_stall_a_step(policy) -> None:
     index = make(policy, 300, 100)
     assert max(len(table) for table in _reachable(index) if isinstance(table, dict | set | OrderedDict)) < 1000
 
@@ -296,7 +300,7 @@ def test_a_reset_and_a_restart_do_not_depend_on_the_number_of_chunks(what) -> No
         if what == "reset":
             counts.append(num_opcodes(engine.scheduler.reset))
         else:
-            engine.life += 1
+            engine.incarnation += 1
             counts.append(num_opcodes(engine.report))
         stats = engine.scheduler.stats()
         assert (stats.num_resident_chunks, stats.num_host_chunks) == (0, 10_000)
@@ -312,16 +316,16 @@ def test_a_reset_and_a_restart_do_not_depend_on_the_number_of_chunks(what) -> No
     assert many <= few + 5000, "what is left to tidy up in the same call is bounded"
 
 
-def test_after_a_restart_nothing_is_saved_of_running_requests_whose_kv_is_gone_with_the_worker() -> None:
+def test_after_a_restart_nothing_is_saved_of_running_requests_whose_kv_is_lost_with_the_worker() -> None:
     engine = Engine(1000, 200)
     engine.save("a", block_hashes(0, 100))
-    engine.life += 1
+    engine.incarnation += 1
     engine.report()
     assert engine.scheduler.plan_step().of(JobKind.SAVE) == ()
     engine.scheduler.check_invariants()
 
 
-def test_of_many_changes_the_events_are_told_in_parts_and_in_order() -> None:
+def test_events_of_many_changes_are_reported_in_parts_and_in_order() -> None:
     engine = Engine(25_000, 25_000, record=True)
     engine.save("a", hashes := block_hashes(0, 25_000))
     parts = [engine.scheduler.take_events() for _ in range(4)]
@@ -332,8 +336,8 @@ def test_of_many_changes_the_events_are_told_in_parts_and_in_order() -> None:
 # The parts that this is made of.
 
 
-def test_table() -> None:
-    table: Table[int] = Table()
+def test_chunk_table() -> None:
+    table: ChunkTable[int] = ChunkTable()
     keys, new, newer = chain(0, 5000), ChunkKey(b"new"), ChunkKey(b"newer")
     table.set_all(keys, 7)
     table[keys[0]] = 8
@@ -348,8 +352,8 @@ def test_table() -> None:
     assert dict(table) == {keys[0]: 8}
 
 
-def test_scrap_empties_all_kinds_bit_by_bit() -> None:
-    scrap = Scrap()
+def test_discarded_containers_of_all_kinds_are_freed_incrementally() -> None:
+    discarded = Discarded()
     held: list[Any] = [
         dict.fromkeys(range(50)),
         OrderedDict.fromkeys(range(50)),
@@ -358,13 +362,13 @@ def test_scrap_empties_all_kinds_bit_by_bit() -> None:
         deque(range(50)),
     ]
     for container in held:
-        scrap.add(container)
-    left = len(scrap)
+        discarded.add(container)
+    left = len(discarded)
     assert left == 250
-    while scrap:
-        freed = scrap.take_apart(20)
-        assert left - len(scrap) <= freed <= 20
-        left = len(scrap)
+    while discarded:
+        freed = discarded.free(20)
+        assert left - len(discarded) <= freed <= 20
+        left = len(discarded)
     assert left == 0
 
 
@@ -373,10 +377,10 @@ def test_free_slots() -> None:
     free.put_last(range(10))
     free.put_last(range(20, 22))
     assert free.take(3) == [0, 1, 2]
-    free.stack += [2, 0]
+    free.put_first([2, 0])
     assert list(free) == [0, 2, *range(3, 10), 20, 21]
     assert free.take(4) == [0, 2, 3, 4]
-    free.stack.append(4)
+    free.put_first([4])
     assert free.remove_from(7) == [range(7, 10), range(20, 22)]
     assert (len(free), free.take(3), len(free)) == (3, [4, 5, 6], 0)
     assert without(range(2, 9), {1, 3, 4, 8, 20}) == [range(2, 3), range(5, 8)]

@@ -7,6 +7,7 @@ import pytest
 
 from tests.core.fakes import FakeEngine, FakeRequest, FakeWorker, tokens
 from tests.core.swap.fakes import SwapEngine
+from tests.jobs import host_block_ids
 from tpu_offload import FailedLoad, JobResult, JobState, ScheduledRequest, StepReport, Update
 from tpu_offload.core.chunk_backoff import ChunkBackoff
 from tpu_offload.core.policies import LRUPolicy
@@ -69,7 +70,7 @@ def test_the_same_of_swaps():
     engine.check_empty()
 
 
-@pytest.mark.parametrize("how", ["late result", "later jobs are over", "started anew"])
+@pytest.mark.parametrize("how", ["late result", "later jobs are over", "restarted"])
 def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_with_it(how):
     workers = [FakeWorker(i, num_host_chunks=4) for i in range(2)]
     engine = FakeEngine(workers=workers, num_cpu_chunks=4, job_timeout_s=5.0, breaker_failures=0, num_blocks=64)
@@ -94,7 +95,7 @@ def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_wi
             report(engine, worker_id, incarnation=200 + worker_id)
             report(engine, worker_id, oldest_job_id=job.job_id + 1, incarnation=200 + worker_id)
     assert engine.scheduler.stats().num_quarantined_chunks == 0
-    if how == "started anew":  # what b has computed is gone with the KV caches
+    if how == "restarted":  # what b has computed is gone with the KV caches
         assert engine.step()[0].of(JobKind.SAVE) == ()
         engine.remove("b", preempt=True)
         engine.add("c", tokens(16, start=100))
@@ -102,6 +103,48 @@ def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_wi
     else:
         plan, _ = engine.step()
     assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [4]
+    engine.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("how", ["late result", "later jobs are over", "restarted"])
+def test_staging_blocks_of_late_jobs_are_held_until_every_worker_is_through_with_them(how):
+    workers = [FakeWorker(i, num_host_chunks=16) for i in range(2)]
+    engine = FakeEngine(
+        workers=workers,
+        num_cpu_chunks=16,
+        job_timeout_s=5.0,
+        breaker_failures=0,
+        num_blocks=64,
+        num_staging_blocks=6,
+        save_path="staged",
+        load_path="staged",
+    )
+    for worker_id in range(2):
+        report(engine, worker_id, incarnation=100)
+    engine.serve("saved", tokens(8))
+    engine.add("a", tokens(16, start=100))
+    plan, _ = engine.step({"a": 16})
+    (save,) = plan.of(JobKind.SAVE)
+    engine.add("b", tokens(8))
+    plan, _ = engine.step()
+    (load,) = plan.of(JobKind.LOAD)
+    assert engine.scheduler.stats().staging_reserved_blocks == 6
+    engine.clock.now_s += 6
+    engine.step()
+    stats = engine.scheduler.stats()
+    assert (stats.num_timed_out_jobs, stats.num_jobs_in_flight, stats.staging_reserved_blocks) == (2, 0, 6)
+    engine.scheduler.check_invariants()
+    for worker_id in range(2):
+        assert engine.scheduler.stats().staging_reserved_blocks == 6, "the copies of one worker may still run"
+        if how == "late result":
+            results = [JobResult(job_id=job.job_id, state=FINISHED) for job in (save, load)]
+            report(engine, worker_id, *results, incarnation=100)
+        elif how == "later jobs are over":
+            report(engine, worker_id, oldest_job_id=load.job_id + 1, incarnation=100)
+        else:
+            report(engine, worker_id, incarnation=200 + worker_id)
+            report(engine, worker_id, oldest_job_id=load.job_id + 1, incarnation=200 + worker_id)
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
     engine.scheduler.check_invariants()
 
 
@@ -127,7 +170,7 @@ def test_a_worker_that_started_anew_has_nothing_and_what_it_was_at_fails():
         engine, 1, JobResult(job_id=plan.of(JobKind.SAVE)[0].job_id, state=FINISHED), incarnation=5, num_host_chunks=64
     )
     assert old.loaded == ()
-    assert engine.scheduler.stats().num_host_chunks == 3, "what an earlier life says is not heard"
+    assert engine.scheduler.stats().num_host_chunks == 3, "a stale report is ignored"
     engine.step()
     last = plan.of(JobKind.SAVE)[0].job_id + 2
     for worker_id in range(2):
@@ -201,10 +244,10 @@ def test_lost_memory_fails_the_chunks_that_were_in_it_and_no_others():
     engine.add("loading", tokens(17))
     engine.add("saving", tokens(12, start=100))
     plan, _ = engine.step({"saving": 12})
-    lost = plan.of(JobKind.LOAD)[0].host_block_ids[2]
+    lost = host_block_ids(plan.of(JobKind.LOAD)[0])[2]
     results = engine.workers[0].finish()
     update = report(
-        engine, 0, *results, lost_slots=((lost, lost + 1), (plan.of(JobKind.SAVE)[0].host_block_ids[1],) * 2)[:1]
+        engine, 0, *results, lost_slots=((lost, lost + 1), (host_block_ids(plan.of(JobKind.SAVE)[0])[1],) * 2)[:1]
     )
     assert update.failed_loads == (FailedLoad(request_id="loading", num_valid_tokens=8),)
     engine.requests["loading"].loading = False
@@ -262,13 +305,13 @@ def test_chunks_that_failed_are_few_and_rest_longer_each_time():
     for _ in range(10):
         fail(key, Direction.SAVE)
         start_s = now_s
-        while backoff.num_copyable(key, 0, 1) == 0:
+        while backoff.copyable_end(key, 0, 1) == 0:
             now_s += 10.0
         waits.append(now_s - start_s)
     assert waits == [0, 10, 20, 40, 80, 160, 320, 640, 640, 640]
     fail(key, Direction.LOAD)
     backoff.succeeded(key, Direction.SAVE)
-    assert key[0] in backoff, "only a load clears who failed to be loaded"
+    assert key[0] in backoff, "only a load clears a chunk that failed to load"
     backoff.succeeded(key, Direction.LOAD)
     assert len(backoff) == 0
     fail([ChunkKey(bytes([i // 256, i % 256])) for i in range(5000)], Direction.SAVE)
@@ -514,7 +557,7 @@ def test_memory_that_is_lost_under_a_load_inside_a_chunk_makes_the_hole_where_it
     assert engine.scheduler.match("b", hashes, num_tokens=24, num_computed_tokens=4).num_tokens == 19
     engine.scheduler.admit("b", [list(range(6))], num_loaded_tokens=19)
     (load,) = engine.step()[0].of(JobKind.LOAD)
-    lost = load.host_block_ids[1] // 2  # of the second chunk, whose first block is the load's second
+    lost = host_block_ids(load)[1] // 2  # of the second chunk, whose first block is the load's second
     update = report(engine, 0, *engine.workers[0].finish(), lost_slots=((lost, lost + 1),))
     assert update.failed_loads == (FailedLoad(request_id="b", num_valid_tokens=8),)
 

@@ -78,7 +78,7 @@ def test_one_that_does_not_fit_is_an_error_with_its_first_report(first, worker_i
     offload = scheduler()
     if first is not None:
         offload.apply(report(0, setup=first))
-    for _ in range(2):  # and with the next one, until it is mended
+    for _ in range(2):  # and with the next one, until it is fixed
         with pytest.raises(ConfigError, match=said) as caught:
             offload.apply(report(worker_id, setup=second, incarnation=8))
         assert "\n" not in str(caught.value)
@@ -102,7 +102,7 @@ def test_a_worker_whose_host_tier_has_no_room_is_not_unlike_the_others():
     assert offload.stats().num_host_chunks == 0
 
 
-def test_who_never_reports_is_missed_once(caplog):
+def test_a_worker_that_never_reports_is_logged_once(caplog):
     clock = Clock()
     offload = scheduler(3, clock)
     offload.apply(report(1))
@@ -167,7 +167,7 @@ def test_it_is_told_once_and_plans_name_the_new_caches(engine):
 def test_what_the_engine_knows_already_is_no_news(engine):
     engine.add("a", tokens(16))
     engine.step({"a": 7})
-    engine.scheduler.lose_caches(CacheEpoch(worker_id=0, incarnation=0, num_losses=1))
+    engine.scheduler.mark_caches_lost(CacheEpoch(worker_id=0, incarnation=0, num_losses=1))
     engine.remove("a", preempt=True)
     engine.add("a", tokens(16))
     plan, _ = engine.step({"a": 16})
@@ -255,7 +255,7 @@ def test_a_promise_that_rests_on_lost_kv_is_void(engine):
 )
 def test_an_epoch_of_no_worker_is_refused(engine, wrong):
     with pytest.raises(RequestError) as caught:
-        engine.scheduler.lose_caches(wrong)
+        engine.scheduler.mark_caches_lost(wrong)
     assert "\n" not in str(caught.value)
     assert engine.scheduler.plan_step(()).cache_epochs == ((0, 0),)
 

@@ -1,4 +1,4 @@
-"""The model in numpy: float64, one whole sequence at a time, no blocks, no tiles."""
+"""Reference of the model in numpy: float64, one whole sequence at a time, without blocks or tiles."""
 
 import numpy as np
 

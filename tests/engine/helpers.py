@@ -1,4 +1,4 @@
-"""A model that compiles fast, random requests, and a loop that serves them."""
+"""A small model that compiles fast, random requests, and a serving loop."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def make_request(name: str, prompt: tuple[int, ...], *, max_tokens: int = 8, sal
 
 
 def serve(engine: Engine, requests: list[Request], *, max_steps: int = 2000) -> dict[str, RequestOutput]:
-    """Final outputs by request id; the bookkeeping is checked after every step."""
+    """Serves requests; returns final outputs by request id. Checks invariants after every step."""
     for request in requests:
         engine.add_request(request)
     outputs: dict[str, RequestOutput] = {}
@@ -38,7 +38,7 @@ def tokens_of(outputs: dict[str, RequestOutput]) -> dict[str, tuple[int, ...]]:
 
 
 def rounds(num_rounds=3, *, max_tokens=6, num_prompts=6, **changes):
-    """The same prompts again and again, some greedy and some sampled."""
+    """Rounds of the same prompts, some greedy and some sampled."""
     return [
         [
             dataclasses.replace(

@@ -1,4 +1,4 @@
-"""With async scheduling a step is dispatched before the tokens of the one before are read: the same tokens."""
+"""Async scheduling dispatches a step before the previous step's tokens are read, and gives the same tokens."""
 
 import dataclasses
 from typing import Any
@@ -30,10 +30,10 @@ def test_tokens_are_those_of_synchronous_steps(num_blocks):
         Engine(TINY, dataclasses.replace(config, num_blocks=num_blocks)) for config in (SMALL_ENGINE, ASYNC)
     )
     assert answers(overlapped, some_requests()) == answers(sync, some_requests())
-    assert overlapped.stats().num_steps <= sync.stats().num_steps + 6  # a step later for each that ends
+    assert overlapped.stats().num_steps <= sync.stats().num_steps + 6  # one more step for each that ends
 
 
-def test_a_stop_token_ends_it_although_a_step_more_is_on_its_way():
+def test_a_stop_token_ends_a_request_with_another_step_in_flight():
     free = answers(Engine(TINY, SMALL_ENGINE), [make_request("a", random_tokens(0, 9), max_tokens=40)])["a"][0]
     request = make_request("a", random_tokens(0, 9), max_tokens=40, stop_token_ids=(free[10],))
     engine = Engine(TINY, ASYNC)
@@ -54,7 +54,7 @@ def test_a_token_is_read_one_step_after_its_dispatch():
     assert not engine.has_unfinished
 
 
-def test_aborting_what_is_in_flight():
+def test_aborting_requests_in_flight():
     engine = Engine(TINY, ASYNC)
     for request in some_requests():
         engine.add_request(request)
@@ -68,7 +68,7 @@ def test_aborting_what_is_in_flight():
 
 @pytest.mark.parametrize("decode_save", [False, True])
 def test_with_the_host_tier(decode_save):
-    """Saved blocks hold what their hashes say, also those that a token in flight completes."""
+    """Saved blocks match their hashes, including those completed by a token in flight."""
     config = OffloadConfig.create(num_cpu_chunks=200, num_staging_blocks=32, decode_save=decode_save)
     engine = Engine(TINY, dataclasses.replace(ASYNC, num_blocks=30), offload=config)
     expected = answers(Engine(TINY, SMALL_ENGINE), some_requests())
@@ -79,7 +79,7 @@ def test_with_the_host_tier(decode_save):
     num_full = sum(
         (len(r.prompt_tokens) + len(expected[r.request_id][0]) * decode_save - 1) // 4 for r in some_requests()
     )
-    assert stats.num_resident_chunks >= num_full - len(some_requests())  # not the last block of the last step
+    assert stats.num_resident_chunks >= num_full - len(some_requests())  # without the last block of the last step
     engine.close()
 
 
@@ -96,8 +96,8 @@ def test_warming_up_with_a_step_in_flight_changes_no_token():
     assert found == expected
 
 
-def test_no_step_is_wasted_on_what_ends_with_the_token_in_flight():
-    """Nothing is computed after the last token, and no block is taken for it."""
+def test_no_step_is_wasted_on_a_request_that_ends_with_the_token_in_flight():
+    """Nothing is computed after the last token, and no block is allocated for it."""
     engine = Engine(TINY, ASYNC)
     engine.add_request(make_request("a", random_tokens(0, 4), max_tokens=5))
     num_runs = []
@@ -114,7 +114,7 @@ def test_no_step_is_wasted_on_what_ends_with_the_token_in_flight():
 
 
 def test_a_block_that_a_token_in_flight_completes_is_saved_as_soon_as_it_is_known():
-    """Not only when the next block is complete, which may never be."""
+    """Not only when the next block is complete, which may never happen."""
     config = OffloadConfig.create(num_cpu_chunks=8, num_staging_blocks=8, decode_save=True)
     engine = Engine(TINY, ASYNC, offload=config)
     engine.wait_for_host_memory()

@@ -1,4 +1,4 @@
-"""A token's KV and logits have the same bits whatever it is computed with: chunks, neighbours, sizes."""
+"""A token's KV and logits have the same bits for any chunking, neighbours and sizes."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.engine.batch import TokenSpan
 from tpu_offload.engine.runner import ModelRunner
 
-# The widths of the default model: how XLA multiplies matrices depends on them. Fewer layers compile faster.
+# The widths of the default model, because XLA's matrix multiplication depends on them; fewer layers compile faster.
 MODEL = dataclasses.replace(ModelConfig(), num_layers=2)
 ENGINE = EngineConfig(block_size=16, num_blocks=96, max_num_seqs=6, max_model_len=320, max_num_batched_tokens=256)
 OTHER_ENGINE = EngineConfig(block_size=8, num_blocks=120, max_num_seqs=3, max_model_len=400, max_num_batched_tokens=70)
@@ -20,7 +20,7 @@ TOKENS = random_tokens(0, 300, vocab_size=MODEL.vocab_size)
 
 
 class Lab:
-    """Computes `TOKENS` in given chunks, among random other requests, over blocks full of NaN."""
+    """Computes `TOKENS` in given chunks, batched with random requests, in blocks poisoned by NaN."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -47,7 +47,7 @@ class Lab:
         return kv.view(np.uint16), logits
 
     def _neighbours(self, rng, blocks, budget):
-        """Runs of other requests at position 0: their KV is written now, nothing stale is read."""
+        """Spans of other requests at position 0: they read only KV that they write."""
         runs = []
         for i in range(rng.integers(0, self.config.max_num_seqs)):
             n = int(rng.integers(1, 30))

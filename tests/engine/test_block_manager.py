@@ -14,7 +14,7 @@ def h(i: int) -> BlockHash:
 
 
 def cached_run(manager: BlockManager, hashes: list[int]) -> list[int]:
-    """Blocks registered under these hashes and freed again."""
+    """Allocates blocks, registers these hashes and frees the blocks."""
     block_ids = manager.allocate(len(hashes))
     for block_id, i in zip(block_ids, hashes, strict=True):
         manager.register(block_id, h(i))
@@ -76,7 +76,7 @@ def test_refusals_change_nothing():
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Against a model that keeps, for each block, its holders and its contents."""
+    """Compares the manager with a model that stores each block's holders and contents."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A load that fails and takes the KV caches with it costs time, and no token."""
+"""A failed load that destroys the KV caches costs time, but changes no token."""
 
 import dataclasses
 import time
@@ -15,7 +15,7 @@ SWAPS = {"swap_gb": 0.01, "swap_mode": "swap", "num_cpu_chunks": 0}
 
 
 class Taker:
-    """A copy path of which some loads, by number, fail and take the caches along."""
+    """A copier of which some loads, by number, fail and destroy the caches."""
 
     def __init__(self, copier, fatal):
         self._copier = copier
@@ -25,7 +25,7 @@ class Taker:
         return getattr(self._copier, name)
 
     def load(self, segment_id, rows, kv_caches):
-        # The second half of a staged load is what has the caches donated.
+        # The second half of a staged load donates the caches.
         self._maybe_fail(kv_caches, second_half=False)
         return self._copier.load(segment_id, rows, kv_caches)
 
@@ -43,7 +43,7 @@ class Taker:
 
 
 class Fatal:
-    """Which loads fail; all copy paths of an engine count together."""
+    """Decides which loads fail, counted over all copiers of an engine."""
 
     def __init__(self, *numbers):
         self.num_loads, self.numbers = 0, set(numbers)
@@ -54,8 +54,8 @@ class Fatal:
 
 def make_engine(*numbers, config=TIGHT, asynchronous=False, **settings):
     given = {"num_cpu_chunks": 256, "staging_buffer_tokens": 256, "host_segment_gb": 0.001}
-    given |= {"breaker_failures": 0}  # else there is soon nothing left to fail
-    given |= {"job_timeout_s": 3600} | settings  # a busy machine may compile for longer than the default
+    given |= {"breaker_failures": 0}  # otherwise loads are soon suspended
+    given |= {"job_timeout_s": 3600} | settings  # on a busy machine compilation may exceed the default
     config = dataclasses.replace(config, async_scheduling=asynchronous)
     engine = Engine(TINY, config, offload=OffloadConfig.create(**given), seams=Fatal(*numbers).seams())
     engine.wait_for_host_memory()
@@ -104,9 +104,9 @@ def test_tokens_are_those_of_an_undisturbed_run(answers, settings, asynchronous,
         before = engine.stats().num_cache_losses
         assert tokens_of(serve(engine, some_requests())) == answers, turn
         lines = [r for r in caplog.records if r.name == "tpu_offload.engine.engine"]
-        assert len(lines) == engine.stats().num_cache_losses - before, "one line a loss"
+        assert len(lines) == engine.stats().num_cache_losses - before, "one log line per loss"
     assert engine.stats().num_cache_losses == 3
-    assert engine.offload_stats().loaded_blocks > 0, "what was saved before is of use after"
+    assert engine.offload_stats().loaded_blocks > 0, "chunks saved before the loss hit after it"
     check_at_rest(engine)
 
 
@@ -143,17 +143,17 @@ def test_several_samples_of_a_prompt(asynchronous):
     expected = answers_of(Engine(TINY, config))
     engine = make_engine(2, 3, config=config, asynchronous=asynchronous)
     for _ in range(3):
-        serve(engine, some_requests(name="other "))  # pushes them out of HBM
+        serve(engine, some_requests(name="other "))  # evicts them from HBM
         assert answers_of(engine) == expected
     assert engine.stats().num_cache_losses == 2
     check_at_rest(engine)
 
 
-def test_nothing_of_hbm_is_reused_after_it():
+def test_nothing_in_hbm_is_reused_after_a_loss():
     engine = make_engine(2, config=dataclasses.replace(TIGHT, num_blocks=60))
     prompt = random_tokens(1, 24)
     serve(engine, [make_request("a", prompt, max_tokens=4)])
-    for i in range(5):  # pushes the first one out, and stays itself
+    for i in range(5):  # evicts the first one, and stays resident
         serve(engine, [make_request(f"other {i}", random_tokens(50 + i, 40), max_tokens=4)])
     last = random_tokens(54, 40)
     assert serve(engine, [make_request("x", last, max_tokens=2)])["x"].stats.prompt_tokens.hbm > 0
@@ -183,7 +183,7 @@ def test_no_plan_is_carried_out_twice(answers):
     check_at_rest(engine)
 
 
-def test_loads_that_always_fail_do_not_keep_an_engine_from_its_work(answers):
+def test_an_engine_makes_progress_if_all_loads_fail(answers):
     engine = make_engine(*range(1000))
     for _ in range(3):
         assert tokens_of(serve(engine, some_requests())) == answers
@@ -192,7 +192,7 @@ def test_loads_that_always_fail_do_not_keep_an_engine_from_its_work(answers):
 
 
 def test_reports_may_come_in_any_number(answers):
-    """None, or several at a time."""
+    """None or several per step."""
     held = []
 
     def relay(report):
@@ -214,7 +214,7 @@ def test_reports_may_come_in_any_number(answers):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 8])
-def test_a_reset_forgets_what_is_cached_and_no_token(answers, asynchronous, num_steps):
+def test_a_reset_invalidates_the_cache_and_changes_no_token(answers, asynchronous, num_steps):
     engine = make_engine(asynchronous=asynchronous)
     serve(engine, some_requests())
     found: dict[Any, Any] = {}
@@ -235,7 +235,7 @@ def test_a_reset_forgets_what_is_cached_and_no_token(answers, asynchronous, num_
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("settings", [{}, {**SWAPS, "num_cpu_chunks": 60, "decode_save": True}], ids=str)
 def test_reports_may_stop_coming(settings, asynchronous):
-    """Then loads and swaps time out, and those that wait for them are computed again."""
+    """Then loads and swaps time out, and the requests that wait for them are recomputed."""
     num_silent, silent = 0, False
 
     def relay(report):

@@ -1,4 +1,4 @@
-"""No request waits for a compile: after `warm_up`, serving compiles nothing, whatever the copy paths."""
+"""No request waits for compilation: after `warm_up` serving compiles nothing, for any copy path."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @pytest.fixture
 def compiles():
-    """Grows by an entry with every program that jax compiles."""
+    """A list that grows by an entry per program that jax compiles."""
     found = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -30,7 +30,7 @@ def compiles():
 
 
 def random_life(engine, rng, *, num_requests):
-    """Prompts that share prefixes come, are sometimes aborted, and push each other out of HBM; host tokens hit."""
+    """Serves prompts with shared prefixes that evict each other from HBM, aborting some; returns the host hits."""
     num_host_tokens = 0
     left = list(range(num_requests))
     for _ in range(20 * num_requests):
@@ -61,11 +61,11 @@ def random_life(engine, rng, *, num_requests):
     ids=str,
 )
 def test_serving_compiles_nothing(compiles, changes):
-    """Small segments of the host pool, so that it is used across several."""
+    """With small segments of the host pool, so that copies span several."""
     settings = {"num_cpu_chunks": 60, "staging_buffer_tokens": 64, "host_segment_gb": 20e-6, "decode_save": True}
     engine = Engine(TINY, TIGHT, offload=OffloadConfig.create(**(settings | changes)))
     engine.warm_up()
-    assert compiles, "the listener hears nothing"
+    assert compiles, "the listener receives nothing"
     fused = dict.fromkeys(Direction, 0)
     fused_step = engine._offload.fused_step
 

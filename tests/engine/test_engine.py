@@ -1,4 +1,4 @@
-"""The whole engine: outputs do not depend on its sizes, and every request ends as it should."""
+"""The whole engine: outputs do not depend on its sizes, and every request ends correctly."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ SHARED = random_tokens(99, 30)
 
 
 def some_requests():
-    """Shared prefixes, unlike lengths, half greedy and half sampled."""
+    """Requests with shared prefixes and different lengths, half greedy and half sampled."""
     return [
         make_request(
             f"r{i}", SHARED[: 4 * i] + random_tokens(i, 3 + 7 * i), max_tokens=10 + 5 * i, temperature=float(i % 2),
@@ -43,7 +43,7 @@ def test_outputs_do_not_depend_on_sizes(roomy_outputs, changes):
     outputs = serve(engine, some_requests())
     assert tokens_of(outputs) == tokens_of(roomy_outputs)
     if changes["num_blocks"] == 32:
-        assert engine.stats().num_preemptions > 0, "HBM was meant to be too small"
+        assert engine.stats().num_preemptions > 0, "HBM should be too small"
 
 
 def test_every_prompt_token_is_accounted_for(roomy_outputs):
@@ -54,7 +54,7 @@ def test_every_prompt_token_is_accounted_for(roomy_outputs):
         assert stats.num_preemptions == 0
 
 
-def test_a_prompt_served_again_hits_hbm_and_says_the_same():
+def test_a_repeated_prompt_hits_hbm_and_gives_the_same_tokens():
     engine = Engine(TINY, SMALL_ENGINE)
     prompt = random_tokens(3, 50)
     first = serve(engine, [make_request("a", prompt)])["a"]
@@ -137,7 +137,7 @@ def test_outputs_stream_and_times_follow_the_clock():
     assert engine.step() == []
 
 
-def test_warm_up_compiles_all_there_is_to_compile(caplog):
+def test_warm_up_compiles_all_programs(caplog):
     import jax
 
     config = dataclasses.replace(SMALL_ENGINE, num_blocks=61)  # a shape that no other test has compiled

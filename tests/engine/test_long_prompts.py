@@ -1,4 +1,4 @@
-"""A prompt longer than the staging buffer, on the embedded engine: loaded whole, and the tokens are the same."""
+"""A prompt longer than the staging buffer, on the embedded engine: loaded completely, with the same tokens."""
 
 import dataclasses
 import functools
@@ -40,11 +40,11 @@ def test_it_is_loaded_whole(changes) -> None:
     settings = {"num_cpu_chunks": 256, "num_staging_blocks": 4, "host_segment_gb": 0.001}
     engine = Engine(TINY, HBM, offload=OffloadConfig.create(**(settings | changes)))
     engine.wait_for_host_memory()
-    worker = engine._offload._worker  # each step finds the copies of the last one ended, however slow the machine
+    worker = engine._offload._worker  # wait for each step's copies, so that the machine's speed does not matter
     worker.poll = functools.partial(lambda poll, **_: poll(wait=True), worker.poll)
     expected = serve(plain, "a", LONG)
     first = serve(engine, "a", LONG)
-    for i in range(3):  # pushes it out of HBM
+    for i in range(3):  # evicts it from HBM
         serve(engine, f"other {i}", [i, *OTHER])
     again = serve(engine, "b", LONG)
     assert first.tokens == again.tokens == expected.tokens

@@ -1,4 +1,4 @@
-"""The paged, tiled model against the dense one."""
+"""The paged, tiled model compared with the dense one."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from tpu_offload.errors import ConfigError
 GREEDY = SamplingParams(1)
 
 
-# A value that lies between two numbers of the cache's dtype may round the other way in float32.
+# A value between two numbers of the cache's dtype may round differently in float32.
 @pytest.mark.parametrize(
     ("kv_dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-3), ("bfloat16", 2e-2), ("float8_e4m3fn", 0.2)]
 )
@@ -37,7 +37,7 @@ def test_logits_agree_with_dense_reference(kv_dtype, tolerance):
 
 
 def test_every_layer_and_position_matters():
-    """The reference depends on its first token; so the comparison above is not of two constants."""
+    """The reference depends on its first token, so the comparison above is not trivial."""
     tokens = random_tokens(1, 40)
     other = ((tokens[0] + 1) % TINY.vocab_size, *tokens[1:])
     assert np.abs(dense_logits(TINY, tokens)[-1] - dense_logits(TINY, other)[-1]).max() > 1e-3

@@ -1,4 +1,4 @@
-"""The engine with the library under it: the same tokens, and KV that really comes back from the host."""
+"""The engine with the library: the same tokens, and KV is really loaded from the host."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ from tpu_offload import OffloadConfig, RequestError, Update
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.types import Direction, JobKind
 
-# One conversation fills most of it, so that each turn pushes the others out.
+# One conversation fills most of it, so that each turn evicts the others.
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
 
 
@@ -48,7 +48,7 @@ def plain_outputs():
         {"save_path": "fused", "load_path": "staged"},
         {"load_path": "fused", "blocks_per_chunk": 2, "block_size_buckets": (1, 2, 4)},
         {"blocks_per_chunk": 3},
-        {"staging_buffer_tokens": 16},  # four blocks: every load is cut, saves are deferred
+        {"staging_buffer_tokens": 16},  # four blocks: every load is truncated, saves are deferred
         {"decode_save": True},
     ],
     ids=str,
@@ -92,7 +92,7 @@ def test_most_of_a_repeated_prompt_is_loaded():
 
 
 def test_wrong_bytes_would_be_noticed(plain_outputs):
-    """What makes the comparisons above worth something: overwriting what was loaded changes the tokens."""
+    """The comparisons above can fail: overwriting loaded blocks changes the tokens."""
     engine = Engine(TINY, TIGHT, offload=make_offload())
     first, second, _ = rounds()
     serve(engine, first)
@@ -139,7 +139,7 @@ def test_abort_at_any_moment_leaves_nothing_behind(plain_outputs, num_steps):
         engine.check_invariants()
     outputs = serve(engine, third)
     assert tokens_of(outputs) == {r.request_id: plain_outputs[r.request_id].tokens for r in third}
-    for _ in range(20):  # copies in flight at the end still have to be reported
+    for _ in range(20):  # until copies in flight are reported
         engine.step()
         engine.check_invariants()
         if engine.offload_stats().num_jobs_in_flight == 0:
@@ -197,7 +197,7 @@ def test_a_step_offers_only_sequences_that_complete_a_block(decode_save):
     assert offered == prompt + (generated if decode_save else [[]] * len(generated))
 
 
-def test_a_cache_salt_that_is_no_text_is_refused():
+def test_a_cache_salt_that_is_not_text_is_rejected():
     engine = Engine(TINY, SMALL_ENGINE)
     request = dataclasses.replace(make_request("a", (1, 2, 3)), cache_salt="\udc00")
     with pytest.raises(RequestError, match="cache_salt that is not valid text"):
@@ -206,7 +206,7 @@ def test_a_cache_salt_that_is_no_text_is_refused():
 
 
 def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs):
-    """A save fails on the way and takes its segment with it: chunks vanish, nothing else does."""
+    """A save fails and destroys its segment: only its chunks are lost."""
     engine = Engine(TINY, TIGHT, offload=make_offload())
     first, second, third = rounds()
     outputs = serve(engine, first)
@@ -224,11 +224,11 @@ def test_outputs_are_the_same_when_host_memory_is_lost(plain_outputs):
     outputs |= serve(engine, second)
     last = serve(engine, third)
     assert tokens_of(outputs | last) == tokens_of(plain_outputs)
-    assert num_loaded(last) > 0, "what was computed again was saved again"
+    assert num_loaded(last) > 0, "recomputed blocks were saved again"
     engine.close()
 
 
-def test_a_load_that_fails_in_part_costs_only_what_did_not_come():
+def test_a_partly_failed_load_recomputes_only_the_rest():
     config = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=1)
     # A few blocks a segment, so that the prompt is in several.
     offload = make_offload(host_segment_gb=4.5 * 2048 / 2**30, save_path="direct", load_path="direct")
@@ -258,7 +258,7 @@ def test_a_load_that_fails_in_part_costs_only_what_did_not_come():
     engine.close()
 
 
-def test_an_engine_that_ends_with_copies_in_flight_leaves_the_next_one_in_peace():
+def test_closing_an_engine_with_copies_in_flight_does_not_affect_the_next_one():
     expected = tokens_of(serve(Engine(TINY, SMALL_ENGINE), [make_request("a", random_tokens(1, 60))]))
     for num_steps in range(2):
         engine = Engine(TINY, SMALL_ENGINE, offload=make_offload())
@@ -269,7 +269,7 @@ def test_an_engine_that_ends_with_copies_in_flight_leaves_the_next_one_in_peace(
         engine._offload._scheduler.apply = lambda report: Update()
         engine.step()
         assert engine.offload_stats().num_jobs_in_flight > 0
-        engine.close()  # in the middle of everything
+        engine.close()  # with copies in flight
         beside = Engine(TINY, SMALL_ENGINE, offload=make_offload())
         assert tokens_of(serve(beside, [make_request("a", random_tokens(1, 60))])) == expected
         beside.close()

@@ -1,4 +1,4 @@
-"""What was computed before a reset of the cache serves no request that comes after it, in HBM or from the host."""
+"""KV computed before a reset of the cache serves no later request, in HBM or from the host."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ both_schedulings = pytest.mark.parametrize("asynchronous", [False, True], ids=["
 
 
 def finish(engine, *names):
-    """Runs until these requests have ended; other ones go on."""
+    """Runs until these requests have ended; others continue."""
     outputs: dict[Any, Any] = {}
     for _ in range(500):
         outputs |= {(o.request_id, o.index): o for o in engine.step() if o.finished}
@@ -32,13 +32,13 @@ def finish(engine, *names):
 
 
 def ask(engine, name, prompt, **sampling):
-    """Where the prompt of a new request comes from."""
+    """Serves a request; returns the sources of its prompt tokens."""
     engine.add_request(make_request(name, prompt, **({"max_tokens": 2} | sampling)))
     return finish(engine, name)[name].stats.prompt_tokens
 
 
 def push_out(engine, num=4):
-    """Fills HBM with other prompts."""
+    """Evicts everything from HBM by other prompts."""
     for i in range(num):
         ask(engine, f"other {i}", random_tokens(50 + i, 60))
 
@@ -63,17 +63,17 @@ def test_a_running_request_shares_nothing_that_it_computes(config, num_steps, as
     assert ask(engine, "new", PROMPT) == computed(24)
     old = finish(engine, "old")["old"]
     sources = ask(engine, "newer", (*PROMPT, *old.tokens))
-    assert (sources.hbm, sources.host) == (24, 0), "the second request computed the prompt, and no request the answer"
+    assert (sources.hbm, sources.host) == (24, 0), "only the prompt was computed by the second request"
     push_out(engine)
     sources = ask(engine, "newest", (*PROMPT, *old.tokens))
-    assert sources.computed <= 4, "what the third one has computed was saved"
+    assert sources.computed <= 4, "the blocks computed by the third one were saved"
     assert sources.host > 0
     check_at_rest(engine)
 
 
 @both_schedulings
 def test_nothing_of_a_running_request_is_saved_later(asynchronous):
-    """Nor when a new one would have found it in HBM, and offered it as its own."""
+    """Not even if a new request finds it in HBM and offers it for saving."""
     engine = make_engine(config=ROOMY, asynchronous=asynchronous, decode_save=True)
     engine.add_request(make_request("old", PROMPT, max_tokens=60))
     engine.step()
@@ -86,7 +86,7 @@ def test_nothing_of_a_running_request_is_saved_later(asynchronous):
 
 
 @both_schedulings
-def test_a_request_that_waits_for_blocks_is_as_good_as_a_new_one(asynchronous):
+def test_a_request_that_waits_for_blocks_is_like_a_new_one(asynchronous):
     config = dataclasses.replace(ROOMY, max_num_seqs=1)
     engine = make_engine(config=config, asynchronous=asynchronous)
     engine.add_request(make_request("old", random_tokens(2, 24), max_tokens=8))
@@ -101,7 +101,7 @@ def test_a_request_that_waits_for_blocks_is_as_good_as_a_new_one(asynchronous):
 @both_schedulings
 @pytest.mark.parametrize("num_steps", [1, 4], ids=["forked after", "forked before"])
 def test_samples_share_the_prompt_among_themselves_only(num_steps, asynchronous):
-    """Those that are forked after the reset are new to the library, which would save what they share."""
+    """Samples forked after the reset are new to the library, which would save the shared blocks."""
     request = make_request("old", PROMPT, max_tokens=24, temperature=1.0, seed=3, n=3)
     alone = [dataclasses.replace(request, request_id=f"{i}") for i in range(3)]
     alone = [
@@ -117,13 +117,13 @@ def test_samples_share_the_prompt_among_themselves_only(num_steps, asynchronous)
     engine.reset_cache()
     for _ in range(3):
         engine.step()
-    before = engine.offload_stats().saved_blocks  # with what was on its way, which is not published
+    before = engine.offload_stats().saved_blocks  # includes blocks in flight, which are not published
     outputs: dict[Any, Any] = {}
     while len(outputs) < 3:
         outputs |= {o.index: o for o in engine.step() if o.finished}
         engine.check_invariants()
     assert [outputs[i].tokens for i in range(3)] == [expected[f"{i}"] for i in range(3)]
-    assert [outputs[i].stats.prompt_tokens.hbm for i in range(3)] == [0, 23, 23], "they go on as they were"
+    assert [outputs[i].stats.prompt_tokens.hbm for i in range(3)] == [0, 23, 23], "they continue unchanged"
     for _ in range(10):
         engine.step()
     stats = engine.offload_stats()
@@ -134,7 +134,7 @@ def test_samples_share_the_prompt_among_themselves_only(num_steps, asynchronous)
 
 @both_schedulings
 def test_a_load_in_flight(asynchronous):
-    """With a part of the prompt in HBM already, of before the reset as well."""
+    """Part of the prompt is in HBM, also from before the reset."""
     silent = False
     offload = OffloadConfig.create(num_cpu_chunks=256, staging_buffer_tokens=256)
     config = dataclasses.replace(ROOMY, num_blocks=40, async_scheduling=asynchronous)
@@ -158,7 +158,7 @@ def test_a_load_in_flight(asynchronous):
         output = finish(engine, "loads")["loads"]
         assert output.tokens == answer
         assert output.stats.prompt_tokens.host == 0
-        # Without a part in HBM the failed load leaves nothing of before, and what is computed instead can be shared.
+        # Without a part in HBM nothing from before the reset is left, and the recomputed blocks can be shared.
         assert ask(engine, "new", long).hbm == (0 if num_hbm else 76)
     engine.close()
 
@@ -167,7 +167,7 @@ SWAPS = {"swap_gb": 0.01, "swap_mode": "swap", "num_cpu_chunks": 64, "decode_sav
 
 
 @both_schedulings
-@pytest.mark.parametrize("when", ["out before", "on its way back", "out after"])
+@pytest.mark.parametrize("when", ["out before", "being swapped in", "out after"])
 def test_a_swapped_request(when, asynchronous):
     engine = make_engine(config=ROOMY, asynchronous=asynchronous, **SWAPS)
     request = make_request("old", PROMPT, max_tokens=30, temperature=1.0, seed=1)
@@ -183,7 +183,7 @@ def test_a_swapped_request(when, asynchronous):
     scheduler._preempt(old)
     assert old.phase is Phase.SWAPPED
     engine._launch([])
-    if when == "on its way back":
+    if when == "being swapped in":
         scheduler._waiting.remove(old)
         assert scheduler._swap_in(old)
         scheduler._active.append(old)
@@ -200,15 +200,15 @@ def test_a_swapped_request(when, asynchronous):
     assert outputs["old"].stats.prompt_tokens.host == 0
     if when == "out after":
         assert sources == computed(24)
-        assert outputs["old"].stats.prompt_tokens == computed(24), "it was computed once, and came back"
+        assert outputs["old"].stats.prompt_tokens == computed(24), "it was computed once and swapped in"
         assert ask(engine, "newer", (*PROMPT, *expected["old"])).hbm == 24
     else:
-        assert ask(engine, "newer", (*PROMPT, *expected["old"])).hbm > 40, "all of it was computed again"
+        assert ask(engine, "newer", (*PROMPT, *expected["old"])).hbm > 40, "all of it was recomputed"
     check_at_rest(engine)
 
 
-def test_what_is_swapped_out_after_a_reset_is_known_by_no_hash():
-    """Or a request that is swapped out later would get these blocks instead of its own."""
+def test_requests_swapped_out_after_a_reset_are_not_found_by_hash():
+    """Otherwise a request that is swapped out later would get these blocks instead of its own."""
     engine = make_engine(config=ROOMY, **SWAPS)
     for name in ("old", "new"):
         engine.add_request(make_request(name, PROMPT, max_tokens=30))
@@ -231,7 +231,7 @@ def test_what_is_swapped_out_after_a_reset_is_known_by_no_hash():
     check_at_rest(engine)
 
 
-def test_one_that_comes_back_takes_no_part_of_what_others_have_computed_since():
+def test_one_that_is_swapped_in_does_not_share_blocks_computed_since():
     offload = FakeSwap()
     scheduler = make_scheduler(offload=offload)
     old = add(scheduler, "old", 24, seed=1)
@@ -267,8 +267,8 @@ def test_a_sample_that_was_computed_again_shares_with_none_that_was_not():
     assert offload.events[-1] == ("swap_in", "a#1", {})
 
 
-def test_one_that_was_swapped_out_before_and_comes_back_is_not_shared():
-    """The library loses it, and says so; the scheduler does not count on that."""
+def test_one_swapped_out_before_and_swapped_in_after_is_not_shared():
+    """The library drops it and reports that; the scheduler does not rely on it."""
     offload = FakeSwap()
     scheduler = make_scheduler(offload=offload)
     old = add(scheduler, "old", 24)
@@ -300,7 +300,7 @@ def test_one_that_is_computed_again_shares_again():
     assert new.prompt_tokens.hbm == 20
 
 
-def test_a_load_that_ends_well_all_the_same_is_not_shared():
+def test_a_load_that_succeeds_despite_the_reset_is_not_shared():
     scheduler = make_scheduler(offload=FakeOffloading(8))
     old = add(scheduler, "old", 24)
     step_until(scheduler, lambda: old.phase is Phase.LOADING)

@@ -1,4 +1,4 @@
-"""Several samples of one prompt: they share its blocks, and each is what a request of its own would be."""
+"""Several samples of one prompt share its blocks, and each equals a separate request."""
 
 import dataclasses
 from typing import Any
@@ -28,7 +28,7 @@ def serve_samples(engine, *requests):
 
 
 def alone(model, request):
-    """The samples as requests of their own."""
+    """The samples as separate requests."""
     requests = [
         dataclasses.replace(
             request,
@@ -45,7 +45,7 @@ def alone(model, request):
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "none"])
 @pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
 @pytest.mark.parametrize("num_prompt", [1, 4, 20, 22])
-def test_each_sample_is_what_a_request_of_its_own_would_be(model, caching, asynchronous, num_prompt):
+def test_each_sample_equals_a_separate_request(model, caching, asynchronous, num_prompt):
     config = dataclasses.replace(SMALL_ENGINE, enable_prefix_caching=caching, async_scheduling=asynchronous)
     request = make_request("a", PROMPT[:num_prompt], max_tokens=20, temperature=1.0, seed=5, n=3)
     outputs = serve_samples(Engine(model, config), request)
@@ -67,7 +67,7 @@ def test_the_prompt_is_computed_and_held_once(model, caching):
     assert first is leader
     for fork in (second, third):
         assert fork.block_ids[:5] == leader.block_ids[:5]
-        assert fork.block_ids[5] != leader.block_ids[5]  # it is written to
+        assert fork.block_ids[5] != leader.block_ids[5]  # the partial block is copied, because it is written to
         assert (fork.prompt_tokens.computed, fork.prompt_tokens.hbm) == (1, 21)
         assert not set(fork.window_block_ids) & set(leader.window_block_ids)
     assert scheduler._blocks.num_free[0] == 64 - 5 - 3
@@ -80,8 +80,8 @@ def test_forks_that_do_not_fit_wait():
     assert [outputs["a", i].tokens for i in range(4)] == [tokens for tokens, _ in alone(TINY, request)]
 
 
-def test_a_leader_that_goes_hands_the_prompt_on():
-    """It is aborted before the prompt is computed: the next sample computes it, and none waits forever."""
+def test_if_a_leader_is_aborted_the_next_sample_computes_the_prompt():
+    """The leader is aborted before the prompt is computed; no sample waits forever."""
     scheduler = make_scheduler()
     request = make_request("a", random_tokens(1, 60), n=3)
     samples = [Sequence(request, 0.0, list(request.prompt_tokens), i) for i in range(3)]
@@ -98,7 +98,7 @@ def test_a_leader_that_goes_hands_the_prompt_on():
 
 
 def test_a_fork_does_not_share_what_its_leader_is_computing_again():
-    """The leader was preempted after its first token and is at its prompt once more."""
+    """The leader was preempted after its first token and is recomputing its prompt."""
     scheduler = make_scheduler(enable_prefix_caching=False, max_num_batched_tokens=16, max_num_seqs=4)
     request = make_request("a", random_tokens(1, 40), n=2)
     leader, fork = (Sequence(request, 0.0, list(request.prompt_tokens), i) for i in range(2))
@@ -127,7 +127,7 @@ def test_a_shared_prompt_is_swapped_out_once():
     assert [outputs["a", i].tokens for i in range(3)] == [tokens for tokens, _ in alone(TINY, request)]
     stats = engine.offload_stats()
     assert stats.num_swapped_out >= 2
-    assert stats.swap_skipped_blocks >= 8  # the prompt, of the second that left or came back
+    assert stats.swap_skipped_blocks >= 8  # the prompt's blocks, for the second sample swapped out or in
 
 
 @pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
@@ -146,7 +146,7 @@ def test_samples_that_were_away_share_their_prompt_again(model, caching):
     for sequence in list(scheduler._active):
         scheduler._preempt(sequence)
     engine._launch([])
-    scheduler._blocks._full._block_of.clear()  # others have written over it all
+    scheduler._blocks._full._block_of.clear()  # as if others had overwritten everything
     scheduler._blocks._full._hash_of.clear()
     outputs: dict[Any, Any] = {}
     shared = 0
@@ -160,8 +160,8 @@ def test_samples_that_were_away_share_their_prompt_again(model, caching):
     assert engine.offload_stats().num_swapped_in == 3
 
 
-def test_a_fork_that_comes_too_late_for_the_ring_computes_the_prompt_itself():
-    """Its leader has written over what the prompt's last token sees."""
+def test_a_fork_too_late_for_the_ring_computes_the_prompt_itself():
+    """Its leader has overwritten keys that the prompt's last token attends to."""
     engine = Engine(WINDOWED, dataclasses.replace(SMALL_ENGINE, max_num_seqs=2, max_num_batched_tokens=4))
     late = make_request("late", PROMPT, max_tokens=60, temperature=1.0, seed=3, n=2)
     outputs = serve_samples(engine, make_request("first", PROMPT[:5], max_tokens=30), late)
@@ -196,7 +196,7 @@ def test_n_is_checked():
 
 
 def test_full_rings_keep_no_blocks_spare():
-    """By default there are as many blocks for windows as `max_num_seqs` rings: so many sequences fit."""
+    """By default there are window blocks for `max_num_seqs` full rings, so that many sequences fit."""
     engine = Engine(WINDOWED, dataclasses.replace(SMALL_ENGINE, max_num_seqs=3, num_blocks=200))
     for i in range(3):
         engine.add_request(make_request(f"r{i}", random_tokens(i, 90), max_tokens=30))

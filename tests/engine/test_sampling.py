@@ -32,7 +32,7 @@ def random_params(seed, **changes):
 
 def test_greedy_takes_the_largest():
     assert draw(LOGITS, [SamplingParams(1)]) == [LOGITS.argmax()]
-    # Also beside a request that samples.
+    # Also batched with a sampling request.
     assert draw(LOGITS.repeat(2, 0), [SamplingParams(1), random_params(3)])[0] == LOGITS.argmax()
 
 

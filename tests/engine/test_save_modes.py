@@ -1,4 +1,4 @@
-"""When and for whom the engine's KV is saved: the same tokens in every mode, and KV that comes back."""
+"""Save modes and limits of the engine: the same tokens in every mode, and saved KV is loaded."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ from tpu_offload import JobKind, OffloadConfig, RequestLimits
 from tpu_offload.engine import Engine
 
 TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
-# Nothing stays free to grow into: some of what runs is soon preempted.
+# No spare blocks: some running requests are soon preempted.
 CROWDED = dataclasses.replace(TIGHT, num_blocks=30, max_num_seqs=4, num_spare_blocks=0)
 EVENTS = ("compute", "eviction", "preemption")
 MODES = [",".join(events) for n in (1, 2, 3) for events in itertools.combinations(EVENTS, n)]
@@ -80,7 +80,7 @@ def test_tokens_are_the_same(plain, config, max_tokens, save_on, changes):
 
 
 def damage(engine, direction):
-    """From now on the blocks of early saves, or of loads, are overwritten before they are read, or after."""
+    """Corrupts blocks from now on: those of early saves before they are read, or those of loads after."""
     begin_step = engine._offload._worker.begin_step
 
     def damaging(plan, kv_caches, **kwargs):
@@ -103,14 +103,14 @@ def test_wrong_bytes_would_be_noticed(plain, direction):
 
 
 def test_without_need_nothing_is_saved():
-    """What fits in HBM is never copied, and what was not computed again is found there."""
+    """If everything fits in HBM, nothing is copied and prefixes hit there."""
     engine = Engine(TINY, dataclasses.replace(TIGHT, num_blocks=300), offload=make_offload("eviction,preemption"))
     serve_rounds(engine, rounds())
     assert engine.offload_stats().saved_blocks == 0
     engine.close()
 
 
-def test_what_was_preempted_finds_prompt_and_answer_when_it_comes_back():
+def test_a_preempted_request_finds_its_prompt_and_answer_when_it_returns():
     engine = Engine(TINY, CROWDED, offload=make_offload("preemption"))
     engine.wait_for_host_memory()
     (requests,) = rounds(1, max_tokens=40)
@@ -118,14 +118,14 @@ def test_what_was_preempted_finds_prompt_and_answer_when_it_comes_back():
     stats: list[Any] = [outputs[request.request_id].stats for request in requests]
     assert sum(s.num_preemptions for s in stats) >= 4
     for request, s in zip(requests, stats, strict=True):
-        assert s.prompt_tokens.computed == len(request.prompt_tokens), "once, though it was served again"
-    # Generated tokens come back too, though decode_save is off.
+        assert s.prompt_tokens.computed == len(request.prompt_tokens), "looked up once, although it was served twice"
+    # Generated tokens are loaded too, although decode_save is off.
     assert engine.offload_stats().loaded_tokens > sum(s.prompt_tokens.host for s in stats)
     engine.close()
 
 
-def test_a_host_tier_as_small_as_hbm_is_of_use_only_for_what_hbm_evicts():
-    """Three prompts of 13 blocks in turn, with 28 blocks in HBM and as many in the host tier."""
+def test_a_host_tier_of_hbms_size_helps_only_with_saves_on_eviction():
+    """Three prompts of 13 blocks in turn, with 28 blocks in HBM and 28 in the host tier."""
     loaded, saved = {}, {}
     for save_on in ("compute", "eviction"):
         engine = Engine(
@@ -137,7 +137,7 @@ def test_a_host_tier_as_small_as_hbm_is_of_use_only_for_what_hbm_evicts():
             outputs |= serve(engine, [make_request(f"{turn}", random_tokens(i, 50), max_tokens=4)])
         loaded[save_on], saved[save_on] = num_loaded(outputs), engine.offload_stats().saved_blocks
         engine.close()
-    # 540 of 1650 tokens are found in HBM, and at most 960 could come from anywhere else. Seen: 260 and 804.
+    # 540 of 1650 tokens hit in HBM, and at most 960 can come from the host tier. Observed: 260 and 804.
     assert loaded["eviction"] > 2 * loaded["compute"], (loaded, saved)
     assert saved["eviction"] < saved["compute"]
 
@@ -147,7 +147,7 @@ def test_a_host_tier_as_small_as_hbm_is_of_use_only_for_what_hbm_evicts():
 
 @pytest.mark.parametrize("save_on", MODES)
 def test_tenants_share_nothing(save_on):
-    """Equal prompts under two salts: each finds only its own KV in the host tier."""
+    """Equal prompts with two salts: each finds only its own KV in the host tier."""
     engine = Engine(TINY, TIGHT, offload=make_offload(save_on))
     engine.wait_for_host_memory()
     prompt = random_tokens(1, 50)
@@ -171,7 +171,7 @@ def test_tenants_share_nothing(save_on):
 
 
 def flooded(engine, name, **changes):
-    """Serves one prompt, then so many others that it is gone from HBM."""
+    """Serves a prompt, then enough others to evict it from HBM."""
     request = dataclasses.replace(make_request(name, random_tokens(1, 50)), **changes)
     (output,) = serve(engine, [request]).values()
     serve(engine, [make_request(f"{name} fill {i}", random_tokens(100 + i, 60)) for i in range(4)])
@@ -185,7 +185,7 @@ def test_limits_of_a_request(save_on):
     assert flooded(engine, "a", limits=RequestLimits(cache=False)).computed == 50
     assert flooded(engine, "b", limits=RequestLimits(max_save_tokens=23)).host == 0, "nothing was saved of the first"
     assert flooded(engine, "c", limits=RequestLimits(cache=False)).host == 0, "it loads nothing either"
-    assert flooded(engine, "d").host == 20, "whole blocks of what the second was allowed to save"
+    assert flooded(engine, "d").host == 20, "the whole blocks that the second one was allowed to save"
     assert flooded(engine, "e", limits=RequestLimits(max_load_tokens=30)).host == 28
     assert flooded(engine, "f").host == 48
     engine.close()
@@ -200,7 +200,7 @@ def test_limits_of_all_requests():
     engine.close()
 
 
-def test_the_second_who_asks_is_saved():
+def test_the_second_request_is_saved():
     engine = Engine(TINY, TIGHT, offload=make_offload(save_after_sightings=2))
     engine.wait_for_host_memory()
     assert flooded(engine, "a").computed == 50

@@ -1,4 +1,4 @@
-"""What each step computes, without a model: the tests say which tokens were sampled."""
+"""What each step computes, without a model: the tests supply the sampled tokens."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from tpu_offload.hashing import BlockHasher
 
 
 class FakeOffloading:
-    """Promises `num_tokens` for every request that asks."""
+    """A fake that promises `num_tokens` to every request."""
 
     saves_on_eviction = False
 
@@ -47,7 +47,7 @@ def add(scheduler, name, num_prompt, *, max_tokens=20, seed=None) -> Sequence:
 
 
 def step(scheduler) -> dict[str, int]:
-    """One step with token 0 sampled everywhere: tokens computed, by request."""
+    """Runs one step that samples token 0 everywhere; returns the computed tokens by request."""
     batch = scheduler.schedule()
     scheduler.complete(batch, [(0, 0.0)] * len(batch), now_s=1.0)
     scheduler.check_invariants()
@@ -94,7 +94,7 @@ def test_prefix_in_hbm_is_shared_but_one_token_is_computed():
     add(scheduler, "a", 24, seed=1)
     step(scheduler)
     second = add(scheduler, "b", 24, seed=1)
-    assert step(scheduler)["b"] == 4  # 24 tokens are 6 full blocks; the last one holds the token to compute
+    assert step(scheduler)["b"] == 4  # 24 tokens are 6 full blocks; the last one has the token to compute
     assert second.prompt_tokens.hbm == 20
     assert second.prompt_tokens.computed == 4
 
@@ -137,7 +137,7 @@ def test_newest_is_preempted_and_comes_back_first():
     generated = new.output_tokens
     scheduler.finish("old")
     batch = scheduler.schedule()
-    # Its prefix is still in HBM; what it had generated is part of its prompt now.
+    # Its prefix is still in HBM; its generated tokens are now part of its prompt.
     assert batch[0].sequence is new
     assert new.tokens == [*new.request.prompt_tokens, *generated]
     assert old.phase is Phase.FINISHED
@@ -154,8 +154,8 @@ def test_recomputed_prompt_tokens_count_again():
 
 
 @pytest.mark.parametrize("num_spare_blocks", [0, 1, 3])
-def test_the_last_one_standing_is_never_stuck(num_spare_blocks):
-    """Requests that fill HBM alone, several at once: each gets through, by turns."""
+def test_requests_that_fill_hbm_alone_all_finish(num_spare_blocks):
+    """Several requests, each of which needs all of HBM: they finish one after the other."""
     scheduler = make_scheduler(num_blocks=8, num_spare_blocks=num_spare_blocks)
     names = [f"r{i}" for i in range(4)]
     for name in names:
@@ -249,12 +249,12 @@ def test_a_loading_request_can_be_the_victim():
     step_until(scheduler, lambda: loading.num_preemptions == 1)
     assert loading.phase is Phase.WAITING
     assert ("preempt", "new") in offload.events
-    with pytest.raises(AssertionError):  # the library was told; it must not report this load any more
+    with pytest.raises(AssertionError):  # the library was notified, and must not report this load
         scheduler.end_load("new")
 
 
 @pytest.mark.parametrize("phase", [Phase.WAITING, Phase.LOADING, Phase.RUNNING])
-def test_finish_in_any_phase_gives_everything_back(phase):
+def test_finish_in_any_phase_releases_everything(phase):
     offload = FakeOffloading(8 if phase is Phase.LOADING else 0)
     scheduler = make_scheduler(offload=offload, max_num_seqs=1 if phase is Phase.WAITING else 4)
     if phase is Phase.WAITING:

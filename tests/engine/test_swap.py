@@ -1,4 +1,4 @@
-"""A preempted request's KV leaves and comes back: order, fairness, sharing, ends. Tokens are in test_swap_random."""
+"""Swapping preempted requests: order, fairness, sharing, ends. test_swap_random compares tokens."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=20)  # of four tokens
 
 
 class FakeSwap(FakeOffloading):
-    """Swaps whatever it is asked to; the test says when a copy has ended."""
+    """A fake that accepts every swap; the test ends the copies."""
 
     def __init__(self, *, swaps=True):
         super().__init__()
@@ -26,7 +26,7 @@ class FakeSwap(FakeOffloading):
         self.events.append(("preempt", sequence.sequence_id))
         return self.swaps and sequence.phase is not Phase.LOADING
 
-    def can_return(self, sequence):
+    def can_swap_in(self, sequence):
         return sequence.sequence_id in self.can
 
     def swap_in(self, sequence, *, present):
@@ -35,7 +35,7 @@ class FakeSwap(FakeOffloading):
 
 
 def pressed(*, num_blocks=9, num_old=16):
-    """Two requests in few blocks; the newer one has just been swapped out."""
+    """Two requests in few blocks, of which the newer one has just been swapped out."""
     offload = FakeSwap()
     scheduler = make_scheduler(num_blocks=num_blocks, offload=offload)
     old, new = add(scheduler, "old", num_old), add(scheduler, "new", 12)
@@ -43,20 +43,20 @@ def pressed(*, num_blocks=9, num_old=16):
     return scheduler, offload, old, new
 
 
-def test_what_is_swapped_keeps_all_that_is_computed():
+def test_a_swapped_request_keeps_its_computed_tokens():
     scheduler, offload, old, new = pressed()
     assert new.num_computed_tokens == len(new.tokens) - 1
     assert new.block_ids == []
     assert (new.num_preemptions, new.num_swaps, scheduler.num_swapped) == (1, 1, 1)
     scheduler.finish("old")
-    assert step(scheduler) == {}  # it cannot return: it is lost, and the next update says so
+    assert step(scheduler) == {}  # it cannot return: its KV is lost, and the next update reports that
     assert not scheduler.awaits_copies
     offload.can.add("new")
     assert step(scheduler) == {}
     assert new.phase is Phase.RETURNING
     assert scheduler.awaits_copies
     scheduler.end_swap_in("new")
-    assert step(scheduler) == {"new": 1}  # not a token twice
+    assert step(scheduler) == {"new": 1}  # no token is computed twice
     assert old.phase is Phase.FINISHED
 
 
@@ -68,7 +68,7 @@ def test_with_nothing_to_copy_it_runs_at_once():
     assert step(scheduler) == {"new": 1}
 
 
-def test_the_swapped_come_back_before_new_ones_and_several_at_once():
+def test_swapped_requests_return_before_new_ones_and_several_at_once():
     offload = FakeSwap()
     scheduler = make_scheduler(num_blocks=30, max_num_seqs=8, offload=offload)
     first = add(scheduler, "a", 40, max_tokens=60)
@@ -82,7 +82,7 @@ def test_the_swapped_come_back_before_new_ones_and_several_at_once():
     assert [sequence.sequence_id for sequence in swapped] == ["c", "d"]  # the newest ones
     late = add(scheduler, "late", 4)
     step(scheduler)
-    assert late.phase is Phase.WAITING  # there is room for it, but it came later
+    assert late.phase is Phase.WAITING  # it would fit, but it arrived later
     scheduler.finish("a")
     step(scheduler)
     assert late.phase is Phase.WAITING
@@ -93,7 +93,7 @@ def test_the_swapped_come_back_before_new_ones_and_several_at_once():
 
 
 def test_no_request_is_overtaken_or_waits_forever():
-    """The one in front does not fit; the ones that hold blocks are cancelled one after the other: it comes back."""
+    """The first one does not fit; the ones that hold blocks are cancelled one by one, and it returns."""
     scheduler, offload, old, new = pressed()
     offload.can.add("new")
     small = add(scheduler, "small", 4)
@@ -106,7 +106,7 @@ def test_no_request_is_overtaken_or_waits_forever():
     assert old.phase is Phase.FINISHED
 
 
-def test_a_victim_on_its_way_back_is_swapped_out_again():
+def test_a_victim_being_swapped_in_is_swapped_out_again():
     scheduler, offload, _, new = pressed()
     offload.can.add("new")
     scheduler.finish("old")
@@ -137,8 +137,8 @@ def test_a_lost_swap_is_recomputed(phase):
 
 
 @pytest.mark.parametrize("swaps", [True, False])
-def test_a_token_in_flight_is_neither_lost_nor_doubled(swaps):
-    """The step before is still on its way when its sequence is preempted."""
+def test_a_token_in_flight_is_neither_lost_nor_duplicated(swaps):
+    """The previous step is in flight when its sequence is preempted."""
     offload = FakeSwap(swaps=swaps)
     scheduler = make_scheduler(num_blocks=9, offload=offload)
     old, new = add(scheduler, "old", 16), add(scheduler, "new", 12)
@@ -155,7 +155,7 @@ def test_a_token_in_flight_is_neither_lost_nor_doubled(swaps):
             break
     else:
         raise AssertionError("no request was preempted")
-    assert len(new.tokens) == len(before) + 1  # the one that was in flight
+    assert len(new.tokens) == len(before) + 1  # the token that was in flight
     assert new.num_in_flight == 0
     if swaps:
         assert new.num_computed_tokens == len(new.tokens) - 1
@@ -163,14 +163,14 @@ def test_a_token_in_flight_is_neither_lost_nor_doubled(swaps):
     assert old.phase is Phase.RUNNING
 
 
-def test_blocks_that_came_up_again_are_shared():
-    """While it was away another request computed the same prefix: it is not copied back, and held once."""
+def test_blocks_recomputed_by_others_are_shared():
+    """While it was swapped out another request computed the same prefix, which is shared and not copied."""
     scheduler, offload, _, new = pressed(num_blocks=16, num_old=44)
     scheduler.finish("old")
     prompt = new.request.prompt_tokens
     twin = Sequence(make_request("twin", (*prompt, 1, 2), max_tokens=5), 0.0, [*prompt, 1, 2])
     scheduler.add(twin)
-    twin.arrival = 0  # gets ahead, which it could not by itself
+    twin.arrival = 0  # moves ahead in the queue, which it normally cannot
     scheduler._waiting.reverse()
     step(scheduler)
     offload.can.add("new")
@@ -182,12 +182,12 @@ def test_blocks_that_came_up_again_are_shared():
     scheduler.check_invariants()
 
 
-def test_of_two_that_came_up_at_once_one_stays():
-    """The prefix was computed by another while the copy back was on its way."""
+def test_a_prefix_computed_during_the_swap_in_is_deduplicated():
+    """Another request computed the prefix while the swap-in was in flight."""
     scheduler, offload, _, new = pressed(num_blocks=16, num_old=44)
     scheduler.finish("old")
     offload.can.add("new")
-    scheduler._blocks._full._block_of.clear()  # nothing of it is in HBM any more
+    scheduler._blocks._full._block_of.clear()  # as if all of it had been evicted from HBM
     scheduler._blocks._full._hash_of.clear()
     step(scheduler)
     prompt = new.request.prompt_tokens
@@ -220,7 +220,7 @@ def answers():
 
 
 def engine_with_one_out(**settings):
-    """An engine that has just swapped a request out: `engine, sequence`."""
+    """An engine that has just swapped out a request, and the sequence."""
     engine = Engine(TINY, TIGHT, offload=swap_config(**settings))
     engine.wait_for_host_memory()
     for request in some_requests():
@@ -271,27 +271,27 @@ def test_one_call_cancels_a_list():
     assert finish(engine) == {}
 
 
-def test_cancelling_the_rest_lets_the_swapped_one_go_on(answers):
-    """A peer admitted nothing after a swap until a request finished, and hung when the others were cancelled."""
+def test_cancelling_the_others_lets_the_swapped_request_continue(answers):
+    """A peer admitted nothing after a swap until a request finished, and hung if the others were cancelled."""
     engine, victim = engine_with_one_out()
     engine.abort(*({f"r{i}" for i in range(4)} - {victim.request_id}))
     outputs = finish(engine)
     assert outputs[victim.request_id].tokens == answers[victim.request_id].tokens
 
 
-def test_closing_the_engine_while_copies_fly():
-    """Waits for copies in flight; after it nothing is served or reported."""
+def test_closing_the_engine_with_copies_in_flight():
+    """Closing waits for copies in flight; nothing is served or reported after it."""
     engine, _ = engine_with_one_out()
     worker = engine._offload._worker
     engine.close()
     assert not worker.has_flights
-    assert not any(group.memory.pool._segments for group in worker._swap._groups)
+    assert not any(group.memory.arena._segments for group in worker._swap._groups)
     other, _ = engine_with_one_out()  # a second engine in this process
     finish(other)
 
 
 def test_lost_reports_delay_no_other_request():
-    """Everything but the swapped-out request is cancelled; a new one is served at once, not when the copy times out."""
+    """All but the swapped-out request are cancelled; a new one is served before the copy times out."""
     engine, victim = engine_with_one_out()
     engine._offload._worker.poll = lambda *, wait=False: StepReport(worker_id=0, results=(), num_host_chunks=0)
     engine.abort(*({f"r{i}" for i in range(4)} - {victim.request_id}))
@@ -312,8 +312,8 @@ def test_a_request_that_can_never_fit_fails_alone(answers):
             assert outputs[name].tokens == expected.tokens
 
 
-def test_what_a_swapped_request_keeps(answers):
-    """Budget, stop tokens, times and log-probabilities go on where they were."""
+def test_the_state_that_a_swapped_request_keeps(answers):
+    """Token budget, stop tokens, times and log-probabilities continue."""
     engine, victim = engine_with_one_out()
     first_token_s, arrival_s = victim.first_token_s, victim.arrival_s
     output = finish(engine)[victim.request_id]
@@ -322,10 +322,10 @@ def test_what_a_swapped_request_keeps(answers):
     assert output.logprobs == answers[victim.request_id].logprobs
     assert (output.stats.first_token_s, output.stats.arrival_s) == (first_token_s, arrival_s)
     assert output.stats.num_swaps == output.stats.num_preemptions >= 1
-    assert output.stats.prompt_tokens.computed <= victim.num_prompt_tokens  # nothing was computed again
+    assert output.stats.prompt_tokens.computed <= victim.num_prompt_tokens  # nothing was recomputed
 
 
-def test_what_the_tier_has_is_not_copied_out_again(answers):
+def test_blocks_in_the_host_tier_are_not_swapped_out(answers):
     engine, victim = engine_with_one_out(num_cpu_chunks=64, decode_save=True)
     stats = engine.offload_stats()
     assert stats.swap_skipped_blocks > 0
@@ -341,11 +341,11 @@ def test_forced_recompute_swaps_nothing(answers):
     stats = engine.offload_stats()
     assert stats.num_swapped_out == stats.num_recomputed_faster == 0
     assert stats.num_recomputed == engine.stats().num_preemptions > 0
-    assert stats.swap_pool_blocks == 0  # no memory is taken for what is not wanted
+    assert stats.swap_pool_blocks == 0  # no memory is allocated
 
 
 def test_the_choice_is_made_from_measured_rates():
-    """A prefill that is measured to be quick turns swapping off, one that is slow turns it on."""
+    """A fast measured prefill turns swapping off, a slow one turns it on."""
     for seconds, swaps in ((1e-9, False), (1e3, True)):
         engine = Engine(TINY, TIGHT, offload=swap_config(swap_mode="auto"))
         engine.wait_for_host_memory()

@@ -1,4 +1,4 @@
-"""Random lives of an engine that swaps: every token and log-probability is that of a run with unlimited HBM."""
+"""Random runs of an engine that swaps: all tokens and log-probabilities equal those with unlimited HBM."""
 
 import dataclasses
 import random
@@ -23,7 +23,7 @@ COUNTS: Counter[Any] = Counter()
 
 
 def make_requests():
-    """Prompts that share prefixes, greedy and sampled, some with several samples, some that stop early."""
+    """Prompts with shared prefixes, greedy and sampled, some with several samples or stop tokens."""
     rng = random.Random(0)
     requests = []
     for i in range(18):
@@ -47,7 +47,7 @@ def result(output):
 
 @pytest.fixture(scope="module", params=MODELS)
 def reference(request):
-    """A model, and what it answers with HBM for everything: results by request id and sample."""
+    """A model, and its results with unlimited HBM by request id and sample."""
     model = MODELS[request.param]
     engine = Engine(model, UNLIMITED)
     expected: dict[Any, Any] = {}
@@ -60,7 +60,7 @@ def reference(request):
 
 
 class Faults:
-    """Makes copies out fail at random: before they are dispatched, or so that they take their memory along."""
+    """Makes swaps out fail at random, before their dispatch or destroying their memory."""
 
     def __init__(self, engine, rng, rate):
         self.groups = engine._offload._worker._swap._groups
@@ -80,10 +80,10 @@ class Faults:
         return program
 
 
-def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0.0, num_rounds=1, **settings):
-    """Serves requests that come and go as the seed says; returns the library's counts at the end.
+def run_random(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0.0, num_rounds=1, **settings):
+    """Serves random requests; returns the library's counts at the end.
 
-    With more than one round they come again, some with limits, and the cache is reset now and then.
+    With several rounds they are repeated, some with limits, and the cache is sometimes reset.
     """
     rng = random.Random(seed)
     config = dataclasses.replace(TIGHT, async_scheduling=asynchronous)
@@ -112,7 +112,7 @@ def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0
     stats = engine.offload_stats() or OffloadStats()  # without pool and tier the engine has no library
     engine.close()
     COUNTS.update(stats.as_dict())
-    COUNTS["lives"] += 1
+    COUNTS["runs"] += 1
     COUNTS["preemptions"] += engine.stats().num_preemptions
     COUNTS["aborted"] += len(aborted)
     COUNTS[f"swaps of {'windows' if model is WINDOWED else 'full'}"] += stats.num_swapped_in
@@ -120,7 +120,7 @@ def live(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_rate=0
 
 
 def serve_round(model, expected, engine, rng, *, limits):
-    """Serves some of the requests, and returns those that were aborted."""
+    """Serves some of the requests; returns the aborted ones."""
     waiting = rng.sample(REQUESTS, 12)
     asked = {request.request_id: request for request in waiting}
     unfinished, finished, aborted = set(), {}, set()
@@ -156,7 +156,7 @@ def serve_round(model, expected, engine, rng, *, limits):
     else:
         raise AssertionError(f"{engine.stats()}: no progress")
     for key, output in finished.items():
-        if key in aborted:  # as far as it went
+        if key in aborted:  # compare the generated part
             num_tokens = len(output.tokens)
             assert output.tokens == expected[key][0][:num_tokens], key
             assert output.logprobs == expected[key][1][:num_tokens], key
@@ -176,8 +176,8 @@ def random_limits(rng):
 
 
 def check_rest(engine):
-    """Nothing is held when all requests have ended."""
-    for _ in range(50):  # copies in flight at the end still have to be reported
+    """Checks that nothing is held when all requests have ended."""
+    for _ in range(50):  # until copies in flight are reported
         if (engine.offload_stats() or OffloadStats()).num_jobs_in_flight == 0:
             break
         engine.step()
@@ -188,32 +188,32 @@ def check_rest(engine):
     engine.check_invariants()
 
 
-def lives(max_examples):
-    """Seeds that hypothesis chooses, the same each time."""
+def seeds(max_examples):
+    """Deterministic seeds from hypothesis."""
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     chosen = settings(max_examples=max_examples, derandomize=True, deadline=None, suppress_health_check=checks)
     return lambda test: chosen(given(seed=st.integers(0, 2**32 - 1))(test))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@lives(3)
+@seeds(3)
 def test_pools_of_all_and_part_and_nothing_of_what_is_needed(reference, asynchronous, seed):
     model, expected = reference
     tier = 0 if model is WINDOWED or seed % 3 else 12
-    needed = live(model, expected, seed, pool_blocks=400, asynchronous=asynchronous, tier=tier).swap_peak_blocks
+    needed = run_random(model, expected, seed, pool_blocks=400, asynchronous=asynchronous, tier=tier).swap_peak_blocks
     for share in (0.3, 0.0):
-        stats = live(model, expected, seed, pool_blocks=int(needed * share), asynchronous=asynchronous, tier=tier)
+        stats = run_random(model, expected, seed, pool_blocks=int(needed * share), asynchronous=asynchronous, tier=tier)
         assert share or stats.num_swapped_out == 0
 
 
 @pytest.mark.parametrize("rebuilds", [True, False])
-@lives(3)
+@seeds(3)
 def test_failing_copies_cost_a_recompute_and_no_token(reference, rebuilds, seed):
     model, expected = reference
     with pytest.MonkeyPatch.context() as monkeypatch:
         if not rebuilds:
-            monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)  # what is lost stays lost
-        live(model, expected, seed, pool_blocks=30, asynchronous=seed % 2 == 0, tier=0, fault_rate=0.4)
+            monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)  # lost segments are not reallocated
+        run_random(model, expected, seed, pool_blocks=30, asynchronous=seed % 2 == 0, tier=0, fault_rate=0.4)
 
 
 SAVING: Counter[Any] = Counter()
@@ -221,10 +221,10 @@ SAVING: Counter[Any] = Counter()
 
 @pytest.mark.parametrize("save_on", ["eviction", "preemption", "compute,eviction,preemption"])
 @pytest.mark.parametrize("reference", ["full"], indirect=True)
-@lives(5)
+@seeds(5)
 def test_saving_at_other_times_costs_no_token(reference, save_on, seed):
     model, expected = reference
-    stats = live(
+    stats = run_random(
         model,
         expected,
         seed,
@@ -238,19 +238,19 @@ def test_saving_at_other_times_costs_no_token(reference, save_on, seed):
     )
     SAVING[f"saved on {save_on}"] += stats.saved_blocks
     SAVING["loaded"] += stats.loaded_blocks
-    SAVING["lives"] += 1
+    SAVING["runs"] += 1
 
 
-def test_those_lives_saved_and_loaded():
-    if SAVING["lives"] < 15:
-        pytest.skip("not all of the random lives did run")
-    assert all(count > 30 for name, count in SAVING.items() if name != "lives"), SAVING
+def test_those_runs_saved_and_loaded():
+    if SAVING["runs"] < 15:
+        pytest.skip("not all of the random runs were executed")
+    assert all(count > 30 for name, count in SAVING.items() if name != "runs"), SAVING
     assert len(SAVING) == 5
 
 
-def test_the_lives_were_lively():
-    if COUNTS["lives"] < 2 * (3 * 2 * 3 + 3 * 2) + 15:
-        pytest.skip("not all of the random lives did run")
+def test_those_runs_swapped_enough():
+    if COUNTS["runs"] < 2 * (3 * 2 * 3 + 3 * 2) + 15:
+        pytest.skip("not all of the random runs were executed")
     assert COUNTS["preemptions"] > 300, COUNTS
     for name in ("num_swapped_in", "num_recomputed_no_room", "num_lost_swaps", "swap_skipped_blocks", "aborted",
                  "num_thrashed_swaps", "swaps of full", "swaps of windows"):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Layers with a sliding window: against a dense reference, and the same bits for every schedule and ring."""
+"""Layers with a sliding window: equal to a dense reference, and the same bits for every schedule and ring."""
 
 import dataclasses
 from typing import Any
@@ -20,12 +20,12 @@ GREEDY = SamplingParams(1)
 TOKENS = random_tokens(0, 300)  # three tiles of keys
 WINDOWED = dataclasses.replace(TINY, num_layers=3, kv_dtype="float32", sliding_window=20, window_layers=(0, 2))
 ENGINE = EngineConfig(block_size=16, num_blocks=64, max_num_seqs=3, max_model_len=320, max_num_batched_tokens=40)
-# By window and block size: shorter than a block, one block, no multiple of it, past the first tile, past the sequence.
+# Windows: shorter than a block, one block, not a multiple of it, past the first tile, past the sequence.
 SHAPES = [(1, 16), (5, 16), (16, 16), (37, 8), (150, 16), (400, 16)]
 
 
 class Lab:
-    """Computes tokens in given chunks; all but what the next token may see is NaN before every step."""
+    """Computes tokens in given chunks; before every step all KV outside the windows is NaN."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         self.model, self.engine = model, engine
@@ -36,7 +36,7 @@ class Lab:
     def compute(self, chunks, *, seed=None, tokens=TOKENS):
         """Bits of the KV, `[layers, tokens, ...]`, and of logits and log-probability after each chunk, by position.
 
-        With a seed: among random other requests, and with blocks that move when nothing in them is seen.
+        With a seed, batched with random requests, and with ring blocks replaced once no token can see them.
         """
         rng = np.random.default_rng(seed)
         blocks = rng.permutation(self.engine.num_blocks) if seed is not None else np.arange(self.engine.num_blocks)
@@ -60,11 +60,11 @@ class Lab:
         return np.concatenate(kv, axis=1), outputs
 
     def _seen(self, start):
-        """Positions before `start` that a token at `start` sees in a windowed layer."""
+        """Positions before `start` that a token at `start` attends to in a windowed layer."""
         return np.arange(max(0, start - self.model.sliding_window + 1), start)
 
     def _move(self, rng, ring, start):
-        """The ring with other blocks in the places that nothing is read from, and the blocks that are left."""
+        """The ring with other blocks at entries that are not read, and the remaining blocks."""
         live = np.unique(self._seen(start) // self.engine.block_size % self.ring_blocks)
         spare = rng.permutation(np.setdiff1d(np.arange(self.num_window_blocks), ring[live]))
         dead = np.setdiff1d(np.arange(self.ring_blocks), live)
@@ -73,18 +73,18 @@ class Lab:
         return ring, spare[len(dead) :]
 
     def _neighbours(self, rng, blocks, ring, budget):
-        """Another request somewhere in its middle: all it sees of the past is NaN."""
+        """Another request in the middle of its generation, whose past KV is NaN."""
         n = int(rng.integers(budget + 1))
         if n == 0:
             return []
         tokens = rng.integers(0, self.model.vocab_size, n).tolist()
         position = int(rng.integers(self.engine.max_model_len - n))
-        # The few blocks that are left, many times over: its own KV may be garbage.
+        # The remaining blocks, repeated: its own KV may be garbage.
         full_blocks = np.resize(blocks, self.engine.max_model_len // self.engine.block_size)
         return [TokenSpan(tokens, position, full_blocks.tolist(), GREEDY, np.resize(ring, self.ring_blocks).tolist())]
 
     def _read_and_poison(self, start, end, blocks, ring):
-        """KV of the chunk as f32 bits; of the rest, leaves in the caches only what token `end` will see."""
+        """Returns the chunk's KV as f32 bits; sets all KV that token `end` does not attend to to NaN."""
         read, kept = [], []
         for i, cache in enumerate(np.asarray(c) for c in self.runner.kv_caches):
             window = self.model.window_of(i)
@@ -163,7 +163,7 @@ def test_chunks_neighbours_and_places_change_no_bits(lab, one_by_one, seed):
 
 
 def test_other_block_sizes_and_budgets_change_no_bits():
-    """Other rings, too. At the widths of the default model: how XLA multiplies matrices depends on them."""
+    """Also other rings. At the widths of the default model, because XLA's matrix multiplication depends on them."""
     wide = dataclasses.replace(ModelConfig(), num_layers=2, sliding_window=37, window_layers=(0,))
     reference = Lab(wide, ENGINE).compute([1] * len(TOKENS))
     sizes: dict[str, Any] = {"block_size": 8, "num_blocks": 90, "max_num_batched_tokens": 100, "max_num_seqs": 5}
@@ -173,14 +173,14 @@ def test_other_block_sizes_and_budgets_change_no_bits():
 
 
 def test_the_window_and_its_layers_show_in_the_logits():
-    """So that the comparisons above are not of a model that ignores its windows."""
+    """The comparisons above are not of a model that ignores its windows."""
     expected = dense_logits(WINDOWED, TOKENS[:60])[-1]
     for change in ({"sliding_window": 21}, {"sliding_window": 19}, {"window_layers": (0,)}, {"window_layers": (2,)}):
         other = dense_logits(dataclasses.replace(WINDOWED, **change), TOKENS[:60])[-1]
         assert np.abs(other - expected).max() > 1e-2 * np.abs(expected).max(), change
 
 
-def test_long_generation_goes_round_the_ring_many_times():
+def test_long_generation_wraps_around_the_ring_many_times():
     model, engine = windowed(7, 4, max_num_batched_tokens=6)
     ring_blocks = window_ring_blocks(model, engine)
     assert ring_blocks == 4
@@ -199,7 +199,7 @@ def test_long_generation_goes_round_the_ring_many_times():
 
 
 def attend(position, num_queries, *, score):
-    """f32[num_queries] of one head, where every score is `score` and a key's value is its position."""
+    """f32[num_queries] of one head, with all scores equal to `score` and a key's position as its value."""
     run = TokenSpan(TOKENS[:num_queries], position, [0] * 20, GREEDY, [4, 1, 3, 0, 2])
     inputs = jax.tree.map(jnp.asarray, pack([run], ENGINE, WINDOWED))
     positions = np.arange(max(0, position - 19), position + num_queries)
@@ -213,7 +213,7 @@ def attend(position, num_queries, *, score):
 
 @pytest.mark.parametrize("score", [-1e30, -1e3, 0.0, 1e3, 1e30])
 def test_scores_of_any_size_are_averaged_over_the_window(score):
-    """Position 143 sees the last keys of the first tile; tokens from 147 on see none of them."""
+    """Position 143 attends to the last keys of the first tile; tokens from 147 on to none of them."""
     expected = [np.arange(max(0, p - 19), p + 1).mean() for p in range(160)]
     np.testing.assert_allclose(attend(143, 17, score=score), expected[143:], rtol=1e-6)
     np.testing.assert_allclose(attend(0, 30, score=score), expected[:30], rtol=1e-6)
@@ -270,7 +270,7 @@ def test_a_model_without_windows_packs_nothing_for_them():
     assert inputs.window_tables.size == inputs.window_write_blocks.size == 0
 
 
-def test_a_ring_too_short_for_its_run_is_our_bug():
+def test_a_ring_too_short_for_its_span_is_an_assertion():
     with pytest.raises(AssertionError, match="17"):
         pack([TokenSpan(TOKENS[:17], 0, [0, 1], GREEDY, [0])], ENGINE, WINDOWED)
 

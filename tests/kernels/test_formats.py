@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.layout import Format, Layout
 
 from tests.caches import PAGE_SHAPE, pointers, random_caches
-from tests.kernels.test_copies import Setup, rows
+from tests.kernels.test_copies import Setup, moves
 from tpu_offload.errors import LayoutError
 from tpu_offload.kernels import DirectCopier, StagedCopier, TransferSpec, reference
 from tpu_offload.memory import pinned_zeros
@@ -25,7 +25,7 @@ def laid_out(caches, order):
 def make(path, order, dtype, num_devices):
     setup = Setup(path, dtype, num_devices)
     setup.caches = laid_out(setup.caches, order)
-    setup.spec = TransferSpec.from_caches(setup.caches, segment_blocks=10, capacity=6, num_parts=2)
+    setup.spec = TransferSpec.from_caches(setup.caches, segment_blocks=10, capacity=6, num_stripes=2)
     if path == "direct":
         setup.copier = DirectCopier(setup.spec, setup.store)
     else:
@@ -41,10 +41,10 @@ def test_they_keep_their_layout_their_place_and_every_bit(path, order, dtype, nu
     setup = make(path, order, dtype, num_devices)
     places_before, formats = [pointers(c) for c in setup.caches], [c.format for c in setup.caches]
     expected = reference.save(setup.segment_bytes(), setup.cache_bytes(), [3], [9])
-    setup.save(rows([3], [9]))
+    setup.save(moves([3], [9]))
     np.testing.assert_array_equal(setup.segment_bytes(), expected)
     loaded = reference.load(setup.cache_bytes(), setup.segment_bytes(), [1], [9])
-    setup.load(rows([1], [9]))
+    setup.load(moves([1], [9]))
     for cache, bytes_expected in zip(setup.cache_bytes(), loaded, strict=True):
         np.testing.assert_array_equal(cache, bytes_expected)
     assert [c.format for c in setup.caches] == formats

@@ -1,4 +1,4 @@
-"""Copies inside a step against the slow reference, bit for bit, and how whole chunks are taken from rows."""
+"""Copies inside a step against the slow reference, bit for bit, and how whole chunks are taken from moves."""
 
 import functools
 from typing import Any
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.caches import DTYPES, pointers, random_caches, random_like
 from tpu_offload.kernels import (
+    BlockMoves,
     FusedCopies,
-    Rows,
     TransferSpec,
     fused_sizes,
     make_fused_step,
@@ -24,8 +24,10 @@ from tpu_offload.kernels import (
 SEGMENT_BLOCKS = 12
 
 
-def rows(block_ids, host_block_ids):
-    return Rows(np.zeros(len(block_ids), np.int64), np.array(block_ids, np.int32), np.array(host_block_ids, np.int32))
+def moves(block_ids, host_block_ids):
+    return BlockMoves(
+        np.zeros(len(block_ids), np.int64), np.array(block_ids, np.int32), np.array(host_block_ids, np.int32)
+    )
 
 
 @functools.partial(jax.jit, donate_argnums=(1, 2))
@@ -44,16 +46,16 @@ def step(x, caches, segment, inputs):
 
 
 def segment_bytes(segment):
-    return np.concatenate([reference.as_bytes(part) for part in segment], axis=1)
+    return np.concatenate([reference.as_bytes(stripe) for stripe in segment], axis=1)
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_parts", "blocks_per_chunk"), [(1, 1), (3, 2), (2, 3)])
-def test_bits_survive_and_nothing_else_changes(dtype, num_devices, num_parts, blocks_per_chunk):
+@pytest.mark.parametrize(("num_stripes", "blocks_per_chunk"), [(1, 1), (3, 2), (2, 3)])
+def test_bits_survive_and_nothing_else_changes(dtype, num_devices, num_stripes, blocks_per_chunk):
     rng = np.random.default_rng(1)
     caches = random_caches(rng, dtype=dtype, num_devices=num_devices, num_layers=4)
-    spec = TransferSpec.from_caches(caches, segment_blocks=SEGMENT_BLOCKS, capacity=12, num_parts=num_parts)
+    spec = TransferSpec.from_caches(caches, segment_blocks=SEGMENT_BLOCKS, capacity=12, num_stripes=num_stripes)
     target, source = ([random_like(rng, struct) for struct in spec.segment_structs()] for _ in range(2))
     # The last block is written by this very step; blocks 0 to 5 take what is loaded.
     save_ids, save_places = [11, 9, 7, 10, 8, 6], [6, 7, 8, 0, 1, 2]
@@ -71,8 +73,8 @@ def test_bits_survive_and_nothing_else_changes(dtype, num_devices, num_parts, bl
     fused = make_fused_step(
         spec,
         blocks_per_chunk=blocks_per_chunk,
-        save=(target, rows(save_ids, save_places)),
-        load=(source, rows(load_ids, load_places)),
+        save=(target, moves(save_ids, save_places)),
+        load=(source, moves(load_ids, load_places)),
     )
     x, caches, outcome = step({"a": jnp.arange(3.0)}, caches, *fused)
     np.testing.assert_array_equal(x["a"], np.arange(3.0) + 4)
@@ -80,7 +82,7 @@ def test_bits_survive_and_nothing_else_changes(dtype, num_devices, num_parts, bl
     for cache, expected in zip(caches, expected_caches, strict=True):
         np.testing.assert_array_equal(reference.as_bytes(cache), expected)
     assert (int(outcome.save_token), int(outcome.load_token)) == (6, 6)
-    assert {part.sharding.memory_kind for part in outcome.segment} == {"pinned_host"}
+    assert {stripe.sharding.memory_kind for stripe in outcome.segment} == {"pinned_host"}
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
@@ -88,10 +90,10 @@ def test_segment_and_caches_are_updated_in_place(num_devices):
     # Nothing is read before: an array that has been seen by numpy cannot be donated.
     rng = np.random.default_rng(1)
     caches = random_caches(rng, num_devices=num_devices)
-    spec = TransferSpec.from_caches(caches, segment_blocks=SEGMENT_BLOCKS, capacity=12, num_parts=2)
+    spec = TransferSpec.from_caches(caches, segment_blocks=SEGMENT_BLOCKS, capacity=12, num_stripes=2)
     target, source = ([random_like(rng, struct) for struct in spec.segment_structs()] for _ in range(2))
     at = [pointers(array) for array in (*target, *caches)]
-    save, load = (target, rows([0, 1], [3, 4])), (source, rows([2, 3], [5, 6]))
+    save, load = (target, moves([0, 1], [3, 4])), (source, moves([2, 3], [5, 6]))
     _, caches, outcome = step(0.0, caches, *make_fused_step(spec, blocks_per_chunk=1, save=save, load=load))
     assert [pointers(array) for array in (*outcome.segment, *caches)] == at
 
@@ -112,7 +114,7 @@ def test_nothing_to_copy_hands_everything_through():
 def test_a_layer_that_is_not_there_is_one_clear_error():
     caches = random_caches(np.random.default_rng(1))
     spec = TransferSpec.from_caches(caches, segment_blocks=4, capacity=4)
-    fused = make_fused_step(spec, blocks_per_chunk=1, save=([jnp.zeros(1)], rows([0], [0])))
+    fused = make_fused_step(spec, blocks_per_chunk=1, save=([jnp.zeros(1)], moves([0], [0])))
     with pytest.raises(ValueError, match="layer 3; expected 0 to 2"):
         FusedCopies(*fused).after_layer(3, 0, caches[0])
 
@@ -125,8 +127,8 @@ def test_take_chunks(data, blocks_per_chunk, sizes):
     for chunk, whole in pieces:
         some = data.draw(st.integers(0, blocks_per_chunk - 1))
         places += range(chunk * blocks_per_chunk, chunk * blocks_per_chunk + (blocks_per_chunk if whole else some))
-    given_rows = rows(range(100, 100 + len(places)), places)
-    runs, rest = take_chunks(given_rows, blocks_per_chunk=blocks_per_chunk, sizes=tuple(sorted(sizes)))
+    given_moves = moves(range(100, 100 + len(places)), places)
+    runs, rest = take_chunks(given_moves, blocks_per_chunk=blocks_per_chunk, sizes=tuple(sorted(sizes)))
     num_whole = sum(whole for _, whole in pieces)
     fitting = [size for size in sizes if size <= num_whole]
     assert len(runs) == max(fitting, default=0) * blocks_per_chunk
@@ -134,7 +136,7 @@ def test_take_chunks(data, blocks_per_chunk, sizes):
         run = runs.host_block_ids[start : start + blocks_per_chunk].tolist()
         assert run[0] % blocks_per_chunk == 0
         assert run == list(range(run[0], run[0] + blocks_per_chunk))
-    pairs = list(zip(given_rows.block_ids.tolist(), given_rows.host_block_ids.tolist(), strict=True))
+    pairs = list(zip(given_moves.block_ids.tolist(), given_moves.host_block_ids.tolist(), strict=True))
     taken = list(zip(runs.block_ids.tolist(), runs.host_block_ids.tolist(), strict=True))
     left = list(zip(rest.block_ids.tolist(), rest.host_block_ids.tolist(), strict=True))
     assert sorted(taken + left) == sorted(pairs)

@@ -1,4 +1,4 @@
-"""What the measuring code makes of times, and that its methods move what they say."""
+"""The figures are computed correctly, and the methods really move the blocks."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def test_spread():
 
 
 def figures(path, seconds, delay_s, direction=SAVE, num_blocks=1):
-    """`seconds` are those that the job takes alone or, with a delay, beside the model."""
+    """Figures; `seconds` is the job's time alone or, with a delay, beside the model."""
     spread = Spread.of([seconds])
     alone = None if path is FUSED else spread
     delay, reported = (None, None) if delay_s is None else (Spread.of([delay_s]), spread)
@@ -42,9 +42,9 @@ def figures(path, seconds, delay_s, direction=SAVE, num_blocks=1):
 @pytest.mark.parametrize(
     ("direct", "staged", "best"),
     [
-        ((1e-3, 2e-3), (9e-3, 1e-3), STAGED),  # the model's time first
-        ((9e-3, 1.05e-3), (1e-3, 1e-3), STAGED),  # alike: the transfer's own
-        ((1.04e-3, 1e-3), (1e-3, 1e-3), DIRECT),  # alike in both: direct, which needs no HBM
+        ((1e-3, 2e-3), (9e-3, 1e-3), STAGED),  # the model's delay counts first
+        ((9e-3, 1.05e-3), (1e-3, 1e-3), STAGED),  # equal delays: the transfer's own time
+        ((1.04e-3, 1e-3), (1e-3, 1e-3), DIRECT),  # equal in both: direct, which needs no HBM
         ((2e-3, -1e-4), (1e-3, 4e-5), STAGED),  # both are noise
         ((1e-3, None), (2e-3, None), DIRECT),
         ((2e-3, None), (1e-3, None), STAGED),
@@ -58,7 +58,7 @@ def test_rank(direct, staged, best):
 
 
 def test_rank_weighs_the_job_sizes_alike():
-    """A tenth of the delay of small jobs is worth as much as a tenth of that of large ones."""
+    """A tenth of the delay of small jobs counts as much as a tenth of the delay of large ones."""
     sizes = [(1, 1e-3, 1e-4), (64, 1.0, 2.0), (128, 1.0, 2.0)]
     both = [figures(DIRECT, 1.0, direct, num_blocks=n) for n, direct, _ in sizes]
     both += [figures(STAGED, 1.0, staged, num_blocks=n) for n, _, staged in sizes]
@@ -73,7 +73,7 @@ def test_rank_of_fused_is_by_what_it_costs_the_model():
 
 
 def filled(num_blocks=6):
-    """Caches whose block `i` of layer `l` is full of `10 * l + i`."""
+    """Caches in which block `i` of layer `l` is filled with `10 * l + i`."""
     return [
         jax.device_put(cache.at[...].set(np.arange(num_blocks).reshape(-1, 1, 1, 1, 1) + 10 * i), cache.sharding)
         for i, cache in enumerate(SMALL.make_caches(num_blocks))
@@ -103,7 +103,7 @@ def test_the_bus_limit_copies_in_place_both_ways():
         pointers.append({kind: array.unsafe_buffer_pointer() for kind, array in buffers.items()})
         assert {kind: array.sharding.memory_kind for kind, array in buffers.items()} == {k: k for k in buffers}
     assert buffers["device"].nbytes >= 2 * SMALL.block_nbytes
-    assert all(p == pointers[0] for p in pointers), "a fresh buffer: that is no limit"
+    assert all(p == pointers[0] for p in pointers), "a new buffer was allocated, so it is not the limit"
 
 
 def test_memcpy_walks():
@@ -130,7 +130,7 @@ def test_a_step_reads_and_writes_the_caches():
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_step_takes_the_fused_copies_along(num_devices):
-    """And every block is where it should be: figures of copies that copy nothing would be fine ones."""
+    """Every block ends up in the right place: copies that copy nothing would have good figures, too."""
     geometry = dataclasses.replace(SMALL, num_devices=num_devices)
     rng = np.random.default_rng(0)
     values = [rng.standard_normal((6, *geometry.page_shape)) for _ in range(geometry.num_layers)]
@@ -173,7 +173,7 @@ def test_one_direction_alone(small_buffers, direction):
 
 
 def test_larger_jobs_are_fused_in_part(small_buffers):
-    """As in an engine, which compiles its step for few blocks."""
+    """As in an engine that compiles its step for few blocks."""
     bench = TransferBench(SMALL, sizes=[2, 5], paths=[FUSED], with_peer=False, step_s=1e-4, max_fused_blocks=3)
     found = bench.measure(2, seconds=60, max_rounds=1) + bench.measure(5, seconds=60, max_rounds=1)
     assert not bench.failures
@@ -185,7 +185,7 @@ def test_larger_jobs_are_fused_in_part(small_buffers):
 
 
 def test_a_failed_path_leaves_the_others_alone(small_buffers, monkeypatch):
-    """Also one that takes the caches with it."""
+    """Even if it destroys the caches."""
     real = TransferBench._time_path
 
     def time_path(self, path, direction, block_ids):
@@ -208,12 +208,12 @@ def test_a_failed_path_leaves_the_others_alone(small_buffers, monkeypatch):
 
 @pytest.mark.parametrize("fails", ["_lower_scatter", "finish"])
 def test_the_peer_may_fail(small_buffers, monkeypatch, caplog, fails):
-    """As where the device has no memory for what it gathers."""
+    """For example if the device has no memory for the gathered blocks."""
     monkeypatch.setattr(PeerCopies, fails, lambda *args: 1 / 0)
     bench = TransferBench(SMALL, sizes=[2], paths=[DIRECT])
     found = bench.measure(2, seconds=60, max_rounds=2)
     assert [(f.direction, f.num_rounds, f.of_peer) for f in found] == [(SAVE, 2, None), (LOAD, 2, None)]
-    assert caplog.messages == ["one device_put a block fails here and is left out: division by zero"]
+    assert caplog.messages == ["the peer's method (one device_put per block) failed and is skipped: division by zero"]
     bench.close()
 
 
@@ -230,7 +230,7 @@ def test_a_step_that_does_not_compile_is_a_failure(small_buffers, monkeypatch):
 def test_a_step_that_compiles_for_too_long_is_a_failure(small_buffers):
     bench = TransferBench(SMALL, sizes=[1], paths=[DIRECT, FUSED], with_peer=False, step_s=1e-4, compile_s=0)
     assert {f.error for f in bench.failures} <= {
-        "the model step with 1 blocks in it is not compiled yet; give it more time"
+        "the model step with 1 blocks did not compile in time; allow more seconds"
     }
     assert {f.path for f in bench.measure(1, seconds=60, max_rounds=1)} >= {DIRECT}
     bench.close()
@@ -246,7 +246,7 @@ def test_rounds_end_with_the_time(small_buffers):
 
 @pytest.mark.parametrize("paths", [{}, {"save_path": "staged"}, {"load_path": "staged"}, {"save_path": "fused"}])
 def test_rates_of_an_engine(paths):
-    """What replay shows: with the engine's own settings, whatever they are."""
+    """The rates that replay prints, measured with the engine's own settings."""
     offload = OffloadConfig.create(num_staging_blocks=5, blocks_per_chunk=2, host_gb=1, **paths)
     rates = measure_copy_rates(offload, SMALL, max_blocks=8, num_rounds=2)
     assert rates == CopyRates(5, rates.save_gb_per_s, rates.load_gb_per_s)

@@ -1,41 +1,31 @@
 """The command behind `scripts/multiprocess`."""
 
+import functools
 import logging
-import sys
 import time
-from collections.abc import Sequence
 
 import click
 
 from tests.multiprocess.cluster import Cluster
 from tests.multiprocess.draw import draw_setup
-from tests.multiprocess.life import Outcome, run_life
-from tpu_offload.cli.command import interrupt_once, run_command
+from tests.multiprocess.run import Outcome, run_setup
+from tpu_offload.cli.command import run_command, run_process
 from tpu_offload.cli.options import number
 
 _SHOWN = "saved_blocks", "loaded_blocks", "num_failed_jobs", "losses of caches", "restarts"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Returns:
-      Exit status, see `run_command`; 1 when a run broke a rule.
-    """
-    return run_command(_command, argv, prog="multiprocess")
-
-
 @click.command
-@number("--processes", "workers (default 2)", high=16, default=2)
-@number("--devices", "of each (default 2)", high=16, default=2)
-@number("--runs", "lives to run (default 10)", default=10)
-@number("--seed", "of the first run (default 0)", low=0, high=2**63, default=0)
-@number("--steps", "of each run (default 80)", default=80)
+@number("--processes", "number of workers (2)", high=16, default=2)
+@number("--devices", "devices per worker (2)", high=16, default=2)
+@number("--runs", "number of runs (10)", default=10)
+@number("--seed", "seed of the first run (0)", low=0, high=2**63, default=0)
+@number("--steps", "steps per run (80)", default=80)
 def _command(processes: int, devices: int, runs: int, seed: int, steps: int) -> int:
-    """Runs scheduler and workers in real processes that share one model, with faults of every kind, and compares every
-    byte on each of them.
+    """Runs the scheduler with workers in real processes that share one model, with faults of every kind, and compares
+    every byte in each process. Exit status 1 if a run broke a rule.
     """
-    logging.getLogger("tpu_offload").setLevel(logging.CRITICAL)  # faults are what this is about
+    logging.getLogger("tpu_offload").setLevel(logging.CRITICAL)  # injected faults would flood the log
     failed: list[int] = []
     cluster: Cluster | None = None
     try:
@@ -44,8 +34,8 @@ def _command(processes: int, devices: int, runs: int, seed: int, steps: int) -> 
             start_s = time.monotonic()
             try:
                 cluster = cluster or Cluster(processes, devices)
-                line, is_ok = _describe(run_life(cluster, setup))
-            except Exception as e:  # of the library, or a process that has died
+                line, is_ok = _describe(run_setup(cluster, setup))
+            except Exception as e:  # an error of the library, or a dead process
                 line, is_ok = f"FAILED: {type(e).__name__}: {e}\n  {setup}", False
                 if cluster is not None:
                     cluster.close(by_force=True)
@@ -64,13 +54,14 @@ def _command(processes: int, devices: int, runs: int, seed: int, steps: int) -> 
 
 
 def _describe(outcome: Outcome) -> tuple[str, bool]:
-    """One line on a run, and whether it kept the rules."""
+    """The outcome in one line, and whether it kept the rules."""
     if outcome.refused or outcome.violation:
         return f"FAILED: {outcome.refused or outcome.violation}", False
     counts = ", ".join(f"{name.removeprefix('num_').replace('_', ' ')} {outcome.counts[name]}" for name in _SHOWN)
     return f"{outcome.num_checked} blocks right; {counts}", True
 
 
+main = functools.partial(run_command, _command, prog="multiprocess")
+
 if __name__ == "__main__":
-    interrupt_once()
-    sys.exit(main())
+    run_process(main)

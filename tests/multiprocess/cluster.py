@@ -1,4 +1,4 @@
-"""Starts the processes of the rig, talks to them, and leaves none of them behind."""
+"""Starts the processes of the rig, exchanges messages with them, and ends them."""
 
 import multiprocessing
 import os
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, final
 
 _ROOT = Path(__file__).parents[2]
-_START_S, _ANSWER_S, _END_S = 180.0, 240.0, 10.0  # ends of waits, not expectations
-_NUM_TRIES = 3  # another process may take the port that was free
+_START_S, _ANSWER_S, _END_S = 180.0, 240.0, 10.0  # generous limits of waits
+_NUM_TRIES = 3  # another process may take the free port first
 
 
 class ClusterError(Exception):
-    """A process died, or does not answer; says what it wrote last."""
+    """A process died or does not answer; the message has its last output."""
 
 
 @final
@@ -28,8 +28,8 @@ class Cluster:
     """Processes that share one model over `jax.distributed`.
 
     Args:
-      num_processes: how many.
-      num_devices: of each.
+      num_processes: number of processes.
+      num_devices: devices per process.
     """
 
     def __init__(self, num_processes: int, num_devices: int) -> None:
@@ -51,16 +51,16 @@ class Cluster:
                 raise
 
     def send(self, rank: int, message: object) -> None:
-        """Sends to one process; it need not have done with what was sent before."""
+        """Sends a message to one process, which may still be processing earlier ones."""
         try:
             self._connections[rank].send(message)
         except OSError as e:
             raise ClusterError(self._story(rank, f"cannot be reached ({e})")) from e
 
     def receive(self, rank: int, *, timeout_s: float = _ANSWER_S) -> Any:
-        """The next message of one process."""
+        """Receives the next message of one process."""
         if not self._connections[rank].poll(timeout_s):
-            self._processes[rank].send_signal(signal.SIGUSR1)  # has it write its stacks
+            self._processes[rank].send_signal(signal.SIGUSR1)  # makes it dump its stacks
             time.sleep(0.5)
             raise ClusterError(self._story(rank, f"has not answered for {timeout_s:g} s"))
         try:
@@ -69,9 +69,9 @@ class Cluster:
             raise ClusterError(self._story(rank, "has died")) from e
 
     def close(self, *, by_force: bool = False) -> None:
-        """Ends the processes; by themselves, unless they do not."""
+        """Ends the processes; kills them with `by_force`, or if they do not exit."""
         for connection in self._connections:
-            connection.close()  # they end by themselves then
+            connection.close()  # makes them exit
         until_s = time.monotonic() + (0.0 if by_force else _END_S)
         for process in self._processes:
             try:
@@ -105,7 +105,7 @@ class Cluster:
                     stdout=log,
                     stderr=log,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C is for the engine's process
+                    start_new_session=True,  # Ctrl-C reaches only the engine's process
                 )
             )
             theirs.close()
@@ -123,7 +123,7 @@ class Cluster:
 
 @contextmanager
 def cluster(num_processes: int, num_devices: int) -> Iterator[Cluster]:
-    """A cluster that is closed at the end."""
+    """A context manager that closes the cluster."""
     processes = Cluster(num_processes, num_devices)
     try:
         yield processes

@@ -1,4 +1,4 @@
-"""The KV caches of one process of the rig: global arrays, a forward pass with a collective, a look at every byte."""
+"""The KV caches of one process of the rig: global arrays, a forward pass with a collective, comparison of all bytes."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,8 @@ Array = np.ndarray[Any, Any]
 class Device:
     """The devices of all processes, and the model on them.
 
-    KV is random bytes, drawn from a seed. What is computed on caches that are lost, on whatever process, is garbage on
-    all of them, because a real forward pass mixes what the devices have.
+    KV is random bytes from a seed. If the caches are lost on any process, a step computes garbage on all of them, as a
+    real forward pass would.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ class Device:
             out_shardings=([self._cache_sharding] * NUM_LAYERS, self._everywhere),
         )
 
-    @functools.lru_cache(maxsize=512)  # noqa: B019  (there is one for the life of the process)
+    @functools.lru_cache(maxsize=512)  # noqa: B019  (one instance per process)
     def content(self, seed: int) -> Array:
-        """The KV of one block: u16[num_layers, *page_shape], to be read as bfloat16."""
+        """The KV of one block as bits of bfloat16: u16[num_layers, *page_shape]."""
         values = np.random.Generator(np.random.PCG64(seed)).integers(
             0, 2**16, (NUM_LAYERS, *self.page_shape), dtype=np.uint16
         )
@@ -50,7 +50,7 @@ class Device:
         return values
 
     def make_caches(self, num_blocks: int) -> list[jax.Array]:
-        """Caches in which every block holds bytes that nobody has asked for."""
+        """Caches with arbitrary bytes in every block."""
         base = np.stack([self.content(10**6 + i) for i in range(num_blocks)], 1).view(_DTYPE)
         shape = num_blocks, *self.page_shape
         return [
@@ -59,7 +59,7 @@ class Device:
         ]
 
     def renew(self, caches: Sequence[jax.Array]) -> list[jax.Array]:
-        """Caches of zeros on this process in place of these. No other process takes part."""
+        """Replaces the caches by zeros on this process, without communication."""
         shape, shard_shape = caches[0].shape, caches[0].sharding.shard_shape(caches[0].shape)
         for cache in caches:
             if not cache.is_deleted():
@@ -75,7 +75,7 @@ class Device:
     def forward(
         self, caches: list[jax.Array], writes: Mapping[int, int], *, garbage: bool
     ) -> tuple[list[jax.Array], bool]:
-        """Writes the KV of these seeds into these blocks, or garbage if any process says so; whether one did."""
+        """Writes the KV of seeds into blocks, or garbage if any process requests it; returns whether one did."""
         ids = np.zeros(MAX_WRITES, np.int32)
         ids[: len(writes)] = list(writes)
         data = np.zeros((MAX_WRITES, NUM_LAYERS, *self.page_shape), np.uint16)
@@ -93,7 +93,7 @@ class Device:
     def wrong_blocks(
         self, caches: Sequence[jax.Array], expected: Mapping[int, int]
     ) -> tuple[tuple[int, int, str], ...]:
-        """(layer, block, device) of what differs from the KV of these seeds on the devices of this process."""
+        """(layer, block, device) of all differences from the KV of these seeds, on the devices of this process."""
         wrong = []
         for layer, cache in enumerate(caches):
             for shard in cache.addressable_shards:
@@ -107,7 +107,7 @@ class Device:
         return jax.make_array_from_callback(np.shape(value), sharding, lambda i: value[i])
 
     def _flag(self, value: bool) -> jax.Array:
-        """bool[num_devices], this value on the devices of this process."""
+        """bool[num_devices] with this value on the devices of this process."""
         local = [jax.device_put(np.array([value]), device) for device in jax.local_devices()]
         return jax.make_array_from_single_device_arrays((self._mesh.size,), self._of_devices, local)
 

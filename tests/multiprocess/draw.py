@@ -1,4 +1,4 @@
-"""Draws the setup of a life: any mix of settings and faults, from a seed."""
+"""Draws the setup of a run, with random settings and faults, from a seed."""
 
 import random
 from typing import Any
@@ -7,12 +7,12 @@ from tests.multiprocess.messages import Faults, Setup, Transport
 
 
 def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
-    """The setup that belongs to a seed."""
+    """The setup of a seed."""
     rng = random.Random(f"{seed} setup")
     blocks_per_chunk = rng.choice((1, 1, 2))
     num_cpu_chunks, segment_chunks = rng.choice((8, 16, 24)), rng.choice((2, 4, 64))
     available = {rank: rng.randint(5, num_cpu_chunks) for rank in range(num_processes) if rng.random() < 0.2}
-    if available:  # on a host that has no room for a segment there is no host tier, and nothing to compare
+    if available:  # without room for a segment there is no host tier, and nothing to compare
         segment_chunks = min(segment_chunks, 4)
     return Setup(
         seed=seed,
@@ -31,7 +31,7 @@ def draw_setup(seed: int, *, num_processes: int, num_steps: int) -> Setup:
 
 
 def _sometimes(rng: random.Random, rate: float) -> float:
-    """A rate that is 0 in half of the lives."""
+    """A rate that is 0 in half of the runs."""
     return rng.choice((0.0, rate))
 
 

@@ -1,7 +1,7 @@
-"""The engine of the rig: requests that come, load, compute, are preempted or aborted, and go.
+"""The engine of the rig: requests arrive, load, compute, are preempted or aborted, and finish.
 
-It plans a step without waiting for what became of those before it. A request's KV has a seed for each block, and what
-a block must hold follows from what the engine has asked for alone. Blocks that nobody holds are scribbled over.
+It plans steps ahead of the workers' reports. A request's KV has a seed per block, so the expected contents of a block
+follow from the engine's calls alone. Free blocks are overwritten.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ from tpu_offload import BlockHash, CachedPrefix, OffloadScheduler, ScheduledRequ
 
 NUM_DOCUMENTS = 6
 _MAX_REQUESTS, _MAX_BLOCKS = 8, 7
-_SCRIBBLES = 2**62  # seeds of KV that nobody may use
+_FIRST_FILLER_SEED = 2**62  # first seed of the KV that overwrites free blocks
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A request, and what its blocks hold.
+    """A request, and the expected contents of its blocks.
 
     Attributes:
       id: its name.
-      hashes: of its blocks.
-      blocks: those in HBM.
-      seeds: of the KV in the leading blocks that are computed or loaded.
-      loading: seeds that it has once its load is done.
-      tainted: it goes on after a reset with what it has, so that what it computes is of no use to others.
+      hashes: hashes of its blocks.
+      blocks: its blocks in HBM.
+      seeds: seeds of the KV in its leading computed or loaded blocks.
+      loading: its seeds once its load has finished.
+      is_stale: it continued after a reset with its KV, so that other requests must not use what it computes.
     """
 
     id: str
@@ -36,16 +36,16 @@ class Request:
     blocks: list[int]
     seeds: list[int]
     loading: list[int]
-    tainted: bool = False
+    is_stale: bool = False
 
 
 @final
 class Engine:
-    """Requests and blocks. A request is in one of the tables by state.
+    """The engine: requests and blocks. A request is in the table of its state.
 
     Args:
-      setup: the life.
-      scheduler: the real one.
+      setup: the setup of the run.
+      scheduler: the real scheduler.
     """
 
     def __init__(self, setup: Setup, scheduler: OffloadScheduler) -> None:
@@ -54,8 +54,8 @@ class Engine:
         self._scheduler = scheduler
         self._rng = random.Random(f"{setup.seed} engine")
         self._free = list(range(setup.num_blocks))
-        self._scribble: OrderedDict[int, None] = OrderedDict()  # freed, to be written over
-        self._cached: dict[int, tuple[list[BlockHash], int]] = {}  # freed blocks whose contents can still be saved
+        self._to_overwrite: OrderedDict[int, None] = OrderedDict()  # freed blocks to overwrite
+        self._cached: dict[int, tuple[list[BlockHash], int]] = {}  # freed blocks that can still be saved
         self._block_of: dict[BlockHash, int] = {}
         self._running: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}
@@ -63,10 +63,10 @@ class Engine:
         self._returning: dict[str, Request] = {}
         self._epoch = 0
         self._num_arrived = 0
-        self._num_scribbles = 0
+        self._num_fillers = 0
 
     def plan(self) -> tuple[StepPlan, dict[int, int]]:
-        """Decides what comes and goes in a step; the plan, and the seed of what is written into each block."""
+        """Plans a step; returns the plan, and the seed of the KV written into each block."""
         if self._rng.random() < self._setup.reset:
             self._reset()
         for _ in range(2):
@@ -74,20 +74,20 @@ class Engine:
         self._leave()
         self._return()
         writes, changed = self._compute()
-        self._scribble_over(writes)
+        self._overwrite_free_blocks(writes)
         plan = self._scheduler.plan_step(changed)
         self.take(self._scheduler.take_update())
         return plan, writes
 
     def plan_end(self) -> StepPlan:
-        """A plan after everything has been ended."""
+        """Ends all requests; returns the plan after that."""
         for table in (self._running, self._loading, self._swapped, self._returning):
             for request in list(table.values()):
                 self._end(table, request)
         return self._scheduler.plan_step()
 
     def plan_audit(self, document: int) -> StepPlan:
-        """A request for all of a document that can be loaded, when there is no other."""
+        """Plans a request that loads as much of a document as possible, when there is no other request."""
         self._admit(f"audit {document}", _hashes(document, _MAX_BLOCKS))
         return self._scheduler.plan_step()
 
@@ -97,12 +97,12 @@ class Engine:
         return bool(self._loading)
 
     def expected(self) -> dict[int, int]:
-        """By block, the seed of what is in it after the step that was planned last."""
+        """By block, the seed of its contents after the last planned step."""
         requests = self._running.values()
         return {block: seed for r in requests for block, seed in zip(r.blocks, r.seeds, strict=False)}
 
     def take(self, update: Update) -> None:
-        """What a report has changed."""
+        """Processes an update."""
         for request_id in update.loaded:
             if request_id in self._loading:
                 self._loaded(request_id, _MAX_BLOCKS)
@@ -121,14 +121,14 @@ class Engine:
                     self.counts["lost swaps"] += 1
 
     def lose_caches(self) -> None:
-        """Some worker has lost its caches: whoever holds blocks is preempted, and starts over as a new request."""
+        """A worker has lost its caches: preempts all requests with blocks, which restart as new requests."""
         self._forget_cached()
         for table in (self._running, self._loading, self._returning):
             for request in list(table.values()):
                 self._scheduler.preempt(request.id)
                 self._end(table, request)
 
-    # Inside.
+    # Internals.
 
     def _arrive(self) -> None:
         rng = self._rng
@@ -144,7 +144,7 @@ class Engine:
             self._scheduler.finish(request_id)
             return
         if found and self._rng.random() < 0.1:
-            found = 0  # the engine may take less than what it was promised
+            found = 0  # an engine may take less than the promise
         request = Request(request_id, hashes, self._take_blocks(len(hashes)), [], [])
         self._scheduler.admit(request_id, [request.blocks], num_loaded_tokens=found)
         request.loading = [self._seed(h) for h in hashes[: found // BLOCK_SIZE]]
@@ -165,7 +165,7 @@ class Engine:
             elif rng.random() < 0.5:
                 self._preempt(request)
             else:
-                self._end(self._running, request, cached=not request.tainted)
+                self._end(self._running, request, cached=not request.is_stale)
 
     def _swap_out(self, request: Request) -> None:
         num_computed = len(request.seeds)
@@ -192,14 +192,14 @@ class Engine:
             num_prompt_tokens=num_tokens,
             num_computed_tokens=len(request.seeds) * BLOCK_SIZE,
         )
-        self._scheduler.preempt(request.id, held=None if request.tainted else held)
+        self._scheduler.preempt(request.id, held=None if request.is_stale else held)
         self.counts["preempted"] += 1
         self._end(self._running, request)
 
     def _return(self) -> None:
         for request in list(self._swapped.values()):
             swap = self._scheduler.swap
-            fits = len(self._free) >= len(request.hashes) and swap.can_return(request.id)
+            fits = len(self._free) >= len(request.hashes) and swap.can_swap_in(request.id)
             if fits and self._rng.random() < 0.2:
                 request.blocks = self._take_blocks(len(request.hashes))
                 waits = swap.swap_in(request.id, [request.blocks[: swap.num_blocks(request.id)[0]]])
@@ -212,7 +212,7 @@ class Engine:
             start = len(request.seeds)
             if start < len(request.hashes) and len(writes) < MAX_WRITES - 3 and self._rng.random() < 0.8:
                 for i in range(start, min(start + self._rng.randint(1, 3), len(request.hashes))):
-                    seed = self._seed_of_scribble() if request.tainted else self._seed(request.hashes[i])
+                    seed = self._filler_seed() if request.is_stale else self._seed(request.hashes[i])
                     request.seeds.append(seed)
                     writes[request.blocks[i]] = seed
                 num_tokens, num_computed = len(request.hashes) * BLOCK_SIZE, len(request.seeds) * BLOCK_SIZE
@@ -227,18 +227,18 @@ class Engine:
                 )
         return writes, changed
 
-    def _scribble_over(self, writes: dict[int, int]) -> None:
-        while self._scribble and len(writes) < MAX_WRITES:
-            block_id, _ = self._scribble.popitem(last=False)
+    def _overwrite_free_blocks(self, writes: dict[int, int]) -> None:
+        while self._to_overwrite and len(writes) < MAX_WRITES:
+            block_id, _ = self._to_overwrite.popitem(last=False)
             self._evict(block_id)
-            writes[block_id] = self._seed_of_scribble()
+            writes[block_id] = self._filler_seed()
 
     def _reset(self) -> None:
         self._scheduler.reset()
         self._epoch += 1
         self._forget_cached()
         for request in self._running.values():
-            request.tainted = bool(request.seeds)
+            request.is_stale = bool(request.seeds)
         self.counts["resets"] += 1
 
     def _loaded(self, request_id: str, num_valid_blocks: int) -> None:
@@ -258,18 +258,18 @@ class Engine:
     def _give_back(self, request: Request) -> None:
         for block_id in request.blocks:
             self._free.append(block_id)
-            self._scribble[block_id] = None
+            self._to_overwrite[block_id] = None
         request.blocks = []
 
     def _take_blocks(self, num_blocks: int) -> list[int]:
         blocks = [self._free.pop(self._rng.randrange(len(self._free))) for _ in range(num_blocks)]
         for block_id in blocks:
-            self._scribble.pop(block_id, None)
+            self._to_overwrite.pop(block_id, None)
             self._evict(block_id)
         return blocks
 
     def _evict(self, block_id: int) -> None:
-        """The contents of a free block go; the scheduler may have them saved before."""
+        """Evicts the contents of a free block; the scheduler may save them first."""
         hashes, num_blocks = self._cached.get(block_id, ([], 0))
         if num_blocks and self._block_of.get(hashes[num_blocks - 1]) == block_id:
             self._scheduler.evict(
@@ -289,16 +289,16 @@ class Engine:
         self._block_of.clear()
 
     def _seed(self, block_hash: BlockHash) -> int:
-        """Of the KV of a block: it follows from the tokens before it and from the weights."""
+        """The seed of a block's KV, which depends on the prefix and the weights."""
         return int.from_bytes(hashlib.blake2b(block_hash + b"%d" % self._epoch, digest_size=7).digest())
 
-    def _seed_of_scribble(self) -> int:
-        self._num_scribbles += 1
-        return _SCRIBBLES + self._num_scribbles
+    def _filler_seed(self) -> int:
+        self._num_fillers += 1
+        return _FIRST_FILLER_SEED + self._num_fillers
 
 
 def _hashes(document: int, num_blocks: int) -> list[BlockHash]:
-    """Of the leading blocks of a document."""
+    """Hashes of the leading blocks of a document."""
     hashes, last = [], b"document %d" % document
     for i in range(num_blocks):
         last = hashlib.blake2b(last + b"%d" % i, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""What the engine and the workers of the rig say to each other, and what a life is made of."""
+"""Messages between the engine and the workers of the rig, and the setup of a run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from tpu_offload import KVLayout, StepPlan, StepReport
 
 BLOCK_SIZE = 4  # tokens
 NUM_LAYERS = 3
-MAX_WRITES = 12  # blocks that one forward pass writes
+MAX_WRITES = 12  # most blocks that one forward pass writes
 
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """How likely each fault is on one process, each time that it may happen.
+    """Probability of each fault on one process, per opportunity.
 
     Attributes:
       save: a save raises.
       load: a load raises.
-      segment: a save raises and takes its segment of host memory along.
-      caches: a load raises and takes the KV caches along.
-      slow: a copy is over at the third or fourth look at its token, not at the first.
-      misplaced: a load puts its blocks in each other's places, and says nothing; what the rig is there to find.
-      silence: a step ends without a report; what it would have said comes with a later one.
+      segment: a save raises and destroys its segment of host memory.
+      caches: a load raises and destroys the KV caches.
+      slow: a copy is ready at the third or fourth poll of its token, not at the first.
+      misplaced: a load permutes its blocks without an error, to test that the rig detects it.
+      silence: a step sends no report; a later report has its content.
     """
 
     save: float = 0.0
@@ -36,11 +36,11 @@ class Faults:
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """How likely each fault of the messages is, for each message.
+    """Probability of each message fault, per message.
 
     Attributes:
-      plan_again: an earlier plan is delivered once more, before a step or in the middle of one.
-      plan_late: a plan is missing in its step and is delivered after later ones.
+      plan_again: an earlier plan is delivered again, before or in the middle of a step.
+      plan_late: a plan is delivered after later ones.
       report_lost: a report never arrives.
       report_again: a report arrives twice.
     """
@@ -53,25 +53,25 @@ class Transport:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """One life.
+    """The setup of one run.
 
     Attributes:
-      seed: of everything that is drawn.
-      num_steps: steps before the engine comes to its end.
-      num_blocks: of the KV caches.
-      settings: of `OffloadConfig`, for the scheduler and all workers.
+      seed: random seed.
+      num_steps: steps before the engine ends its requests.
+      num_blocks: blocks in the KV caches.
+      settings: `OffloadConfig` settings of the scheduler and all workers.
       host_segment_chunks: chunks in a segment of the host pool.
       swap_blocks: size of the swap pool; 0 turns request swap off.
-      max_ahead: the engine plans up to so many steps ahead of the workers' reports, each time as many as it draws.
-      faults: by process.
-      transport: faults of the messages.
-      reset: how likely a step begins with a reset.
-      restart: how likely a step begins with a worker that was started anew.
-      restart_without_caches: the share of those in which its KV caches are gone, too.
-      settings_of: by process, settings that differ there.
-      available_chunks: by process, how many chunks its memory can hold; as many as the settings ask for by default.
-      worker_ids: by process, where they are not its number.
-      num_workers: what the scheduler is told; None is the number of processes.
+      max_ahead: most steps that the engine plans ahead of the workers' reports; the number is drawn each time.
+      faults: faults by process.
+      transport: message faults.
+      reset: probability that a step begins with a reset.
+      restart: probability that a step begins with a restarted worker.
+      restart_without_caches: share of restarts that also lose the KV caches.
+      settings_of: by process, settings that differ from `settings`.
+      available_chunks: by process, capacity of its memory in chunks; by default the configured number.
+      worker_ids: by process, worker ids that differ from the process's number.
+      num_workers: the scheduler's `num_workers`; None is the number of processes.
     """
 
     seed: int = 0
@@ -93,10 +93,9 @@ class Setup:
 
     @property
     def dispatches_alike(self) -> bool:
-        """Whether all processes have to dispatch the same copies: nothing goes wrong on only one of them.
+        """Whether all processes must dispatch the same copies: no fault happens on one process alone.
 
-        Which tokens are ready, which reports arrive and how much memory there is differs between processes in any
-        case, and may not matter.
+        Ready tokens, arrived reports and memory sizes differ between processes in any case, and must not matter.
         """
         fails = any(f.save or f.load or f.segment or f.caches for f in self.faults.values())
         return not (fails or self.transport.plan_late or self.restart or self.settings_of or self.worker_ids)
@@ -104,11 +103,11 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """A process has built the caches and the worker of a life, or could not.
+    """A process has created the caches and the worker of a run, or failed to.
 
     Attributes:
-      layout: of its caches.
-      error: what the worker raised, in one line.
+      layout: layout of its caches.
+      error: the worker's exception, in one line.
     """
 
     layout: KVLayout | None
@@ -117,18 +116,18 @@ class Begin:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One forward pass of one process, and the plans that reach it.
+    """One forward pass of one process, and the plans delivered to it.
 
     Attributes:
-      number: of the step.
+      number: number of the step.
       plan: the plan of the step; None if it has not arrived.
-      before: plans delivered before it, each for a step without a forward pass.
-      inside: a plan delivered once more between `begin_step` and the forward pass of this step.
+      before: plans delivered before it, each in a step without a forward pass.
+      inside: a plan delivered again between `begin_step` and the forward pass of this step.
       writes: by block, the seed of the KV that the forward pass writes.
-      expected: by block, the seed of the KV that is there after the step; None compares nothing.
-      known_losses: by process, the losses of its caches that the engine had acted on when it planned the step.
-      restart: the worker is started anew before the step.
-      without_caches: its KV caches are gone, too.
+      expected: by block, the seed of its KV after the step; None compares nothing.
+      known_losses: by process, the losses of its caches that the engine had handled when it planned the step.
+      restart: whether the worker restarts before the step.
+      without_caches: whether the restart loses the KV caches.
     """
 
     number: int
@@ -144,15 +143,15 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What a process says of one step.
+    """A process's reply to one step.
 
     Attributes:
-      number: of the step.
-      report: of the worker; None in a step without one.
-      num_losses: how often this process has lost its caches, in all.
-      garbage: the forward pass computed on caches of which a part, on some process, was lost.
-      num_checked: blocks compared.
-      wrong: those that do not hold what is expected, as (layer, block, device).
+      number: number of the step.
+      report: the worker's report; None in a step without one.
+      num_losses: total losses of caches on this process.
+      garbage: whether the forward pass computed on caches that some process had lost.
+      num_checked: number of blocks compared.
+      wrong: (layer, block, device) of unexpected contents.
     """
 
     number: int
@@ -165,6 +164,6 @@ class Reply:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """What a process has dispatched in a life: (what, segment, blocks, step) of each copy."""
+    """The copies that a process dispatched in a run: (kind, segment, blocks, step) of each."""
 
     dispatched: tuple[tuple[str, int, int, int], ...]

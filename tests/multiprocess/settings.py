@@ -1,4 +1,4 @@
-"""The configs of a life."""
+"""The configs of a run."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _PLENTY_NBYTES = 2**31
 
 
 def make_config(setup: Setup, layout: KVLayout, rank: int | None = None) -> OffloadConfig:
-    """The settings of a process, or of the scheduler. All durations are in steps: the clock counts those."""
+    """The settings of a process, or of the scheduler. Durations are in steps, the unit of the clock."""
     defaults: dict[str, Any] = {
         "num_staging_blocks": 12,
         "num_cpu_chunks": 24,
@@ -28,7 +28,7 @@ def make_config(setup: Setup, layout: KVLayout, rank: int | None = None) -> Offl
 
 
 def available_nbytes(setup: Setup, layout: KVLayout, rank: int) -> int:
-    """Host memory that a process is told it has."""
+    """The available host memory of a process, for the library."""
     num_chunks = setup.available_chunks.get(rank)
     if num_chunks is None:
         return _PLENTY_NBYTES

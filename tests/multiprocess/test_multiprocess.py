@@ -1,13 +1,13 @@
-"""Workers in processes of their own: no wrong byte, and the same copies in the same order on all of them.
+"""Workers in separate processes: no wrong byte, and the same copies in the same order on all of them.
 
-A few short lives of the rig; `scripts/multiprocess` runs as many as one likes.
+A few short runs of the rig; `scripts/multiprocess` runs more.
 """
 
 import pytest
 
 from tests.multiprocess.cluster import Cluster
-from tests.multiprocess.life import run_life
 from tests.multiprocess.messages import Faults, Setup, Transport
+from tests.multiprocess.run import run_setup
 
 STAGED = {"save_path": "staged", "load_path": "staged"}
 LATE_AND_LOST = Transport(plan_again=0.2, plan_late=0.1, report_lost=0.1, report_again=0.1)
@@ -23,7 +23,7 @@ def processes():
 @pytest.fixture
 def run(processes):
     def run(**setup):
-        return run_life(processes, Setup(**{"num_steps": 50, "swap_blocks": 12} | setup))
+        return run_setup(processes, Setup(**{"num_steps": 50, "swap_blocks": 12} | setup))
 
     return run
 
@@ -36,7 +36,7 @@ def assert_right(outcome):
 
 
 def test_workers_dispatch_alike_and_a_seed_repeats(run):
-    unlike = {0: Faults(slow=0.4), 1: Faults(silence=0.3)}  # what may differ between hosts
+    unlike = {0: Faults(slow=0.4), 1: Faults(silence=0.3)}  # allowed differences between hosts
     first, again = (run(seed=1, settings=STAGED, faults=unlike) for _ in range(2))
     assert_right(first)
     assert first.dispatched[0] == first.dispatched[1]
@@ -62,10 +62,10 @@ def test_unequal_memory_gives_the_same_programs(run, num_chunks):
 
 
 @pytest.mark.parametrize("settings", [{}, STAGED], ids=["direct", "staged"])
-def test_plans_that_come_again_are_done_once(run, settings):
+def test_duplicate_plans_are_executed_once(run, settings):
     outcome = run(seed=4, settings=settings, transport=Transport(plan_again=0.2))
     assert_right(outcome)
-    assert outcome.counts["plans that came again"] > 10
+    assert outcome.counts["duplicate plans"] > 10
     assert outcome.dispatched[0] == outcome.dispatched[1]
 
 

@@ -1,6 +1,6 @@
 """One process of the rig: `python -m tests.multiprocess.worker RANK NUM_PROCESSES PORT FD`.
 
-It runs the lives that the engine's process asks for, one after the other, step by step.
+It executes the runs that the engine's process requests, one after the other, step by step.
 """
 
 import faulthandler
@@ -17,7 +17,7 @@ import jax
 from jaxlib import _jax
 
 from tests.multiprocess.device import Device
-from tests.multiprocess.faulty import Diary
+from tests.multiprocess.faulty import DispatchLog
 from tests.multiprocess.messages import Begin, End, Faults, Reply, Setup, Step
 from tests.multiprocess.settings import available_nbytes, make_config
 from tpu_offload import CachesLostError, KVLayout, OffloadError, OffloadWorker, StepPlan, StepReport
@@ -25,7 +25,7 @@ from tpu_offload.kernels.programs import Program
 
 
 def compile_once() -> None:
-    """Keeps what the worker of one life compiles for those of later ones."""
+    """Caches the compiled programs of a worker for the workers of later runs."""
     compiled: dict[tuple[str, str], Any] = {}
     compile_program = Program.compile
 
@@ -38,8 +38,8 @@ def compile_once() -> None:
     Program.compile = compile_or_find  # type: ignore[assignment]
 
 
-class Life:
-    """The worker, the caches and the steps of one life on this process."""
+class WorkerRun:
+    """The worker, the caches and the steps of one run on this process."""
 
     def __init__(self, setup: Setup, rank: int, device: Device) -> None:
         self.setup = setup
@@ -47,14 +47,14 @@ class Life:
         self.device = device
         self.caches = device.make_caches(setup.num_blocks)
         self.layout = KVLayout.from_caches(self.caches, block_size=device.page_shape[0])
-        self.diary = Diary(setup.faults.get(rank, Faults()), random.Random(f"{setup.seed} faults of {rank}"))
+        self.log = DispatchLog(setup.faults.get(rank, Faults()), random.Random(f"{setup.seed} faults of {rank}"))
         self.num_losses = 0
-        self.num_lives = 0
+        self.incarnation = 0
         self.worker = self._start_worker()
 
     def step(self, step: Step) -> Reply:
-        """Does one step, whatever goes wrong."""
-        self.diary.step = step.number
+        """Executes one step, with its faults."""
+        self.log.step = step.number
         if step.restart:
             self._restart(without_caches=step.without_caches, known_losses=step.known_losses[self.rank])
         for plan in step.before:
@@ -74,17 +74,17 @@ class Life:
 
     def close(self) -> End:
         self.worker.close()
-        return End(tuple(self.diary.dispatched))
+        return End(tuple(self.log.dispatched))
 
     def _reply(self, step: Step, garbage: bool) -> Reply:
         report: StepReport | None = None
-        if not self.diary.strikes(self.diary.faults.silence):
+        if not self.log.happens(self.log.faults.silence):
             report = self.worker.poll()
         wrong = () if step.expected is None else self.device.wrong_blocks(self.caches, step.expected)
         return Reply(step.number, report, self.num_losses, garbage, len(step.expected or ()), wrong)
 
     def _begin(self, plan: StepPlan) -> bool:
-        """Whether the step goes on to its end: not without the caches that it began with."""
+        """Begins the step; returns whether it can continue: not if its caches were lost."""
         try:
             self.caches = self.worker.begin_step(plan, self.caches)
         except CachesLostError:
@@ -101,29 +101,29 @@ class Life:
         if without_caches:
             self._lose_caches()
         self.worker = self._start_worker()
-        if self.num_losses > known_losses:  # what the former worker knew of it is gone
-            self.worker.lose_caches()
+        if self.num_losses > known_losses:  # the new worker does not know of the loss
+            self.worker.mark_caches_lost()
 
     def _start_worker(self) -> OffloadWorker:
-        self.num_lives += 1
+        self.incarnation += 1
         config = make_config(self.setup, self.layout, self.rank)
         worker = OffloadWorker(
             config,
             self.layout,
             self.caches,
             worker_id=self.setup.worker_ids.get(self.rank, self.rank),
-            clock=lambda: float(self.diary.step),
+            clock=lambda: float(self.log.step),
             available=available_nbytes(self.setup, self.layout, self.rank),
-            wrap_copier=self.diary.wrap,
-            incarnation=self.num_lives,
+            wrap_copier=self.log.wrap,
+            incarnation=self.incarnation,
         )
         worker.wait_until_allocated()
         return worker
 
 
 def serve(rank: int, device: Device, engine: "Connection[Any, Any]") -> None:
-    """Runs lives until the engine hangs up."""
-    life: Life | None = None
+    """Executes runs until the engine closes the connection."""
+    run: WorkerRun | None = None
     while True:
         try:
             message = engine.recv()
@@ -131,24 +131,24 @@ def serve(rank: int, device: Device, engine: "Connection[Any, Any]") -> None:
             return
         if isinstance(message, Setup):
             try:
-                life = Life(message, rank, device)
-                engine.send(Begin(life.layout))
+                run = WorkerRun(message, rank, device)
+                engine.send(Begin(run.layout))
             except OffloadError as e:
-                life = None
+                run = None
                 engine.send(Begin(None, f"{type(e).__name__}: {e}"))
         elif isinstance(message, Step):
-            assert life is not None
-            engine.send(life.step(message))
+            assert run is not None
+            engine.send(run.step(message))
         else:
-            engine.send(life.close() if life is not None else End(()))
-            life = None
+            engine.send(run.close() if run is not None else End(()))
+            run = None
 
 
 def main() -> None:
     rank, num_processes, port, fd = map(int, sys.argv[1:])
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    # Between processes of one machine; by default it listens at the machine's address in the network.
+    # Loopback only; by default it listens on the machine's network address.
     _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = f"127.0.0.1:{port}"
@@ -163,7 +163,7 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(3)  # the others wait in a collective, and would have the shutdown wait, too
+        os._exit(3)  # other processes wait in a collective, which would block a clean shutdown
     jax.distributed.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""The closed loop, with an engine that answers by rule."""
+"""The closed loop, with a fake engine."""
 
 import itertools
 from typing import Any
@@ -12,7 +12,7 @@ from tpu_offload.replay.workloads import Conversation, Turn, Workload
 
 
 class RuleEngine:
-    """Finishes its oldest request at each step; the answer repeats the prompt's length."""
+    """A fake engine that finishes its oldest request in each step; the answer repeats the prompt's length."""
 
     def __init__(self, *, refuse=None):
         self.requests = []

@@ -1,4 +1,4 @@
-"""What becomes of flags and files: conversations, or one line that names the bad one."""
+"""Workloads from flags and files: conversations, or an error that names the invalid line."""
 
 import json
 from pathlib import Path
@@ -109,7 +109,7 @@ def test_longest_request_counts_history_and_answer():
 
 def test_num_unique_blocks():
     shared = Conversation("a", (Turn((1,) * 8, 4),))  # 2 full blocks, and 1 for the answer
-    again = Conversation("b", (Turn((1,) * 8 + (2,) * 4, 4),))  # 1 more, and 1
+    again = Conversation("b", (Turn((1,) * 8 + (2,) * 4, 4),))  # 1 more, and 1 for the answer
     assert Workload("w", (shared,)).num_unique_blocks(4) == 3
     assert Workload("w", (shared, again)).num_unique_blocks(4) == 2 + 1 + 1 + 1
 
@@ -131,7 +131,7 @@ def test_prompts_follow_the_answers_of_the_file(tmp_path):
     )
 
 
-def test_prompts_without_answers_go_on_with_the_generated_ones(tmp_path):
+def test_prompts_without_answers_continue_with_generated_ones(tmp_path):
     messages = [
         message("user", "a"),
         message("user", "b"),
@@ -229,7 +229,7 @@ def test_trace_is_bounded(tmp_path):
         (line(output_length=-1), '"output_length" is -1'),
         (line(output_length=...), '"output_length" is missing; expected a number of tokens, from 0 to 2147483647'),
         (line(hash_ids=...), '"hash_ids" is missing; expected a list'),
-        (line(hash_ids=[0, "1"]), "\"hash_ids\" is [0, '1']; expected a list of numbers of at least 0, one a block"),
+        (line(hash_ids=[0, "1"]), "\"hash_ids\" is [0, '1']; expected a list of numbers of at least 0, one per block"),
         (line(hash_ids=[0, -1]), '"hash_ids" is [0, -1]; expected a list'),
         (line(hash_ids=[0, True]), '"hash_ids" is [0, True]; expected a list'),
         (line(hash_ids=[0]), "1 hash_ids for input_length=1000; expected 2"),
@@ -251,14 +251,14 @@ def test_file_that_cannot_be_read(tmp_path, read):
         read(tmp_path / "missing")
     with pytest.raises(InputError, match=r"cannot read .*: Is a directory"):
         read(tmp_path)
-    with pytest.raises(InputError, match="is empty; expected one JSON value a line"):
+    with pytest.raises(InputError, match="is empty; expected one JSON value per line"):
         read(write(tmp_path, "", "  "))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\n")
     with pytest.raises(InputError, match="binary line 1: "):
         read(tmp_path / "binary")
 
 
-@pytest.mark.skipif(not SHARED_TRACE.is_file(), reason="the conversation trace is not beside the checkout")
+@pytest.mark.skipif(not SHARED_TRACE.is_file(), reason="the conversation trace is not next to the checkout")
 def test_the_shared_trace():
     workload = trace(SHARED_TRACE, num_requests=300)
     assert workload.num_requests == 300

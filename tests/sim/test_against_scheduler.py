@@ -19,12 +19,12 @@ from tpu_offload import (
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy
 from tpu_offload.hashing import key_namespace, last_block_hash
-from tpu_offload.sim import TierSetup, no_front, play_hbm, replay
+from tpu_offload.sim import TierSetup, no_hbm, replay, simulate_hbm
 from tpu_offload.types import BlockHash
 
 
 class Engine:
-    """Computes a whole prompt in a step. Copies are done at once."""
+    """A fake engine that computes a whole prompt in a step; copies finish immediately."""
 
     def __init__(self, policy, *, num_chunks, num_sightings, save_on=SaveEvent.COMPUTE):
         config = OffloadConfig.create(
@@ -42,19 +42,19 @@ class Engine:
         results = tuple(JobResult(job_id=job.job_id, state=JobState.FINISHED) for job in plan.jobs)
         self.scheduler.apply(StepReport(worker_id=0, results=results, num_host_chunks=self.num_chunks))
 
-    def serve(self, name, hashes, *, num_hbm_blocks, left=()):
-        """Returns how many blocks were loaded.
+    def serve(self, name, hashes, *, num_hbm_blocks, evicted=()):
+        """Serves a request; returns the number of loaded blocks.
 
         Args:
-          name: the request's.
-          hashes: of its blocks.
-          num_hbm_blocks: leading blocks of it that are in HBM.
-          left: hashes of the prefixes whose last blocks go for it.
+          name: the request's id.
+          hashes: hashes of its blocks.
+          num_hbm_blocks: number of its leading blocks that are in HBM.
+          evicted: hashes of the prefixes whose last blocks HBM evicts for it.
         """
-        num_tokens = len(hashes) * BLOCK_SIZE + 1  # so that the last block is one like the others
+        num_tokens = len(hashes) * BLOCK_SIZE + 1  # so that the last block counts like the others
         in_hbm = num_hbm_blocks * BLOCK_SIZE
         found = self.scheduler.match(name, hashes, num_tokens=num_tokens, num_computed_tokens=in_hbm).num_tokens
-        for prefix in left:
+        for prefix in evicted:
             self.scheduler.evict(
                 CachedPrefix(
                     block_hashes=prefix,
@@ -80,14 +80,14 @@ class Engine:
 
 
 def chat_trace(tmp_path, seed):
-    """With the keys that the scheduler makes: policies may make hashes of them."""
+    """A trace with the scheduler's own keys, because policies may hash them."""
     trace = make_trace(tmp_path, chats(random.Random(seed), num_requests=150))
     namespace = key_namespace(LAYOUT.fingerprint(), blocks_per_chunk=1)
     return dataclasses.replace(trace, keys=tuple(last_block_hash(key) + namespace for key in trace.keys))
 
 
 def hashes_of(trace, block):
-    """Those of the prefix that ends at a block."""
+    """Hashes of the prefix that ends at a block."""
     hashes: list[BlockHash] = []
     while block >= 0:
         hashes.append(last_block_hash(trace.keys[block]))
@@ -100,15 +100,15 @@ def hashes_of(trace, block):
 @pytest.mark.parametrize("num_sightings", [1, 2])
 def test_the_same_hits(tmp_path, name, hbm, num_sightings):
     trace = chat_trace(tmp_path, 6)
-    front = play_hbm(trace, hbm) if hbm else no_front(trace)
+    hbm_result = simulate_hbm(trace, hbm) if hbm else no_hbm(trace)
     for num_chunks in (40, 70, 150):
         engine = Engine(POLICIES[name], num_chunks=num_chunks, num_sightings=num_sightings)
         hits = []
         for number, request in enumerate(trace.requests):
             hashes = hashes_of(trace, request.blocks[-1])
-            hits.append(engine.serve(f"r{number}", hashes, num_hbm_blocks=front.hits[number]))
+            hits.append(engine.serve(f"r{number}", hashes, num_hbm_blocks=hbm_result.hits[number]))
         setup = TierSetup(num_chunks, num_sightings=num_sightings)
-        outcome = replay(trace, POLICIES[name](), setup, front=front)
+        outcome = replay(trace, POLICIES[name](), setup, hbm_result=hbm_result)
         assert outcome.host_hits == tuple(hits)
         assert sum(hits) > 0 or hbm > num_chunks
         stats = engine.scheduler.stats()
@@ -120,7 +120,7 @@ def test_the_same_hits(tmp_path, name, hbm, num_sightings):
 @pytest.mark.parametrize("num_sightings", [1, 2])
 def test_the_same_hits_when_hbm_evicts(tmp_path, name, num_sightings):
     trace = chat_trace(tmp_path, 7)
-    front = play_hbm(trace, 45)
+    hbm_result = simulate_hbm(trace, 45)
     for num_chunks in (40, 70, 150):
         setup = TierSetup(num_chunks, save_on=SaveEvent.HBM_EVICTION, num_sightings=num_sightings)
         engine = Engine(
@@ -128,10 +128,10 @@ def test_the_same_hits_when_hbm_evicts(tmp_path, name, num_sightings):
         )
         hits = []
         for number, request in enumerate(trace.requests):
-            left = [hashes_of(trace, block) for block in front.left[number]]
+            evicted = [hashes_of(trace, block) for block in hbm_result.evicted[number]]
             hashes = hashes_of(trace, request.blocks[-1])
-            hits.append(engine.serve(f"r{number}", hashes, num_hbm_blocks=front.hits[number], left=left))
-        outcome = replay(trace, POLICIES[name](), setup, front=front)
+            hits.append(engine.serve(f"r{number}", hashes, num_hbm_blocks=hbm_result.hits[number], evicted=evicted))
+        outcome = replay(trace, POLICIES[name](), setup, hbm_result=hbm_result)
         assert outcome.host_hits == tuple(hits)
         assert sum(hits) > 0
         assert engine.scheduler.stats().saved_blocks == outcome.num_saved

@@ -6,11 +6,11 @@ import random
 import pytest
 
 from tests.sim.traces import random_trace
-from tpu_offload.sim import belady_hits, play_hbm
+from tpu_offload.sim import belady_hits, simulate_hbm
 
 
-def by_the_words(trace, num_chunks):
-    """Request by request: count the blocks that hit before the first miss, offer all, evict down to the size."""
+def by_definition(trace, num_chunks):
+    """The definition: per request, count hits before the first miss, add all blocks, evict down to the capacity."""
     prompts = [request.blocks for request in trace.requests]
     held: set[int] = set()
     hits: list[int] = []
@@ -26,16 +26,16 @@ def by_the_words(trace, num_chunks):
         held.update(blocks)
         while len(held) > num_chunks:
             held.remove(max(held, key=lambda block: (next_use(number, block), depth(block))))
-        assert all(trace.parents[block] in held or trace.parents[block] < 0 for block in held), "a hole in a prefix"
+        assert all(trace.parents[block] in held or trace.parents[block] < 0 for block in held), "a prefix has a hole"
     return hits
 
 
-def best_of_all(trace, num_chunks, *, front=None, first_counted=0):
-    """The most hits of any schedule: between two requests any blocks that were held or in reach, holes or not."""
+def best_of_all(trace, num_chunks, *, hbm_result=None, first_counted=0):
+    """The most hits of any schedule, by exhaustive search: between requests it may keep any subset of blocks."""
     best: dict[frozenset[int], int] = {frozenset(): 0}
     in_hbm = set()
     for number, request in enumerate(trace.requests):
-        first = front.hits[number] if front else 0
+        first = hbm_result.hits[number] if hbm_result else 0
         in_hbm.update(request.blocks)
         following: dict[frozenset[int], int] = {}
         for held, num_hits in best.items():
@@ -46,16 +46,16 @@ def best_of_all(trace, num_chunks, *, front=None, first_counted=0):
                 for kept in map(frozenset, itertools.combinations(sorted(reach), size)):
                     following[kept] = max(num_hits, following.get(kept, 0))
         best = following
-        in_hbm.difference_update(front.left[number] if front else in_hbm.copy())
+        in_hbm.difference_update(hbm_result.evicted[number] if hbm_result else in_hbm.copy())
     return max(best.values())
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_by_the_words(seed):
+def test_matches_its_definition(seed):
     rng = random.Random(seed)
     trace = random_trace(rng, num_requests=rng.randint(1, 40), num_blocks=rng.randint(1, 30))
     for num_chunks in (1, 2, 3, 5, 8, 13, 30):
-        assert belady_hits(trace, num_chunks) == by_the_words(trace, num_chunks)
+        assert belady_hits(trace, num_chunks) == by_definition(trace, num_chunks)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -80,8 +80,10 @@ def test_no_way_of_saving_hits_more_behind_hbm(seed):
     rng = random.Random(seed)
     trace = random_trace(rng, num_requests=9, num_blocks=7)
     for num_hbm_blocks, num_chunks in itertools.product((1, 2, 3, 4), (1, 2, 3)):
-        front = play_hbm(trace, num_hbm_blocks)
-        assert sum(belady_hits(trace, num_chunks, front=front)) == best_of_all(trace, num_chunks, front=front)
+        hbm_result = simulate_hbm(trace, num_hbm_blocks)
+        assert sum(belady_hits(trace, num_chunks, hbm_result=hbm_result)) == best_of_all(
+            trace, num_chunks, hbm_result=hbm_result
+        )
 
 
 def test_nothing_to_hit():

@@ -11,7 +11,7 @@ import pytest
 from tests.sim.traces import chats, make_trace
 from tpu_offload.core.policies import POLICIES
 from tpu_offload.errors import InputError
-from tpu_offload.sim import BOUND, Case, Experiment, HitCounts, TierSetup, belady_hits, no_front, play_hbm, run_all
+from tpu_offload.sim import BOUND, Case, Experiment, HitCounts, TierSetup, belady_hits, no_hbm, run_all, simulate_hbm
 from tpu_offload.sim import experiment as experiment_module
 
 
@@ -29,7 +29,7 @@ def without_times(results):
 
 
 def test_processes_change_nothing(trace):
-    experiment = Experiment(trace, split=60, only_second=True, front=play_hbm(trace, 40))
+    experiment = Experiment(trace, split=60, only_second=True, hbm_result=simulate_hbm(trace, 40))
     one = without_times(run_all(experiment, all_runs(), num_jobs=1))
     two = []
     for number_and_result in run_all(experiment, all_runs(), num_jobs=2, blocks_a_process=1):
@@ -41,14 +41,14 @@ def test_processes_change_nothing(trace):
 
 
 def num_processes(experiment, runs, **kwargs):
-    """As they are when the first result comes."""
+    """The number of processes when the first result arrives."""
     with contextlib.closing(run_all(experiment, runs, **kwargs)) as results:
         next(results)
         return len(multiprocessing.active_children())
 
 
 def test_no_process_without_work_for_it(trace):
-    experiment = Experiment(trace, split=60, only_second=False, front=no_front(trace))
+    experiment = Experiment(trace, split=60, only_second=False, hbm_result=no_hbm(trace))
     runs = all_runs()
     assert num_processes(experiment, runs, num_jobs=100) == 0
     assert num_processes(experiment, runs, num_jobs=1, blocks_a_process=1) == 0
@@ -59,38 +59,40 @@ def test_no_process_without_work_for_it(trace):
 
 def test_parts_add_up(trace):
     hits = belady_hits(trace, 50)
-    result = Experiment(trace, split=60, only_second=False, front=no_front(trace)).run(Case(BOUND, 0.1, TierSetup(50)))
+    result = Experiment(trace, split=60, only_second=False, hbm_result=no_hbm(trace)).run(
+        Case(BOUND, 0.1, TierSetup(50))
+    )
     assert (result.first.num_host_hits, result.second.num_host_hits) == (sum(hits[:60]), sum(hits[60:]))
     assert result.first + result.second == HitCounts(trace.num_blocks, 0, sum(hits), 0)
 
 
 @pytest.mark.parametrize("num_hbm_blocks", [0, 40])
 def test_with_a_split_each_part_has_its_own_bound(trace, num_hbm_blocks):
-    front = play_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_front(trace)
+    hbm_result = simulate_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_hbm(trace)
     case = Case(BOUND, 0.1, TierSetup(50))
-    whole = Experiment(trace, split=60, only_second=False, front=front).run(case)
-    split = Experiment(trace, split=60, only_second=True, front=front).run(case)
+    whole = Experiment(trace, split=60, only_second=False, hbm_result=hbm_result).run(case)
+    split = Experiment(trace, split=60, only_second=True, hbm_result=hbm_result).run(case)
     before = dataclasses.replace(trace, requests=trace.requests[:60])
-    front_before = play_hbm(before, num_hbm_blocks) if num_hbm_blocks else no_front(before)
-    alone = Experiment(before, split=60, only_second=False, front=front_before).run(case)
+    hbm_result_before = simulate_hbm(before, num_hbm_blocks) if num_hbm_blocks else no_hbm(before)
+    alone = Experiment(before, split=60, only_second=False, hbm_result=hbm_result_before).run(case)
     assert split.first == alone.first
     assert split.first.num_host_hits >= whole.first.num_host_hits > 0
     assert split.second.num_host_hits >= whole.second.num_host_hits
-    assert split.second.num_host_hits == sum(belady_hits(trace, 50, first_counted=60, front=front)[60:])
-    nothing_before = Experiment(trace, split=0, only_second=True, front=front).run(case)
+    assert split.second.num_host_hits == sum(belady_hits(trace, 50, first_counted=60, hbm_result=hbm_result)[60:])
+    nothing_before = Experiment(trace, split=0, only_second=True, hbm_result=hbm_result).run(case)
     assert nothing_before.first == HitCounts(0, 0, 0, 0)
 
 
-def test_what_is_left_early_ends_its_processes(trace):
+def test_closing_it_early_ends_its_processes(trace):
     slow = dataclasses.replace(trace, requests=trace.requests * 200)
-    experiment = Experiment(slow, split=0, only_second=False, front=no_front(slow))
+    experiment = Experiment(slow, split=0, only_second=False, hbm_result=no_hbm(slow))
     begin_s = time.monotonic()
     results = run_all(experiment, [Case("lru", 0.1, TierSetup(50))] * 400, num_jobs=2)
     with contextlib.closing(results):
         next(results)
         assert len(multiprocessing.active_children()) == 2
     assert multiprocessing.active_children() == []
-    assert time.monotonic() - begin_s < 60  # all of it takes many minutes
+    assert time.monotonic() - begin_s < 60  # a full run takes many minutes
 
 
 def kill_first_process():
@@ -99,7 +101,7 @@ def kill_first_process():
 
 def test_a_process_that_is_killed(trace):
     slow = dataclasses.replace(trace, requests=trace.requests * 50)
-    experiment = Experiment(slow, split=0, only_second=False, front=no_front(slow))
+    experiment = Experiment(slow, split=0, only_second=False, hbm_result=no_hbm(slow))
     results = run_all(experiment, [Case("lru", 0.1, TierSetup(50))] * 100, num_jobs=2)
     next(results)
     kill_first_process()

@@ -1,4 +1,4 @@
-"""Replays against plain references: caches as ordered dictionaries, without the index and its policies."""
+"""Replays compared with simple references: ordered dictionaries instead of the index and its policies."""
 
 import itertools
 import random
@@ -9,14 +9,14 @@ import pytest
 from tests.sim.traces import chats, make_trace, random_trace
 from tpu_offload.config import SaveEvent
 from tpu_offload.core.policies import POLICIES, LRUPolicy, Use
-from tpu_offload.sim import SecondaryMode, TierSetup, belady_hits, play_hbm, replay
+from tpu_offload.sim import SecondaryMode, TierSetup, belady_hits, replay, simulate_hbm
 from tpu_offload.sim.tier import Tier
 
 SIZES = (1, 2, 5, 11, 23, 60, 200)
 
 
 class PlainLRU:
-    """Every block by itself, the head of a prompt more recent than its tail."""
+    """LRU by block; the head of a prompt is more recent than its tail."""
 
     def __init__(self, size):
         self.size, self.blocks = size, OrderedDict()
@@ -25,7 +25,7 @@ class PlainLRU:
         return len(list(itertools.takewhile(self.blocks.__contains__, blocks[first:])))
 
     def use(self, blocks):
-        """Returns what goes for it."""
+        """Uses blocks; returns the evicted ones."""
         for block in reversed(blocks):
             self.blocks[block] = None
             self.blocks.move_to_end(block)
@@ -94,41 +94,41 @@ def test_hbm_in_front(seed):
     for hbm_size, size in itertools.product((5, 15, 30), (8, 20, 40)):
         if min(hbm_size, size) < longest(trace):
             continue
-        front = play_hbm(trace, hbm_size)
+        hbm_result = simulate_hbm(trace, hbm_size)
         hbm, host, hits = PlainLRU(hbm_size), PlainLRU(size), []
         for number, request in enumerate(trace.requests):
             in_hbm = hbm.find(request.blocks)
-            assert front.hits[number] == in_hbm
+            assert hbm_result.hits[number] == in_hbm
             hits.append(host.find(request.blocks, in_hbm))
-            assert set(front.left[number]) == set(hbm.use(request.blocks))
+            assert set(hbm_result.evicted[number]) == set(hbm.use(request.blocks))
             host.use(request.blocks)
-        assert replay(trace, LRUPolicy(), TierSetup(size), front=front).host_hits == tuple(hits)
+        assert replay(trace, LRUPolicy(), TierSetup(size), hbm_result=hbm_result).host_hits == tuple(hits)
 
 
-def test_write_through_is_of_no_use_below_the_size_of_hbm(chat_trace):
-    """It holds what HBM holds. Saved when HBM evicts, as many chunks hit."""
-    front = play_hbm(chat_trace, 60)
+def test_write_through_is_useless_up_to_the_size_of_hbm(chat_trace):
+    """It duplicates HBM. With saves on eviction there are hits."""
+    hbm_result = simulate_hbm(chat_trace, 60)
     for size in (35, 60):
-        assert sum(replay(chat_trace, LRUPolicy(), TierSetup(size), front=front).host_hits) == 0
+        assert sum(replay(chat_trace, LRUPolicy(), TierSetup(size), hbm_result=hbm_result).host_hits) == 0
     on_eviction = TierSetup(60, save_on=SaveEvent.HBM_EVICTION)
-    hits = replay(chat_trace, LRUPolicy(), on_eviction, front=front).host_hits
-    assert 0 < sum(hits) <= sum(belady_hits(chat_trace, 60, front=front))
+    hits = replay(chat_trace, LRUPolicy(), on_eviction, hbm_result=hbm_result).host_hits
+    assert 0 < sum(hits) <= sum(belady_hits(chat_trace, 60, hbm_result=hbm_result))
 
 
 def test_saved_when_hbm_evicts_is_never_lost_with_room_for_all(chat_trace):
-    """Every block that was computed once is in HBM or in the host tier."""
-    front = play_hbm(chat_trace, 60)
-    outcome = replay(chat_trace, LRUPolicy(), TierSetup(10**4, save_on=SaveEvent.HBM_EVICTION), front=front)
-    hits = tuple(a + b for a, b in zip(front.hits, outcome.host_hits, strict=True))
+    """Every computed block is in HBM or in the host tier."""
+    hbm_result = simulate_hbm(chat_trace, 60)
+    outcome = replay(chat_trace, LRUPolicy(), TierSetup(10**4, save_on=SaveEvent.HBM_EVICTION), hbm_result=hbm_result)
+    hits = tuple(a + b for a, b in zip(hbm_result.hits, outcome.host_hits, strict=True))
     assert hits == unlimited_hits(chat_trace)
     assert outcome.num_saved < chat_trace.num_unique_blocks
 
 
 def test_a_prompt_larger_than_hbm(chat_trace):
-    front = play_hbm(chat_trace, 10)
+    hbm_result = simulate_hbm(chat_trace, 10)
     on_eviction = TierSetup(10**4, save_on=SaveEvent.HBM_EVICTION)
-    hits = replay(chat_trace, LRUPolicy(), on_eviction, front=front).host_hits
-    assert tuple(a + b for a, b in zip(front.hits, hits, strict=True)) == unlimited_hits(chat_trace)
+    hits = replay(chat_trace, LRUPolicy(), on_eviction, hbm_result=hbm_result).host_hits
+    assert tuple(a + b for a, b in zip(hbm_result.hits, hits, strict=True)) == unlimited_hits(chat_trace)
 
 
 def test_saved_at_the_second_sighting(tmp_path):
@@ -140,7 +140,7 @@ def test_saved_at_the_second_sighting(tmp_path):
 
 @pytest.mark.parametrize("mode", SecondaryMode)
 def test_a_secondary_tier_with_room_for_all(chat_trace, mode):
-    """Whatever was ever saved hits, in the one tier or the other."""
+    """Everything that was ever saved hits in one of the tiers."""
     for size in (35, 60, 200):
         setup = TierSetup(size, num_secondary_chunks=10**4, secondary_mode=mode)
         outcome = replay(chat_trace, LRUPolicy(), setup)
@@ -152,7 +152,7 @@ def test_a_secondary_tier_with_room_for_all(chat_trace, mode):
 
 
 def test_a_small_secondary_tier(chat_trace):
-    """Filled on eviction it holds other chunks than the host tier, filled on save mostly the same ones."""
+    """With demote it holds other chunks than the host tier, with cascade mostly the same."""
     sums = {}
     for mode in SecondaryMode:
         outcome = replay(chat_trace, LRUPolicy(), TierSetup(60, num_secondary_chunks=60, secondary_mode=mode))

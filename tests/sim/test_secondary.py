@@ -1,4 +1,4 @@
-"""The secondary tier alone."""
+"""The secondary tier."""
 
 from tests.core.policies.residents import chunk_keys
 from tpu_offload.sim.secondary import SecondaryTier
@@ -8,7 +8,7 @@ def held(tier):
     return [key for key in chunk_keys("a b c d") if tier.find([key], 0)]
 
 
-def test_the_tail_goes_first():
+def test_the_tail_is_evicted_first():
     tier = SecondaryTier(2)
     tier.save(chunk_keys("c b a"))
     assert held(tier) == chunk_keys("a b")
@@ -18,7 +18,7 @@ def test_the_tail_goes_first():
     assert (tier.num_saved, tier.num_evicted) == (4, 2)
 
 
-def test_what_is_there_costs_nothing_and_counts_as_used():
+def test_saving_a_resident_chunk_only_touches_it():
     tier = SecondaryTier(2)
     tier.save(chunk_keys("a b"))
     tier.save(chunk_keys("a"))
@@ -27,7 +27,7 @@ def test_what_is_there_costs_nothing_and_counts_as_used():
     assert tier.num_saved == 3
 
 
-def test_a_lookup_goes_on_where_the_host_tier_ended():
+def test_a_lookup_continues_where_the_host_tier_ended():
     tier = SecondaryTier(9)
     tier.save(chunk_keys("b c"))
     keys = chunk_keys("a b c d")

@@ -8,7 +8,7 @@ from tpu_offload.sim import TierSetup, belady_hits, read_traces, replay
 
 pytestmark = needs_shared_trace
 
-# share: LRU and the bound, as the trace's own page has them
+# By share: LRU and the bound, from the trace's own documentation.
 KNOWN = {
     0.005: (0.044, 0.183),
     0.01: (0.053, 0.246),
@@ -34,5 +34,5 @@ def test_known_figures(trace, share):
     num_chunks = round(share * trace.num_unique_blocks)
     lru = sum(replay(trace, LRUPolicy(), TierSetup(num_chunks)).host_hits) / trace.num_blocks
     bound = sum(belady_hits(trace, num_chunks)) / trace.num_blocks
-    # The page has three digits; 0.0525 was rounded up.
+    # It has three digits; 0.0525 was rounded up.
     assert (lru, bound) == pytest.approx(KNOWN[share], abs=0.00055)

@@ -35,7 +35,7 @@ def test_blocks_are_numbered_by_first_appearance(tmp_path):
 
 
 def test_keys_look_like_those_of_the_real_scheduler(tmp_path):
-    """Policies and sketches take digests: equal lengths, nothing in common."""
+    """Policies and sketches expect digests: equal lengths, unrelated values."""
     trace = make_trace(tmp_path, chats(random.Random(1), num_requests=50))
     assert {len(key) for key in trace.keys} == {24}
     assert len({key[:8] for key in trace.keys}) == len(trace.keys) == trace.num_unique_blocks
@@ -69,7 +69,7 @@ def test_ids_that_are_not_chained_are_chained(tmp_path):
 
 
 def test_chained_by_us_or_by_the_file_is_the_same(tmp_path):
-    """Ids of tokens alone give the tree that ids of whole prefixes give."""
+    """Ids of blocks alone give the same tree as ids of whole prefixes."""
     prompts = chats(random.Random(2), num_requests=60)
     plain = [[block.split("-")[-1] for block in prompt] for prompt in prompts]
     chained = [["/".join(prompt[: i + 1]) for i in range(len(prompt))] for prompt in plain]
@@ -105,7 +105,7 @@ def test_lengths_that_do_not_fit_are_noted_once(tmp_path):
     trace = read(tmp_path, *lines, request([4], input_length=9000))
     (note,) = trace.notes
     assert "line 3: input_length 9000 with 1 hash_ids of 512 tokens; --trace-block-tokens" in note
-    assert read(tmp_path, request([1, 2], input_length=40), block_tokens=16).notes == ()  # a part has no id
+    assert read(tmp_path, request([1, 2], input_length=40), block_tokens=16).notes == ()  # a partial block needs no id
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_lengths_that_do_not_fit_are_noted_once(tmp_path):
         ('{"timestamp": 1e400, "hash_ids": []}', '"timestamp"'),
         (request([1], True), '"timestamp"'),
         ('{"timestamp": NaN, "hash_ids": []}', '"timestamp"'),
-        ({"timestamp": 1}, '"hash_ids" is missing; expected a list of numbers of at least 0 or strings, one a block'),
+        ({"timestamp": 1}, '"hash_ids" is missing; expected a list of numbers of at least 0 or strings, one per block'),
         (request([], hash_ids=None), '"hash_ids" is None; expected a list'),
         (request([1.5]), '"hash_ids" is [1.5]; expected a list'),
         (request([True]), '"hash_ids" is [True]; expected a list'),

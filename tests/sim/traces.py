@@ -1,4 +1,4 @@
-"""Small traces, and files of them."""
+"""Small traces and trace files."""
 
 import json
 from pathlib import Path
@@ -10,12 +10,12 @@ from tpu_offload.types import ChunkKey
 
 SHARED_TRACE = Path(__file__).parents[2].parent / "shared" / "traces" / "conversation_trace.jsonl"
 needs_shared_trace = pytest.mark.skipif(
-    not SHARED_TRACE.exists(), reason="the shared trace is not beside this checkout (../shared/traces)"
+    not SHARED_TRACE.exists(), reason="the shared trace is not next to this checkout"
 )
 
 
 def write_trace(path, prompts, *, times_ms=None):
-    """One request a prompt, a second apart by default."""
+    """Writes a trace file with a request per prompt, by default a second apart."""
     times_ms = times_ms or [1000 * i for i in range(len(prompts))]
     lines = [
         {"timestamp": time, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": list(ids)}
@@ -30,7 +30,7 @@ def make_trace(tmp_path, prompts):
 
 
 def random_trace(rng, *, num_requests, num_blocks):
-    """Prompts that are paths in a random tree, made without a file: nodes are numbered as they first appear."""
+    """A trace without a file: prompts are paths in a random tree, nodes numbered by first appearance."""
     parents = [rng.randrange(i) if i and rng.random() < 0.8 else -1 for i in range(num_blocks)]
     paths = []
     for _ in range(num_requests):
@@ -53,7 +53,7 @@ def random_trace(rng, *, num_requests, num_blocks):
 
 
 def chats(rng, *, num_requests, num_chats=12):
-    """Prompts of conversations that grow, over two system prompts; as ids."""
+    """Prompts, as ids, of growing conversations with two system prompts."""
     histories = [[f"system-{i % 2}-{j}" for j in range(3)] for i in range(num_chats)]
     prompts = []
     for number in range(num_requests):

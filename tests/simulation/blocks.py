@@ -1,4 +1,4 @@
-"""The simulated engine's blocks of HBM: reference counts, and a prefix cache by hash."""
+"""The simulated engine's HBM blocks: refcounts, and a prefix cache by hash."""
 
 import itertools
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from tpu_offload import BlockHash
 
 @final
 class BlockPool:
-    """Freed blocks stay cached until they are granted again."""
+    """Allocates blocks; freed blocks stay cached until they are allocated again."""
 
     def __init__(self, num_blocks: int) -> None:
         self._refs = [0] * num_blocks
@@ -27,7 +27,7 @@ class BlockPool:
         return self._block_of.get(block_hash)
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Cached blocks of the longest known prefix."""
+        """The cached blocks of the longest cached prefix."""
         found = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -37,7 +37,7 @@ class BlockPool:
         return found
 
     def num_free_without(self, shared: Sequence[int]) -> int:
-        """Blocks that can be allocated once these cached ones are shared."""
+        """Number of blocks that can be allocated after sharing these cached ones."""
         return len(self._free) - sum(self._refs[block] == 0 for block in shared)
 
     def share(self, blocks: Sequence[int]) -> None:
@@ -46,8 +46,8 @@ class BlockPool:
                 del self._free[block]
             self._refs[block] += 1
 
-    def next_to_go(self, num_blocks: int) -> list[BlockHash]:
-        """What is cached in the blocks that would be granted next."""
+    def next_evicted(self, num_blocks: int) -> list[BlockHash]:
+        """Hashes of the cached blocks that allocating `num_blocks` would evict."""
         blocks = itertools.islice(self._free, num_blocks)
         return [self._hash_of[block] for block in blocks if block in self._hash_of]
 
@@ -61,7 +61,7 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, block_hash: BlockHash) -> None:
-        """The KV of these contents is in a held block."""
+        """Adds a held block to the prefix cache."""
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
@@ -75,7 +75,7 @@ class BlockPool:
                 self._free[block] = None
                 self._free.move_to_end(block, last=block in self._hash_of)
 
-    def forget(self) -> None:
-        """Nothing cached is found any more."""
+    def invalidate(self) -> None:
+        """Empties the prefix cache."""
         self._hash_of.clear()
         self._block_of.clear()

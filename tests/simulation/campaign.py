@@ -1,4 +1,4 @@
-"""Runs many seeds, over processes, and adds up what happened."""
+"""Runs many seeds in several processes and sums their counts."""
 
 import contextlib
 import dataclasses
@@ -17,11 +17,11 @@ _BATCH = 10
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of some seeds.
+    """The outcome of some seeds.
 
     Attributes:
-      num_seeds: how many.
-      totals: what happened in their lives.
+      num_seeds: number of seeds.
+      totals: counts of events, over all seeds.
       violations: by seed.
     """
 
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def run_seeds(seeds: Sequence[int], num_steps: int) -> Outcome:
-    """Runs these seeds, one after the other."""
+    """Runs seeds sequentially."""
     totals: Counter[str] = Counter()
     violations = {}
     for seed in seeds:
@@ -41,7 +41,7 @@ def run_seeds(seeds: Sequence[int], num_steps: int) -> Outcome:
             for action in actions:
                 world.act(action)
             world.finish()
-        except Exception as e:  # an error of the library's is a violation like any other
+        except Exception as e:  # any exception of the library is a violation
             violations[seed] = failure_of(e)
         most = max(totals["most steps to finish"], world.counts["most steps to finish"])
         totals += world.totals()
@@ -50,7 +50,7 @@ def run_seeds(seeds: Sequence[int], num_steps: int) -> Outcome:
 
 
 def run_campaign(first_seed: int, num_seeds: int, num_steps: int, *, num_jobs: int) -> Generator[Outcome]:
-    """Runs seeds over processes; yields what came of a few at a time. Closing it ends the processes."""
+    """Runs seeds in several processes; yields outcomes of a few seeds at a time. Closing it ends the processes."""
     end = first_seed + num_seeds
     firsts = range(first_seed, end, _BATCH)
     batches = [(range(first, min(first + _BATCH, end)), num_steps) for first in firsts]
@@ -58,13 +58,13 @@ def run_campaign(first_seed: int, num_seeds: int, num_steps: int, *, num_jobs: i
         for batch in batches:
             yield run_seeds(*batch)
         return
-    # Not fork: jax, which tpu_offload.worker imports, has threads.
+    # Not fork: jax, which tpu_offload.worker imports, starts threads.
     with multiprocessing.get_context("spawn").Pool(num_jobs, _ignore_interrupt) as pool:
         yield from pool.imap_unordered(_run_batch, batches)
 
 
 def add_up(outcomes: list[Outcome]) -> Outcome:
-    """All of them as one."""
+    """Merges outcomes."""
     totals: Counter[str] = Counter()
     violations: dict[int, str] = {}
     most = 0
@@ -77,7 +77,7 @@ def add_up(outcomes: list[Outcome]) -> Outcome:
 
 
 def summary(outcome: Outcome, *, seconds: float) -> str:
-    """One line."""
+    """The outcome in one line."""
     t = outcome.totals
     faults = ", ".join(f"{kind} {t[f'fault: {kind}']}" for kind in RATES if t[f"fault: {kind}"])
     return (
@@ -97,6 +97,6 @@ def _run_batch(batch: tuple[range, int]) -> Outcome:
 
 
 def _ignore_interrupt() -> None:
-    """The parent hears Ctrl-C and ends its children."""
+    """Ignores Ctrl-C in a child; the parent handles it and ends its children."""
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)

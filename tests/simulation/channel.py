@@ -1,4 +1,4 @@
-"""The way of reports from one worker to the scheduler: late, lost, doubled, and now and then out of order."""
+"""The channel from one worker to the scheduler: reports can be late, lost, duplicated or reordered."""
 
 from typing import final
 
@@ -7,10 +7,10 @@ from tpu_offload import StepReport
 
 @final
 class Channel:
-    """Carries reports. What goes wrong is asked for beforehand and happens to the next report.
+    """Carries reports. Faults are armed in advance and apply to the next reports.
 
     Args:
-      delay: steps that a report is on its way.
+      delay: steps until a report arrives.
     """
 
     def __init__(self, delay: int) -> None:
@@ -19,7 +19,7 @@ class Channel:
         self.num_to_drop = 0
         self.num_to_double = 0
         self.hold_for = 0
-        self._on_the_way: list[tuple[int, StepReport]] = []
+        self._in_flight: list[tuple[int, StepReport]] = []
 
     def send(self, report: StepReport, step: int) -> None:
         if step < self.mute_until:
@@ -29,18 +29,18 @@ class Channel:
             return
         due = step + self.delay + self.hold_for
         self.hold_for = 0
-        self._on_the_way.append((due, report))
+        self._in_flight.append((due, report))
         if self.num_to_double:
             self.num_to_double -= 1
-            self._on_the_way.append((due + 2, report))
+            self._in_flight.append((due + 2, report))
 
     def delay_all(self, num_steps: int) -> None:
-        """What is on the way takes longer."""
-        self._on_the_way = [(due + num_steps, report) for due, report in self._on_the_way]
+        """Delays all reports in flight."""
+        self._in_flight = [(due + num_steps, report) for due, report in self._in_flight]
 
     def receive(self, step: int) -> list[StepReport]:
-        """What has arrived."""
-        arrived = [report for due, report in self._on_the_way if due <= step]
+        """The reports that have arrived."""
+        arrived = [report for due, report in self._in_flight if due <= step]
         if arrived:
-            self._on_the_way = [entry for entry in self._on_the_way if entry[0] > step]
+            self._in_flight = [entry for entry in self._in_flight if entry[0] > step]
         return arrived

@@ -1,53 +1,37 @@
 """The command behind `scripts/simulate`."""
 
+import functools
 import os
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from tests.simulation import campaign, shrink, trace
-from tpu_offload.cli.command import interrupt_once, run_command
-from tpu_offload.cli.options import Command, input_file, number
+from tpu_offload.cli.command import run_command, run_process
+from tpu_offload.cli.options import Command, input_file, number, option
 from tpu_offload.cli.report import progress
 from tpu_offload.errors import InputError
 
-_MAX_SHOWN = 3  # violations that are cut down; one of each kind
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Returns:
-      Exit status, see `run_command`; 1 when a rule was broken.
-    """
-    return run_command(_command, argv, prog="simulate")
+_MAX_SHOWN = 3  # number of violations that are shrunk; one of each kind
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command(cls=Command, exclusive=[("seeds", "seed", "replay"), ("first_seed", "seed"), ("first_seed", "replay")])
-@number("--seeds", "lives to run (default 200)", default=200)
-@number("--seed", "runs this one and tells all of it", low=0, high=2**63)
-@click.option("--replay", type=input_file, metavar="FILE", help="runs a trace that was saved and tells all of it")
-@number("--first-seed", "the first (default 0)", low=0, high=2**63, default=0)
-@number(
-    "--steps",
-    f"steps with faults in each life, before it comes to its end (default {campaign.DEFAULT_STEPS})",
-    default=campaign.DEFAULT_STEPS,
-)
-@number("--jobs", "processes (default one for each core)", high=1024, default=os.cpu_count() or 1)
-@click.option(
-    "--save",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=Path(),
-    metavar="DIR",
-    help="where to save the traces of violations (default .)",
-)
+@number("--seeds", "number of runs (200)", default=200)
+@number("--seed", "run this seed and print every event", low=0, high=2**63)
+@option("--replay", input_file, "FILE", "run a saved trace and print every event")
+@number("--first-seed", "seed of the first run (0)", low=0, high=2**63, default=0)
+@number("--steps", f"steps with faults in each run ({campaign.DEFAULT_STEPS})", default=campaign.DEFAULT_STEPS)
+@number("--jobs", "processes (one per core)", high=1024, default=os.cpu_count() or 1)
+@option("--save", _DIRECTORY, "DIR", "where to save the traces of violations (.)", default=Path())
 def _command(
     seeds: int, seed: int | None, replay: Path | None, first_seed: int, steps: int, jobs: int, save: Path
 ) -> int:
-    """Lets the scheduler live through random lives with faults of every kind, and checks every byte."""
+    """Runs the scheduler in random simulations with faults of every kind, and checks every byte.
+
+    Exit status 1 if a rule was broken.
+    """
     if replay is not None:
         return _replay(*_load(replay))
     if seed is not None:
@@ -63,7 +47,7 @@ def _load(path: Path) -> tuple[trace.Setup, list[trace.Action]]:
 
 
 def _campaign(seeds: range, num_steps: int, *, num_jobs: int, save: Path) -> int:
-    """Runs the seeds; a line of totals at the end, also when interrupted."""
+    """Runs the seeds; prints a line of totals at the end, also on an interrupt."""
     start_s = time.monotonic()
     outcomes: list[campaign.Outcome] = []
     interrupted = False
@@ -90,7 +74,7 @@ def _campaign(seeds: range, num_steps: int, *, num_jobs: int, save: Path) -> int
 
 
 def _show_violations(violations: dict[int, str], num_steps: int, directory: Path) -> None:
-    """One of each kind, cut down."""
+    """Prints a shrunk trace for a violation of each kind."""
     kinds: dict[str, int] = {}
     for seed in sorted(violations):
         kinds.setdefault(shrink.kind_of(violations[seed]), seed)
@@ -105,8 +89,8 @@ def _show_minimal(seed: int, num_steps: int, directory: Path) -> None:
     print(f"\nseed {seed}: {violation}")
     print(f"a minimal trace of {len(actions)} actions:")
     print("\n".join(shrink.explain(setup, actions)))
-    print(f"it is saved; replay it with: scripts/simulate --replay {path}")
-    print(f"replay all of the seed with: scripts/simulate --seed {seed} --steps {num_steps}\n")
+    print(f"saved; replay it with: scripts/simulate --replay {path}")
+    print(f"replay the whole run with: scripts/simulate --seed {seed} --steps {num_steps}\n")
 
 
 def _replay_seed(seed: int, num_steps: int, directory: Path) -> int:
@@ -125,6 +109,7 @@ def _replay(setup: trace.Setup, actions: list[trace.Action]) -> int:
     return 1 if violation else 0
 
 
+main = functools.partial(run_command, _command, prog="simulate")
+
 if __name__ == "__main__":
-    interrupt_once()
-    sys.exit(main())
+    run_process(main)

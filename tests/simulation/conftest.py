@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def others_hear_the_library():
-    """A simulated life silences the library's log, for its faults would fill it."""
+    """Restores the library's log level: a simulated run silences its log, which injected faults would flood."""
     logger = logging.getLogger("tpu_offload")
     level = logger.level
     yield

@@ -1,8 +1,10 @@
-"""The simulated engine: continuous batching over a prefix cache, with everything an engine does to the library.
+"""The simulated engine: continuous batching over a prefix cache, using every call of the library.
 
-It is first come, first served. Which tokens a step computes, which drafts come true and whether a preempted request
-is swapped out is decided by the number of the step. The model is deterministic: the next token is a function of the
-tokens before it, so that requests which part in a crash meet again.
+Requests are served first come, first served. The step's number decides which tokens are computed, which drafts are
+accepted and whether a preempted request is swapped out. The model is deterministic: the next token is a function of the
+previous ones, so requests with a common prefix that diverge by a fault can share blocks again.
+
+One long file, because all of it changes the same requests and blocks.
 """
 
 from collections import Counter
@@ -12,33 +14,35 @@ from typing import final
 from tests.simulation.blocks import BlockPool
 from tests.simulation.memory import Junk, Prefixes, Violation, kv, mix
 from tests.simulation.model import Model
-from tests.simulation.request import Phase, Request, Run
+from tests.simulation.request import Phase, Request, TokenSpan
 from tests.simulation.trace import Setup
 from tpu_offload import (
     BlockHash,
     BlockHasher,
     CachedPrefix,
     KVLayout,
+    Match,
     MatchState,
     OffloadScheduler,
     ScheduledRequest,
     Update,
 )
 
-_WAITS = (Phase.LOADING, Phase.OUT, Phase.RETURNING)
+_WAITS = (Phase.LOADING, Phase.SWAPPED, Phase.RETURNING)
 
 
 @final
 class SimEngine:
-    """Requests and blocks.
+    """The simulated engine: requests, their blocks and the calls of the library.
 
     Args:
       setup: sizes.
-      layout: for the hashes.
-      scheduler: the real one.
-      model: is told what the engine asks for.
-      junk: where KV that nobody may use comes from.
-      log: is called with what happens.
+      layout: layout for the hashes.
+      scheduler: the real scheduler.
+      model: notified of the engine's calls.
+      clock: the simulated time.
+      junk: source of KV that must not be used.
+      log: called with a line per event.
     """
 
     def __init__(
@@ -47,12 +51,14 @@ class SimEngine:
         layout: KVLayout,
         scheduler: OffloadScheduler,
         model: Model,
+        clock: Callable[[], float],
         junk: Junk,
         log: Callable[[str], None],
     ) -> None:
         self.setup = setup
         self.scheduler = scheduler
         self.model = model
+        self.clock = clock
         self.junk = junk
         self.log = log
         self.prefixes = Prefixes()
@@ -63,12 +69,12 @@ class SimEngine:
         self.counts: Counter[str] = Counter()
         self.epoch = 0
         self._num_arrived = 0
-        self._origins: dict[BlockHash, tuple[Request, int]] = {}  # of cached contents, and some that are no more
+        self._origins: dict[BlockHash, tuple[Request, int]] = {}  # of cached blocks, and of some already evicted
 
-    # What happens from outside.
+    # External events.
 
     def arrive(self, a: int, b: int) -> None:
-        """A request with a prompt from a small tree of prompts, or the next turn of one that has ended."""
+        """Adds a request with a prompt from a small tree of prompts, or the next turn of a finished one."""
         setup = self.setup
         if len(self.requests) >= setup.max_requests:
             return
@@ -82,7 +88,7 @@ class SimEngine:
         self.submit(tokens, salt=salt, max_tokens=min(limit, len(tokens) + 1 + mix(b, 2) % 14))
 
     def submit(self, tokens: list[int], *, salt: int, max_tokens: int) -> None:
-        """A request with this prompt."""
+        """Adds a request with this prompt."""
         self._num_arrived += 1
         name = next(name for i in range(9) if (name := f"r{(self._num_arrived + i) % 9}") not in self.requests)
         request = Request(name, self._num_arrived, salt, [], [], len(tokens), max_tokens)
@@ -100,109 +106,111 @@ class SimEngine:
             self._finish(request)
 
     def preempt_one(self, a: int, b: int) -> None:
-        request = self._pick(a, (r for r in self.requests.values() if r.phase.holds_blocks or r.phase is Phase.PARKED))
+        request = self._pick(
+            a, (r for r in self.requests.values() if r.phase.holds_blocks or r.phase is Phase.PROMISED)
+        )
         if request is not None:
             self._preempt(request, swap=b % 3 > 0)
 
     def reset(self, a: int) -> None:
-        """New weights: the caches are void. Requests start over, or go on with what they have."""
-        self.log(f"reset to epoch {self.epoch + 1}; requests {'start over' if a % 3 == 0 else 'go on'}")
+        """New weights: resets the caches. Requests restart, or continue with the KV that they have."""
+        self.log(f"reset to epoch {self.epoch + 1}; requests {'restart' if a % 3 == 0 else 'continue'}")
         self.counts["resets"] += 1
         self.counts["resets with loads in flight"] += any(r.phase is Phase.LOADING for r in self.requests.values())
         if a % 3 == 0:
             for request in self._queue():
-                if request.phase.holds_blocks or request.phase is Phase.PARKED:
+                if request.phase.holds_blocks or request.phase is Phase.PROMISED:
                     self._preempt(request, swap=False)
         self.epoch += 1
-        self.pool.forget()
+        self.pool.invalidate()
         self.scheduler.reset()
         self.model.on_reset()
         for request in self.requests.values():
-            if request.phase is Phase.PARKED and a % 4 < 2:
+            if request.phase is Phase.PROMISED and a % 4 < 2:
                 self._release(request)
-            self.counts["promises that a reset took back"] += request.phase is Phase.PARKED
-            request.tainted = request.phase.holds_blocks and request.num_computed > 0
-            request.is_void = request.phase in (Phase.OUT, Phase.RETURNING)
+            self.counts["promises revoked by a reset"] += request.phase is Phase.PROMISED
+            request.is_stale = request.phase.holds_blocks and request.num_computed > 0
+            request.swap_is_stale = request.phase in (Phase.SWAPPED, Phase.RETURNING)
 
-    def lose_hbm(self) -> None:
-        """A worker has lost the KV caches, as an update says: everybody starts over."""
+    def lose_caches(self) -> None:
+        """A worker has lost the KV caches, by an update: preempts all requests with blocks."""
         for request in self._queue():
             if request.phase.holds_blocks:
                 self._preempt(request, swap=False, is_lost=True)
-        self.pool.forget()
-        self.counts["losses of the caches heard of"] += 1
+        self.pool.invalidate()
+        self.counts["reported losses of the caches"] += 1
 
     # The step.
 
-    def schedule(self, number: int) -> list[Run]:
-        """Chooses what the coming step computes; 0 stands for everything that fits."""
+    def schedule(self, number: int) -> list[TokenSpan]:
+        """Chooses what the next step computes; number 0 computes everything that fits."""
         budget = self.setup.max_batch
-        runs: list[Run] = []
+        spans: list[TokenSpan] = []
         for request in [r for r in self._queue() if r.phase is Phase.RUNNING]:
             dice = mix(number, request.arrival) if number else 0
             if request.phase is Phase.RUNNING and budget > 0 and not (dice and dice % 6 == 0):
-                run = self._plan_run(request, dice, budget)
-                if run is not None:
-                    runs.append(run)
-                    budget -= run.end - run.start
-        runs = [run for run in runs if run.request.phase is Phase.RUNNING and run.request.blocks]
-        for request in [r for r in self._queue() if r.phase in (Phase.WAITING, Phase.PARKED, Phase.OUT)]:
+                span = self._plan_span(request, dice, budget)
+                if span is not None:
+                    spans.append(span)
+                    budget -= span.end - span.start
+        spans = [span for span in spans if span.request.phase is Phase.RUNNING and span.request.blocks]
+        for request in [r for r in self._queue() if r.phase in (Phase.WAITING, Phase.PROMISED, Phase.SWAPPED)]:
             dice = mix(number, request.arrival + 500) if number else 0
-            if not self._enter(request, dice):
+            if not self._try_admit(request, dice):
                 break
             if request.phase is Phase.RUNNING and budget > 0:
-                run = self._plan_run(request, dice, budget)
-                if run is not None:
-                    runs.append(run)
-                    budget -= run.end - run.start
+                span = self._plan_span(request, dice, budget)
+                if span is not None:
+                    spans.append(span)
+                    budget -= span.end - span.start
         if number and mix(number, 4242) % 10 == 0:
-            self._change_mind(mix(number, 4243))
-        return [run for run in runs if run.request.phase is Phase.RUNNING and run.request.blocks]
+            self._stop_a_waiting_request(mix(number, 4243))
+        return [span for span in spans if span.request.phase is Phase.RUNNING and span.request.blocks]
 
-    def name(self, runs: list[Run], number: int) -> list[ScheduledRequest]:
-        """The requests in which the step completes a block, and now and then others."""
-        named = []
-        for run in runs:
-            request = run.request
-            num_full = run.end // self.setup.block_size
+    def changed_requests(self, spans: list[TokenSpan], number: int) -> list[ScheduledRequest]:
+        """The requests for `plan_step`: those in which the step completes a block, and occasionally others."""
+        changed = []
+        for span in spans:
+            request = span.request
+            num_full = span.end // self.setup.block_size
             if num_full != request.num_named or (number and mix(number, request.arrival + 900) % 7 == 0):
                 request.num_named = num_full
-                named.append(
+                changed.append(
                     ScheduledRequest(
                         request_id=request.name,
                         block_tables=[request.blocks],
                         block_hashes=request.hashes,
                         num_prompt_tokens=request.num_prompt,
-                        num_computed_tokens=run.end,
+                        num_computed_tokens=span.end,
                     )
                 )
-        return named
+        return changed
 
-    def writes(self, runs: list[Run]) -> list[tuple[int, int, int]]:
-        """(block, offset, KV) of all that the forward pass writes; notes what the requests' KV is from then on."""
+    def writes(self, spans: list[TokenSpan]) -> list[tuple[int, int, int]]:
+        """(block, offset, KV) of all writes of the forward pass; updates the KV that requests must have."""
         writes, size = [], self.setup.block_size
-        for run in runs:
-            request = run.request
-            for _ in range(run.num_accepted):
+        for span in spans:
+            request = span.request
+            for _ in range(span.num_accepted):
                 self._sample(request)
-            num_right = run.end + run.num_accepted
-            del request.kv[run.start :]
-            for i in range(run.start, num_right):
-                request.kv.append(self.junk.one() if request.tainted else kv(request.nodes[i], self.epoch))
+            num_right = span.end + span.num_accepted
+            del request.kv[span.start :]
+            for i in range(span.start, num_right):
+                request.kv.append(self.junk.one() if request.is_stale else kv(request.nodes[i], self.epoch))
                 writes.append((request.blocks[i // size], i % size, request.kv[i]))
-            for i in range(num_right, run.end + run.num_drafts):
+            for i in range(num_right, span.end + span.num_drafts):
                 writes.append((request.blocks[i // size], i % size, self.junk.one()))
         return writes
 
-    def complete(self, runs: list[Run]) -> None:
-        """The step has run."""
-        for run in runs:
-            request = run.request
+    def complete(self, spans: list[TokenSpan]) -> None:
+        """Processes the results of the step."""
+        for span in spans:
+            request = span.request
             first = request.num_computed // self.setup.block_size
-            request.num_computed = run.end + run.num_accepted
+            request.num_computed = span.end + span.num_accepted
             self._register(request, first)
-            self.counts["accepted drafts"] += run.num_accepted
-            self.counts["rejected drafts"] += run.num_drafts - run.num_accepted
+            self.counts["accepted drafts"] += span.num_accepted
+            self.counts["rejected drafts"] += span.num_drafts - span.num_accepted
             if request.num_computed == len(request.tokens):
                 if len(request.tokens) < request.max_tokens:
                     self._sample(request)
@@ -213,12 +221,12 @@ class SimEngine:
                     self._finish(request)
 
     def take(self, update: Update) -> None:
-        """What the library says became of loads and swaps."""
+        """Processes an update: ended loads and swaps, lost caches."""
         for name in update.loaded:
             request = self._waiting_for(name, Phase.LOADING, "loaded")
             first = request.num_computed // self.setup.block_size
             self.model.on_end_of_load(name, request.num_loading, finished=True)
-            self._come(request, request.num_computed + request.num_loading)
+            self._end_load(request, request.num_computed + request.num_loading)
             self._register(request, first)
             self.counts["loaded requests"] += 1
         for failed in update.failed_loads:
@@ -229,34 +237,34 @@ class SimEngine:
             first = min(request.num_computed, failed.num_valid_tokens) // self.setup.block_size
             self.counts["loads used in part"] += request.num_computed < failed.num_valid_tokens
             self.model.on_end_of_load(request.name, failed.num_valid_tokens - request.num_computed, finished=False)
-            self._come(request, failed.num_valid_tokens)
+            self._end_load(request, failed.num_valid_tokens)
             self._register(request, first)
             self.counts["failed loads"] += 1
-            self.log(f"{request.name}: load failed, {failed.num_valid_tokens} tokens are there")
+            self.log(f"{request.name}: load failed, {failed.num_valid_tokens} tokens are valid")
         for name in update.swapped_in:
             request = self._waiting_for(name, Phase.RETURNING, "swapped in")
-            if request.is_void:
-                raise Violation(f"{name} is back with KV of before the reset")
+            if request.swap_is_stale:
+                raise Violation(f"{name} was swapped in with KV from before the reset")
             request.phase = Phase.RUNNING
             self.counts["swapped in"] += 1
-            self.log(f"{name} is back")
+            self.log(f"{name} is swapped in")
         for name in update.lost_swaps:
             swapped = self.requests.get(name)
-            if swapped is None or swapped.phase not in (Phase.OUT, Phase.RETURNING):
-                raise Violation(f"a swap of {name} is lost that the engine does not know")
+            if swapped is None or swapped.phase not in (Phase.SWAPPED, Phase.RETURNING):
+                raise Violation(f"an update says that the swap of {name} is lost, but it is not swapped out")
             self.counts["lost swaps"] += 1
             self.log(f"{name}: swap is lost")
-            self._give_blocks_back(swapped)
+            self._release_blocks(swapped)
         if update.lost_caches:
             self.log(f"workers {update.lost_caches} have lost the KV caches")
-            self.lose_hbm()
+            self.lose_caches()
 
-    # Inside.
+    # Internals.
 
-    def _change_mind(self, dice: int) -> None:
-        """A request goes that waits for a copy, maybe before the workers have heard of that."""
+    def _stop_a_waiting_request(self, dice: int) -> None:
+        """Aborts or preempts a request that waits for a copy, possibly before the workers received it."""
         request = self._pick(dice >> 4, (r for r in self.requests.values() if r.phase in _WAITS))
-        if request is not None and (dice % 4 == 0 or request.phase is Phase.OUT):
+        if request is not None and (dice % 4 == 0 or request.phase is Phase.SWAPPED):
             self.log(f"{request.name} is aborted while {request.phase.value}")
             self.counts[f"aborts while {request.phase.value}"] += 1
             self._finish(request)
@@ -290,8 +298,8 @@ class SimEngine:
     def _sample(self, request: Request) -> None:
         self._append(request, mix(request.nodes[-1], 77) % 2)
 
-    def _come(self, request: Request, num_computed: int) -> None:
-        """A load brought the KV up to here."""
+    def _end_load(self, request: Request, num_computed: int) -> None:
+        """The request's KV is loaded up to `num_computed` tokens: it can run."""
         del request.kv[num_computed:]
         for i in range(len(request.kv), num_computed):
             request.kv.append(kv(request.nodes[i], self.epoch))
@@ -300,23 +308,23 @@ class SimEngine:
         request.phase = Phase.RUNNING
 
     def _register(self, request: Request, first: int) -> None:
-        if not request.tainted and self.setup.hbm_cache:
+        if not request.is_stale and self.setup.hbm_cache:
             for i in range(first, request.num_computed // self.setup.block_size):
                 self.pool.register(request.blocks[i], request.hashes[i])
                 self._origins.setdefault(request.hashes[i], (request, i))
 
-    def _plan_run(self, request: Request, dice: int, budget: int) -> Run | None:
-        """One request's part in the step, with the blocks for it; None if it had to give up its own."""
+    def _plan_span(self, request: Request, dice: int, budget: int) -> TokenSpan | None:
+        """The tokens of a request in the step, with blocks for them; None if the request itself was preempted."""
         start, known = request.num_computed, len(request.tokens)
         num_tokens = min(known - start, budget)
         if dice >> 4 & 1:
             num_tokens = min(num_tokens, 1 + (dice >> 5) % 7)
-        run = Run(request, start, start + num_tokens)
-        if run.end == known and self.setup.max_drafts:
+        span = TokenSpan(request, start, start + num_tokens)
+        if span.end == known and self.setup.max_drafts:
             room = request.max_tokens - known
-            run.num_drafts = min((dice >> 8) % (self.setup.max_drafts + 1), max(0, room - 1))
-            run.num_accepted = (dice >> 12) % (run.num_drafts + 1)
-        missing = -(-(run.end + run.num_drafts) // self.setup.block_size) - len(request.blocks)
+            span.num_drafts = min((dice >> 8) % (self.setup.max_drafts + 1), max(0, room - 1))
+            span.num_accepted = (dice >> 12) % (span.num_drafts + 1)
+        missing = -(-(span.end + span.num_drafts) // self.setup.block_size) - len(request.blocks)
         while missing > self.pool.num_free:
             victim = [r for r in self._queue() if r.phase.holds_blocks][-1]
             self._preempt(victim, swap=not dice >> 16 & 1)
@@ -324,12 +332,12 @@ class SimEngine:
                 return None
         if missing > 0:
             request.blocks += self._allocate(missing)
-        return run
+        return span
 
-    def _enter(self, request: Request, dice: int) -> bool:
-        """Gives a waiting request blocks; False if it, and those behind it, have to wait."""
-        if request.phase is Phase.OUT:
-            return dice % 8 > 0 or self._bring_back(request)  # it may let others pass
+    def _try_admit(self, request: Request, dice: int) -> bool:
+        """Grants blocks to a waiting request; False if it, and those behind it, must wait."""
+        if request.phase is Phase.SWAPPED:
+            return dice % 8 > 0 or self._try_swap_in(request)  # sometimes it lets others go first
         size, num_tokens = self.setup.block_size, len(request.tokens)
         cached: list[int] = []
         if request.phase is Phase.WAITING:
@@ -340,25 +348,41 @@ class SimEngine:
             )
             request.num_promised = found.num_tokens
             self.model.on_match(request, num_cached, self.epoch)
+            self._check_wait(request, found)
             if dice % 5 == 1 and found.state is MatchState.ARRIVING:
                 self.counts["waits for a save"] += 1
                 self._release(request)
                 return False
         missing = -(-num_tokens // size) - len(cached)
-        lingers = dice % 5 == 2 or (request.phase is Phase.PARKED and dice % 2)
+        lingers = dice % 5 == 2 or (request.phase is Phase.PROMISED and dice % 2)
         if missing > self.pool.num_free_without(cached) or lingers:
             if (request.phase is Phase.WAITING and dice >> 20 & 1) or cached or not request.num_promised:
                 self._release(request)
             else:
-                request.phase = Phase.PARKED
+                request.phase = Phase.PROMISED
             return False
         self.pool.share(cached)
         self._admit(request, [*cached, *self._allocate(missing)], len(cached) * size, dice)
         return True
 
+    def _check_wait(self, request: Request, found: Match) -> None:
+        """Raises Violation unless a match answers ARRIVING only until the deadline that the first one set."""
+        now_s = self.clock()
+        if found.until_s is None:
+            timed_out = 0 < request.waits_until_s <= now_s and found.num_tokens <= request.num_found
+            self.counts["waits for a save that timed out"] += timed_out
+            request.waits_until_s = 0.0
+            return
+        latest_s = request.waits_until_s or now_s + self.setup.save_wait_s
+        if not now_s < found.until_s <= latest_s:
+            raise Violation(
+                f"{request.name} waits until {found.until_s:g} s; expected {latest_s:g} s at most, now is {now_s:g} s"
+            )
+        request.waits_until_s, request.num_found = found.until_s, found.num_tokens
+
     def _allocate(self, num_blocks: int) -> list[int]:
-        """Takes free blocks, and tells of what is cached there."""
-        for block_hash in self.pool.next_to_go(num_blocks):
+        """Allocates free blocks, and reports the cached prefixes that this evicts."""
+        for block_hash in self.pool.next_evicted(num_blocks):
             request, number = self._origins.pop(block_hash)
             self.scheduler.evict(
                 CachedPrefix(
@@ -379,24 +403,25 @@ class SimEngine:
     def _admit(self, request: Request, blocks: list[int], num_cached: int, dice: int) -> None:
         num_loaded, request.num_promised = request.num_promised, 0
         if num_loaded and dice % 11 == 3:
-            num_loaded = dice % num_loaded  # the engine may take less
+            num_loaded = dice % num_loaded  # an engine may take fewer tokens
+        request.waits_until_s = 0.0
         self.scheduler.admit(request.name, [blocks], num_loaded_tokens=num_loaded)
         self.model.on_admit(request.name, num_loaded)
         request.blocks = blocks
         request.num_computed, request.num_loading, request.num_named = num_cached, num_loaded, 0
         request.kv = [kv(node, self.epoch) for node in request.nodes[:num_cached]]
-        request.tainted = False
+        request.is_stale = False
         request.phase = Phase.LOADING if num_loaded else Phase.RUNNING
         self.counts["admitted"] += 1
         self.log(f"{request.name} is admitted: {num_cached} tokens in HBM, {num_loaded} to load")
 
-    def _bring_back(self, request: Request) -> bool:
+    def _try_swap_in(self, request: Request) -> bool:
         size, swap = self.setup.block_size, self.scheduler.swap
-        if not swap.can_return(request.name):
+        if not swap.can_swap_in(request.name):
             return False
-        if request.is_void:
-            raise Violation(f"{request.name} could come back with KV of before the reset")
-        num_full = 0 if request.tainted else request.num_computed // size
+        if request.swap_is_stale:
+            raise Violation(f"{request.name} could be swapped in with KV from before the reset")
+        num_full = 0 if request.is_stale else request.num_computed // size
         present = {i: b for i in range(num_full) if (b := self.pool.get(request.hashes[i])) is not None}
         needed = -(-len(request.tokens) // size)
         if needed - len(present) > self.pool.num_free_without(list(present.values())):
@@ -408,18 +433,18 @@ class SimEngine:
         waits = swap.swap_in(request.name, [request.blocks], present=present)
         request.phase = Phase.RETURNING if waits else Phase.RUNNING
         self.counts["swap-ins"] += 1
-        self.log(f"{request.name} is brought back, {len(present)} blocks are in HBM")
+        self.log(f"{request.name} is being swapped in, {len(present)} blocks are in HBM")
         return True
 
     def _preempt(self, request: Request, *, swap: bool, is_lost: bool = False) -> None:
-        """The request gives its blocks, or its promise, back."""
+        """Preempts a request: releases its blocks or its promise."""
         self.counts[f"preempted while {request.phase.value}"] += 1
         out = False
         if request.phase is Phase.RETURNING:
-            self.scheduler.swap.withdraw(request.name)
+            self.scheduler.swap.abort_swap_in(request.name)
             out = True
         elif request.phase is Phase.RUNNING and swap:
-            hashes = () if request.tainted else request.hashes
+            hashes = () if request.is_stale else request.hashes
             out = self.scheduler.swap.swap_out(
                 request.name, [request.blocks], hashes, num_computed_tokens=request.num_computed
             )
@@ -437,23 +462,23 @@ class SimEngine:
                 )
             self.scheduler.preempt(request.name, held=held)
             self.model.on_gone(request.name)
-        self._give_blocks_back(request, out=out)
+        self._release_blocks(request, out=out)
 
-    def _give_blocks_back(self, request: Request, *, out: bool = False) -> None:
+    def _release_blocks(self, request: Request, *, out: bool = False) -> None:
         self.pool.free(request.blocks)
         request.blocks = []
         request.num_loading = request.num_promised = request.num_named = 0
-        request.phase = Phase.OUT if out else Phase.WAITING
+        request.phase = Phase.SWAPPED if out else Phase.WAITING
         if not out:
             request.num_computed = 0
             request.kv = []
-            request.is_void = False
+            request.swap_is_stale = False
 
     def _finish(self, request: Request) -> None:
         del self.requests[request.name]
         self.scheduler.finish(request.name)
         self.scheduler.swap.discard([request.name])
         self.model.on_gone(request.name)
-        self.model.loads.end(request.name)
+        self.model.loads.end_request(request.name)
         self.pool.free(request.blocks)
         request.blocks = []

@@ -1,8 +1,7 @@
-"""What must be true of the scheduler, kept independently of it: who holds staging blocks and slots, what is visible.
+"""An independent model of the scheduler's state: holders of staging blocks and slots, and visible chunks.
 
-The model hears what the engine asks for, reads plans and reports as they pass, and knows the memories. It keeps no
-chunk keys of its own: those that become visible come from the index's list of changes, and their slots from a
-lookup, as a request would do it.
+The model is notified of the engine's calls, of plans and of reports, and reads the workers' memories. It creates no
+chunk keys: visible keys come from the index's list of changes, and their slots from lookups.
 """
 
 import dataclasses
@@ -11,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
-from tests.simulation.books import LoadBooks, Loading
+from tests.jobs import host_block_ids
+from tests.simulation.load_tracker import Loading, LoadTracker
 from tests.simulation.memory import Violation, kv
 from tests.simulation.request import Request
 from tests.simulation.trace import Setup
@@ -24,7 +24,7 @@ from tpu_offload.types import Direction, JobKind
 
 @dataclasses.dataclass(slots=True, eq=False)
 class OpenJob:
-    """A transfer that was sent and has not ended.
+    """A job that was sent and has not ended.
 
     Attributes:
       direction: save or load.
@@ -43,15 +43,15 @@ class OpenJob:
 
 @final
 class Model:
-    """The books of the simulation.
+    """The model, and the checks of the scheduler against it.
 
     Args:
       setup: sizes.
-      scheduler: the real one.
-      workers: whose memories hold the bytes.
+      scheduler: the real scheduler.
+      workers: the workers, whose memories are checked.
       clock: the simulated time.
-      timeout_s: as in the settings.
-      log: is called with what happens.
+      timeout_s: the job timeout of the settings.
+      log: called with a line per event.
     """
 
     def __init__(
@@ -74,22 +74,26 @@ class Model:
         self.budget = setup.num_staging_blocks if setup.num_slots else 0
         self.blocks: dict[BlockHash, tuple[tuple[int, ...], BlockHash | None]] = {}
         self.epoch = 0
-        self.loads = LoadBooks(block_size=setup.block_size)
+        self.loads = LoadTracker(block_size=setup.block_size)
         self.jobs: dict[int, OpenJob] = {}
         self.stages = {direction: scheduler._config.path_for(direction).stages for direction in Direction}
         self.max_load_blocks = setup.max_load_blocks
         self.load_wait_s = setup.load_wait_s
-        self.promises: dict[str, tuple[int, tuple[int, ...]]] = {}  # place in its chunk of the first block, and slots
-        self.admitted: dict[str, tuple[int, float, tuple[int, ...]]] = {}  # not sent: blocks, since when, and slots
+        self.promises: dict[
+            str, tuple[int, tuple[int, ...]]
+        ] = {}  # position of the first block in its chunk, and slots
+        self.admitted: dict[
+            str, tuple[int, float, tuple[int, ...]]
+        ] = {}  # not sent yet: blocks, time of admission, and slots
         self.planned_at_s = 0.0
         self.visible: dict[ChunkKey, int] = {}
         self.key_in: dict[int, ChunkKey] = {}
-        self.last_key_in: dict[int, ChunkKey] = {}  # also of chunks that are gone: what is promised stays in its slot
-        self.lives: dict[int, int] = {}
-        self.num_ready = dict.fromkeys(range(setup.num_workers), 0)  # slots that each worker said it has
+        self.last_key_in: dict[int, ChunkKey] = {}  # including removed chunks: a promised one stays in its slot
+        self.incarnations: dict[int, int] = {}
+        self.num_ready = dict.fromkeys(range(setup.num_workers), 0)  # slots that each worker has reported
         self.counts: Counter[str] = Counter()
 
-    # What the engine asks for.
+    # Calls of the engine.
 
     def on_match(self, request: Request, num_cached: int, epoch: int) -> None:
         """A match promised `request.num_promised` tokens."""
@@ -125,31 +129,31 @@ class Model:
     def on_gone(self, name: str) -> None:
         self.promises.pop(name, None)
         self.admitted.pop(name, None)
-        self.loads.forget(name)
+        self.loads.cancel(name)
 
     def on_end_of_load(self, name: str, num_tokens: int, *, finished: bool) -> None:
-        """The engine is told that so many tokens of a load are there."""
+        """The engine is told that a load ended with this many valid tokens."""
         self.admitted.pop(name, None)
         ended = self.loads.job_of(name) not in self.jobs
-        bad = self.loads.take(name, num_tokens, finished=finished, ended=ended)
+        bad = self.loads.end_load(name, num_tokens, finished=finished, ended=ended)
         if bad - {last_block_hash(key) for key in self.scheduler._context.backoff._entries}:
-            raise Violation(f"a chunk whose load failed for {name} is trusted all the same")
+            raise Violation(f"a chunk whose load failed for {name} has no backoff")
 
     def on_reset(self) -> None:
         self.epoch += 1
         self.promises.clear()
         self.admitted.clear()
         self.loads.reset()
-        self.look()
+        self.sync_index()
         if self.scheduler.swap._pool._block_of:
-            raise Violation("blocks of the swap pool are found by their contents after the reset")
+            raise Violation("the swap pool still finds blocks by hash after the reset")
         if self.visible:
-            raise Violation(f"{len(self.visible)} chunks of the time before the reset are visible after it")
+            raise Violation(f"{len(self.visible)} chunks from before the reset are visible after it")
 
-    # What passes between scheduler and workers.
+    # Messages between scheduler and workers.
 
     def before_plan(self) -> None:
-        """Time has passed: jobs may be overdue when the coming plan is made."""
+        """Ends jobs that have timed out by the next plan."""
         now_s = self.clock()
         for job_id in [i for i, job in self.jobs.items() if job.deadline_s <= now_s]:
             del self.jobs[job_id]
@@ -157,22 +161,22 @@ class Model:
             self.counts["timeouts"] += 1
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Takes note of the jobs, and looks whether they may do what they are about to do."""
-        self.look()
+        """Records the plan's jobs, and checks that they may read and write what they will."""
+        self.sync_index()
         waiting = {load.request_id for load in self.scheduler._queue} | {
             job.request_id for job in plan.of(JobKind.LOAD)
         }
-        for name in self.admitted.keys() - waiting:  # given up; the engine is about to be told
+        for name in self.admitted.keys() - waiting:  # abandoned; the next update says so
             del self.admitted[name]
             self.counts["loads that were not sent"] += 1
-        readers = self._readers()
+        readers = self._pinned_slots()
         now_s = self.planned_at_s = self.clock()
         for job in plan.of(JobKind.LOAD):
             num_blocks, since_s, _ = self.admitted.pop(job.request_id, (-1, 0.0, ()))
             self.counts["loads that waited"] += since_s < now_s - 0.15
             if num_blocks != job.num_blocks:
                 raise Violation(f"load {job.job_id} of {job.num_blocks} blocks; {job.request_id} admitted {num_blocks}")
-            places = [place // self.size for place in job.host_block_ids]
+            places = [place // self.size for place in host_block_ids(job)]
             chunks = [last_block_hash(self.last_key_in[slot]) if slot in self.last_key_in else None for slot in places]
             self.loads.start(job.request_id, Loading(job.job_id, places, chunks, num_blocks))
             slots = set(places)
@@ -182,10 +186,10 @@ class Model:
             num_pieces = -(-num_blocks // (num_staged or self.max_load_blocks or num_blocks))
             self.counts["loads in pieces"] += num_pieces > 1
             deadline_s = now_s + self.timeout_s * num_pieces
-            self._open(job.job_id, OpenJob(Direction.LOAD, num_staged, slots, self._everybody(), deadline_s))
+            self._open(job.job_id, OpenJob(Direction.LOAD, num_staged, slots, self._all_workers(), deadline_s))
         self.counts["early saves"] += len(plan.of(JobKind.EARLY_SAVE))
         for job in (*plan.of(JobKind.EARLY_SAVE), *plan.of(JobKind.SAVE)):
-            slots = {place // self.size for place in job.host_block_ids}
+            slots = {place // self.size for place in host_block_ids(job)}
             if len(slots) * self.size != job.num_blocks:
                 raise Violation(f"save {job.job_id} has two chunks for one slot, or half a chunk")
             for slot in slots:
@@ -193,29 +197,29 @@ class Model:
             if job.num_staging_blocks != (job.num_blocks if self.stages[Direction.SAVE] else 0):
                 raise Violation(f"save {job.job_id} of {job.num_blocks} blocks has {job.num_staging_blocks} staged")
             deadline_s, num_staged = now_s + self.timeout_s, job.num_staging_blocks
-            self._open(job.job_id, OpenJob(Direction.SAVE, num_staged, slots, self._everybody(), deadline_s))
+            self._open(job.job_id, OpenJob(Direction.SAVE, num_staged, slots, self._all_workers(), deadline_s))
         for swap in plan.of(JobKind.SWAP_OUT):
             for place in (place for part in swap.parts for place in part.host_block_ids):
                 if any(worker.will_write_swap(place) for worker in self.workers):
-                    raise Violation(f"swap {swap.job_id} writes pool block {place}, where a copy may still land")
+                    raise Violation(f"swap {swap.job_id} writes pool block {place}, which another copy may still write")
 
     def check_flights(self, worker: SimWorker, open_jobs: Collection[int]) -> None:
-        """A load that had ended when the plan at hand was made writes nothing any more.
+        """Raises Violation if a load that had ended when the current plan was made may still write to HBM.
 
-        Its blocks are somebody else's, or are computed into.
+        Its blocks may have been granted to another request, or be computed into.
         """
         for flight in worker.flights:
             if flight.into_hbm and flight.writes and flight.job_id not in open_jobs:
                 raise Violation(f"load {flight.job_id} has ended, and worker {worker.worker_id} will write its blocks")
 
     def on_report(self, report: StepReport) -> None:
-        """A report has been applied."""
+        """Updates the model by a report that the scheduler has applied."""
         worker_id = report.worker_id
-        known = self.lives.get(worker_id, report.incarnation)
-        self.lives[worker_id] = max(known, report.incarnation)
+        known = self.incarnations.get(worker_id, report.incarnation)
+        self.incarnations[worker_id] = max(known, report.incarnation)
         if report.incarnation < known:
-            self.counts["reports of a former life"] += 1
-            self.look()
+            self.counts["reports of an earlier incarnation"] += 1
+            self.sync_index()
             return
         if report.incarnation > known:
             self.num_ready[worker_id] = 0
@@ -231,23 +235,23 @@ class Model:
                 self._report(result.job_id, worker_id)
         for job_id in [i for i in self.jobs if i < report.oldest_job_id]:
             self._report(job_id, worker_id)
-        self.look()
+        self.sync_index()
         if report.incarnation > known and self.visible:
-            raise Violation(f"worker {worker_id} was started anew, and {len(self.visible)} chunks are visible")
+            raise Violation(f"worker {worker_id} has restarted, and {len(self.visible)} chunks are visible")
         for first, end in report.lost_slots:
             for slot in range(first, end):
                 if slot in self.key_in:
-                    raise Violation(f"slot {slot} was lost, and is visible after the report of that")
+                    raise Violation(f"slot {slot} is visible after the report of its loss")
         for group_id, first, end in report.lost_swap_blocks:
             if group_id == 0 and not self.scheduler.swap._pool._hash_of.keys().isdisjoint(range(first, end)):
-                raise Violation(f"some of the blocks {first} to {end - 1} of the swap pool were lost and are found")
+                raise Violation(f"some of the lost blocks {first} to {end - 1} of the swap pool are still found")
 
     def _named(self, keys: Sequence[ChunkKey] | None) -> Sequence[ChunkKey]:
-        """All that are visible, where all have gone."""
+        """The changed keys; None means that all visible keys are removed."""
         return tuple(self.visible) if keys is None else keys
 
-    def look(self) -> None:
-        """Follows what lookups find, and checks the bytes of what they have begun to find."""
+    def sync_index(self) -> None:
+        """Applies the index's changes, and checks the bytes of chunks that have become visible."""
         changes = [(key, found) for keys, found in self.index.take_changes() for key in self._named(keys)]
         for key, found in changes:
             if not found:
@@ -259,14 +263,14 @@ class Model:
                 continue
             slots = self.index.find((key,))
             if not slots:
-                continue  # it has gone again at once; the removal follows
+                continue  # already removed again; the removal follows
             self._check_visible(key, slots[0])
             self.visible[key] = slots[0]
             self.key_in[slots[0]] = self.last_key_in[slots[0]] = key
             self.counts["stored chunks"] += 1
 
     def check(self) -> None:
-        """The accounts, after a step."""
+        """Checks budgets and deadlines after a step."""
         stats = self.scheduler.stats()
         held = sum(job.num_staging_blocks for job in self.jobs.values())
         reserved, may_hold_more = stats.staging_reserved_blocks, bool(self.promises or self.admitted)
@@ -274,7 +278,7 @@ class Model:
             raise Violation(f"{reserved} staging blocks are reserved; jobs hold {held}")
         for name, (_, since_s, _) in self.admitted.items():
             if since_s + self.load_wait_s <= self.planned_at_s and since_s < self.planned_at_s:
-                raise Violation(f"the load of {name} waits since {since_s:g} s, now is {self.planned_at_s:g} s")
+                raise Violation(f"the load of {name} has waited since {since_s:g} s, now is {self.planned_at_s:g} s")
         for worker in self.workers:
             staged = sum(flight.num_staged for flight in worker.flights if flight.job_id in self.jobs)
             if staged > self.budget:
@@ -284,10 +288,10 @@ class Model:
             raise Violation(f"{stats.staging_peak_blocks} staging blocks were held at once, of {self.budget}")
 
     def probing(self) -> list[str]:
-        """Breakers that wait for a probe.
+        """The breakers that wait for a probe.
 
         Raises:
-          Violation: one waits for a probe that is not there, and would for ever.
+          Violation: a breaker waits for a probe that no longer exists.
         """
         scheduler, swap = self.scheduler, self.scheduler.swap
         jobs = {(job.job_id, job.direction) for job in scheduler._jobs if not job.kind.of_swap}
@@ -305,13 +309,13 @@ class Model:
                     waiting.append(f"{kind}{direction.value}")
                     if (breaker._probe, direction) not in probes:
                         raise Violation(
-                            f"the breaker {waiting[-1]} waits for the probe {breaker._probe}, which is gone"
+                            f"the breaker {waiting[-1]} waits for the probe {breaker._probe}, which no longer exists"
                         )
         return waiting
 
-    # Inside.
+    # Internals.
 
-    def _everybody(self) -> set[int]:
+    def _all_workers(self) -> set[int]:
         return set(range(len(self.workers)))
 
     def _open(self, job_id: int, job: OpenJob) -> None:
@@ -326,8 +330,8 @@ class Model:
         if not job.waiting_for:
             del self.jobs[job_id]
 
-    def _readers(self) -> set[int]:
-        """Slots that promises and loads count on."""
+    def _pinned_slots(self) -> set[int]:
+        """Slots that promises and loads will read."""
         slots = {slot for _, held in self.promises.values() for slot in held}
         slots |= {slot for _, _, held in self.admitted.values() for slot in held}
         return slots.union(*(job.slots for job in self.jobs.values() if job.direction is Direction.LOAD))
@@ -336,17 +340,17 @@ class Model:
         if slot in self.key_in:
             raise Violation(f"save {job_id} writes slot {slot}, whose chunk is visible")
         if slot >= min(self.num_ready.values()):
-            raise Violation(f"save {job_id} writes slot {slot}; the workers said that they have {self.num_ready}")
+            raise Violation(f"save {job_id} writes slot {slot}; the workers have reported {self.num_ready} slots")
         if slot in readers:
             raise Violation(f"save {job_id} writes slot {slot}, which is pinned for a load")
         for other_id, other in self.jobs.items():
             if other.direction is Direction.SAVE and slot in other.slots:
-                raise Violation(f"save {job_id} writes slot {slot}, which is save {other_id}'s")
+                raise Violation(f"save {job_id} writes slot {slot}, which belongs to save {other_id}")
         if any(worker.will_write(slot) for worker in self.workers):
-            raise Violation(f"save {job_id} is given slot {slot}, where another copy may still land")
+            raise Violation(f"save {job_id} is given slot {slot}, which another copy may still write")
 
     def _check_visible(self, key: ChunkKey, slot: int) -> None:
-        """The bytes of a chunk that lookups find from now on are right on every worker."""
+        """Raises Violation unless every worker has the bytes of a chunk that became visible."""
         if slot in self.key_in:
             raise Violation(f"slot {slot} is visible as two chunks")
         expected = self._contents(key)
@@ -359,7 +363,7 @@ class Model:
                         f"a chunk in slot {slot} became visible, and worker {worker.worker_id} has other bytes there"
                     )
             if worker.will_write(slot):
-                raise Violation(f"slot {slot} became visible under a copy that has yet to land")
+                raise Violation(f"slot {slot} became visible while a copy may still write it")
 
     def _contents(self, key: ChunkKey) -> list[tuple[int, ...]]:
         block_hash: BlockHash | None = last_block_hash(key)

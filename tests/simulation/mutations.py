@@ -1,16 +1,18 @@
-"""Deliberate bugs in the library, and a way to run the simulation with one of them in place.
+"""Deliberate bugs in the library (mutations), and a way to run the simulation with one of them.
 
-Each is a piece of syntax in one function of `tpu_offload/core`, named by its qualified name whatever module it is in,
-and what stands there instead (`tests.simulation.patterns` says how the two are written). One that does not match
-exactly one place is an error.
+Each replaces a piece of syntax in one function of `tpu_offload/core`, which is named by its qualified name without the
+module; `tests.simulation.patterns` describes the patterns. A mutation that does not match exactly one place is an
+error.
 
-No file is changed: a child process imports the library through a finder that replaces one module's source.
-`python -m tests.simulation.mutations` imports jax once, forks a child for each mutation and prints, a line of JSON
-each, what the simulation found.
+No file is changed: a child process imports the library through a finder that replaces one module's source. `python -m
+tests.simulation.mutations` imports jax once, forks a child for each mutation and prints a line of JSON for each with
+what the simulation found.
 
-A search takes minutes, and for the rarest bugs a thousand lives, so the tests begin with the seeds in `caught.json`,
-which found each bug before. `--record` searches for those that are not found by theirs and writes the file anew; that
-is to be done when the simulation or the library has changed so much that lives take other courses.
+A search takes minutes, and a thousand runs for the rarest bugs, so the tests first try the seeds in `caught.json`,
+which found each bug before. `--record` searches for bugs that their seeds no longer find and updates the file; use it
+after changes that alter the course of many runs.
+
+Most of this long file is the list of mutations.
 """
 
 import argparse
@@ -39,13 +41,13 @@ _TIMEOUT_S = 600
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """A bug.
+    """A deliberate bug.
 
     Attributes:
-      name: what it does.
+      name: its effect.
       function: qualified name of a function in `tpu_offload/core`.
-      find: pattern of what is there once.
-      new: what stands there instead.
+      find: pattern that matches once.
+      new: the replacement.
     """
 
     name: str
@@ -61,7 +63,7 @@ class Mutant:
     Attributes:
       module: its name.
       path: its file, below the root of the repository.
-      source: what is run instead of the file.
+      source: the source to run instead of the file.
     """
 
     module: str
@@ -72,7 +74,7 @@ class Mutant:
 MUTATIONS = (
     # Ends of jobs.
     Mutation(
-        "a load that failed keeps its staging blocks",
+        "a failed load keeps its staging blocks",
         "Completion.complete",
         "self._staging.release(...)",
         """
@@ -107,73 +109,79 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
-        "a load that was not sent yet is sent after its request is gone",
+        "a queued load is sent after its request has ended",
         "LoadQueue.remove",
         "self._waiting.remove(...)",
         "pass",
     ),
     Mutation("a failed save is published", "Transfers._bad_chunks", "return list(range(_))", "return []"),
     Mutation(
-        "the bad chunks of a save that failed in part are published",
+        "the failed chunks of a partly failed save are published",
         "Transfers._bad_chunks",
         "return sorted(_)",
         "return []",
     ),
-    Mutation("a load that failed in part is used up to the last hole", "Transfers._tell_of", "min(_1)", "max(_1)"),
+    Mutation("a partly failed load is used up to the last hole", "Transfers._resume_request", "min(_1)", "max(_1)"),
     Mutation(
-        "a failed load is taken for a good one",
-        "Transfers._tell_of",
+        "a failed load counts as finished",
+        "Transfers._resume_request",
         "_1.state is JobState.FINISHED",
         "_1.state is not JobState.TIMED_OUT",
     ),
     Mutation(
-        "old news is told to the next request of the same name",
+        "a stale update goes to the next request of the same id",
         "Transfers.forget_news",
         "[_1 for _1 in _2 if _]",
         "[_1 for _1 in _2]",
     ),
     Mutation(
-        "the slots of a late save are free at once", "Transfers._end_save", "_.state is JobState.TIMED_OUT", "False"
+        "the slots of a timed-out save are free immediately",
+        "Transfers._end_save",
+        "_.state is JobState.TIMED_OUT",
+        "False",
     ),
     Mutation(
-        "the memory of a chunk is lost under a load and nobody minds",
+        "a load whose memory was lost counts as finished",
         "Transfers._fail_in",
         "_.failed_blocks.update(...)",
         "pass",
     ),
-    # What workers say.
-    Mutation("one worker's word is enough", "JobTable.report", "not job.waiting_for", "True"),
+    # Reports of workers.
+    Mutation("a job ends with the first worker's report", "JobTable.report", "not job.waiting_for", "True"),
     Mutation(
         "a duplicate counts for another worker",
-        "Job.take",
+        "Job.add_result",
         "self.waiting_for.remove(_)",
         "self.waiting_for.pop()",
     ),
-    Mutation("a result is expected twice", "JobTable.report", "... or worker_id not in _.waiting_for", "..."),
+    Mutation("a duplicate result is accepted", "JobTable.report", "... or worker_id not in _.waiting_for", "..."),
     Mutation(
-        "a slot leaves quarantine when the first worker has spoken",
+        "a slot leaves quarantine with the first worker's report",
         "JobTable._report_late",
         "not job.waiting_for",
         "True",
     ),
-    Mutation("a job whose result was lost is taken for finished", "JobTable.ack_through", "_.doom(...)", ""),
+    Mutation("a job whose result was lost counts as finished", "JobTable.ack_through", "_.mark_failed(...)", ""),
     Mutation(
-        "the oldest job of a worker is taken for over", "JobTable.ack_through", "_1.job_id < _2", "_1.job_id <= _2"
+        "the oldest job in flight of a worker counts as ended",
+        "JobTable.ack_through",
+        "_1.job_id < _2",
+        "_1.job_id <= _2",
     ),
-    Mutation("a late save is forgotten", "JobTable.expire", "self._late[_] = _", "pass"),
+    Mutation("a timed-out save is forgotten", "JobTable.expire", "self._late[_] = _", "pass"),
     Mutation(
         "jobs time out a job too early", "JobTable.expire", "_1.deadline_s <= now_s", "_1.deadline_s <= now_s + 5.0"
     ),
     Mutation("jobs never time out", "JobTable.expire", "... and _.deadline_s <= now_s", "False"),
     Mutation(
-        "a former life of a worker is listened to",
-        "Reports._is_of_an_earlier_life",
+        "reports of an earlier incarnation are applied",
+        "ReportHandler._is_stale",
         "... or report.incarnation >= _",
         "True",
     ),
     Mutation(
-        "nobody notices that a worker was started anew",
-        "Reports._note_life",
+        "the restart of a worker is not detected",
+        "ReportHandler._check_incarnation",
         """
         if known:
             ...
@@ -186,34 +194,39 @@ MUTATIONS = (
         """,
     ),
     Mutation(
-        "the slots that a new life of a worker lacks are used", "Reports._start_anew", "self._index.limit(...)", "pass"
+        "slots that a restarted worker lacks are used",
+        "ReportHandler._handle_restart",
+        "self._index.shrink(...)",
+        "pass",
     ),
     Mutation(
-        "what a worker was sent is over when it was started anew",
-        "Reports._start_anew",
-        "self._transfers.doubt(_1, ...)",
-        "self._jobs.ack_through(_1, self._jobs.num_given, why='')",
+        "jobs of a restarted worker count as ended",
+        "ReportHandler._handle_restart",
+        "self._transfers.fail_in_flight(_1, ...)",
+        "self._jobs.ack_through(_1, self._jobs.next_job_id, why='')",
     ),
     Mutation(
-        "a slot is usable when the first worker has it",
-        "Reports._take",
+        "a slot is used when the first worker has it",
+        "ReportHandler._apply_valid",
         "min(_1, *self._num_host_chunks.values())",
         "min(_1, max(self._num_host_chunks.values()))",
     ),
-    Mutation("lost slots are passed over", "Reports._lose_slots", "self._transfers.lose_slots(...)", "pass"),
+    Mutation(
+        "lost slots are ignored", "ReportHandler._mark_slots_lost", "self._transfers.mark_slots_lost(...)", "pass"
+    ),
     # Reset.
     Mutation("a reset drops no chunk", "OffloadScheduler.reset", "self._index.clear()", "pass"),
     Mutation("copies in flight survive a reset", "Transfers.reset", "self._give_up(...)", "pass"),
-    Mutation("what is swapped out survives a reset", "OffloadScheduler.reset", "self._swap.reset()", "pass"),
-    Mutation("KV of before a reset is saved after it", "RequestState.start_over", "self.saving = False", "pass"),
-    Mutation("KV of before a reset is saved after a swap", "OffloadScheduler.preempt", "_.saving = _", "pass"),
+    Mutation("swapped-out requests survive a reset", "OffloadScheduler.reset", "self._swap.reset()", "pass"),
+    Mutation("KV from before a reset is saved after it", "RequestState.start_over", "self.can_save = False", "pass"),
+    Mutation("KV from before a reset is saved after a swap", "OffloadScheduler.preempt", "_.can_save = _", "pass"),
     # Lookups, pins, slots.
-    Mutation("an unfinished chunk is found", "ChunkIndex.find", "self._unready and _", "False"),
-    Mutation("a pinned chunk is evicted", "ChunkIndex.evict", "_ in pins or ...", "..."),
-    Mutation("a chunk that goes gives up its slot under a pin", "ChunkIndex.drop", "_ in covered", "False"),
+    Mutation("an unfinished chunk is found", "ChunkIndex.find", "unready and _", "False"),
+    Mutation("a pinned chunk is evicted", "Evictor.evict_tail", "_ in pins or ...", "..."),
+    Mutation("a removed chunk frees its slot despite a pin", "ChunkIndex.invalidate", "_ in covered", "False"),
     Mutation(
-        "a slot in quarantine is handed out",
-        "ChunkIndex._remove",
+        "a slot in quarantine is allocated",
+        "SlotAllocator.release",
         """
         if _ not in self._quarantined:
             ...
@@ -223,7 +236,7 @@ MUTATIONS = (
     Mutation("a match does not pin", "LoadPlanner.match", "self._index.pin(...)", ""),
     Mutation(
         "a request is promised its last token",
-        "LoadPlanner.match",
+        "LoadPlanner._num_loadable",
         "min(_1 * self._block_size, num_tokens - 1)",
         "min(_1 * self._block_size, num_tokens)",
     ),
@@ -234,26 +247,26 @@ MUTATIONS = (
         "0",
     ),
     Mutation(
-        "the engine takes less than it was promised and the rest stays reserved",
+        "the untaken rest of a promise stays reserved",
         "LoadPlanner.admit",
         "_.num_staging_blocks - _",
         "0",
     ),
     Mutation(
-        "saves are planned as though nobody held staging blocks",
+        "saves ignore reserved staging blocks",
         "Staging.room_for_saves",
-        "self._buffer.num_free",
-        "self._buffer.num_blocks",
+        "self.buffer.num_free",
+        "self.buffer.num_blocks",
     ),
     Mutation(
-        "the chunks of a load that was given up before it was sent stay pinned",
+        "the chunks of an abandoned load stay pinned",
         "Transfers.detach",
         "self._index.unpin(...)",
         "",
     ),
-    Mutation("a load that waits is never given up", "LoadQueue.impatient", "now_s >= _.waits_until_s or ...", "False"),
+    Mutation("a waiting load is never abandoned", "LoadQueue.overdue", "now_s >= _.waits_until_s or ...", "False"),
     Mutation(
-        "a load that is given up before it was sent keeps its staging blocks",
+        "an abandoned load keeps its staging blocks",
         "LoadQueue.remove",
         "self._staging.release(...)",
         "",
@@ -265,79 +278,83 @@ MUTATIONS = (
         "min(_1, num_computed_tokens)",
         "min(_1, num_computed_tokens + 1)",
     ),
-    Mutation(
-        "a chunk that is not full is saved", "SavePlanner.read", "_1 // self._block_size", "-(-_1 // self._block_size)"
-    ),
+    Mutation("a partial chunk is saved", "SavePlanner._read", "_1 // self._block_size", "-(-_1 // self._block_size)"),
     Mutation(
         "blocks are saved after their request was preempted",
         "OffloadScheduler._forget",
-        "self._saves.withdraw(...)",
+        "self._saves.clear_offer(...)",
         "",
     ),
     Mutation(
-        "the wrong blocks are saved where a prefix has a hole",
-        "SavePlanner._plan_one",
-        "[block_ids[i * size + j] for i in saved[:num_saved] for j in range(size)]",
-        "[block_ids[(first + i) * size + j] for i in range(num_saved) for j in range(size)]",
+        "the wrong blocks are saved if a prefix has a hole",
+        "_Batch.add",
+        "[block_ids[i * size + j] for i in chunks for j in range(size)]",
+        "[block_ids[(first + i) * size + j] for i in range(num_chunks) for j in range(size)]",
     ),
     # Early saves.
-    Mutation("what left its blocks before a reset is saved after it", "SavePlanner.reset", "self.leaving.clear()", ""),
+    Mutation("early saves from before a reset are sent after it", "SavePlanner.reset", "self.early.clear()", ""),
     Mutation(
-        "a preempted request saves KV of before a reset",
-        "LeavingBlocks.preempt",
-        "leaving.promise = leaving.load = leaving.revoked = None",
+        "a preempted request saves KV from before a reset",
+        "EarlySaves.preempt",
+        "saved.promise = saved.load = saved.revoked = None",
         """
         _0
-        leaving.saving = True
+        saved.can_save = True
         """,
     ),
-    Mutation("a tail is saved whose head is nowhere", "SavePlanner._plan_one", "_ < _.num_gone_chunks", "False"),
+    Mutation("a tail is saved without its head", "SavePlanner._plan_one", "_ < _.num_gone_chunks", "False"),
     Mutation(
         "a prefix without its head in HBM saves the wrong blocks",
-        "LeavingBlocks.evict",
+        "EarlySaves.evict",
         "[-1] * _1 + _2",
         "_2 + [-1] * _1",
     ),
     Mutation(
         "a preempted request saves the block of its last, sampled token",
-        "LeavingBlocks.preempt",
+        "EarlySaves.preempt",
         "held.num_computed_tokens",
         "held.num_computed_tokens + 1",
     ),
+    Mutation("early saves are copied after the step", "SavePlanner.plan", "JobKind.EARLY_SAVE", "JobKind.SAVE"),
     Mutation(
-        "what leaves its blocks is copied after the step", "SavePlanner.plan", "JobKind.EARLY_SAVE", "JobKind.SAVE"
-    ),
-    Mutation(
-        "blocks of a late swap are free at once",
+        "blocks of a timed-out swap are free immediately",
         "Completion.complete",
         "not (timed_out and ...)",
         "True",
     ),
-    Mutation("the pool's blocks are free while they are written", "PlannedSwaps.plan", "self._pool.hold(...)", "pass"),
     Mutation(
-        "a request is back before its copy is", "RequestSwap._end_return", "_1 or _.job is not None or _2", "_1 or _2"
+        "blocks of the swap pool are free while they are written", "SwapJobs.plan", "self._pool.hold(...)", "pass"
     ),
     Mutation(
-        "a request is back before its copy out is known to be good",
-        "RequestSwap._end_return",
+        "a request runs before its swap-in has finished",
+        "RequestSwap._finish_swap_in",
+        "_1 or _.job is not None or _2",
+        "_1 or _2",
+    ),
+    Mutation(
+        "a request runs before its swap-out is known to have succeeded",
+        "RequestSwap._finish_swap_in",
         "... or _.writers",
         "...",
     ),
     Mutation(
-        "what the tier has of a swapped request is not pinned", "RequestSwap.swap_out", "self._index.pin(...)", "pass"
+        "chunks of a swapped request in the host tier are not pinned",
+        "RequestSwap._start_swap_out",
+        "self._index.pin(...)",
+        "pass",
     ),
     Mutation(
-        "blocks are brought back from the wrong places",
-        "RequestSwap.swap_in",
+        "blocks are swapped in from the wrong positions",
+        "SwappedRequest.copies_back",
         "_1.pool_blocks[0][_2]",
         "_1.pool_blocks[0][_2 // 2]",
     ),
     Mutation(
-        "a failed copy out is taken for a good one",
-        "RequestSwap._end_out",
+        "a failed swap-out counts as finished",
+        "RequestSwap._copy_out_ended",
         """
         if failed:
-            self._lose(_)
+            self._mark_lost(_)
         elif _1:
             ...
         """,
@@ -347,87 +364,99 @@ MUTATIONS = (
         """,
     ),
     Mutation(
-        "lost memory of the swap pool is passed over",
-        "RequestSwap.lose_blocks",
+        "lost memory of the swap pool is ignored",
+        "RequestSwap.mark_blocks_lost",
         """
         if _:
-            self._lose(_)
+            self._mark_lost(_)
         """,
         "pass",
     ),
+    Mutation("an aborted request keeps its blocks in the swap pool", "RequestSwap.forget", "self._jobs.release(_)", ""),
     Mutation(
-        "an aborted request leaves its blocks in the swap pool", "RequestSwap.forget", "self._jobs.release(_)", ""
-    ),
-    Mutation(
-        "a block of the swap pool is known by its contents after it is free",
+        "a free block of the swap pool is found by its hash",
         "SwapPool.release",
         """
         if _:
-            self.forget(_)
+            self.clear_hashes(_)
         """,
         "",
     ),
-    # Probes, and what failed before.
-    Mutation("a request is promised again what failed for it", "LoadPlanner.match", "had_failed_load", "False"),
+    # Probes, and earlier failures.
+    Mutation("a request is promised a chunk that failed for it", "LoadPlanner.match", "had_failed_load", "False"),
     Mutation(
-        "the chunks of a load that begins inside one are counted from its first block",
+        "the failed chunks of a load that begins inside a chunk are off by its offset",
         "Transfers._chunk_of",
         "_ % self._blocks_per_chunk + _1",
         "_1",
     ),
     Mutation(
-        "a probe that was promised is not withdrawn", "LoadPlanner.release", "self._breaker.withdraw(...)", "pass"
+        "the probe of a released promise is not withdrawn",
+        "LoadPlanner.release",
+        "self._breaker.cancel_probe(...)",
+        "pass",
     ),
-    Mutation("a load is no probe when its promise was", "LoadQueue._send", "self._breaker.hand_over(...)", ""),
+    Mutation("a load loses the probe of its promise", "LoadQueue._send", "self._breaker.hand_over(...)", ""),
     Mutation(
-        "blocks of before a reset are found in the swap pool", "RequestSwap.reset", "self._pool.forget(...)", "pass"
-    ),
-    Mutation("lost blocks of the swap pool are found", "RequestSwap.lose_blocks", "self._pool.forget(...)", "pass"),
-    Mutation(
-        "the probe of an ended request is not withdrawn",
-        "RequestSwap.forget",
-        "self._breakers[_].withdraw(...)",
+        "blocks from before a reset are found in the swap pool",
+        "RequestSwap.reset",
+        "self._pool.clear_hashes(...)",
         "pass",
     ),
     Mutation(
-        "the probe of a lost request is not withdrawn", "RequestSwap._lose", "self._breakers[_].withdraw(...)", ""
+        "lost blocks of the swap pool are found", "RequestSwap.mark_blocks_lost", "self._pool.clear_hashes(...)", "pass"
+    ),
+    Mutation(
+        "the probe of an ended request is not withdrawn",
+        "RequestSwap.forget",
+        "self._breakers[_].cancel_probe(...)",
+        "pass",
+    ),
+    Mutation(
+        "the probe of a lost request is not withdrawn",
+        "RequestSwap._mark_lost",
+        "self._breakers[_].cancel_probe(...)",
+        "",
     ),
     Mutation(
         "the probe of a job that is dropped or cancelled is not withdrawn",
         "Completion.complete",
-        "job.breaker.withdraw(...)",
+        "job.breaker.cancel_probe(...)",
         "pass",
     ),
-    # Lost caches, and plans on their way.
+    # Lost caches, and plans in flight.
     Mutation(
-        "a loss of the caches changes nothing but the plans",
-        "Reports._lose_caches",
-        "self._transfers.lose_caches()",
+        "lost caches only change the plans",
+        "ReportHandler._handle_cache_loss",
+        "self._transfers.mark_caches_lost()",
         "",
     ),
     Mutation(
-        "plans do not say for which caches they were made",
+        "plans do not name the caches that they were made for",
         "OffloadScheduler.plan_step",
         "StepPlan(..., cache_epochs=_)",
         "StepPlan(...)",
     ),
     Mutation(
-        "the engine does not hear that the caches are gone", "Reports._lose_caches", "self._lost_caches.append(...)", ""
+        "lost caches are not reported to the engine",
+        "ReportHandler._handle_cache_loss",
+        "self._lost_caches.append(...)",
+        "",
     ),
     Mutation(
-        "a worker that was started anew has its old caches",
-        "Reports._note_life",
-        "self._lose_caches(report)",
+        "a restarted worker is assumed to have its old caches",
+        "ReportHandler._check_incarnation",
+        "self._handle_cache_loss(report)",
         "self._workers.set_epoch(CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=0))",
     ),
     Mutation(
-        "a swap-out that was planned before the loss was heard of counts",
-        "RequestSwap.lose_caches",
-        "_.doom(...)",
+        "a swap-out planned before the loss of the caches was known counts",
+        "RequestSwap.mark_caches_lost",
+        "_.mark_failed(...)",
         "pass",
     ),
     Mutation(
-        "a cancel is said once",
+        "a cancellation is sent once",
         "Transfers.plan",
         "return tuple(self._to_cancel)",
         """
@@ -439,7 +468,7 @@ MUTATIONS = (
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one module with other source."""
+    """Loads one module from a mutant's source."""
 
     def __init__(self, mutant: Mutant) -> None:
         super().__init__(mutant.module, str(ROOT / mutant.path))
@@ -450,7 +479,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the mutated module before anybody else does."""
+    """Finds the mutated module before any other finder."""
 
     def __init__(self, mutant: Mutant) -> None:
         self._mutant = mutant
@@ -476,7 +505,7 @@ def apply(mutation: Mutation, *, root: Path = ROOT) -> Mutant:
     """The module with the bug.
 
     Raises:
-      ValueError: the function, or the place in it, is not there, or more than once. One line says what is.
+      ValueError: the function, or the place in it, does not exist or is ambiguous; one line, with the nearest ones.
     """
     try:
         path = _home(mutation.function, root)
@@ -496,14 +525,14 @@ def _home(name: str, root: Path) -> Path:
     homes = _homes(root).get(name, [])
     if not homes:
         nearest = difflib.get_close_matches(name, _homes(root), n=3, cutoff=0.0)
-        raise ValueError(f"{name} is no function in {_CORE}; nearest: {', '.join(nearest)}")
+        raise ValueError(f"{name} is not a function in {_CORE}; nearest: {', '.join(nearest)}")
     if len(homes) > 1:
         raise ValueError(f"{name} is a function {len(homes)} times, in {', '.join(map(str, homes))}")
     return homes[0]
 
 
 def _hunt(mutation: Mutation | None, seeds: Iterable[int], num_steps: int) -> dict[str, Any]:
-    """In a child: runs seeds until one finds the bug."""
+    """Runs seeds until one finds the bug; runs in a child."""
     if mutation is not None:
         sys.meta_path.insert(0, Finder(apply(mutation)))
     from tests.simulation.campaign import run_seeds
@@ -519,7 +548,7 @@ def _in_child(mutation: Mutation | None, seeds: Iterable[int], num_steps: int) -
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(_TIMEOUT_S)  # a bug that hangs ends its child
+        signal.alarm(_TIMEOUT_S)  # kills a child whose bug makes it hang
         try:
             found = _hunt(mutation, seeds, num_steps)
         except ValueError as e:
@@ -530,17 +559,17 @@ def _in_child(mutation: Mutation | None, seeds: Iterable[int], num_steps: int) -
     with os.fdopen(read_end, "rb") as pipe:
         text = pipe.read()
     os.waitpid(child, 0)
-    return json.loads(text) if text else {"seed": -1, "violation": "", "error": "it hung, or the interpreter died"}
+    return json.loads(text) if text else {"seed": -1, "violation": "", "error": "it hung or crashed"}
 
 
 def caught() -> dict[str, int]:
-    """The seeds that found each bug before, by its name."""
+    """By name of a bug, the seed that found it before."""
     return json.loads(_CAUGHT.read_text()) if _CAUGHT.exists() else {}
 
 
 def run_all(num_seeds: int, num_steps: int, *, only: str = "") -> Iterator[dict[str, Any]]:
-    """What the simulation finds of each bug, by name: on the seed that found it before, else on one of the first."""
-    # Before the first fork, because they take a second. No child must find the modules that its bug may be in.
+    """Runs each bug: on the seed that found it before, then on the first `num_seeds`."""
+    # Imported before the first fork, because they take a second; but not `core`, which the children import mutated.
     import tpu_offload.config
     import tpu_offload.metrics
     import tpu_offload.worker  # noqa: F401
@@ -557,7 +586,7 @@ def run_all(num_seeds: int, num_steps: int, *, only: str = "") -> Iterator[dict[
 
 
 def record(found: Iterable[dict[str, Any]]) -> None:
-    """Writes down which seeds found the bugs."""
+    """Records which seeds found the bugs."""
     seeds = caught() | {line["name"]: line["seed"] for line in found if line["violation"]}
     kept = {mutation.name: seeds[mutation.name] for mutation in MUTATIONS if mutation.name in seeds}
     _CAUGHT.write_text(json.dumps(kept, indent=2) + "\n")
@@ -565,10 +594,10 @@ def record(found: Iterable[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutations", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=100, help="at most so many for each")
+    parser.add_argument("--seeds", type=int, default=100, help="maximum number of seeds for each")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--only", default="", help="those with this in their names")
-    parser.add_argument("--record", action="store_true", help="write the seeds that found them to caught.json")
+    parser.add_argument("--only", default="", help="only mutations whose name contains this")
+    parser.add_argument("--record", action="store_true", help="record the seeds that found them in caught.json")
     args = parser.parse_args()
     for found in run_all(args.seeds, args.steps, only=args.only):
         print(json.dumps(found), flush=True)

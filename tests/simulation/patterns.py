@@ -1,15 +1,15 @@
-"""Finds one place in a function by its syntax and puts other syntax there.
+"""Finds one place in a function by its syntax and replaces it.
 
-A pattern is a piece of Python, parsed and compared node by node: one expression, or statements in a row. Comments,
-line breaks, quotes, needless parentheses and the order of keyword arguments do not count, nor does the rest of the
-function. What may be anything:
+A pattern is a piece of Python, parsed and compared node by node: one expression, or statements in a row. Comments, line
+breaks, quotes, redundant parentheses and the order of keyword arguments are ignored, and so is the rest of the
+function. Wildcards:
 
     _             an expression
     _1, _2, ...   an expression that the replacement uses under the same name; two of one name are equal
     ...           any number of arguments, elements, operands of `and` or `or`, or statements of a body; the
-                  replacement's `...` is the same again
+    replacement's `...` stands for the same
 
-In a replacement `_0` is all that was matched. A statement pattern's replacement may be empty.
+In a replacement `_0` stands for the whole match. A statement pattern's replacement may be empty.
 
     find                              replacement
     self._index.unpin(...)            if job.state is not JobState.FAILED:
@@ -35,17 +35,17 @@ _IGNORED = ("ctx", "kind", "type_comment")
 
 
 class PatternError(ValueError):
-    """A pattern does not occur exactly once, or makes no sense. The message is one line."""
+    """A pattern does not occur exactly once, or is invalid. The message is one line."""
 
 
 @dataclasses.dataclass
 class _Match:
-    """What a pattern's wildcards stand for at one place.
+    """The nodes that a pattern's wildcards matched at one place.
 
     Attributes:
       exprs: by name, `_1` and so on.
-      runs: what each `...` stands for, in their order. Those of a call are its arguments, keywords last.
-      operators: for each run, what joins it to one expression: `and` or `or`, or nothing.
+      runs: the nodes of each `...`, in order. For a call they are its arguments, keywords last.
+      operators: for each run, the operator that joins its expressions: `and`, `or` or none.
     """
 
     exprs: dict[str, ast.expr] = dataclasses.field(default_factory=dict)
@@ -55,7 +55,7 @@ class _Match:
 
 @dataclasses.dataclass
 class _Place:
-    """Nodes of one field of a parent: one expression, or statements in a row."""
+    """Consecutive nodes of one field of a parent: one expression, or statements."""
 
     parent: ast.AST
     field: str
@@ -89,10 +89,10 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
 
 
 def replace(function: Function, find: str, new: str) -> None:
-    """Replaces the one place of a function that matches.
+    """Replaces the single match in a function.
 
     Raises:
-      PatternError: there is none or more than one, the message says what is there; or the pattern makes no sense.
+      PatternError: there is no match or more than one (the message has the nearest ones), or the pattern is invalid.
     """
     pattern, replacement = _parse(find), _parse(new)
     match pattern, replacement:
@@ -100,15 +100,15 @@ def replace(function: Function, find: str, new: str) -> None:
             places = list(_expressions(function, wanted.value))
         case _:
             if not pattern or any(map(_is_run, pattern)):
-                raise PatternError("a pattern of statements begins, goes on and ends with statements, not with `...`")
+                raise PatternError("a pattern of statements must not have `...` as a statement")
             places = list(_statements(function, pattern))
     sought = _one_line(pattern)
     if not places:
         line, nearest = _nearest(function, sought)
-        raise PatternError(f"`{sought}` is not there; nearest is line {line}, `{nearest}`")
+        raise PatternError(f"`{sought}` does not match; nearest is line {line}, `{nearest}`")
     if len(places) > 1:
         lines = ", ".join(str(place.line) for place in places)
-        raise PatternError(f"`{sought}` is there {len(places)} times, in lines {lines}; expected once")
+        raise PatternError(f"`{sought}` matches {len(places)} times, in lines {lines}; expected once")
     (place,) = places
     filler = _Filler(place)
     place.replace([filler.fill(other.value)] if isinstance(place.nodes[0], ast.expr) else filler.fill_all(replacement))
@@ -120,14 +120,14 @@ def _parse(text: str) -> list[ast.stmt]:
     try:
         return ast.parse(text).body
     except SyntaxError as e:
-        raise PatternError(f"{text!r} is no Python: {e.msg}") from e
+        raise PatternError(f"{text!r} is not Python: {e.msg}") from e
 
 
 # Finding.
 
 
 def _fields(function: Function) -> Iterator[tuple[ast.AST, str, object]]:
-    """The fields of all nodes in the body of a function; not of its arguments and decorators."""
+    """The fields of all nodes in a function's body, without its arguments and decorators."""
     yield function, "body", function.body
     for statement in function.body:
         for node in ast.walk(statement):
@@ -181,10 +181,10 @@ def _matches(pattern: object, node: object, match: _Match) -> bool:
 def _match_all(
     patterns: Sequence[ast.AST], nodes: Sequence[ast.AST], match: _Match, *, operator: ast.boolop | None = None
 ) -> bool:
-    """Whether they match one by one, where one `...` takes all that is left."""
+    """Whether the nodes match one by one; a `...` matches all remaining ones."""
     runs = [i for i, pattern in enumerate(patterns) if _is_run(pattern)]
     if len(runs) > 1:
-        raise PatternError("two `...` side by side; expected one at most in a list")
+        raise PatternError("two `...` in one list; expected at most one")
     if not runs:
         return len(patterns) == len(nodes) and all(
             _matches(pattern, node, match) for pattern, node in zip(patterns, nodes, strict=True)
@@ -199,7 +199,7 @@ def _match_all(
 
 
 def _match_arguments(pattern: ast.Call, node: ast.Call, match: _Match) -> bool:
-    """Keywords match by name; with a `...` there may be others."""
+    """Whether a call's arguments match: keywords by name; a `...` allows others."""
     wanted = {keyword.arg: keyword.value for keyword in pattern.keywords}
     given = {keyword.arg: keyword.value for keyword in node.keywords}
     others: list[ast.AST] = [keyword for keyword in node.keywords if keyword.arg not in wanted]
@@ -216,14 +216,14 @@ def _is_run(node: ast.AST) -> bool:
 
 
 def _same(a: ast.AST, b: ast.AST) -> bool:
-    return ast.unparse(a) == ast.unparse(b)  # whether loaded or stored
+    return ast.unparse(a) == ast.unparse(b)  # ignores whether it is loaded or stored
 
 
 # Replacing.
 
 
 class _Filler:
-    """Makes copies of a replacement's nodes, with what was matched in place of the wildcards."""
+    """Copies a replacement's nodes, replacing wildcards by the matched nodes."""
 
     def __init__(self, place: _Place) -> None:
         self._place = place
@@ -232,7 +232,9 @@ class _Filler:
     def check(self) -> None:
         num_runs = len(self._place.match.runs)
         if self._num_runs_used not in (0, num_runs):
-            raise PatternError(f"{num_runs} `...` and {self._num_runs_used} in the replacement; expected as many, or 0")
+            raise PatternError(
+                f"{num_runs} `...` and {self._num_runs_used} in the replacement; expected the same number, or 0"
+            )
 
     def fill_all(self, nodes: Sequence[ast.AST]) -> list[ast.AST]:
         filled: list[ast.AST] = []
@@ -247,7 +249,7 @@ class _Filler:
         return filled
 
     def fill(self, node: ast.AST) -> ast.AST:
-        """One node for one."""
+        """Fills one node that stands for a single node."""
         if isinstance(node, ast.Name) and _HOLE.fullmatch(node.id):
             return copy.deepcopy(self._expr(node.id))
         if _is_run(node):
@@ -271,7 +273,7 @@ class _Filler:
         if name == "_0" and isinstance(self._place.nodes[0], ast.expr):
             return self._place.nodes[0]
         if name not in self._place.match.exprs:
-            raise PatternError(f"the replacement has {name} and the pattern has not")
+            raise PatternError(f"the replacement has {name}, but the pattern does not")
         return self._place.match.exprs[name]
 
     def _next_run(self) -> list[ast.AST]:
@@ -284,11 +286,13 @@ class _Filler:
         run: list[Any] = self._next_run()
         operator: Any = self._place.match.operators[self._num_runs_used - 1]
         if len(run) != 1 and (operator is None or not run):
-            raise PatternError(f"`...` is {len(run)} nodes; expected 1 where the replacement has it alone")
+            raise PatternError(
+                f"`...` is {len(run)} nodes; expected 1 where the replacement uses it as a single expression"
+            )
         return run[0] if len(run) == 1 else ast.BoolOp(operator, run)
 
 
-# What to say.
+# Messages.
 
 
 def _one_line(nodes: Sequence[ast.AST]) -> str:
@@ -296,7 +300,7 @@ def _one_line(nodes: Sequence[ast.AST]) -> str:
 
 
 def _nearest(function: Function, sought: str) -> tuple[int, str]:
-    """The statement, by its first line, or its first lines, that looks most like it."""
+    """The line and text of the statement most similar to a pattern."""
     lines = {
         " ".join(ast.unparse(node).split())[: 2 * len(sought) + 20]: node.lineno
         for statement in function.body

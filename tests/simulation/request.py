@@ -7,11 +7,11 @@ from tpu_offload import BlockHash
 
 
 class Phase(enum.Enum):
-    WAITING = "waiting"  # has nothing
-    PARKED = "parked"  # has a promise, and no blocks
+    WAITING = "waiting"  # has neither promise nor blocks
+    PROMISED = "promised"  # has a promise, but no blocks
     LOADING = "loading"
     RUNNING = "running"
-    OUT = "out"  # swapped out
+    SWAPPED = "swapped"  # swapped out
     RETURNING = "returning"
 
     @property
@@ -24,23 +24,25 @@ class Request:
     """A request.
 
     Attributes:
-      name: its id; names are used again.
-      arrival: place in the queue.
+      name: its id; ids are reused.
+      arrival: position in the queue.
       salt: cache salt.
-      tokens: all that are known.
-      nodes: the prefix that ends with each token.
-      hashes: of the full blocks.
+      tokens: prompt and generated tokens.
+      nodes: for each token, the prefix that ends with it.
+      hashes: hashes of the full blocks.
       num_prompt: length of the prompt.
       max_tokens: length at which it ends.
-      phase: where it is.
-      blocks: its blocks of HBM.
-      num_computed: leading tokens whose KV is in them.
-      num_loading: tokens that its load brings.
-      num_promised: tokens that it was promised while PARKED.
+      phase: its phase.
+      blocks: its blocks in HBM.
+      num_computed: leading tokens whose KV is in the blocks.
+      num_loading: tokens of its load.
+      num_promised: promised tokens, while PROMISED.
       kv: the KV that those blocks must hold, by position.
-      num_named: full blocks when the scheduler last heard of it.
-      tainted: some of its KV is of weights that are no longer in use, and what hangs on it is nobody else's.
-      is_void: it was swapped out when the weights changed, and must not come back.
+      num_named: full blocks when it was last in `plan_step`.
+      is_stale: some of its KV is from before a reset, so that other requests must not use KV computed from it.
+      swap_is_stale: it was swapped out at a reset, and must not be swapped in.
+      waits_until_s: the deadline, if its last match answered ARRIVING; else 0.
+      num_found: tokens that this match found.
     """
 
     name: str
@@ -58,20 +60,22 @@ class Request:
     num_promised: int = 0
     kv: list[int] = dataclasses.field(default_factory=list)
     num_named: int = 0
-    tainted: bool = False
-    is_void: bool = False
+    is_stale: bool = False
+    swap_is_stale: bool = False
+    waits_until_s: float = 0.0
+    num_found: int = 0
 
 
 @dataclasses.dataclass(slots=True)
-class Run:
-    """What a step computes of a request.
+class TokenSpan:
+    """The tokens of a request that a step computes.
 
     Attributes:
-      request: whose.
+      request: the request.
       start: position of the first token.
-      end: position after the last known one.
-      num_drafts: guessed tokens after that.
-      num_accepted: how many of those will turn out right.
+      end: position after the last known token.
+      num_drafts: draft tokens after that.
+      num_accepted: number of drafts that will be accepted.
     """
 
     request: Request

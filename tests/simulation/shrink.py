@@ -1,4 +1,4 @@
-"""Cuts a failing trace down: delta debugging over its actions, then smaller numbers and a smaller setup.
+"""Shrinks a failing trace: delta debugging over its actions, then smaller numbers and a smaller setup.
 
 References:
   Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input" (ddmin).
@@ -19,7 +19,7 @@ _SIMPLER = {"num_salts": 1, "max_drafts": 0, "decode_save": False, "num_swap_blo
 
 
 def failure(setup: Setup, actions: list[Action], *, log: Callable[[str], None] | None = None) -> tuple[str, int]:
-    """What is wrong with a run, and after how many actions; empty when nothing is."""
+    """The violation of a run, and the number of actions before it; empty without a violation."""
     world = World(setup, log=log)
     done = 0
     try:
@@ -33,7 +33,7 @@ def failure(setup: Setup, actions: list[Action], *, log: Callable[[str], None] |
 
 
 def failure_of(error: Exception) -> str:
-    """What went wrong, in one line; for an error that says nothing, also where."""
+    """An exception in one line; with its location if it has no message."""
     text = " ".join(str(error).split())
     if not text and error.__traceback__ is not None:
         frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -42,7 +42,7 @@ def failure_of(error: Exception) -> str:
 
 
 def kind_of(violation: str) -> str:
-    """The violation without its numbers and names."""
+    """The violation without numbers and names."""
     return re.sub(r"\br?\d+\b", "#", violation)[:60]
 
 
@@ -112,7 +112,7 @@ def _simpler(setup: Setup) -> Iterator[tuple[str, Any]]:
 
 
 def explain(setup: Setup, actions: list[Action]) -> list[str]:
-    """The trace, one line an action, and under each what happened."""
+    """The trace with one line per action, each followed by its events."""
     lines = [f"setup: {setup}"]
     world = World(setup, log=lambda line: lines.append(f"    {line}"))
     try:

@@ -1,4 +1,4 @@
-"""Each deliberate bug is caught, on a seed that the library as it is passes."""
+"""Each deliberate bug is caught, on a seed that the unmodified library passes."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ from tests.simulation.campaign import run_seeds
 from tests.simulation.mutations import MUTATIONS, ROOT, Mutation, apply, caught
 from tests.simulation.test_campaign import NUM_STEPS, SEEDS
 
-MOST_SEEDS = 200  # of one that is not found any more by the seed that found it before
+MOST_SEEDS = 200  # tried if the recorded seed no longer finds a bug
 assert len(SEEDS) >= MOST_SEEDS
 
 
@@ -63,7 +63,7 @@ def test_the_seeds_that_found_them_are_of_these():
 
 @pytest.fixture
 def library(tmp_path):
-    """A small library with modules of its own."""
+    """A small library to mutate."""
     core = tmp_path / "tpu_offload" / "core"
     (core / "swap").mkdir(parents=True)
     (core / "jobs.py").write_text("class Jobs:\n    def end(self, job):\n        del self.jobs[job]\n")
@@ -81,16 +81,16 @@ def test_a_function_is_found_in_whatever_module_it_is(library):
 @pytest.mark.parametrize(
     ("function", "find", "message"),
     [
-        ("Jobs.fend", "job", "Jobs.fend is no function in tpu_offload/core; nearest: Jobs.end, Pool.end"),
+        ("Jobs.fend", "job", "Jobs.fend is not a function in tpu_offload/core; nearest: Jobs.end, Pool.end"),
         (
             "Jobs.end",
             "self.job",
-            "Jobs.end (tpu_offload/core/jobs.py:2): `self.job` is not there; nearest is line 3, `del self.jobs[job]`",
+            "Jobs.end (tpu_offload/core/jobs.py:2): `self.job` does not match; nearest is line 3, `del self.jobs[job]`",
         ),
         (
             "Pool.end",
             "self",
-            "Pool.end (tpu_offload/core/swap/pool.py:2): `self` is there 2 times, in lines 3, 3; expected once",
+            "Pool.end (tpu_offload/core/swap/pool.py:2): `self` matches 2 times, in lines 3, 3; expected once",
         ),
     ],
 )

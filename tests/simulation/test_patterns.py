@@ -1,4 +1,4 @@
-"""Patterns match by syntax, in one place, and a replacement has what the wildcards stood for."""
+"""Patterns match one place by syntax, and a replacement can use the nodes of the wildcards."""
 
 import ast
 import difflib
@@ -87,25 +87,25 @@ def test_what_is_written_around_it_does_not_count():
 @pytest.mark.parametrize(
     ("find", "new", "message"),
     [
-        ("job.waits", "x", "`job.waits` is not there; nearest is line 12, `return None if job.waiting else kept`"),
-        ("job.keys", "x", "`job.keys` is there 2 times, in lines 7, 11; expected once"),
-        ("_.release(_1, _1, late=_)", "x", "is not there"),
-        ("_.release(_, _)", "x", "is not there"),
-        ("_.release(_, _, late=_, soon=_)", "x", "is not there"),
-        ("_.release(_, _, _, ...)", "x", "is not there"),
-        ("_.sent and _", "x", "is not there"),
-        ("if _:\n    self.late[_] = _\nelse:\n    pass", "x", "is not there"),
-        ("_(...)", "pass", "`_(...)` is there 3 times, in lines 4, 7, 8;"),
-        ("return", "pass", "is not there"),
-        ("job.size + 1", "x", "is not there"),
-        ("job waiting", "x", "'job waiting' is no Python"),
-        ("job.waiting", "_1", "the replacement has _1 and the pattern has not"),
+        ("job.waits", "x", "`job.waits` does not match; nearest is line 12, `return None if job.waiting else kept`"),
+        ("job.keys", "x", "`job.keys` matches 2 times, in lines 7, 11; expected once"),
+        ("_.release(_1, _1, late=_)", "x", "does not match"),
+        ("_.release(_, _)", "x", "does not match"),
+        ("_.release(_, _, late=_, soon=_)", "x", "does not match"),
+        ("_.release(_, _, _, ...)", "x", "does not match"),
+        ("_.sent and _", "x", "does not match"),
+        ("if _:\n    self.late[_] = _\nelse:\n    pass", "x", "does not match"),
+        ("_(...)", "pass", "`_(...)` matches 3 times, in lines 4, 7, 8;"),
+        ("return", "pass", "does not match"),
+        ("job.size + 1", "x", "does not match"),
+        ("job waiting", "x", "'job waiting' is not Python"),
+        ("job.waiting", "_1", "the replacement has _1, but the pattern does not"),
         ("job.waiting", "f(...)", "the replacement has more"),
         ("_.release(...)", "...", "`...` is 3 nodes; expected 1"),
         ("if _:\n    ...\nelif _:\n    ...", "if x:\n    ...", "2 `...` and 1 in the replacement"),
         ("_.release(..., ...)", "x", "two `...`"),
-        ("...\nreturn _", "pass", "not with `...`"),
-        ("", "pass", "not with `...`"),
+        ("...\nreturn _", "pass", "must not have `...`"),
+        ("", "pass", "must not have `...`"),
     ],
 )
 def test_what_does_not_fit_is_an_error_of_one_line(find, new, message):

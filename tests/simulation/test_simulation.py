@@ -1,4 +1,4 @@
-"""The simulation itself: traces, cutting down, the command."""
+"""The simulation itself: traces, shrinking, the command."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from tpu_offload.core.transfers import Transfers
 
 @pytest.fixture
 def bug(monkeypatch):
-    """Failed saves are published."""
+    """A bug: failed saves are published."""
     monkeypatch.setattr(Transfers, "_bad_chunks", lambda self, job: [])
 
 
@@ -27,7 +27,7 @@ def first_failing(num_steps=200):
         setup, actions = generate(seed, num_steps)
         if shrink.failure(setup, actions)[0]:
             return seed, setup, actions
-    raise AssertionError("the bug is not found")
+    raise AssertionError("no seed finds the bug")
 
 
 def test_names_of_kv_are_equal_only_for_equal_prefixes_and_weights():
@@ -40,7 +40,7 @@ def test_names_of_kv_are_equal_only_for_equal_prefixes_and_weights():
     assert len({*values, *junk.block(4), junk.one(), *junk.block(2)}) == 15
 
 
-def test_a_longer_life_begins_as_a_shorter_one():
+def test_a_longer_run_begins_like_a_shorter_one():
     assert generate(5, 300)[1][: len(generate(5, 100)[1])] == generate(5, 100)[1]
     assert generate(5, 100)[0] == generate(5, 300)[0]
 
@@ -79,7 +79,7 @@ def test_a_file_that_is_no_trace_is_an_error(tmp_path, text, capsys):
         ({"breaker_retry_s": float("nan")}, "breaker_retry_s=nan; expected"),
     ],
 )
-def test_a_setup_that_makes_no_sense_is_one_line(change, expected, tmp_path, capsys):
+def test_an_invalid_setup_is_one_line(change, expected, tmp_path, capsys):
     setup = dataclasses.asdict(Setup()) | change
     assert replay_status(tmp_path, {"setup": setup, "actions": []}) == 2
     assert_one_line(capsys, tmp_path, expected)
@@ -88,16 +88,16 @@ def test_a_setup_that_makes_no_sense_is_one_line(change, expected, tmp_path, cap
 @pytest.mark.parametrize(
     ("action", "expected"),
     [
-        (["dance", 0, 0], "'dance' is no action; expected one of step, arrive"),
-        ([["step"], 0, 0], "is no action"),
+        (["dance", 0, 0], "'dance' is not an action; expected one of step, arrive"),
+        ([["step"], 0, 0], "is not an action"),
         (["step", 0], "expected two from 0"),
         (["step", 0, -1], "expected two from 0"),
         (["step", 0, 1.5], "expected two from 0"),
-        (7, "is no trace"),
-        ([], "is no trace"),
+        (7, "is not a trace"),
+        ([], "is not a trace"),
     ],
 )
-def test_an_action_that_makes_no_sense_is_one_line(action, expected, tmp_path, capsys):
+def test_an_invalid_action_is_one_line(action, expected, tmp_path, capsys):
     assert replay_status(tmp_path, {"setup": {}, "actions": [action]}) == 2
     assert_one_line(capsys, tmp_path, expected)
 
@@ -106,7 +106,7 @@ def test_an_action_that_makes_no_sense_is_one_line(action, expected, tmp_path, c
 def test_a_file_of_anything_is_one_line(content, tmp_path, capsys):
     (tmp_path / "t.json").write_bytes(content)
     assert cli.main(["--replay", str(tmp_path / "t.json")]) == 2
-    assert_one_line(capsys, tmp_path, "is no trace")
+    assert_one_line(capsys, tmp_path, "is not a trace")
 
 
 def replay_status(directory, data):
@@ -126,11 +126,11 @@ def test_every_action_of_a_trace_is_known():
     assert set(World(Setup())._actions) == set(trace.KINDS)
 
 
-def test_requests_finish_when_no_worker_is_heard_of_again():
+def test_requests_finish_when_no_worker_reports_again():
     setup = Setup(num_blocks=24, num_swap_blocks=16, hbm_cache=False)
     step = ("step", 0, 0)
-    life = [("arrive", 0, 19), *[step] * 30, ("arrive", 0, 19), step, ("dead", 0, 0), ("arrive", 0, 19), step]
-    world = run(setup, life)
+    actions = [("arrive", 0, 19), *[step] * 30, ("arrive", 0, 19), step, ("dead", 0, 0), ("arrive", 0, 19), step]
+    world = run(setup, actions)
     assert world.dead == {0}
     assert world.counts["steps with all workers dead"]
     assert world.engine.counts["finished"] == 3
@@ -143,7 +143,7 @@ def test_any_part_of_a_trace_can_be_run():
 
 
 def test_a_request_that_a_reset_finds_after_a_swap_is_not_saved():
-    """Too rare for a small campaign: it had no full chunk before the swap."""
+    """Too rare for a small campaign: the request had no full chunk before the swap."""
     setup = Setup(block_size=4, blocks_per_chunk=3, max_batch=3, num_swap_blocks=16, num_blocks=24)
     step = ("step", 0, 0)
     run(setup, [step, ("arrive", 0, 69), step, ("preempt", 0, 1), step, step, ("reset", 1, 0), step])
@@ -154,7 +154,7 @@ def test_an_unknown_action_is_an_error():
         World(Setup()).act(("dance", 0, 0))
 
 
-def test_a_failing_trace_is_cut_down(bug):
+def test_a_failing_trace_is_shrunk(bug):
     _, setup, actions = first_failing()
     small_setup, small, violation = shrink.minimal(setup, actions, seconds=20)
     assert len(small) < len(actions) / 4
@@ -187,7 +187,7 @@ def test_a_good_campaign_ends_with_one_line(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_good_seed_is_told(capsys):
+def test_a_good_seed_is_explained(capsys):
     assert cli.main(["--seed", "4", "--steps", "30"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("setup: ")
@@ -210,7 +210,7 @@ def test_a_bad_flag_is_one_line(argv, capsys):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_ends_with_the_totals_so_far(jobs, tmp_path):
-    # Not by preexec_fn, which would fork: a child of a suite in the background has Ctrl-C ignored.
+    # Not by preexec_fn, which would fork. Children of a background process ignore Ctrl-C.
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from tests.simulation import cli; cli._LINE_INTERVAL_S = 0.0\n"
@@ -232,14 +232,14 @@ def test_ctrl_c_ends_with_the_totals_so_far(jobs, tmp_path):
     assert "Traceback" not in err
 
 
-def test_tables_that_are_not_empty_are_seen():
-    from tests.simulation import tables
+def test_leftover_entries_are_found():
+    from tests.simulation import leftovers
 
     world = World(Setup(num_swap_blocks=4))
     world.finish()
-    assert tables.not_empty(world.scheduler, late_jobs=False) == {}
+    assert leftovers.non_empty_tables(world.scheduler, late_jobs=False) == {}
     world.scheduler._transfers._had_failed_loads.add("r1")
-    assert list(tables.not_empty(world.scheduler, late_jobs=False)) == ["._transfers._had_failed_loads"]
+    assert list(leftovers.non_empty_tables(world.scheduler, late_jobs=False)) == ["._transfers._had_failed_loads"]
 
 
 def test_setups_differ():

@@ -1,8 +1,8 @@
-"""A run as data: the setup, and a list of plain actions. One seed gives one of each.
+"""A run as data: the setup and a list of actions, both generated from a seed.
 
-An action is a kind and two numbers. What the numbers mean depends on what is possible when the action comes (the
-third worker, modulo how many there are), and an action that is impossible then does nothing: so any part of a
-list is a list that can be run, and a failing one can be cut down.
+An action is a kind and two numbers. The numbers are interpreted by the state at that point (a worker's index, modulo
+the number of workers), and an impossible action has no effect. So any sublist of actions can be run, and a failing list
+can be shrunk.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from tpu_offload.config import SaveEvent, SwapMode
 
 Action = tuple[str, int, int]
 
-# Kind of fault or event: how often, of ten thousand steps, in a life that has it at all.
+# Rate per ten thousand steps of each kind of fault or event, in a run that has this kind.
 RATES = {
     "abort": 300,
     "preempt": 500,
@@ -41,7 +41,7 @@ _EVERYDAY = ("abort", "preempt")
 
 KINDS = ("step", "arrive", *RATES)
 
-# Lives in which most that happens is of one kind.
+# Runs with mostly one kind of event.
 _FOCUSED: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "swap": lambda rng: {
         "num_swap_blocks": rng.choice([16, 40]),
@@ -121,7 +121,7 @@ _FOCUSED_RATES = {
 
 
 MAX_WORKERS = 4
-MIN_TOKENS = 16  # that HBM has to hold, so that a request of some tokens fits
+MIN_TOKENS = 16  # least capacity of HBM, so that a request fits
 
 _RANGES = {
     "seed": (0, 2**63),
@@ -134,7 +134,7 @@ _RANGES = {
     "num_swap_blocks": (0, 10_000),
     "max_batch": (1, 10_000),
     "max_drafts": (0, 100),
-    "max_requests": (1, 9),  # the names there are
+    "max_requests": (1, 9),  # limited by the number of names
     "num_salts": (1, 100),
     "staged": (0, 255),
     "ahead": (0, 8),
@@ -147,10 +147,10 @@ _RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Sizes and habits of one life.
+    """Sizes and settings of one run.
 
     Attributes:
-      seed: what it was drawn from; only a label here.
+      seed: its seed; only a label here.
       block_size: tokens in a block.
       blocks_per_chunk: blocks in a chunk.
       num_workers: workers.
@@ -159,25 +159,26 @@ class Setup:
       num_staging_blocks: the staging budget.
       num_swap_blocks: blocks of the swap pool; 0 turns request swap off.
       swap_mode: as in the settings.
-      hbm_cache: whether freed blocks of HBM are found again.
+      hbm_cache: whether HBM has a prefix cache.
       decode_save: as in the settings.
       save_on: as in the settings.
       save_after_sightings: as in the settings.
-      max_batch: tokens that a step computes at most.
-      max_drafts: draft tokens that a decoding request guesses at most.
-      max_requests: requests in the engine at most.
-      num_salts: cache salts in use.
-      staged: bit 2 w says whether worker w saves by staging, bit 2 w + 1 whether it loads so.
-      delays: for each worker, steps from the dispatch of a copy to its end.
-      report_delays: for each worker, steps that a report travels.
-      ahead: plans that the engine has made when the workers do the first of them, less one.
-      max_load_blocks: blocks that loads which are not staged move before one step; 0 for no bound.
+      max_batch: most tokens that a step computes.
+      max_drafts: most draft tokens of a decoding request.
+      max_requests: most requests in the engine.
+      num_salts: number of cache salts.
+      staged: bit 2 w is set if worker w stages saves, bit 2 w + 1 if it stages loads.
+      delays: for each worker, most steps from the dispatch of a copy to its end.
+      report_delays: for each worker, steps until a report arrives.
+      ahead: number of steps that the engine plans ahead of the workers.
+      max_load_blocks: most blocks that direct loads copy before one step; 0 for no limit.
       load_wait_s: as in the settings.
-      growth: slots (and swap blocks) that each worker allocates in a step.
+      save_wait_s: as in the settings; the default is longer than a run takes.
+      growth: slots (and swap blocks) that each worker allocates per step.
       breaker_failures: as in the settings.
       breaker_retry_s: as in the settings.
     Raises:
-      ValueError: a size or habit is out of range.
+      ValueError: a value is out of range.
     """
 
     seed: int = 0
@@ -206,6 +207,7 @@ class Setup:
     breaker_retry_s: float = 5.0
     max_load_blocks: int = 0
     load_wait_s: float = 5.0
+    save_wait_s: float = 1e6
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -224,8 +226,9 @@ class Setup:
         _check("save_on", self.save_on, known, f"some of {', '.join(sorted(events))}")
         retry_s = self.breaker_retry_s
         _check("breaker_retry_s", retry_s, type(retry_s) in (int, float), "0.1 to 100", 0.1, 100)
-        wait_s = self.load_wait_s
-        _check("load_wait_s", wait_s, type(wait_s) in (int, float) and wait_s >= 0, "0 to 100", 0, 100)
+        for name, most in (("load_wait_s", 100), ("save_wait_s", 1e6)):
+            wait_s = getattr(self, name)
+            _check(name, wait_s, type(wait_s) in (int, float) and wait_s >= 0, f"0 to {most:g}", 0, most)
         if self.num_staging_blocks < self.blocks_per_chunk:
             raise ValueError(
                 f"num_staging_blocks={self.num_staging_blocks} is under one chunk; expected at least "
@@ -244,10 +247,11 @@ def _check(name: str, value: Any, good: bool, expected: str, least: float = 0, m
 
 
 def generate(seed: int, num_steps: int) -> tuple[Setup, list[Action]]:
-    """The life that a seed stands for."""
+    """Generates the run of a seed."""
     rng = random.Random(seed)
     others = _draw_saving(random.Random(f"saving {seed}")) | _draw_loading(random.Random(f"loading {seed}"))
     others["ahead"] = random.Random(f"ahead {seed}").choice([0, 0, 1, 1, 2, 4])
+    others["save_wait_s"] = random.Random(f"save wait {seed}").choice([1e6, 1e6, 0.5, 0.2])
     setup = dataclasses.replace(_draw_setup(rng, seed), **others)
     focus = rng.choice(["", "", "swap", "loads", "loads", "late", "caches", "caches", "long", "long"])
     if focus:
@@ -283,7 +287,7 @@ def _draw_setup(rng: random.Random, seed: int) -> Setup:
 
 
 def _draw_saving(rng: random.Random) -> dict[str, Any]:
-    """When to save: most lives when it is computed, half of them at other times too, a few only then."""
+    """The save mode: most runs save on compute, half of them on other events as well, a few only on others."""
     others = rng.choice([("eviction",), ("preemption",), ("eviction", "preemption")])
     events = rng.choice([("compute",)] * 3 + [("compute", *others)] * 3 + [others])
     return {"save_on": ",".join(events), "save_after_sightings": rng.choice([1] * 7 + [2])}
@@ -294,7 +298,7 @@ def _draw_loading(rng: random.Random) -> dict[str, Any]:
 
 
 def _draw_actions(rng: random.Random, num_steps: int, focused: dict[str, int]) -> list[Action]:
-    # Each life has some of the faults only: those that come often would hide what the rare ones do.
+    # Each run has only some kinds of faults, because frequent ones would hide the effects of rare ones.
     calm = rng.random() < 0.15
     rates = {
         kind: rate * rng.choice([1, 1, 3]) / 10_000
@@ -315,7 +319,7 @@ def _draw_actions(rng: random.Random, num_steps: int, focused: dict[str, int]) -
 
 
 def save(path: Path, setup: Setup, actions: list[Action]) -> None:
-    """Writes a run down."""
+    """Writes a run to a file."""
     text = ",\n  ".join(json.dumps(action) for action in actions)
     path.write_text(f'{{"setup": {json.dumps(dataclasses.asdict(setup))},\n "actions": [\n  {text}\n]}}\n')
 
@@ -324,27 +328,27 @@ def load(path: Path) -> tuple[Setup, list[Action]]:
     """Reads what `save` wrote.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: it is not a trace.
     """
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["setup"].items()}
         return Setup(**fields), [_action(entry) for entry in data["actions"]]
     except KeyError as e:
-        raise ValueError(f"{path} is no trace of the simulation: it has no {e}") from e
+        raise ValueError(f"{path} is not a trace of the simulation: it has no {e}") from e
     except (ValueError, TypeError, AttributeError, RecursionError) as e:
-        raise ValueError(f"{path} is no trace of the simulation: {e}") from e
+        raise ValueError(f"{path} is not a trace of the simulation: {e}") from e
 
 
 def _action(entry: Any) -> Action:
-    """An action, from JSON.
+    """Parses an action from JSON.
 
     Raises:
-      ValueError, TypeError: it is none.
+      ValueError, TypeError: it is not an action.
     """
     kind, *numbers = entry
     if kind not in KINDS:
-        raise ValueError(f"{kind!r:.60} is no action; expected one of {', '.join(KINDS)}")
+        raise ValueError(f"{kind!r:.60} is not an action; expected one of {', '.join(KINDS)}")
     if len(numbers) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
         raise ValueError(f"the action {kind} has the numbers {numbers!r:.60}; expected two from 0 to 2**63 - 1")
     return kind, numbers[0], numbers[1]

@@ -1,15 +1,15 @@
-"""A worker with fake memories. It does what a plan says in the order that `OffloadWorker` keeps.
+"""A worker with simulated memories. It executes plans in the order of `OffloadWorker`.
 
-What a copy reads it reads in the step of its plan. A direct load, and a copy back from the swap pool, is written
-in that step as well, a direct save too. A staged load is written at the beginning of a later step, a staged save
-and a copy out land in host memory at the end of one. The end of each copy is reported later still.
+A copy reads in the step of its plan. Direct copies and swaps in are also written in that step. A staged load is written
+at the beginning of a later step; a staged save and a swap out are written to host memory at the end of a later step.
+The end of each copy is reported after that.
 
-Which plans it does at all the library's own `PlanGate` decides, as in `OffloadWorker`.
+The library's `PlanGate` decides which plans it executes, as in `OffloadWorker`.
 
-Loads go in pieces like those of `OffloadWorker`: a staged one through the staging blocks that it has, others so many
-blocks a step. A later piece is read in the step that it goes with. What has gone wrong with one ends the load.
+Loads are copied in pieces, as in `OffloadWorker`: a staged one through its staging blocks, others by a number of blocks
+per step. A piece is read in the step that dispatches it. A failed piece ends the load.
 
-Faults are armed beforehand: the next copy that is dispatched takes one.
+Faults are armed in advance: the next dispatched copy consumes one.
 """
 
 import dataclasses
@@ -17,88 +17,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import final
 
+from tests.jobs import host_block_ids
+from tests.simulation.flights import Flight, LongLoad, Memory
 from tests.simulation.memory import Junk, mix
 from tests.simulation.trace import Setup
 from tpu_offload import CacheEpoch, CopyJob, HostStore, JobKind, JobResult, JobState, StepPlan, StepReport
 from tpu_offload.worker.plan_gate import PlanGate
 
 _FINISHED, _FAILED, _CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
-NUM_KINDS = 8  # of faults; of those above 1 some blocks are spared, and all but 4 say which
-PARTIAL = (2, 3, 5, 6, 7)  # kinds of fault that spare some blocks
-FAULTY = ("save", "load", "swap")  # copies that faults can be armed for
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Memory:
-    """Host memory of one kind.
-
-    Attributes:
-      places: contents of each block.
-      num_ready: units (chunks or blocks) that are allocated.
-      lost: places whose contents are gone, and nothing was written since; reading them fails.
-      gone: places that a former life of the worker may have written, this one not.
-      news: ranges that were lost since the last report.
-    """
-
-    places: list[tuple[int, ...]]
-    num_ready: int = 0
-    lost: set[int] = dataclasses.field(default_factory=set)
-    gone: set[int] = dataclasses.field(default_factory=set)
-    news: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-
-    def write(self, writes: dict[int, tuple[int, ...]]) -> None:
-        for place, content in writes.items():
-            self.places[place] = content
-        if self.lost:
-            self.lost.difference_update(writes)
-        if self.gone:
-            self.gone.difference_update(writes)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Flight:
-    """A copy on its way.
-
-    Attributes:
-      job_id: the job.
-      memory: where it writes when it is due; None when it has written, and HBM when `into_hbm`.
-      due: the step in which it ends.
-      writes: contents by place.
-      result: how it ends.
-      into_hbm: a staged load.
-      writes_host: a save, or a copy out.
-      num_staged: staging blocks that it holds.
-      is_piece: of a load that has more of them, or may have had.
-    """
-
-    job_id: int
-    memory: Memory | None
-    due: int
-    writes: dict[int, tuple[int, ...]]
-    result: JobResult
-    into_hbm: bool = False
-    writes_host: bool = False
-    num_staged: int = 0
-    is_piece: bool = False
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class LongLoad:
-    """A load of which pieces are left, or on their way.
-
-    Attributes:
-      job: all of it.
-      num_dispatched: so many of its leading blocks have been dispatched.
-      failed: positions that were not copied.
-      why: what a result says of that.
-      is_cancelled: nothing more of it is written.
-    """
-
-    job: CopyJob
-    num_dispatched: int = 0
-    failed: set[int] = dataclasses.field(default_factory=set)
-    why: JobResult | None = None
-    is_cancelled: bool = False
+NUM_KINDS = 8  # kinds of faults; above 1 some blocks are still copied, and all but 4 report which failed
+PARTIAL = (2, 3, 5, 6, 7)  # kinds of faults that still copy some blocks
+FAULTY = ("save", "load", "swap")  # kinds of copies that can fail
 
 
 @final
@@ -118,10 +47,10 @@ class SimWorker:
         self.stages_saves = bool(setup.staged >> 2 * worker_id & 1)
         self.stages_loads = bool(setup.staged >> 2 * worker_id & 2)
         self.hbm = [list(junk.block(setup.block_size)) for _ in range(setup.num_blocks)]
-        self.incarnation = 1  # 0 would say nothing
+        self.incarnation = 1  # 0 means unknown
         self.step = 0
         self.stalled_until = 0
-        self.caches_go = False  # with the loads of the next plan
+        self.loses_caches = False  # at the next plan
         self.faults: dict[str, deque[int]] = {kind: deque() for kind in FAULTY}
         self.num_faults: dict[str, int] = {}
         self._start()
@@ -138,7 +67,7 @@ class SimWorker:
         self._grow()
 
     def restart(self, *, with_hbm: bool, growth: int) -> None:
-        """It dies and starts anew: everything it had in flight is gone, and so is host memory, which grows again."""
+        """Restarts the worker: loses all copies in flight and host memory, which grows again."""
         self.incarnation += 1
         self.growth = growth
         self._start()
@@ -148,16 +77,16 @@ class SimWorker:
             self.hbm = [list(self.junk.block(self.block_size)) for _ in self.hbm]
 
     def lose(self, memory: Memory, first: int, end: int, *, size: int) -> None:
-        """The memory of units `first` to `end - 1` is gone, and is rebuilt empty."""
+        """Loses the memory of units `first` to `end - 1`; it is reallocated."""
         for place in range(first * size, end * size):
             memory.places[place] = self.junk.block(self.block_size)
             memory.lost.add(place)
-        memory.news.append((first, end))
+        memory.unreported.append((first, end))
 
     # The step.
 
     def begin_step(self, plan: StepPlan, step: int) -> None:
-        """Everything before the forward pass."""
+        """The part of a step before the forward pass."""
         self.step = step
         self._fail_lost_loads()
         if not self.gate.begin(plan):
@@ -173,7 +102,7 @@ class SimWorker:
             self._swap_out(swap)
         for job_id in plan.cancelled_job_ids:
             self._cancel(job_id)
-        if self.caches_go:
+        if self.loses_caches:
             plan = self._plan = self._lose_caches(plan)
         if self.flights:
             self._end_flights(into_hbm=True)
@@ -187,7 +116,7 @@ class SimWorker:
             self.last_job_id = max(self.last_job_id, plan.next_job_id - 1)
 
     def end_step(self, plan: StepPlan) -> None:
-        """Everything after it."""
+        """The part of a step after the forward pass."""
         begun, self._plan = self._plan, None
         if begun is not None and begun.step_id == plan.step_id:
             for job in begun.of(JobKind.SAVE):
@@ -201,10 +130,10 @@ class SimWorker:
             self._grow()
 
     def report(self) -> StepReport:
-        """What happened since the last report."""
+        """The report of the current step."""
         results, self.results = tuple(self.results), []
-        lost, self.host.news = tuple(self.host.news), []
-        lost_swap, self.pool.news = tuple((0, *span) for span in self.pool.news), []
+        lost, self.host.unreported = tuple(self.host.unreported), []
+        lost_swap, self.pool.unreported = tuple((0, *span) for span in self.pool.unreported), []
         in_flight = [*(flight.job_id for flight in self.flights), *self.long_loads]
         oldest = min(in_flight, default=self.last_job_id + 1)
         return StepReport(
@@ -220,7 +149,7 @@ class SimWorker:
         )
 
     def will_write(self, slot: int) -> bool:
-        """Whether a copy into a slot of the host tier may still land."""
+        """Whether a copy in flight may still write a slot of the host tier."""
         first = slot * self.size
         return any(
             flight.memory is self.host and any(first <= place < first + self.size for place in flight.writes)
@@ -228,7 +157,7 @@ class SimWorker:
         )
 
     def will_write_swap(self, place: int) -> bool:
-        """The same of a block of the swap pool."""
+        """Whether a copy in flight may still write a block of the swap pool."""
         return any(flight.memory is self.pool and place in flight.writes for flight in self.flights)
 
     def _grow(self) -> None:
@@ -239,25 +168,25 @@ class SimWorker:
 
     def _save(self, job: CopyJob) -> None:
         self._accept(job.job_id)
-        if self._refuse(job.job_id, job.host_block_ids, self.host, reads=False):
+        if self._refuse(job.job_id, host_block_ids(job), self.host, reads=False):
             return
         contents = [tuple(self.hbm[block]) for block in job.block_ids]
-        writes, result = self._copy(job.job_id, job.host_block_ids, contents, self.faults["save"])
+        writes, result = self._copy(job.job_id, host_block_ids(job), contents, self.faults["save"])
         if not self.stages_saves:
             self.host.write(writes)
-        self._fly(job.job_id, self.host if self.stages_saves else None, writes, result, writes_host=True)
+        self._start_flight(job.job_id, self.host if self.stages_saves else None, writes, result, writes_host=True)
         self.flights[-1].num_staged = job.num_blocks if self.stages_saves else 0
 
     def _load(self, job: CopyJob) -> None:
         self._accept(job.job_id)
-        if self._refuse(job.job_id, job.host_block_ids, self.host, reads=True):
+        if self._refuse(job.job_id, host_block_ids(job), self.host, reads=True):
             return
         self.long_loads[job.job_id] = LongLoad(job)
 
     def _dispatch_pieces(self) -> None:
-        """The next piece of each load that may have one."""
+        """Dispatches the next piece of each load that has room for one."""
         left = self.max_load_blocks
-        for load in [load for load in self.long_loads.values() if load.why is None and not load.is_cancelled]:
+        for load in [load for load in self.long_loads.values() if load.failure is None and not load.is_cancelled]:
             job, first = load.job, load.num_dispatched
             room = left
             if self.stages_loads:
@@ -268,11 +197,11 @@ class SimWorker:
                 continue
             left -= num_blocks
             load.num_dispatched = end = first + num_blocks
-            contents = [self.host.places[place] for place in job.host_block_ids[first:end]]
+            contents = [self.host.places[place] for place in host_block_ids(job)[first:end]]
             writes, result = self._copy(job.job_id, job.block_ids[first:end], contents, self.faults["load"])
             if not self.stages_loads:
                 self._write_hbm(writes)
-            self._fly(job.job_id, None, writes, result, into_hbm=self.stages_loads)
+            self._start_flight(job.job_id, None, writes, result, into_hbm=self.stages_loads)
             flight = self.flights[-1]
             flight.is_piece, flight.num_staged = True, num_blocks if self.stages_loads else 0
             if result.state is _FAILED:
@@ -280,28 +209,30 @@ class SimWorker:
             self._count("pieces" if num_blocks < job.num_blocks else "whole loads")
 
     def _fail_piece(self, load: LongLoad, result: JobResult, first: int, end: int) -> None:
-        """A piece was not copied, or some of it: what is after it will not be."""
+        """Fails a load whose piece was not (fully) copied: no later piece is dispatched."""
         load.failed.update(first + i for i in result.failed_blocks or range(end - first))
         load.failed.update(range(load.num_dispatched, load.job.num_blocks))
-        load.why = load.why or result
+        load.failure = load.failure or result
 
     def _fail_lost_loads(self) -> None:
-        """What is lost cannot be read by a piece that has yet to be."""
+        """Fails loads whose remaining pieces would read lost memory."""
         for load in list(self.long_loads.values()):
-            places = load.job.host_block_ids[load.num_dispatched :]
-            if load.why is None and not self.host.lost.isdisjoint(places):
-                result = JobResult(job_id=load.job.job_id, state=_FAILED, error="what was there is lost")
+            places = host_block_ids(load.job)[load.num_dispatched :]
+            if load.failure is None and not self.host.lost.isdisjoint(places):
+                result = JobResult(job_id=load.job.job_id, state=_FAILED, error="its host memory was lost")
                 self._fail_piece(load, result, load.num_dispatched, load.job.num_blocks)
 
     def _end_long_loads(self) -> None:
-        """Reports the loads that have no piece on its way and none to come."""
+        """Reports the loads without pieces in flight or to dispatch."""
         for job_id, load in list(self.long_loads.items()):
             if any(flight.job_id == job_id for flight in self.flights):
                 continue
-            if load.why is not None:
+            if load.failure is not None:
                 failed = tuple(sorted(load.failed)) if len(load.failed) < load.job.num_blocks else ()
                 self.results.append(
-                    JobResult(job_id=job_id, state=_FAILED, error=load.why.error, duration_s=0.5, failed_blocks=failed)
+                    JobResult(
+                        job_id=job_id, state=_FAILED, error=load.failure.error, duration_s=0.5, failed_blocks=failed
+                    )
                 )
             elif load.is_cancelled:
                 self.results.append(JobResult(job_id=job_id, state=_CANCELLED))
@@ -318,7 +249,7 @@ class SimWorker:
                 return
             contents = [tuple(self.hbm[block]) for block in part.block_ids]
             writes, result = self._copy(job.job_id, part.host_block_ids, contents, self.faults["swap"])
-            self._fly(job.job_id, self.pool, writes, result, writes_host=True)
+            self._start_flight(job.job_id, self.pool, writes, result, writes_host=True)
 
     def _swap_in(self, job: CopyJob) -> None:
         self._accept(job.job_id)
@@ -327,32 +258,32 @@ class SimWorker:
             memory = self.pool if part.store is HostStore.SWAP_POOL else self.host
             if self._refuse(job.job_id, part.host_block_ids, memory, reads=True):
                 return
-            self._land_early(memory, part.host_block_ids)
+            self._complete_early(memory, part.host_block_ids)
             writes.update(zip(part.block_ids, [memory.places[p] for p in part.host_block_ids], strict=True))
         written, result = self._copy(job.job_id, list(writes), list(writes.values()), self.faults["swap"])
         self._write_hbm(written)
-        self._fly(job.job_id, None, written, result)
+        self._start_flight(job.job_id, None, written, result)
 
     def _accept(self, job_id: int) -> None:
         self.last_job_id = max(self.last_job_id, job_id)
 
     def _refuse(self, job_id: int, places: Sequence[int], memory: Memory, *, reads: bool) -> bool:
-        """Whether a job cannot be done, which is its end."""
+        """Fails a job that is impossible; returns whether it did."""
         size = self.size if memory is self.host else 1
-        why = "it has no such place yet" if max(places) >= memory.num_ready * size else ""
-        # A copy that is on its way into a lost place comes before what is read now.
+        why = "a position is not allocated yet" if max(places) >= memory.num_ready * size else ""
+        # Copies in flight to a lost position come before this read in program order.
         lost = memory.lost.difference(*(f.writes for f in self.flights if f.memory is memory)) if reads else ()
         if lost and not lost.isdisjoint(places):
-            why = "what was there is lost"
+            why = "its host memory was lost"
         if why:
             self._count("refused")
-            self._fly(job_id, None, {}, JobResult(job_id=job_id, state=_FAILED, error=why))
+            self._start_flight(job_id, None, {}, JobResult(job_id=job_id, state=_FAILED, error=why))
         return bool(why)
 
     def _copy(
         self, job_id: int, targets: Sequence[int], contents: list[tuple[int, ...]], faults: deque[int]
     ) -> tuple[dict[int, tuple[int, ...]], JobResult]:
-        """What a copy writes in the end, and how it ends."""
+        """What a copy writes, and its result."""
         writes = dict(zip(targets, contents, strict=True))
         if not faults:
             return writes, JobResult(job_id=job_id, state=_FINISHED, error="", duration_s=0.5, copy_s=0.25)
@@ -379,7 +310,7 @@ class SimWorker:
             failed_blocks=tuple(sorted(failed)) if named else (),
         )
 
-    def _fly(
+    def _start_flight(
         self,
         job_id: int,
         memory: Memory | None,
@@ -399,9 +330,9 @@ class SimWorker:
     # Ends.
 
     def _lose_caches(self, plan: StepPlan) -> StepPlan:
-        """A load takes the KV caches along; returns what is left of the plan."""
-        self.caches_go = False
-        self.gate.lose_caches()
+        """A load destroys the KV caches; returns the rest of the plan."""
+        self.loses_caches = False
+        self.gate.mark_caches_lost()
         self.hbm = [list(self.junk.block(self.block_size)) for _ in self.hbm]
         for flight in self.flights:
             if not flight.writes_host:
@@ -416,7 +347,7 @@ class SimWorker:
     def _cancel_all(self, plan: StepPlan) -> StepPlan:
         for job in plan.jobs:
             self._accept(job.job_id)
-            self._fly(job.job_id, None, {}, JobResult(job_id=job.job_id, state=_CANCELLED))
+            self._start_flight(job.job_id, None, {}, JobResult(job_id=job.job_id, state=_CANCELLED))
         return dataclasses.replace(plan, jobs=())
 
     def _cancel(self, job_id: int) -> None:
@@ -432,8 +363,8 @@ class SimWorker:
                     flight.result = JobResult(job_id=job_id, state=_CANCELLED)
                 self._count("cancelled")
 
-    def _land_early(self, memory: Memory, places: Iterable[int]) -> None:
-        """What is read after it in program order sees a copy that nobody has seen end yet."""
+    def _complete_early(self, memory: Memory, places: Iterable[int]) -> None:
+        """Completes writes to these positions: a later read sees them by program order, although they are in flight."""
         wanted = set(places)
         for flight in self.flights:
             if flight.memory is memory and not wanted.isdisjoint(flight.writes):
@@ -441,7 +372,7 @@ class SimWorker:
                 flight.memory = None
 
     def _end_flights(self, *, into_hbm: bool) -> None:
-        """Ends staged loads, or all others, that are due."""
+        """Ends the staged loads (`into_hbm`), or the other copies, that are due."""
         if self.step < self.stalled_until:
             return
         for flight in [f for f in self.flights if f.into_hbm == into_hbm and f.due <= self.step]:

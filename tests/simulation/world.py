@@ -1,4 +1,4 @@
-"""Runs a trace: the real scheduler, and everything around it simulated."""
+"""Runs a trace: the real scheduler with simulated engine, workers and channels."""
 
 import dataclasses
 import logging
@@ -6,33 +6,35 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import final
 
-from tests.simulation import tables
+from tests.jobs import host_block_ids
+from tests.simulation import leftovers
 from tests.simulation.channel import Channel
 from tests.simulation.engine import SimEngine
-from tests.simulation.memory import Junk, Violation, mix
+from tests.simulation.faults import Faults
+from tests.simulation.memory import Junk, Violation
 from tests.simulation.model import Model
-from tests.simulation.request import Phase, Run
+from tests.simulation.request import Phase, TokenSpan
 from tests.simulation.trace import Action, Setup
-from tests.simulation.worker import FAULTY, NUM_KINDS, PARTIAL, SimWorker
+from tests.simulation.worker import SimWorker
 from tpu_offload import JobKind, KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler, StepPlan
 
 TIMEOUT_S = 10.0
 STEP_S = 0.1
-NEW_TOKEN = 2  # no other prompt has it
-MAX_BACKOFF = 64  # a breaker's longest wait, and a chunk's longest rest, in its first
+NEW_TOKEN = 2  # in no other prompt
+MAX_BACKOFF = 64  # longest backoff of breakers and chunks, as a multiple of the first
 _MAX_STEPS_TO_FINISH = 4000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Dispatched:
-    """A step on its way to the workers.
+    """A step that was planned and not yet executed by the workers.
 
     Attributes:
-      plan: what they copy.
-      reads: what attention reads: name of the request, its blocks, and the KV that should be in them.
-      writes: (block, offset, KV) of what the forward pass writes.
-      open_jobs: the transfers that had not ended when it was planned.
-      cache_epochs: what was known of the workers' caches then.
+      plan: the plan.
+      reads: reads of attention: request, its blocks, and the KV that they must hold.
+      writes: (block, offset, KV) written by the forward pass.
+      open_jobs: jobs that had not ended when it was planned.
+      cache_epochs: cache epochs of the workers, as known then.
     """
 
     plan: StepPlan
@@ -44,11 +46,11 @@ class Dispatched:
 
 @final
 class World:
-    """One life.
+    """One run.
 
     Args:
       setup: sizes.
-      log: is called with what happens, one line each.
+      log: called with a line per event.
     """
 
     def __init__(self, setup: Setup, *, log: Callable[[str], None] | None = None) -> None:
@@ -59,100 +61,61 @@ class World:
         self.num_steps = 0
         self.counts: Counter[str] = Counter()
         self.junk = junk = Junk()
-        self.on_the_way: deque[Dispatched] = deque()
-        self.repeats: list[int] = []  # workers that are given the next plan twice
-        self.late: dict[int, int] = {}  # by worker: it is given the next plan after so many others
-        self.late_plans: list[tuple[int, int, StepPlan]] = []  # worker, others still to come before, plan
+        self.steps_in_flight: deque[Dispatched] = deque()
+        self.repeats: list[int] = []  # workers that receive the next plan twice
+        self.late: dict[int, int] = {}  # by worker: it receives the next plan after this many others
+        self.late_plans: list[tuple[int, int, StepPlan]] = []  # worker, number of plans before it, plan
         group = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (setup.block_size, 2, 2, 8), "bfloat16")
         layout = KVLayout(setup.block_size, (group,))
-        self.scheduler = OffloadScheduler(
-            OffloadConfig.create(
-                num_staging_blocks=setup.num_staging_blocks,
-                save_path=_path(setup, 0b01010101),
-                load_path=_path(setup, 0b10101010),
-                max_load_gb_per_step=(setup.max_load_blocks + 0.5) * layout.block_nbytes_per_device / 2**30
-                if setup.max_load_blocks
-                else 0.0,
-                load_wait_s=setup.load_wait_s,
-                num_cpu_chunks=setup.num_slots,
-                blocks_per_chunk=setup.blocks_per_chunk,
-                decode_save=setup.decode_save,
-                save_on=setup.save_on,
-                save_after_sightings=setup.save_after_sightings,
-                swap_gb=1.0 if setup.num_swap_blocks else 0.0,
-                swap_mode=setup.swap_mode,
-                job_timeout_s=TIMEOUT_S,
-                save_wait_s=1e6,  # the trace says who waits
-                breaker_failures=setup.breaker_failures,
-                breaker_retry_s=setup.breaker_retry_s,
-                metrics_log_interval=0.0,
-            ),
-            layout,
-            num_workers=setup.num_workers,
-            clock=lambda: self.now_s,
-            record_events=True,
-        )
+        self.scheduler = _make_scheduler(setup, layout, lambda: self.now_s)
         self.workers = [SimWorker(i, setup, junk) for i in range(setup.num_workers)]
         self.channels = [Channel(setup.report_delays[i]) for i in range(setup.num_workers)]
         self.dead: set[int] = set()
         self.model = Model(setup, self.scheduler, self.workers, lambda: self.now_s, TIMEOUT_S, self.log)
-        self.engine = SimEngine(setup, layout, self.scheduler, self.model, junk, self.log)
+        self.engine = SimEngine(setup, layout, self.scheduler, self.model, lambda: self.now_s, junk, self.log)
+        self.faults = Faults(self)
         self._actions: dict[str, Callable[[int, int], None]] = {
             "step": lambda a, b: self.step(a),
             "arrive": self.engine.arrive,
             "abort": lambda a, b: self.engine.abort(a),
             "preempt": self.engine.preempt_one,
             "reset": lambda a, b: self.engine.reset(a),
-            "tick": self._tick,
-            "fail": self._fail,
-            "fail_load": self._fail_load,
-            "stall": self._stall,
-            "drop": self._drop,
-            "double": self._double,
-            "hold": self._hold,
-            "mute": self._mute,
-            "lose_slots": self._lose_slots,
-            "lose_swap": self._lose_swap,
-            "restart": self._restart,
-            "lose_caches": self._lose_caches,
-            "repeat_plan": self._repeat_plan,
-            "late_plan": self._late_plan,
-            "dead": self._die,
+            **self.faults.actions,
         }
 
     def act(self, action: Action) -> None:
-        """Does one action.
+        """Executes one action.
 
         Raises:
-          ValueError: there is no such kind.
+          ValueError: an unknown kind.
         """
         kind, a, b = action
         if kind not in self._actions:
-            raise ValueError(f"{kind!r} is no action; expected one of {', '.join(self._actions)}")
+            raise ValueError(f"{kind!r} is not an action; expected one of {', '.join(self._actions)}")
         self._actions[kind](a, b)
 
     def step(self, number: int) -> None:
-        """One step of the engine."""
+        """Runs one step of the engine."""
         engine, model = self.engine, self.model
         self.num_steps += 1
         self.now_s += STEP_S
         self.deliver()
-        runs = engine.schedule(number)
-        named = engine.name(runs, number)
+        spans = engine.schedule(number)
+        changed = engine.changed_requests(spans, number)
         model.before_plan()
-        plan = self.scheduler.plan_step(named)
+        plan = self.scheduler.plan_step(changed)
         model.on_plan(plan)
         engine.take(self.scheduler.take_update())
-        runs = [run for run in runs if run.request.phase is Phase.RUNNING and run.request.blocks]
+        spans = [span for span in spans if span.request.phase is Phase.RUNNING and span.request.blocks]
         if not plan.empty:
             self._log_plan(plan)
-        reads = tuple(self._reads(run) for run in runs)
-        writes = tuple(engine.writes(runs))
-        engine.complete(runs)
+        reads = tuple(self._reads(span) for span in spans)
+        writes = tuple(engine.writes(spans))
+        engine.complete(spans)
         epochs = self.scheduler._workers.epochs
-        self.on_the_way.append(Dispatched(plan, reads, writes, frozenset(model.jobs), epochs))
-        if len(self.on_the_way) > self.setup.ahead:
-            self._execute(self.on_the_way.popleft())
+        self.steps_in_flight.append(Dispatched(plan, reads, writes, frozenset(model.jobs), epochs))
+        if len(self.steps_in_flight) > self.setup.ahead:
+            self._execute(self.steps_in_flight.popleft())
         for worker, channel in zip(self.workers, self.channels, strict=True):
             report = worker.report()
             if worker.worker_id not in self.dead:
@@ -163,23 +126,23 @@ class World:
         self.counts["steps with slots in quarantine"] += self.scheduler.stats().num_quarantined_chunks > 0
 
     def _execute(self, step: Dispatched) -> None:
-        """The workers do a step that was planned now, or some steps ago."""
+        """The workers execute a step that was planned now or some steps ago."""
         for worker in self.workers:
             if worker.worker_id not in self.late:
                 worker.begin_step(step.plan, self.num_steps)
                 if worker.worker_id in self.repeats:
                     worker.begin_step(step.plan, self.num_steps)
             self.model.check_flights(worker, step.open_jobs)
-        # On lost caches a step reads anything, and what it computes is worth as much, on all workers.
-        is_void = any(self._is_void(worker, step) for worker in self.workers)
-        self.counts["void steps"] += is_void
-        if not is_void:
+        # A step on lost caches reads undefined values, and what it computes is undefined on all workers.
+        caches_lost = any(self._lost_caches_since(worker, step) for worker in self.workers)
+        self.counts["steps on lost caches"] += caches_lost
+        if not caches_lost:
             for read in step.reads:
                 self._check_reads(*read)
         for worker in self.workers:
             hbm = worker.hbm
             for block, offset, value in step.writes:
-                hbm[block][offset] = self.junk.one() if is_void else value
+                hbm[block][offset] = self.junk.one() if caches_lost else value
             if worker.worker_id not in self.late:
                 worker.end_step(step.plan)
                 if worker.worker_id in self.repeats:
@@ -189,14 +152,14 @@ class World:
         self.repeats.clear()
         self.late.clear()
 
-    def _is_void(self, worker: SimWorker, step: Dispatched) -> bool:
-        """Whether a worker's caches are not those that the engine had in mind."""
+    def _lost_caches_since(self, worker: SimWorker, step: Dispatched) -> bool:
+        """Whether a worker's caches are not those that the step was planned for."""
         known, now = step.cache_epochs[worker.worker_id], worker.gate.epoch
-        # (0, 0): nothing had been heard of it, and no life before this one was.
+        # (0, 0): it had not reported yet, and this is its first incarnation.
         return known != (now.incarnation, now.num_losses) and (known != (0, 0) or now.num_losses > 0)
 
     def _deliver_late_plans(self, plan: StepPlan) -> None:
-        """Gives workers the plans that others have overtaken."""
+        """Delivers plans that later ones have overtaken."""
         waiting, self.late_plans = self.late_plans, [(i, n, plan) for i, n in self.late.items()]
         for worker_id, num_others, late in waiting:
             if num_others > 1 or worker_id in self.late:
@@ -206,7 +169,7 @@ class World:
                 self.workers[worker_id].end_step(late)
 
     def deliver(self) -> None:
-        """Hands the scheduler the reports that have arrived."""
+        """Delivers the reports that have arrived to the scheduler."""
         for channel in self.channels:
             for report in channel.receive(self.num_steps):
                 update = self.scheduler.apply(report)
@@ -216,13 +179,13 @@ class World:
                 self.engine.take(update)
 
     def finish(self) -> None:
-        """Faults stop. All requests come to their end, and nothing is left behind.
+        """Stops the faults, runs all requests to their end, and checks that nothing is left.
 
         Raises:
-          Violation: a request or a job does not come to its end, or something is held at the end.
+          Violation: a request or a job does not end, or something is still held at the end.
         """
         self.log("faults stop")
-        self._end_faults()
+        self.faults.stop()
         engine, first_step = self.engine, self.num_steps
         while engine.requests:
             if self.num_steps - first_step > _MAX_STEPS_TO_FINISH:
@@ -237,7 +200,7 @@ class World:
             self._check_empty()
 
     def totals(self) -> Counter[str]:
-        """What happened."""
+        """Counts of all events."""
         stats = self.scheduler.stats()
         totals = self.counts + self.engine.counts + self.model.counts
         for worker in self.workers:
@@ -252,144 +215,36 @@ class World:
             totals[name] = getattr(stats, name)
         return totals
 
-    # Faults.
-
-    def _worker(self, number: int) -> SimWorker:
-        return self.workers[number % len(self.workers)]
-
-    def _note(self, kind: str, line: str) -> None:
-        self.counts[f"fault: {kind}"] += 1
-        self.log(line)
-
-    def _tick(self, a: int, b: int) -> None:
-        seconds = (1.0, 4.0, 11.0)[a % 3]
-        self.now_s += seconds
-        self._note("tick", f"{seconds:g} s pass")
-
-    def _fail(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        what = FAULTY[mix(b, 4) % len(FAULTY)]
-        worker.faults[what].append(b)
-        self._note("fail", f"the next {what} of worker {worker.worker_id} fails ({b % NUM_KINDS})")
-
-    def _fail_load(self, a: int, b: int) -> None:
-        worker, kind = self._worker(a), PARTIAL[b % len(PARTIAL)]
-        worker.faults["load"].append(b - b % NUM_KINDS + kind)
-        self._note("fail_load", f"the next load of worker {worker.worker_id} fails in part ({kind})")
-
-    def _stall(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        num_steps = (10, 60, 140)[b % 3]
-        worker.stalled_until = self.num_steps + num_steps
-        self._note("stall", f"worker {worker.worker_id} stalls for {num_steps} steps")
-
-    def _channel(self, number: int) -> tuple[int, Channel]:
-        i = number % len(self.channels)
-        return i, self.channels[i]
-
-    def _drop(self, a: int, b: int) -> None:
-        i, channel = self._channel(a)
-        channel.num_to_drop += 1 + b % 2
-        self._note("drop", f"the next {1 + b % 2} reports of worker {i} get lost")
-
-    def _double(self, a: int, b: int) -> None:
-        i, channel = self._channel(a)
-        channel.num_to_double += 1
-        self._note("double", f"the next report of worker {i} comes twice")
-
-    def _hold(self, a: int, b: int) -> None:
-        i, channel = self._channel(a)
-        channel.hold_for = (3, 10, 150)[b % 3]
-        self._note("hold", f"the next report of worker {i} comes {channel.hold_for} steps late")
-
-    def _mute(self, a: int, b: int) -> None:
-        i, channel = self._channel(a)
-        channel.mute_until = self.num_steps + (20, 150)[b % 2]
-        self._note("mute", f"all reports of worker {i} get lost for {(20, 150)[b % 2]} steps")
-
-    def _lose_slots(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        if worker.host.num_ready:
-            first = b % worker.host.num_ready
-            end = first + 1 + mix(b, 1) % (worker.host.num_ready - first)
-            worker.lose(worker.host, first, end, size=worker.size)
-            self._note("lose_slots", f"worker {worker.worker_id} loses slots {first} to {end - 1}")
-
-    def _lose_swap(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        if worker.pool.num_ready:
-            first = b % worker.pool.num_ready
-            end = first + 1 + mix(b, 1) % (worker.pool.num_ready - first)
-            worker.lose(worker.pool, first, end, size=1)
-            self._note("lose_swap", f"worker {worker.worker_id} loses blocks {first} to {end - 1} of its swap pool")
-
-    def _restart(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        if not self.scheduler._workers.known_epoch(worker.worker_id)[0]:
-            return  # nobody could know that it is a second life
-        worker.restart(with_hbm=bool(b % 2), growth=(1, 3, 1000)[mix(b, 5) % 3])
-        self.channels[worker.worker_id].delay_all((0, 8)[mix(b, 6) % 2])
-        self.dead.discard(worker.worker_id)
-        self._note("restart", f"worker {worker.worker_id} starts anew{', with all its memory gone' if b % 2 else ''}")
-
-    def _lose_caches(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        worker.caches_go = True
-        self._note("lose_caches", f"the next load of worker {worker.worker_id} takes the KV caches along")
-
-    def _repeat_plan(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        self.repeats.append(worker.worker_id)
-        self._note("repeat_plan", f"worker {worker.worker_id} is given the next plan three times")
-
-    def _late_plan(self, a: int, b: int) -> None:
-        worker = self._worker(a)
-        self.late[worker.worker_id] = 1 + b % 3
-        self._note("late_plan", f"worker {worker.worker_id} is given the next plan after {1 + b % 3} others")
-
-    def _die(self, a: int, b: int) -> None:
-        i = a % len(self.workers)
-        self.dead.add(i)
-        self._note("dead", f"worker {i} is not heard of again")
-
     # The end.
 
-    def _end_faults(self) -> None:
-        for worker, channel in zip(self.workers, self.channels, strict=True):
-            for faults in worker.faults.values():
-                faults.clear()
-            worker.stalled_until = 0
-            worker.caches_go = False
-            channel.mute_until = channel.num_to_drop = channel.num_to_double = channel.hold_for = 0
-
     def _settle(self) -> None:
-        """Steps until nothing is on its way, or for so long that it never will be."""
-        # A load in pieces has as long for each of them; there are twelve at most.
+        """Steps until nothing is in flight, for at most the time after which everything has timed out."""
+        # A load in pieces has the timeout for each piece; there are at most twelve.
         quiet, first_step = 14 * TIMEOUT_S / STEP_S, self.num_steps
         while self.num_steps - first_step < quiet and not self._is_quiet():
             self.step(0)
 
     def _check_works_again(self) -> None:
-        """With all faults over, and rests and waits too, the tier saves a new prompt and loads it."""
+        """After all faults and backoffs, the tier must save a new prompt and load it."""
         probing = self.model.probing()
         if probing:
             raise Violation(f"at the end, breakers wait for a probe: {', '.join(probing)}")
         if not self.setup.num_slots:
             return
         self.log("a long time passes")
-        while min(self.model.num_ready.values()) < self.setup.num_slots:  # it may have been young
+        while min(self.model.num_ready.values()) < self.setup.num_slots:  # it may still be growing
             self.step(0)
         self.now_s += 4 * MAX_BACKOFF * self.setup.breaker_retry_s
-        for _ in range(10):  # a worker that was started anew at the very end is heard of
+        for _ in range(10):  # until a worker that restarted at the very end has reported
             self.step(0)
         size = self.setup.block_size * self.setup.blocks_per_chunk
         if size + 2 > self.setup.num_blocks * self.setup.block_size:
             return
         if "compute" not in self.setup.save_on or self.setup.save_after_sightings > 1:
-            return  # one new prompt is not saved
+            return  # a single new prompt is not saved
         for what, count in (("saved", "saved_blocks"), ("loaded", "loaded_blocks")):
             before = getattr(self.scheduler.stats(), count)
-            self.engine.pool.forget()
+            self.engine.pool.invalidate()
             self.engine.submit([NEW_TOKEN] * (size + 1), salt=0, max_tokens=size + 2)
             while self.engine.requests:
                 self.step(0)
@@ -402,16 +257,16 @@ class World:
         stats = self.scheduler.stats()
         if self.scheduler.has_jobs or stats.num_jobs_in_flight or any(w.flights for w in self.workers):
             return False
-        if self.late_plans or any(not step.plan.empty for step in self.on_the_way):
+        if self.late_plans or any(not step.plan.empty for step in self.steps_in_flight):
             return False
         return self._may_hold() or not (stats.num_quarantined_chunks or stats.swap_held_blocks)
 
     def _may_hold(self) -> bool:
-        """Whether memory may be in quarantine at the end: what a worker may still write that is not heard of again."""
+        """Whether memory may still be in quarantine at the end, because a worker never reports again."""
         return bool(self.dead)
 
     def _check_empty(self) -> None:
-        """Nothing is held, and no table of the scheduler remembers anything that is over."""
+        """Raises Violation if anything is held, or a table of the scheduler has leftover entries."""
         stats = self.scheduler.stats()
         names = ["num_jobs_in_flight", "staging_reserved_blocks", "num_swapped_requests"]
         if not self._may_hold():
@@ -422,19 +277,19 @@ class World:
         num_resident = stats.num_resident_chunks
         if num_resident != len(self.model.visible):
             raise Violation(f"at the end, {num_resident} chunks have slots and {len(self.model.visible)} are visible")
-        left = tables.not_empty(self.scheduler, late_jobs=self._may_hold())
+        left = leftovers.non_empty_tables(self.scheduler, late_jobs=self._may_hold())
         if left:
             raise Violation(f"at the end, tables are not empty: {left}")
 
-    def _reads(self, run: Run) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """What attention reads in a step: the KV of exactly these tokens."""
-        request, end = run.request, run.start
+    def _reads(self, span: TokenSpan) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """The reads of attention in a step: the KV of exactly these tokens."""
+        request, end = span.request, span.start
         if request.phase is not Phase.RUNNING:
             raise Violation(f"the simulated engine runs {request.name} while {request.phase.value}")
         return request.name, tuple(request.blocks[: -(-end // self.setup.block_size)]), tuple(request.kv[:end])
 
     def _check_reads(self, name: str, blocks: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        """Raises Violation unless every worker has the KV that it should."""
+        """Raises Violation unless every worker has the expected KV."""
         end = len(expected)
         for worker in self.workers:
             hbm, found = worker.hbm, []
@@ -449,11 +304,11 @@ class World:
 
     def _log_plan(self, plan) -> None:
         parts = [
-            f"load {j.job_id} for {j.request_id}: {list(j.host_block_ids)} -> {list(j.block_ids)}"
+            f"load {j.job_id} for {j.request_id}: {list(host_block_ids(j))} -> {list(j.block_ids)}"
             for j in plan.of(JobKind.LOAD)
         ]
         for what, jobs in (("early save", plan.of(JobKind.EARLY_SAVE)), ("save", plan.of(JobKind.SAVE))):
-            parts += [f"{what} {j.job_id}: {list(j.block_ids)} -> {list(j.host_block_ids)}" for j in jobs]
+            parts += [f"{what} {j.job_id}: {list(j.block_ids)} -> {list(host_block_ids(j))}" for j in jobs]
         parts += [f"cancel {i}" for i in plan.cancelled_job_ids]
         parts += [
             f"swap {j.direction.value} {j.job_id} of {j.request_id}"
@@ -462,8 +317,38 @@ class World:
         self.log(f"plan {plan.step_id}: {'; '.join(parts)}")
 
 
+def _make_scheduler(setup: Setup, layout: KVLayout, clock: Callable[[], float]) -> OffloadScheduler:
+    return OffloadScheduler(
+        OffloadConfig.create(
+            num_staging_blocks=setup.num_staging_blocks,
+            save_path=_path(setup, 0b01010101),
+            load_path=_path(setup, 0b10101010),
+            max_load_gb_per_step=(setup.max_load_blocks + 0.5) * layout.block_nbytes_per_device / 2**30
+            if setup.max_load_blocks
+            else 0.0,
+            load_wait_s=setup.load_wait_s,
+            num_cpu_chunks=setup.num_slots,
+            blocks_per_chunk=setup.blocks_per_chunk,
+            decode_save=setup.decode_save,
+            save_on=setup.save_on,
+            save_after_sightings=setup.save_after_sightings,
+            swap_gb=1.0 if setup.num_swap_blocks else 0.0,
+            swap_mode=setup.swap_mode,
+            job_timeout_s=TIMEOUT_S,
+            save_wait_s=setup.save_wait_s,
+            breaker_failures=setup.breaker_failures,
+            breaker_retry_s=setup.breaker_retry_s,
+            metrics_log_interval=0.0,
+        ),
+        layout,
+        num_workers=setup.num_workers,
+        clock=clock,
+        record_events=True,
+    )
+
+
 def _path(setup: Setup, bits: int) -> str:
-    """A direction is staged if it is so on any worker: these bits of `setup.staged` say on which."""
+    """The copy path of a direction: staged if any worker stages it, by these bits of `setup.staged`."""
     return "staged" if setup.staged & bits & (1 << 2 * setup.num_workers) - 1 else "direct"
 
 
@@ -472,10 +357,11 @@ def _show(report) -> str:
 
 
 def run(setup: Setup, actions: list[Action], *, log: Callable[[str], None] | None = None) -> World:
-    """Runs a whole trace, to the end of all requests.
+    """Runs a whole trace, until all requests have ended.
 
     Raises:
-      Violation, or whatever the library raises: something is wrong.
+      Violation: a rule was broken.
+        Exception: any error of the library.
     """
     world = World(setup, log=log)
     for action in actions:

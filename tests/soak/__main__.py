@@ -1,4 +1,4 @@
-"""Starts the command behind `scripts/soak`; Ctrl-C works while the modules are imported, too."""
+"""Starts the command behind `scripts/soak`, so that Ctrl-C also works during imports."""
 
 import tpu_offload_command
 

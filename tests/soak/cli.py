@@ -1,7 +1,6 @@
 """The command behind `scripts/soak`."""
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,7 +9,7 @@ import click
 from tests.soak import report as soak_report
 from tests.soak.plan import DEFAULT_CONCURRENCY, DEFAULT_NUM_REQUESTS, DEFAULT_NUM_TURNS, ENGINE, MODEL, build_plan
 from tests.soak.soak import soak
-from tpu_offload.cli.command import end_process, interrupt_once, run_command
+from tpu_offload.cli.command import run_command, run_process
 from tpu_offload.cli.options import Command
 from tpu_offload.cli.report import ReportConsole
 from tpu_offload.cli.serving import MODEL_FLAGS, SOURCES, make_report, serving_flags, serving_options
@@ -28,15 +27,6 @@ _DEFAULTS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Returns:
-      Exit status, see `run_command`; 1 when something was found that must not be.
-    """
-    return run_command(_command, argv, prog="soak")
-
-
 @click.command(cls=Command, exclusive=[SOURCES, ("seconds", "seconds_flag")])
 @click.argument("seconds", type=click.IntRange(1), required=False)
 @click.option("--seconds", "seconds_flag", type=click.IntRange(1), metavar="SECONDS", help="the same")
@@ -45,9 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(
     argv: list[str], /, *, seconds: int | None, seconds_flag: int | None, json: Path | None, **flags: Any
 ) -> int:
-    """Serves a workload again and again, for so many seconds, while copies, messages and requests go wrong; looks for
-    wrong tokens, memory that grows and engines that hang. The TPU_OFFLOAD_* variables apply. Exit status 1 when
-    anything is found.
+    """Serves a workload round after round for SECONDS while copies, messages and requests fail, and checks for wrong
+    tokens, memory growth and engines that hang. The TPU_OFFLOAD_* variables apply. Exit status 1 if a check fails.
     """
     seconds = seconds or seconds_flag
     if seconds is None:
@@ -55,13 +44,15 @@ def _command(
     offload = OffloadConfig.from_env()
     check_backend()
     plan = build_plan(serving_options(flags, engine=ENGINE, model=MODEL), offload, seconds=seconds)
-    return soak_report.tell(ReportConsole(), make_report(functools.partial(soak, plan), json, argv))
+    return soak_report.print_report(ReportConsole(), make_report(functools.partial(soak, plan), json, argv))
+
+
+main = functools.partial(run_command, _command, prog="soak")
 
 
 def run() -> NoReturn:
-    """Runs the command as a process of its own."""
-    interrupt_once()
-    end_process(main())
+    """Runs the command and ends the process."""
+    run_process(main)
 
 
 if __name__ == "__main__":

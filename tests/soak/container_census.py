@@ -1,6 +1,6 @@
-"""How large every container is that an object keeps, found without knowing them: so that one that leaks is noticed.
+"""Counts the entries of all containers reachable from an object, to detect leaks.
 
-In the report of a soak they are called tables.
+The report of a soak calls them tables.
 """
 
 import array
@@ -9,20 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 _CONTAINERS = (dict, list, set, frozenset, tuple, collections.deque)
-_PACKAGES = ("tpu_offload", "tests")  # what wraps a copier is of the soak, and leads on to it
+_PACKAGES = ("tpu_offload", "tests")  # `tests`, because the soak wraps copiers
 _AT_LEAST, _OF_FEW = 16, 240
 _MOST_SAMPLES = 1024
 
 
 def container_sizes(root: Any, name: str) -> dict[str, int]:
-    """Entries of every container that is reached from an object, by the attributes that lead to it.
+    """Number of entries of every container reachable from an object, by attribute path.
 
-    Containers at the same place of several objects, as of all that are in one list, count together. Objects of other
-    libraries, and what only a closure knows, are not looked into.
+    Containers at the same path, as in all elements of a list, count together. Objects of other libraries and variables
+    of closures are not visited.
 
     Args:
-      root: where to start.
-      name: what to call it.
+      root: the object to start from.
+      name: its name in the paths.
     """
     sizes: collections.Counter[str] = collections.Counter()
     seen: set[int] = set()
@@ -43,7 +43,7 @@ def container_sizes(root: Any, name: str) -> dict[str, int]:
 
 @final
 class SizeHistory:
-    """Sizes of containers over time, in little memory itself: of many samples every other one is dropped."""
+    """Sizes of containers over time, in bounded memory: with many samples every other one is dropped."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, array.array[int]] = {}
@@ -52,7 +52,7 @@ class SizeHistory:
         self._every = 1
 
     def add(self, sizes: Mapping[str, int]) -> None:
-        """Takes what `container_sizes` returned. A container that is not there has no entries."""
+        """Adds a result of `container_sizes`. A container that is missing has no entries."""
         self._num_seen += 1
         if (self._num_seen - 1) % self._every:
             return
@@ -68,23 +68,23 @@ class SizeHistory:
 
     @property
     def num_containers(self) -> int:
-        """Containers that were ever seen."""
+        """Number of containers seen so far."""
         return len(self._sizes)
 
     def largest(self, num: int) -> dict[str, int]:
-        """The largest containers of the second half, and the most that they had."""
+        """The largest containers of the second half, and their maximum sizes."""
         half = {path: max(history[len(history) // 2 :], default=0) for path, history in self._sizes.items()}
         return dict(collections.Counter(half).most_common(num))
 
     def grown(self) -> dict[str, str]:
         """The containers that grew over the second half.
 
-        One that is full, or as full as chance has it, goes up and down. One that leaks has more entries in all of the
-        last third of that half than in any of its first third, and not by a little: chance can do that too, the more
-        so the fewer samples there are. Of many samples, 17 entries and 5 % of them are not a little.
+        A bounded container fluctuates. A leaking one has more entries in the whole last third of that half than
+        anywhere in its first third, by a margin above random variation, which is larger with fewer samples. With many
+        samples the margin is 17 entries plus 5 %.
 
         Returns:
-          From what to what they grew; nothing from fewer than six samples in that half.
+          By path, the sizes before and after; empty with fewer than six samples in that half.
         """
         third = (self._num_samples - self._num_samples // 2) // 3
         if third < 2:
@@ -100,7 +100,7 @@ class SizeHistory:
 
 
 def _entries(container: Any) -> Iterator[Any]:
-    """What may hold further containers; of equal kinds of plain values, by far the most, nothing."""
+    """The elements that may hold further containers; most containers hold only plain values."""
     values = (*container.keys(), *container.values()) if isinstance(container, dict) else container
     return (value for value in values if not isinstance(value, (int, float, str, bytes, type(None))))
 

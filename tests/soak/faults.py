@@ -1,8 +1,8 @@
-"""Faults for a soak: what can go wrong with copies, with messages, and with what an engine is asked.
+"""Fault injection for the soak: failing copies, lost messages, resets and aborts.
 
-They are put where the library takes an argument for it (`Seams`), so that it does not know of them. A copy that
-fails here leaves what a real one would: memory donated to a program that failed is gone, blocks that a copy has left
-out hold what they held before. Copies inside the engine's own step (the `fused` path) are left alone.
+Faults are injected through an argument of the library (`Seams`), which has no code for them. A failing copy has the
+effects of a real failure: memory donated to a failed program is lost, and skipped blocks keep their old contents.
+Copies inside the engine's own step (the `fused` path) do not fail.
 """
 
 import collections
@@ -15,12 +15,12 @@ from typing import Any, final
 import numpy as np
 
 from tpu_offload.engine import Seams
-from tpu_offload.kernels import ArenaView, Copier, DirectCopier, Flight, Rows
+from tpu_offload.kernels import ArenaView, BlockMoves, Copier, DirectCopier, Flight
 from tpu_offload.types import StepReport
 
 
 class Fault(enum.Enum):
-    """What goes wrong."""
+    """Kinds of faults."""
 
     SAVE_RAISES = "save raises"
     LOAD_RAISES = "load raises"
@@ -38,7 +38,7 @@ class Fault(enum.Enum):
 
 
 RATES: Mapping[Fault, float] = {
-    # A copy.
+    # Faults of copies.
     Fault.SAVE_RAISES: 0.01,
     Fault.LOAD_RAISES: 0.02,
     Fault.SEGMENT_LOST: 0.002,
@@ -47,32 +47,32 @@ RATES: Mapping[Fault, float] = {
     Fault.SHORT_LOAD: 0.02,
     Fault.LATE: 0.03,
     Fault.OVERDUE: 0.002,
-    # A report that says something.
+    # Faults of reports that are not empty.
     Fault.REPORT_LOST: 0.005,
     Fault.REPORT_DOUBLED: 0.05,
     Fault.SILENCE: 0.001,
-    # A step.
+    # Faults of steps.
     Fault.RESET: 0.0005,
     Fault.ABORT: 0.005,
 }
-"""How likely each is, each time that it may happen."""
+"""Probability of each fault, per opportunity."""
 
 
 @final
 class Faults:
-    """Decides what goes wrong and when, from a seed.
+    """Decides which faults happen when, from a seed.
 
     Args:
-      seed: of all that is drawn.
-      job_timeout_s: what a job may take.
+      seed: random seed.
+      job_timeout_s: the job timeout.
       clock: monotonic seconds.
-      rates: how likely each fault is; one that is not there never happens.
-      certain: faults that are too rare for a short soak, and the chance, counted from 1, at which each happens
-        whatever its rate.
+      rates: probability of each fault; a fault without a rate never happens.
+      certain: faults too rare for a short soak, each with the number of the opportunity (from 1) at which it happens
+        regardless of its rate.
 
     Attributes:
-      counts: how often each has happened.
-      active: while False nothing new goes wrong; what is late or held back still comes.
+      counts: how often each fault has happened.
+      active: while False no new faults are injected; delayed copies and reports still arrive.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Faults:
         self._until_certain = dict(certain)
         self._job_timeout_s = job_timeout_s
 
-    def strikes(self, fault: Fault) -> bool:
-        """Whether this one happens now; counts it."""
+    def happens(self, fault: Fault) -> bool:
+        """Whether this fault happens now; counts it."""
         happens = self.active and self.random.random() < self._rates.get(fault, 0.0)
         if self.active and fault in self._until_certain:
             self._until_certain[fault] -= 1
@@ -102,22 +102,22 @@ class Faults:
         return happens
 
     def delay_s(self) -> float:
-        """Seconds by which a copy is late; mostly 0."""
-        if self.strikes(Fault.OVERDUE):
+        """Seconds to delay a copy by; mostly 0."""
+        if self.happens(Fault.OVERDUE):
             return self._job_timeout_s * self.random.uniform(1.0, 2.5)
-        return self._job_timeout_s * self.random.uniform(0.0, 0.5) if self.strikes(Fault.LATE) else 0.0
+        return self._job_timeout_s * self.random.uniform(0.0, 0.5) if self.happens(Fault.LATE) else 0.0
 
     def silence_s(self) -> float:
-        """Seconds for which a worker falls silent; mostly 0."""
-        return self._job_timeout_s * self.random.uniform(1.0, 2.0) if self.strikes(Fault.SILENCE) else 0.0
+        """Seconds for which a worker sends no reports; mostly 0."""
+        return self._job_timeout_s * self.random.uniform(1.0, 2.0) if self.happens(Fault.SILENCE) else 0.0
 
     def seams(self) -> Seams:
-        """For one engine."""
+        """Seams of one engine."""
         return Seams(lambda copier, arena: FaultyCopier(copier, arena, self), FaultyRelay(self))
 
 
 class _Token:
-    """Stands for an array that a copy is waiting on: ready at some time, and with a value of `missing` less."""
+    """Replaces a copy's token: ready at a given time, with a count reduced by `missing`."""
 
     def __init__(self, array: Any, *, due_s: float, clock: Callable[[], float], missing: bool) -> None:
         self.array = array
@@ -137,12 +137,12 @@ class _Token:
 
 @final
 class FaultyCopier(Copier):
-    """A copy path that fails at times.
+    """Wraps a copier and injects faults.
 
     Args:
-      copier: the real one.
-      arena: where its segments are.
-      faults: say when.
+      copier: the real copier.
+      arena: the arena of its segments.
+      faults: decide when.
     """
 
     def __init__(self, copier: Copier, arena: ArenaView, faults: Faults) -> None:
@@ -164,26 +164,26 @@ class FaultyCopier(Copier):
         """See `Copier`."""
         self._copier.compile()
 
-    def split(self, rows: Rows) -> list[Rows]:
+    def split(self, moves: BlockMoves) -> list[BlockMoves]:
         """See `Copier`."""
-        return self._copier.split(rows)
+        return self._copier.split(moves)
 
-    def save(self, segment_id: int, rows: Rows, kv_caches: list[Any]) -> Flight:
+    def save(self, segment_id: int, moves: BlockMoves, kv_caches: list[Any]) -> Flight:
         """See `Copier`."""
         self._maybe_fail_save(segment_id)
         left_out = self._leaves_out(Fault.SHORT_SAVE)
-        flight = self._copier.save(segment_id, rows.take(slice(len(rows) - left_out)), kv_caches)
-        flight.rows = rows
+        flight = self._copier.save(segment_id, moves.take(slice(len(moves) - left_out)), kv_caches)
+        flight.moves = moves
         self._delay(flight)
         return flight
 
-    def load(self, segment_id: int, rows: Rows, kv_caches: list[Any]) -> tuple[Flight, list[Any]]:
+    def load(self, segment_id: int, moves: BlockMoves, kv_caches: list[Any]) -> tuple[Flight, list[Any]]:
         """See `Copier`."""
-        # The first half of a staged load has no caches to take.
+        # The first half of a staged load has no caches to destroy.
         self._maybe_fail_load(kv_caches if isinstance(self._copier, DirectCopier) else ())
         left_out = self._leaves_out(Fault.SHORT_LOAD)
-        flight, kv_caches = self._copier.load(segment_id, rows.take(slice(len(rows) - left_out)), kv_caches)
-        flight.rows = rows
+        flight, kv_caches = self._copier.load(segment_id, moves.take(slice(len(moves) - left_out)), kv_caches)
+        flight.moves = moves
         self._delay(flight)
         return flight, kv_caches
 
@@ -192,14 +192,14 @@ class FaultyCopier(Copier):
         self._unwrap(flight)
         self._maybe_fail_save(flight.segment_id)
         self._copier.resume_save(flight)
-        self._delay(flight, missing=self._faults.strikes(Fault.SHORT_SAVE))
+        self._delay(flight, missing=self._faults.happens(Fault.SHORT_SAVE))
 
-    def resume_load(self, flight: Flight, live: Rows, kv_caches: list[Any]) -> list[Any]:
+    def resume_load(self, flight: Flight, live: BlockMoves, kv_caches: list[Any]) -> list[Any]:
         """See `Copier`."""
         self._unwrap(flight)
         self._maybe_fail_load(kv_caches)
         kv_caches = self._copier.resume_load(flight, live, kv_caches)
-        self._delay(flight, missing=self._faults.strikes(Fault.SHORT_LOAD))
+        self._delay(flight, missing=self._faults.happens(Fault.SHORT_LOAD))
         return kv_caches
 
     def release(self, flight: Flight) -> None:
@@ -207,27 +207,27 @@ class FaultyCopier(Copier):
         self._copier.release(flight)
 
     def _maybe_fail_save(self, segment_id: int) -> None:
-        if self._faults.strikes(Fault.SEGMENT_LOST):
+        if self._faults.happens(Fault.SEGMENT_LOST):
             for part in self._arena.segment(segment_id):
                 part.delete()
-            raise RuntimeError("injected: the save took its segment along")
-        if self._faults.strikes(Fault.SAVE_RAISES):
+            raise RuntimeError("injected: the save destroyed its segment")
+        if self._faults.happens(Fault.SAVE_RAISES):
             raise RuntimeError("injected: the save was not dispatched")
 
     def _maybe_fail_load(self, kv_caches: Sequence[Any]) -> None:
-        if kv_caches and self._faults.strikes(Fault.CACHES_LOST):
+        if kv_caches and self._faults.happens(Fault.CACHES_LOST):
             for cache in kv_caches:
                 cache.delete()
-            raise RuntimeError("injected: the load took the caches along")
-        if self._faults.strikes(Fault.LOAD_RAISES):
+            raise RuntimeError("injected: the load destroyed the caches")
+        if self._faults.happens(Fault.LOAD_RAISES):
             raise RuntimeError("injected: the load was not dispatched")
 
     def _leaves_out(self, fault: Fault) -> bool:
-        """Whether a copy of one phase does less than asked. Staged ones are cut to size, and can only say so."""
-        return isinstance(self._copier, DirectCopier) and self._faults.strikes(fault)
+        """Whether a one-phase copy skips a block. Staged copies have fixed sizes, and can only report fewer blocks."""
+        return isinstance(self._copier, DirectCopier) and self._faults.happens(fault)
 
     def _delay(self, flight: Flight, *, missing: bool = False) -> None:
-        """Has a flight that is dispatched come late at times, and say that it copied one block less."""
+        """Delays a dispatched flight, or makes it report one block less, at random."""
         delay_s = self._faults.delay_s()
         if delay_s or missing:
             clock = self._faults.clock
@@ -236,7 +236,7 @@ class FaultyCopier(Copier):
 
     @staticmethod
     def _unwrap(flight: Flight) -> None:
-        """The second half of a staged copy reads what the first one made."""
+        """The original flight, for the second half of a staged copy."""
         token: Any = flight.waiting_on
         if isinstance(token, _Token):
             flight.waiting_on = token.array
@@ -244,10 +244,10 @@ class FaultyCopier(Copier):
 
 @final
 class FaultyRelay:
-    """Carries reports from worker to scheduler: loses some, brings some twice, holds some back; in order.
+    """Carries reports from worker to scheduler, in order; loses, duplicates or delays some.
 
     Args:
-      faults: say when.
+      faults: decide when.
     """
 
     def __init__(self, faults: Faults) -> None:
@@ -256,13 +256,13 @@ class FaultyRelay:
         self._silent_until_s = 0.0
 
     def __call__(self, report: StepReport) -> list[StepReport]:
-        """The reports that arrive now, given the one that was sent."""
+        """The reports that arrive now, given the report that is sent."""
         faults = self._faults
         if report.results:
-            # What is lost is lost: a later report has nothing of it.
+            # The content of a lost report is not repeated in later ones.
             self._silent_until_s = max(self._silent_until_s, faults.clock() + faults.silence_s())
-            if not faults.strikes(Fault.REPORT_LOST):
-                self._held += [report] * (2 if faults.strikes(Fault.REPORT_DOUBLED) else 1)
+            if not faults.happens(Fault.REPORT_LOST):
+                self._held += [report] * (2 if faults.happens(Fault.REPORT_DOUBLED) else 1)
         elif not self._held or self._held[-1] is not report:
             self._held.append(report)
         if faults.clock() < self._silent_until_s:

@@ -1,4 +1,4 @@
-"""What a soak serves and with which sizes: too little of everything, and short times."""
+"""The workload and sizes of a soak: too little of everything, and short timeouts."""
 
 import dataclasses
 import itertools
@@ -14,8 +14,8 @@ DEFAULT_CONCURRENCY = 6
 ENGINE = {"block_size": 16, "max_num_batched_tokens": 128, "num_spare_blocks": 0, "async_scheduling": 1}
 MODEL = ModelConfig(num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128)
 
-_HBM_PER_PROMPTS = 0.5  # of those in flight; they share some of their blocks
-# What is not set by a variable. Everything is too small, and times are short, so that what is late is late soon.
+_HBM_PER_PROMPTS = 0.5  # size of HBM by the prompts in flight; they share some blocks
+# Settings that no variable sets. Everything is too small, and timeouts are short.
 _PRESSURE = {
     "num_staging_blocks": 48,
     "decode_save": True,
@@ -34,13 +34,13 @@ _PATHS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What is served, how, and for how long.
+    """Workload, settings and duration of a soak.
 
     Attributes:
-      setup: the sizes.
-      configs: the settings of each engine, by what the report calls it.
-      seconds: how long to go on.
-      seed: of the faults.
+      setup: workload and sizes.
+      configs: settings of each engine, by its name in the report.
+      seconds: duration.
+      seed: seed of the faults.
     """
 
     setup: Setup
@@ -50,11 +50,11 @@ class Plan:
 
 
 def build_plan(options: ServingOptions, offload: OffloadConfig, *, seconds: int) -> Plan:
-    """Checks flags and settings, and sizes everything too small.
+    """Checks flags and settings, and makes everything too small.
 
     Raises:
-      InputError: an invalid flag.
-      ConfigError: an invalid setting.
+      InputError: a flag is invalid.
+      ConfigError: a setting is invalid.
     """
     workload = _mixed_workload(options)
     concurrency = options.concurrency or DEFAULT_CONCURRENCY
@@ -63,14 +63,14 @@ def build_plan(options: ServingOptions, offload: OffloadConfig, *, seconds: int)
     num_prompt_tokens = in_flight * sum(workload.prompt_lens) / workload.num_requests
     num_blocks = options.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / options.block_size))
     setup = build_setup(options, offload, workload=workload, concurrency=concurrency, num_blocks=num_blocks)
-    pressed = _press(offload, setup)
-    for size in (pressed.staging_blocks, pressed.host_chunks):
+    small = _make_small(offload, setup)
+    for size in (small.staging_blocks, small.host_chunks):
         size(layout_of(setup.model, setup.engine))
-    return Plan(setup, _by_path(pressed), seconds, options.seed)
+    return Plan(setup, _by_path(small), seconds, options.seed)
 
 
 def _mixed_workload(options: ServingOptions) -> Workload:
-    """What the flags ask for; by default chats, which share prefixes, and among them long answers, which need room."""
+    """The workload of the flags; by default chats, which share prefixes, mixed with long answers, which need room."""
     if options.workload or options.prompts or options.trace:
         return build_workload(options)
     num_requests = options.requests or DEFAULT_NUM_REQUESTS
@@ -83,8 +83,8 @@ def _mixed_workload(options: ServingOptions) -> Workload:
     return Workload("chats and long answers", tuple(one for pair in pairs for one in pair if one is not None))
 
 
-def _press(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
-    """The settings with all that was not set made small."""
+def _make_small(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
+    """The settings, with all unset sizes made small."""
     given = offload.model_fields_set
     num_unique = setup.workload.num_unique_blocks(setup.engine.block_size)
     changes = {name: value for name, value in _PRESSURE.items() if name not in given}
@@ -95,13 +95,13 @@ def _press(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
     block_gb = layout_of(setup.model, setup.engine).block_nbytes / 2**30
     if "swap_gb" not in given:
         changes["swap_gb"] = setup.engine.num_blocks / 2 * block_gb
-    if "host_segment_gb" not in given:  # a few segments, so that a lost one is not everything
+    if "host_segment_gb" not in given:  # a few segments, so that losing one does not lose everything
         changes["host_segment_gb"] = max(1, num_unique // 8) * block_gb
     return offload.model_copy(update=changes)
 
 
 def _by_path(offload: OffloadConfig) -> dict[str, OffloadConfig]:
-    """One engine a way to copy; only one engine if a variable says which."""
+    """One engine per copy path; a single engine if a variable sets the path."""
     if {"save_path", "load_path"} & offload.model_fields_set:
         paths: Sequence[tuple[CopyPath, CopyPath]] = [(offload.save_path, offload.load_path)]
     else:

@@ -1,4 +1,4 @@
-"""What a soak came to: numbers of its rounds for a file, a table for a person, and the verdict."""
+"""Report of a soak: numbers of the rounds for the JSON file, a table, and the verdict."""
 
 import dataclasses
 import statistics
@@ -13,10 +13,10 @@ from tpu_offload.cli.report import build_table, print_differences
 from tpu_offload.replay.comparison import outcome
 
 MAX_GROWTH_MIB = 5.0
-"""Memory that the process may gain over the second half of a soak and still be called flat: allocators are not."""
+"""Growth of the process over the second half of a soak that still counts as flat, because allocators fluctuate."""
 
 _MIB = 2**20
-_MOST_POINTS = 300  # of a line through the rounds; it takes the square of them
+_MOST_POINTS = 300  # most points for fitting a line, which takes quadratic time
 _COUNTS = (
     "num_steps", "num_preemptions", "num_swapped_out", "num_swapped_in", "num_lost_swaps", "saved_blocks",
     "loaded_blocks", "num_evicted_chunks", "dropped_save_blocks", "dropped_load_blocks", "num_failed_jobs",
@@ -26,19 +26,19 @@ _COUNTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Round:
-    """One engine served the workload once, or what it could of it.
+    """One engine served the workload once, completely or partly.
 
     Attributes:
-      engine: which.
-      num_requests: requests that ended.
-      num_compared: of these, those that the baseline has too.
-      differences: what differed.
-      num_jobs_left: jobs of the library that had no end after it, when the engine had nothing to do, and slots of the
-        host tier that were kept back for copies that had been given up.
-      error: why there is no going on; empty if there is.
-      at_s: seconds since the start, at its end.
-      rss_nbytes: memory of the process after it.
-      num_entries: of all tables of all engines after it.
+      engine: name of the engine.
+      num_requests: finished requests.
+      num_compared: finished requests that the baseline finished too.
+      differences: requests that differ.
+      num_jobs_left: unfinished jobs after the round, when the engine was idle, and slots of the host tier still in
+        quarantine.
+      error: why the soak cannot continue; empty if it can.
+      at_s: end of the round, in seconds since the start.
+      rss_nbytes: memory of the process after the round.
+      num_entries: entries of all tables of all engines after the round.
     """
 
     engine: str
@@ -53,7 +53,7 @@ class Round:
 
 
 def numbers(rounds: Sequence[Round], tables: SizeHistory) -> dict[str, Any]:
-    """All rounds, as they stand in the JSON file."""
+    """Numbers of all rounds for the JSON file."""
     differences = [difference for done in rounds for difference in done.differences]
     return {
         "num_rounds": len(rounds),
@@ -71,7 +71,7 @@ def numbers(rounds: Sequence[Round], tables: SizeHistory) -> dict[str, Any]:
 
 
 def _memory(rounds: Sequence[Round]) -> dict[str, Any]:
-    """What the process took, and how that grew over the second half: by a line that a few outliers do not move."""
+    """Memory of the process, and its growth over the second half by a robust line fit."""
     if not rounds:
         return {"flat": None, "growth_mib": None, "growth_mib_per_1000_requests": None}
     half = rounds[len(rounds) // 2 :]
@@ -97,22 +97,22 @@ def _memory(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
-    """What must not be, in words; nothing if all is well."""
+    """The failed checks, in words; empty if all passed."""
     found = []
     if report["differences"]:
         found.append(f"outputs differ in {len(report['differences'])} of {report['num_compared']} requests")
     if report["errors"]:
-        found.append("an engine ended or hangs")
+        found.append("an engine crashed or hangs")
     if report["memory"]["flat"] is False:
         memory = report["memory"]
         found.append(f"memory grew by {memory['growth_mib']:.1f} MiB, more than {memory['limit_mib']:g}")
     found += [f"{path} grew from {text}" for path, text in report["grown_tables"].items()]
     if report["num_jobs_left"]:
-        found.append(f"{report['num_jobs_left']} jobs or slots were not given back when an engine was at rest")
+        found.append(f"{report['num_jobs_left']} jobs or slots were not released when an engine was idle")
     return found
 
 
-def tell(console: Console, report: Mapping[str, Any]) -> int:
+def print_report(console: Console, report: Mapping[str, Any]) -> int:
     """Prints the tables and the verdict; returns the exit status."""
     console.print(_table(report))
     for error in report["errors"]:
@@ -125,7 +125,7 @@ def tell(console: Console, report: Mapping[str, Any]) -> int:
         console.print(f"SOAK FAILED: {'; '.join(found)}.", highlight=False, markup=False)
         return 1
     if not report["num_compared"]:
-        console.print("No request was finished in both runs, so nothing was found out.")
+        console.print("No request finished in both runs, so nothing was compared.")
     else:
         console.print(f"Soak passed: {_verdict(report)}.", highlight=False, markup=False)
     return 130 if report["interrupted"] else 0
@@ -135,8 +135,8 @@ def _verdict(report: Mapping[str, Any]) -> str:
     growth, num_faults = report["memory"]["growth_mib"], sum(report["faults"].values())
     parts = [
         f"{report['num_compared']:,} requests with the tokens of the baseline under {num_faults:,} faults",
-        "too short to tell of memory" if growth is None else f"memory {growth:+.1f} MiB over the second half",
-        f"none of {report['num_tables']} tables grew" if report["num_rounds"] >= 12 else "too short to tell of tables",
+        "too short to check memory" if growth is None else f"memory {growth:+.1f} MiB over the second half",
+        f"none of {report['num_tables']} tables grew" if report["num_rounds"] >= 12 else "too short to check tables",
     ]
     return ", ".join(parts)
 
@@ -152,13 +152,13 @@ def _table(report: Mapping[str, Any]) -> Table:
         sizes = " -> ".join(f"{memory[name]:.0f}" for name in ("start_mib", "half_mib", "end_mib"))
         per_1000 = memory["growth_mib_per_1000_requests"]
         lines += [
-            ("memory after the first round -> at half -> at the end, MiB", sizes),
+            ("memory after the first round -> at half time -> at the end, MiB", sizes),
             ("growth over the second half, MiB", f"{memory['growth_mib']:+.2f}"),
-            ("  for 1000 requests", "-" if per_1000 is None else f"{per_1000:+.3f}"),
+            ("  per 1000 requests", "-" if per_1000 is None else f"{per_1000:+.3f}"),
         ]
     lines += [(f"entries of {path}", f"{size:,}") for path, size in list(report["largest_tables"].items())[:5]]
     title = (
-        f"{workload['name']}: {workload['num_requests']} requests a round, {report['num_rounds']} rounds in "
+        f"{workload['name']}: {workload['num_requests']} requests per round,  {report['num_rounds']} rounds in "
         f"{report['wall_s']:.0f} s, {report['num_requests']:,} requests"
     )
     return build_table(title, ("", "all engines"), lines)

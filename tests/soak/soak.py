@@ -1,16 +1,15 @@
-"""Serves a workload again and again while copies, messages and requests go wrong.
+"""Serves a workload round after round while copies, messages and requests fail.
 
-HBM, staging buffer, host tier and swap pool are small, so that everything is evicted, dropped, preempted and swapped
-out all the time, and faults strike at random (see `faults`). Three engines take turns, a round each: one copies
-directly, one through staging arrays, one saves inside its step. They live from the first round to the last. A
-fault may cost time, but nothing else:
+HBM, staging buffer, host tier and swap pool are small, so that eviction, drops, preemption and swapping are constant,
+and random faults are injected (see `faults`). Three engines take turns, one round each, and live from the first round
+to the last: one copies directly, one through staging arrays, one saves inside its step. A fault may only cost time:
 
-* every request of every round gives the tokens that it gave without offloading, before the first round;
-* the memory of the process does not grow, and neither does any table of any engine, once all have warmed up;
-* no engine ends, hangs, or disagrees with its own accounts.
+* every request of every round gets the tokens that it got without offloading, before the first round;
+* neither the memory of the process nor any table of an engine grows after warm-up;
+* no engine crashes, hangs, or violates its invariants.
 
-After each round the engine at hand is given time to come to rest, with no new faults; then its accounts are checked,
-the tables of all are counted and memory is read.
+After each round its engine becomes idle without new faults; then its invariants are checked, the tables of all engines
+are counted and memory is read.
 """
 
 import contextlib
@@ -37,17 +36,17 @@ from tpu_offload.replay.comparison import find_differences
 from tpu_offload.replay.serving import Record, serve
 from tpu_offload.replay.setup import Setup, describe, serve_once
 
-_STUCK_S = 60.0  # without a request that ends
-# What eviction policies remember of evicted chunks is bounded by the tier, or by some thousands for a small one, and
-# takes longer than a short soak to fill up; slices of time grow in number with the logarithm of time.
-# tests/core/policies/test_conformance.py holds policies to a bound of their memory.
+_STUCK_S = 60.0  # an engine that finishes no request for this long hangs
+# The history that eviction policies keep is bounded (by the tier's size, at least some thousands), but fills up for
+# # longer than a short soak, and time slices grow logarithmically. tests/core/policies/test_conformance.py checks the
+# # bound of their memory.
 _FILLS_SLOWLY = "._index._policy."
-_CERTAIN = {Fault.RESET: 100}  # a step of the first round, by which there is something to forget
-_REST_JOBS = 4  # times what a job may take, an engine is given to come to rest
+_CERTAIN = {Fault.RESET: 100}  # a step of the first round at which the cache is not empty
+_IDLE_JOB_TIMEOUTS = 4  # time for an engine to become idle, in job timeouts
 
 
 def soak(plan: Plan, *, stop: Callable[[], bool]) -> dict[str, Any]:
-    """Serves all rounds; returns the report."""
+    """Runs the soak; returns the report."""
     setup = plan.setup
     with progress(setup.workload.num_requests) as on_finish:
         baseline, _ = serve_once(setup, None, on_finish=on_finish("baseline"), stop=stop)
@@ -70,14 +69,14 @@ def soak(plan: Plan, *, stop: Callable[[], bool]) -> dict[str, Any]:
         }
 
 
-class _Side:
-    """One engine and what befalls it; `serve` takes it for an engine to which nothing does."""
+class _FaultyEngine:
+    """An engine wrapped with fault injection."""
 
     def __init__(self, name: str, engine: Engine, faults: Faults, *, job_timeout_s: float) -> None:
         self.name = name
         self.engine = engine
         self.faults = faults
-        self._rest_s = _REST_JOBS * job_timeout_s
+        self._idle_limit_s = _IDLE_JOB_TIMEOUTS * job_timeout_s
         self._requests: dict[str, Request] = {}
 
     def add_request(self, request: Request) -> None:
@@ -87,9 +86,9 @@ class _Side:
 
     def step(self) -> Sequence[RequestOutput]:
         """See `serving.Engine`."""
-        if self.faults.strikes(Fault.RESET):
+        if self.faults.happens(Fault.RESET):
             self.engine.reset_cache()
-        if self._requests and self.faults.strikes(Fault.ABORT):
+        if self._requests and self.faults.happens(Fault.ABORT):
             request = self._requests[self.faults.random.choice(list(self._requests))]
             self.engine.abort(request.request_id)
             self.engine.add_request(request)
@@ -99,12 +98,12 @@ class _Side:
                 self._requests.pop(output.request_id, None)
         return outputs
 
-    def rest(self) -> int:
-        """Lets copies and messages come to their ends; returns those that have none after that."""
+    def wait_until_idle(self) -> int:
+        """Waits until copies and messages have ended; returns the number of unfinished ones."""
         self.faults.active = False
         self.engine.abort(*self._requests)
         self._requests.clear()
-        until_s = time.monotonic() + self._rest_s
+        until_s = time.monotonic() + self._idle_limit_s
         while (num_jobs := self.num_jobs) and time.monotonic() < until_s:
             self.engine.step()
             time.sleep(0.001)
@@ -114,41 +113,41 @@ class _Side:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that have not ended, and slots that a copy which was given up may still write."""
+        """Number of unfinished jobs, and of slots in quarantine."""
         stats = self.engine.offload_stats()
         return stats.num_jobs_in_flight + stats.num_quarantined_chunks if stats else 0
 
     def numbers(self) -> dict[str, Any]:
-        """What the engine and the library counted."""
+        """Counters of the engine and of the library."""
         stats = self.engine.offload_stats()
         return dataclasses.asdict(self.engine.stats()) | (stats.as_dict() if stats else {})
 
 
 @contextlib.contextmanager
-def _engine(setup: Setup, name: str, config: OffloadConfig, *, seed: int) -> Iterator[_Side]:
+def _engine(setup: Setup, name: str, config: OffloadConfig, *, seed: int) -> Iterator[_FaultyEngine]:
     faults = Faults(seed, job_timeout_s=config.job_timeout_s, clock=time.perf_counter, certain=_CERTAIN)
     engine = Engine(setup.model, setup.engine, offload=config, clock=time.perf_counter, seams=faults.seams())
     with contextlib.closing(engine):
         engine.warm_up()
         engine.wait_for_host_memory()
-        yield _Side(name, engine, faults, job_timeout_s=config.job_timeout_s)
+        yield _FaultyEngine(name, engine, faults, job_timeout_s=config.job_timeout_s)
 
 
 def _serve_rounds(
     plan: Plan,
-    sides: Sequence[_Side],
+    sides: Sequence[_FaultyEngine],
     baseline: Sequence[Record],
     tables: SizeHistory,
     *,
     on_finish: Callable[[str], Callable[[], None]],
     stop: Callable[[], bool],
 ) -> Iterator[Round]:
-    """Round after round until the time is up, somebody stops it, or an engine is of no use any more."""
+    """Serves rounds until the time is up, `stop` is True, or an engine has failed."""
     start_s = time.monotonic()
-    tell = on_finish("soak")
+    on_request = on_finish("soak")
     while sides and not stop() and time.monotonic() - start_s < plan.seconds:
         for side in sides:
-            done = _serve_round(plan, side, baseline, until_s=start_s + plan.seconds, on_finish=tell, stop=stop)
+            done = _serve_round(plan, side, baseline, until_s=start_s + plan.seconds, on_finish=on_request, stop=stop)
             gc.collect()
             sizes = {"jax arrays of the process": len(jax.live_arrays())}
             for other in sides:
@@ -165,7 +164,7 @@ def _serve_rounds(
 
 def _serve_round(
     plan: Plan,
-    side: _Side,
+    side: _FaultyEngine,
     baseline: Sequence[Record],
     *,
     until_s: float,
@@ -200,8 +199,8 @@ def _serve_round(
             stop=enough,
         )
         records = run.records
-        num_jobs_left = side.rest()
-    except Exception as e:  # what the soak is there to find: nothing that befalls the library may end an engine
+        num_jobs_left = side.wait_until_idle()
+    except Exception as e:  # the soak must find it: no fault may crash an engine
         error = "".join(traceback.format_exception(e))
     found, num_compared = find_differences(baseline, records, names=("baseline", side.name))
     return Round(
@@ -216,7 +215,7 @@ def _serve_round(
 
 @contextlib.contextmanager
 def _counted_log_lines() -> Iterator[dict[str, int]]:
-    """Counts the warnings of the library, of which there is one a fault, in place of printing them."""
+    """Counts the library's warnings, at least one per fault, instead of printing them."""
     counts: dict[str, int] = {}
 
     class Counter(logging.Handler):

@@ -1,4 +1,4 @@
-"""Containers of any object are found and counted, and those that grow are told from those that go up and down."""
+"""Containers are found and counted, and growth is distinguished from fluctuation."""
 
 import collections
 import random
@@ -12,7 +12,7 @@ from tests.soak.faults import Faults, FaultyCopier
 
 
 class Part:
-    """Of this test; counts as ours by its module."""
+    """Visited, because its module is in `tests`."""
 
     __module__ = "tpu_offload.test"
     __slots__ = ("__weakref__", "entries", "unset")
@@ -51,7 +51,7 @@ def test_a_container_at_two_places_counts_once():
 
 
 def test_a_wrapped_copier_is_looked_into():
-    """Or nothing that the copiers of a soak keep would be counted."""
+    """Otherwise the containers of a soak's copiers would not be counted."""
     faults = Faults(1, job_timeout_s=1.0, clock=lambda: 0.0)
     part: Any = Part([1, 2])
     arena: Any = None

@@ -1,4 +1,4 @@
-"""Faults of a soak: each kind does what it says, from a seed, and stops when told to."""
+"""Faults of the soak: each kind has its effect, is determined by the seed, and can be stopped."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_without_faults_nothing_changes(path):
     ("fault", "direction", "error"),
     [
         (Fault.SAVE_RAISES, "save", "RuntimeError: injected: the save was not dispatched"),
-        (Fault.SEGMENT_LOST, "save", "RuntimeError: injected: the save took its segment along"),
+        (Fault.SEGMENT_LOST, "save", "RuntimeError: injected: the save destroyed its segment"),
         (Fault.SHORT_SAVE, "save", "TransferError: the device copied 2 of 3 blocks"),
         (Fault.LOAD_RAISES, "load", "RuntimeError: injected: the load was not dispatched"),
         (Fault.SHORT_LOAD, "load", "TransferError: the device copied 2 of 3 blocks"),
@@ -54,7 +54,7 @@ def test_a_copy_fails(path, fault, direction, error):
     engine.drain()
     faults._rates = {fault: 1.0}
     if path == "staged" and "SHORT" in fault.name:
-        error = "TransferError: the device copied 1 of 2 blocks"  # in pieces of two and one
+        error = "TransferError: the device copied 1 of 2 blocks"  # pieces of two and one
     job = getattr(engine, direction)([4, 5, 6], [8, 9, 10])
     engine.step(**{f"{direction}s": [job]})
     result = engine.drain()[job.job_id]
@@ -65,7 +65,7 @@ def test_a_copy_fails(path, fault, direction, error):
 
 
 def test_a_block_that_is_left_out_is_not_written():
-    """Or a soak would not notice that it is used all the same."""
+    """Otherwise a soak would not detect that the block is used."""
     faults = make_faults()
     engine = make_engine(faults)
     engine.step(saves=[save := engine.save([0, 1], [8, 9])])
@@ -84,7 +84,7 @@ def test_a_load_takes_the_caches(path):
     engine.step(saves=[engine.save([0], [8])])
     engine.drain()
     load = engine.load([4], [8])
-    if path == "staged":  # it is the second half that writes
+    if path == "staged":  # the second half writes
         engine.step(loads=[load])
         engine.flights[0].waiting_on.block_until_ready()
     with pytest.raises(CachesLostError):
@@ -103,7 +103,7 @@ def test_a_copy_comes_late(path, fault, longest_s):
     for _ in range(100):
         assert engine.worker.poll().results == ()
     assert faults.counts[fault] == 1
-    faults.active = False  # what is late already still is
+    faults.active = False  # what is already late stays late
     clock.now_s = 0.9 if fault is Fault.OVERDUE else 0.0
     assert engine.worker.poll().results == ()
     clock.now_s = longest_s
@@ -142,7 +142,7 @@ def test_a_seed_decides():
     def draw(seed):
         faults = Faults(seed, job_timeout_s=1.0, clock=Clock())
         faults.active = True
-        return [faults.strikes(fault) for _ in range(500) for fault in Fault]
+        return [faults.happens(fault) for _ in range(500) for fault in Fault]
 
     assert draw(3) == draw(3) != draw(4)
     assert any(draw(3))
@@ -155,7 +155,7 @@ def test_every_fault_has_a_rate():
 
 def test_a_rare_fault_can_be_certain():
     faults = Faults(1, job_timeout_s=10.0, clock=Clock(), rates={}, certain={Fault.RESET: 3})
-    assert not any(faults.strikes(Fault.RESET) for _ in range(5)), "nothing is active"
+    assert not any(faults.happens(Fault.RESET) for _ in range(5)), "nothing is active"
     faults.active = True
-    assert [faults.strikes(Fault.RESET) for _ in range(6)] == [False, False, True, False, False, False]
-    assert (faults.counts[Fault.RESET], faults.strikes(Fault.ABORT)) == (1, False)
+    assert [faults.happens(Fault.RESET) for _ in range(6)] == [False, False, True, False, False, False]
+    assert (faults.counts[Fault.RESET], faults.happens(Fault.ABORT)) == (1, False)

@@ -1,4 +1,4 @@
-"""The soak: it passes, it can fail in every way that it looks for, and it adds up."""
+"""The soak passes, each of its checks can fail, and its numbers add up."""
 
 import dataclasses
 import json
@@ -25,13 +25,13 @@ SMALL = (*TINY, "--d-ff", "32", "--requests", "12", "--turns", "2")
 
 @pytest.fixture
 def direct(monkeypatch):
-    """One engine instead of three: the other paths have programs to compile."""
+    """One engine instead of three, because the other paths compile more programs."""
     monkeypatch.setenv("TPU_OFFLOAD_SAVE_PATH", "direct")
 
 
 @pytest.fixture
 def steps_as_time(monkeypatch):
-    """A step of an engine takes 4 ms and nothing else takes any time: a soak is as long on every machine."""
+    """Simulated time: an engine step takes 4 ms, everything else none, so a soak is equally long on every machine."""
     step, now_s = Engine.step, [0.0]
 
     def sleep(seconds):
@@ -60,7 +60,7 @@ def test_all_engines(tmp_path, capsys, steps_as_time):
     assert report["num_compared"] == report["num_requests"] > 12
     assert len(report["engines"]) == 3
     assert sum(report["faults"].values()) > 20
-    assert report["faults"]["cache is reset"] >= 3, "one an engine at least, however short the soak"
+    assert report["faults"]["cache is reset"] >= 3, "at least one per engine, however short the soak"
     assert report["num_rounds"] == len(report["rounds"])
     assert report["num_jobs_left"] == 0
     assert report["rounds"][-1]["at_s"] >= 10
@@ -80,7 +80,7 @@ def test_settings_of_the_user_are_kept(tmp_path, monkeypatch, direct, steps_as_t
 
 
 def test_wrong_bytes_are_noticed(tmp_path, monkeypatch, capsys, direct, steps_as_time):
-    """What comes back from the host is overwritten."""
+    """Loaded blocks are overwritten."""
     load = faults_lib.FaultyCopier.load
 
     def damaging(self, segment_id, rows, kv_caches):
@@ -94,7 +94,7 @@ def test_wrong_bytes_are_noticed(tmp_path, monkeypatch, capsys, direct, steps_as
     assert "SOAK FAILED: outputs differ in" in capsys.readouterr().out
 
 
-def test_an_engine_that_ends_is_noticed(tmp_path, monkeypatch, capsys, direct):
+def test_an_engine_that_crashes_is_noticed(tmp_path, monkeypatch, capsys, direct):
     step, num_steps = Engine.step, iter(range(10**6))
 
     def fails(self):
@@ -105,7 +105,7 @@ def test_an_engine_that_ends_is_noticed(tmp_path, monkeypatch, capsys, direct):
     monkeypatch.setattr(Engine, "step", fails)
     report = report_of(tmp_path, "60", *SMALL, status=1)
     out = capsys.readouterr().out
-    assert "an engine ended or hangs" in out
+    assert "an engine crashed or hangs" in out
     assert "RuntimeError: no more" in out
     assert report["wall_s"] < 50
 
@@ -141,7 +141,7 @@ def test_a_table_that_grows_is_noticed(tmp_path, monkeypatch, capsys, direct, st
         ("5 --rounds 2", "No such option '--rounds'"),
         ("--seconds 5 --num-blocks 3", "--num-blocks 3 holds 48 tokens"),
         ("5 --trace no-such-file", "cannot read no-such-file: No such file"),
-        ("5 --workload decode --turns 2", "--turns 2 does nothing here: it goes with --workload chat"),
+        ("5 --workload decode --turns 2", "--turns 2 has no effect here; it requires --workload chat"),
         ("5 --json no-such-folder/r.json", "cannot write no-such-folder/r.json: there is no directory"),
     ],
 )
@@ -203,7 +203,7 @@ def test_any_number_of_rounds(num):
 
 def test_jobs_without_an_end_are_a_failure():
     report = numbers([*make_rounds(3), *make_rounds(1, num_jobs_left=2)])
-    assert soak_report.failures(report) == ["2 jobs or slots were not given back when an engine was at rest"]
+    assert soak_report.failures(report) == ["2 jobs or slots were not released when an engine was idle"]
 
 
 def test_interrupt_reports_what_is_there(tmp_path):

@@ -25,16 +25,16 @@ Space = jax.memory.Space
 
 
 def chained_save(spec: TransferSpec, bucket: int) -> Program:
-    """The direct save into a segment of one part: a block goes in one DMA, and each waits for the one before."""
+    """The direct save into a segment of one stripe: a block goes in one DMA, and each waits for the one before."""
     del bucket
-    one_part = dataclasses.replace(spec, parts=((0, spec.num_layers),))
-    return dataclasses.replace(programs.direct_save(one_part), name="chained_save")
+    one_stripe = dataclasses.replace(spec, stripes=((0, spec.num_layers),))
+    return dataclasses.replace(programs.direct_save(one_stripe), name="chained_save")
 
 
 def page_save(spec: TransferSpec, bucket: int) -> Program:
     """A DMA a page: nothing is put together in HBM first."""
     del bucket
-    each = dataclasses.replace(spec, parts=((0, spec.num_layers),))
+    each = dataclasses.replace(spec, stripes=((0, spec.num_layers),))
 
     def save(segment: Any, caches: Any, moves: Any) -> Any:
         block_ids, rows, num_blocks = moves[0], moves[1], moves[2, 0]
@@ -53,9 +53,9 @@ def page_save(spec: TransferSpec, bucket: int) -> Program:
 
 
 def unrolled_save(spec: TransferSpec, bucket: int) -> Program:
-    """Four blocks a trip of the loop, into a segment of one part; serves multiples of four only."""
+    """Four blocks a trip of the loop, into a segment of one stripe; serves multiples of four only."""
     del bucket
-    one = dataclasses.replace(spec, parts=((0, spec.num_layers),))
+    one = dataclasses.replace(spec, stripes=((0, spec.num_layers),))
 
     def save(segment: Any, caches: Any, moves: Any) -> Any:
         block_ids, rows, num_fours = moves[0], moves[1], moves[2, 0]

@@ -54,7 +54,7 @@ class Case:
       capacity: staging budget in blocks.
       bucket: size of the staging arrays.
       programs: which to compile, of ALL_PROGRAMS, STEPS and ALTERNATIVES.
-      num_parts: arrays in a segment; None as the library chooses.
+      num_stripes: arrays in a segment; None as the library chooses.
       num_saves, num_loads, blocks_per_chunk: what the fused step copies.
       d_model, d_ff, num_tokens: sizes of the model's step.
       donate: False compiles without donation, to see what that would cost.
@@ -71,7 +71,7 @@ class Case:
     capacity: int = 128
     bucket: int = 64
     programs: tuple[str, ...] = ALL_PROGRAMS
-    num_parts: int | None = None
+    num_stripes: int | None = None
     num_saves: int = 0
     num_loads: int = 0
     blocks_per_chunk: int = 1
@@ -165,7 +165,7 @@ def measure(case: Case) -> list[dict[str, Any]]:
         "num_layers": case.num_layers,
         "device_kind": device_kind,
         "num_devices": num_devices,
-        "num_parts": len(spec.parts),
+        "num_stripes": len(spec.stripes),
         "block_nbytes": block_nbytes,
         "caches_nbytes": block_nbytes * case.num_blocks,
         "segment_nbytes": block_nbytes * case.segment_blocks,
@@ -196,7 +196,7 @@ def describe(case: Case) -> tuple[Any, str, int]:
         [struct] * case.num_layers,
         segment_blocks=case.segment_blocks,
         capacity=case.capacity,
-        num_parts=case.num_parts,
+        num_stripes=case.num_stripes,
     )
     return spec, devices[0].device_kind, len(topology.devices)  # type: ignore[attr-defined]
 

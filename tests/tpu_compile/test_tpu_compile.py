@@ -129,7 +129,7 @@ def fused(compiler, topology):
         "num_tokens": 128,
         "page_shape": (64, 8, 2, 128),
     }
-    case = Case(topology, 4, **sizes, num_parts=4, num_saves=4, num_loads=4, programs=("step", "fused_step"))
+    case = Case(topology, 4, **sizes, num_stripes=4, num_saves=4, num_loads=4, programs=("step", "fused_step"))
     plain, with_copies = compiler.compile([case])
     return plain, with_copies
 
@@ -137,8 +137,8 @@ def fused(compiler, topology):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_fused_copies_lie_under_the_compute_of_the_layers(compiler, topology):
     _, result = fused(compiler, topology)
-    assert result["num_dmas"] == 2 * 4 * 4  # in both directions, four blocks of four parts
-    # The last part is complete after the last layer, so three of its four blocks have nothing left to hide under.
+    assert result["num_dmas"] == 2 * 4 * 4  # in both directions, four blocks of four stripes
+    # The last stripe is complete after the last layer, so three of its four blocks have nothing left to hide under.
     assert result["saved_under_compute"] >= 0.65
     assert result["loaded_under_compute"] == 1.0
     assert result["max_dmas_in_flight"] >= 2
@@ -164,16 +164,16 @@ def test_what_ties_the_saves_to_the_layers_is_needed(compiler):
         "num_tokens": 128,
         "page_shape": (64, 8, 2, 128),
     }
-    case = Case("v6e:2x2", 4, **sizes, num_parts=4, num_saves=4, programs=("untied_fused_step",))
+    case = Case("v6e:2x2", 4, **sizes, num_stripes=4, num_saves=4, programs=("untied_fused_step",))
     (result,) = compiler.compile([case])
     assert result["saved_under_compute"] < 0.5
 
 
 def test_the_dmas_of_a_block_are_in_flight_together(compiler):
-    """One a part; and one at a time where the segment is one array."""
+    """One a stripe; and one at a time where the segment is one array."""
     case = Case("v6e:2x2", 4, page_shape=(64, 8, 2, 128), programs=("direct_save", "direct_load", "chained_save"))
     save, load, chained = compiler.compile([case])
-    assert save["num_parts"] == 8
+    assert save["num_stripes"] == 8
     assert save["block_nbytes"] == 2 * 2**20
     for result in (save, load):
         assert result["num_dmas"] == result["max_dmas_in_flight"] == 8

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from tests.caches import random_array, random_caches
-from tests.jobs import copy_job
+from tests.jobs import copy_job, host_block_ids
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import FusedCopies, reference
@@ -47,7 +47,7 @@ class Clock:
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def forward(caches, segment, inputs):
-    """A forward pass that computes nothing worth keeping, and takes the fused copies along."""
+    """A forward pass with the fused copies, whose own result is not used."""
     copies = FusedCopies(segment, inputs)
     x = jax.numpy.zeros(())
     out = []
@@ -136,7 +136,7 @@ class Engine:
 
     @property
     def pool(self):
-        return self.memory.pool
+        return self.memory.arena
 
     @property
     def spec(self):
@@ -185,10 +185,10 @@ class Engine:
         self.expected = [reference.as_bytes(n) for n in new]
 
     def expect_saved(self, job):
-        self.host = reference.save(self.host, self.expected, job.block_ids, job.host_block_ids)
+        self.host = reference.save(self.host, self.expected, job.block_ids, host_block_ids(job))
 
     def expect_loaded(self, job):
-        self.expected = reference.load(self.expected, self.host, job.block_ids, job.host_block_ids)
+        self.expected = reference.load(self.expected, self.host, job.block_ids, host_block_ids(job))
 
     def drain(self):
         """Steps until nothing is in flight; results by job id."""
@@ -239,7 +239,7 @@ FINISHED, FAILED, CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCE
 def broken(error, *, takes=None):
     """Stands for a method of a copier that dispatches a program: it raises.
 
-    The program may take along what it was given to write: the caches ("caches"), or a segment of a pool (the pool).
+    The program may destroy the donated array: the caches ("caches"), or a segment of a pool (the pool).
     """
 
     def method(*args):
@@ -293,7 +293,7 @@ class Poisoned:
 
 
 class Slow:
-    """Stands for an array that is not ready until it is said to be, or has been looked at so many times."""
+    """A fake array that is not ready until the test sets it ready, or has polled it a given number of times."""
 
     def __init__(self, array, ready_after=None):
         self.array, self.ready, self.blocked = array, False, 0

@@ -24,7 +24,7 @@ def test_poll_does_not_wait_for_a_token():
     assert engine.worker.poll().results == ()
 
 
-def test_job_ends_with_its_last_part():
+def test_job_ends_with_its_last_flight():
     engine = Engine()
     engine.step(saves=[engine.save([0, 1], [7, 8])])
     first, second = slow_down(engine, 0), slow_down(engine, 1)
@@ -46,8 +46,8 @@ def test_flights_of_different_sizes_end_in_any_order():
     assert [r.job_id for r in engine.worker.poll().results] == [1]
 
 
-def test_failed_part_waits_for_the_others():
-    """Or a late part would land in a slot that has a new owner."""
+def test_failed_flight_waits_for_the_others():
+    """Or a late flight would land in a slot that has a new owner."""
     engine = Engine()
     real = engine.saver.save
     calls = []
@@ -73,7 +73,7 @@ def test_waiting_poll_blocks_until_one_job_ends():
     engine.step(saves=[engine.save([1], [1])])
     slow_down(engine, 0, ready_after=50)
     slow_down(engine, 1, ready_after=9)
-    assert [r.job_id for r in engine.worker.poll(wait=True).results] == [2]  # whichever is over first
+    assert [r.job_id for r in engine.worker.poll(wait=True).results] == [2]  # whichever ends first
     assert [r.job_id for r in engine.worker.poll(wait=True).results] == [1]
     assert engine.worker.poll(wait=True).results == ()
 
@@ -122,7 +122,7 @@ def test_close_waits_for_copies_but_not_for_ever(caplog):
     engine.worker.close()
     assert 0.05 <= time.monotonic() - start_s < 1
     assert token.ready
-    assert caplog.messages == ["closing with 1 copies on their way for more than 0.05 s"]
+    assert caplog.messages == ["closing with 1 copies still in flight after 0.05 s"]
     assert not engine.worker.has_flights
 
 
@@ -154,11 +154,11 @@ def test_cancelled_staged_load_writes_nothing():
     engine.step(saves=[save := engine.save([0, 1, 2, 3], [0, 1, 2, 3])])
     engine.expect_saved(save)
     engine.drain()
-    kept, gone = engine.load([6], [2]), engine.load([4, 5], [0, 1])
-    engine.begin(kept, gone)
-    engine.begin(cancel=[gone.job_id, 999])
+    kept, dropped = engine.load([6], [2]), engine.load([4, 5], [0, 1])
+    engine.begin(kept, dropped)
+    engine.begin(cancel=[dropped.job_id, 999])
     engine.expect_loaded(kept)
-    assert engine.states() == {kept.job_id: FINISHED, gone.job_id: CANCELLED}
+    assert engine.states() == {kept.job_id: FINISHED, dropped.job_id: CANCELLED}
     engine.check()
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.jobs import copy_job
+from tests.jobs import copy_job, host_block_ids
 from tests.worker.engine import (
     CANCELLED,
     FAILED,
@@ -79,7 +79,7 @@ def test_a_direct_load_moves_so_many_blocks_before_each_step(path) -> None:
     engine = filled(path, max_load_blocks=4)
     load = long_load(engine)
     engine.begin(load)
-    sizes = [len(flight.rows) for flight in engine.flights]
+    sizes = [len(flight.moves) for flight in engine.flights]
     assert sum(sizes) == 4
     assert engine.worker.has_flights
     assert engine.states() == {load.job_id: FINISHED}
@@ -131,7 +131,7 @@ def test_a_piece_that_fails_ends_the_load_with_the_blocks_before_it(path) -> Non
     result = results[load.job_id]
     assert result.state is FAILED
     assert result.failed_blocks == tuple(range(4, NUM_BLOCKS))
-    first = copy_job(99, JobKind.LOAD, load.block_ids[:4], load.host_block_ids[:4])
+    first = copy_job(99, JobKind.LOAD, load.block_ids[:4], host_block_ids(load)[:4])
     engine.expect_loaded(first)
     engine.check()
     again = long_load(engine)
@@ -145,8 +145,8 @@ def test_host_memory_that_is_lost_between_pieces_is_not_read() -> None:
     engine = filled("direct", max_load_blocks=4)
     load = long_load(engine)
     engine.begin(load)
-    lost = load.host_block_ids[9] // engine.spec.segment_blocks
-    engine.memory.give_up(lost, lost=True)
+    lost = host_block_ids(load)[9] // engine.spec.segment_blocks
+    engine.memory.check_segment(lost, lost=True)
     engine.begin()
     result = engine.drain()[load.job_id]
     assert result.state is FAILED

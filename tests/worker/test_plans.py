@@ -21,7 +21,7 @@ def copy_of(plan):
 
 
 def epochs(engine, *, num_losses=None):
-    """What a plan says when the scheduler knows of all losses, or of so many."""
+    """The epochs of a plan when the scheduler knows of all losses, or of a given number."""
     own = engine.worker.cache_epoch
     losses = own.num_losses if num_losses is None else num_losses
     return ((0, 0),) * own.worker_id + ((own.incarnation, losses),)
@@ -71,7 +71,7 @@ def test_a_load_is_done_once_however_often_its_plan_comes(path):
     do(engine, plan)
     engine.expect_loaded(load)
     assert engine.states() == {load.job_id: FINISHED}
-    engine.scribble()  # blocks 8 and 9 are somebody else's
+    engine.scribble()  # blocks 8 and 9 have new owners
     do(engine, copy_of(plan))
     assert engine.drain() == {}
     engine.check()
@@ -106,7 +106,7 @@ def test_a_plan_that_a_later_one_has_overtaken_is_not_done(path, later_has_jobs)
     do(engine, overtaken)
     assert engine.drain() == {}
     assert states == ({later.job_id: FINISHED} if later_has_jobs else {})
-    assert engine.worker.poll().oldest_job_id > early.job_id, "it says that it never will"
+    assert engine.worker.poll().oldest_job_id > early.job_id, "no job with that id will be done"
     engine.check()
 
 
@@ -115,7 +115,7 @@ def test_one_line_of_every_power_of_two_says_so(caplog):
     for _ in range(20):
         engine.worker.begin_step(copy_of(plan), engine.caches)
     assert [r.getMessage() for r in caplog.records if "ignored" in r.getMessage()] == [
-        f"plan {plan.step_id} came before, or is older than the last one: ignored ({n} so far)"
+        f"plan {plan.step_id} is a duplicate, or older than the last one: ignored ({n} so far)"
         for n in (1, 2, 4, 8, 16)
     ]
 
@@ -130,12 +130,12 @@ def test_what_a_plan_cancels_may_be_said_any_number_of_times():
     engine.check()
 
 
-# --- caches that are gone -------------------------------------------------------------------------
+# --- lost caches ----------------------------------------------------------------------------------
 
 
-def lose_caches(engine):
+def replace_caches(engine):
     """What an engine does that has lost them."""
-    engine.worker.lose_caches()
+    engine.worker.mark_caches_lost()
     engine.caches = renew(engine.caches)
     engine.expected = [np.zeros_like(expected) for expected in engine.expected]
 
@@ -145,7 +145,7 @@ def test_a_plan_made_before_the_loss_is_cancelled_whole(path):
     engine, _ = saved_and_scribbled(path)
     jobs = engine.load([8, 9], [4, 5]), engine.save([1], [9]), engine.save([2], [10])
     plan = plan_of(engine, loads=jobs[:1], saves=jobs[1:2], early=jobs[2:], cache_epochs=epochs(engine))
-    lose_caches(engine)
+    replace_caches(engine)
     assert engine.worker.is_stale(plan)
     do(engine, copy_of(plan))
     assert engine.states() == {job.job_id: CANCELLED for job in jobs}
@@ -173,7 +173,7 @@ def test_a_load_on_its_way_into_lost_caches_has_brought_nothing(path):
     engine, _ = saved_and_scribbled(path)
     load = engine.load([8, 9], [4, 5])
     do(engine, plan_of(engine, loads=[load]))
-    lose_caches(engine)
+    replace_caches(engine)
     assert engine.states() == {load.job_id: CANCELLED}
     assert engine.worker.take_written_loads() == ()
     engine.check()
@@ -185,7 +185,7 @@ def test_a_save_on_its_way_out_of_lost_caches_is_what_it_was(path):
     save = engine.save([1, 2], [9, 10])
     do(engine, plan_of(engine, saves=[save]))
     engine.expect_saved(save)
-    lose_caches(engine)
+    replace_caches(engine)
     assert engine.states() == {save.job_id: FINISHED}
     engine.check()
 
@@ -196,7 +196,7 @@ def test_caches_lost_in_the_forward_pass_are_not_saved(how):
     save = engine.save([1, 2], [9, 10])
     plan = plan_of(engine, saves=[save], cache_epochs=epochs(engine))
     engine.caches = engine.worker.begin_step(plan, engine.caches)
-    lose_caches(engine)
+    replace_caches(engine)
     engine.worker.end_step(plan if how == "the same plan" else copy_of(plan), engine.caches)
     assert engine.states() == {save.job_id: CANCELLED}
     engine.check()
@@ -211,7 +211,7 @@ def test_saves_of_caches_that_are_gone_count_as_a_loss():
     ahead = plan_of(engine, saves=[later], cache_epochs=epochs(engine))
     engine.caches = engine.worker.begin_step(plan, engine.caches)
     engine.caches[0].delete()
-    with pytest.raises(CachesLostError, match="gone before"):
+    with pytest.raises(CachesLostError, match="lost before"):
         engine.worker.end_step(plan, engine.caches)
     assert engine.worker.cache_epoch.num_losses == 1
     engine.caches = renew(engine.caches)

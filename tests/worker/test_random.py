@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.caches import random_array
+from tests.jobs import host_block_ids
 from tests.worker.engine import (
     BLOCKS_PER_CHUNK,
     CANCELLED,
@@ -60,7 +61,7 @@ class Copy:
 
     Attributes:
       wanted: u8[blocks, layers, ...], the bytes that it brings when it finishes.
-      taken_back: it was cancelled, and its blocks may be somebody else's.
+      taken_back: it was cancelled, and its blocks may have new owners.
       lost: the segment was lost in the meantime, so that it brings nothing, however it ends.
     """
 
@@ -105,7 +106,7 @@ class Life:
         return [c for c in self.live.values() if c.job.direction is Direction.LOAD and not c.taken_back]
 
     def free_blocks(self) -> list[int]:
-        """Those that no load is filling; saves have read theirs when their step is over."""
+        """Those that no load is filling; saves have read theirs at the end of their step."""
         return sorted(set(range(NUM_BLOCKS)).difference(*(copy.job.block_ids for copy in self.loads())))
 
     def draw_jobs(self, direction: Direction) -> tuple[CopyJob, ...]:
@@ -113,7 +114,7 @@ class Life:
         rng, engine, saving = self.rng, self.engine, direction is Direction.SAVE
         jobs = []
         for _ in range(rng.randint(0, 2)):
-            busy = {i for copy in self.live.values() for i in copy.job.host_block_ids}
+            busy = {i for copy in self.live.values() for i in host_block_ids(copy.job)}
             taken, free = busy if saving else self.unknown_places, self.free_blocks()
             usable = [chunk for chunk in CHUNKS if taken.isdisjoint(chunk)]
             places = [i for chunk in rng.sample(usable, min(len(usable), rng.randint(1, 3))) for i in chunk]
@@ -133,7 +134,7 @@ class Life:
         return tuple(copy.job.job_id for copy in cancelled)
 
     def break_programs(self, patch: pytest.MonkeyPatch) -> None:
-        """Has programs raise; those that were given a segment to write may take it along."""
+        """Makes programs raise; those that donate a segment may destroy it."""
         engine, rng = self.engine, self.rng
         saving = ("save", "resume_save") if engine.save_path == "staged" else ("save",)
         loading = ("load", "resume_load") if engine.load_path == "staged" else ("load",)
@@ -204,7 +205,7 @@ class Life:
             places = range(first * BLOCKS_PER_CHUNK, end * BLOCKS_PER_CHUNK)
             self.unknown_places.update(places)
             for copy in self.live.values():
-                copy.lost |= not set(places).isdisjoint(copy.job.host_block_ids)
+                copy.lost |= not set(places).isdisjoint(host_block_ids(copy.job))
         for result in report.results:
             assert result.job_id in self.live, "a job has ended twice"
             copy = self.live.pop(result.job_id)
@@ -212,7 +213,7 @@ class Life:
             assert copy.taken_back or result.state is not CANCELLED
             assert result.state is not FAILED or (self.fault_rate and any(r in result.error for r in REASONS)), result
             if result.state is FINISHED and not copy.lost and not copy.taken_back:
-                block_ids, host_ids = list(copy.job.block_ids), list(copy.job.host_block_ids)
+                block_ids, host_ids = list(copy.job.block_ids), list(host_block_ids(copy.job))
                 if copy.job.direction is Direction.SAVE:
                     self.engine.host[host_ids] = copy.wanted
                     self.unknown_places.difference_update(host_ids)
@@ -245,7 +246,7 @@ class Life:
             segment_id, row = divmod(place, self.engine.spec.segment_blocks)
             segment = pool._segments[segment_id]
             if segment_id in pool._lost or any(part.is_deleted() for part in segment):
-                assert self.live, "a segment is gone, and no result is left to come that would tell"
+                assert self.live, "a segment is lost, and no result is left to report it"
             else:
                 found = np.concatenate([reference.as_bytes(np.asarray(part)[row]) for part in segment])
                 np.testing.assert_array_equal(found, self.engine.host[place])

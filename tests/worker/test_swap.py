@@ -220,7 +220,7 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
     assert engine.states() == {1: FINISHED}
     copier = engine.groups[0].copiers[Direction.SAVE]
     if when == "dispatch":
-        copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.pool)
+        copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.arena)
     else:
         copier.save = ending_with(copier.save, Poisoned())
     engine.step(outs=[engine.out((0, POOL, [2], [1]))])
@@ -230,7 +230,7 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
     assert report.lost_swap_blocks == ((0, 0, 3),)
     engine.step(ins=[engine.back((0, POOL, [5], [0])), engine.back((0, POOL, [6], [4]))])
     results = engine.results()
-    assert "segment 0 of swap_pool was lost, or never written: nothing is in host block 0" in results[3].error
+    assert "segment 0 of swap_pool was lost, or never written: host block 0 is empty" in results[3].error
     assert results[4].state is FINISHED
     engine.expect(0, [6], engine.pages(0, [1]))
     engine.check()
@@ -239,11 +239,11 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
 def test_a_lost_segment_comes_back_empty_and_works_again():
     engine = Engine()
     copier = engine.groups[0].copiers[Direction.SAVE]
-    copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.pool)
+    copier.save = broken(RuntimeError("gone"), takes=engine.groups[0].memory.arena)
     engine.step(outs=[engine.out((0, POOL, [2], [1]))])
     assert engine.states() == {1: FAILED}
     del copier.save
-    wait_until_rebuilt(engine.groups[0].memory.pool, 0)
+    wait_until_rebuilt(engine.groups[0].memory.arena, 0)
     pages = engine.pages(0, [3])
     engine.step(outs=[engine.out((0, POOL, [3], [2]))])
     engine.step(ins=[engine.back((0, POOL, [4], [2])), engine.back((0, POOL, [5], [0]))])
@@ -274,7 +274,7 @@ def test_a_repeated_job_is_ignored(caplog):
     job = engine.out((0, POOL, [0], [0]))
     engine.step(outs=[job, job])
     assert engine.states() == {1: FINISHED}
-    assert "its repetition is ignored" in caplog.text
+    assert "the duplicate is ignored" in caplog.text
 
 
 def test_some_copies_are_measured():

@@ -66,7 +66,7 @@ def test_random_plans(path):
         for save in saves:
             engine.expect_saved(save)
         if engine.load_path != "staged":
-            engine.scribble()  # a staged load may still be on its way, and its blocks are its own
+            engine.scribble()  # a staged load may still be in flight; its blocks are not scribbled on
         assert engine.states() == {job.job_id: FINISHED for job in jobs}
     engine.check()
 
@@ -77,9 +77,9 @@ def test_loads_of_a_plan_share_a_dispatch(monkeypatch):
     copier = engine.loader
     real = copier.load
 
-    def record(segment_id, rows, caches):
-        dispatched.append((segment_id, rows.jobs()))
-        return real(segment_id, rows, caches)
+    def record(segment_id, moves, caches):
+        dispatched.append((segment_id, moves.jobs()))
+        return real(segment_id, moves, caches)
 
     monkeypatch.setattr(copier, "load", record)
     engine.step(loads=[engine.load([0], [0]), engine.load([1, 2], [1, 8]), engine.load([3], [9])])
@@ -92,10 +92,10 @@ def test_saves_of_a_plan_fail_apart():
     engine = Engine()
     real = engine.saver.save
 
-    def one_bad_block(segment_id, rows, kv_caches):
-        if 7 in rows.block_ids:
+    def one_bad_block(segment_id, moves, kv_caches):
+        if 7 in moves.block_ids:
             raise RuntimeError("bad block")
-        return real(segment_id, rows, kv_caches)
+        return real(segment_id, moves, kv_caches)
 
     engine.saver.save = one_bad_block
     bad, good = engine.save([7], [0]), engine.save([1], [1])
@@ -207,7 +207,7 @@ def test_programs_are_compiled_at_start_unless_told_otherwise(path, skip, compil
 def test_an_idle_step_does_nothing(path):
     """What it costs is measured by benchmarks/bench_dispatch.py."""
     engine = Engine(path)
-    engine.worker.poll()  # tells of the host pool
+    engine.worker.poll()  # reports the size of the host pool
     report = engine.worker.poll()
     assert engine.worker.begin_step(IDLE, engine.caches, fuse=True) is engine.caches
     engine.worker.end_step(IDLE, engine.caches)
@@ -228,7 +228,7 @@ def test_close_waits_and_frees(caplog):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_meshes_with_explicit_axes(path):
-    """What `jax.make_mesh` makes, unless it is told otherwise."""
+    """What `jax.make_mesh` makes by default."""
     mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "model"))
     engine = Engine(path, num_devices=8)

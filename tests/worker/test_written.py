@@ -85,7 +85,7 @@ def test_a_load_that_fails_is_never_written():
 
 
 def test_a_load_that_is_taken_back_may_be_told_after_the_pass_that_uses_its_blocks():
-    """An engine that dispatches its loads behind the pass does so; until then nothing of it is written."""
+    """An engine that dispatches its loads behind the pass does so; until then none of it is written."""
     engine = saved_engine("staged")
     load = engine.load([8], [4])
     engine.begin(load)
@@ -112,7 +112,7 @@ def test_a_plan_from_before_a_loss_was_known_is_given_no_zeros():
     wait_until_rebuilt(engine.pool, 0)
     engine.step(loads=[engine.load([8], [5])])
     results = engine.drain()
-    assert "segment 0 of host_tier was lost, or never written: nothing is in host block 5" in results[3].error
+    assert "segment 0 of host_tier was lost, or never written: host block 5 is empty" in results[3].error
     engine.step(saves=[engine.save([1], [5])])
     engine.step(loads=[engine.load([8], [5])])
     assert set(engine.states().values()) == {FINISHED}

@@ -1,1 +1,1 @@
-"""The library in other people's engines, one folder an engine: translation of calls, and nothing else."""
+"""Adapters for other inference engines, one folder for each: translation of calls and nothing else."""

@@ -1,1 +1,1 @@
-"""The `tpu-offload` command."""
+"""The `tpu-offload` command line."""

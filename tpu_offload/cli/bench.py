@@ -1,7 +1,6 @@
-"""`tpu-offload bench`: measures the copy paths on this machine and writes down which is best.
+"""`tpu-offload bench`: measures the copy paths on this machine and writes a profile of them.
 
-The file that it writes is what `TPU_OFFLOAD_COPY_PROFILE` points to, and all that a person has to send for
-others to see how the machine does.
+`TPU_OFFLOAD_COPY_PROFILE` points to the profile. The file holds all measurements, so it can also be sent to others.
 """
 
 import math
@@ -17,7 +16,7 @@ import jax
 from rich.table import Column, Table
 
 from tpu_offload.cli.command import stop_on_interrupt
-from tpu_offload.cli.options import Command, Finite, Many, number, option
+from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, number, option
 from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.cli.report import ReportConsole, build_table
 from tpu_offload.config import CopyPath
@@ -44,7 +43,7 @@ _NAMES = [path.value for path in PATHS]
 
 
 class _Defaults(NamedTuple):
-    """What depends on the platform: a CPU is there to try the command, and should be done in seconds."""
+    """Defaults that depend on the platform. On a CPU the command is only tried out, so it takes seconds."""
 
     num_layers: int
     block_size: int
@@ -58,34 +57,34 @@ _ON_ACCELERATOR = _Defaults(num_layers=32, block_size=128, seconds=100, step_ms=
 
 @click.command(cls=Command, exclusive=[("block_size", "page_shape")])
 @option("--output", output_file, "FILE", f"write the profile to FILE ({DEFAULT_OUTPUT})", default=DEFAULT_OUTPUT)
-@option("--seconds", Finite(), "S", "stop about then, compiling included (100; on a CPU 60)")
+@option("--seconds", FiniteFloat(), "S", "approximate duration, including compilation (100; on a CPU 60)")
 @click.option("--quick", is_flag=True, help="jobs of 1 and 8 blocks, 5 rounds: a first look, in seconds")
-@option("--paths", Many(click.Choice(_NAMES)), "PATH...", f"copy paths to measure ({' '.join(_NAMES)})")
+@option("--paths", MultiValue(click.Choice(_NAMES)), "PATH...", f"copy paths to measure ({' '.join(_NAMES)})")
 @option(
-    "--num-blocks", Many(click.IntRange(1, 4096)), "N...", "blocks in a job, one or more sizes from 1 to 4096 (1 8 64)"
+    "--num-blocks", MultiValue(click.IntRange(1, 4096)), "N...", "job sizes in blocks, each from 1 to 4096 (1 8 64)"
 )
-@number("--rounds", "rounds at most for each size (25)")
-@number("--num-layers", "layers (32; on a CPU 8; fewer where memory is small)", high=1024)
+@number("--rounds", "maximum number of rounds per size (25)")
+@number("--num-layers", "layers (32; on a CPU 8; fewer if memory is small)", high=1024)
 @number("--block-size", "tokens in a block (128; on a CPU 16)", high=65536)
 @option(
     "--page-shape",
-    Many(click.IntRange(1)),
+    MultiValue(click.IntRange(1)),
     "N...",
-    "one layer's slice of a block over all devices: tokens, heads (split over the devices), ... "
+    "one layer's slice of a block over all devices: tokens, heads (sharded), ... "
     f"(block size, {_NUM_KV_HEADS}, 2, {_HEAD_DIM})",
 )
 @option("--dtype", click.Choice(DTYPES), "NAME", f"type of the KV cache ({DTYPES[0]})", default=DTYPES[0])
-@number("--devices", "devices that split a page (all of this host)")
+@number("--devices", "devices that a page is sharded over (all of this host)")
 @option(
     "--step-ms",
-    Finite(),
+    FiniteFloat(),
     "MS",
-    "length of the model steps that copies may delay; 0 runs none, and measures no fused path (5; on a CPU 2)",
+    "duration of the model steps that run beside the copies; 0 runs none and skips the fused path (5; on a CPU 2)",
 )
 @number(
     "--fused-blocks",
-    "blocks that a step copies at most by the fused path, the rest of a job goes directly; more take longer to compile "
-    "(8)",
+    "most blocks that one step copies by the fused path, the rest of a job is copied directly; more take longer to "
+    "compile (8)",
     high=4096,
     default=8,
 )
@@ -108,8 +107,8 @@ def command(
     step_ms: float | None,
     fused_blocks: int,
 ) -> int:
-    """Measures how fast blocks move between device and host by each copy path, beside what the machine can do at all
-    and beside one device_put a block, and how much it delays a model. Prints what to set and writes it to a file for
+    """Measures how fast each copy path moves blocks between device and host, compared with the machine's limit and with
+    one device_put per block, and how much it delays a model. Prints the settings to use and writes a profile for
     TPU_OFFLOAD_COPY_PROFILE. The TPU_OFFLOAD_* variables do not apply.
     """
     started_s = time.monotonic()
@@ -120,7 +119,7 @@ def command(
     chosen = _paths(paths, step_s)
     page_shape = page_shape or _page_shape(block_size or defaults.block_size, devices)
     geometry = Geometry(num_layers or defaults.num_layers, page_shape, dtype, devices or len(jax.local_devices()))
-    geometry.sharding()  # finds out what is invalid before anything is measured
+    geometry.sharding()  # raises on an invalid geometry before anything is measured
     geometry = fit_geometry(geometry, max(sizes), len(chosen), may_shrink=num_layers is None)
     with device_errors(make_smaller="--num-layers, --block-size or --num-blocks"):
         measured = measure(
@@ -131,38 +130,38 @@ def command(
             max_rounds=rounds or (5 if quick else 25),
             step_s=step_s,
             max_fused_blocks=fused_blocks,
-            tell=lambda line: click.echo(line, err=True),
+            on_progress=lambda line: click.echo(line, err=True),
             stop_on_interrupt=stop_on_interrupt,
         )
     if measured.interrupted and not measured.figures:
         raise KeyboardInterrupt
     profile = build_profile(geometry, measured, argv)
-    if measured.interrupted and output.is_file():  # a profile that may be whole is not given up for a part of one
+    if measured.interrupted and output.is_file():  # do not replace a complete profile by a partial one
         output = output.with_name(f"{output.name}.interrupted")
     write_json(output, profile)
-    _tell(profile, measured, geometry, output)
+    _print_report(profile, measured, geometry, output)
     if measured.interrupted:
-        sys.stderr.write("tpu-offload: interrupted: this is what was measured until then\n")
+        sys.stderr.write("tpu-offload: interrupted: the results cover what was measured until then\n")
     return 130 if measured.interrupted else 0
 
 
 def _page_shape(block_size: int, num_devices: int | None) -> tuple[int, ...]:
     num_heads = math.lcm(_NUM_KV_HEADS, num_devices or len(jax.local_devices()))
-    return block_size, num_heads, 2, _HEAD_DIM  # beyond eight devices each holds a copy of a head
+    return block_size, num_heads, 2, _HEAD_DIM  # beyond eight devices heads are replicated
 
 
 def _paths(names: Sequence[str] | None, step_s: float) -> tuple[CopyPath, ...]:
     if names and CopyPath.FUSED.value in names and not step_s:
-        raise InputError("--paths fused is measured as part of a model step, and --step-ms 0 runs none; leave out one")
+        raise InputError("--paths fused needs model steps and --step-ms 0 runs none; drop one of them")
     return tuple(p for p in PATHS if (p.value in names if names else step_s or p is not CopyPath.FUSED))
 
 
 def _figures_table(figures: Sequence[Figures], failures: Sequence[Failure], title: str) -> Table:
-    """The figures for a terminal; what was not measured has no column."""
+    """The table of figures. Figures that were not measured have no column."""
     shown = [spec for spec in _COLUMNS if spec[1] not in _MAY_BE_LEFT_OUT or any(getattr(f, spec[1]) for f in figures)]
     columns = [Column(name, justify="right" if name == "blocks" else "left", no_wrap=True) for name in _LABELS]
     for name, _, _ in shown:
-        # Where it is narrow, a ratio goes over two lines; nothing is ever cut off.
+        # In a narrow terminal a ratio wraps to two lines; nothing is truncated.
         width = 12 if name.startswith("of ") else max(map(len, name.split()))
         columns.append(Column(name, justify="right", overflow="fold", min_width=width))
     lines: list[Sequence[str] | None] = []
@@ -198,8 +197,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Spread], str]], ...] = (
 _MAY_BE_LEFT_OUT = ("of_peer", "reported_s", "delay_s")
 
 
-def _tell(profile: Mapping[str, Any], measured: Measured, geometry: Geometry, output: Path) -> None:
-    """Prints the table, what it was measured on, and the settings to use."""
+def _print_report(profile: Mapping[str, Any], measured: Measured, geometry: Geometry, output: Path) -> None:
+    """Prints the device, the table and the settings to use."""
     console = ReportConsole()
     figures, failures = measured.figures, measured.failures
     versions = ", ".join(f"{name} {version}" for name, version in profile["bench"]["versions"].items())
@@ -210,16 +209,16 @@ def _tell(profile: Mapping[str, Any], measured: Measured, geometry: Geometry, ou
         f"{geometry.dtype}[{shape}]"
     )
     console.print(_figures_table(figures, failures, title))
-    lines = ["Ratios are of times, within a round: median (10th to 90th percentile). limit: one contiguous copy."]
+    lines = ["Ratios are of times within a round: median (10th to 90th percentile). limit: one contiguous copy."]
     step = next((one.step_s for one in figures if one.step_s), None)
     if step:
         lines.append(
             f"delays model: how much later a run of {step.median * 1e3:.1f} ms steps ends because of the job. "
-            "reported: when the job is, beside these steps."
+            "reported: when the job is reported while these steps run."
         )
     fused = sorted({(one.num_blocks, one.num_fused_blocks) for one in figures if one.path is CopyPath.FUSED})
     if fused:
-        lines.append("fused: the copy is inside of a step, and has no time of its own.")
+        lines.append("fused: the copy is part of a step, so it has no time of its own.")
     lines += [f"fused jobs of {n} blocks: {k} in the step, the others directly." for n, k in fused if k < n]
     lines += [f"{one.path.value} {one.direction.value}s failed: {one.error}" for one in failures]
     best = {direction: profile["entries"][0][direction.value][0] for direction in Direction}
@@ -228,9 +227,9 @@ def _tell(profile: Mapping[str, Any], measured: Measured, geometry: Geometry, ou
         sizes = ",".join(map(str, sorted({1, *(num_fused for _, num_fused in fused)})))
         lines.append(
             f"fused was measured with TPU_OFFLOAD_BLOCK_SIZE_BUCKETS={sizes} (the engine's step is compiled for each) "
-            "and needs an\nengine that offers it; with auto, one that does not takes the next best path."
+            "and needs an\nengine that supports it; with auto, other engines take the next best path."
         )
-    lines.append("or, to have the paths read from the file that was written:")
+    lines.append("Or, to read the paths from the profile:")
     lines += [f"  TPU_OFFLOAD_{d.name}_PATH=auto" for d in Direction]
     for line in lines:
         console.print(line, highlight=False, markup=False)

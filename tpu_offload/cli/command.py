@@ -1,4 +1,4 @@
-"""What every command does around its work: flags in, one line on an error, an exit status, the end of the process."""
+"""What all commands share: parsing flags, one-line errors, exit statuses, interrupts, the end of the process."""
 
 import contextlib
 import importlib.util
@@ -20,19 +20,18 @@ _CONTEXT: Mapping[str, Any] = {"help_option_names": ["-h", "--help"], "max_conte
 _EXTRAS = {"click": "cli", "flax": "engine", "matplotlib": "cli", "rich": "cli"}
 
 
-def run_command(command: click.Command, argv: Sequence[str] | None, *, prog: str) -> int:
-    """Parses flags and runs a command, which gets all of `argv` as its `click.pass_obj`.
+def run_command(command: click.Command, argv: Sequence[str] | None = None, *, prog: str) -> int:
+    """Parses flags and runs a command, which receives `argv` through `click.pass_obj`.
 
-    Not by click's own `main`, whose exit status is 1 for an interrupt and for a closed pipe: here that means that a
-    command found what it is there to find.
+    It does not use click's own `main`, which exits with 1 on an interrupt and on a closed pipe: here 1 is a finding,
+    such as outputs that differ.
 
     Args:
-      command: returns 0, or 1 when it found what it is there to find (outputs that differ), or 130 when it was
-        interrupted and has reported what it had; None is 0.
+      command: returns 0 (or None), 1 for a finding, or 130 if it was interrupted and has reported its partial results.
       argv: the arguments after the program's name; by default those of the process.
-      prog: its name, in front of errors and warnings.
+      prog: the program's name, which prefixes errors and warnings.
     Returns:
-      What `command` returned, 2 for input that cannot be used, 130 when interrupted, 141 on a closed pipe.
+      What `command` returned, 2 for invalid input, 130 on an interrupt, 141 on a closed pipe.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     for name in ("stdout", "stderr"):
@@ -44,7 +43,7 @@ def run_command(command: click.Command, argv: Sequence[str] | None, *, prog: str
             return command.invoke(context) or 0
     except click.exceptions.Exit as e:  # --help
         return e.exit_code
-    except BrokenPipeError:  # the reader has gone, as `head` does
+    except BrokenPipeError:  # the reader has exited, like `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except click.ClickException as e:
@@ -63,9 +62,9 @@ def _fail(prog: str, message: str) -> int:
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends the process after its command, without a word more than that had to say."""
+    """Ends the process after its command, with no further output."""
     if status == 130 or any(thread.daemon for thread in threading.enumerate()):
-        # The interpreter would wait for a compile that nobody wants any more, or pull the ground from under it.
+        # The interpreter would wait for a compilation whose result is not needed, or crash it by shutting down.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -74,9 +73,9 @@ def end_process(status: int) -> NoReturn:
 
 
 def interrupt_once() -> None:
-    """Makes the first Ctrl-C or SIGTERM a KeyboardInterrupt, and has those after it ignored while the process ends.
+    """Makes the first Ctrl-C or SIGTERM a KeyboardInterrupt and ignores later ones, while the process ends.
 
-    A signal that the caller has ignored, as `nohup` does, is left alone.
+    A signal that the caller ignores (`nohup`) stays ignored.
     """
     interrupted = False
 
@@ -91,9 +90,15 @@ def interrupt_once() -> None:
             signal.signal(signum, handle)
 
 
+def run_process(main: Callable[[], int]) -> NoReturn:
+    """Runs a command as the only work of its process: handles interrupts and exits with its status."""
+    interrupt_once()
+    end_process(main())
+
+
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Makes the first Ctrl-C or SIGTERM a request to stop after this step, the second one a KeyboardInterrupt."""
+    """Makes the first Ctrl-C or SIGTERM a request to stop after the current step, the second a KeyboardInterrupt."""
     asked = False
 
     def handle(signum: int, frame: types.FrameType | None) -> None:
@@ -115,13 +120,13 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 def require(what: str, *packages: str) -> None:
-    """Looks for packages of the extras of setup.cfg, without importing them.
+    """Checks that packages of the extras in setup.cfg are installed, without importing them.
 
     Args:
-      what: the command or flag that needs them.
-      packages: names to import them by.
+      what: the command or flag that requires them.
+      packages: their import names.
     Raises:
-      InputError: some are not installed; says how to install them.
+      InputError: one is not installed; the message says how to install it.
     """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:

@@ -1,8 +1,8 @@
-"""Entry point of `tpu-offload`: flags in, exit status out.
+"""Entry point of `tpu-offload`.
 
-A person's mistake ends in one line on stderr and status 2, an interrupt (Ctrl-C, SIGTERM) in status 130; a traceback
-is a bug of ours. A command is imported when it is called, so that `simulate` does not wait for jax. The process starts
-in `tpu_offload_command`, which handles interrupts until that is done.
+Invalid input ends with one line on stderr and status 2, an interrupt (Ctrl-C, SIGTERM) with status 130; a traceback is
+a bug of the library. A command's module is imported when the command is called, so that `simulate` does not import jax.
+The process starts in `tpu_offload_command`, which handles interrupts during these imports.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import click
 from tpu_offload.cli.command import end_process, interrupt_once, require, run_command
 
 _PROG = "tpu-offload"
-# By name: a line for `--help`, and the packages of extras that it needs. Module `tpu_offload.cli.NAME` has `command`.
+# By name: a line for `--help`, and the optional packages required. Module `tpu_offload.cli.NAME` has `command`.
 _COMMANDS: Mapping[str, tuple[str, Sequence[str]]] = {
     "replay": ("serve a workload without and with offloading", ("flax", "rich")),
     "bench": ("measure the copy paths and recommend one for each direction", ("rich",)),
@@ -23,7 +23,7 @@ _COMMANDS: Mapping[str, tuple[str, Sequence[str]]] = {
 
 
 class _Commands(click.Group):
-    """Imports only the command that is called."""
+    """Imports a command's module only when it is called."""
 
     def __init__(self, on_import: Callable[[], None]) -> None:
         super().__init__(help="KV cache offloading for TPUs.", no_args_is_help=False)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None, *, on_import: Callable[[], None] = l
 
     Args:
       argv: the arguments after the program's name; by default those of the process.
-      on_import: called once the command is imported, before it runs.
+      on_import: called after the command's module is imported, before it runs.
     Returns:
       Exit status, see `run_command`.
     """
@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None, *, on_import: Callable[[], None] = l
 
 
 def run() -> NoReturn:
-    """Runs one command as a process of its own."""
-    # Not before the import: a KeyboardInterrupt in one may be caught there.
+    """Runs one command and ends the process."""
+    # Only after the imports: code that runs during an import may catch KeyboardInterrupt.
     end_process(main(on_import=interrupt_once))
 
 

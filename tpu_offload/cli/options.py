@@ -1,6 +1,6 @@
-"""Flags that click has no type for: several values, and finite numbers; and flags that exclude each other.
+"""Parameter types that click lacks (several values, finite numbers) and mutually exclusive flags.
 
-`Command` is for commands that have such flags.
+Commands with multi-value or exclusive flags are declared with `Command`.
 """
 
 import math
@@ -12,14 +12,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-_BREAK = "\0"  # between the values of a `Many`; no argument of a process has one in it
+_BREAK = "\0"  # separates the values of a `MultiValue`; an argument of a process cannot contain it
 _MAX = 2**31 - 1
 
-input_file = click.Path(path_type=Path)  # opened, and reported, by what reads it
+input_file = click.Path(path_type=Path)  # existence is checked by the code that reads it
 
 
-class Finite(click.FloatRange):
-    """A number of at least 0, and neither infinite nor NaN."""
+class FiniteFloat(click.FloatRange):
+    """A finite number of at least 0."""
 
     def __init__(self) -> None:
         super().__init__(min=0)
@@ -32,8 +32,8 @@ class Finite(click.FloatRange):
         return number
 
 
-class Many(click.ParamType[tuple[Any, ...]]):
-    """One or more values, with spaces between them; `commas` part them, too."""
+class MultiValue(click.ParamType[tuple[Any, ...]]):
+    """One or more values, separated by spaces; with `commas` also by commas."""
 
     name = "many"
 
@@ -49,10 +49,10 @@ class Many(click.ParamType[tuple[Any, ...]]):
 
 
 class Command(click.Command):
-    """A command whose flags may have several values, and may exclude each other.
+    """A command whose flags may take several values or exclude each other.
 
     Args:
-      exclusive: groups of parameters of which at most one may be given.
+      exclusive: groups of mutually exclusive parameters.
     """
 
     def __init__(self, *args: Any, exclusive: Sequence[Sequence[str]] = (), **kwargs: Any) -> None:
@@ -60,10 +60,10 @@ class Command(click.Command):
         self._exclusive = exclusive
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See `click.Command`; `--sizes 1 2` is made one value first."""
-        many = {flag for param in self.params if isinstance(param.type, Many) for flag in param.opts}
+        """See `click.Command`; joins the values of `--sizes 1 2` first."""
+        many = {flag for param in self.params if isinstance(param.type, MultiValue) for flag in param.opts}
         joined: list[str] = []
-        takes_more = False  # the last one is a value of such a flag
+        takes_more = False  # whether the last argument belongs to a multi-value flag
         for arg in args:
             is_flag = arg.startswith("-")
             if takes_more and not is_flag:
@@ -83,7 +83,7 @@ class Command(click.Command):
 
 
 class _Number(click.Option):
-    """Leaves a bound that only keeps numbers within 32 bits out of the help."""
+    """Omits from the help an upper bound that only keeps numbers within 32 bits."""
 
     def get_help_extra(self, ctx: click.Context) -> click.types.OptionHelpExtra:
         """See `click.Option`."""
@@ -97,10 +97,10 @@ type Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def option(flag: str, type_: Any, metavar: str | None, help_: str, **more: Any) -> Decorator:
-    """A `click.option`, in less room."""
+    """Shorthand for `click.option`."""
     return click.option(flag, type=type_, metavar=metavar, help=help_, **more)
 
 
 def number(flag: str, help_: str, *, low: int = 1, high: int = _MAX, default: int | None = None) -> Decorator:
-    """An option that is an integer, of at least one if nothing else is said."""
+    """An integer option, by default at least 1."""
     return click.option(flag, cls=_Number, type=click.IntRange(low, high), default=default, metavar="N", help=help_)

@@ -1,4 +1,4 @@
-"""Files that a command writes: whole or not at all."""
+"""Atomic writes of a command's output files."""
 
 import json
 import os
@@ -10,10 +10,10 @@ from tpu_offload.errors import InputError
 
 
 def output_file(name: str | Path) -> Path:
-    """The path of a file to write, as the type of a flag: finds out before the work whether `write_json` has a chance.
+    """The type of a flag that names an output file: fails early if the file cannot be written.
 
     Raises:
-      InputError: it has none.
+      InputError: it cannot be written.
     """
     path = Path(name)
     if path.is_dir():
@@ -24,7 +24,7 @@ def output_file(name: str | Path) -> Path:
         path.stat()
     except FileNotFoundError:
         pass
-    except OSError as e:  # symbolic links that lead back to themselves
+    except OSError as e:  # a loop of symbolic links
         raise InputError(f"cannot write {path}: {e.strerror or e}") from e
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InputError(f"cannot write {path}: permission denied")
@@ -32,7 +32,7 @@ def output_file(name: str | Path) -> Path:
 
 
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
-    """Writes the report, into a file whole or not at all.
+    """Writes a report atomically.
 
     Raises:
       InputError: the file cannot be written.
@@ -41,7 +41,7 @@ def write_json(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all.
+    """Writes a file atomically.
 
     Raises:
       InputError: it cannot be written.
@@ -51,7 +51,7 @@ def write_file(path: Path, content: bytes) -> None:
         if path.exists() and not path.is_file():  # a pipe or a terminal
             path.write_bytes(content)
             return
-        # Beside the target, so that the rename stays within one file system.
+        # In the same directory, so that the rename stays within one file system.
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             temporary.write_bytes(content)

@@ -1,6 +1,6 @@
-"""`tpu-offload replay`: serves one workload without and with offloading, and says what that changed.
+"""`tpu-offload replay`: serves one workload without and with offloading, and compares outputs and times.
 
-With `--preempt` it compares request swap with computing preempted requests again.
+With `--preempt` it compares request swap with recompute of preempted requests.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import click
 from rich.table import Table
 
 from tpu_offload.cli.options import Command, number
-from tpu_offload.cli.report import ReportConsole, Row, at_path, build_table, format_number, progress, tell_outcome
+from tpu_offload.cli.report import ReportConsole, Row, at_path, build_table, format_number, print_outcome, progress
 from tpu_offload.cli.serving import ENGINE_FLAGS, MODEL_FLAGS, SOURCES, make_report, serving_flags, serving_options
 from tpu_offload.config import OffloadConfig
 from tpu_offload.engine import EngineConfig, ModelConfig
@@ -28,70 +28,70 @@ _DEFAULTS = {
     "requests": f"chat: {setup.DEFAULT_NUM_CHAT_REQUESTS}, decode: {setup.DEFAULT_NUM_DECODE_REQUESTS}",
     "turns": setup.DEFAULT_NUM_TURNS,
     "concurrency": f"{comparison.DEFAULT_CONCURRENCY}; with --preempt {preempt.DEFAULT_CONCURRENCY}",
-    "num_blocks": "for --concurrency longest requests, at most half the workload; with --preempt for as many prompts",
+    "num_blocks": "for --concurrency longest requests, at most half the workload; with --preempt for that many prompts",
     **{name: f"{int(_SIZES[name])}; with --preempt {_PREEMPT_SIZES[name]}" for name in (*ENGINE_FLAGS, *MODEL_FLAGS)},
 }
 
 
 @click.command(cls=Command, exclusive=[SOURCES])
-@click.option("--preempt", "is_preempt", is_flag=True, help="compare swap with recompute under preemption, instead")
+@click.option("--preempt", "is_preempt", is_flag=True, help="compare swap with recompute under preemption instead")
 @number("--rounds", f"--preempt: rounds ({preempt.DEFAULT_NUM_ROUNDS})")
 @serving_flags(_DEFAULTS)
 @click.pass_obj
 def command(argv: list[str], /, *, is_preempt: bool, rounds: int | None, json: Path | None, **flags: Any) -> int:
-    """Serves a workload twice, without and with offloading, under an HBM too small for it. The TPU_OFFLOAD_* variables
-    apply. Exit status 1 when any output token differs.
+    """Serves a workload twice, without and with offloading, in an HBM too small for it. The TPU_OFFLOAD_* variables
+    apply. Exit status 1 if any output token differs.
     """
     if rounds is not None and not is_preempt:
-        raise InputError(f"--rounds {rounds} does nothing here: it goes with --preempt")
+        raise InputError(f"--rounds {rounds} requires --preempt")
     offload = OffloadConfig.from_env()
     check_backend()
     if is_preempt:
         options = serving_options(flags, engine=preempt.ENGINE, model=preempt.MODEL)
         rounds = rounds or preempt.DEFAULT_NUM_ROUNDS
         compared = preempt.build_comparison(options, offload, num_rounds=rounds)
-        return _tell_preempt(_report(preempt.compare, compared, compared.pressed, json, argv))
+        return _print_preempt_report(_report(preempt.compare, compared, compared.constrained, json, argv))
     options = serving_options(flags, engine=_SIZES, model=ModelConfig())
     sized = comparison.size_setup(options, offload)
-    return _tell(sized, _report(comparison.serve_twice, sized, sized, json, argv))
+    return _print_report(sized, _report(comparison.serve_twice, sized, sized, json, argv))
 
 
 def _report(
     compare: Callable[..., dict[str, Any]], what: object, sized: setup.Setup, json: Path | None, argv: list[str]
 ) -> dict[str, Any]:
-    """Compares, showing how far each run is."""
+    """Compares, with a progress bar for each run."""
     with progress(sized.workload.num_requests) as start:
         return make_report(functools.partial(compare, what, start=start), json, argv)
 
 
-def _tell(sized: setup.Setup, report: dict[str, Any]) -> int:
-    """Prints the table and what it means; returns the exit status."""
+def _print_report(sized: setup.Setup, report: dict[str, Any]) -> int:
+    """Prints the table and the findings; returns the exit status."""
     console = ReportConsole()
     console.print(comparison_table(report))
     if not sized.offload.enabled:
         console.print("Offloading is off: a size in the TPU_OFFLOAD_* variables is zero.")
     if report["loaded_share_of_recomputed"] is not None:
         share = report["loaded_share_of_recomputed"]
-        console.print(f"Loaded from the host: {share:.0%} of the prompt tokens that the baseline computed again.")
+        console.print(f"Loaded from the host: {share:.0%} of the prompt tokens that the baseline recomputed.")
     same = f"every token of the {report['num_compared']} requests that both runs finished"
-    return tell_outcome(console, report, same=same)
+    return print_outcome(console, report, same=same)
 
 
-def _tell_preempt(report: dict[str, Any]) -> int:
-    """Prints the table and what it means; returns the exit status."""
+def _print_preempt_report(report: dict[str, Any]) -> int:
+    """Prints the table and the findings; returns the exit status."""
     console = ReportConsole()
     console.print(swap_table(report))
     for note in (*report["notes"], *swap_findings(report)):
         console.print(note)
     same = (
         f"every token and log-probability of {report['num_compared']} requests in {report['num_runs_compared']} runs "
-        "equals that of the reference, where nothing is preempted"
+        "equals that of the reference run without preemption"
     )
-    return tell_outcome(console, report, same=same)
+    return print_outcome(console, report, same=same)
 
 
 def comparison_table(report: Mapping[str, Any]) -> Table:
-    """Without and with offloading."""
+    """The table of a run without offloading and a run with it."""
     hits = report["host_hits"]
     sides = [report[name] | {"hit_ttft_p50_s": hits[f"{name}_ttft_p50_s"]} for name in ("baseline", "offload")]
 
@@ -111,7 +111,7 @@ def comparison_table(report: Mapping[str, Any]) -> Table:
 def _offload_rows(report: Mapping[str, Any]) -> Iterable[Row | None]:
     yield Row("requests finished", "num_requests")
     yield Row("prompt tokens computed", "prompt_tokens.computed")
-    yield Row("  of these, computed again", "prompt_tokens.recomputed")
+    yield Row("  of these, recomputed", "prompt_tokens.recomputed")
     yield Row("prompt tokens hit in HBM", "prompt_tokens.hbm")
     yield Row("prompt tokens loaded from host", "prompt_tokens.host")
     yield Row("time to first token, p50", "ttft_p50_s", "s")
@@ -138,7 +138,7 @@ def _offload_rows(report: Mapping[str, Any]) -> Iterable[Row | None]:
 
 
 def swap_table(report: Mapping[str, Any]) -> Table:
-    """`--preempt`: recompute and swap."""
+    """The table of `--preempt`: recompute and swap."""
     workload, engine = report["workload"], report["engine"]
     sides = [report[name]["median"] | {"range": report[name]["tokens_per_s_range"]} for name in ("recompute", "swap")]
 
@@ -156,19 +156,19 @@ def swap_table(report: Mapping[str, Any]) -> Table:
 
 
 def swap_findings(report: Mapping[str, Any]) -> list[str]:
-    """What is to be said after the table, in sentences."""
+    """The sentences after the table of `--preempt`."""
     control = report["control"]
     found = []
     if report["recompute"]["median"].get("num_preemptions") == 0:
-        found.append("No request was preempted: HBM is large enough for all in flight; make --num-blocks smaller.")
+        found.append("No request was preempted: HBM holds all requests in flight; lower --num-blocks.")
     ratio = control["on_to_off"]["tokens_per_s"]
     if ratio is not None:
         found.append(
-            f"With HBM for all ({control['num_blocks']} blocks), tokens/s with swap on by off: {_ratio_text(ratio)}."
+            f"With HBM for all ({control['num_blocks']} blocks), tokens/s with swap on / off: {_ratio_text(ratio)}."
         )
     num_preemptions = sum(run["num_preemptions"] for name in ("off", "on") for run in control[name]["rounds"])
     if num_preemptions:
-        found.append(f"That is no control: {num_preemptions} preemptions in its runs.")
+        found.append(f"Not a valid control: its runs had {num_preemptions} preemptions.")
     return found
 
 
@@ -191,21 +191,21 @@ _ROWS: tuple[Row | None, ...] = (
     Row("requests preempted", _preempted_text),
     Row("preemptions", "num_preemptions"),
     Row("swapped out", "swap.num_swapped_out", only_last=True),
-    Row("  thrashed: just back", "swap.num_thrashed_swaps", only_last=True),
+    Row("  thrashed", "swap.num_thrashed_swaps", only_last=True),
     Row("recomputed", "swap.num_recomputed"),
-    Row("  taken to be faster", "swap.num_recomputed_faster", only_last=True),
+    Row("  predicted to be faster", "swap.num_recomputed_faster", only_last=True),
     Row("  no room in the swap pool", "swap.num_recomputed_no_room", only_last=True),
     Row("  swapped out and lost", "swap.num_lost_swaps", only_last=True),
-    Row("prompt tokens computed again", "prompt_tokens.computed_again"),
+    Row("prompt tokens recomputed", "prompt_tokens.computed_again"),
     None,
     Row("generated tokens/s", "tokens_per_s", "rate"),
-    Row("  least to most", _range_text),
+    Row("  min to max", _range_text),
     Row("completion time, p50", "completion_p50_s", "s"),
     Row("completion time, p99", "completion_p99_s", "s"),
     Row("time to first token, p50", "ttft_p50_s", "s"),
     None,
 )
-# What was copied, and what the choice between swap and recompute goes by.
+# Copies, and the measured rates that decide between swap and recompute.
 _SWAP_ROWS = (
     Row("copied out + in, MiB", ("swap.swapped_out_nbytes", "swap.swapped_in_nbytes"), "MiB", only_last=True),
     Row("blocks that needed no copy", "swap.swap_skipped_blocks", only_last=True),

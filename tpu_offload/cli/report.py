@@ -1,4 +1,4 @@
-"""What commands print: progress while they run, tables from row specs, and what a comparison came to."""
+"""What commands print: progress, tables from row specs, and the outcome of a comparison."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-_LINE_INTERVAL_S = 10.0  # between lines where there is no terminal for a bar
+_LINE_INTERVAL_S = 10.0  # between progress lines when stderr is not a terminal
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "": "{:,}".format,  # a count
     "id": "{}".format,  # without commas
@@ -27,10 +27,9 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
 
 
 class ReportConsole(Console):
-    """Prints a report to standard output: to a terminal at its width, elsewhere in lines of any length.
+    """Prints a report to standard output, wrapped to the width of a terminal, elsewhere unwrapped.
 
-    A reader that goes away (`| head`) is a BrokenPipeError, for the caller to tell from the exit status
-    of a command that has something to say; rich would exit with 1.
+    A closed pipe (`| head`) raises BrokenPipeError; rich would exit with 1, which is a status of the commands.
     """
 
     def __init__(self) -> None:
@@ -38,24 +37,24 @@ class ReportConsole(Console):
         super().__init__(soft_wrap=not terminal, width=None if terminal else 100)
 
     def on_broken_pipe(self) -> NoReturn:
-        """See `rich.console.Console`; called where the error is handled."""
+        """See `rich.console.Console`; called by its handler of the error."""
         raise BrokenPipeError
 
 
 @contextlib.contextmanager
 def progress(num_requests: int | None, *, what: str = "requests") -> Iterator[Callable[[str], Callable[[], None]]]:
-    """Shows how far runs are: a bar on a terminal, elsewhere a line at times.
+    """Shows the progress of runs: a bar on a terminal, elsewhere a line every ten seconds.
 
     Args:
-      num_requests: of each run; None if nobody knows.
-      what: what is counted, if not requests.
+      num_requests: requests in each run; None if unknown.
+      what: the unit that is counted.
 
     Yields:
-      A function to call with a run's name; it returns one to call after each of the run's requests.
+      A function to call with a run's name. It returns a function to call after each of that run's requests.
     """
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    # Few refreshes: they take time from the runs that are measured.
+    # Refresh rarely: a refresh takes time from the runs that are measured.
     with Progress(
         *columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=2
     ) as bars:
@@ -81,14 +80,15 @@ def progress(num_requests: int | None, *, what: str = "requests") -> Iterator[Ca
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A line of a table that has a column for each side of a comparison.
+    """A row of a table with a column for each side of a comparison.
 
     Attributes:
-      label: what it is.
-      value: where it is in the numbers of a side, see `at_path`; several of these, or what makes a text of the numbers.
-      unit: of the numbers, see `format_number`.
-      between: stands between several.
-      only_last: the other sides have no such thing.
+      label: text of the first column.
+      value: path of the value in a side's numbers, see `at_path`; or several paths, or a function from the numbers to
+        text.
+      unit: unit of the values, see `format_number`.
+      between: separator of several values.
+      only_last: only the last side has this value.
     """
 
     label: str
@@ -98,7 +98,7 @@ class Row:
     only_last: bool = False
 
     def cells(self, sides: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """The line, but for what follows the sides."""
+        """The label and one cell for each side."""
         return self.label, *("" if self.only_last and side is not sides[-1] else self._text(side) for side in sides)
 
     def _text(self, side: Mapping[str, Any]) -> str:
@@ -111,7 +111,7 @@ class Row:
 def build_table(
     title: str, columns: Iterable[str | Column], lines: Iterable[Sequence[str] | None], *, left_title: bool = False
 ) -> Table:
-    """A table for a terminal: a column of labels, then those of numbers; a line that is None ends a section."""
+    """A table with a column of labels and columns of numbers; a line that is None ends a section."""
     headers = (
         c if isinstance(c, Column) else Column(c, justify="right" if i else "left") for i, c in enumerate(columns)
     )
@@ -125,7 +125,7 @@ def build_table(
 
 
 def at_path(numbers: Mapping[str, Any], path: str) -> Any:
-    """A value in nested numbers, with dots between the keys; None if there is none."""
+    """The value at a path of keys separated by dots; None if there is none."""
     value: Any = numbers
     for key in path.split("."):
         value = None if value is None else value.get(key)
@@ -133,7 +133,7 @@ def at_path(numbers: Mapping[str, Any], path: str) -> Any:
 
 
 def format_number(value: float | None, unit: str) -> str:
-    """A number, in seconds or bytes if it has a unit, for a table; the unit is one of `_FORMATS`."""
+    """Formats a number for a table; the unit is a key of `_FORMATS`."""
     return "-" if value is None else _FORMATS[unit](value)
 
 
@@ -143,13 +143,13 @@ def print_differences(console: Console, report: Mapping[str, Any]) -> None:
         console.print(difference["text"], highlight=False, markup=False)
 
 
-def tell_outcome(console: Console, report: Mapping[str, Any], *, same: str) -> int:
-    """Prints what the comparison of the outputs came to; returns the exit status.
+def print_outcome(console: Console, report: Mapping[str, Any], *, same: str) -> int:
+    """Prints the outcome of comparing the outputs; returns the exit status.
 
     Args:
       console: to print to.
       report: has `differences`, `num_compared` and `interrupted`.
-      same: what is identical, if it is.
+      same: what was found identical, for the message.
     """
     print_differences(console, report)
     if report["differences"]:
@@ -157,7 +157,7 @@ def tell_outcome(console: Console, report: Mapping[str, Any], *, same: str) -> i
     elif report["num_compared"]:
         console.print(f"Outputs identical: {same}.")
     else:
-        console.print("No request was finished in both runs, so no output was compared.")
+        console.print("No request finished in both runs, so no output was compared.")
     if report["interrupted"]:
         console.print("Interrupted: the numbers cover the requests finished so far.")
     if report["differences"]:

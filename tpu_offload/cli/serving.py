@@ -1,4 +1,4 @@
-"""What commands share that serve a workload: their flags, and a report that an interrupt only cuts short."""
+"""Flags of the commands that serve a workload, and their report, which an interrupt only truncates."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from tpu_offload.cli.command import stop_on_interrupt
-from tpu_offload.cli.options import Decorator, Finite, input_file, number, option
+from tpu_offload.cli.options import Decorator, FiniteFloat, input_file, number, option
 from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.engine import ModelConfig
 from tpu_offload.measure import device_errors, environment
@@ -17,7 +17,7 @@ from tpu_offload.replay.setup import ServingOptions
 ENGINE_FLAGS = ("block_size", "max_num_batched_tokens", "num_spare_blocks", "async_scheduling")
 MODEL_FLAGS = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
 SOURCES = ("workload", "prompts", "trace")
-"""Parameters of which a `Command` takes one."""
+"""Mutually exclusive parameters that name the workload."""
 
 _KV_DTYPE = ModelConfig().kv_dtype
 
@@ -26,31 +26,31 @@ def serving_flags(defaults: Mapping[str, object]) -> Decorator:
     """Adds the flags of `serving_options` to a command.
 
     Args:
-      defaults: for the help, by the name of the flag. The flag's value is None where it is not given.
+      defaults: defaults to show in the help, by flag name. A flag that is not given has the value None.
     """
     flags = (
         option("--workload", click.Choice(["chat", "decode"]), None, f"generated requests ({defaults['workload']})"),
         option("--prompts", input_file, "FILE", "JSON lines of chat messages"),
         option("--trace", input_file, "FILE", "JSON lines in the Mooncake format"),
-        number("--requests", f"requests at most ({defaults['requests']})"),
-        number("--seed", "of everything that is drawn (0)", low=0, high=2**32 - 1, default=0),
-        number("--turns", f"chat: turns of a conversation ({defaults['turns']})"),
-        number("--max-tokens", "--prompts: tokens to generate a request (16)"),
-        number("--tokens-per-block", "--trace: tokens for each 512 of the trace (16)", high=512),
-        option("--temperature", Finite(), "T", "sample, with a seed a request; 0 is greedy (0)", default=0.0),
+        number("--requests", f"maximum number of requests ({defaults['requests']})"),
+        number("--seed", "random seed (0)", low=0, high=2**32 - 1, default=0),
+        number("--turns", f"chat: turns per conversation ({defaults['turns']})"),
+        number("--max-tokens", "--prompts: tokens to generate per request (16)"),
+        number("--tokens-per-block", "--trace: tokens per 512 tokens of the trace (16)", high=512),
+        option("--temperature", FiniteFloat(), "T", "sample with a seed per request; 0 is greedy (0)", default=0.0),
         number("--top-k", "sample from the N most likely tokens; 0 is all (0)", low=0, default=0),
         number("--concurrency", f"requests in flight ({defaults['concurrency']})"),
         number("--num-blocks", f"HBM blocks ({defaults['num_blocks']})"),
         number("--block-size", f"tokens in a block ({defaults['block_size']})"),
-        number("--max-num-batched-tokens", f"tokens computed in a step ({defaults['max_num_batched_tokens']})"),
+        number("--max-num-batched-tokens", f"most tokens computed in a step ({defaults['max_num_batched_tokens']})"),
         number(
             "--num-spare-blocks",
-            f"blocks kept free at admission for each request that runs ({defaults['num_spare_blocks']})",
+            f"admission watermark: blocks kept free per running request ({defaults['num_spare_blocks']})",
             low=0,
         ),
         number(
             "--async-scheduling",
-            f"1 dispatches a step before the tokens of the last one are read ({defaults['async_scheduling']})",
+            f"1 dispatches a step before the previous step's tokens are read ({defaults['async_scheduling']})",
             low=0,
             high=1,
         ),
@@ -73,12 +73,12 @@ def serving_flags(defaults: Mapping[str, object]) -> Decorator:
 
 
 def serving_options(flags: Mapping[str, Any], *, engine: Mapping[str, int], model: ModelConfig) -> ServingOptions:
-    """The values of these flags, without `json`.
+    """Builds `ServingOptions` from the flags of `serving_flags`.
 
     Args:
-      flags: as the command got them.
-      engine: what `ENGINE_FLAGS` are where they are not given.
-      model: gives the sizes that no flag does.
+      flags: values of all flags except `json`.
+      engine: defaults of `ENGINE_FLAGS`.
+      model: defaults of the model's sizes.
     """
     rest = {name: value for name, value in flags.items() if name not in (*ENGINE_FLAGS, *MODEL_FLAGS, "kv_dtype")}
     sizes: dict[str, Any] = {name: engine[name] if flags[name] is None else flags[name] for name in ENGINE_FLAGS}
@@ -88,12 +88,12 @@ def serving_options(flags: Mapping[str, Any], *, engine: Mapping[str, int], mode
 
 
 def make_report(compare: Callable[..., dict[str, Any]], path: Path | None, argv: Sequence[str]) -> dict[str, Any]:
-    """Serves until the end or an interrupt, and writes what was measured to a file.
+    """Serves until the end or an interrupt, and writes the measurements to a file.
 
     Args:
-      compare: serves, and returns the report; its keyword `stop` is asked before each step.
-      path: of the JSON file; None writes none.
-      argv: the arguments of the command, for the report.
+      compare: serves and returns the report; it calls its keyword argument `stop` before each step.
+      path: path of the JSON file; None writes none.
+      argv: arguments of the command, for the report.
     """
     with stop_on_interrupt() as stop, device_errors(make_smaller="--num-blocks or the model"):
         report = compare(stop=stop)

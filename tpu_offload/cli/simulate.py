@@ -1,4 +1,4 @@
-"""`tpu-offload simulate`: plays request traces through eviction policies, and says how far each is from the best."""
+"""`tpu-offload simulate`: replays request traces with several eviction policies and compares them with the bound."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from tpu_offload.cli.command import require
-from tpu_offload.cli.options import Command, Finite, Many, input_file, number, option
+from tpu_offload.cli.options import Command, FiniteFloat, MultiValue, input_file, number, option
 from tpu_offload.cli.output import output_file, write_file, write_json
 from tpu_offload.cli.simulate_sizes import Size, Unit, chunk_nbytes, gb_flag, share_flag, size_flag
 from tpu_offload.config import SaveEvent
@@ -27,10 +27,10 @@ from tpu_offload.sim import (
     SecondaryMode,
     TierSetup,
     Trace,
-    no_front,
-    play_hbm,
+    no_hbm,
     read_traces,
     run_all,
+    simulate_hbm,
 )
 
 _logger = logging.getLogger(__name__)
@@ -89,37 +89,42 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
 @click.command(cls=Command, exclusive=[("sizes", "sizes_gb")])
 @option(
     "--trace",
-    Many(input_file),
+    MultiValue(input_file),
     "FILE...",
-    "JSON lines in the Mooncake format; several are played side by side",
+    "JSON lines in the Mooncake format; several files are merged by time",
     multiple=True,
     required=True,
 )
-@number("--trace-block-tokens", "tokens that an id stands for (512)", default=512)
-@option("--start", Finite(), "S", "leave out requests before this second (0)", default=0.0)
-@option("--end", Finite(), "S", "leave out those from this second on")
-@option("--split", Finite(), "S", "count hits only from this second on; below 1, from this part of the played time on")
+@number("--trace-block-tokens", "tokens per id (512)", default=512)
+@option("--start", FiniteFloat(), "S", "skip requests before this second (0)", default=0.0)
+@option("--end", FiniteFloat(), "S", "skip requests from this second on")
+@option(
+    "--split",
+    FiniteFloat(),
+    "S",
+    "count hits only from this second on; a value below 1 is a fraction of the simulated time",
+)
 @option(
     "--policies",
-    Many(_policy, commas=True),
+    MultiValue(_policy, commas=True),
     "NAME...",
-    f"of {', '.join((*POLICIES, BOUND))} (all of them), or module:Class",
+    f"any of {', '.join((*POLICIES, BOUND))} (all of them), or module:Class",
     default=(*POLICIES, BOUND),
 )
 @option(
     "--sizes",
-    Many(share_flag, commas=True),
+    MultiValue(share_flag, commas=True),
     "SHARE...",
     f"sizes of the host tier as shares of the unique blocks ({' '.join(f'{size:g}' for size in _SIZES)})",
     default=tuple(Size(size, Unit.SHARE) for size in _SIZES),
 )
-@option("--sizes-gb", Many(gb_flag, commas=True), "GB...", "the same in GB")
-@option("--hbm", size_flag, "SIZE", f"put a prefix cache in HBM in front: {_SIZE_TEXT}")
+@option("--sizes-gb", MultiValue(gb_flag, commas=True), "GB...", "the same in GB")
+@option("--hbm", size_flag, "SIZE", f"size of a prefix cache in HBM in front: {_SIZE_TEXT}")
 @option(
     "--save-on", click.Choice(_SAVE_EVENTS), None, f"when blocks are saved ({_SAVE_EVENTS[0]})", default=_SAVE_EVENTS[0]
 )
-@number("--save-after-sightings", "save what N requests had (1)", high=15, default=1)
-@option("--secondary", size_flag, "SIZE", "put a secondary tier behind, sized likewise")
+@number("--save-after-sightings", "save a block once N requests contained it (1)", high=15, default=1)
+@option("--secondary", size_flag, "SIZE", "size of a secondary tier behind the host tier, as for --hbm")
 @option("--secondary-mode", click.Choice(_MODES), None, f"fill it on save, or when the host tier evicts ({_MODES[0]})")
 @number("--num-layers", "model, for sizes in GB and bytes: layers")
 @number("--num-kv-heads", "model: key and value heads")
@@ -130,10 +135,10 @@ _SIZE_TEXT = "a share of the unique blocks (0.05), a number of chunks (9000) or 
 @number("--jobs", f"processes ({_NUM_CORES})", high=1024, default=_NUM_CORES)
 @click.pass_obj
 def command(argv: list[str], /, **flags: Any) -> int:
-    """Plays the prompts of request traces through host tiers of several sizes with several eviction policies, and
-    beside them the best that could be done (belady). docs/simulator.md says more.
+    """Replays the prompts of request traces through host tiers of several sizes with several eviction policies, and
+    computes the upper bound (belady). See docs/simulator.md.
     """
-    from tpu_offload.cli import simulate_report  # imports rich, which takes time that `--help` need not
+    from tpu_offload.cli import simulate_report  # imports rich, which `--help` does not need
 
     options = _Options(**flags)
     _check(options)
@@ -147,13 +152,13 @@ def command(argv: list[str], /, **flags: Any) -> int:
     trace = _read(options)
     num_unique = trace.num_unique_blocks
     num_chunks_of = functools.partial(Size.num_chunks, num_unique_blocks=num_unique, chunk_nbytes=nbytes)
-    runs = _runs(options, num_unique, num_chunks_of)
+    cases = _cases(options, num_unique, num_chunks_of)
     num_hbm_blocks = num_chunks_of(options.hbm) if options.hbm else 0
-    front = play_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_front(trace)
+    hbm_result = simulate_hbm(trace, num_hbm_blocks) if num_hbm_blocks else no_hbm(trace)
     experiment = Experiment(
-        trace, split=_split(options.split, trace), only_second=options.split is not None, front=front
+        trace, split=_split(options.split, trace), only_second=options.split is not None, hbm_result=hbm_result
     )
-    results = _play(experiment, runs, num_jobs=options.jobs)
+    results = _run_cases(experiment, cases, num_jobs=options.jobs)
     report = {
         "results": simulate_report.as_json(experiment, results, chunk_nbytes=nbytes),
         "traces": [str(path) for path in options.traces],
@@ -166,38 +171,38 @@ def command(argv: list[str], /, **flags: Any) -> int:
     if options.json is not None:
         write_json(options.json, report)
     if options.plot is not None:
-        write_file(options.plot, simulate_report.draw(report, options.plot.suffix))
-    simulate_report.tell(report)
+        write_file(options.plot, simulate_report.plot(report, options.plot.suffix))
+    simulate_report.print_report(report)
     return 0
 
 
 def _check(options: _Options) -> None:
-    """What can be known to be wrong before anything is read."""
+    """Checks the options that can be checked before reading the traces."""
     _check_outputs(options.traces, json=options.json, plot=options.plot)
     if options.plot is not None:
         if options.plot.suffix.lower() not in _SUFFIXES:
-            raise InputError(f"cannot draw into {options.plot}: its name ends with none of {', '.join(_SUFFIXES)}")
+            raise InputError(f"cannot plot to {options.plot}; expected a name ending in {', '.join(_SUFFIXES)}")
         require("--plot", "matplotlib")
         try:
             import matplotlib.figure  # noqa: F401
         except ImportError as e:
             raise InputError(f"--plot needs matplotlib, which cannot be imported: {e}") from e
     if options.save_on != SaveEvent.COMPUTE.value and options.hbm is None:
-        raise InputError(f"--save-on {options.save_on} does nothing without an HBM; give its size with --hbm")
+        raise InputError(f"--save-on {options.save_on} has no effect without an HBM; set its size with --hbm")
     if options.secondary_mode and options.secondary is None:
-        raise InputError(f"--secondary-mode {options.secondary_mode} does nothing without --secondary")
+        raise InputError(f"--secondary-mode {options.secondary_mode} has no effect without --secondary")
 
 
 def _check_outputs(traces: Sequence[Path], **outputs: Path | None) -> None:
-    """No file that is written is one that is read or the other one, whatever it is called."""
-    taken = {os.path.realpath(path): f"the trace {path} is read from" for path in traces}
+    """Refuses an output file that is also an input or the other output, under any name."""
+    taken = {os.path.realpath(path): f"the trace {path}" for path in traces}
     for name, path in outputs.items():
         if path is None:
             continue
         owner = taken.get(os.path.realpath(path))
         if owner:
-            raise InputError(f"--{name} {path} is the file that {owner}; expected another file")
-        taken[os.path.realpath(path)] = f"--{name} {path} is written to"
+            raise InputError(f"--{name} {path} is the same file as {owner}; expected another file")
+        taken[os.path.realpath(path)] = f"--{name} {path}"
 
 
 def _read(options: _Options) -> Trace:
@@ -211,7 +216,7 @@ def _read(options: _Options) -> Trace:
 
 
 def _split(given: float | None, trace: Trace) -> int:
-    """How many requests come before the split, by default the middle of the time."""
+    """The number of requests before the split, by default half of the time."""
     split = 0.5 if given is None else given
     first_s, last_s = trace.requests[0].time_s, trace.duration_s
     split_s = first_s + split * (last_s - first_s) if split < 1 else split
@@ -221,7 +226,7 @@ def _split(given: float | None, trace: Trace) -> int:
     return num_requests
 
 
-def _runs(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[Size], int]) -> list[Case]:
+def _cases(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[Size], int]) -> list[Case]:
     common = TierSetup(
         num_chunks=0,
         save_on=SaveEvent(options.save_on),
@@ -241,16 +246,16 @@ def _runs(options: _Options, num_unique_blocks: int, num_chunks_of: Callable[[Si
     ]
 
 
-def _play(experiment: Experiment, runs: Sequence[Case], *, num_jobs: int) -> list[Result]:
+def _run_cases(experiment: Experiment, cases: Sequence[Case], *, num_jobs: int) -> list[Result]:
     from tpu_offload.cli.report import progress
 
     results: dict[int, Result] = {}
     with (
-        progress(len(runs), what="runs") as start,
-        contextlib.closing(run_all(experiment, runs, num_jobs=num_jobs)) as all_,
+        progress(len(cases), what="runs") as start,
+        contextlib.closing(run_all(experiment, cases, num_jobs=num_jobs)) as all_,
     ):
         on_finish = start("simulate")
         for number, result in all_:
             results[number] = result
             on_finish()
-    return [results[number] for number in range(len(runs))]
+    return [results[number] for number in range(len(cases))]

@@ -1,4 +1,4 @@
-"""What a simulation came to: numbers for a file, tables for a person, and a picture."""
+"""Results of a simulation: numbers for the JSON file, tables and a plot."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +12,13 @@ from tpu_offload.cli.simulate_sizes import GB
 from tpu_offload.core.policies import DEFAULT_POLICY
 from tpu_offload.sim import BOUND, Experiment, HitCounts, Result
 
-_BASE = "lru"  # what the way to the bound begins at
+_BASE = "lru"  # the gap to the bound is measured from this policy
 
 type _Row = Mapping[str, Any]
 
 
 def as_json(experiment: Experiment, results: Sequence[Result], *, chunk_nbytes: int | None) -> list[dict[str, Any]]:
-    """A record for each run. Rates are shares of the blocks of the prompts; what is not known is None."""
+    """A record for each case. Rates are shares of all prompt blocks; unknown values are None."""
     return [_record(experiment, result, chunk_nbytes) for result in results]
 
 
@@ -51,7 +51,7 @@ def _rate(num_hits: int, part: HitCounts) -> float | None:
 
 
 def describe(experiment: Experiment, *, num_hbm_blocks: int, chunk_nbytes: int | None) -> dict[str, Any]:
-    """What was played, for whoever compares two files."""
+    """Describes the simulated trace in the JSON file."""
     trace, split = experiment.trace, experiment.split
     requests = trace.requests
     return {
@@ -69,65 +69,67 @@ def describe(experiment: Experiment, *, num_hbm_blocks: int, chunk_nbytes: int |
     }
 
 
-def tell(report: Mapping[str, Any]) -> None:
+def print_report(report: Mapping[str, Any]) -> None:
     """Prints the tables."""
     console = ReportConsole()
     results: Sequence[_Row] = report["results"]
     console.print(
-        f"{report['num_requests']} requests, {report['num_blocks']} blocks of prompts, {report['num_unique_blocks']} "
+        f"{report['num_requests']} requests, {report['num_blocks']} prompt blocks, {report['num_unique_blocks']} "
         f"unique; second part from {report['second_part_s'] or 0:g} s on. * is the default policy, {BOUND} the bound."
     )
     where = ", second part only" if report["counts_second_part_only"] else ""
     if report["num_hbm_blocks"]:
         console.print(
-            f"HBM in front: {report['num_hbm_blocks']} blocks, which alone hit {results[0]['hbm_hit_rate']:.3f} of the "
-            f"blocks{where}; saved on {report['save_on']}, after {report['save_after_sightings']} sightings."
+            f"HBM in front: {report['num_hbm_blocks']} blocks, with a hit rate of {results[0]['hbm_hit_rate']:.3f}"
+            f"{where}; saved on {report['save_on']}, after {report['save_after_sightings']} sightings."
         )
-    console.print(_matrix(results, f"Prefix hit rate of the host tier{where}", _cell("prefix_hit_rate", "share")))
+    console.print(_size_table(results, f"Prefix hit rate of the host tier{where}", _cell("prefix_hit_rate", "share")))
     if {_BASE, BOUND} <= {row["policy"] for row in results}:
         others = [row for row in results if row["policy"] not in (_BASE, BOUND)]
         if others:
-            console.print(_matrix(others, f"Part of the way from {_BASE} to the bound{where}", _way(results)))
+            console.print(
+                _size_table(others, f"Share of the gap from {_BASE} to the bound{where}", _gap_share(results))
+            )
     for part in ("first", "second"):
-        console.print(_matrix(results, f"Prefix hit rate, {part} part", _cell(f"{part}_part_hit_rate", "share")))
+        console.print(_size_table(results, f"Prefix hit rate, {part} part", _cell(f"{part}_part_hit_rate", "share")))
     played = [row for row in results if row["policy"] != BOUND]
     if played:
-        _tell_traffic(console, played, has_secondary=any(row["secondary_hit_rate"] for row in played))
+        _print_traffic(console, played, has_secondary=any(row["secondary_hit_rate"] for row in played))
 
 
-def _tell_traffic(console: ReportConsole, played: Sequence[_Row], *, has_secondary: bool) -> None:
+def _print_traffic(console: ReportConsole, played: Sequence[_Row], *, has_secondary: bool) -> None:
     if has_secondary:
         title = "Prefix hit rate of the secondary tier"
-        console.print(_matrix(played, title, _cell("secondary_hit_rate", "share")))
+        console.print(_size_table(played, title, _cell("secondary_hit_rate", "share")))
     for name in ("saved", "loaded", *(["secondary_saved", "secondary_loaded"] if has_secondary else [])):
         what = name.capitalize().replace("_", " tier, ")
         in_gb = played[0][f"{name}_nbytes"] is not None
         cell = _cell(f"{name}_nbytes", "GB") if in_gb else _cell(f"num_{name}_chunks", "narrow")
-        console.print(_matrix(played, f"{what} {'GB' if in_gb else 'chunks'}", cell))
-    console.print(_matrix(played, "Evicted chunks", _cell("num_evicted_chunks", "narrow")))
+        console.print(_size_table(played, f"{what} {'GB' if in_gb else 'chunks'}", cell))
+    console.print(_size_table(played, "Evicted chunks", _cell("num_evicted_chunks", "narrow")))
     if any(row["num_dropped_chunks"] for row in played):
-        console.print(_matrix(played, "Dropped chunks", _cell("num_dropped_chunks", "narrow")))
+        console.print(_size_table(played, "Dropped chunks", _cell("num_dropped_chunks", "narrow")))
 
 
 def _cell(name: str, unit: str) -> Callable[[_Row], str]:
     return lambda row: format_number(row[name], unit)
 
 
-def _way(results: Sequence[_Row]) -> Callable[[_Row], str]:
+def _gap_share(results: Sequence[_Row]) -> Callable[[_Row], str]:
     rates = {(row["policy"], row["num_chunks"]): row["prefix_hit_rate"] for row in results}
 
-    def way(row: _Row) -> str:
+    def share(row: _Row) -> str:
         base, bound = (rates[name, row["num_chunks"]] for name in (_BASE, BOUND))
         if bound <= base:
             return "-"
         part = (row["prefix_hit_rate"] - base) / (bound - base)
         return f"{part:.0%}" if part >= -1 else "< -100%"
 
-    return way
+    return share
 
 
-def _matrix(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Table:
-    """A line for each policy, a column for each size."""
+def _size_table(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Table:
+    """A table with a row for each policy and a column for each size."""
     columns = [""]
     for share, nbytes in dict.fromkeys((row["size_share"], row["nbytes"]) for row in rows):
         in_gb = f"\n{nbytes / GB:.3g} GB" if nbytes else ""
@@ -139,14 +141,14 @@ def _matrix(rows: Sequence[_Row], title: str, cell: Callable[[_Row], str]) -> Ta
     return build_table(title, columns, lines.values(), left_title=True)
 
 
-def draw(report: Mapping[str, Any], suffix: str) -> bytes:
-    """The picture of a simulation.
+def plot(report: Mapping[str, Any], suffix: str) -> bytes:
+    """Plots hit rate against size.
 
     Args:
-      report: as it is written to a file.
-      suffix: of the file's name; says which format it has.
+      report: as in the JSON file.
+      suffix: suffix of the file name, which selects the format.
     """
-    # Not above: half a second, and only for those who draw.
+    # Imported here because it takes half a second and only plots need it.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -175,7 +177,7 @@ def draw(report: Mapping[str, Any], suffix: str) -> bytes:
     axes.legend()
     axes.set_title(_title(report), fontsize=10)
     content = io.BytesIO()
-    # The same results give the same file.
+    # Equal results give equal files.
     metadata = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[suffix.lower()]
     with rc_context({"svg.hashsalt": "tpu_offload"}):
         figure.savefig(content, format=suffix[1:].lower(), dpi=150, metadata=metadata)

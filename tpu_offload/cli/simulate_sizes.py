@@ -1,4 +1,4 @@
-"""Sizes of simulated tiers as a person gives them: shares, chunks, or GB of a model."""
+"""Sizes of simulated tiers, given as shares, chunks, or GB of a model's KV."""
 
 import contextlib
 import dataclasses
@@ -14,16 +14,16 @@ from click import BadParameter
 from tpu_offload.errors import InputError
 
 GB = 2**30
-# Far above all there is, and far below what numbers cannot hold.
+# Far above any real size, and small enough not to overflow.
 _MAX_GB = 10**9
 _MAX_CHUNKS = 10**12
 _MODEL_FLAGS = ("num_layers", "num_kv_heads", "head_size")
 
 
 class Unit(enum.Enum):
-    """What a size is given in; the value is what ends it."""
+    """The unit of a size; the value is its suffix."""
 
-    SHARE = ""  # of the unique blocks
+    SHARE = ""  # share of the unique blocks
     CHUNKS = " chunks"
     GB = "GB"
 
@@ -31,7 +31,7 @@ class Unit(enum.Enum):
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Size:
-    """How large a tier is."""
+    """The size of a tier."""
 
     value: float
     unit: Unit
@@ -40,10 +40,10 @@ class Size:
         return f"{self.value:g}{self.unit.value}"
 
     def num_chunks(self, *, num_unique_blocks: int, chunk_nbytes: int | None) -> int:
-        """How many chunks have room.
+        """The size in chunks.
 
         Raises:
-          InputError: it is in GB and no model is given, or there is no room for a chunk.
+          InputError: it is in GB and no model is given, or it is smaller than a chunk.
         """
         if self.unit is Unit.SHARE:
             return max(1, round(self.value * num_unique_blocks))
@@ -51,15 +51,15 @@ class Size:
             return int(self.value)
         if chunk_nbytes is None:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in _MODEL_FLAGS)
-            raise InputError(f"a size of {self} needs a model: give {flags}")
+            raise InputError(f"a size of {self} needs a model: set {flags}")
         num_chunks = int(self.value * GB) // chunk_nbytes
         if num_chunks < 1:
-            raise InputError(f"a size of {self} has no room for a chunk of {chunk_nbytes} bytes")
+            raise InputError(f"a size of {self} is smaller than a chunk of {chunk_nbytes} bytes")
         return num_chunks
 
 
 def share_flag(text: str) -> Size:
-    """A share of the unique blocks."""
+    """Parses a share of the unique blocks."""
     try:
         value = float(text)
     except ValueError:
@@ -70,7 +70,7 @@ def share_flag(text: str) -> Size:
 
 
 def gb_flag(text: str) -> Size:
-    """A size in GB, without the unit."""
+    """Parses a size in GB, given without the unit."""
     try:
         value = float(text)
     except ValueError:
@@ -81,7 +81,7 @@ def gb_flag(text: str) -> Size:
 
 
 def size_flag(text: str) -> Size:
-    """A size in any unit: 0.05 is a share, 9000 a number of chunks, 40GB that."""
+    """Parses a size in any unit: `0.05` is a share, `9000` a number of chunks, `40GB` a size in GB."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(GB)?", text)
     if not match or not float(match[1]):
         raise BadParameter(
@@ -97,14 +97,14 @@ def size_flag(text: str) -> Size:
 
 
 def chunk_nbytes(dtype: str, block_tokens: int, **sizes: int | None) -> int | None:
-    """Bytes of a chunk, keys and values of all layers; None if no size of a model is given.
+    """Bytes of a chunk: keys and values of all layers. None if no size of a model is given.
 
     Args:
-      dtype: of the KV cache.
-      block_tokens: tokens of a chunk.
-      sizes: those of `_MODEL_FLAGS`.
+      dtype: element type of the KV cache.
+      block_tokens: tokens in a chunk.
+      sizes: sizes of the model, by the names in `_MODEL_FLAGS`.
     Raises:
-      InputError: some sizes are missing, or the dtype is none of numbers.
+      InputError: a size is missing, or `dtype` is not a type of real numbers.
     """
     num_bits = _num_bits(dtype)
     given = {name: size for name, size in sizes.items() if size is not None}
@@ -116,14 +116,14 @@ def chunk_nbytes(dtype: str, block_tokens: int, **sizes: int | None) -> int | No
 
 
 def _num_bits(dtype_name: str) -> int:
-    """Bits of a value. Not by `itemsize`, which is a whole byte for types of 4 bits; packed, two of them share one."""
+    """Bits of an element. `itemsize` is a whole byte for 4-bit types, two of which share a byte when packed."""
     try:
         dtype = np.dtype(dtype_name)
-        if dtype.kind != "c":  # `finfo` says how large each part of a complex number is
+        if dtype.kind != "c":  # for a complex type, `finfo` describes one component
             for info in (ml_dtypes.iinfo, ml_dtypes.finfo):
-                with contextlib.suppress(ValueError):  # it is for the other kind
+                with contextlib.suppress(ValueError):  # not a type of this kind
                     return int(info(dtype).bits)
-        raise TypeError(f"{dtype} is no type of real numbers")
+        raise TypeError(f"{dtype} is not a type of real numbers")
     except (TypeError, ValueError, SyntaxError) as e:
         raise InputError(
             f"--dtype {dtype_name!r}; expected the name of a type of real numbers, like bfloat16 or float8_e4m3fn"

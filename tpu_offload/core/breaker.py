@@ -1,8 +1,8 @@
-"""Leaves a kind of copy alone that keeps failing, and finds out by itself when it works again.
+"""Circuit breaker: suspends a kind of copy that keeps failing, and probes whether it works again.
 
-    CLOSED    copies are planned; so many failures in a row open it
-    OPEN      none is planned until `retry_s` has passed
-    PROBING   one small copy is on its way: if it succeeds the breaker closes, if not it waits twice as long as before
+    CLOSED    copies are planned; `num_failures` failures in a row open it
+    OPEN      no copy is planned until `retry_s` has passed
+    PROBING   one small copy is in flight: success closes the breaker, failure reopens it for twice as long
 
 References:
   Nygard, "Release It!": circuit breaker.
@@ -32,7 +32,7 @@ class CircuitBreaker:
 
     Args:
       what: the copies, for the log line.
-      num_failures: so many in a row open it; 0 keeps it closed for ever.
+      num_failures: failures in a row that open it; 0 never opens it.
       retry_s: seconds from its opening to the first probe.
       clock: monotonic seconds.
     """
@@ -51,37 +51,37 @@ class CircuitBreaker:
 
     @property
     def closed(self) -> bool:
-        """Whether copies are planned as if it were not there."""
+        """Whether copies are planned without restriction."""
         return self._state is BreakerState.CLOSED
 
     @property
     def num_opened(self) -> int:
-        """How often it opened; a probe that fails does not count."""
+        """How often it opened; a failed probe does not count."""
         return self._num_opened
 
-    def admits(self, who: Hashable) -> bool:
-        """Whether a copy for `who` may be planned; unless it is closed, that copy would be a probe."""
+    def admits(self, owner: Hashable) -> bool:
+        """Whether a copy for `owner` may be planned; unless the breaker is closed, that copy is a probe."""
         if self._state is BreakerState.OPEN:
             return self._clock() >= self._probe_at_s
-        return self._state is BreakerState.CLOSED or who == self._probe
+        return self._state is BreakerState.CLOSED or owner == self._probe
 
-    def begin(self, who: Hashable) -> None:
-        """Somebody that it admits plans a copy."""
+    def begin(self, owner: Hashable) -> None:
+        """An admitted owner plans a copy."""
         if self._state is not BreakerState.CLOSED:
-            self._state, self._probe = BreakerState.PROBING, who
+            self._state, self._probe = BreakerState.PROBING, owner
 
-    def hand_over(self, who: Hashable, job_id: int) -> None:
-        """What `who` planned goes by this id from now on."""
-        if self._state is BreakerState.PROBING and who == self._probe:
+    def hand_over(self, owner: Hashable, job_id: int) -> None:
+        """The owner's copy has become a job."""
+        if self._state is BreakerState.PROBING and owner == self._probe:
             self._probe = job_id
 
-    def withdraw(self, who: Hashable) -> None:
-        """A copy will tell nothing: it was given up before its end. The next one may be the probe."""
-        if self._state is BreakerState.PROBING and who == self._probe:
+    def cancel_probe(self, owner: Hashable) -> None:
+        """A copy was given up before its end, without an outcome. The next one may be the probe."""
+        if self._state is BreakerState.PROBING and owner == self._probe:
             self._state, self._probe = BreakerState.OPEN, None
 
     def succeeded(self, job_id: int) -> None:
-        """A copy came to its end on every worker."""
+        """A copy finished on every worker."""
         if self._state is BreakerState.CLOSED:
             self._num_failed = 0
         elif self._state is BreakerState.PROBING and job_id == self._probe:
@@ -90,14 +90,14 @@ class CircuitBreaker:
             self._num_failed, self._wait_s = 0, self._retry_s
 
     def failed(self, job_id: int, error: str) -> None:
-        """A copy failed on some worker, or was not reported in time."""
+        """A copy failed on some worker, or timed out."""
         if self._state is BreakerState.CLOSED:
             self._num_failed += 1
             if self._num_failed == self._num_failures:
                 self._num_opened += 1
                 self._open()
                 _logger.error(
-                    "%s have failed %d times in a row (%s): there are none for %g s, then one is tried",
+                    "%s have failed %d times in a row (%s): suspended for %g s, then one is tried",
                     self._what, self._num_failed, error, self._retry_s,
                 )  # fmt: skip
         elif self._state is BreakerState.PROBING and job_id == self._probe:

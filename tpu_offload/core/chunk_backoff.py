@@ -1,4 +1,4 @@
-"""Chunks whose copies failed: who failed once is copied alone, who failed twice is left alone for a while."""
+"""Per-chunk failure backoff: after one failure a chunk gets its own job; after two it backs off exponentially."""
 
 import dataclasses
 from collections import OrderedDict
@@ -17,10 +17,10 @@ class _Entry:
     """A chunk that failed.
 
     Attributes:
-      num_failures: since it last succeeded; those of copies that were on their way together count once.
+      num_failures: since it last succeeded; failures of copies that were in flight together count once.
       known_from: jobs with smaller ids were planned before its last failure was known.
-      failed_load: a load was among them, so that only a load can clear it.
-      until_s: it is not copied before this time.
+      failed_load: a load was among the failures, so that only a load can clear it.
+      until_s: no copy of it is planned before this time.
     """
 
     num_failures: int = 0
@@ -31,13 +31,13 @@ class _Entry:
 
 @final
 class ChunkBackoff:
-    """Remembers the last chunks that failed, at most 4096; all others cost nothing.
+    """The last chunks that failed, at most 4096; all others cost nothing.
 
-    A chunk that failed is not tried again and again: after the second failure it rests for `retry_s`, after each
-    further one for twice as long. Without it every request with a bad chunk in its prefix would try it anew.
+    After its second failure a chunk backs off for `retry_s`, after each further one for twice as long. Without backoff
+    every request with a bad chunk in its prefix would try it again.
 
     Args:
-      retry_s: seconds of the first rest.
+      retry_s: seconds of the first backoff.
       clock: monotonic seconds.
     """
 
@@ -52,8 +52,8 @@ class ChunkBackoff:
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    def num_copyable(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
-        """Where the chunks `first` to `end - 1` of a prefix stop to be copyable: `end`, or the first that rests."""
+    def copyable_end(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
+        """Of the chunks `first` to `end - 1` of a prefix, the first that backs off; `end` if none does."""
         if not self._entries:
             return end
         now_s = self._clock()
@@ -64,16 +64,16 @@ class ChunkBackoff:
         return end
 
     def until_s(self, key: ChunkKey) -> float:
-        """When a chunk that rests may be copied again."""
+        """When a chunk that backs off may be copied again."""
         entry = self._entries.get(key)
         return entry.until_s if entry is not None else 0.0
 
     def now_s(self) -> float:
-        """The time by which chunks rest."""
+        """The time that `until_s` is compared with."""
         return self._clock()
 
-    def num_trusted(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
-        """Where the chunks `first` to `end - 1` of a prefix stop to be trusted: `end`, or the first that failed."""
+    def trusted_end(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
+        """Of the chunks `first` to `end - 1` of a prefix, the first that failed lately; `end` if none did."""
         if not self._entries:
             return end
         return next((i for i in range(first, end) if keys[i] in self._entries), end)
@@ -81,22 +81,22 @@ class ChunkBackoff:
     def failed(
         self, keys: Iterable[ChunkKey], direction: Direction, *, job_id: int, next_job_id: int
     ) -> list[ChunkKey]:
-        """Copies of these chunks failed.
+        """Records that copies of these chunks failed.
 
         Args:
           keys: the chunks.
           direction: of the copies.
-          job_id: their job's.
-          next_job_id: of the jobs to come.
+          job_id: of their job.
+          next_job_id: of the next job.
         Returns:
-          Those that have failed too often.
+          The chunks that have failed too often.
         """
         now_s, too_often = self._clock(), []
         for key in keys:
             entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
             entry.failed_load |= direction is Direction.LOAD
-            if job_id < entry.known_from:  # requests that share a chunk, in one step: one failure has hit them all
+            if job_id < entry.known_from:  # planned before the last failure was known: the same failure
                 continue
             entry.known_from = next_job_id
             entry.num_failures += 1
@@ -109,7 +109,7 @@ class ChunkBackoff:
         return too_often
 
     def succeeded(self, keys: Iterable[ChunkKey], direction: Direction) -> None:
-        """Copies of these chunks succeeded."""
+        """Records that copies of these chunks succeeded."""
         if not self._entries:
             return
         for key in keys:
@@ -118,5 +118,5 @@ class ChunkBackoff:
                 del self._entries[key]
 
     def clear(self) -> None:
-        """Forgets all: the keys of today are others."""
+        """Forgets all failures: the namespace of keys has changed."""
         self._entries.clear()

@@ -1,9 +1,9 @@
-"""The end of every job, whatever its kind: counted, logged, told to its circuit breaker, and what it held given back.
+"""The end of every job, of any kind: counts and logs it, updates its circuit breaker and releases what it held.
 
-A job takes staging blocks, pins in the host tier and places in the swap pool when it is planned, and holds them while
-bytes may be moving, whatever became of the request. One thing outlives the end: a save that timed out may still land,
-so the memory that it writes is kept until all workers are through with it. That is the quarantine of slots in the host
-tier (`ChunkIndex.complete`), and for a copy out the places in the swap pool.
+A job acquires staging blocks, pins in the host tier and places in the swap pool when it is planned, and holds them
+until it ends, whatever happens to its request. Copies of a job that timed out may still run. Until every worker has
+finished with it, the job keeps its staging blocks, and a save the memory that it writes: in the host tier its slots are
+in quarantine (`ChunkIndex.complete`), and a swap-out keeps its places in the swap pool.
 """
 
 import logging
@@ -24,10 +24,10 @@ class Completion:
     """Ends jobs.
 
     Args:
-      staging: where they reserved.
-      index: where they pinned chunks, and put slots in quarantine.
-      pool: where they hold places.
-      counts: where to count.
+      staging: staging blocks are released here.
+      index: chunks are unpinned here, and slots leave quarantine.
+      pool: places of the swap pool are released here.
+      counts: the counters to increment.
       timeout_s: for the log.
     """
 
@@ -41,14 +41,16 @@ class Completion:
         self._timeout_s = timeout_s
 
     def complete(self, job: Job) -> None:
-        """A job has ended, in its last state."""
+        """Ends a job; its state is final."""
+        timed_out = job.state is JobState.TIMED_OUT
         if job.account:
             self._staging.release(job.account, job.wire.num_staging_blocks, job.direction)
+            if timed_out:  # under an account of its own: its request may reserve again
+                self._staging.reserve_late(_late_account(job), job.wire.num_staging_blocks, job.direction)
         if job.keys and not job.kind.writes_host:
             # A cascade has chunks of any prefixes, and pins each.
             for keys in [(key,) for key in job.keys] if job.kind.of_storage else [job.keys]:
                 self._index.unpin(keys, sweep=False)
-        timed_out = job.state is JobState.TIMED_OUT
         if job.pool_blocks and not (timed_out and job.kind.writes_host):
             self._pool.release(job.pool_blocks)
         if timed_out:
@@ -62,11 +64,18 @@ class Completion:
         elif job.copy_failed:
             job.breaker.failed(job.job_id, job.error)
         else:
-            job.breaker.withdraw(job.job_id)
+            job.breaker.cancel_probe(job.job_id)
 
-    def settle(self, job: Job) -> None:
-        """Nothing of a save that had timed out can land any more: the memory that it wrote is free."""
-        if job.slots:
-            self._index.end_quarantine(job.slots)
-        if job.pool_blocks:
-            self._pool.release(job.pool_blocks)
+    def release_late(self, job: Job) -> None:
+        """Releases what a job that timed out still holds: no worker copies anything of it any more."""
+        if job.account:
+            self._staging.release(_late_account(job), job.wire.num_staging_blocks, job.direction)
+        if job.kind.writes_host:
+            if job.slots:
+                self._index.end_quarantine(job.slots)
+            if job.pool_blocks:
+                self._pool.release(job.pool_blocks)
+
+
+def _late_account(job: Job) -> str:
+    return f"late job {job.job_id}"

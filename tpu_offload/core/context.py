@@ -1,19 +1,19 @@
-"""What the parts of one scheduler share: the books, and the settings that all of them read."""
+"""The state and the settings that the components of one scheduler share."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Self, final
 
-from tpu_offload import hashing
 from tpu_offload.config import OffloadConfig
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.chunk_backoff import ChunkBackoff
 from tpu_offload.core.completion import Completion
+from tpu_offload.core.engine_api import RequestLimits
 from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.jobs import JobTable
-from tpu_offload.core.policies import EvictionPolicy
-from tpu_offload.core.request_state import RequestState
-from tpu_offload.core.staging import Staging
+from tpu_offload.core.policies import EvictionPolicy, PriorityPolicy, check_maker, find_policy
+from tpu_offload.core.request_table import KeySpace, RequestTable
+from tpu_offload.core.staging import Staging, StagingBufferManager
 from tpu_offload.core.swap_pool import SwapPool
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats
@@ -21,33 +21,9 @@ from tpu_offload.types import Direction
 
 
 @final
-class KeySpace:
-    """What ends the keys of chunks: others after each reset, so that nothing of before is found.
-
-    Args:
-      layout: what a block is made of.
-      blocks_per_chunk: blocks in a chunk.
-    """
-
-    def __init__(self, layout: KVLayout, *, blocks_per_chunk: int) -> None:
-        self._fingerprint = layout.fingerprint()
-        self._blocks_per_chunk = blocks_per_chunk
-        self._num_resets = 0
-        self.namespace = self._make()
-
-    def reset(self) -> None:
-        """From now on there are other keys."""
-        self._num_resets += 1
-        self.namespace = self._make()
-
-    def _make(self) -> bytes:
-        return hashing.key_namespace(self._fingerprint, blocks_per_chunk=self._blocks_per_chunk, epoch=self._num_resets)
-
-
-@final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TierContext:
-    """The books of one scheduler. Each of its parts is given all of them, and takes what it needs.
+    """The shared state of one scheduler.
 
     Attributes:
       config: the settings.
@@ -55,14 +31,14 @@ class TierContext:
       clock: monotonic seconds.
       index: the chunks of the host tier.
       staging: the staging buffer.
-      swap_pool: places for requests that are swapped out.
+      swap_pool: host memory of swapped-out requests.
       jobs: those in flight.
-      requests: by id, those that the scheduler knows.
-      keys: the key space of today.
+      requests: the tracked ones.
+      keys: the namespace of chunk keys.
       breakers: of saves and of loads.
       swap_breakers: of swaps out and of swaps in.
       backoff: chunks whose copies failed.
-      counts: where to count.
+      counts: the counters that components increment.
     """
 
     config: OffloadConfig
@@ -72,7 +48,7 @@ class TierContext:
     staging: Staging
     swap_pool: SwapPool
     jobs: JobTable
-    requests: dict[str, RequestState]
+    requests: RequestTable
     keys: KeySpace
     breakers: Mapping[Direction, CircuitBreaker]
     swap_breakers: Mapping[Direction, CircuitBreaker]
@@ -86,23 +62,30 @@ class TierContext:
         layout: KVLayout,
         *,
         num_workers: int,
-        staging: Staging,
-        policy: EvictionPolicy,
+        policy: Callable[[], EvictionPolicy] | None,
         clock: Callable[[], float],
         record_events: bool,
     ) -> Self:
-        """Empty books; the arguments are those of `OffloadScheduler`."""
+        """The state of a new scheduler; the arguments are those of `OffloadScheduler`.
 
-        def breaker(what: str) -> CircuitBreaker:
-            return CircuitBreaker(
-                what, num_failures=config.breaker_failures, retry_s=config.breaker_retry_s, clock=clock
-            )
-
-        index = ChunkIndex(policy, record=record_events)
+        Raises:
+          ConfigError: the staging buffer is smaller than one chunk, or no eviction policy can be made.
+        """
+        buffer = StagingBufferManager(config.staging_blocks(layout) if config.enabled else 0)
+        staging = Staging(buffer, {direction: config.path_for(direction) for direction in Direction})
+        if policy is None:
+            policy = find_policy(config.eviction_policy)
+        else:
+            check_maker(policy, what="policy")
+        index = ChunkIndex(PriorityPolicy(policy), record=record_events)
         swap_pool = SwapPool(num_groups=len(layout.groups))
         counts = OffloadStats()
         completion = Completion(
             staging=staging, index=index, pool=swap_pool, counts=counts, timeout_s=config.job_timeout_s
+        )
+        keys = KeySpace(layout, blocks_per_chunk=config.blocks_per_chunk)
+        limits = RequestLimits(
+            max_save_tokens=config.max_save_tokens or None, max_load_tokens=config.max_load_tokens or None
         )
         return cls(
             config=config,
@@ -111,11 +94,13 @@ class TierContext:
             index=index,
             staging=staging,
             swap_pool=swap_pool,
-            jobs=JobTable(layout, num_workers=num_workers, complete=completion.complete, settle=completion.settle),
-            requests={},
-            keys=KeySpace(layout, blocks_per_chunk=config.blocks_per_chunk),
-            breakers={Direction.SAVE: breaker("saves"), Direction.LOAD: breaker("loads")},
-            swap_breakers={Direction.SAVE: breaker("swaps out"), Direction.LOAD: breaker("swaps in")},
+            jobs=JobTable(
+                layout, num_workers=num_workers, complete=completion.complete, release_late=completion.release_late
+            ),
+            requests=RequestTable(keys, limits),
+            keys=keys,
+            breakers=_breakers(config, clock, saves="saves", loads="loads"),
+            swap_breakers=_breakers(config, clock, saves="swaps out", loads="swaps in"),
             backoff=ChunkBackoff(retry_s=config.breaker_retry_s, clock=clock),
             counts=counts,
         )
@@ -134,3 +119,14 @@ class TierContext:
     def blocks_per_chunk(self) -> int:
         """Blocks in a chunk."""
         return self.config.blocks_per_chunk
+
+
+def _breakers(
+    config: OffloadConfig, clock: Callable[[], float], *, saves: str, loads: str
+) -> Mapping[Direction, CircuitBreaker]:
+    return {
+        direction: CircuitBreaker(
+            name, num_failures=config.breaker_failures, retry_s=config.breaker_retry_s, clock=clock
+        )
+        for direction, name in ((Direction.SAVE, saves), (Direction.LOAD, loads))
+    }

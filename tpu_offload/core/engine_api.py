@@ -1,4 +1,4 @@
-"""What the engine says about its requests, and what it is told back."""
+"""The types of the engine's calls and of their answers."""
 
 import dataclasses
 import enum
@@ -16,15 +16,14 @@ class RequestLimits:
     """What the host tier may do for one request.
 
     Attributes:
-      max_save_tokens: of its leading tokens at most so many are saved; None sets no limit.
-      max_load_tokens: at most so many of its tokens are loaded, each time that it is matched; None sets no limit.
-      priority: what it uses is kept longer than what only requests of lower priority use, and its saves come first when
-        there is too little room for all.
-      cache: False for a request that the host tier takes no notice of: nothing of it is saved, nothing is loaded for
-        it, and it is not counted as having come by.
+      max_save_tokens: at most this many of its leading tokens are saved; None sets no limit.
+      max_load_tokens: at most this many of its tokens are loaded each time it is matched; None sets no limit.
+      priority: its chunks are kept longer than those that only requests of lower priority use, and its saves come first
+        when there is too little room for all.
+      cache: False bypasses the host tier: no lookup, no save, and its chunks do not count as seen.
 
     Raises:
-      RequestError: a value that cannot be.
+      RequestError: an invalid value.
     """
 
     max_save_tokens: int | None = None
@@ -47,7 +46,7 @@ class RequestLimits:
             raise RequestError(f"cache={one_line(self.cache)}; expected True or False")
 
     def within(self, others: "RequestLimits") -> "RequestLimits":
-        """These, with the token limits no higher than those of `others`."""
+        """These limits, with the token limits no higher than those of `others`."""
         return dataclasses.replace(
             self,
             max_save_tokens=_least(self.max_save_tokens, others.max_save_tokens),
@@ -55,7 +54,7 @@ class RequestLimits:
         )
 
     def num_savable_tokens(self, num_tokens: int) -> int:
-        """How many of so many leading tokens may be saved."""
+        """How many of the first `num_tokens` tokens may be saved."""
         if not self.cache:
             return 0
         return num_tokens if self.max_save_tokens is None else min(num_tokens, self.max_save_tokens)
@@ -71,26 +70,26 @@ NO_LIMITS = RequestLimits()
 
 
 class MatchState(enum.Enum):
-    """What a lookup found past the blocks that are in HBM."""
+    """The result of a lookup past the blocks that are in HBM."""
 
     MISS = "miss"  # nothing
     HIT = "hit"  # tokens that can be loaded
-    ARRIVING = "arriving"  # more will be there soon: ask again in a later step, or go on with what is there now
+    ARRIVING = "arriving"  # more can be loaded soon: match again in a later step, or take what is promised now
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """The answer to a lookup. What it promises is pinned until `OffloadScheduler.admit` or `release`.
+    """The answer to a lookup. The chunks it promises are pinned until `OffloadScheduler.admit` or `release`.
 
     ARRIVING means that the next chunk is being saved or read from storage, or that the staging buffer has no room for
     the load. An engine that waits releases the request, runs others, and matches it again; the answer is ARRIVING until
-    `until_s` at most, unless it has something else to wait for by then. An engine that does not wait takes what is
+    `until_s` at most, unless by then the request waits for something else. An engine that does not wait takes what is
     promised now, which may be nothing.
 
     Attributes:
       num_tokens: tokens past `num_computed_tokens` that can be loaded now.
       state: whether there are any, and whether there will be more.
-      until_s: for ARRIVING, the end of waiting for this, on the scheduler's clock.
+      until_s: for ARRIVING, the time until which it may last, on the scheduler's clock.
     """
 
     num_tokens: int
@@ -103,22 +102,22 @@ MISS = Match(num_tokens=0, state=MatchState.MISS)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
-    """A request that holds blocks of the HBM cache in the coming step, and how far it is after that.
+    """A request that holds blocks of the HBM cache in the coming step, and its computed tokens after that step.
 
-    It stands for all later steps until the engine says something else of the request or takes its blocks. What counts
-    is what it says during the call that it is given to: nothing of it is kept, and the engine may use its lists and
-    arrays for something else at once. An engine that moves KV to other blocks names the request again in the very next
-    step: blocks that were named before are compared with what they were, 4 ns a block.
+    It is valid for all later steps until the engine names the request again or takes its blocks. The call copies what
+    it needs, so the engine may reuse its lists and arrays at once. An engine that moves KV to other blocks names the
+    request again in the very next step: blocks that were named before are compared with the earlier ones, which takes
+    4 ns a block.
 
     Attributes:
       request_id: the engine's name for it.
       block_tables: per layer group, its blocks in token order: a list, tuple, row of an array, deque, memory view or
-        any other sequence of integers. They may run past what is computed; what is there is not looked at.
-      block_hashes: hashes of its full blocks whose tokens are known, in order: any sequence of bytes. A token
-        that is only assumed (a placeholder, an unverified draft) must not be in one.
+        any other sequence of integers. Entries past the computed tokens are ignored.
+      block_hashes: hashes of its full blocks whose tokens are known, in order: any sequence of bytes. It must not cover
+        a token that is only assumed (a placeholder, an unverified draft).
       num_prompt_tokens: length of the prompt.
-      num_computed_tokens: leading tokens whose KV the device holds *after* the coming step. The token
-        that the step samples is not among them, rejected draft tokens neither.
+      num_computed_tokens: leading tokens whose KV the device holds *after* the coming step. Neither the token that the
+        step samples nor rejected draft tokens are among them.
     """
 
     request_id: str
@@ -130,13 +129,13 @@ class ScheduledRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPrefix:
-    """A prefix in the engine's HBM cache, the last block of which is about to be granted to somebody else.
+    """A prefix in the engine's HBM cache whose last block is about to be evicted.
 
     Attributes:
       block_hashes: hashes of its blocks, from the first of the prompt on; may run past its end.
-      num_blocks: its length: the block that goes is number `num_blocks - 1`.
-      block_of: for a layer group and the hash of a block, the block in HBM that holds its KV, None if there is none: a
-        lookup in the prefix cache. It is called during `OffloadScheduler.evict` only, and mostly not at all.
+      num_blocks: its length: the evicted block is number `num_blocks - 1`.
+      block_of: looks up, for a layer group and a block hash, the block in HBM that holds that KV; None if there is
+        none. It is called during `OffloadScheduler.evict` only, and mostly not at all.
       num_prompt_tokens: how many of its leading tokens were a request's prompt. The others were generated.
       limits: those of the request that computed it.
     """
@@ -150,11 +149,11 @@ class CachedPrefix:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FailedLoad:
-    """A load that did not bring all that it should have.
+    """A load that failed, as a whole or in part.
 
     Attributes:
-      request_id: whose load it was.
-      num_valid_tokens: leading tokens whose KV is right; the engine computes from there on.
+      request_id: its request.
+      num_valid_tokens: leading tokens whose KV is valid; the engine recomputes the rest.
     """
 
     request_id: str
@@ -168,7 +167,7 @@ class FinishedTransfer:
     Attributes:
       direction: save or load.
       num_blocks: blocks that it moved.
-      duration_s: the slowest worker's seconds from dispatch until it was seen finished.
+      duration_s: seconds from dispatch until a poll saw the end, on the slowest worker.
     """
 
     direction: Direction
@@ -178,19 +177,19 @@ class FinishedTransfer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What a report changed for the engine.
+    """What the engine has to know after a report.
 
     Attributes:
       loaded: requests whose load is complete on every worker; they can be scheduled.
-      failed_loads: requests that must be computed where they hoped to load.
+      failed_loads: requests whose load failed; they must be recomputed from there on.
       transfers: the jobs that this report finished.
       swapped_in: swapped-out requests whose KV is back in HBM on every worker; they can be scheduled.
-      lost_swaps: swapped-out requests whose KV will not come back; they must be recomputed, and their blocks, if
-        they were on their way back, can be freed.
-      lost_caches: ids of workers that have lost their KV caches, also by a restart. Before its next call the engine
-        forgets its prefix cache in HBM and calls `preempt` for every request that holds blocks, those of the other
-        fields included (`swap.discard` for those on their way back): what they hold is not their KV. Until then
-        nothing of them is saved or swapped out.
+      lost_swaps: swapped-out requests whose KV is lost; they must be recomputed, and the blocks of those being swapped
+        in can be freed.
+      lost_caches: ids of workers that have lost their KV caches, by a restart for instance. Before its next call the
+        engine clears its prefix cache in HBM and calls `preempt` for every request that holds blocks, those of the
+        other fields included (`swap.discard` for those being swapped in): the blocks do not hold their KV. Until then
+        none of these blocks is saved or swapped out.
     """
 
     loaded: tuple[str, ...] = ()
@@ -201,7 +200,7 @@ class Update:
     lost_caches: tuple[int, ...] = ()
 
     def __add__(self, later: "Update") -> "Update":
-        """What this and a later update say."""
+        """This update and a later one, merged."""
         return Update(
             loaded=self.loaded + later.loaded,
             failed_loads=self.failed_loads + later.failed_loads,
@@ -213,21 +212,21 @@ class Update:
 
 
 class TierEventKind(enum.Enum):
-    """What became of chunks in the host tier."""
+    """How the contents of the host tier changed."""
 
-    STORED = "stored"  # a lookup finds them from now on
-    REMOVED = "removed"  # no lookup finds them any more
-    CLEARED = "cleared"  # no lookup finds any chunk any more, whatever was told before
+    STORED = "stored"  # lookups find these chunks from now on
+    REMOVED = "removed"  # lookups do not find them any more
+    CLEARED = "cleared"  # lookups find none of the earlier chunks any more
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TierEvent:
-    """A change of the host tier, for routers that send a request where its prefix is.
+    """A change of the host tier, for routers that send a request to where its prefix is cached.
 
     Attributes:
-      kind: what happened.
-      block_hashes: the hash of the last block of each chunk, which names the chunk and all before it. None are named
-        where all are gone.
+      kind: the change.
+      block_hashes: the hash of the last block of each chunk, which names the chunk and all before it. Empty for
+        CLEARED.
     """
 
     kind: TierEventKind

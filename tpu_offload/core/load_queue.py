@@ -1,7 +1,7 @@
-"""Loads that the engine has granted blocks for, until a plan takes them.
+"""Loads whose blocks the engine has granted, until a plan contains them.
 
-The next plan takes them all, but for staged ones that find too little of the staging buffer free: those wait in their
-order, for a bounded time. A load gets its job id when it goes with a plan, so that ids rise from plan to plan.
+The next plan contains them all, except staged loads without free staging blocks: those wait in order, for a bounded
+time. A load gets its job id when it is planned, so that ids rise from plan to plan.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from tpu_offload.types import Direction, JobKind
 
 @final
 class LoadQueue:
-    """The loads that wait, first come first.
+    """The waiting loads, first in, first out.
 
     Args:
-      context: where they reserve and go.
+      context: the scheduler's shared state.
     """
 
     def __init__(self, context: TierContext) -> None:
@@ -35,29 +35,29 @@ class LoadQueue:
         return iter(self._waiting)
 
     def add(self, load: WaitingLoad) -> None:
-        """It goes with the next plan, or waits."""
+        """Queues a load."""
         self._waiting.append(load)
 
     def remove(self, load: WaitingLoad) -> None:
-        """It is not to be sent any more; its staging blocks are free."""
+        """Drops a load and releases its staging blocks."""
         self._waiting.remove(load)
         if not self._waiting:
             self._staging.wait_for_loads(queued=False)
-        self._breaker.withdraw(load.account)
+        self._breaker.cancel_probe(load.account)
         self._staging.release(load.account, load.num_staging_blocks, Direction.LOAD)
 
-    def impatient(self, now_s: float) -> list[WaitingLoad]:
-        """Those that have waited long enough for staging blocks, or wait though loads are suspended."""
+    def overdue(self, now_s: float) -> list[WaitingLoad]:
+        """Loads that have waited too long for staging blocks, or wait while loads are suspended."""
         if not self._staging.stages(Direction.LOAD):
             return []
         return [
             load
             for load in self._waiting
-            if self._is_short(load) and (now_s >= load.waits_until_s or not self._breaker.admits(load.account))
+            if self._lacks_staging(load) and (now_s >= load.waits_until_s or not self._breaker.admits(load.account))
         ]
 
     def start(self, now_s: float) -> list[Job]:
-        """Makes jobs of those that can go with the plan at hand."""
+        """Turns the loads that have staging blocks, or need none, into jobs of the coming plan."""
         if not self._staging.stages(Direction.LOAD):
             loads, self._waiting = self._waiting, []
             self._staging.wait_for_loads(queued=False)
@@ -65,10 +65,10 @@ class LoadQueue:
         jobs: list[Job] = []
         kept: list[WaitingLoad] = []
         for load in self._waiting:
-            if self._is_short(load) and not kept:
+            if self._lacks_staging(load) and not kept:
                 num_blocks = load.num_blocks
                 load.num_staging_blocks = self._staging.reserve_load(load.account, num_blocks, next_in_line=True)
-            if self._is_short(load):
+            if self._lacks_staging(load):
                 kept.append(load)
             else:
                 jobs.append(self._send(load, now_s))
@@ -76,7 +76,7 @@ class LoadQueue:
         self._staging.wait_for_loads(queued=bool(kept))
         return jobs
 
-    def _is_short(self, load: WaitingLoad) -> bool:
+    def _lacks_staging(self, load: WaitingLoad) -> bool:
         return not load.num_staging_blocks and self._staging.stages(Direction.LOAD)
 
     def _send(self, load: WaitingLoad, now_s: float) -> Job:
@@ -85,7 +85,7 @@ class LoadQueue:
         job = self._jobs.plan(
             JobKind.LOAD,
             load.parts,
-            who=load.request_id,
+            request=load.request_id,
             account=load.account,
             keys=load.keys,
             slots=load.slots,
@@ -95,6 +95,6 @@ class LoadQueue:
             deadline_s=now_s + self._timeout_s * num_pieces,
         )
         job.failed_blocks = load.failed_blocks
-        job.doomed, job.error = load.doomed, load.error
+        job.all_failed, job.error = load.all_failed, load.error
         self._breaker.hand_over(load.account, job.job_id)
         return job

@@ -1,14 +1,14 @@
-"""From a request's hashes to its load: find the prefix, promise it, turn the promise into a load."""
+"""From a request's block hashes to its load: looks up the prefix, promises it, turns the promise into a load."""
 
 import dataclasses
 from collections.abc import Sequence
 
+from tpu_offload.core.block_tables import read_ids
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import MISS, FailedLoad, Match, MatchState, RequestLimits
 from tpu_offload.core.index import ChunkState
 from tpu_offload.core.jobs import WaitingLoad, host_blocks
 from tpu_offload.core.request_state import Promise, RequestState
-from tpu_offload.core.tables import read_ids
 from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, CopyPart, Direction
@@ -17,8 +17,8 @@ from tpu_offload.types import BlockHash, CopyPart, Direction
 class LoadPlanner:
     """The load half of the scheduler; `OffloadScheduler` documents the calls.
 
-    A chunk is loaded whole or in part: the request may have the first blocks of a chunk in HBM already, or none of its
-    last tokens.
+    A load may begin and end inside a chunk: HBM may have the chunk's first blocks already, or the request may not need
+    its last ones.
     """
 
     def __init__(self, context: TierContext) -> None:
@@ -30,6 +30,7 @@ class LoadPlanner:
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_groups = context.num_groups
         self._config = context.config
+        self._counts = context.counts
         self._clock = context.clock
 
     def match(
@@ -43,7 +44,7 @@ class LoadPlanner:
         limits: RequestLimits | None = None,
         had_failed_load: bool = False,
     ) -> int:
-        """See `OffloadScheduler.match`.
+        """See `OffloadScheduler.match`; returns how many tokens are promised.
 
         With `had_failed_load` no chunk is promised that failed and has not succeeded since.
         """
@@ -52,79 +53,108 @@ class LoadPlanner:
                 f"request {request.request_id} is matched while its load is in flight; wait for its update"
             )
         request.check_same(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        if num_computed_tokens % self._block_size == 0:
+        is_at_block = num_computed_tokens % self._block_size == 0
+        if is_at_block:
             request.extend_keys(block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         if limits is not None:
             request.limit(limits)
         self._start_over(request, num_computed_tokens)
-        if num_computed_tokens % self._block_size:
+        if not is_at_block:
             return 0
-        if not request.limits.cache:
-            request.num_found_chunks = 0
+        slots, num_wanted = self._look_up(
+            request, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens, had_failed_load=had_failed_load
+        )
+        if not num_wanted:
+            return 0
+        num_blocks, num_staging_blocks = self._reserve(request, num_wanted, can_wait=can_wait)
+        request.num_cut_load_blocks = num_wanted - num_blocks
+        if not num_blocks:
             return 0
         first_block = num_computed_tokens // self._block_size
-        first_chunk = self._chunk(first_block)
-        if request.use.num_in_hbm != first_chunk:
-            request.use = dataclasses.replace(request.use, num_in_hbm=first_chunk)
-        slots = self._index.find(request.keys, first_chunk)
-        if had_failed_load:
-            del slots[self._backoff.num_trusted(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]
-        request.num_found_chunks = min(first_chunk + len(slots), len(request.keys))
-        request.num_looked_up_tokens = num_tokens - num_computed_tokens
-        # One token is left to compute; the block that holds it is loaded if tokens before it come with it.
-        chunk_size = self._blocks_per_chunk * self._block_size
-        end_tokens = min((first_chunk + len(slots)) * chunk_size, num_tokens - 1)
-        wanted = -(-(end_tokens - num_computed_tokens) // self._block_size)
-        if request.limits.max_load_tokens is not None:
-            allowed = request.limits.max_load_tokens // self._block_size
-            request.at_load_limit = max(0, wanted) >= allowed
-            wanted = min(wanted, allowed)
-            request.num_looked_up_tokens = min(request.num_looked_up_tokens, allowed * self._block_size)
-        if not slots or wanted < 1:
-            return 0
-        request.num_found_tokens = min(end_tokens - num_computed_tokens, wanted * self._block_size)
-        num_blocks = num_staging_blocks = 0
-        if self._breaker.admits(request.account):
-            num_blocks = wanted if self._breaker.closed else min(wanted, self._blocks_per_chunk)
-            if self._staging.stages(Direction.LOAD):
-                num_staging_blocks = self._staging.reserve_load(request.account, num_blocks * self._num_groups)
-                request.awaits_staging = not num_staging_blocks
-                if not (num_staging_blocks or can_wait):
-                    num_blocks = 0
-        request.num_cut_load_blocks = wanted - num_blocks
-        if num_blocks == 0:
-            return 0
-        end_tokens = min((first_block + num_blocks) * self._block_size, num_tokens - 1)
-        keys = request.keys[first_chunk : self._chunk(first_block + num_blocks - 1) + 1]
+        end_block = first_block + num_blocks
+        keys = request.keys[self._chunk(first_block) : self._chunk(end_block - 1) + 1]
         self._index.pin(keys)
         self._breaker.begin(request.account)
         request.promise = Promise(
             first_block=first_block,
             num_blocks=num_blocks,
-            num_tokens=end_tokens - num_computed_tokens,
+            num_tokens=self._num_loadable(end_block, num_tokens) - num_computed_tokens,
             keys=keys,
             slots=tuple(slots[: len(keys)]),
             num_staging_blocks=num_staging_blocks,
         )
         return request.promise.num_tokens
 
+    def _look_up(
+        self, request: RequestState, *, num_tokens: int, num_computed_tokens: int, had_failed_load: bool
+    ) -> tuple[list[int], int]:
+        """Finds the prefix behind the computed tokens, and notes in the request what was looked up and found.
+
+        Returns:
+          The slots of the chunks found, and how many of their blocks the request can use.
+        """
+        if not request.limits.cache:
+            request.num_found_chunks = 0
+            return [], 0
+        first_chunk = self._chunk(num_computed_tokens // self._block_size)
+        if request.use.num_in_hbm != first_chunk:
+            request.use = dataclasses.replace(request.use, num_in_hbm=first_chunk)
+        slots = self._index.find(request.keys, first_chunk)
+        if had_failed_load:
+            del slots[self._backoff.trusted_end(request.keys, first_chunk, first_chunk + len(slots)) - first_chunk :]
+        end_chunk = first_chunk + len(slots)
+        request.num_found_chunks = min(end_chunk, len(request.keys))
+        request.num_looked_up_tokens = num_tokens - num_computed_tokens
+        num_found = self._num_loadable(end_chunk * self._blocks_per_chunk, num_tokens) - num_computed_tokens
+        num_blocks = max(0, -(-num_found // self._block_size))
+        if request.limits.max_load_tokens is not None:
+            allowed = request.limits.max_load_tokens // self._block_size
+            request.at_load_limit = num_blocks >= allowed
+            num_blocks = min(num_blocks, allowed)
+            request.num_looked_up_tokens = min(request.num_looked_up_tokens, allowed * self._block_size)
+        if not slots or not num_blocks:
+            return [], 0
+        request.num_found_tokens = min(num_found, num_blocks * self._block_size)
+        return slots, num_blocks
+
+    def _num_loadable(self, end_block: int, num_tokens: int) -> int:
+        """Tokens in HBM once the blocks before `end_block` are loaded.
+
+        One token is left to compute; the block that holds it is loaded if tokens before it come with it.
+        """
+        return min(end_block * self._block_size, num_tokens - 1)
+
+    def _reserve(self, request: RequestState, num_wanted: int, *, can_wait: bool) -> tuple[int, int]:
+        """How many blocks a load may have, and the staging blocks reserved for it; 0 blocks if it may not be planned.
+
+        With `can_wait`, a load without free staging blocks is granted all the same, and waits for them.
+        """
+        if not self._breaker.admits(request.account):
+            return 0, 0
+        num_blocks = num_wanted if self._breaker.closed else min(num_wanted, self._blocks_per_chunk)
+        if not self._staging.stages(Direction.LOAD):
+            return num_blocks, 0
+        num_staging_blocks = self._staging.reserve_load(request.account, num_blocks * self._num_groups)
+        request.awaits_staging = not num_staging_blocks
+        return (num_blocks if num_staging_blocks or can_wait else 0), num_staging_blocks
+
     def _start_over(self, request: RequestState, num_computed_tokens: int) -> None:
-        """Nothing of what an earlier match has found holds any more."""
+        """Discards the results of an earlier match."""
         self.release(request)
-        request.has_kv = True  # the engine has just said what of it is in HBM
+        request.has_kv = True  # the engine has just named the blocks that HBM has
         if num_computed_tokens == 0:
-            # A reset, or a loss of the caches, has found it waiting, with nothing in HBM that it could have spoilt.
-            request.saving = True
+            # It holds no KV that a reset or a loss of the caches could have invalidated while it was waiting.
+            request.can_save = True
         request.num_cut_load_blocks = request.num_looked_up_tokens = request.num_found_tokens = 0
         request.awaits_staging = False
         request.at_load_limit = not request.limits.cache
 
     def answer(self, request: RequestState, num_tokens: int, *, storage: StoragePlanner) -> Match:
-        """What the last match of a request has found, and whether it is worth while to ask again."""
+        """The answer to the last match of a request, and whether matching again soon may find more."""
         limit_s = 0.0
         if request.awaits_staging and not num_tokens:
             limit_s = self._config.load_wait_s
-        elif self._ends_at_a_save(request):
+        elif self._ends_at_a_pending_chunk(request):
             limit_s = storage.wait_s(request.keys[request.num_found_chunks], self._config.save_wait_s)
         if limit_s:
             now_s = self._clock()
@@ -135,8 +165,8 @@ class LoadPlanner:
                 return Match(num_tokens=num_tokens, state=MatchState.ARRIVING, until_s=until_s)
         return Match(num_tokens=num_tokens, state=MatchState.HIT) if num_tokens else MISS
 
-    def _ends_at_a_save(self, request: RequestState) -> bool:
-        """Whether what the last match of a request would find next is on its way into the host tier at this moment."""
+    def _ends_at_a_pending_chunk(self, request: RequestState) -> bool:
+        """Whether the chunk after those that the last match found is being saved, or read from storage."""
         end = request.num_found_chunks
         return (
             not request.at_load_limit
@@ -144,24 +174,30 @@ class LoadPlanner:
             and self._index.state(request.keys[end]) is ChunkState.PENDING
         )
 
+    def count_lookup(self, request: RequestState) -> None:
+        """Counts the last match as a lookup, once."""
+        self._counts.looked_up_tokens += request.num_looked_up_tokens
+        self._counts.found_tokens += request.num_found_tokens
+        request.num_looked_up_tokens = request.num_found_tokens = 0
+
     def release(self, request: RequestState) -> None:
-        """Gives a promise back, if there is one."""
+        """Releases the promise, if there is one."""
         promise, request.promise, request.revoked = request.promise, None, None
         if promise is not None:
             self._index.unpin(promise.keys)
             self._staging.release(request.account, promise.num_staging_blocks, Direction.LOAD)
-            self._breaker.withdraw(request.account)
+            self._breaker.cancel_probe(request.account)
 
     def revoke(self, request: RequestState) -> None:
-        """Takes a promise back of which the engine may not have heard when it admits the request."""
+        """Revokes the promise; the engine may admit the request before it learns of that."""
         promise = request.promise or request.revoked
         self.release(request)
         request.revoked = promise
 
     def admit_revoked(self, request: RequestState, *, num_loaded_tokens: int) -> FailedLoad | None:
-        """What becomes of a load whose promise is void: a reset took it back, or what it goes on from in HBM was lost.
+        """The failed load of a request whose promise is void: revoked by a reset, or its KV in HBM was lost.
 
-        None if it stands.
+        None if the promise stands.
         """
         promise = request.revoked if request.has_kv else request.promise or request.revoked
         if promise is None or not 0 < num_loaded_tokens <= promise.num_tokens:
@@ -173,7 +209,7 @@ class LoadPlanner:
     def admit(
         self, request: RequestState, tables: Sequence[Sequence[int]], *, num_loaded_tokens: int, waits_until_s: float
     ) -> WaitingLoad:
-        """Turns the promise into a load of the first `num_loaded_tokens` of it and gives the rest back."""
+        """Turns the promise into a load of its first `num_loaded_tokens` tokens and releases the rest."""
         promise = request.promise
         promised = promise.num_tokens if promise else 0
         if promise is None or not 0 < num_loaded_tokens <= promised:
@@ -219,7 +255,7 @@ class LoadPlanner:
             waits_until_s=waits_until_s,
         )
         if promise.lost:
-            load.doomed, load.error = True, "the host memory of its chunks was lost"
+            load.all_failed, load.error = True, "the host memory of its chunks was lost"
         return load
 
     def _chunk(self, block: int) -> int:

@@ -1,12 +1,12 @@
-"""What is worth saving: when, how far into a request, and which chunks of it.
+"""Save policy: when a request's KV is saved, how far into the request, and which chunks.
 
-A request's KV can be saved at three times. When it is computed: early, and most of it for nothing, since HBM still has
-what comes back soon. When HBM is about to give its blocks to others: late, and only what HBM cannot keep, so that the
-host tier holds other chunks than HBM and even a small one is of use. When the request is preempted: it is certain to
-come back. Which of them are used is a setting (`SaveEvent`); each takes what the others have left.
+KV can be saved at three times. When it is computed: early, and mostly for nothing, because HBM still has what is reused
+soon. When HBM is about to evict its blocks: late, and only what HBM cannot keep, so that the host tier holds other
+chunks than HBM and even a small one is of use. When the request is preempted: it is certain to return. A setting
+selects the times (`SaveEvent`); each saves what the others have left.
 
-Beside that a chunk can be asked to have been seen a few times, as most are never seen again: saved are those that a
-request comes by with for the n-th time, within some ten times the host tier's chunks.
+A policy can also require that a chunk has been seen several times, because most are never seen again: a chunk is saved
+when its n-th request contains it, within a window of some ten times the host tier's chunks.
 """
 
 import abc
@@ -22,41 +22,41 @@ __all__ = ["SaveBySightings", "SaveEvent", "SavePolicy", "make_save_policy"]
 
 
 class SavePolicy(abc.ABC):
-    """Decides what of a request's KV goes to the host tier.
+    """Decides which KV of a request is saved to the host tier.
 
-    Called from the scheduler's thread, in this order for a request: `see` once for each chunk, `num_tokens_to_save`
-    when the engine says how far it is, `num_chunks_worth_saving` when that is looked at. It decides only: whether there
-    is room, and what is there already, it does not ask.
+    Called from the scheduler's thread, in this order for a request: `observe` once for each chunk, `num_tokens_to_save`
+    when the engine names the request, `num_chunks_worth_saving` after that. It does not decide by what the host tier
+    contains or has room for.
     """
 
-    def resize(self, num_chunks: int) -> None:  # noqa: B027 (most do not ask)
-        """The host tier has room for this many chunks from now on."""
+    def resize(self, num_chunks: int) -> None:  # noqa: B027 (optional)
+        """The host tier's capacity, in chunks, has changed."""
 
     @abc.abstractmethod
     def saves_on(self, event: SaveEvent) -> bool:
-        """Whether anything is saved at that time. Always the same answer."""
+        """Whether anything is saved at that time; constant."""
 
     @abc.abstractmethod
     def num_tokens_to_save(self, *, num_prompt_tokens: int, num_computed_tokens: int) -> int:
         """Leading tokens that may be saved; at most `num_computed_tokens`."""
 
     @abc.abstractmethod
-    def see(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> None:
-        """A request comes by whose prefix these are. One that was preempted and comes back does not count again.
+    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> None:
+        """Records that a request contains these chunks. A request that returns after a preemption counts once.
 
-        It does not matter where its KV is: what a request finds in HBM it has seen as well.
+        Chunks that the request finds in HBM count too.
 
         Args:
           use: the request's.
           keys: chunks of its prefix, head first.
-          first: those before this one it has been told of, with the same `use`.
+          first: the chunks before this one were recorded before, with the same `use`.
         """
 
     @abc.abstractmethod
     def num_chunks_worth_saving(self, keys: Sequence[ChunkKey], first: int, end: int) -> int:
         """How many of the chunks `first` to `end - 1` of a prefix are worth saving, from `first` on.
 
-        A prefix has no holes: what follows a chunk that is not worth it is of no use.
+        A prefix has no holes: chunks after one that is not saved are of no use.
         """
 
 
@@ -66,7 +66,7 @@ class SaveBySightings(SavePolicy):
 
     Args:
       events: when to save.
-      generated: whether generated tokens are saved too. Else they are when a later prompt contains them.
+      generated: whether generated tokens are saved too. Otherwise they are saved when a later prompt contains them.
       num_sightings: 1 saves all; at most 15.
     """
 
@@ -77,7 +77,7 @@ class SaveBySightings(SavePolicy):
         generated: bool = False,
         num_sightings: int = 1,
     ) -> None:
-        assert 1 <= num_sightings <= MAX_COUNT, "more than a sketch can count"
+        assert 1 <= num_sightings <= MAX_COUNT, "a sketch counts to 15"
         self._events = frozenset(events)
         self._generated = generated
         self._num_sightings = num_sightings
@@ -98,7 +98,7 @@ class SaveBySightings(SavePolicy):
             return num_computed_tokens
         return min(num_prompt_tokens, num_computed_tokens)
 
-    def see(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> None:
+    def observe(self, use: Use, keys: Sequence[ChunkKey], first: int = 0) -> None:
         """See the base class."""
         if self._sketch is not None:
             self._sketch.add(keys[first:])
@@ -112,7 +112,7 @@ class SaveBySightings(SavePolicy):
 
 
 def make_save_policy(config: OffloadConfig) -> SavePolicy:
-    """What the settings say."""
+    """The save policy of the settings."""
     return SaveBySightings(
         events=config.save_on, generated=config.decode_save, num_sightings=config.save_after_sightings
     )

@@ -1,13 +1,13 @@
-"""How often each key has been seen lately, roughly, in a fixed few bytes a key.
+"""Approximate counts of how often each key was seen lately, in a few bytes a key.
 
-A count-min sketch: each key has one counter in each of two rows, shared with whatever else falls there, and the lower
-of the two is its count. So a count is never too low, and too high only where both collide. Of a key's counters only
-those are raised that are no higher than its count ("conservative update"), which makes that rarer. Every so many
-additions all counters are halved: what was seen once is forgotten then, and what was popular long ago does not stay so.
+A count-min sketch: each key has one counter in each of two rows, shared with other keys, and the lower of the two is
+its count. So a count is never too low, and too high only where both collide. Only the counters of a key that are no
+higher than its count are incremented ("conservative update"), which makes that rarer. After a fixed number of additions
+all counters are halved, so that old counts decay.
 
-Counts are asked for one at a time and added a prompt's worth at once, so the rows are bytes that plain Python reads:
-numpy needs more than a hundred keys to be as fast. Two rows take more memory than four that err as seldom, and half the
-time; beside chunks of megabytes memory is what there is plenty of.
+Counts are read one at a time and added a prompt at a time, so the rows are bytearrays that plain Python reads: numpy
+needs more than a hundred keys to be as fast. Two rows take more memory than four for the same error, and half the time;
+next to chunks of megabytes memory is cheap.
 
 References:
   Cormode, Muthukrishnan: "An improved data stream summary: the count-min sketch and its applications", 2005.
@@ -24,8 +24,8 @@ import numpy as np
 MAX_COUNT = 15
 
 _MIN_KEYS = 256
-# In a row. Most keys are seen once, and before a halving there are up to ten times as many of them as matter. Then 2 %
-# of new ones look as if seen; with 32 it is 7 %, nearly as many as really come back.
+# In a row. Most keys are seen once, and before a halving there are up to ten times more of them than matter. Then 2 %
+# of new keys look as if seen; with 32 it is 7 %, nearly as many as are really reused.
 _COUNTERS_PER_KEY = 64
 _ADDITIONS_PER_KEY = 10  # between two halvings
 _HASH_BITS = 32
@@ -35,11 +35,11 @@ _FACTOR = 0x9E3779B1  # multiplicative hashing: the high bits of the product are
 
 @final
 class Sketch:
-    """Counts up to 15. Two sketches that are told the same say the same, in whatever process.
+    """Counts up to 15. Deterministic: the same additions give the same counts in every process.
 
     Args:
-      num_keys: how many keys matter at one time; decides memory and memory span. 128 bytes a key, rounded up to a
-        power of two.
+      num_keys: how many keys matter at one time; determines its memory (128 bytes a key, rounded up to a power of two)
+        and how long a count lasts.
     """
 
     def __init__(self, num_keys: int = 0) -> None:
@@ -69,7 +69,7 @@ class Sketch:
             self._shift = _HASH_BITS - bits
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Each of these was seen once more. O(keys), and once in ten additions for each key that matters O(those)."""
+        """Counts each key once more. Amortized O(keys)."""
         first, second, shift, mask = self._first, self._second, self._shift, len(self._first) - 1
         crc32 = zlib.crc32
         for key in keys:

@@ -1,18 +1,18 @@
-"""The budget of the HBM staging buffer: who holds how many of its blocks, and whose turn it is when there are too few.
+"""The budget of the HBM staging buffer: which job holds how many blocks, and whose turn it is when there are too few.
 
 Staged copies between HBM and host pass through HBM that the engine granted once. A staged job holds staging blocks from
-the moment it is planned until every worker has reported it, so the device never holds more blocks in transit than the
-budget: a save one for each of its blocks, a load at most that many, for it can go through fewer in pieces. Copies that
-are not staged take none, and nothing here limits them. All calls come from the thread of the scheduler.
+the moment it is planned until every worker has finished with it, even if it times out before, so the blocks in transit
+never exceed the budget. A save holds one for each of its blocks; a load holds at most that many, because it can be
+copied in pieces. Other copies hold none and are not limited here. All calls come from the thread of the scheduler.
 
-When more is wanted than is free:
+When demand exceeds the free blocks:
 
-- A load takes what is free if that is a quarter of the buffer or all that it needs; else it waits. One that is larger
-  than the buffer takes half of it at most, for it holds that for long. Loads that wait get theirs in their order, and
-  none passes them.
-- Saves and loads that both wait take turns. What comes free is kept for the side whose turn it is until that has got
-  some, then it is the other's. A job that waits holds nothing, and whatever holds something ends, in time or late, so
-  every turn ends as well.
+- A load takes the free blocks if they are a quarter of the buffer or all that it needs; otherwise it waits. A load
+  larger than the buffer takes half of the buffer at most, because it holds it for long. Waiting loads are served in
+  order, and none overtakes them.
+- When saves and loads both wait, they take turns. Free blocks are kept for the side whose turn it is until it has got
+  some, then for the other. A waiting job holds nothing, and every job that holds blocks ends, so every turn ends as
+  well, unless a worker hangs; then nothing is copied until it has finished or is restarted.
 """
 
 import dataclasses
@@ -87,13 +87,13 @@ class StagingBufferManager:
         """Takes staging blocks for a request.
 
         Args:
-          request_id: who will hold them.
-          num_blocks: how many are wanted, at least 1.
-          direction: what for.
-          partial: take what is free when that is less than wanted.
+          request_id: their holder.
+          num_blocks: the blocks wanted, at least 1.
+          direction: of the job.
+          partial: take the free blocks when there are fewer.
         Returns:
-          The blocks granted: `num_blocks` when they fit, exactly or with room to spare; otherwise what
-          is free with `partial`, and 0 without. A grant of 0 leaves no trace.
+          The blocks granted: `num_blocks` if that many are free; otherwise all free ones with `partial`, and 0
+          without.
         Raises:
           StagingError: `num_blocks` is under 1, or the request has a load pending and wants another.
         """
@@ -116,7 +116,7 @@ class StagingBufferManager:
         return granted
 
     def release(self, request_id: Hashable, num_blocks: int, direction: Direction) -> None:
-        """Gives staging blocks back.
+        """Releases staging blocks.
 
         Raises:
           StagingError: the request holds none, or fewer than `num_blocks`, or `num_blocks` is under 1.
@@ -157,23 +157,21 @@ class StagingBufferManager:
         assert 0 <= self.num_reserved <= self._peak_num_reserved <= self._num_blocks
 
 
-_LEAST_SHARE, _LARGE_SHARE = (
-    4,
-    2,
-)  # parts of the buffer that a load starts with at least, or has at most if it is larger
+# A load starts with 1/4 of the buffer at least; one larger than the buffer gets 1/2 at most.
+_LEAST_SHARE, _LARGE_SHARE = 4, 2
 
 
 @final
 class Staging:
-    """What the planners ask of the staging buffer, for the directions that use it.
+    """Reservations of the planners, for the directions that are staged; see the top of this module.
 
     Args:
       buffer: the budget.
-      paths: how each direction moves blocks, as far as the settings say.
+      paths: the copy path of each direction, as far as the settings say.
     """
 
     def __init__(self, buffer: StagingBufferManager, paths: Mapping[Direction, CopyPath]) -> None:
-        self._buffer = buffer
+        self.buffer = buffer
         self._stages: dict[Direction, bool] = {}
         self._turn = Direction.LOAD
         self._saves_wait = False
@@ -182,7 +180,7 @@ class Staging:
         self.use(paths)
 
     def use(self, paths: Mapping[Direction, CopyPath]) -> None:
-        """From now on jobs are planned for these paths; `auto` counts as staged."""
+        """Sets the copy paths that jobs are planned for; `auto` counts as staged."""
         self._stages.update((direction, path.stages) for direction, path in paths.items())
 
     def stages(self, direction: Direction) -> bool:
@@ -190,52 +188,57 @@ class Staging:
         return self._stages[direction]
 
     def reserve_load(self, account: str, num_blocks: int, *, next_in_line: bool = False) -> int:
-        """Takes what a load of so many blocks can go through.
+        """Reserves staging blocks for a load.
 
         Args:
-          account: who will hold it.
+          account: their holder.
           num_blocks: blocks of the load.
-          next_in_line: it has waited, longest of all.
+          next_in_line: it has waited longest.
         Returns:
-          Staging blocks, 0 if it has to wait. Loads that come later wait as well then, until the next plan.
+          The staging blocks; 0 if the load has to wait. Later loads then wait as well, until the next plan.
         """
-        budget = self._buffer.num_blocks
+        budget = self.buffer.num_blocks
         least = min(num_blocks, max(1, budget // _LEAST_SHARE))
         passes_others = self._loads_wait and not next_in_line
-        if passes_others or (self._saves_wait and self._turn is Direction.SAVE) or self._buffer.num_free < least:
+        if passes_others or (self._saves_wait and self._turn is Direction.SAVE) or self.buffer.num_free < least:
             self._matches_wait = True
             return 0
         most = num_blocks if num_blocks <= budget else max(least, budget // _LARGE_SHARE)
-        granted = self._buffer.reserve(account, min(most, self._buffer.num_free), Direction.LOAD)
+        granted = self.buffer.reserve(account, min(most, self.buffer.num_free), Direction.LOAD)
         if self._saves_wait:
             self._turn = Direction.SAVE
         return granted
 
     def room_for_saves(self) -> int:
-        """Blocks that may be saved by the coming plan."""
+        """How many blocks the coming plan may save."""
         if not self._stages[Direction.SAVE]:
             return sys.maxsize
-        return 0 if self._loads_wait and self._turn is Direction.LOAD else self._buffer.num_free
+        return 0 if self._loads_wait and self._turn is Direction.LOAD else self.buffer.num_free
 
     def reserve_save(self, account: str, num_blocks: int) -> int:
-        """Takes the staging blocks of a save that there is room for; returns how many, 0 if it needs none."""
+        """Reserves the staging blocks of a save within `room_for_saves`; returns how many, 0 if it needs none."""
         if not self._stages[Direction.SAVE]:
             return 0
         if self._loads_wait:
             self._turn = Direction.LOAD
-        return self._buffer.reserve(account, num_blocks, Direction.SAVE)
+        return self.buffer.reserve(account, num_blocks, Direction.SAVE)
+
+    def reserve_late(self, account: str, num_blocks: int, direction: Direction) -> None:
+        """Reserves the blocks that a job which timed out has just released; 0 is fine."""
+        if num_blocks:
+            self.buffer.reserve(account, num_blocks, direction)
 
     def release(self, account: str, num_blocks: int, direction: Direction) -> None:
-        """Gives staging blocks back; none is fine."""
+        """Releases staging blocks; 0 is fine."""
         if num_blocks:
-            self._buffer.release(account, num_blocks, direction)
+            self.buffer.release(account, num_blocks, direction)
 
     def wait_for_loads(self, *, queued: bool) -> None:
-        """The coming plan takes all loads, or leaves some in the queue."""
+        """Whether the coming plan leaves loads in the queue."""
         self._queued_loads_wait = queued
 
     def end_plan(self, *, saves_wait: bool) -> None:
-        """A plan is made; `saves_wait` says whether there was too little room for its saves."""
+        """A plan is complete; `saves_wait` if there was too little room for its saves."""
         self._saves_wait = saves_wait
         self._matches_wait = False
 

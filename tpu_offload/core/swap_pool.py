@@ -1,14 +1,13 @@
-"""Who holds which blocks of the swap pool.
+"""Reference counts of the blocks of the swap pool.
 
-A block has as many holders as there are swapped-out requests that it belongs to and copies in flight that
-read or write it. It is free again when the last of them lets go, so the memory under a copy that may still
-land is never given to anybody else.
+A block is held by each swapped-out request that it belongs to and by each copy in flight that reads or writes it. It
+is free again when the last of them releases it, so memory under a copy that may still land is not reused.
 
-Blocks full of tokens are known by their hash while they are held: samples of one prompt that shared them in
-HBM share them here, and each is copied once.
+Full blocks are known by their hash while they are held: samples of one prompt that shared them in HBM share them here,
+and each is copied once.
 
-Blocks of copies out that did not count, for whatever reason, and blocks whose memory was lost are handed out last
-until a copy to them has counted: where memory is gone for good, others are tried first.
+Suspect blocks are allocated last: those whose memory was lost, and those of failed swap-outs, until a copy to them has
+succeeded. Where memory is gone for good, other blocks are tried first.
 """
 
 from collections import deque
@@ -23,7 +22,7 @@ HostBlocks = tuple[tuple[int, ...], ...]
 
 @final
 class SwapPool:
-    """Bookkeeping of the swap pool, per layer group. It never sees an array.
+    """Bookkeeping of the swap pool, per layer group, without arrays.
 
     Args:
       num_groups: layer groups.
@@ -31,9 +30,9 @@ class SwapPool:
 
     def __init__(self, *, num_groups: int) -> None:
         self._free: list[deque[int]] = [deque() for _ in range(num_groups)]  # taken from the end
-        self._doubtful: list[set[int]] = [set() for _ in range(num_groups)]
-        self._num_blocks = [0] * num_groups  # that can be had
-        self._num_known = [0] * num_groups  # that ever could
+        self._suspect: list[set[int]] = [set() for _ in range(num_groups)]
+        self._num_blocks = [0] * num_groups  # usable
+        self._num_known = [0] * num_groups  # that were ever usable
         self._unusable: list[set[int]] = [set() for _ in range(num_groups)]
         self._num_holders: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self._block_of: dict[BlockHash, int] = {}  # of group 0
@@ -42,12 +41,12 @@ class SwapPool:
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Blocks that exist, per group."""
+        """Usable blocks, per group."""
         return tuple(self._num_blocks)
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds, of all groups."""
+        """Held blocks, of all groups."""
         return sum(map(len, self._num_holders))
 
     @property
@@ -65,7 +64,7 @@ class SwapPool:
                 self._free[g].extendleft([*back, *range(self._num_known[g], wanted)])
                 self._num_known[g] = max(self._num_known[g], wanted)
                 self._num_blocks[g] = wanted
-                if self._doubtful[g]:
+                if self._suspect[g]:
                     self._sort_free(g)
 
     def limit(self, num_blocks: Sequence[int]) -> None:
@@ -76,7 +75,7 @@ class SwapPool:
                 self._sort_free(g)
 
     def allocate(self, num_blocks: Sequence[int]) -> HostBlocks | None:
-        """Takes so many free blocks of each group, with one holder each; None, and nothing, if any is short."""
+        """Allocates free blocks of each group, with one holder each; None, and no blocks, if any group has too few."""
         if any(wanted > len(free) for wanted, free in zip(num_blocks, self._free, strict=True)):
             return None
         blocks = tuple(tuple([free.pop() for _ in range(n)]) for n, free in zip(num_blocks, self._free, strict=True))
@@ -86,13 +85,13 @@ class SwapPool:
         return blocks
 
     def hold(self, blocks: HostBlocks) -> None:
-        """One more holder for each of these held blocks."""
+        """Adds a holder to each of these held blocks."""
         for holders, group in zip(self._num_holders, blocks, strict=True):
             for block in group:
                 holders[block] += 1
 
     def release(self, blocks: HostBlocks) -> None:
-        """One holder less for each."""
+        """Removes a holder from each; a block without holders is free."""
         for g, group in enumerate(blocks):
             holders, free = self._num_holders[g], []
             for block in group:
@@ -104,20 +103,20 @@ class SwapPool:
                     free.append(block)
             self._set_free(g, free)
             if g == 0:
-                self.forget(free)
+                self.clear_hashes(free)
 
-    def doubt(self, group_id: int, blocks: Iterable[int]) -> None:
-        """A copy to these blocks did not count, or their memory was lost."""
-        doubted = set(blocks)
-        self._doubtful[group_id] |= doubted
-        if not doubted.isdisjoint(self._free[group_id]):
+    def mark_suspect(self, group_id: int, blocks: Iterable[int]) -> None:
+        """A copy to these blocks failed, or their memory was lost."""
+        suspect = set(blocks)
+        self._suspect[group_id] |= suspect
+        if not suspect.isdisjoint(self._free[group_id]):
             self._sort_free(group_id)
 
-    def trust(self, blocks: HostBlocks) -> None:
-        """A copy to these blocks has come to its end."""
-        for g, (doubtful, group) in enumerate(zip(self._doubtful, blocks, strict=True)):
-            if doubtful and not doubtful.isdisjoint(group):
-                doubtful.difference_update(group)
+    def clear_suspect(self, blocks: HostBlocks) -> None:
+        """A copy to these blocks has succeeded."""
+        for g, (suspect, group) in enumerate(zip(self._suspect, blocks, strict=True)):
+            if suspect and not suspect.isdisjoint(group):
+                suspect.difference_update(group)
                 self._sort_free(g)
 
     def _sort_free(self, group_id: int) -> None:
@@ -125,17 +124,17 @@ class SwapPool:
         self._set_free(group_id, free)
 
     def _set_free(self, group_id: int, blocks: Iterable[int]) -> None:
-        most, doubtful, free = self._num_blocks[group_id], self._doubtful[group_id], self._free[group_id]
+        most, suspect, free = self._num_blocks[group_id], self._suspect[group_id], self._free[group_id]
         for block in blocks:
             if block >= most:
                 self._unusable[group_id].add(block)
-            elif block in doubtful:
+            elif block in suspect:
                 free.appendleft(block)
             else:
                 free.append(block)
 
-    def name(self, blocks: Iterable[int], block_hashes: Iterable[BlockHash]) -> None:
-        """Makes held blocks of group 0 findable, each unless one of these contents is already."""
+    def set_hashes(self, blocks: Iterable[int], block_hashes: Iterable[BlockHash]) -> None:
+        """Makes held blocks of group 0 findable by hash, unless another block with the same hash is."""
         block_of, hash_of = self._block_of, self._hash_of
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             if block_hash not in block_of:
@@ -146,8 +145,8 @@ class SwapPool:
         """For each, the held block of group 0 with these contents, if there is one."""
         return list(map(self._block_of.get, block_hashes))
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Makes blocks of group 0 unfindable: they are free, or what they hold is lost."""
+    def clear_hashes(self, blocks: Iterable[int]) -> None:
+        """Makes blocks of group 0 unfindable: they are free, or their contents are lost."""
         block_of, hash_of = self._block_of, self._hash_of
         for block in blocks:
             block_hash = hash_of.pop(block, None)

@@ -11,13 +11,13 @@ has deleted it again, so that no tier ever holds more than `num_storage_chunks`.
 
 import dataclasses
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Sequence
 from typing import final
 
 from tpu_offload.core.breaker import CircuitBreaker
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.index import ChunkState, touches
+from tpu_offload.core.index import ChunkState, overlaps
 from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.metrics import OffloadStats
@@ -39,16 +39,16 @@ class StoragePlanner:
 
     Args:
       context: the books.
-      lose: told of chunks that are not in the host tier, though requests may count on them.
+      mark_lost: told of chunks that are not in the host tier, though requests may count on them.
     """
 
-    def __init__(self, context: TierContext, *, lose: Callable[[Sequence[ChunkKey]], None]) -> None:
+    def __init__(self, context: TierContext, *, mark_lost: Callable[[Sequence[ChunkKey]], None]) -> None:
         config, layout = context.config, context.layout
         self._index = context.index
         self._jobs = context.jobs
         self._counts = context.counts
         self._clock = context.clock
-        self._lose = lose
+        self._mark_lost = mark_lost
         self._timeout_s = config.job_timeout_s
         self._wait_s = config.storage_wait_s
         self._num_chunks = config.storage_chunks
@@ -167,12 +167,12 @@ class StoragePlanner:
         else:  # however many there are
             self._to_delete, self._stored = self._stored, self._to_delete
         for job in self._jobs.of(*_KINDS):
-            job.doom("storage was cleared")
+            job.mark_failed("storage was cleared")
 
-    def lose_slots(self, first: int, end: int) -> None:
+    def mark_slots_lost(self, first: int, end: int) -> None:
         """Host memory is gone: what was to be read into it, or written from it, fails."""
         for job in self._jobs.of(*_KINDS):
-            if touches(job.slots, first, end):
+            if overlaps(job.slots, first, end):
                 job.error = job.error or "the host memory of its chunks was lost"
                 job.failed_blocks.update(i for i, slot in enumerate(job.slots) if first <= slot < end)
 
@@ -231,7 +231,7 @@ class StoragePlanner:
         job = self._jobs.plan(
             kind,
             (),
-            who=f"{len(keys)} chunks" + (f", with {len(deleted)} to delete" if deleted else ""),
+            request=f"{len(keys)} chunks" + (f", with {len(deleted)} to delete" if deleted else ""),
             keys=tuple(keys),
             slots=tuple(slots),
             deleted_keys=deleted,
@@ -242,7 +242,7 @@ class StoragePlanner:
         self._breakers[kind].begin(job.job_id)
 
     def _ended(self, job: Job) -> None:
-        bad = set(range(job.wire.num_items)) if job.doomed else job.failed_blocks
+        bad = set(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
         if job.copy_failed:
             self._counts.failed_storage_chunks += sum(i < len(job.keys) for i in bad)
         if job.kind is JobKind.PROMOTE:
@@ -264,7 +264,7 @@ class StoragePlanner:
         if lost:
             keys, slots = zip(*lost, strict=True)
             self._index.complete(keys, slots, success=False, quarantine=job.state is JobState.TIMED_OUT)
-            self._lose(keys)
+            self._mark_lost(keys)
             if job.copy_failed:
                 for key in keys:
                     if key in self._stored:
@@ -302,9 +302,9 @@ class StoragePlanner:
             num_open_breakers=stats.num_open_breakers + sum(not breaker.closed for breaker in breakers),
         )
 
-    def pins(self) -> list[ChunkKey]:
-        """The chunks that cascades have pinned, each once for each. For `check_invariants`."""
-        return [key for job in self._jobs.of(JobKind.CASCADE) for key in job.keys]
+    def pins(self) -> Counter[ChunkKey]:
+        """The chunks that cascades have pinned. For `check_invariants`."""
+        return Counter(key for job in self._jobs.of(JobKind.CASCADE) for key in job.keys)
 
     def pending(self) -> list[ChunkKey]:
         """The chunks that promotions have made PENDING."""
@@ -318,7 +318,7 @@ class StoragePlanner:
         """Raises AssertionError unless the books agree with the jobs. For tests."""
         jobs = self._jobs.of(JobKind.CASCADE)
         assert self._promoting == set(self.pending())
-        assert sorted(self._writing) == sorted(self.pins()), "two cascades write one chunk"
+        assert dict.fromkeys(self._writing, 1) == self.pins(), "two cascades write one chunk"
         assert self._num_deleting == sum(len(job.wire.deleted_keys) for job in jobs)
         assert self._room() >= 0, "storage holds more than it may"
         assert not self._writing & self._stored.keys()

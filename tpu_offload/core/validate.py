@@ -1,24 +1,45 @@
-"""What engines say, and what reports from other processes say, is looked at here before it changes anything."""
+"""Validates engine calls and worker reports before they change any state."""
 
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from tpu_offload.config import OffloadConfig
+from tpu_offload.core.block_tables import check_sequence, read_tables
 from tpu_offload.core.engine_api import CachedPrefix, RequestLimits, ScheduledRequest
-from tpu_offload.core.tables import check_sequence, read_tables
-from tpu_offload.errors import RequestError
+from tpu_offload.errors import ConfigError, RequestError
+from tpu_offload.layout import KVLayout
 from tpu_offload.types import CacheEpoch, JobResult, JobState, StepReport, WorkerSetup
 from tpu_offload.values import as_count, one_line
 
 _ENDS = (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
 _MAX = 2**63 - 1
+_LISTS = {list}
+
+
+def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -> int:
+    """Validates the arguments of an `OffloadScheduler`; returns the number of workers as a Python integer.
+
+    Raises:
+      ConfigError: one has another type, or there is no worker.
+      LayoutError: the host tier is on and does not support the layout.
+    """
+    for given, kind in ((config, OffloadConfig), (layout, KVLayout)):
+        if not isinstance(given, kind):
+            raise ConfigError(f"got a {type(given).__name__}; expected the {kind.__name__}")
+    count = as_count(num_workers, least=1)
+    if count is None:
+        raise ConfigError(f"num_workers={one_line(num_workers)}; expected at least 1")
+    if config.enabled:
+        layout.check_tier()
+    return count
 
 
 def report_error(report: Any, *, num_workers: int, num_groups: int, max_swap_blocks: int) -> str:
-    """Why a report makes no sense, in one line; empty when it does.
+    """Why a report is invalid, in one line; empty if it is valid.
 
-    A job that is not known, or not any more, is no error: reports may be late or doubled.
+    An unknown job is no error: reports may be late or duplicated.
 
     Args:
       report: anything.
@@ -35,7 +56,7 @@ def report_error(report: Any, *, num_workers: int, num_groups: int, max_swap_blo
 
 
 def has_setup(report: Any) -> bool:
-    """Whether a report says how its worker was made, in a way that can be read, whatever else is wrong with it."""
+    """Whether a report has a valid `WorkerSetup`, whatever else is wrong with it."""
     if type(report) is not StepReport:
         return False
     try:
@@ -55,7 +76,7 @@ def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_
         error = _setup_error(report.setup)
         if error:
             return error
-    elif report.worker_id >= num_workers:  # with a setup it is a mistake in the settings, and an error
+    elif report.worker_id >= num_workers:  # with a setup it is a ConfigError, which `Workers.check` raises
         return f"a report of worker {report.worker_id}; expected 0 to {num_workers - 1}"
     if type(report.results) is not tuple:
         return f"results are a {type(report.results).__name__}; expected a tuple"
@@ -67,14 +88,14 @@ def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_
 
 
 def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> list[int]:
-    """The numbers as integers of Python.
+    """Validates a request id and some counts; returns the counts as Python integers.
 
     Args:
       request_id: the id.
-      counts: the numbers.
-      names: what they are called.
+      counts: integers of Python, numpy or any other type that converts without loss.
+      names: the arguments' names, for the error.
     Raises:
-      RequestError: the id is no text, or one of the numbers no integer from 0 on.
+      RequestError: the id is not a string, or a count is not a non-negative integer.
     """
     if type(request_id) is not str:
         raise RequestError(f"a request_id is {one_line(request_id)}; expected text")
@@ -84,8 +105,25 @@ def check_request(request_id: Any, *counts: Any, names: Sequence[str] = ()) -> l
     ]
 
 
+def check_match(
+    request_id: Any, block_hashes: Any, *, num_tokens: Any, num_computed_tokens: Any, limits: Any
+) -> list[int]:
+    """Validates the arguments of `OffloadScheduler.match`; returns the two counts as Python integers.
+
+    Raises:
+      RequestError: an argument is invalid. The hashes are not read yet.
+    """
+    counts = check_request(request_id, num_tokens, num_computed_tokens, names=("num_tokens", "num_computed_tokens"))
+    check_sequence(request_id, block_hashes, "block hashes")
+    num_tokens, num_computed_tokens = counts
+    if num_computed_tokens > num_tokens:
+        raise RequestError(f"request {request_id}: {num_computed_tokens=} of {num_tokens=}; expected 0 to num_tokens")
+    check_limits(request_id, limits)
+    return counts
+
+
 def check_count(what: str, value: Any) -> int:
-    """An integer from 0 on, of Python, numpy or whatever has such; else a RequestError that begins with `what`."""
+    """A non-negative Python integer; else a RequestError whose message begins with `what`."""
     count = as_count(value)
     if count is None:
         raise RequestError(f"{what}={one_line(value)}; expected an integer from 0 on")
@@ -93,10 +131,10 @@ def check_count(what: str, value: Any) -> int:
 
 
 def check_scheduled(scheduled: Any, *, num_groups: int) -> ScheduledRequest:
-    """A ScheduledRequest with numbers of Python. What is in its tables and among its hashes is yet to be read.
+    """Validates a ScheduledRequest, except the contents of its block tables and hashes, which are read later.
 
     Raises:
-      RequestError: it is none, or its fields are not what they should be.
+      RequestError: it has another type, or a field is invalid.
     """
     if (
         type(scheduled) is ScheduledRequest
@@ -106,9 +144,9 @@ def check_scheduled(scheduled: Any, *, num_groups: int) -> ScheduledRequest:
         and scheduled.num_computed_tokens >= 0 <= scheduled.num_prompt_tokens
         and (type(scheduled.block_tables) is list or type(scheduled.block_tables) is tuple)
         and len(scheduled.block_tables) == num_groups
-        and all(type(table) is list for table in scheduled.block_tables)
+        and set(map(type, scheduled.block_tables)) == _LISTS
         and type(scheduled.block_hashes) is list
-    ):  # nearly always, and an engine may name hundreds in a step
+    ):  # fast path: nearly always taken, and a step may name hundreds
         return scheduled
     if type(scheduled) is not ScheduledRequest:
         raise RequestError(f"a step has {one_line(scheduled)}; expected ScheduledRequests")
@@ -129,13 +167,13 @@ def check_scheduled(scheduled: Any, *, num_groups: int) -> ScheduledRequest:
 
 
 def check_iterable(items: Any, what: str, expected: str) -> None:
-    """Raises RequestError unless one can iterate over this, and it is no text."""
+    """Raises RequestError unless this is an iterable and not a string."""
     if not isinstance(items, Iterable) or isinstance(items, (str, bytes, bytearray)):
         raise RequestError(f"{what} {one_line(items)}; expected an iterable of {expected}")
 
 
 def check_epoch(epoch: Any, *, num_workers: int) -> None:
-    """Raises RequestError unless this names the KV caches of a worker."""
+    """Raises RequestError unless this is a CacheEpoch of an existing worker."""
     if type(epoch) is not CacheEpoch:
         raise RequestError(f"the KV caches are named by {one_line(epoch)}; expected what OffloadWorker.cache_epoch is")
     if not _are_counts((epoch.worker_id, epoch.incarnation, epoch.num_losses)) or epoch.worker_id >= num_workers:
@@ -152,10 +190,10 @@ def check_limits(request_id: str, limits: Any) -> None:
 
 
 def check_prefix(prefix: Any) -> CachedPrefix:
-    """A CachedPrefix with numbers of Python. What is in its hashes is yet to be read.
+    """Validates a CachedPrefix, except its hashes, which are read later; returns it with Python integers.
 
     Raises:
-      RequestError: it is none, or its fields are not what they should be.
+      RequestError: it has another type, or a field is invalid.
     """
     if type(prefix) is not CachedPrefix:
         raise RequestError(f"what is evicted is {one_line(prefix)}; expected a CachedPrefix")
@@ -169,13 +207,13 @@ def check_prefix(prefix: Any) -> CachedPrefix:
     if not 0 < num_blocks <= len(prefix.block_hashes) or not callable(prefix.block_of):
         raise RequestError(
             f"a cached prefix has {num_blocks} blocks, {len(prefix.block_hashes)} hashes and "
-            f"{one_line(prefix.block_of)} to find blocks; expected at least a block, as many hashes, and a function"
+            f"block_of={one_line(prefix.block_of)}; expected at least one block, a hash for each, and a function"
         )
     return dataclasses.replace(prefix, num_blocks=num_blocks, num_prompt_tokens=num_prompt_tokens)
 
 
 def read_request_ids(request_ids: Any) -> list[str]:
-    """Ids of requests, all of them checked; an error of the engine's own iterator goes through."""
+    """Validates request ids; an error that the engine's iterator raises propagates."""
     check_iterable(request_ids, "ids of requests are", "text")
     read = list(request_ids)
     for request_id in read:
@@ -184,7 +222,7 @@ def read_request_ids(request_ids: Any) -> list[str]:
 
 
 def read_numbers(request_id: str, name: str, numbers: Any) -> frozenset[int]:
-    """A collection of integers from 0 on, in any order."""
+    """Validates a collection of non-negative integers, in any order."""
     if not isinstance(numbers, Collection) or isinstance(numbers, (str, bytes, bytearray)):
         raise RequestError(f"request {request_id} has {name}={one_line(numbers)}; expected numbers of blocks")
     try:
@@ -215,7 +253,7 @@ def _result_error(result: Any) -> str:
 
 
 def _setup_error(setup: Any) -> str:
-    """What is wrong with what it says of the worker's settings."""
+    """Why the worker's settings are invalid; empty if they are valid."""
     if type(setup) is not WorkerSetup:
         return f"the setup of a worker is a {type(setup).__name__}; expected a WorkerSetup"
     counts = (
@@ -241,7 +279,7 @@ def _setup_error(setup: Any) -> str:
 
 
 def _memory_error(report: StepReport, *, num_groups: int, max_swap_blocks: int) -> str:
-    """What is wrong with what it says of host memory."""
+    """Why the report's host memory fields are invalid; empty if they are valid."""
     blocks, lost, lost_blocks = report.num_swap_blocks, report.lost_slots, report.lost_swap_blocks
     if type(blocks) is not tuple or len(blocks) not in (0, num_groups) or not _are_counts(blocks):
         return f"blocks of the swap pool are {blocks!r:.100}; expected a count for each of {num_groups} layer groups"

@@ -6,8 +6,8 @@ multiplication chooses its order by the shape of its operands, so equal tokens n
 
 * every matrix multiplication has one fixed shape: work is cut into tiles of a fixed number of rows,
   and a step runs as many tiles as it needs (`map_row_tiles` for the dense layers, the outer loop
-  here for queries). A row's place in its tile does not change its bits; rows past the end are
-  computed and ignored.
+  here for queries). A row's position in its tile does not change its bits; rows past the end are computed and
+    ignored.
 * the keys of a sequence are visited in tiles, in ascending order, with the running softmax of flash
   attention. Where a tile is cut depends on absolute positions only, and a tile that is masked for a
   row is an exact no-op for it: exp(-inf) adds 0 and the running maximum stays. So it does not
@@ -145,7 +145,7 @@ def _attend_tile(
         if window:
             visible &= key_positions[None, :] > row_positions[:, None] - window
             held &= key_positions >= first_key
-        # Blocks hold whatever their last owner left, NaNs maybe, and 0 * NaN would get past the mask.
+        # Blocks may contain NaNs from an earlier owner, and 0 * NaN would pass the mask.
         kv = jnp.where(held[:, None, None, None], kv, 0.0)
         return [
             _accumulate(q, kv[:, h, 0], kv[:, h, 1], visible, c)

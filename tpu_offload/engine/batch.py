@@ -91,9 +91,9 @@ class TokenSpan:
       tokens: token ids.
       position: position of the first one; KV of all before it is in the blocks.
       block_ids: the request's blocks, enough for `position + len(tokens)` tokens.
-      sampling: how the token after the run is chosen.
+      sampling: how the token after the span is chosen.
       window_block_ids: the request's blocks of the windowed layers, by place in their ring (see
-        `window_ring_blocks`); enough for the run, empty for a model without such layers.
+        `window_ring_blocks`); enough for the span, empty for a model without such layers.
       last_row: if the last token was sampled by the previous step and may still be in flight: its row in that step's
         output; the id in `tokens` is ignored then. Else -1.
     """
@@ -106,13 +106,13 @@ class TokenSpan:
     last_row: int = -1
 
 
-def pack(runs: Sequence[TokenSpan], config: EngineConfig, model_config: ModelConfig) -> StepInputs:
-    """Lays the runs out end to end.
+def pack(spans: Sequence[TokenSpan], config: EngineConfig, model_config: ModelConfig) -> StepInputs:
+    """Packs token spans end to end.
 
     Args:
-      runs: at most `max_num_seqs`, together at most `max_num_batched_tokens` tokens; none is empty.
+      spans: at most `max_num_seqs`, together at most `max_num_batched_tokens` tokens; none is empty.
       config: gives the shapes.
-      model_config: tells whether there are windowed layers.
+      model_config: for the windowed layers.
     """
     rows = round_up(config.max_num_batched_tokens + Q_TILE, ROW_TILE)  # a query tile may reach past the last token
     num_tiles = config.max_num_batched_tokens // Q_TILE + config.max_num_seqs
@@ -128,34 +128,34 @@ def pack(runs: Sequence[TokenSpan], config: EngineConfig, model_config: ModelCon
     a |= {name: np.zeros(samples, dtype) for name, dtype in _PER_SAMPLE.items()}
 
     row = tile = 0
-    for i, run in enumerate(runs):
-        n = len(run.tokens)
-        tables[i, : len(run.block_ids)] = run.block_ids
-        at, positions = slice(row, row + n), np.arange(run.position, run.position + n)
-        a["tokens"][at], a["positions"][at] = run.tokens, positions
-        a["last_rows"][row + n - 1] = run.last_row
+    for i, span in enumerate(spans):
+        n = len(span.tokens)
+        tables[i, : len(span.block_ids)] = span.block_ids
+        at, positions = slice(row, row + n), np.arange(span.position, span.position + n)
+        a["tokens"][at], a["positions"][at] = span.tokens, positions
+        a["last_rows"][row + n - 1] = span.last_row
         a["write_blocks"][at] = tables[i, positions // config.block_size]
         a["write_offsets"][at] = positions % config.block_size
         if ring_blocks:
             places = positions // config.block_size % ring_blocks
-            assert places.max() < len(run.window_block_ids), (run.position, n, run.window_block_ids)
-            rings[i, : len(run.window_block_ids)] = run.window_block_ids
+            assert places.max() < len(span.window_block_ids), (span.position, n, span.window_block_ids)
+            rings[i, : len(span.window_block_ids)] = span.window_block_ids
             a["window_write_blocks"][at] = rings[i, places]
 
         offsets = np.arange(0, n, Q_TILE)
         at = slice(tile, tile + len(offsets))
-        a["tile_starts"][at], a["tile_positions"][at] = row + offsets, run.position + offsets
+        a["tile_starts"][at], a["tile_positions"][at] = row + offsets, span.position + offsets
         a["tile_lens"][at], a["tile_rows"][at] = np.minimum(Q_TILE, n - offsets), i
         row, tile = row + n, tile + len(offsets)
 
-        a["sample_rows"][i], a["sample_positions"][i] = row - 1, run.position + n
+        a["sample_rows"][i], a["sample_positions"][i] = row - 1, span.position + n
         a["temperatures"][i], a["top_ks"][i], a["seeds"][i] = (
-            run.sampling.temperature, run.sampling.top_k, run.sampling.seed
+            span.sampling.temperature, span.sampling.top_k, span.sampling.seed
         )  # fmt: skip
     counts: dict[str, Any] = {
         "num_tokens": np.int32(row),
         "num_tiles": np.int32(tile),
-        "num_samples": np.int32(len(runs)),
+        "num_samples": np.int32(len(spans)),
     }
     return StepInputs(block_tables=tables, window_tables=rings, **counts, **a)
 

@@ -23,7 +23,7 @@ _MOSTLY = 0.75  # a step counts as prefill for rate measurements from this share
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts over the engine's life.
+    """Counters of the engine since its start.
 
     Attributes:
       num_steps: calls of `Engine.step`.
@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to do or to report."""
+        """Whether `step` has anything to compute or to report."""
         return bool(self._rejected or self._samples)
 
     def add_request(self, request: Request) -> None:
@@ -145,7 +145,7 @@ class Engine:
             self._offload.reset()
 
     def step(self) -> list[RequestOutput]:
-        """Dispatches one batch, and reads what was sampled: by it, or with `async_scheduling` by the one before.
+        """Dispatches one batch, and reads the tokens sampled by it, or with `async_scheduling` by the previous one.
 
         Returns:
           One output for each sample that got a token or ended.
@@ -159,7 +159,7 @@ class Engine:
         if launched is not None:
             outputs += self._complete(launched)
         if self._offload:
-            # With nothing to compute, only a copy can make progress.
+            # With nothing to compute, only copies can make progress.
             idle = not batch and self._in_flight is None
             update = self._offload.poll(wait=idle and self._scheduler.awaits_copies)
             for name in update.loaded:
@@ -219,11 +219,11 @@ class Engine:
         """
         runner, offload = self._runner, self._offload
         start_s = self._clock()
-        runs = [self._token_span(run) for run in batch]
+        spans = [self._token_span(scheduled) for scheduled in batch]
         copies = self._scheduler.take_copies()
         if offload is None:
             runner.copy_blocks(copies)
-            output = runner.step(runs) if runs else None
+            output = runner.step(spans) if spans else None
         else:
             try:
                 plan, runner.kv_caches = offload.before_forward(batch, runner.kv_caches)
@@ -231,7 +231,7 @@ class Engine:
                 self._restart(batch, e)
                 return None
             runner.copy_blocks(copies)
-            output = runner.step(runs, offload.fused_step()) if runs else None
+            output = runner.step(spans, offload.fused_step()) if spans else None
             offload.after_forward(plan, runner.kv_caches, output.copied if output else None)
         return _InFlight(batch, output, start_s) if output else None
 
@@ -239,14 +239,14 @@ class Engine:
         """Makes new, empty caches. A step in flight was dispatched before the loss, and its tokens count."""
         self._num_cache_losses += 1
         self._runner.renew_caches()
-        num_lost = self._scheduler.lose_caches(batch)
+        num_lost = self._scheduler.mark_caches_lost(batch)
         _logger.error("%s. New caches were made; %d requests are recomputed", error, num_lost)
 
     def _complete(self, step: "_InFlight") -> list[RequestOutput]:
         """Waits for the tokens of a step, and returns their outputs."""
-        num_runs = len(step.batch)
-        tokens = np.asarray(step.output.tokens)[:num_runs].tolist()
-        logprobs = np.asarray(step.output.logprobs)[:num_runs].tolist()
+        num_spans = len(step.batch)
+        tokens = np.asarray(step.output.tokens)[:num_spans].tolist()
+        logprobs = np.asarray(step.output.logprobs)[:num_spans].tolist()
         now_s = self._clock()
         if self._offload:
             # With async scheduling the step before was still running when this one was dispatched.
@@ -269,22 +269,22 @@ class Engine:
     def _observe_prefill(self, batch: Batch, seconds: float) -> None:
         """Reports the prefill rate, measured on steps that compute mostly prompts."""
         assert self._offload is not None
-        num_tokens = sum(run.num_tokens for run in batch)
-        num_prompt = sum(run.num_tokens for run in batch if run.num_tokens > 1)
+        num_tokens = sum(scheduled.num_tokens for scheduled in batch)
+        num_prompt = sum(scheduled.num_tokens for scheduled in batch if scheduled.num_tokens > 1)
         if num_prompt >= _MOSTLY * num_tokens:
             self._offload.observe_prefill(num_prompt, seconds)
 
-    def _token_span(self, run: ScheduledTokens) -> TokenSpan:
-        sequence = run.sequence
-        tokens = sequence.tokens[run.start : run.end]
+    def _token_span(self, scheduled: ScheduledTokens) -> TokenSpan:
+        sequence = scheduled.sequence
+        tokens = sequence.tokens[scheduled.start : scheduled.end]
         source = -1
-        if len(tokens) < run.num_tokens:  # the last one is in flight, and taken from there on the device
+        if len(tokens) < scheduled.num_tokens:  # the last one is in flight, and taken from there on the device
             assert self._in_flight is not None, "a token is in flight but no step"
             rows = (row for row, other in enumerate(self._in_flight.batch) if other.sequence is sequence)
             source = next(rows)
             tokens = [*tokens, 0]
         return TokenSpan(
-            tokens, run.start, sequence.block_ids, sequence.sampling, sequence.window_block_ids, last_row=source
+            tokens, scheduled.start, sequence.block_ids, sequence.sampling, sequence.window_block_ids, last_row=source
         )
 
 

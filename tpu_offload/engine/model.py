@@ -1,7 +1,7 @@
 """A Llama-shaped decoder in Flax NNX: GQA, rotary positions, RMSNorm, SwiGLU; random weights from a seed.
 
-The modules see tiles of rows and know nothing of requests, blocks or batches; `forward` strings them
-together with the paged cache.
+The modules process tiles of rows, independent of requests, blocks and batches; `forward` combines them with the paged
+cache.
 """
 
 import jax

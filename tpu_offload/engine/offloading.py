@@ -1,7 +1,7 @@
 """How an engine uses tpu_offload: all calls to the library in one place.
 
 The scheduler calls `start_load` when it admits a sequence, `preempt` or `finish` when it takes the sequence's blocks,
-and `can_return` and `swap_in` to resume one that `preempt` has swapped out. Its block pool calls `evict` before it
+and `can_swap_in` and `swap_in` to resume one that `preempt` has swapped out. Its block pool calls `evict` before it
 grants cached blocks. The engine calls the following once a step, even if nothing is computed:
 
     plan, kv_caches = offloading.before_forward(batch, kv_caches)
@@ -157,7 +157,7 @@ class Offloading:
         self._watched.discard(sequence)
         name = sequence.sequence_id
         if sequence.phase is Phase.RETURNING:
-            self._scheduler.swap.withdraw(name)
+            self._scheduler.swap.abort_swap_in(name)
             return True
         swapped = sequence.phase is Phase.RUNNING and self._scheduler.swap.swap_out(
             name,
@@ -177,23 +177,23 @@ class Offloading:
             self._scheduler.swap.discard([sequence.sequence_id])
         self._scheduler.preempt(sequence.sequence_id)
 
-    def lose_caches(self) -> None:
+    def mark_caches_lost(self) -> None:
         """The KV caches were lost and replaced. Then call `abandon` for every sequence that holds blocks."""
-        self._scheduler.lose_caches(self._worker.cache_epoch)
+        self._scheduler.mark_caches_lost(self._worker.cache_epoch)
 
     def reset(self) -> None:
         """Invalidates everything in host memory. The next updates name the sequences whose loads or swaps are lost."""
         self._scheduler.reset()
 
-    def can_return(self, sequence: Sequence) -> bool:
+    def can_swap_in(self, sequence: Sequence) -> bool:
         """Whether a swapped-out sequence can be swapped in; if not, its KV is lost and the next update says so."""
-        return self._scheduler.swap.can_return(sequence.sequence_id)
+        return self._scheduler.swap.can_swap_in(sequence.sequence_id)
 
     def swap_in(self, sequence: Sequence, *, present: Collection[int]) -> bool:
         """Starts to swap a sequence into the blocks that it has been granted.
 
         Args:
-          sequence: one that `can_return`.
+          sequence: one for which `can_swap_in` is true.
           present: numbers of its blocks that already hold their KV.
         Returns:
           Whether it has to wait until `poll` names it.

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out."""
+"""Inputs and outputs of the engine."""
 
 import dataclasses
 import enum
@@ -41,7 +41,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to continue.
+    """A prompt and how to continue it.
 
     Attributes:
       request_id: unique among unfinished requests.
@@ -84,15 +84,15 @@ class PromptTokens:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestStats:
-    """One request's life, times by the engine's clock.
+    """Statistics of one request; times are by the engine's clock.
 
     Attributes:
-      arrival_s: when `add_request` took it.
-      first_token_s: when its first token was there; None if it ended without one.
-      finish_s: when it ended.
+      arrival_s: time of `add_request`.
+      first_token_s: time of its first token; None if it ended without one.
+      finish_s: time of its end.
       prompt_tokens: where the KV of its prompt came from.
-      num_preemptions: how often its blocks were taken back.
-      num_swaps: how often of these its KV was swapped out and not recomputed.
+      num_preemptions: number of preemptions.
+      num_swaps: number of preemptions that swapped its KV out instead of recomputing it.
     """
 
     arrival_s: float
@@ -115,15 +115,15 @@ class RequestStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """News of one sample of one request from one step.
+    """The output of one step for one sample of a request.
 
     Attributes:
-      request_id: which.
+      request_id: the request.
       tokens: all tokens generated so far.
       finish_reason: None while it is unfinished.
       error: why it could not be served, in one line; empty unless `finish_reason` is ERROR.
       stats: present when it ended.
-      index: which sample, 0 to n - 1.
+      index: index of the sample, 0 to n - 1.
       logprobs: for each of `tokens` the natural logarithm of its probability, before temperature and top_k.
     """
 

@@ -37,8 +37,8 @@ class StepOutput:
     copied: FusedOutcome | None
 
 
-# The config stands for the module graph: it hashes in a microsecond where a GraphDef takes a millisecond a
-# step, and two engines with one model share the compiled program.
+# The config represents the module graph: it hashes in a microsecond, where a GraphDef takes a millisecond per step,
+# # and two engines with one model share the compiled program.
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 5))
 def _step(
     model_config: ModelConfig,
@@ -78,8 +78,8 @@ class ModelRunner:
       engine_config: number and size of the blocks, and the bounds of a batch.
 
     Attributes:
-      kv_caches: per layer, kv_dtype[num_blocks of its group, *page_shape], see `num_blocks_of`. Whoever
-        else donates them (the offload worker does) must put the new ones back before the next step.
+      kv_caches: per layer, kv_dtype[num_blocks of its group, *page_shape], see `num_blocks_of`. Any other donor (the
+        offload worker) must store the new ones here before the next step.
 
     Raises:
       ConfigError: the blocks for windowed layers are too few for one request.
@@ -88,7 +88,7 @@ class ModelRunner:
     def __init__(self, model_config: ModelConfig, engine_config: EngineConfig) -> None:
         self._model_config, self._engine_config = model_config, engine_config
         self._weights = nnx.state(Decoder(model_config))
-        self._programs: dict[tuple[int, int], Any] = {}  # by how much is saved and loaded
+        self._programs: dict[tuple[int, int], Any] = {}  # by numbers of saved and loaded runs
         num_blocks = {
             layer: n
             for group, n in zip(model_config.layer_groups, num_blocks_of(model_config, engine_config), strict=True)
@@ -113,18 +113,18 @@ class ModelRunner:
         dtype = self._model_config.kv_dtype
         self.kv_caches = [jax.device_put(jnp.zeros(shape, dtype), device) for shape in self._cache_shapes]
 
-    def step(self, runs: Sequence[TokenSpan], fused: FusedStep | None = None) -> StepOutput:
-        """Dispatches the computation of the runs' tokens and KV, and of one token after each run.
+    def step(self, spans: Sequence[TokenSpan], fused: FusedStep | None = None) -> StepOutput:
+        """Dispatches the computation of the spans' tokens and KV, and of one token after each span.
 
-        Returns at once, so that what must follow in program order (saves of these blocks) can be
-        dispatched behind it; reading the output waits.
+        Returns without waiting, so that saves of these blocks can be dispatched after it in program order; reading the
+        output waits.
 
         Args:
-          runs: what `batch.pack` accepts.
+          spans: as for `batch.pack`.
           fused: copies to run under the layers' compute; its segment is donated.
         """
         fused = fused or FusedStep()
-        args = self._weights, self.kv_caches, self._pack(runs), self._last_tokens, *fused
+        args = self._weights, self.kv_caches, self._pack(spans), self._last_tokens, *fused
         if fused.inputs is None:
             tokens, chances, logits, self.kv_caches, copied = _step(self._model_config, *args)
         else:
@@ -156,7 +156,7 @@ class ModelRunner:
         Args:
           fused_shapes: copies to compile it for as well. Those programs are not run: they would copy.
         """
-        last_tokens = self._last_tokens  # of a step that may be in flight
+        last_tokens = self._last_tokens  # a step may be in flight
         self.step([]).tokens.block_until_ready()
         self._last_tokens = last_tokens
         for layers in self._model_config.layer_groups:
@@ -164,11 +164,11 @@ class ModelRunner:
         for fused in fused_shapes:
             self._program(fused)
 
-    def _pack(self, runs: Sequence[TokenSpan]) -> StepInputs:
-        return pack(runs, self._engine_config, self._model_config)
+    def _pack(self, spans: Sequence[TokenSpan]) -> StepInputs:
+        return pack(spans, self._engine_config, self._model_config)
 
     def _program(self, fused: FusedStep) -> Any:
-        """The step with copies, compiled ahead of time: jax compiles what it calls, and a call would copy."""
+        """The step with copies, compiled ahead of time: a call would compile it too, but also copy."""
         assert fused.inputs is not None
         sizes = fused.inputs.num_saves, fused.inputs.num_loads
         if sizes not in self._programs:

@@ -12,7 +12,7 @@ every other.
 
 `num_computed_tokens` includes what the steps dispatched so far compute. If a sequence is preempted while its step is in
 flight, that step reads and writes its blocks in program order before they are copied out or granted again, and its
-sampled token is appended when it arrives, whatever the sequence's phase is then.
+sampled token is appended when it arrives, in whatever phase the sequence is then.
 """
 
 import bisect
@@ -114,7 +114,7 @@ class Scheduler:
         return ""
 
     def has(self, sequence_id: str) -> bool:
-        """Whether this sequence is here and unfinished."""
+        """Whether this sequence is known and unfinished."""
         return sequence_id in self._sequences
 
     def add(self, sequence: Sequence, *forks: Sequence) -> None:
@@ -168,10 +168,10 @@ class Scheduler:
                 self._hash(sequence)
                 batch.append(self._start(sequence, num_tokens))
                 budget -= num_tokens
-        # Not in a step that preempts: a victim would be the first to be admitted, to its own blocks.
+        # Not in a step that preempts: the victim would be admitted first, to its own blocks.
         while self._waiting and budget > 0 and not has_preempted:
             sequence = self._waiting[0]
-            if len(self._active) == self._config.max_num_seqs or not self._enter(sequence, batch):
+            if len(self._active) == self._config.max_num_seqs or not self._try_admit(sequence, batch):
                 break
             if sequence.phase is Phase.RUNNING:
                 num_tokens = min(sequence.num_next_tokens, budget)
@@ -201,7 +201,7 @@ class Scheduler:
             if sequence.phase is Phase.FINISHED:
                 continue
             if sequence.phase is Phase.RUNNING:
-                self._hash(sequence)  # of tokens that were in flight when the step was chosen
+                self._hash(sequence)  # with tokens that were in flight when the step was chosen
                 block_size = self._config.block_size
                 self._blocks.register(sequence, run.start // block_size, run.end // block_size)
             if run.samples:
@@ -238,7 +238,7 @@ class Scheduler:
     def end_swap_in(self, sequence_id: str) -> None:
         """A swap-in has finished: the sequence can run."""
         sequence = self._sequences[sequence_id]
-        assert sequence.phase is Phase.RETURNING, f"{sequence_id} came back while {sequence.phase.value}"
+        assert sequence.phase is Phase.RETURNING, f"{sequence_id} was swapped in while {sequence.phase.value}"
         self._resume(sequence)
 
     def lose_swap(self, sequence_id: str) -> None:
@@ -250,7 +250,7 @@ class Scheduler:
         sequence.num_swaps -= 1
         self._restart(sequence)
 
-    def lose_caches(self, batch: Batch) -> int:
+    def mark_caches_lost(self, batch: Batch) -> int:
         """All KV in HBM is lost. Swapped-out sequences return as usual, all others are recomputed.
 
         Args:
@@ -262,7 +262,7 @@ class Scheduler:
             run.sequence.num_in_flight -= run.samples
         self._copies = []
         if self._offload:
-            self._offload.lose_caches()
+            self._offload.mark_caches_lost()
         lost = list(self._active)
         for sequence in lost:
             if self._offload:
@@ -306,7 +306,7 @@ class Scheduler:
         sequence.num_in_flight += samples
         return ScheduledTokens(sequence, start, num_tokens, samples)
 
-    def _enter(self, sequence: Sequence, batch: Batch) -> bool:
+    def _try_admit(self, sequence: Sequence, batch: Batch) -> bool:
         """Grants blocks to the first sequence in the queue, if there are enough."""
         if sequence.phase is Phase.SWAPPED:
             entered = self._swap_in(sequence)
@@ -360,7 +360,7 @@ class Scheduler:
     def _swap_in(self, sequence: Sequence) -> bool:
         """Grants a swapped-out sequence its blocks and swaps it in; full blocks that are in HBM again are shared."""
         assert self._offload is not None, "only offloading swaps"
-        if not self._offload.can_return(sequence):
+        if not self._offload.can_swap_in(sequence):
             return False
         self._hash(sequence)
         present = self._blocks.live(sequence, self._samples(sequence))
@@ -385,7 +385,7 @@ class Scheduler:
         return [other for other in same if other.phase is Phase.RUNNING]
 
     def _make_room(self) -> bool:
-        """Preempts as many sequences as the others need blocks; returns whether there were any."""
+        """Preempts the sequences whose blocks the others need; returns whether there were any."""
         missing = [
             self._blocks.missing(s, s.num_computed_tokens + s.num_next_tokens) if s.phase is Phase.RUNNING else (0, 0)
             for s in self._active

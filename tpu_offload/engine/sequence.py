@@ -27,12 +27,12 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """What cached blocks remember of the sequence that computed them.
+    """The sequence that computed a cached block, as far as saves need it.
 
     Attributes:
-      block_hashes: of its full blocks; shared with the sequence, which extends it.
+      block_hashes: hashes of its full blocks; shared with the sequence, which extends it.
       num_prompt_tokens: length of its prompt.
-      limits: of its request.
+      limits: limits of its request.
     """
 
     block_hashes: list[BlockHash]
@@ -45,13 +45,13 @@ class Sequence:
     """One unfinished sample of a request.
 
     Attributes:
-      request: what was asked for.
-      arrival_s: when.
+      request: the request.
+      arrival_s: its arrival time.
       tokens: prompt and generated tokens. The KV of the last one is computed by the step that samples
         the next.
-      index: which of the request's samples.
-      arrival: place in the order of all requests.
-      phase: where it is.
+      index: index of the sample.
+      arrival: position in the order of all requests.
+      phase: its phase.
       block_ids: its blocks of the layers with full attention, in token order.
       window_block_ids: its blocks of the layers with a sliding window, a ring.
       block_hashes: hashes of its full blocks, in token order.
@@ -63,14 +63,14 @@ class Sequence:
       num_loading_tokens: tokens after the computed ones that are being loaded, while LOADING.
       next_offer_tokens: number of computed tokens at which there is a new block to offer for saving.
       prompt_tokens: where the KV of its prompt came from so far.
-      logprobs: of its generated tokens.
-      num_preemptions: how often its blocks were taken back.
-      num_swaps: how often of these its KV was swapped out.
+      logprobs: log-probabilities of its generated tokens.
+      num_preemptions: number of preemptions.
+      num_swaps: number of preemptions that swapped its KV out.
       first_token_s: when its first token was sampled; None before.
       leader: the sample that computes its prompt.
       forks: samples that wait for it to do so.
       sampling: how its tokens are chosen.
-      origin: goes with its blocks in the prefix cache.
+      origin: recorded with its blocks in the prefix cache.
     """
 
     request: Request
@@ -110,12 +110,12 @@ class Sequence:
 
     @property
     def sequence_id(self) -> str:
-        """Tells the samples of a request apart; the first has the request's id."""
+        """A unique id of the sample; the first one has the request's id."""
         return sample_id(self.request_id, self.index)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Rises from older to newer sequences."""
+        """Sort key, from older to newer sequences."""
         return self.arrival, self.index
 
     @property

@@ -2,7 +2,7 @@
 
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
 from tpu_offload.kernels.choose import choose_paths, make_copiers
-from tpu_offload.kernels.copier import ArenaView, Copier, Flight, Phase, Rows, fetch_early
+from tpu_offload.kernels.copier import ArenaView, BlockMoves, Copier, Flight, Phase, fetch_early
 from tpu_offload.kernels.direct import DirectCopier, direct_spec
 from tpu_offload.kernels.fused import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.kernels.fused_plan import (
@@ -19,6 +19,7 @@ from tpu_offload.kernels.staged import StagedCopier
 
 __all__ = [
     "ArenaView",
+    "BlockMoves",
     "BySegment",
     "Copier",
     "DirectCopier",
@@ -29,7 +30,6 @@ __all__ = [
     "FusedPlanner",
     "FusedStep",
     "Phase",
-    "Rows",
     "SlotCopier",
     "StagedCopier",
     "TransferSpec",

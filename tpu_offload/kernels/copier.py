@@ -14,7 +14,7 @@ from tpu_offload.types import Direction
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 Caches = list[jax.Array]
 Segment = list[jax.Array]
-"""One segment of the host pool, an array a part (see `TransferSpec`)."""
+"""One segment of the host pool, an array a stripe (see `TransferSpec`)."""
 
 
 class ArenaView(Protocol):
@@ -28,8 +28,8 @@ class ArenaView(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """Blocks to copy, of one or more jobs; all arrays have the same length.
+class BlockMoves:
+    """The block moves between the caches and one segment, of one or more jobs; all arrays have the same length.
 
     Attributes:
       job_ids: the job of each block.
@@ -44,12 +44,12 @@ class Rows:
     def __len__(self) -> int:
         return len(self.job_ids)
 
-    def take(self, which: Any) -> "Rows":
-        """The rows selected by a slice, a mask or a list of indices."""
-        return Rows(self.job_ids[which], self.block_ids[which], self.host_block_ids[which])
+    def take(self, which: Any) -> "BlockMoves":
+        """The moves selected by a slice, a mask or a list of indices."""
+        return BlockMoves(self.job_ids[which], self.block_ids[which], self.host_block_ids[which])
 
     def jobs(self) -> list[int]:
-        """Ids of the jobs in these rows, each once, in order of appearance."""
+        """Ids of the jobs in these moves, each once, in order of appearance."""
         return list(dict.fromkeys(self.job_ids.tolist()))
 
 
@@ -67,10 +67,10 @@ class Flight:
     Attributes:
       direction: save or load.
       segment_id: the segment.
-      rows: the blocks that it copies.
+      moves: what it copies.
       phase: see `Phase`.
       waiting_on: the array whose readiness ends the phase. While COPYING it is the token, i32[], whose value is
-        `len(rows)` if everything was copied.
+        `len(moves)` if everything was copied.
       host_staging: host staging array of the staged path, reused after the flight has ended.
       step_id: the plan that dispatched it.
       fused: whether the engine's own step copies it.
@@ -79,7 +79,7 @@ class Flight:
 
     direction: Direction
     segment_id: int
-    rows: Rows
+    moves: BlockMoves
     phase: Phase
     waiting_on: jax.Array
     host_staging: jax.Array | None = None
@@ -125,15 +125,15 @@ class Copier(abc.ABC):
         """
 
     @abc.abstractmethod
-    def split(self, rows: Rows) -> list[Rows]:
-        """Splits rows (at least one) into pieces that one dispatch can copy."""
+    def split(self, moves: BlockMoves) -> list[BlockMoves]:
+        """Splits moves (at least one) into pieces that one dispatch can copy."""
 
     @abc.abstractmethod
-    def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
+    def save(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> Flight:
         """Dispatches a save of one piece. The caches are read in program order and not donated."""
 
     @abc.abstractmethod
-    def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
+    def load(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> tuple[Flight, Caches]:
         """Dispatches a load of one piece. The caches may be donated; their successors are returned."""
 
     @abc.abstractmethod
@@ -141,8 +141,8 @@ class Copier(abc.ABC):
         """Dispatches the second half of a save whose TRANSIT is complete; its phase becomes COPYING."""
 
     @abc.abstractmethod
-    def resume_load(self, flight: Flight, live: Rows, kv_caches: Caches) -> Caches:
-        """Like `resume_save`, for a load: writes only `live`, a subset of the flight's rows; donates the caches."""
+    def resume_load(self, flight: Flight, live: BlockMoves, kv_caches: Caches) -> Caches:
+        """Like `resume_save`, for a load: writes only `live`, a subset of the flight's moves; donates the caches."""
 
     @abc.abstractmethod
     def release(self, flight: Flight) -> None:

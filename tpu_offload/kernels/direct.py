@@ -14,7 +14,7 @@ import jax
 
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.compiled import CompiledPrograms
-from tpu_offload.kernels.copier import ArenaView, Caches, Copier, Flight, Ids, Phase, Rows, fetch_early
+from tpu_offload.kernels.copier import ArenaView, BlockMoves, Caches, Copier, Flight, Ids, Phase, fetch_early
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.types import Direction
 
@@ -67,35 +67,35 @@ class DirectCopier(Copier):
         for direction in self._directions:
             _ = self._save if direction is Direction.SAVE else self._load
 
-    def split(self, rows: Rows) -> list[Rows]:
+    def split(self, moves: BlockMoves) -> list[BlockMoves]:
         """See `Copier`; a job of more than 512 blocks is split."""
         capacity = self._spec.capacity
-        return [rows.take(slice(start, start + capacity)) for start in range(0, len(rows), capacity)]
+        return [moves.take(slice(start, start + capacity)) for start in range(0, len(moves), capacity)]
 
-    def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
+    def save(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> Flight:
         """See `Copier`."""
-        segment, token = self._save(self._arena.segment(segment_id), kv_caches, self._moves(rows))
+        segment, token = self._save(self._arena.segment(segment_id), kv_caches, self._packed(moves))
         self._arena.replace(segment_id, segment)
-        return self._flight(Direction.SAVE, segment_id, rows, token)
+        return self._flight(Direction.SAVE, segment_id, moves, token)
 
-    def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
+    def load(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> tuple[Flight, Caches]:
         """See `Copier`; donates the caches."""
-        kv_caches, token = self._load(kv_caches, self._arena.segment(segment_id), self._moves(rows))
-        return self._flight(Direction.LOAD, segment_id, rows, token), kv_caches
+        kv_caches, token = self._load(kv_caches, self._arena.segment(segment_id), self._packed(moves))
+        return self._flight(Direction.LOAD, segment_id, moves, token), kv_caches
 
     def resume_save(self, flight: Flight) -> None:
         """Never called: nothing of this path is ever in TRANSIT."""
         raise AssertionError(f"a direct copy has one phase, got {flight.phase}")
 
-    def resume_load(self, flight: Flight, live: Rows, kv_caches: Caches) -> Caches:
+    def resume_load(self, flight: Flight, live: BlockMoves, kv_caches: Caches) -> Caches:
         """Never called: nothing of this path is ever in TRANSIT."""
         raise AssertionError(f"a direct copy has one phase, got {flight.phase}")
 
     def release(self, flight: Flight) -> None:
         """See `Copier`; a direct flight holds no buffers."""
 
-    def _moves(self, rows: Rows) -> Ids:
-        return programs.pack_moves(rows.block_ids, rows.host_block_ids, capacity=self._spec.capacity)
+    def _packed(self, moves: BlockMoves) -> Ids:
+        return programs.pack_moves(moves.block_ids, moves.host_block_ids, capacity=self._spec.capacity)
 
-    def _flight(self, direction: Direction, segment_id: int, rows: Rows, token: jax.Array) -> Flight:
-        return Flight(direction, segment_id, rows, Phase.COPYING, fetch_early(token, self._spec))
+    def _flight(self, direction: Direction, segment_id: int, moves: BlockMoves, token: jax.Array) -> Flight:
+        return Flight(direction, segment_id, moves, Phase.COPYING, fetch_early(token, self._spec))

@@ -4,12 +4,13 @@ Programs of a device run one after another, so a copy in a program of its own de
 the TPU compiler can start a DMA, continue with matrix products, and wait for it later. Two things prevent that: writes
 into the same array are serialized, and a write that nothing depends on is scheduled at the end of the program. So:
 
-- A segment of the host pool is split into parts, each with some of the layers (`TransferSpec.parts`). When the last
-  layer of a part has written its KV, the pages to save are gathered in HBM.
-- After each layer at most one DMA per part is started. An optimization barrier makes the residual stream depend on the
-  DMAs started one layer earlier: each overlaps with one layer's compute, and HBM holds the pages of a few parts only.
-- Loads read their part early and write it into the caches after the layer, whose attention never reads the blocks that
-  a load is filling.
+- A segment of the host pool is split into stripes, each with some of the layers (`TransferSpec.stripes`). When the last
+  layer of a stripe has written its KV, the pages to save are gathered in HBM.
+- After each layer at most one DMA per stripe is started. An optimization barrier makes the residual stream depend on
+  the DMAs started one layer earlier: each overlaps with one layer's compute, and HBM holds the pages of only a few
+  stripes.
+- Loads read their stripe early and write it into the caches after the layer, whose attention never reads the blocks
+  that a load is filling.
 
 `benchmarks/bench_tpu_compile.py` shows how much of it overlaps in the compiler's schedule.
 
@@ -85,7 +86,7 @@ class FusedStep(NamedTuple):
     """The copy arguments of one step; the step must donate `segment`.
 
     Attributes:
-      segment: per part, the segment to save into; empty when nothing is saved.
+      segment: per stripe, the segment to save into; empty when nothing is saved.
       inputs: all else; None when nothing is copied.
     """
 
@@ -123,10 +124,10 @@ class FusedCopies:
     def __init__(self, segment: Sequence[Any], inputs: FusedInputs | None) -> None:
         self._inputs = inputs
         self._segment = list(segment)
-        # Per part, the chunks that are gathered in HBM and whose DMA is not started yet.
+        # Per stripe, the chunks that are gathered in HBM and whose DMA is not started yet.
         self._staged: list[list[Any]] = [[] for _ in segment]
         self._in_flight: list[int] = []
-        self._pages: list[jax.Array] = []  # of the current part's layers
+        self._pages: list[jax.Array] = []  # of the current stripe's layers
         self._arriving: dict[int, Any] = {}
 
     def after_layer(self, layer: int, x: _X, kv_cache: jax.Array) -> tuple[_X, jax.Array]:
@@ -160,18 +161,18 @@ class FusedCopies:
     # Loads.
 
     def _write_loads(self, inputs: FusedInputs, layer: int, kv_cache: jax.Array) -> jax.Array:
-        part, (first, _) = _part_of(inputs.spec, layer)
-        if part not in self._arriving:
-            self._arriving[part] = self._read_runs(inputs, part)
+        stripe, (first, _) = _stripe_of(inputs.spec, layer)
+        if stripe not in self._arriving:
+            self._arriving[stripe] = self._read_chunks(inputs, stripe)
         (cache,) = cpu_carrier([kv_cache], inputs.spec)
-        for pages, block_ids in zip(self._arriving[part], inputs.load_block_ids, strict=True):
+        for pages, block_ids in zip(self._arriving[stripe], inputs.load_block_ids, strict=True):
             cache = _scatter(cache, pages[:, layer - first], block_ids, inputs.spec)
         written: jax.Array = bitcast(cache, inputs.spec.dtype)
         return written
 
-    def _read_runs(self, inputs: FusedInputs, part: int) -> list[Any]:
-        """Per chunk, carrier[blocks_per_chunk, layers of the part, *pool_page] on its way to HBM."""
-        source = inputs.load_segment[part]
+    def _read_chunks(self, inputs: FusedInputs, stripe: int) -> list[Any]:
+        """Per chunk, carrier[blocks_per_chunk, layers of the stripe, *pool_page], being copied to HBM."""
+        source = inputs.load_segment[stripe]
         shape = (inputs.load_block_ids.shape[1], *source.shape[1:])
         return [
             jax.device_put(lax.dynamic_slice(source, (row, *_origin(source)), shape), Space.Device)
@@ -181,32 +182,32 @@ class FusedCopies:
     # Saves.
 
     def _stage(self, inputs: FusedInputs, layer: int, kv_cache: jax.Array) -> None:
-        """Gathers the pages of each chunk in HBM once the last layer of the part is done."""
-        part, (_, end) = _part_of(inputs.spec, layer)
+        """Gathers the pages of each chunk in HBM once the last layer of the stripe is done."""
+        stripe, (_, end) = _stripe_of(inputs.spec, layer)
         self._pages += cpu_carrier([kv_cache], inputs.spec)
         if layer + 1 == end:
             caches, self._pages = self._pages, []
-            self._staged[part] = [_gather(caches, block_ids, inputs.spec) for block_ids in inputs.save_block_ids]
+            self._staged[stripe] = [_gather(caches, block_ids, inputs.spec) for block_ids in inputs.save_block_ids]
 
     def _start_some(self, inputs: FusedInputs, x: _X) -> _X:
-        """Waits for the DMAs of the previous call and starts at most one per part."""
+        """Waits for the DMAs of the previous call and starts at most one per stripe."""
         if self._in_flight:
-            arrived = [self._segment[part] for part in self._in_flight]
+            arrived = [self._segment[stripe] for stripe in self._in_flight]
             x, arrived = lax.optimization_barrier((x, arrived))
-            for part, array in zip(self._in_flight, arrived, strict=True):
-                self._segment[part] = array
-        self._in_flight = [part for part, chunks in enumerate(self._staged) if chunks]
-        for part in self._in_flight:
-            chunk = inputs.num_saves - len(self._staged[part])
-            pages = jax.device_put(self._staged[part].pop(0), Space.Host)
-            target = self._segment[part]
+            for stripe, array in zip(self._in_flight, arrived, strict=True):
+                self._segment[stripe] = array
+        self._in_flight = [stripe for stripe, chunks in enumerate(self._staged) if chunks]
+        for stripe in self._in_flight:
+            chunk = inputs.num_saves - len(self._staged[stripe])
+            pages = jax.device_put(self._staged[stripe].pop(0), Space.Host)
+            target = self._segment[stripe]
             start = (inputs.save_rows[chunk], *_origin(target))
-            self._segment[part] = lax.dynamic_update_slice(target, pages, start)
+            self._segment[stripe] = lax.dynamic_update_slice(target, pages, start)
         return x
 
 
-def _part_of(spec: TransferSpec, layer: int) -> tuple[int, LayerRange]:
-    for i, (first, end) in enumerate(spec.parts):
+def _stripe_of(spec: TransferSpec, layer: int) -> tuple[int, LayerRange]:
+    for i, (first, end) in enumerate(spec.stripes):
         if first <= layer < end:
             return i, (first, end)
     raise ValueError(f"layer {layer}; expected 0 to {spec.num_layers - 1}")

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_offload.kernels.copier import Ids, Rows, Segment
+from tpu_offload.kernels.copier import BlockMoves, Ids, Segment
 from tpu_offload.kernels.fused import FusedInputs, FusedStep
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.types import Direction
 
 _DEFAULT_NUM_CHUNKS = 8
 
-BySegment = list[tuple[int, Rows]]
+BySegment = list[tuple[int, BlockMoves]]
 """Blocks to copy, by segment."""
 
 
@@ -56,17 +56,17 @@ class FusedPlanner:
         sizes = self._sizes[direction]
         if max_blocks is not None:
             sizes = tuple(size for size in sizes if size * self._blocks_per_chunk <= max_blocks)
-        for i, (segment_id, rows) in enumerate(groups):
+        for i, (segment_id, moves) in enumerate(groups):
             if not usable(segment_id):
                 continue
-            taken, rest = take_chunks(rows, blocks_per_chunk=self._blocks_per_chunk, sizes=sizes)
+            taken, rest = take_chunks(moves, blocks_per_chunk=self._blocks_per_chunk, sizes=sizes)
             if len(taken):
                 left = [(segment_id, rest)] if len(rest) else []
                 return [(segment_id, taken)], [*groups[:i], *left, *groups[i + 1 :]]
         return [], groups
 
-    def step(self, save: tuple[Segment, Rows] | None, load: tuple[Segment, Rows] | None) -> FusedStep:
-        """The arguments of the step: for each direction a segment and the rows that `take` returned."""
+    def step(self, save: tuple[Segment, BlockMoves] | None, load: tuple[Segment, BlockMoves] | None) -> FusedStep:
+        """The arguments of the step: for each direction a segment and the moves that `take` returned."""
         return make_fused_step(self._spec, blocks_per_chunk=self._blocks_per_chunk, save=save, load=load)
 
     def shapes(self) -> list[FusedStep]:
@@ -85,25 +85,25 @@ def make_fused_step(
     spec: TransferSpec,
     *,
     blocks_per_chunk: int,
-    save: tuple[Segment, Rows] | None = None,
-    load: tuple[Segment, Rows] | None = None,
+    save: tuple[Segment, BlockMoves] | None = None,
+    load: tuple[Segment, BlockMoves] | None = None,
 ) -> FusedStep:
     """Builds the arguments of a step.
 
     Args:
       spec: shapes.
       blocks_per_chunk: blocks in a chunk.
-      save: the segment to save into, and rows from `take_chunks`.
-      load: the segment to load from, and rows from `take_chunks`.
+      save: the segment to save into, and moves from `take_chunks`.
+      load: the segment to load from, and moves from `take_chunks`.
     """
 
-    def ids(rows: Rows | None) -> tuple[Any, Any]:
-        if rows is None:
+    def ids(moves: BlockMoves | None) -> tuple[Any, Any]:
+        if moves is None:
             return np.zeros((0, blocks_per_chunk), np.int32), np.zeros(0, np.int32)
-        return rows.block_ids.reshape(-1, blocks_per_chunk), rows.host_block_ids[::blocks_per_chunk].copy()
+        return moves.block_ids.reshape(-1, blocks_per_chunk), moves.host_block_ids[::blocks_per_chunk].copy()
 
-    (save_segment, save_rows), (load_segment, load_rows) = save or ([], None), load or ([], None)
-    return FusedStep(save_segment, FusedInputs(*ids(save_rows), *ids(load_rows), load_segment, spec))
+    (save_segment, save_moves), (load_segment, load_moves) = save or ([], None), load or ([], None)
+    return FusedStep(save_segment, FusedInputs(*ids(save_moves), *ids(load_moves), load_segment, spec))
 
 
 def fused_step_structs(spec: TransferSpec, *, blocks_per_chunk: int, num_saves: int, num_loads: int) -> FusedStep:
@@ -132,25 +132,25 @@ def fused_sizes(capacity: int, *, blocks_per_chunk: int, buckets: tuple[int, ...
     return tuple(sorted(size for size in sizes if 0 < size <= most))
 
 
-def take_chunks(rows: Rows, *, blocks_per_chunk: int, sizes: tuple[int, ...]) -> tuple[Rows, Rows]:
-    """Splits off the rows that one step can copy.
+def take_chunks(moves: BlockMoves, *, blocks_per_chunk: int, sizes: tuple[int, ...]) -> tuple[BlockMoves, BlockMoves]:
+    """Splits off the moves that one step can copy.
 
     Args:
-      rows: blocks of one segment, of one or more jobs.
+      moves: blocks of one segment, of one or more jobs.
       blocks_per_chunk: blocks in a chunk.
       sizes: compiled numbers of chunks, ascending.
     Returns:
-      Rows of whole chunks, one chunk after another, their number being one of `sizes`; and the rest. Either may be
+      The moves of whole chunks, one chunk after another, their number being one of `sizes`; and the rest. Either may be
       empty.
     """
-    starts = _chunk_starts(rows.host_block_ids, blocks_per_chunk)
+    starts = _chunk_starts(moves.host_block_ids, blocks_per_chunk)
     fitting = [size for size in sizes if size <= len(starts)]
     if not fitting:
-        return rows.take(slice(0, 0)), rows
+        return moves.take(slice(0, 0)), moves
     chosen = (starts[: fitting[-1], None] + np.arange(blocks_per_chunk)).ravel()
-    rest = np.ones(len(rows), bool)
+    rest = np.ones(len(moves), bool)
     rest[chosen] = False
-    return rows.take(chosen), rows.take(rest)
+    return moves.take(chosen), moves.take(rest)
 
 
 def _chunk_starts(host_block_ids: Ids, blocks_per_chunk: int) -> np.ndarray[Any, np.dtype[np.intp]]:

@@ -1,11 +1,11 @@
 """The jitted programs that move blocks between the caches and the host pool.
 
-A block is spread over the caches, one page per layer. In a segment of the host pool its pages lie in a few parts, each
-with some of the layers; in a staging array they are contiguous. Every program is a loop over blocks with a dynamic trip
-count, so one compiled program serves jobs of every size:
+A block is spread over the caches, one page per layer. In a segment of the host pool its pages lie in a few stripes,
+each with some of the layers; in a staging array they are contiguous. Every program is a loop over blocks with a dynamic
+trip count, so one compiled program serves jobs of every size:
 
-  direct_save   caches -> segment             one DMA per block and part, HBM to host
-  direct_load   segment -> caches             one DMA per block and part, host to HBM
+  direct_save   caches -> segment             one DMA per block and stripe, HBM to host
+  direct_load   segment -> caches             one DMA per block and stripe, host to HBM
   gather        caches -> staging in HBM      first half of a staged save
   land          host staging -> segment       second half of a staged save, on the host's CPU
   pick          segment -> host staging       first half of a staged load, on the host's CPU
@@ -13,11 +13,11 @@ count, so one compiled program serves jobs of every size:
   read_slot     segment -> payload            one chunk of the host tier, on the host's CPU, for storage
   write_slot    payload -> segment            the way back
 
-The direct programs gather the pages of a part in HBM, which takes one block, and send each part in one DMA. The DMAs of
-a block's parts are in flight together; two into the same array would be serialized (`benchmarks/bench_tpu_compile.py`
-shows both). One DMA per page would need no HBM with large pages, but the TPU compiler takes about 40 KiB for each,
-which is 3.6 blocks when a page has 16 KiB. On the CPU backend pages are copied one by one: gathering them first would
-copy them twice.
+The direct programs gather the pages of a stripe in HBM, which takes one block, and send each stripe in one DMA. The
+DMAs of a block's stripes are in flight together; two into the same array would be serialized
+(`benchmarks/bench_tpu_compile.py` shows both). One DMA per page would need no HBM with large pages, but the TPU
+compiler takes about 40 KiB for each, which is 3.6 blocks when a page has 16 KiB. On the CPU backend pages are copied
+one by one: gathering them first would copy them twice.
 
 What is written is donated and updated in place; what is read is not donated. In place matters: a new pool or cache
 would need twice the memory, and on the CPU backend fresh memory costs more than the copy.
@@ -45,7 +45,7 @@ from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, Layer
 
 Space = jax.memory.Space
 Caches = list[jax.Array]
-Parts = list[jax.Array]
+Stripes = list[jax.Array]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -80,7 +80,7 @@ def direct_save(spec: TransferSpec) -> Program:
     """`(segment, kv_caches, moves) -> (segment, token)`.
 
     Args of the program:
-      segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
+      segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
       kv_caches: per layer, dtype[num_blocks, *page_shape].
       moves: i32[3, capacity] from `pack_moves`: blocks to read, positions in the segment to write, their number.
     """
@@ -98,7 +98,7 @@ def direct_load(spec: TransferSpec) -> Program:
 
     Args of the program:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; donated.
-      segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
+      segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
       moves: i32[3, capacity] from `pack_moves`: blocks to write, positions in the segment to read, their number.
     """
 
@@ -154,7 +154,7 @@ def land(spec: TransferSpec, bucket: int) -> Program:
     """`(segment, staging, host_block_ids) -> (segment, token)`, on the host's CPU.
 
     Args of the program:
-      segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
+      segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
       staging: carrier[bucket, num_layers, *pool_page] in pinned host memory.
       host_block_ids: i32[bucket], positions in the segment to write.
     """
@@ -162,8 +162,8 @@ def land(spec: TransferSpec, bucket: int) -> Program:
     def land_rows(segment: Any, staging: Any, host_block_ids: Any) -> Any:
         def copy(segment: Any, staging: Any, i: Any, host_block_id: Any) -> Any:
             return [
-                _write(part, _read(staging, i, (first, end)), host_block_id)
-                for part, (first, end) in zip(segment, spec.parts, strict=True)
+                _write(stripe, _read(staging, i, (first, end)), host_block_id)
+                for stripe, (first, end) in zip(segment, spec.stripes, strict=True)
             ]
 
         return _on_host(copy, segment, staging, host_block_ids)
@@ -178,14 +178,14 @@ def pick(spec: TransferSpec, bucket: int) -> Program:
 
     Args of the program:
       staging: carrier[bucket, num_layers, *pool_page] in pinned host memory; donated.
-      segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
+      segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
       host_block_ids: i32[bucket], positions in the segment to read.
     """
 
     def pick_rows(staging: Any, segment: Any, host_block_ids: Any) -> Any:
         def copy(staging: Any, segment: Any, i: Any, host_block_id: Any) -> Any:
-            for part, (first, end) in zip(segment, spec.parts, strict=True):
-                staging = _write(staging, _read(part, host_block_id, (0, end - first)), i, first)
+            for stripe, (first, end) in zip(segment, spec.stripes, strict=True):
+                staging = _write(staging, _read(stripe, host_block_id, (0, end - first)), i, first)
             return staging
 
         return _on_host(copy, staging, segment, host_block_ids)
@@ -199,15 +199,15 @@ def read_slot(spec: TransferSpec, num_blocks: int) -> Program:
     """`(segment, first) -> (payload, token)`, on the host's CPU: blocks that follow each other, in arrays of their own.
 
     Args of the program:
-      segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
+      segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
       first: i32[], the position of the first of `num_blocks` blocks in the segment.
     """
 
     def read(segment: Any, first: Any) -> Any:
         def cut(segment: Any, first: Any) -> Any:
             pieces = [
-                lax.dynamic_slice(part, (first, np.int32(0), *_origin(part)), (num_blocks, *part.shape[1:]))
-                for part in segment
+                lax.dynamic_slice(stripe, (first, np.int32(0), *_origin(stripe)), (num_blocks, *stripe.shape[1:]))
+                for stripe in segment
             ]
             return pieces, first + num_blocks
 
@@ -222,15 +222,15 @@ def write_slot(spec: TransferSpec, num_blocks: int) -> Program:
     """`(segment, payload, first) -> (segment, token)`, on the host's CPU.
 
     Args of the program:
-      segment: per part, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
-      payload: per part, carrier[num_blocks, layers, *pool_page] in pinned host memory.
+      segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
+      payload: per stripe, carrier[num_blocks, layers, *pool_page] in pinned host memory.
       first: i32[], the position of the first block in the segment.
     """
 
     def write(segment: Any, payload: Any, first: Any) -> Any:
         def put(segment: Any, payload: Any, first: Any) -> Any:
             pairs = zip(segment, payload, strict=True)
-            return [_write(part, piece, first) for part, piece in pairs], first + num_blocks
+            return [_write(stripe, piece, first) for stripe, piece in pairs], first + num_blocks
 
         spaces = (Space.Host, Space.Device)
         on_host = compute_on(jax.jit(put), compute_type="device_host", out_memory_spaces=spaces)
@@ -297,7 +297,7 @@ def _origin(pool: Any) -> Any:
 
 
 def _caches_to_pool(
-    parts: Parts,
+    stripes: Stripes,
     caches: Caches,
     block_ids: Any,
     rows: Any,
@@ -307,27 +307,27 @@ def _caches_to_pool(
     copies: tuple[tuple[LayerRange, ...], ...],
     space: Any,
 ) -> Any:
-    """Writes block `block_ids[i]` to row `rows[i]` of the parts, which are in `space`, for each i < num_blocks.
+    """Writes block `block_ids[i]` to row `rows[i]` of the stripes, which are in `space`, for each i < num_blocks.
 
-    `copies` has, per part, the layer ranges that are copied in one piece.
+    `copies` has, per stripe, the layer ranges that are copied in one piece.
     """
 
     def body(i: Any, carry: Any) -> Any:
-        parts, count = carry
+        stripes, count = carry
         out = []
-        for part, pieces in zip(parts, copies, strict=True):
+        for stripe, pieces in zip(stripes, copies, strict=True):
             for first, end in pieces:
                 together = read_block(caches[first:end], block_ids[i], spec)
-                part = _write(part, jax.device_put(together, space), rows[i], first - pieces[0][0])
-            out.append(part)
+                stripe = _write(stripe, jax.device_put(together, space), rows[i], first - pieces[0][0])
+            out.append(stripe)
         return out, count + 1
 
-    return lax.fori_loop(0, num_blocks, body, (list(parts), jnp.int32(0)))
+    return lax.fori_loop(0, num_blocks, body, (list(stripes), jnp.int32(0)))
 
 
 def _pool_to_caches(
     kv_caches: Caches,
-    parts: Parts,
+    stripes: Stripes,
     block_ids: Any,
     rows: Any,
     num_blocks: Any,
@@ -335,15 +335,15 @@ def _pool_to_caches(
     *,
     copies: tuple[tuple[LayerRange, ...], ...],
 ) -> Any:
-    """Writes row `rows[i]` of the parts to block `block_ids[i]` of the caches, for each i < num_blocks."""
+    """Writes row `rows[i]` of the stripes to block `block_ids[i]` of the caches, for each i < num_blocks."""
 
     def body(i: Any, carry: Any) -> Any:
         caches, count = carry
         out = []
-        for part, pieces in zip(parts, copies, strict=True):
+        for stripe, pieces in zip(stripes, copies, strict=True):
             for first, end in pieces:
                 layers = first - pieces[0][0], end - pieces[0][0]
-                pages = jax.device_put(_read(part, rows[i], layers), Space.Device)
+                pages = jax.device_put(_read(stripe, rows[i], layers), Space.Device)
                 out += write_block(caches[first:end], pages, block_ids[i], spec)
         return out, count + 1
 

@@ -20,7 +20,7 @@ from tpu_offload.kernels.spec import TransferSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Payload = list[jax.Array]
-"""One chunk: per part of a segment, carrier[blocks_per_chunk, layers, *pool_page] in pinned host memory."""
+"""One chunk: per stripe of a segment, carrier[blocks_per_chunk, layers, *pool_page] in pinned host memory."""
 
 
 @final
@@ -101,7 +101,7 @@ class SlotCopier:
     # On any thread.
 
     def pack(self, payload: Payload, target: Bytes) -> None:
-        """Waits for a payload and copies its bytes: part after part, of each the shards in the order of devices."""
+        """Waits for a payload and copies its bytes: stripe after stripe, of each the shards in the order of devices."""
         start = 0
         for array in payload:
             for shard in sorted(array.addressable_shards, key=lambda shard: shard.device.id):

@@ -20,7 +20,7 @@ DEVICE_MEMORY_KIND = "device"
 
 # DMAs of 256 KiB saturate PCIe. More than 8 in flight gain nothing, and each takes 40 KiB of HBM.
 _MIN_DMA_NBYTES = 256 * 1024
-_MAX_PARTS = 8
+_MAX_STRIPES = 8
 
 LayerRange = tuple[int, int]
 """Consecutive layers: the first, and one past the last."""
@@ -30,12 +30,12 @@ LayerRange = tuple[int, int]
 class TransferSpec:
     """The geometry of the caches and of a host pool segment, which the copy programs are compiled for.
 
-    The caches are one array `dtype[num_blocks, *page_shape]` per layer. A segment is a list of parts, each an array
-    `carrier[segment_blocks, layers in the part, *pool_page]`. A staging array is one array
+    The caches are one array `dtype[num_blocks, *page_shape]` per layer. A segment is a list of stripes, each an array
+    `carrier[segment_blocks, layers in the stripe, *pool_page]`. A staging array is one array
     `carrier[n, num_layers, *pool_page]`. All are sharded like the pages: each device copies its own shard, and no
     program communicates.
 
-    Why parts: writes into one array are serialized, so the TPU compiler waits for each DMA before it starts the next.
+    Why stripes: writes into one array are serialized, so the TPU compiler waits for each DMA before it starts the next.
     DMAs into different arrays are in flight together.
 
     Attributes:
@@ -47,7 +47,7 @@ class TransferSpec:
       cache_layout: layout of each cache in device memory; None if row-major, the default off TPU.
       segment_blocks: blocks that fit into one segment of the host pool.
       capacity: most blocks that one dispatch copies; for staged and fused copies the staging budget.
-      parts: the layers in each part of a segment.
+      stripes: the layers in each stripe of a segment.
     """
 
     num_layers: int
@@ -58,11 +58,11 @@ class TransferSpec:
     cache_layout: Layout | None
     segment_blocks: int
     capacity: int
-    parts: tuple[LayerRange, ...]
+    stripes: tuple[LayerRange, ...]
 
     @classmethod
     def from_caches(
-        cls, kv_caches: Sequence[Any], *, segment_blocks: int, capacity: int, num_parts: int | None = None
+        cls, kv_caches: Sequence[Any], *, segment_blocks: int, capacity: int, num_stripes: int | None = None
     ) -> "TransferSpec":
         """Reads shape, dtype and sharding of the first cache; `KVLayout` has checked that all are equal.
 
@@ -70,8 +70,8 @@ class TransferSpec:
           kv_caches: per layer, an array or shape struct `[num_blocks, *page_shape]` with a sharding.
           segment_blocks: blocks that fit into one segment of the host pool.
           capacity: most blocks that one dispatch copies.
-          num_parts: arrays in a segment, at most one per layer. None: on TPU as many as keep a DMA at 256 KiB a device
-            or more, at most 8; elsewhere one.
+          num_stripes: arrays in a segment, at most one per layer. None: on TPU as many as keep a DMA at 256 KiB per
+            device or more, at most 8; elsewhere one.
         Raises:
           LayoutError: the sharding is neither a `NamedSharding` nor a `SingleDeviceSharding`, or the caches have
             different layouts in device memory.
@@ -98,12 +98,12 @@ class TransferSpec:
             cache_layout=layout,
             segment_blocks=segment_blocks,
             capacity=capacity,
-            parts=((0, len(kv_caches)),),
+            stripes=((0, len(kv_caches)),),
         )
-        if num_parts is None:
-            most = _MAX_PARTS if spec.platform == "tpu" else 1
-            num_parts = min(most, spec.block_nbytes_per_device // _MIN_DMA_NBYTES)
-        return dataclasses.replace(spec, parts=_cut(spec.num_layers, max(1, min(num_parts, spec.num_layers))))
+        if num_stripes is None:
+            most = _MAX_STRIPES if spec.platform == "tpu" else 1
+            num_stripes = min(most, spec.block_nbytes_per_device // _MIN_DMA_NBYTES)
+        return dataclasses.replace(spec, stripes=_cut(spec.num_layers, max(1, min(num_stripes, spec.num_layers))))
 
     @property
     def platform(self) -> str:
@@ -182,13 +182,13 @@ class TransferSpec:
 
     @property
     def copies(self) -> tuple[tuple[LayerRange, ...], ...]:
-        """Per part, the layer ranges that a block is copied in.
+        """Per stripe, the layer ranges that a block is copied in.
 
-        The whole part, in one DMA. On the CPU backend single layers: gathering pages first would copy them twice.
+        The whole stripe, in one DMA. On the CPU backend single layers: gathering pages first would copy them twice.
         """
         if self.platform == "cpu":
-            return tuple(tuple((layer, layer + 1) for layer in range(*part)) for part in self.parts)
-        return tuple((part,) for part in self.parts)
+            return tuple(tuple((layer, layer + 1) for layer in range(*stripe)) for stripe in self.stripes)
+        return tuple((stripe,) for stripe in self.stripes)
 
     @property
     def block_nbytes_per_device(self) -> int:
@@ -246,18 +246,18 @@ class TransferSpec:
         return jax.ShapeDtypeStruct(shape, self.carrier, sharding=self.pool_sharding(memory_kind))
 
     def segment_structs(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of one segment of the host pool, one per part."""
+        """The shapes of one segment of the host pool, one per stripe."""
         sharding = self.pool_sharding(HOST_MEMORY_KIND)
         return [
             jax.ShapeDtypeStruct((self.segment_blocks, end - first, *self.pool_page), self.carrier, sharding=sharding)
-            for first, end in self.parts
+            for first, end in self.stripes
         ]
 
     def payload_structs(self, num_blocks: int) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of `num_blocks` blocks cut out of a segment, one per part."""
+        """The shapes of `num_blocks` blocks cut out of a segment, one per stripe."""
         return [
-            jax.ShapeDtypeStruct((num_blocks, *part.shape[1:]), part.dtype, sharding=part.sharding)
-            for part in self.segment_structs()
+            jax.ShapeDtypeStruct((num_blocks, *stripe.shape[1:]), stripe.dtype, sharding=stripe.sharding)
+            for stripe in self.segment_structs()
         ]
 
     def count_struct(self) -> jax.ShapeDtypeStruct:
@@ -273,7 +273,7 @@ class TransferSpec:
         return jax.ShapeDtypeStruct((3, length), jnp.int32, sharding=self.replicated)
 
 
-def _cut(num_layers: int, num_parts: int) -> tuple[LayerRange, ...]:
-    """Splits the layers into parts whose sizes differ by at most one."""
-    bounds = [num_layers * i // num_parts for i in range(num_parts + 1)]
+def _cut(num_layers: int, num_stripes: int) -> tuple[LayerRange, ...]:
+    """Splits the layers into stripes whose sizes differ by at most one."""
+    bounds = [num_layers * i // num_stripes for i in range(num_stripes + 1)]
     return tuple(itertools.pairwise(bounds))

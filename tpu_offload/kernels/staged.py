@@ -19,7 +19,7 @@ import numpy as np
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.buckets import split_into_buckets, usable_buckets
 from tpu_offload.kernels.compiled import CompiledPrograms
-from tpu_offload.kernels.copier import ArenaView, Caches, Copier, Flight, Ids, Phase, Rows, fetch_early
+from tpu_offload.kernels.copier import ArenaView, BlockMoves, Caches, Copier, Flight, Ids, Phase, fetch_early
 from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, HOST_MEMORY_KIND, TransferSpec
 from tpu_offload.types import Direction
 
@@ -79,45 +79,47 @@ class StagedCopier(Copier):
                 for build in _PROGRAMS[direction]:
                     self._program(build, bucket)
 
-    def split(self, rows: Rows) -> list[Rows]:
+    def split(self, moves: BlockMoves) -> list[BlockMoves]:
         """See `Copier`; pieces are buckets, the largest first."""
         pieces, start = [], 0
-        for size in split_into_buckets(len(rows), self._buckets):
-            pieces.append(rows.take(slice(start, start + size)))
+        for size in split_into_buckets(len(moves), self._buckets):
+            pieces.append(moves.take(slice(start, start + size)))
             start += size
         return pieces
 
-    def save(self, segment_id: int, rows: Rows, kv_caches: Caches) -> Flight:
+    def save(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> Flight:
         """See `Copier`."""
-        staging, _ = self._program(programs.gather, len(rows))(kv_caches, rows.block_ids)
+        staging, _ = self._program(programs.gather, len(moves))(kv_caches, moves.block_ids)
         # The runtime keeps the HBM staging array alive until the transfer has read it.
         in_transit = jax.device_put(staging, self._host_sharding)
-        return Flight(Direction.SAVE, segment_id, rows, Phase.TRANSIT, in_transit, num_staged=len(rows))
+        return Flight(Direction.SAVE, segment_id, moves, Phase.TRANSIT, in_transit, num_staged=len(moves))
 
-    def load(self, segment_id: int, rows: Rows, kv_caches: Caches) -> tuple[Flight, Caches]:
+    def load(self, segment_id: int, moves: BlockMoves, kv_caches: Caches) -> tuple[Flight, Caches]:
         """See `Copier`; returns the caches unchanged, `resume_load` writes them."""
         segment = self._arena.segment(segment_id)
-        host_staging = self._host_staging(len(rows))
-        host_staging, _ = self._program(programs.pick, len(rows))(host_staging, segment, rows.host_block_ids)
+        host_staging = self._host_staging(len(moves))
+        host_staging, _ = self._program(programs.pick, len(moves))(host_staging, segment, moves.host_block_ids)
         in_transit = jax.device_put(host_staging, self._device_sharding)
-        flight = Flight(Direction.LOAD, segment_id, rows, Phase.TRANSIT, in_transit, host_staging, num_staged=len(rows))
+        flight = Flight(
+            Direction.LOAD, segment_id, moves, Phase.TRANSIT, in_transit, host_staging, num_staged=len(moves)
+        )
         return flight, kv_caches
 
     def resume_save(self, flight: Flight) -> None:
         """See `Copier`."""
-        program = self._program(programs.land, len(flight.rows))
+        program = self._program(programs.land, len(flight.moves))
         segment = self._arena.segment(flight.segment_id)
-        segment, token = program(segment, flight.waiting_on, flight.rows.host_block_ids)
+        segment, token = program(segment, flight.waiting_on, flight.moves.host_block_ids)
         self._arena.replace(flight.segment_id, segment)
         self._await_token(flight, token)
 
-    def resume_load(self, flight: Flight, live: Rows, kv_caches: Caches) -> Caches:
+    def resume_load(self, flight: Flight, live: BlockMoves, kv_caches: Caches) -> Caches:
         """See `Copier`."""
-        bucket = len(flight.rows)
-        live_rows: Ids = np.flatnonzero(np.isin(flight.rows.job_ids, live.job_ids)).astype(np.int32)
-        moves = programs.pack_moves(live.block_ids, live_rows, capacity=bucket)
-        kv_caches, token = self._program(programs.scatter, bucket)(kv_caches, flight.waiting_on, moves)
-        flight.rows = live
+        bucket = len(flight.moves)
+        live_rows: Ids = np.flatnonzero(np.isin(flight.moves.job_ids, live.job_ids)).astype(np.int32)
+        packed = programs.pack_moves(live.block_ids, live_rows, capacity=bucket)
+        kv_caches, token = self._program(programs.scatter, bucket)(kv_caches, flight.waiting_on, packed)
+        flight.moves = live
         self._await_token(flight, token)
         return kv_caches
 

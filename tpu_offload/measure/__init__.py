@@ -1,4 +1,4 @@
-"""What `tpu-offload bench` measures: the copy paths beside what the machine can do, and what they cost a model."""
+"""What `tpu-offload bench` measures: copy paths compared with the machine's limit, and the delay of a model."""
 
 from tpu_offload.measure.bench import TransferBench
 from tpu_offload.measure.devices import check_backend, device_errors, environment

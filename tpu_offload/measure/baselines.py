@@ -1,7 +1,7 @@
-"""What the library's copies are compared with: what the machine can do at all, and the peer's method.
+"""Baselines of the copy measurements: the machine's limit, and the peer's method.
 
-`Memcpy` is the limit on a CPU, where "HBM" is memory of the host, `BusCopies` on an accelerator. `PeerCopies` is what
-tpu-inference's connector does.
+`Memcpy` is the limit on a CPU, where "HBM" is host memory; `BusCopies` is the limit on an accelerator.
+`PeerCopies` is the method of tpu-inference's connector.
 """
 
 import functools
@@ -19,26 +19,27 @@ from tpu_offload.types import Direction
 
 Caches = list[jax.Array]
 
-_BUS_ROW = 1024  # u32 of one row; 4 KiB, the tile of a TPU
+_BUS_ROW = 1024  # u32 elements in a row: 4 KiB, the tile of a TPU
 
 
 class Method(Protocol):
-    """A way to move blocks that does not know of jobs."""
+    """A way to move blocks without jobs."""
 
     def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
-        """Starts a copy, as far as the method does without waiting; the caches may be donated."""
+        """Starts a copy, as far as the method can without waiting; may donate the caches."""
 
     def finish(self, caches: Caches) -> Caches:
-        """Waits for the end of what `dispatch` started."""
+        """Waits for the copy that `dispatch` started."""
 
 
 @final
 class Memcpy:
-    """The limit on a CPU: `np.copyto` between two old buffers that are walked, so that they are not hot.
+    """The limit on a CPU: `np.copyto` between two reused buffers, walked through so that they are not in the CPU's
+    cache.
 
     Args:
       nbytes: size of each buffer.
-      job_nbytes: bytes to copy for one block.
+      job_nbytes: bytes to copy per block.
     """
 
     def __init__(self, *, nbytes: int, job_nbytes: int) -> None:
@@ -47,7 +48,7 @@ class Memcpy:
         self._start = 0
 
     def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
-        """See `Method`; both directions are the same."""
+        """See `Method`; both directions are equal."""
         nbytes = len(block_ids) * self._job_nbytes
         if self._start + nbytes > len(self._source):
             self._start = 0
@@ -57,17 +58,17 @@ class Memcpy:
         return caches
 
     def finish(self, caches: Caches) -> Caches:
-        """See `Method`; nothing is left to wait for."""
+        """See `Method`; the copy has finished already."""
         return caches
 
 
 @final
 class BusCopies:
-    """The limit on an accelerator: one copy of as many contiguous bytes, from or to donated pinned memory.
+    """The limit on an accelerator: one contiguous copy of the same size, from or to donated pinned memory.
 
     Args:
-      caches: their devices are used.
-      block_nbytes_per_device: bytes of one block on each of them.
+      caches: the copies use their devices.
+      block_nbytes_per_device: bytes of one block on each device.
     """
 
     def __init__(self, caches: Caches, *, block_nbytes_per_device: int) -> None:
@@ -107,20 +108,20 @@ class BusCopies:
         def copy(target: Any, source: Any) -> Any:
             return jax.device_put(source, space)
 
-        # Unused as it is, the target has to stay an argument to be the memory that is written.
+        # The target is unused in the program, but must stay an argument: the output is written to its memory.
         return jax.jit(copy, donate_argnums=0, keep_unused=True, out_shardings=self._sharding(kind))
 
 
 @final
 class PeerCopies:
-    """Gather, split, one `device_put` a block; load by one `device_put` a block, wait, scatter, wait.
+    """Saves by a gather, a split and one `device_put` per block; loads by one `device_put` per block and a scatter.
 
-    Its programs are compiled on threads of their own, from the start: for jobs of 64 blocks and 32 layers
-    the TPU compiler takes half a minute for each of them, and a few seconds for any of ours.
+    Its programs are compiled on background threads from the start: for jobs of 64 blocks and 32 layers the TPU compiler
+    takes half a minute for each, and a few seconds for a program of the library.
 
     Args:
       caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are kept.
-      sizes: blocks in a job, for all that it will be asked for.
+      sizes: all job sizes that will be measured, in blocks.
     """
 
     def __init__(self, caches: Caches, *, sizes: Sequence[int]) -> None:
@@ -133,7 +134,7 @@ class PeerCopies:
         self._scatter = {size: compile_in_background(self._lower_scatter, size) for size in sizes}
 
     def wait_until_compiled(self) -> None:
-        """Blocks until every program is compiled; raises what compiling one raised."""
+        """Blocks until all programs are compiled; re-raises a compilation's exception."""
         for future in [*self._gather.values(), *self._scatter.values()]:
             future.result()
 
@@ -150,7 +151,7 @@ class PeerCopies:
         return scatter.lower(structs, [block] * size, spec.ids_struct(size))
 
     def dispatch(self, direction: Direction, caches: Caches, block_ids: list[int]) -> Caches:
-        """See `Method`; a load takes what the last save of as many blocks left, and waits, as the peer does."""
+        """See `Method`; a load copies what the last save of the same size saved, and waits for it, as the peer does."""
         ids = np.array(block_ids, np.int32)
         if direction is Direction.SAVE:
             blocks = self._gather[len(ids)].result()(caches, ids)

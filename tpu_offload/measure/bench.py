@@ -1,11 +1,11 @@
-"""How fast blocks move between the caches and the host pool on this machine, and what that costs the model.
+"""Measures how fast blocks move between the caches and the host pool, and how much that delays a model.
 
-Measured for each copy path, direction and job size, in rounds. A round runs every method once, in random
-order, so that a machine that slows down slows all of them; ratios are taken within a round and given as
-median with the 10th and 90th percentile. `figures` says what each figure is.
+Each copy path, direction and job size is measured in rounds. A round runs every method once, in random order, so that
+changes in machine load affect all methods; ratios are taken within a round and reported as median with the 10th and
+90th percentile. `figures` defines each figure.
 
-A path that does not compile or run here is a `Failure`, and the others are measured all the same. What it
-may have taken along (the caches, its worker) is made anew.
+A path that does not compile or run on this machine is reported as a `Failure`; the others are still measured. The
+caches and the worker that it may have destroyed are replaced.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from tpu_offload.types import Direction
 
 _logger = logging.getLogger(__name__)
 
-_WALK_NBYTES = 256 * 2**20  # on a CPU, buffers of at least this size are walked: several times its caches
+_WALK_NBYTES = 256 * 2**20  # on a CPU, at least this size is walked through: several times the CPU's caches
 _DEFAULT_COMPILE_S = 600.0
 
 
@@ -34,23 +34,23 @@ _Key = tuple[CopyPath | str, Direction]  # a path, "limit" or "peer"
 
 
 class TransferBench:
-    """Caches, workers and the other methods for one geometry of the caches, compiled.
+    """Caches, workers and baselines for one cache geometry, compiled.
 
     Args:
-      geometry: of the caches.
-      sizes: blocks in a job, for all that `measure` will be asked for.
-      paths: copy paths to measure, each with a worker and a host pool of its own.
+      geometry: geometry of the caches.
+      sizes: all job sizes that will be measured, in blocks.
+      paths: copy paths to measure, each with its own worker and host pool.
       directions: directions to measure.
       with_peer: also measure the peer's method.
-      step_s: seconds of a model step; 0 runs no steps, and then no path may be `fused`.
-      max_fused_blocks: of a larger job a step takes this many blocks along, and the rest goes directly, as in
-        an engine. Each of them makes the step longer to compile, for 64 by a minute and more on a TPU.
-      compile_s: wait this long for model steps with fused copies; one that is not compiled then is a failure.
+      step_s: duration of a model step; 0 runs no steps, which excludes the `fused` path.
+      max_fused_blocks: most blocks that a step copies; the rest of a larger job is copied directly, as in an engine.
+        Each block adds to the step's compile time, for 64 blocks over a minute on a TPU.
+      compile_s: how long to wait for compilation of model steps with fused copies; one that takes longer is a failure.
     Raises:
-      InputError: there are too few devices, or not enough host memory for any path.
+      InputError: too few devices, or too little host memory for any path.
 
     Attributes:
-      failures: paths that do not work here; a path may have figures of smaller jobs all the same.
+      failures: paths that failed; such a path may still have figures for smaller jobs.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class TransferBench:
         self._fused_sizes = {size: _fused_size(size, sizes, max_fused_blocks) for size in sizes}
         self._num_blocks = num_walked_blocks(geometry, max(sizes))
         self._caches = geometry.make_caches(self._num_blocks)
-        self._others: dict[str, Method] = {"limit": self._limit()}
-        # What takes longest to compile is begun first.
+        self._baselines: dict[str, Method] = {"limit": self._limit()}
+        # Start the longest compilations first.
         self._step = ModelStep(self._caches, target_s=step_s) if step_s else None
         self._workers: dict[CopyPath, WorkerCopies] = {}
         for path in sorted(paths, key=lambda path: path is not CopyPath.FUSED):
@@ -84,11 +84,11 @@ class TransferBench:
                 self._workers[CopyPath.FUSED].worker.fused_shapes(), sizes=self._fused_sizes.values()
             )
         if with_peer:
-            self._others["peer"] = peer = PeerCopies(self._caches, sizes=sizes)
+            self._baselines["peer"] = peer = PeerCopies(self._caches, sizes=sizes)
             try:
-                peer.wait_until_compiled()  # nothing is measured beside it
+                peer.wait_until_compiled()  # do not measure while it compiles
             except Exception as e:
-                self._leave_out_peer(e)
+                self._skip_peer(e)
         if self._step:
             self._step.wait_for_plain()
             self._wait_for_fused(self._step, give_up_s)
@@ -106,10 +106,9 @@ class TransferBench:
             load_path=path,
             num_staging_blocks=max(self._sizes),
             num_cpu_chunks=self._num_blocks,
-            # A job lies in one segment: what fused takes into a step does.
+            # One segment, because a fused step copies blocks of one segment only.
             host_segment_gb=max(1.0, self._num_blocks * self.geometry.block_nbytes / 2**30),
-            # A job is one bucket, as with the default buckets where sizes are powers of two, without
-            # compiling the others.
+            # One bucket per job size, as with the default buckets of powers of two, without compiling the others.
             block_size_buckets=tuple(
                 sorted({1, *(self._fused_sizes.values() if path is CopyPath.FUSED else self._sizes)})
             ),
@@ -121,12 +120,12 @@ class TransferBench:
                 self._fail(path, direction, e)
 
     def _wait_for_fused(self, step: ModelStep, give_up_s: float) -> None:
-        for direction in [direction for path, direction in self._ours() if path is CopyPath.FUSED]:
+        for direction in [direction for path, direction in self._working() if path is CopyPath.FUSED]:
             try:
                 for size in set(self._fused_sizes.values()):
                     step.wait_for_fused(direction, size, seconds=max(0.0, give_up_s - time.monotonic()))
             except TimeoutError:
-                late = TransferError(f"the model step with {size} blocks in it is not compiled yet; give it more time")
+                late = TransferError(f"the model step with {size} blocks did not compile in time; allow more seconds")
                 self._fail(CopyPath.FUSED, direction, late)
             except Exception as e:
                 self._fail(CopyPath.FUSED, direction, e)
@@ -140,71 +139,73 @@ class TransferBench:
         clock: Callable[[], float] = time.monotonic,
         stop: Callable[[], bool] = lambda: False,
     ) -> list[Figures]:
-        """Measures jobs of one size. What fails is in `failures` and has no figures.
+        """Measures jobs of one size. A path that fails is added to `failures` and has no figures.
 
         Args:
           num_blocks: one of the `sizes`.
-          seconds: start no round after this long; one round is always run.
-          max_rounds: rounds at most.
-          clock: seconds, monotonic.
-          stop: asked after each round; True ends the measuring. Nothing is returned before the first round that counts.
+          seconds: no round starts after this long; at least one round is run.
+          max_rounds: maximum number of rounds.
+          clock: monotonic seconds.
+          stop: called after each round; True ends the measurement. Before the first measured round nothing is returned.
         """
         give_up_s = clock() + seconds
-        self._run_round(num_blocks)  # what is left to compile is small
+        self._run_round(num_blocks)  # compiles the small remaining programs
         if clock() < give_up_s and not stop():
-            self._run_round(num_blocks)  # touches memory for the first time
+            self._run_round(num_blocks)  # first touch of the memory
         if stop():
             return []
         rounds = [self._run_round(num_blocks)]
         while len(rounds) < max_rounds and clock() < give_up_s and not stop():
             rounds.append(self._run_round(num_blocks))
-        return [self._figures(path, direction, num_blocks, rounds) for path, direction in self._ours()]
+        return [self._figures(path, direction, num_blocks, rounds) for path, direction in self._working()]
 
     def close(self) -> None:
         """Frees the host pools and the caches."""
         for worker in self._workers.values():
             worker.worker.close()
         self._workers.clear()
-        self._others.clear()
+        self._baselines.clear()
         self._caches.clear()
 
-    def _ours(self) -> list[tuple[CopyPath, Direction]]:
-        """What works."""
+    def _working(self) -> list[tuple[CopyPath, Direction]]:
+        """The paths and directions that have not failed."""
         failed = {(failure.path, failure.direction) for failure in self.failures}
         keys = [(path, direction) for path in PATHS if path in self._workers for direction in self._directions]
         return [key for key in keys if key not in failed]
 
     def _fail(self, path: CopyPath, direction: Direction, error: Exception) -> None:
-        """Leaves a path out from now on."""
+        """Records a failure and excludes the path from further rounds."""
         line = " ".join(str(error).partition("\n")[0].split())
         if not isinstance(error, TransferError):
             line = f"{type(error).__name__}: {line}"
         self.failures.append(Failure(path, direction, line))
 
-    def _leave_out_peer(self, error: Exception) -> None:
-        """Does without a method that is there only to compare with."""
-        del self._others["peer"]
-        _logger.warning("one device_put a block fails here and is left out: %s", str(error).partition("\n")[0])
+    def _skip_peer(self, error: Exception) -> None:
+        """Excludes the peer's method, which is only a baseline."""
+        del self._baselines["peer"]
+        _logger.warning(
+            "the peer's method (one device_put per block) failed and is skipped: %s", str(error).partition("\n")[0]
+        )
 
     def _renew_worker(self, path: CopyPath) -> None:
-        """Replaces the worker of a copy that failed: what it still has in flight would end as the next job's."""
-        works = [direction for other, direction in self._ours() if other is path]
+        """Replaces the worker of a failed copy: its copies in flight would be taken for the next job."""
+        works = [direction for other, direction in self._working() if other is path]
         self._workers.pop(path).worker.close()
         if works:
             self._add_worker(path, works)
 
     def _renew_caches(self) -> None:
-        """Replaces what a copy that failed may have taken along."""
-        self._caches = []  # before there are new ones
+        """Replaces the caches, which a failed copy may have destroyed."""
+        self._caches = []  # free the old ones first
         self._caches = self.geometry.make_caches(self._num_blocks)
         if self._step:
             self._step.reset()
 
     def _run_round(self, num_blocks: int) -> dict[_Key, JobTimes]:
-        keys: list[_Key] = list(self._ours())
-        keys += [(name, direction) for name in self._others for direction in self._directions]
+        keys: list[_Key] = list(self._working())
+        keys += [(name, direction) for name in self._baselines for direction in self._directions]
         self._rng.shuffle(keys)
-        if ("peer", Direction.LOAD) in keys:  # loads what was saved
+        if ("peer", Direction.LOAD) in keys:  # it loads what it has saved
             keys.sort(key=lambda key: key == ("peer", Direction.LOAD))
             if Direction.SAVE not in self._directions:
                 keys.insert(0, ("peer", Direction.SAVE))
@@ -212,19 +213,19 @@ class TransferBench:
         for name, direction in keys:
             block_ids = self._rng.sample(range(self._num_blocks), num_blocks)
             try:
-                if (name, direction) in self._ours():  # or it failed in this round
+                if (name, direction) in self._working():  # unless it failed in this round
                     times[name, direction] = self._time_path(CopyPath(name), direction, block_ids)
-                elif name in self._others:
-                    times[name, direction] = self._time_other(self._others[name], direction, block_ids)
+                elif name in self._baselines:
+                    times[name, direction] = self._time_baseline(self._baselines[name], direction, block_ids)
             except Exception as e:
-                if name == "limit":  # there is nothing to measure by
+                if name == "limit":  # no ratios without the limit
                     raise
                 self._renew_caches()
                 if isinstance(name, CopyPath):
                     self._fail(name, direction, e)
                     self._renew_worker(name)
                 else:
-                    self._leave_out_peer(e)
+                    self._skip_peer(e)
         return times
 
     def _time_path(self, path: CopyPath, direction: Direction, block_ids: list[int]) -> JobTimes:
@@ -247,7 +248,7 @@ class TransferBench:
     def _num_fused(self, path: CopyPath, num_blocks: int) -> int:
         return self._fused_sizes[num_blocks] if path is CopyPath.FUSED else 0
 
-    def _time_other(self, method: Method, direction: Direction, block_ids: list[int]) -> JobTimes:
+    def _time_baseline(self, method: Method, direction: Direction, block_ids: list[int]) -> JobTimes:
         start_s = time.perf_counter()
         caches = method.dispatch(direction, self._caches, block_ids)
         dispatched_s = time.perf_counter()
@@ -265,7 +266,7 @@ class TransferBench:
             return None if None in values else Spread.of(values)
 
         def others(name: str) -> list[float]:
-            return [r[name, direction].seconds or 0.0 for r in rounds] if name in self._others else []
+            return [r[name, direction].seconds or 0.0 for r in rounds] if name in self._baselines else []
 
         def rate(times: Sequence[float]) -> Spread | None:
             return Spread.of([nbytes / t / 1e9 for t in times]) if times else None
@@ -298,12 +299,12 @@ class TransferBench:
 
 
 def _fused_size(num_blocks: int, sizes: Sequence[int], most: int) -> int:
-    """Blocks of a job that a step takes along: a compiled size, and no more than `most`."""
+    """Number of a job's blocks that a step copies: a compiled size of at most `most`."""
     return num_blocks if num_blocks <= most else max([size for size in sizes if size <= most], default=most)
 
 
 def num_walked_blocks(geometry: Geometry, largest: int) -> int:
-    """Blocks of the caches, and of each host pool, that jobs of up to `largest` blocks are measured with."""
+    """Size in blocks of the caches and of each host pool, to measure jobs of up to `largest` blocks."""
     if jax.default_backend() == "cpu":
         return max(2 * largest, -(-_WALK_NBYTES // geometry.block_nbytes))
     return 2 * largest

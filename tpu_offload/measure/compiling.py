@@ -1,4 +1,4 @@
-"""Compiling on threads, for programs that take long, so that they compile beside each other."""
+"""Compilation on background threads, so that slow programs compile concurrently."""
 
 import concurrent.futures
 import threading
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def compile_in_background(lower: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-    """Traces, lowers and compiles a program on a thread of its own.
+    """Traces, lowers and compiles a program on a new thread.
 
-    It is a daemon, unlike those of an executor, which the interpreter waits for at its end although nobody
-    wants the program any more. A process that ends while one is alive is best left with `os._exit`.
+    It is a daemon thread: at exit the interpreter would wait for the threads of an executor. A process that ends while
+    one is running should use `os._exit`.
 
     Args:
       lower: returns a `jax.stages.Lowered`.
       args: for `lower`.
     Returns:
-      Has the compiled program, or what making it raised.
+      A future of the compiled program, or of the exception.
     """
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 

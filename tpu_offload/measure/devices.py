@@ -1,4 +1,4 @@
-"""The devices: what can be wrong with them, as one line for a person, and what reports say of them."""
+"""Device errors as one-line messages, and the description of devices and versions in reports."""
 
 import contextlib
 import importlib.metadata
@@ -12,20 +12,20 @@ from tpu_offload.errors import InputError
 
 
 def check_backend() -> None:
-    """Finds the devices.
+    """Initializes the backend.
 
     Raises:
-      InputError: there are none; says why.
+      InputError: there is no device; the message has the reason.
     """
     try:
         jax.devices()
-    except RuntimeError as e:  # an unknown name in JAX_PLATFORMS, or a device that another process holds
+    except RuntimeError as e:  # an unknown name in JAX_PLATFORMS, or a device in use by another process
         raise InputError(f"jax finds no device: {str(e).partition(chr(10))[0]}") from e
 
 
 @contextlib.contextmanager
 def device_errors(*, make_smaller: str) -> Iterator[None]:
-    """Turns a device that has too little memory into an `InputError` that says what to make smaller."""
+    """Converts an out-of-memory error of the device into an `InputError` that names what to make smaller."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
@@ -36,7 +36,7 @@ def device_errors(*, make_smaller: str) -> Iterator[None]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and device, for whoever compares two files."""
+    """Versions and devices, for the JSON file."""
     versions = {"python": platform.python_version()}
     for name in ("tpu_offload", "jax", "jaxlib", "flax", "numpy", "libtpu"):
         try:

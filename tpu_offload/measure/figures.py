@@ -1,33 +1,32 @@
-"""What was measured of copies, and what follows from it: an order of the copy paths.
+"""Figures of the copy measurements, and the ranking of copy paths that follows from them.
 
-With nothing else going on, for the paths that have a time of their own. `fused` has none: it is part of a
-model's step, so its figures of this kind are None:
+Measured with the device otherwise idle. These are None for `fused`, which is part of a model's step and has no time of
+its own:
 
-  seconds     from handing the plan to the worker to the poll that reports the job, the caches being ready
-  dispatch_s  the part of it before `begin_step` and `end_step` have returned: the engine's thread is busy
+  seconds     from handing the plan to the worker until the poll that reports the job, with the caches ready
+  dispatch_s  the part of it until `begin_step` and `end_step` have returned: the engine's thread is busy
   of_limit    seconds of the limit / ours: 1 is the speed of the hardware. The limit is one contiguous copy of
-              as many bytes: memcpy between two old buffers on a CPU; elsewhere a copy between device memory
-              and donated pinned memory, so what the bus gives
-  of_peer     seconds of the peer's method / ours: how many times faster we are than gather, split and one
-              `device_put` a block (saves), or one `device_put` a block, a wait, a scatter and a wait (loads)
+              the same size: memcpy between two reused buffers on a CPU; elsewhere a copy between device memory
+              and donated pinned memory, so the rate of the bus
+  of_peer     seconds of the peer's method / ours: the speed-up over gather, split and one `device_put` per
+              block (saves), or one `device_put` per block, a wait, a scatter and a wait (loads)
 
-With a model at work, which is what paths can be compared by. The step is the same for all of them, but that
-with fused copies it is compiled with these in it:
+Measured while a model runs, which makes all paths comparable. The step is the same for all paths, except that fused
+copies are compiled into it:
 
-  delay_s     how much later the model is done. Steps of some milliseconds run one after another, each waited
-              for as a synchronous engine does; the job is in the plan of the first. They go on until the job
-              is reported, and for at least three. The delay is the time that they took less the time of as
-              many steps with empty plans, run right after. It holds everything that the copy costs the model,
-              whoever does it: device time, HBM and PCIe that both want, dispatch
-  reported_s  from the start of the first of these steps to the poll that reports the job
+  delay_s     how much later the model finishes. Steps of some milliseconds run one after another, each waited
+              for as a synchronous engine does; the job is in the plan of the first. At least three run, and until
+              the job is reported. The delay is their duration minus that of the same number of steps with empty
+              plans, run right after. It includes everything that the copy costs the model: device time,
+              contention for HBM and PCIe, dispatch
+  reported_s  from the start of the first of these steps until the poll that reports the job
 
-`rank` makes of that an order of the paths, for each direction. What offloading must not cost is the model's
-time, so the path with the smaller delay is the better one. A path's delay is the geometric mean over the job
-sizes; delays under 50 us, about what can be told from noise, count as 50 us. Paths within
-10 % of the best delay are as good as it; among them, the one whose jobs are reported sooner is better, by the
-geometric mean again. Where no model was at work, `seconds` decides. The remaining ties, within 5 %, go to the
-path that is named first: direct needs next to no HBM. On a CPU all of that is noise or nearly so, because the
-"device" that copies is the one that computes; it shows that the paths work, and no more.
+`rank` orders the paths of each direction. Offloading must not cost the model's time, so the path with the smaller
+delay is better. A path's delay is the geometric mean over the job sizes; delays under 50 us, about the noise floor,
+count as 50 us. Paths within 10 % of the best delay count as equal; among them, the one whose jobs are reported sooner
+is better, by the geometric mean again. If no model ran, `seconds` decides. Remaining ties, within 5 %, go to the path
+that is listed first: direct needs almost no HBM. On a CPU the ranking is mostly noise, because the \"device\" that
+copies is the one that computes; it only shows that the paths work.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ from tpu_offload.config import CopyPath
 from tpu_offload.types import Direction
 
 PATHS = (CopyPath.DIRECT, CopyPath.STAGED, CopyPath.FUSED)
-"""Copy paths that can be measured, in the order in which ties are broken."""
+"""The measurable copy paths, in tie-breaking order."""
 
 _DELAY_FLOOR_S = 50e-6
 _SAME_DELAY, _SAME_SECONDS = 1.10, 1.05
@@ -49,7 +48,7 @@ _SAME_DELAY, _SAME_SECONDS = 1.10, 1.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, 10th and 90th percentile of a figure over the rounds, and the figures themselves."""
+    """Median, 10th and 90th percentile of a figure over the rounds, and its values."""
 
     median: float
     p10: float
@@ -65,11 +64,11 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured for one path, direction and job size.
+    """The figures of one path, direction and job size.
 
-    The module's docstring defines each figure; None is what was not measured: the peer, the model's steps, or a time of
-    its own of a path that has none. `num_fused_blocks` of a job are copied by the model's step, the rest directly;
-    `step_s` is one such step with no copy; rates are in 1e9 bytes a second.
+    The module's docstring defines each figure; None means not measured. `num_fused_blocks` of a job are copied by the
+    model's step, the rest directly; `step_s` is the duration of a step without copies; rates are in 1e9 bytes per
+    second.
     """
 
     path: CopyPath
@@ -92,7 +91,7 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """A path that this machine cannot go in one direction, and why, in one line."""
+    """A path that does not work on this machine in one direction, with the reason in one line."""
 
     path: CopyPath
     direction: Direction
@@ -100,12 +99,12 @@ class Failure:
 
 
 def rank(figures: Sequence[Figures], direction: Direction, *, without: Collection[CopyPath] = ()) -> list[CopyPath]:
-    """The measured paths of one direction, the best first, as the module's docstring defines it.
+    """The measured paths of one direction, best first, by the rules in the module's docstring.
 
     Args:
-      figures: of any direction.
-      direction: the one to rank for.
-      without: paths to leave out.
+      figures: figures of any direction.
+      direction: direction to rank for.
+      without: paths to exclude.
     """
     by_path: dict[CopyPath, list[Figures]] = {}
     for one in figures:
@@ -130,7 +129,7 @@ def _delay_s(one: Figures) -> float:
 
 def _seconds(one: Figures) -> float:
     spread = one.reported_s or one.seconds
-    assert spread is not None, "a path without a time of its own is measured inside of steps"
+    assert spread is not None, "a path without its own time is measured inside steps"
     return spread.median
 
 

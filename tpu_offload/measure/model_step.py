@@ -1,4 +1,4 @@
-"""A model step for copies to get in the way of, or to run inside of."""
+"""A synthetic model step that runs beside copies, or with fused copies inside."""
 
 import concurrent.futures
 import time
@@ -21,21 +21,21 @@ _NUM_TIMED = 5
 
 @final
 class ModelStep:
-    """Stands for a forward pass, of a few milliseconds, with the layers that fused copies need.
+    """A synthetic forward pass of a few milliseconds, with the layers that fused copies need.
 
-    Each layer writes its KV into block 0 of its cache, reads it back as attention would, and multiplies
-    with two matrices. How many rows go through them is what makes a step as long as wanted. It is the same
-    step for every copy path: without fused copies it is compiled with none in it.
+    Each layer writes its KV into block 0 of its cache, reads it back as attention would, and multiplies by two
+    matrices. The number of rows sets the step's duration. The step is the same for every copy path; fused copies are
+    compiled in only for `fused`.
 
     Args:
-      caches: per layer, dtype[num_blocks, *page_shape]; what a step is compiled for.
-      target_s: how long a step is to take, about.
+      caches: per layer, dtype[num_blocks, *page_shape]; the step is compiled for their shapes.
+      target_s: approximate duration of a step.
     """
 
     def __init__(self, caches: Caches, *, target_s: float) -> None:
         self._spec = TransferSpec.from_caches(caches, segment_blocks=1, capacity=1)
         on_cpu = self._spec.platform == "cpu"
-        # One layer of the fewest rows is well under 20 us on a CPU, and on any accelerator.
+        # One layer with the fewest rows takes well under 20 us on a CPU and on any accelerator.
         width, self._row_tile, dtype = (64, 8, jnp.float32) if on_cpu else (2048, 128, jnp.bfloat16)
         up = jnp.full((width, 4 * width), 1 / width, dtype)
         self._weights = jax.device_put((up, up.T), self._spec.replicated)
@@ -47,7 +47,7 @@ class ModelStep:
         self._fused: dict[tuple[int, int], concurrent.futures.Future[Any]] = {}
 
     def _find_num_rows(self, target_s: float) -> int:
-        """How many rows take as long as wanted, by the matrix products alone: those compile in a moment."""
+        """The number of rows for the target duration, timed on the matrix products alone, which compile quickly."""
         num_layers = self._spec.num_layers
         products = jax.jit(lambda x, w: lax.fori_loop(0, num_layers, lambda _, x: _layer(x, w), x))
         num_tiles = 1
@@ -59,18 +59,18 @@ class ModelStep:
                 products(x, self._weights).block_until_ready()
                 seconds.append(time.perf_counter() - start_s)
             ratio = target_s / min(seconds)
-            wanted = max(1, round(num_tiles * min(ratio, 16)))  # few rows say little of many
+            wanted = max(1, round(num_tiles * min(ratio, 16)))  # few rows predict many poorly, so grow step by step
             if 0.8 < ratio < 1.25 or wanted == num_tiles:
                 break
             num_tiles = wanted
         return num_tiles * self._row_tile
 
     def compile_fused(self, shapes: Sequence[FusedStep], *, sizes: Collection[int]) -> None:
-        """Starts to compile the step for copies in one direction, on threads; `wait_for_fused` says how it went.
+        """Starts compiling the step for copies in one direction in the background; see `wait_for_fused`.
 
         Args:
           shapes: `OffloadWorker.fused_shapes()`.
-          sizes: numbers of runs to compile for; steps that copy both ways are left out.
+          sizes: numbers of runs to compile for; steps that copy in both directions are skipped.
         """
         for fused in shapes:
             assert fused.inputs is not None, "a shape that copies nothing"
@@ -79,15 +79,15 @@ class ModelStep:
                 self._fused[num_saves, num_loads] = compile_in_background(self._lower, fused)
 
     def wait_for_plain(self) -> None:
-        """Blocks until the step without copies is compiled; raises what compiling it raised."""
+        """Blocks until the step without copies is compiled; re-raises the compilation's exception."""
         self._plain.result()
 
     def wait_for_fused(self, direction: Direction, size: int, *, seconds: float) -> None:
         """Blocks until the step that copies `size` runs in that direction is compiled.
 
         Raises:
-          TimeoutError: it is not, after that many seconds. It goes on compiling.
-          Exception: whatever compiling it raised.
+          TimeoutError: it is not compiled after that many seconds; compilation continues.
+          Exception: any exception of the compilation.
         """
         self._fused[(size, 0) if direction is Direction.SAVE else (0, size)].result(timeout=seconds)
 
@@ -96,7 +96,7 @@ class ModelStep:
 
         Args:
           caches: per layer, dtype[num_blocks, *page_shape].
-          fused: copies to take along, of a shape that was compiled; its segment is donated.
+          fused: copies to run inside, of a compiled shape; its segment is donated.
         """
         fused = fused or FusedStep()
         if fused.inputs is None:
@@ -107,11 +107,11 @@ class ModelStep:
         return caches, outcome
 
     def wait(self) -> None:
-        """Waits for what the last step computed, as an engine does for its tokens."""
+        """Waits for the output of the last step, as an engine waits for its tokens."""
         self._x.block_until_ready()
 
     def reset(self) -> None:
-        """Forgets what the last step computed; to be called when that has failed."""
+        """Drops the output of the last step; call it after a failed step."""
         self._x = self._make_x(self._num_rows)
 
     def _make_x(self, num_rows: int) -> jax.Array:
@@ -124,7 +124,7 @@ class ModelStep:
 
 
 def _forward(x: Any, weights: Any, caches: Any, segment: Any, inputs: Any) -> Any:
-    """One step: x, of any number of rows, the caches, and what `FusedCopies.finish` returns."""
+    """One step: returns x, the caches, and the result of `FusedCopies.finish`."""
     copies = FusedCopies(segment, inputs)
     out = []
     for layer, cache in enumerate(caches):

@@ -1,4 +1,4 @@
-"""From a geometry of the caches to a profile: what fits, what is measured in which order, what goes into the file."""
+"""Builds a copy profile: fits the geometry to memory, measures all sizes, and lays out the file."""
 
 import contextlib
 import dataclasses
@@ -20,13 +20,13 @@ from tpu_offload.measure.worker_copies import Geometry
 from tpu_offload.memory import available_nbytes
 from tpu_offload.types import Direction
 
-_COMPILE_SHARE = 0.6  # of the time, for model steps with fused copies to compile
-_MEMORY_SHARE = 0.6  # of the memory that is free, for everything that is measured with
+_COMPILE_SHARE = 0.6  # share of the time for compiling model steps with fused copies
+_MEMORY_SHARE = 0.6  # share of the free memory that the measurement may use
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured, what failed, and whether it was stopped before the end."""
+    """Figures, failures, and whether the measurement was interrupted."""
 
     figures: list[Figures]
     failures: list[Failure]
@@ -34,10 +34,10 @@ class Measured:
 
 
 def fit_geometry(geometry: Geometry, largest: int, num_paths: int, *, may_shrink: bool) -> Geometry:
-    """The geometry, with fewer layers where memory is small.
+    """The geometry, with fewer layers if memory is too small.
 
     Raises:
-      InputError: it does not fit, and may not be made smaller or is as small as can be.
+      InputError: it does not fit and may not, or cannot, be made smaller.
     """
     on_cpu = jax.default_backend() == "cpu"
     host_nbytes = _MEMORY_SHARE * available_nbytes()
@@ -46,10 +46,10 @@ def fit_geometry(geometry: Geometry, largest: int, num_paths: int, *, may_shrink
     while True:
         num_walked = num_walked_blocks(geometry, largest)
         # Host: a pool for each path, the peer's blocks, the limit's buffer, staging arrays. Device: the caches,
-        # what the peer gathers (it needs as much again while it does), the limit's buffer, staging arrays.
+        # the peer's gathered blocks (twice, while gathering), the limit's buffer, staging arrays.
         host = (num_walked * num_paths + 4 * largest) * geometry.block_nbytes
         device = (num_walked + 5 * largest) * geometry.block_nbytes // geometry.num_devices
-        if on_cpu:  # where a device is the host, and the limit has two buffers of the caches' size
+        if on_cpu:  # device memory is host memory, and the limit has two buffers of the caches' size
             host, device = host + (3 * num_walked + 5 * largest) * geometry.block_nbytes, 0
         if host <= host_nbytes and device <= device_nbytes:
             return geometry
@@ -71,27 +71,27 @@ def measure(
     max_rounds: int,
     step_s: float,
     max_fused_blocks: int,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
     stop_on_interrupt: Callable[[], AbstractContextManager[Callable[[], bool]]],
 ) -> Measured:
-    """Measures all sizes, the smallest first.
+    """Measures all sizes, smallest first.
 
     Args:
-      geometry: as the other arguments up to `max_fused_blocks`, of `TransferBench` and its `measure`.
+      geometry: see `TransferBench`, as for the other arguments up to `max_fused_blocks`.
       sizes: ascending.
       paths: to measure.
-      seconds: for all of it, compiling included.
-      max_rounds: for each size.
-      step_s: of a model step.
-      max_fused_blocks: in a step.
-      tell: called with a line of progress.
-      stop_on_interrupt: entered when everything is compiled; returns what is asked after each round, and True ends the
-        measuring.
+      seconds: total duration, including compilation.
+      max_rounds: maximum number of rounds per size.
+      step_s: duration of a model step.
+      max_fused_blocks: most blocks that a step copies.
+      on_progress: called with a line of progress.
+      stop_on_interrupt: context entered when everything is compiled; yields a function that is called after each round
+        and ends the measurement by True.
     """
     give_up_s = time.monotonic() + seconds
-    # The CPU backend copies float8 a thousand times slower in the peer's way, which says nothing of TPUs.
+    # On the CPU backend the peer's method copies float8 a thousand times slower, which says nothing about TPUs.
     with_peer = not (jax.default_backend() == "cpu" and geometry.dtype.startswith("float8"))
-    tell(f"compiling: {', '.join(path.value for path in paths)}")
+    on_progress(f"compiling: {', '.join(path.value for path in paths)}")
     bench = TransferBench(
         geometry,
         sizes=sizes,
@@ -108,18 +108,18 @@ def measure(
                 break
             left_s = give_up_s - time.monotonic()
             if left_s <= 0 and figures:
-                tell(f"jobs of {size} blocks: left out, the time is over; --seconds gives more")
+                on_progress(f"jobs of {size} blocks: skipped, out of time; raise --seconds")
                 continue
-            tell(f"jobs of {size} blocks: measuring, {max(left_s, 0):.0f} s left")
+            on_progress(f"jobs of {size} blocks: measuring, {max(left_s, 0):.0f} s left")
             figures += bench.measure(size, seconds=left_s / (len(sizes) - i), max_rounds=max_rounds, stop=stop)
         return Measured(figures, bench.failures, stop())
 
 
 def build_profile(geometry: Geometry, measured: Measured, argv: Sequence[str]) -> dict[str, Any]:
-    """What goes into the file: the profile that is read back, and under `bench` all that was measured.
+    """The content of the file: the profile, and under `bench` all measurements.
 
     Raises:
-      InputError: no path works in one of the directions.
+      InputError: no path works in some direction.
     """
     return {
         "format": FORMAT,
@@ -149,11 +149,11 @@ def _ranking(measured: Measured, direction: Direction) -> list[CopyPath]:
     ranking = rank(measured.figures, direction, without=failed)
     if not ranking:
         why = "; ".join(f"{path.value}: {error}" for path, error in failed.items())
-        raise InputError(f"no copy path that was measured works here for {direction.value}s: {why}")
+        raise InputError(f"no measured copy path works on this machine for {direction.value}s: {why}")
     return ranking
 
 
 def as_json(record: Figures | Failure) -> dict[str, Any]:
-    """Figures or a failure, with names in the place of enums."""
+    """Figures or a failure as JSON values."""
     plain = dataclasses.asdict(record)
     return {key: value.value if isinstance(value, enum.Enum) else value for key, value in plain.items()}

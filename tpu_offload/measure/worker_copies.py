@@ -1,4 +1,4 @@
-"""Copies by the library itself, through an `OffloadWorker`, and how long they take."""
+"""Times copies by the library, through an `OffloadWorker`."""
 
 import contextlib
 import dataclasses
@@ -25,13 +25,13 @@ _MIN_STEPS = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Geometry:
-    """What the KV caches look like.
+    """Geometry of the KV caches.
 
     Attributes:
-      num_layers: arrays in the list of caches.
+      num_layers: number of arrays.
       page_shape: one layer's slice of a block, `[block_size, kv_heads, ...]`, over all devices.
       dtype: element type.
-      num_devices: local devices, which split axis 1 of a page.
+      num_devices: local devices; axis 1 of a page is sharded over them.
     """
 
     num_layers: int
@@ -53,14 +53,14 @@ class Geometry:
         """The sharding of each cache.
 
         Raises:
-          InputError: there are too few devices, or they cannot split a page evenly.
+          InputError: too few devices, or a page cannot be sharded evenly over them.
         """
         devices = jax.local_devices()
         if self.num_devices > len(devices):
-            raise InputError(f"{self.num_devices} devices wanted and {len(devices)} found")
+            raise InputError(f"{self.num_devices} devices requested, {len(devices)} found")
         if self.num_devices > 1 and (len(self.page_shape) < 2 or self.page_shape[1] % self.num_devices):
             raise InputError(
-                f"pages of shape {list(self.page_shape)} cannot be split over {self.num_devices} devices; expected a "
+                f"pages of shape {list(self.page_shape)} cannot be sharded over {self.num_devices} devices; expected a "
                 f"multiple of {self.num_devices} as their second number"
             )
         if self.num_devices == 1:
@@ -77,18 +77,17 @@ class Geometry:
 
 @final
 class WorkerCopies:
-    """Jobs through an `OffloadWorker` of its own, from the plan to the report.
+    """Runs jobs through its own `OffloadWorker`, from the plan to the report.
 
-    Places in the host pool are used in turn, so that they are not in the CPU's caches.
+    It cycles through the positions of the host pool, so that they are not in the CPU's caches.
 
     Args:
-      config: the settings; their staging budget bounds the size of a job.
+      config: the settings; the staging budget limits the size of a job.
       caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are kept.
     Raises:
-      InputError: there is not enough memory for the host pool.
+      InputError: too little memory for the host pool.
 
-    Without a model step, which is how `dispatch` and `finish` use it, what the fused path would have taken
-    goes by the direct path.
+    `dispatch` and `finish` run no model step, so the fused path copies directly there.
     """
 
     def __init__(self, config: OffloadConfig, caches: Caches) -> None:
@@ -103,14 +102,14 @@ class WorkerCopies:
         self.max_job_blocks = config.staging_blocks(layout)
         if not self.num_host_blocks:
             self.worker.close()
-            raise InputError("no memory for a host pool; make the blocks or their number smaller")
+            raise InputError("no memory for a host pool; use smaller or fewer blocks")
         self._next_place = 0
         self._next_id = 0
-        with contextlib.suppress(TransferError):  # a path that fails does so again when it is measured
+        with contextlib.suppress(TransferError):  # a path that fails will fail again when it is measured
             self._fill(caches)
 
     def _fill(self, caches: Caches) -> None:
-        """Saves to every place once: a worker loads nothing that it has not saved."""
+        """Saves to every position once: a worker loads only what it has saved."""
         most = min(self.max_job_blocks, caches[0].shape[0])
         for first in range(0, self.num_host_blocks, most):
             num_blocks = min(most, self.num_host_blocks - first)
@@ -121,11 +120,11 @@ class WorkerCopies:
         """A plan with one job.
 
         Raises:
-          InputError: it has more blocks than the host pool.
+          InputError: the job is larger than the host pool.
         """
         num_blocks = len(block_ids)
         if num_blocks > self.num_host_blocks:
-            raise InputError(f"host memory holds {self.num_host_blocks} blocks, a job of {num_blocks} was asked for")
+            raise InputError(f"host memory holds {self.num_host_blocks} blocks, the job has {num_blocks}")
         if self._next_place + num_blocks > self.num_host_blocks:
             self._next_place = 0
         places = range(self._next_place, self._next_place + num_blocks)
@@ -136,21 +135,21 @@ class WorkerCopies:
         return StepPlan(step_id=self._next_id, jobs=(CopyJob(job_id=self._next_id, kind=kind, parts=(part,)),))
 
     def idle_plan(self) -> StepPlan:
-        """A plan with nothing in it."""
+        """An empty plan."""
         self._next_id += 1
         return StepPlan(step_id=self._next_id)
 
     def dispatch(self, plan: StepPlan, caches: Caches) -> Caches:
-        """Hands a plan to the worker, with no model step in it."""
+        """Hands a plan to the worker, without a model step."""
         caches = self.worker.begin_step(plan, caches)
         self.worker.end_step(plan, caches)
         return caches
 
     def finish(self, caches: Caches) -> Caches:
-        """Steps until the job is reported and the caches are there.
+        """Steps until the job is reported and the caches are ready.
 
         Raises:
-          TransferError: it failed.
+          TransferError: the job failed.
         """
         while not self.poll(wait=True):
             caches = self.worker.begin_step(self.idle_plan(), caches)
@@ -161,7 +160,7 @@ class WorkerCopies:
         """Whether the job has been reported.
 
         Raises:
-          TransferError: it failed.
+          TransferError: the job failed.
         """
         results = self.worker.poll(wait=wait).results
         if results and results[0].state is not JobState.FINISHED:
@@ -171,7 +170,7 @@ class WorkerCopies:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobTimes:
-    """Seconds of one job; those that were not measured are None."""
+    """Durations of one job, in seconds; None if not measured."""
 
     seconds: float | None = None
     dispatch_s: float | None = None
@@ -183,18 +182,18 @@ class JobTimes:
 def time_steps(
     worker: WorkerCopies, step: ModelStep, plan: StepPlan, caches: Caches, *, num_fused: int
 ) -> tuple[JobTimes, Caches]:
-    """Runs model steps with a job in the first, then as many without.
+    """Runs model steps with a job in the first one, then the same number without.
 
     Args:
       worker: with nothing in flight.
       step: for these caches.
-      plan: has the job.
+      plan: plan with the job.
       caches: donated.
-      num_fused: blocks that the first step has to copy itself.
+      num_fused: blocks that the first step must copy.
     Raises:
-      TransferError: the job failed, or the first step did not copy what it should.
+      TransferError: the job failed, or the first step copied another number of blocks.
     """
-    caches = _run_step(worker, step, worker.idle_plan(), caches)  # none of the timed ones follows a copy
+    caches = _run_step(worker, step, worker.idle_plan(), caches)  # so that no timed step follows a copy
     reported_s, num_steps = None, 0
     start_s = time.perf_counter()
     while reported_s is None or num_steps < _MIN_STEPS:
@@ -215,9 +214,9 @@ def time_steps(
 def _run_step(worker: WorkerCopies, step: ModelStep, plan: StepPlan, caches: Caches, *, num_fused: int = 0) -> Caches:
     caches = worker.worker.begin_step(plan, caches, fuse=True)
     fused = worker.worker.fused_step()
-    num_runs = fused.inputs.num_saves + fused.inputs.num_loads if fused.inputs else 0  # of one block each
+    num_runs = fused.inputs.num_saves + fused.inputs.num_loads if fused.inputs else 0  # one block each
     if num_runs != num_fused:
-        raise TransferError(f"the step takes {num_runs} blocks of the job along; expected {num_fused}")
+        raise TransferError(f"the step copies {num_runs} blocks of the job; expected {num_fused}")
     caches, outcome = step.dispatch(caches, fused)
     worker.worker.end_step(plan, caches, outcome)
     step.wait()
@@ -226,7 +225,7 @@ def _run_step(worker: WorkerCopies, step: ModelStep, plan: StepPlan, caches: Cac
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyRates:
-    """Median rates of jobs of `num_blocks` blocks, in 1e9 bytes a second, the worker's own time included."""
+    """Median rates of jobs of `num_blocks` blocks, in 1e9 bytes per second, including the worker's own time."""
 
     num_blocks: int
     save_gb_per_s: float
@@ -236,19 +235,19 @@ class CopyRates:
 def measure_copy_rates(
     offload: OffloadConfig, geometry: Geometry, *, max_blocks: int = 64, num_rounds: int = 7
 ) -> CopyRates:
-    """Times saves and loads of one engine's settings, one job at a time, with nothing else going on.
+    """Times saves and loads with an engine's settings, one job at a time on an idle device.
 
-    In a run, a save is queued behind the step that computes its blocks and a load ahead of the next one, so
-    the time from dispatch to report says more about the steps than about the copies. With no step going on, a
-    `fused` path goes directly.
+    While an engine serves, a save is queued behind the step that computes its blocks and a load ahead of the next step,
+    so the time from dispatch to report depends more on the steps than on the copies. Without steps a `fused` path
+    copies directly.
 
     Args:
-      offload: the settings; the host pool is made as small as this needs.
-      geometry: of the caches.
-      max_blocks: blocks in a job, where budget and host memory allow it.
-      num_rounds: jobs of each direction.
+      offload: the settings; the host pool is made only as large as needed.
+      geometry: geometry of the caches.
+      max_blocks: blocks in a job, if budget and host memory allow.
+      num_rounds: number of jobs per direction.
     Raises:
-      InputError: there is no room for a host pool.
+      InputError: no memory for a host pool.
       TransferError: a copy failed.
     """
     caches = geometry.make_caches(max_blocks)

@@ -112,7 +112,7 @@ class HostArena:
     All calls must come from the dispatch thread; the allocating threads only append.
 
     Args:
-      segment: shapes, dtypes and shardings of the parts of one segment, each `[blocks, layers, *page_shape]`.
+      segment: shapes, dtypes and shardings of the stripes of one segment, each `[blocks, layers, *page_shape]`.
       num_segments: segments to allocate.
       chunks_per_segment: chunks in one segment.
       num_chunks: chunks in total; at most `num_segments * chunks_per_segment`.

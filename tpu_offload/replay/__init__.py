@@ -1,1 +1,1 @@
-"""Workloads for the embedded engine, served and compared: what `tpu-offload replay` and the soak run."""
+"""Serves workloads on the embedded engine and compares runs, for `tpu-offload replay` and the soak."""

@@ -1,7 +1,7 @@
-"""One workload without and with offloading: whether the outputs are the same, and the numbers of both runs.
+"""Serves a workload without and with offloading, and compares outputs and numbers of both runs.
 
-Both runs use the same weights, the same HBM size and the same order of conversations, after both
-engines have compiled. HBM is made too small for the workload on purpose.
+Both runs use the same weights, HBM size and order of conversations, after compilation. HBM is too small for the
+workload on purpose.
 """
 
 import dataclasses
@@ -37,24 +37,24 @@ def size_setup(options: ServingOptions, offload: OffloadConfig) -> Setup:
     """Checks options and settings, and sizes HBM and the host tier.
 
     Raises:
-      InputError: an invalid option.
-      ConfigError: an invalid setting.
+      InputError: an option is invalid.
+      ConfigError: a setting is invalid.
     """
     workload = build_workload(options)
     concurrency = options.concurrency or DEFAULT_CONCURRENCY
     needed = blocks_per_request(workload, options.block_size)
     num_unique_blocks = workload.num_unique_blocks(options.block_size)
-    # Enough for every request in flight, and too small for the workload; the second if not both can be.
+    # Enough for the requests in flight but too small for the workload; if both are not possible, the latter.
     num_blocks = options.num_blocks or max(needed, min(needed * concurrency, num_unique_blocks // 2))
     setup = build_setup(options, offload, workload=workload, concurrency=concurrency, num_blocks=num_blocks)
     if num_blocks >= num_unique_blocks:
         _logger.warning(
-            "HBM of %d blocks holds all %d blocks of the workload, so offloading has nothing to do",
+            "HBM of %d blocks holds all %d blocks of the workload: offloading will load nothing; lower --num-blocks",
             num_blocks,
             num_unique_blocks,
         )
     if offload.num_cpu_chunks is None and offload.host_gb is None:
-        # The default of 1024 chunks suits no workload in particular; a replay knows what it needs.
+        # Not the default of 1024 chunks: a replay knows what it needs.
         offload = offload.model_copy(update={"num_cpu_chunks": -(-num_unique_blocks // offload.blocks_per_chunk)})
     return dataclasses.replace(setup, offload=offload)
 
@@ -62,12 +62,12 @@ def size_setup(options: ServingOptions, offload: OffloadConfig) -> Setup:
 def serve_twice(
     setup: Setup, *, start: Callable[[str], Callable[[], None]], stop: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Serves without and with offloading; returns the report.
+    """Serves a workload without and with offloading; returns the report.
 
     Args:
-      setup: what is served, and with which sizes.
-      start: called with the name of each run; returns what is called after each of its requests.
-      stop: asked before each step.
+      setup: workload and sizes.
+      start: called with the name of each run; returns a function to call after each of its requests.
+      stop: called before each step; True ends the run.
     """
     block_size = setup.engine.block_size
     baseline, _ = serve_once(setup, None, on_finish=start("baseline"), stop=stop)
@@ -94,18 +94,18 @@ def _copy_rates(setup: Setup) -> dict[str, Any] | None:
     try:
         return dataclasses.asdict(measure_copy_rates(setup.offload, geometry))
     except (InputError, TransferError) as e:
-        _logger.warning("the copies were not measured alone: %s", e)
+        _logger.warning("the copy rates could not be measured: %s", e)
         return None
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """A percentile, interpolated; None of nothing."""
+    """An interpolated percentile; None without values."""
     return float(np.percentile(values, percent)) if values else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """A request whose two runs gave different tokens or log-probabilities, and where they first differ."""
+    """A request with different tokens or log-probabilities in two runs, and the first position that differs."""
 
     request_id: str
     position: int
@@ -122,17 +122,17 @@ class Difference:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """It, as it stands in the JSON file."""
+        """Its record in the JSON file."""
         return dataclasses.asdict(self) | {"text": str(self)}
 
 
 def find_differences(
     baseline: Iterable[Record], offload: Iterable[Record], *, names: tuple[str, str] = ("baseline", "offload")
 ) -> tuple[list[Difference], int]:
-    """Compares every output token, and its log-probability bit for bit, of the requests that both runs finished.
+    """Compares the output tokens and, bit for bit, the log-probabilities of requests that both runs finished.
 
     Returns:
-      The requests that differ, in the order of the offload run, and how many were compared.
+      The requests that differ, in the order of the offload run, and the number of requests compared.
     """
     expected = {record.request_id: record for record in baseline}
     pairs = [(expected[record.request_id], record) for record in offload if record.request_id in expected]
@@ -147,9 +147,9 @@ def find_differences(
 
 
 def outcome(differences: Sequence[Mapping[str, Any]], num_compared: int) -> dict[str, Any]:
-    """What the comparison came to, as it stands in the JSON file."""
+    """The outcome of the comparison in the JSON file."""
     return {
-        # Nothing compared is not the same as nothing different.
+        # If nothing was compared, the outputs are not known to be identical.
         "outputs_identical": not differences if num_compared else None,
         "num_compared": num_compared,
         "differences": list(differences),
@@ -157,7 +157,7 @@ def outcome(differences: Sequence[Mapping[str, Any]], num_compared: int) -> dict
 
 
 def _first_difference(one: Sequence[float], other: Sequence[float]) -> int | None:
-    """Where two sequences differ in any bit; None if nowhere."""
+    """The first position at which two sequences differ in any bit; None if there is none."""
     bits, other_bits = np.asarray(one, np.float64).view(np.int64), np.asarray(other, np.float64).view(np.int64)
     length = min(len(bits), len(other_bits))
     differs = np.flatnonzero(bits[:length] != other_bits[:length])
@@ -167,9 +167,9 @@ def _first_difference(one: Sequence[float], other: Sequence[float]) -> int | Non
 
 
 def count_recomputed(records: Sequence[Record], *, block_size: int) -> int:
-    """Prompt tokens that were computed although an earlier request had computed their KV before.
+    """Prompt tokens that were computed although an earlier request had computed their KV.
 
-    It is what an unlimited cache would have saved: full blocks only, never the whole prompt.
+    An unlimited cache would have avoided them: full blocks only, never the whole prompt.
     """
     hasher = BlockHasher(b"", block_size=block_size)
     seen: set[BlockHash] = set()
@@ -187,7 +187,7 @@ def count_recomputed(records: Sequence[Record], *, block_size: int) -> int:
 
 
 def served_numbers(run: ServedRun) -> dict[str, Any]:
-    """What every served run has in the JSON file. Times that nothing was measured for are None."""
+    """Numbers of any served run in the JSON file. Times without a measurement are None."""
     requests = [record.stats for record in run.records]
     sources = [request.prompt_tokens for request in requests]
     num_generated = sum(len(record.tokens) for record in run.records)
@@ -208,7 +208,7 @@ def served_numbers(run: ServedRun) -> dict[str, Any]:
 
 
 def run_numbers(run: ServedRun, *, block_size: int) -> dict[str, Any]:
-    """One run of a replay, as it stands in the JSON file."""
+    """Numbers of a replay's run in the JSON file."""
     numbers = served_numbers(run)
     num_tokens = numbers["num_generated_tokens"] + sum(len(record.prompt_tokens) for record in run.records)
     numbers["prompt_tokens"]["recomputed"] = count_recomputed(run.records, block_size=block_size)
@@ -219,7 +219,7 @@ def run_numbers(run: ServedRun, *, block_size: int) -> dict[str, Any]:
 
 
 def offload_numbers(stats: OffloadStats) -> dict[str, Any]:
-    """What only the offload run has."""
+    """Numbers that only the offload run has."""
     return {
         "staging": {
             "budget_blocks": stats.staging_budget_blocks,
@@ -245,7 +245,7 @@ def offload_numbers(stats: OffloadStats) -> dict[str, Any]:
 
 
 def hit_ttfts(baseline: ServedRun, offload: ServedRun) -> dict[str, Any]:
-    """Time to first token over the requests that loaded from the host, in both runs."""
+    """Time to first token in both runs, over the requests that loaded from the host in the offload run."""
     before = {record.request_id: record.stats.ttft_s for record in baseline.records}
     pairs = [
         (before[record.request_id], record.stats.ttft_s)

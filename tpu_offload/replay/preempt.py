@@ -1,16 +1,16 @@
-"""What request swap brings where running requests are preempted, and costs elsewhere.
+"""Compares request swap with recompute when running requests are preempted, and measures its cost otherwise.
 
-A workload that generates more than it is asked is served under an HBM that takes in the prompts of the requests
-in flight, but not what they generate: some must give their blocks back, again and again. One side computes
-their KV again, the other swaps it out and in. All else is the same, the prefix cache in HBM included; the host
-tier is off for both unless it was sized, because it would bring back the prompts of either side.
+A workload with answers longer than its prompts is served in an HBM that holds the prompts of the requests in flight but
+not their answers, so running requests are preempted repeatedly. One side recomputes their KV, the other swaps it out
+and in. Everything else is the same, including the prefix cache in HBM. The host tier is off on both sides unless it was
+sized, because it would restore prompts on either side.
 
-The control serves the same with HBM for everything, without and with swap: nothing is preempted, so nothing may
-change.
+The control serves the same workload with enough HBM, without and with swap: nothing is preempted, so swap should change
+nothing.
 
-Each round serves all four with fresh engines, in an order that is turned round from one to the next, so that a
-machine that gets slower or faster meanwhile favours nobody. One more run comes first, with HBM for everything and
-without swap: it warms the process up, and is the reference that every output of all others is compared with.
+Each round serves all four variants with fresh engines, in an order that rotates from round to round, so that changes in
+machine load favour none. A first additional run, with enough HBM and without swap, warms up the process and is the
+reference for the outputs of all others.
 """
 
 import dataclasses
@@ -40,22 +40,22 @@ _logger = logging.getLogger(__name__)
 DEFAULT_NUM_ROUNDS = 3
 DEFAULT_CONCURRENCY = 256
 
-# Admission and steps as in vLLM, which keeps nothing spare for requests that grow, and does not have the device wait
-# for the scheduler; requests are about a thirtieth of their real size, and so are the blocks.
+# Admission and steps as in vLLM: no spare blocks for growing requests, and the device does not wait for the
+# scheduler. Requests and blocks are about a thirtieth of their real size.
 ENGINE = {"block_size": 4, "max_num_batched_tokens": 512, "num_spare_blocks": 0, "async_scheduling": 1}
 
-# One wide layer: most of a step goes into its dense matrices, as on an accelerator with a large model, and more so
-# with more requests in a step. With the default model most of a decode step is attention, of whose tiles of 16
-# queries a decoding request uses one: a generated token costs as much as nine to fourteen of a prompt, and recompute
-# next to nothing.
+# One wide layer: a step spends most of its time in dense matrices, as on an accelerator with a large model, and more
+# so with more requests in a step. With the default model most of a decode step is attention, where a decoding request
+# uses one query of a tile of 16: a generated token costs as much as nine to fourteen prompt tokens, and recompute is
+# almost free.
 MODEL = ModelConfig(num_layers=1, d_model=1024, num_heads=2, num_kv_heads=1, head_dim=32, d_ff=4096)
 _RATIOS = ("tokens_per_s", "completion_p50_s", "completion_p99_s", "ttft_p50_s")
-_HBM_PER_PROMPTS = 1.5  # HBM takes in the prompts of all requests in flight, and half as much again
+_HBM_PER_PROMPTS = 1.5  # size of HBM by the prompts of all requests in flight
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Side:
-    """One of the runs of a round, as the report calls it; `offload` is None without the library."""
+    """One variant of a round, by its name in the report; `offload` is None without the library."""
 
     name: str
     setup: Setup
@@ -64,12 +64,12 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is served in each round: `pressed` has too little HBM, `control` enough.
+    """What is served in each round: `constrained` has too little HBM, `control` enough.
 
-    The first of `sides` is without swap and preemption. `notes` say what a person should know of the settings.
+    The first of `sides` has neither swap nor preemption. `notes` are remarks on the settings for the user.
     """
 
-    pressed: Setup
+    constrained: Setup
     control: Setup
     sides: tuple[Side, ...]
     num_rounds: int
@@ -80,12 +80,12 @@ def build_comparison(options: ServingOptions, offload: OffloadConfig, *, num_rou
     """Checks options and settings, and sizes HBM.
 
     Args:
-      options: what to serve.
+      options: the options.
       offload: the settings.
-      num_rounds: rounds.
+      num_rounds: number of rounds.
     Raises:
-      InputError: an invalid option.
-      ConfigError: an invalid setting.
+      InputError: an option is invalid.
+      ConfigError: a setting is invalid.
     """
     workload = build_workload(options, default="decode")
     concurrency = options.concurrency or min(DEFAULT_CONCURRENCY, options.max_num_batched_tokens)
@@ -95,33 +95,35 @@ def build_comparison(options: ServingOptions, offload: OffloadConfig, *, num_rou
     num_prompt_tokens = in_flight * sum(workload.prompt_lens) / workload.num_requests
     num_blocks = options.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / options.block_size))
     enough = in_flight * (needed + options.num_spare_blocks)
-    pressed, control = (
+    constrained, control = (
         build_setup(options, offload, workload=workload, concurrency=concurrency, num_blocks=n)
         for n in (num_blocks, max(num_blocks, enough))
     )
     if num_blocks >= enough:
-        _logger.warning("HBM of %d blocks holds all requests in flight, so nothing is preempted", num_blocks)
+        _logger.warning(
+            "HBM of %d blocks holds all requests in flight: nothing will be preempted; lower --num-blocks", num_blocks
+        )
     unswapped = offload.model_copy(update={"swap_gb": 0.0})
     sides = (
         Side("off", control, unswapped if offload.enabled else None),
         Side("on", control, offload),
-        Side("recompute", pressed, offload.model_copy(update={"swap_mode": SwapMode.RECOMPUTE})),
-        Side("swap", pressed, offload),
+        Side("recompute", constrained, offload.model_copy(update={"swap_mode": SwapMode.RECOMPUTE})),
+        Side("swap", constrained, offload),
     )
-    return Comparison(pressed, control, sides, num_rounds, notes)
+    return Comparison(constrained, control, sides, num_rounds, notes)
 
 
 def _settings(offload: OffloadConfig) -> tuple[OffloadConfig, tuple[str, ...]]:
-    """The settings with swap on, and the host tier off unless it was sized; and what to say about it."""
+    """The settings with swap on and the host tier off unless it was sized; and remarks on them for the user."""
     notes = []
     if offload.swap_gb == 0:
         if "swap_gb" in offload.model_fields_set:
-            notes.append("TPU_OFFLOAD_SWAP_GB=0 would leave nothing to compare: the swap pool was sized automatically.")
+            notes.append("TPU_OFFLOAD_SWAP_GB=0 is ignored here: the swap pool was sized automatically.")
         offload = offload.model_copy(update={"swap_gb": "auto"})
     if offload.num_cpu_chunks is None and offload.host_gb is None:
         offload = offload.model_copy(update={"num_cpu_chunks": 0})
     elif offload.enabled:
-        notes.append("The host tier is on for both sides, and serves prompts of both.")
+        notes.append("The host tier is on and serves prompts on both sides.")
     if offload.swap_mode is SwapMode.RECOMPUTE:
         notes.append("Both sides are the same: TPU_OFFLOAD_SWAP_MODE=recompute.")
     return offload, tuple(notes)
@@ -136,7 +138,7 @@ def compare(
     num_compared = num_runs_compared = 0
 
     def serve(side: Side, name: str) -> tuple[ServedRun, OffloadStats | None]:
-        gc.collect()  # the last engine's garbage now, not while this one is measured
+        gc.collect()  # collect the last engine's garbage now, not during the measurement
         return serve_once(side.setup, side.offload, on_finish=start(name), stop=stop)
 
     reference, _ = serve(comparison.sides[0], "reference")
@@ -154,7 +156,7 @@ def compare(
     recompute, swap = (summary(runs[name]) for name in ("recompute", "swap"))
     off, on = (summary(runs[name]) for name in ("off", "on"))
     return {
-        **describe(comparison.pressed),
+        **describe(comparison.constrained),
         "num_rounds": comparison.num_rounds,
         "num_reference_requests": len(reference.records),
         "notes": list(comparison.notes),
@@ -173,13 +175,13 @@ def compare(
 
 
 def side_numbers(run: ServedRun, stats: OffloadStats | None, *, round_number: int) -> dict[str, Any]:
-    """One run, as it stands in the JSON file. Times that nothing was measured for are None."""
+    """Numbers of one run in the JSON file. Times without a measurement are None."""
     numbers = served_numbers(run)
     requests = [record.stats for record in run.records]
     completions = [request.completion_s for request in requests]
     num_preempted = sum(request.num_preemptions > 0 for request in requests)
-    # A prompt served again after a preemption counts again. What was found in HBM the first time makes up for
-    # some of it, so for prompts that share prefixes this is a lower bound.
+    # A prompt served again after a preemption counts again. First-time hits in HBM offset some of that, so for
+    # prompts that share prefixes this is a lower bound.
     computed_again = (max(0, r.stats.prompt_tokens.computed - len(r.prompt_tokens)) for r in run.records)
     numbers["prompt_tokens"]["computed_again"] = sum(computed_again)
     counts = (stats or OffloadStats()).as_dict()
@@ -195,9 +197,9 @@ def side_numbers(run: ServedRun, stats: OffloadStats | None, *, round_number: in
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The runs of one side: each, the medians, and the range of tokens/s; of complete runs, if there are any.
+    """The rounds of one side, their medians and the range of tokens/s, over complete runs if there are any.
 
-    A count's median is one that was counted.
+    The median of a count is one of the counts.
     """
     chosen = [run for run in runs if run["complete"]] or list(runs)
     rates = [run["tokens_per_s"] for run in chosen if run["tokens_per_s"] is not None]
@@ -209,7 +211,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The second side's numbers by the first one's, round by round: those of complete runs, median, least and most."""
+    """Ratios of the second side to the first, round by round: those of complete runs, median, minimum and maximum."""
     by_round = {run["round"]: run for run in one["rounds"] if run["complete"]}
     pairs = [(by_round[run["round"]], run) for run in other["rounds"] if run["complete"] and run["round"] in by_round]
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Serves a workload with an engine, so many requests in flight at a time."""
+"""Serves a workload with an engine in a closed loop."""
 
 import collections
 import dataclasses
@@ -12,13 +12,13 @@ from tpu_offload.replay.workloads import Conversation, Workload
 
 
 class Engine(Protocol):
-    """What serving needs of an engine."""
+    """The interface that serving requires of an engine."""
 
     def add_request(self, request: Request) -> None:
-        """Takes a request; its first token's time counts from here."""
+        """Queues a request; its time to first token starts here."""
 
     def step(self) -> Sequence[RequestOutput]:
-        """Computes one step; the last output of a request has `stats`."""
+        """Runs one step; the last output of a request has `stats`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedRun:
-    """What a workload came to.
+    """The result of serving a workload.
 
     Attributes:
-      records: finished requests, in the order in which they finished.
+      records: finished requests, in order of completion.
       wall_s: seconds from the first request to the last token.
-      complete: False when it was stopped before the end.
+      complete: False if it was stopped before the end.
     """
 
     records: tuple[Record, ...]
@@ -48,12 +48,12 @@ class ServedRun:
 
     @property
     def ttfts_s(self) -> list[float]:
-        """Times to the first token, of the requests that have one."""
+        """Times to first token, of the requests that have one."""
         return [record.stats.ttft_s for record in self.records if record.stats.ttft_s is not None]
 
 
 class _Session:
-    """A conversation while it is served."""
+    """The state of a conversation that is being served."""
 
     def __init__(self, conversation: Conversation, sampling: Callable[[str, int], SamplingParams]) -> None:
         self._conversation = conversation
@@ -89,17 +89,17 @@ def serve(
 ) -> ServedRun:
     """Serves every turn of every conversation, in a closed loop.
 
-    A conversation whose turn is answered goes to the back of the queue with its next turn, so that all
-    others are served in between: the reuse distance is the whole workload.
+    After each turn a conversation goes to the back of the queue, so that all others are served in between: the reuse
+    distance is the whole workload.
 
     Args:
-      engine: has no request yet.
-      workload: what to serve.
-      concurrency: requests in flight at a time.
-      sampling: from a request's id and its number of tokens, how to sample.
+      engine: an engine without requests.
+      workload: the workload.
+      concurrency: number of requests in flight.
+      sampling: returns the sampling parameters for a request id and a number of tokens.
       on_finish: called after each request.
-      stop: asked before each step; True ends the run with what is finished.
-      clock: seconds.
+      stop: called before each step; True ends the run with the requests finished so far.
+      clock: monotonic seconds.
     Raises:
       InputError: the engine can never serve a request.
     """

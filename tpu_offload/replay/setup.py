@@ -1,6 +1,6 @@
-"""What a replay is made from: the workload, the model and the sizes of the engine.
+"""Builds the setup of a replay: workload, model and engine sizes.
 
-Whatever is invalid is found here, before the first engine is built.
+All validation happens here, before the first engine is built.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ DEFAULT_NUM_TURNS = 10
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
-    """What to serve, and with which sizes; None leaves it to the command. `--help` of the commands describes each."""
+    """Workload and sizes; None is the command's default. The commands' `--help` describes each."""
 
     workload: str | None
     prompts: Path | None
@@ -60,7 +60,7 @@ class ServingOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything that a run is made from."""
+    """Everything that defines a run."""
 
     workload: Workload
     model: ModelConfig
@@ -70,28 +70,28 @@ class Setup:
     sampling: Callable[[str, int], SamplingParams]
 
 
-_TOKEN_NBYTES = 128  # of host memory for a token of a prompt, with all the lists that have it
+_TOKEN_NBYTES = 128  # host memory for a prompt token, in all lists that hold it
 
 
 def blocks_per_request(workload: Workload, block_size: int) -> int:
-    """Blocks of the longest request."""
+    """Number of blocks of the longest request."""
     return -(-workload.longest_request // block_size)
 
 
 def build_setup(
     options: ServingOptions, offload: OffloadConfig, *, workload: Workload, concurrency: int, num_blocks: int
 ) -> Setup:
-    """Checks the sizes against each other, the memory and the offload settings.
+    """Checks the sizes against each other, against memory and against the offload settings.
 
     Args:
       options: the other sizes.
-      offload: the settings of the library.
-      workload: what is served.
-      concurrency: requests in flight.
-      num_blocks: HBM.
+      offload: settings of the library.
+      workload: the workload.
+      concurrency: number of requests in flight.
+      num_blocks: size of HBM.
     Raises:
-      InputError: HBM is too small for a request, or memory for HBM.
-      ConfigError: a size does not fit another.
+      InputError: HBM is too small for a request, or host memory is too small for HBM.
+      ConfigError: two sizes contradict each other.
     """
     needed, longest = blocks_per_request(workload, options.block_size), workload.longest_request
     if num_blocks < needed:
@@ -113,7 +113,7 @@ def build_setup(
     check_memory(model, engine)
     layout = layout_of(model, engine)
     for size in (offload.staging_blocks, offload.host_chunks):
-        size(layout)  # a wrong size is an error now, not after the baseline
+        size(layout)  # fail on an invalid size now, not after the baseline
     if offload.enabled and offload.copy_profile and CopyPath.AUTO in (offload.save_path, offload.load_path):
         CopyProfile.read(offload.copy_profile).check_device(jax.devices()[0].device_kind)  # likewise
 
@@ -127,13 +127,13 @@ def build_setup(
 
 
 def build_workload(options: ServingOptions, *, default: str = "chat") -> Workload:
-    """What the options ask for.
+    """Builds the workload that the options select.
 
     Args:
-      options: say where requests come from.
-      default: the workload that is generated if no option says which.
+      options: the options.
+      default: name of the workload to generate if no option selects one.
     Raises:
-      InputError: a flag goes with another source, or a file cannot be used.
+      InputError: a flag belongs to another workload, or a file is invalid.
     """
     generated = options.prompts is None and options.trace is None
     name = options.workload or default
@@ -143,7 +143,7 @@ def build_workload(options: ServingOptions, *, default: str = "chat") -> Workloa
         ("--tokens-per-block", options.tokens_per_block, options.trace, "--trace"),
     ):
         if value is not None and not source:
-            raise InputError(f"{flag} {value} does nothing here: it goes with {wanted}")
+            raise InputError(f"{flag} {value} has no effect here; it requires {wanted}")
     if options.prompts is not None:
         return prompts_workload(
             options.prompts,
@@ -169,7 +169,7 @@ def build_workload(options: ServingOptions, *, default: str = "chat") -> Workloa
 
 
 def max_request_tokens(options: ServingOptions) -> int:
-    """Tokens of the longest request that could be served: HBM has room for its KV, and this process for its tokens."""
+    """Most tokens that a request can have: HBM has room for its KV, and this process for its tokens."""
     model = options.model
     kv_nbytes = model.num_layers * _page_nbytes(model, 1)
     host_nbytes = available_nbytes()
@@ -188,7 +188,7 @@ def _page_nbytes(model: ModelConfig, block_size: int) -> int:
 
 
 def check_memory(model: ModelConfig, engine: EngineConfig) -> None:
-    """Refuses on a CPU what the kernel would otherwise kill the process for."""
+    """Raises InputError on a CPU if the sizes need more memory than is free (the kernel would kill the process)."""
     if jax.default_backend() != "cpu":
         return
     kv_nbytes = engine.num_blocks * model.num_layers * _page_nbytes(model, engine.block_size)
@@ -200,20 +200,20 @@ def check_memory(model: ModelConfig, engine: EngineConfig) -> None:
     if needed_nbytes > free_nbytes:
         raise InputError(
             f"{engine.num_blocks} blocks of KV cache, the weights and a step take {needed_nbytes / 2**30:.1f} GB and "
-            f"{free_nbytes / 2**30:.1f} GB of memory are free; make --num-blocks, --max-num-batched-tokens or the "
-            "model smaller"
+            f"{free_nbytes / 2**30:.1f} GB of memory are free; lower --num-blocks or --max-num-batched-tokens, "
+            "or use a smaller model"
         )
 
 
 def layout_of(model: ModelConfig, engine: EngineConfig) -> KVLayout:
-    """The layout that the engine's caches will have."""
+    """The layout of the engine's caches."""
     pages = model.page_shape(engine.block_size)
     group = LayerGroup(LayerGroupKind.FULL_ATTENTION, tuple(range(model.num_layers)), pages, model.kv_dtype)
     return KVLayout(engine.block_size, (group,), model=model.name)
 
 
 def describe(setup: Setup) -> dict[str, Any]:
-    """The setup as it stands in the JSON file."""
+    """The setup in the JSON file."""
     workload = setup.workload
     return {
         "workload": {
@@ -233,15 +233,15 @@ def describe(setup: Setup) -> dict[str, Any]:
 def serve_once(
     setup: Setup, offload: OffloadConfig | None, *, on_finish: Callable[[], None], stop: Callable[[], bool]
 ) -> tuple[ServedRun, OffloadStats | None]:
-    """Serves the workload with a fresh engine, after that has compiled; nothing if `stop` says so already.
+    """Serves the workload with a fresh engine, after compilation; serves nothing if `stop` is already True.
 
     Args:
-      setup: what is served, and with which sizes.
-      offload: in place of the setup's; None serves without the library.
+      setup: workload and sizes.
+      offload: settings that replace the setup's; None serves without the library.
       on_finish: called after each request.
-      stop: asked before each step.
+      stop: called before each step; True ends the run.
     Returns:
-      The run, and what the library counted.
+      The run, and the library's counters.
     """
     if stop():
         return ServedRun((), 0.0, complete=False), None

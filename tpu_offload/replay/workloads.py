@@ -1,8 +1,7 @@
-"""Workloads for replay: generated chats, files of chat messages, and request traces.
+"""Workloads for replay: generated requests, files of chat messages, and request traces.
 
-All become the same thing, a list of conversations. A conversation is served one turn after the other;
-the prompt of a turn is everything before it and the turn's own tokens. Tokens are bytes, with a few
-special ids above for the roles, so that no tokenizer is needed.
+Each becomes a list of conversations. A conversation is served turn by turn; the prompt of a turn is the history plus
+the turn's own tokens. Tokens are bytes, with a few special ids for the roles, so that no tokenizer is needed.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ NUM_TOKENS = 261  # 256 byte values, then the special ids
 _ROLES = {"system": 256, "user": 257, "assistant": 258, "tool": 259}
 _END = 260
 
-_TRACE_BLOCK_TOKENS = 512  # tokens that one hash id of the Mooncake format stands for
+_TRACE_BLOCK_TOKENS = 512  # tokens per hash id in the Mooncake format
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,9 +30,9 @@ class Turn:
     """One request of a conversation.
 
     Attributes:
-      tokens: what the prompt adds to the history.
-      max_tokens: length of the answer.
-      answer: what the history holds in the answer's place; None for the tokens really generated.
+      tokens: tokens that the prompt adds to the history.
+      max_tokens: length of the generated answer.
+      answer: tokens that the history continues with; None for the generated answer.
     """
 
     tokens: tuple[int, ...]
@@ -42,20 +41,20 @@ class Turn:
 
     @property
     def answer_len(self) -> int:
-        """Tokens that the answer adds to the history."""
+        """Number of tokens that the answer adds to the history."""
         return self.max_tokens if self.answer is None else len(self.answer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns that share one growing history."""
+    """Turns with a common, growing history."""
 
     name: str
     turns: tuple[Turn, ...]
 
     @property
     def prompt_lens(self) -> tuple[int, ...]:
-        """Tokens of each turn's prompt, the history included."""
+        """Length of each turn's prompt, including the history."""
         lens = []
         history = 0
         for turn in self.turns:
@@ -79,7 +78,7 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """Turns of all conversations."""
+        """Number of turns of all conversations."""
         return sum(len(conversation.turns) for conversation in self.conversations)
 
     @property
@@ -89,11 +88,11 @@ class Workload:
 
     @property
     def prompt_lens(self) -> tuple[int, ...]:
-        """Tokens of each request's prompt."""
+        """Length of each request's prompt."""
         return tuple(num for conversation in self.conversations for num in conversation.prompt_lens)
 
     def num_unique_blocks(self, block_size: int) -> int:
-        """Blocks that a cache needs to keep everything; generated tokens count as shared by nobody."""
+        """Number of blocks that an unlimited cache would hold; generated tokens count as unshared."""
         hasher = BlockHasher(b"", block_size=block_size)
         seen: set[BlockHash] = set()
         num_unshared = 0
@@ -112,7 +111,7 @@ class Workload:
 
 
 def chat_workload(*, num_requests: int, turns: int, seed: int) -> Workload:
-    """Generated conversations of `turns` turns each, over a few long system prompts.
+    """Generates conversations of `turns` turns each, with a few long shared system prompts.
 
     Every size is drawn from `seed`: system prompts of 192 to 320 tokens shared by about eight
     conversations each, user turns of 40 to 120 tokens, answers of 8 to 24.
@@ -126,7 +125,7 @@ def chat_workload(*, num_requests: int, turns: int, seed: int) -> Workload:
     systems = [_message("system", text(192, 320)) for _ in range(-(-num_conversations // 8))]
     conversations = []
     for i in range(num_conversations):
-        # The turns that do not divide evenly are missing from the last conversations, one each.
+        # If the turns do not divide evenly, the last conversations have one turn less.
         num_turns = num_requests // num_conversations + (i < num_requests % num_conversations)
         opening = systems[int(rng.integers(len(systems)))]
         served = []
@@ -139,10 +138,10 @@ def chat_workload(*, num_requests: int, turns: int, seed: int) -> Workload:
 
 
 def decode_workload(*, num_requests: int, seed: int) -> Workload:
-    """Questions with long answers, as of models that reason aloud: conversations of one turn with nothing in common.
+    """Generates questions with long answers, like those of reasoning models: single turns that share nothing.
 
-    Every size is drawn from `seed`: prompts of 20 to 30 tokens, answers of eight to ten times the prompt. That is
-    about a thirtieth of what a service would see, and so should be the blocks.
+    Every size is drawn from `seed`: prompts of 20 to 30 tokens, answers of eight to ten times the prompt. That is about
+    a thirtieth of the sizes in a real service; scale the blocks likewise.
     """
     rng = np.random.default_rng(seed)
     conversations = []
@@ -157,19 +156,19 @@ def decode_workload(*, num_requests: int, seed: int) -> Workload:
 def prompts_workload(
     path: Path, *, num_requests: int | None, max_tokens: int, limit_tokens: int = MAX_LENGTH
 ) -> Workload:
-    """Reads conversations, one a line: a list of `{"role", "content"}`, or `{"messages": [...]}`.
+    """Reads conversations, one per line: a list of `{"role", "content"}`, or `{"messages": [...]}`.
 
-    Every user message is served as a request, with all before it as its prompt. Where the file has an
-    assistant message next, the history goes on with that one; elsewhere with the answer really
-    generated. Messages after the last user message are left out.
+    Every user message is a request whose prompt is the conversation so far. If the next message is an assistant
+    message, the history continues with it, otherwise with the generated answer. Messages after the last user message
+    are ignored.
 
     Args:
       path: the file.
-      num_requests: at most so many are read.
-      max_tokens: tokens to generate a request.
-      limit_tokens: no conversation may have more; it is counted before any token is made, which takes much memory.
+      num_requests: maximum number of requests.
+      max_tokens: tokens to generate per request.
+      limit_tokens: most tokens of a conversation; checked before tokenization, which takes much memory.
     Raises:
-      InputError: the file cannot be read, or a line is no such list or too long; the line is named.
+      InputError: the file cannot be read, or a line (named in the message) is invalid or too long.
     """
     conversations: list[Conversation] = []
     left = num_requests
@@ -187,13 +186,13 @@ def trace_workload(
 ) -> Workload:
     """Reads a trace in the Mooncake format, with 512 tokens scaled down to `tokens_per_block`.
 
-    One object a line: `timestamp`, `input_length`, `output_length`, `hash_ids`. Each id becomes
-    `tokens_per_block` pseudo-random tokens that depend on `seed` and the id alone, so prompts share
-    prefixes exactly as they did. The last block is cut as `input_length` cuts it. The timestamps are
-    checked and not used: requests are served in order. No request may have more than `limit_tokens`.
+    One object per line: `timestamp`, `input_length`, `output_length`, `hash_ids`. Each id becomes `tokens_per_block`
+    pseudo-random tokens that depend only on `seed` and the id, so prompts share the same prefixes as in the trace. The
+    last block is truncated according to `input_length`. The timestamps are checked but not used: requests are served in
+    order. No request may have more than `limit_tokens`.
 
     Raises:
-      InputError: the file cannot be read, or a line is no such object or too long; the line is named.
+      InputError: the file cannot be read, or a line (named in the message) is invalid or too long.
     """
     blocks: dict[int, tuple[int, ...]] = {}
 
@@ -223,7 +222,7 @@ def _scaled(num_tokens: int, tokens_per_block: int) -> int:
 
 def _nonempty(name: str, path: Path, conversations: list[Conversation]) -> Workload:
     if not conversations:
-        raise InputError(f"{path} is empty; expected one JSON value a line")
+        raise InputError(f"{path} is empty; expected one JSON value per line")
     return Workload(name, tuple(conversations))
 
 
@@ -239,11 +238,11 @@ def _parse_messages(value: Any, *, max_tokens: int, limit_tokens: int) -> tuple[
     num_tokens = sum(_num_bytes(message["content"]) for message in messages) + 2 * len(messages) + max_tokens
     _check_length("messages", num_tokens, limit_tokens)
     turns: list[Turn] = []
-    pending: list[int] = []  # rendered, and in no prompt yet
+    pending: list[int] = []  # rendered, not yet part of a prompt
     for i, message in enumerate(messages):
         content = tuple(message["content"].encode(errors="surrogatepass"))
         after_user = i > 0 and messages[i - 1]["role"] == "user"
-        if message["role"] == "assistant" and after_user:  # the prompt before has the role already
+        if message["role"] == "assistant" and after_user:  # the previous prompt ends with the role
             turns[-1] = dataclasses.replace(turns[-1], answer=(*content, _END))
             pending = []
             continue
@@ -252,26 +251,25 @@ def _parse_messages(value: Any, *, max_tokens: int, limit_tokens: int) -> tuple[
             turns.append(Turn((*pending, _ROLES["assistant"]), max_tokens))
             pending = [_END]  # closes the generated answer
     if not turns:
-        raise ValueError("no message with the role user, so there is nothing to serve")
+        raise ValueError("no message with the role user, so there is no request to serve")
     return tuple(turns)
 
 
 def _num_bytes(text: str) -> int:
-    """Tokens of a text, without an object for each."""
+    """Number of tokens of a text, without creating them."""
     return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 def _check_length(what: str, num_tokens: int, limit_tokens: int) -> None:
-    """Raises ValueError if a request has more tokens than can be served."""
+    """Raises ValueError if there are more tokens than can be served."""
     if num_tokens > limit_tokens:
         raise ValueError(
-            f"{what} of {num_tokens} tokens, the answer included; expected at most {limit_tokens}, which is what HBM "
-            "has room for"
+            f"{what} of {num_tokens} tokens, the answer included; expected at most {limit_tokens}, the capacity of HBM"
         )
 
 
 def _parse_trace_request(value: Any, *, tokens_per_block: int, limit_tokens: int) -> tuple[int, int, Sequence[int]]:
-    """Tokens of the prompt and of the answer, scaled down, and the ids of the prompt's blocks."""
+    """Scaled lengths of prompt and answer, and the ids of the prompt's blocks."""
     line = parse_line(value)
     if not line.input_length:
         raise wrong(value, "input_length", f"a number of tokens, from 1 to {MAX_LENGTH}")
@@ -279,7 +277,7 @@ def _parse_trace_request(value: Any, *, tokens_per_block: int, limit_tokens: int
         raise wrong(value, "output_length", f"a number of tokens, from 0 to {MAX_LENGTH}")
     hash_ids = [hash_id for hash_id in line.hash_ids if isinstance(hash_id, int)]
     if len(hash_ids) < len(line.hash_ids):
-        raise wrong(value, "hash_ids", "a list of numbers of at least 0, one a block")
+        raise wrong(value, "hash_ids", "a list of numbers of at least 0, one per block")
     expected = -(-line.input_length // _TRACE_BLOCK_TOKENS)
     if len(hash_ids) != expected:
         raise ValueError(

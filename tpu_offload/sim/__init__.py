@@ -2,7 +2,7 @@
 
 from tpu_offload.sim.belady import belady_hits
 from tpu_offload.sim.experiment import BOUND, Case, Experiment, HitCounts, Result, run_all
-from tpu_offload.sim.hbm import Front, no_front, play_hbm
+from tpu_offload.sim.hbm import HBMResult, no_hbm, simulate_hbm
 from tpu_offload.sim.replay import Outcome, TierSetup, replay
 from tpu_offload.sim.secondary import SecondaryMode
 from tpu_offload.sim.trace import Trace, TraceRequest, read_traces
@@ -11,7 +11,7 @@ __all__ = [
     "BOUND",
     "Case",
     "Experiment",
-    "Front",
+    "HBMResult",
     "HitCounts",
     "Outcome",
     "Result",
@@ -20,9 +20,9 @@ __all__ = [
     "Trace",
     "TraceRequest",
     "belady_hits",
-    "no_front",
-    "play_hbm",
+    "no_hbm",
     "read_traces",
     "replay",
     "run_all",
+    "simulate_hbm",
 ]

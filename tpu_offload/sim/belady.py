@@ -20,22 +20,24 @@ References:
 import heapq
 from collections.abc import Sequence
 
-from tpu_offload.sim.hbm import Front, no_front
+from tpu_offload.sim.hbm import HBMResult, no_hbm
 from tpu_offload.sim.trace import Trace
 
 
-def belady_hits(trace: Trace, num_chunks: int, *, first_counted: int = 0, front: Front | None = None) -> list[int]:
+def belady_hits(
+    trace: Trace, num_chunks: int, *, first_counted: int = 0, hbm_result: HBMResult | None = None
+) -> list[int]:
     """Simulates a trace with optimal eviction. O(blocks x log blocks).
 
     Args:
       trace: the requests.
       num_chunks: capacity of the cache in blocks.
       first_counted: maximizes the hits from this request on; earlier hits do not count.
-      front: HBM, whose hits do not count for the cache behind it.
+      hbm_result: result of `simulate_hbm`; hits in HBM do not count for the cache behind it.
     Returns:
       Hits per request.
     """
-    front = front or no_front(trace)
+    hbm_result = hbm_result or no_hbm(trace)
     depths = _depths(trace.parents)
     prompts = [request.blocks for request in trace.requests]
     never = len(prompts)
@@ -45,7 +47,9 @@ def belady_hits(trace: Trace, num_chunks: int, *, first_counted: int = 0, front:
     # come after all cached blocks.
     heap: list[tuple[int, int, int]] = []
     hits = []
-    for blocks, uses, first, left in zip(prompts, _next_uses(prompts, never), front.hits, front.left, strict=True):
+    for blocks, uses, first, evicted in zip(
+        prompts, _next_uses(prompts, never), hbm_result.hits, hbm_result.evicted, strict=True
+    ):
         end = first
         while end < len(blocks) and blocks[end] in held:
             end += 1
@@ -53,7 +57,7 @@ def belady_hits(trace: Trace, num_chunks: int, *, first_counted: int = 0, front:
         for block, use in zip(blocks, uses, strict=True):
             next_use[block] = use
             held.discard(block)
-        for block in left:
+        for block in evicted:
             use = next_use[block]
             if first_counted <= use < never:  # else it can yield no counted hit, and is not worth caching
                 held.add(block)

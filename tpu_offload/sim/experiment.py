@@ -15,7 +15,7 @@ from typing import final
 from tpu_offload.core.policies import find_policy
 from tpu_offload.errors import InputError
 from tpu_offload.sim.belady import belady_hits
-from tpu_offload.sim.hbm import Front
+from tpu_offload.sim.hbm import HBMResult
 from tpu_offload.sim.replay import Outcome, TierSetup, replay
 from tpu_offload.sim.trace import Trace
 
@@ -83,13 +83,13 @@ class Experiment:
       trace: the requests.
       split: number of requests before the split.
       only_second: whether only requests after the split count. Then the bound is computed for each part separately.
-      front: HBM.
+      hbm_result: result of `simulate_hbm`.
     """
 
     trace: Trace
     split: int
     only_second: bool
-    front: Front
+    hbm_result: HBMResult
 
     def run(self, case: Case) -> Result:
         """Simulates one case, starting with empty tiers."""
@@ -98,7 +98,7 @@ class Experiment:
             hits = self._bound_hits(case.setup.num_chunks)
             outcome = Outcome(tuple(hits), (0,) * len(hits))
         else:
-            outcome = replay(self.trace, find_policy(case.policy)(), case.setup, front=self.front)
+            outcome = replay(self.trace, find_policy(case.policy)(), case.setup, hbm_result=self.hbm_result)
         run_s = time.perf_counter() - start_s
         return Result(
             case,
@@ -113,17 +113,19 @@ class Experiment:
 
     def _bound_hits(self, num_chunks: int) -> list[int]:
         if not self.only_second:
-            return belady_hits(self.trace, num_chunks, front=self.front)
+            return belady_hits(self.trace, num_chunks, hbm_result=self.hbm_result)
         end = self.split
         before = dataclasses.replace(self.trace, requests=self.trace.requests[:end])
-        first = belady_hits(before, num_chunks, front=Front(self.front.hits[:end], self.front.left[:end]))
-        second = belady_hits(self.trace, num_chunks, first_counted=end, front=self.front)
+        first = belady_hits(
+            before, num_chunks, hbm_result=HBMResult(self.hbm_result.hits[:end], self.hbm_result.evicted[:end])
+        )
+        second = belady_hits(self.trace, num_chunks, first_counted=end, hbm_result=self.hbm_result)
         return [*first, *second[end:]]
 
     def _part(self, outcome: Outcome, start: int, end: int) -> HitCounts:
         return HitCounts(
             sum(len(request.blocks) for request in self.trace.requests[start:end]),
-            sum(self.front.hits[start:end]),
+            sum(self.hbm_result.hits[start:end]),
             sum(outcome.host_hits[start:end]),
             sum(outcome.secondary_hits[start:end]),
         )
@@ -134,7 +136,7 @@ def run_all(
 ) -> Generator[tuple[int, Result]]:
     """Simulates cases in several processes; yields their indices and results as they complete.
 
-    An exception, Ctrl-C included, ends the processes at once.
+    An exception, including Ctrl-C, ends the processes immediately.
 
     Args:
       experiment: what all cases share.
@@ -208,7 +210,7 @@ def _enter(experiment: Experiment) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent is gone, however that ended; otherwise it would wait forever."""
+    """Ends this process when its parent has ended, in any way; otherwise it would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

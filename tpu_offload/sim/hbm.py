@@ -8,32 +8,32 @@ from tpu_offload.sim.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Front:
-    """Hits and evictions of the cache in front, per request.
+class HBMResult:
+    """Hits and evictions of the HBM prefix cache, per request.
 
     Attributes:
-      hits: leading blocks of the prompt that it has.
-      left: blocks that leave it: those evicted for the prompt, the tail of a prefix before its head, and blocks of the
-        prompt for which it has no room.
+      hits: leading blocks of the prompt that are in HBM.
+      evicted: blocks that leave HBM: those evicted for the prompt, the tail of a prefix before its head, and blocks of
+        the prompt for which it has no room.
     """
 
     hits: tuple[int, ...]
-    left: tuple[tuple[int, ...], ...]
+    evicted: tuple[tuple[int, ...], ...]
 
 
-def no_front(trace: Trace) -> Front:
-    """No cache in front: a prompt's blocks leave HBM at the end of its request."""
-    return Front((0,) * len(trace.requests), tuple(request.blocks[::-1] for request in trace.requests))
+def no_hbm(trace: Trace) -> HBMResult:
+    """No prefix cache in HBM: a prompt's blocks leave it at the end of the request."""
+    return HBMResult((0,) * len(trace.requests), tuple(request.blocks[::-1] for request in trace.requests))
 
 
-def play_hbm(trace: Trace, num_blocks: int) -> Front:
+def simulate_hbm(trace: Trace, num_blocks: int) -> HBMResult:
     """Simulates HBM with LRU under the prefix rule; a prompt's blocks stay cached after its request.
 
     Generated tokens take no room: the trace has no ids for them.
     """
     hbm = Tier(LRUPolicy(), num_chunks=min(num_blocks, len(trace.keys)), record=True)
     numbers = {key: number for number, key in enumerate(trace.keys)}
-    hits, left = [], []
+    hits, evicted = [], []
     for number, request in enumerate(trace.requests):
         use = Use(number)
         keys = [trace.keys[block] for block in request.blocks]
@@ -44,5 +44,5 @@ def play_hbm(trace: Trace, num_blocks: int) -> Front:
         hbm.settle()
         hbm.touch(use, keys, len(keys))
         without_room = request.blocks[num_hits + num_new :][::-1]
-        left.append(without_room + tuple(numbers[key] for key in hbm.take_evicted()))
-    return Front(tuple(hits), tuple(left))
+        evicted.append(without_room + tuple(numbers[key] for key in hbm.take_evicted()))
+    return HBMResult(tuple(hits), tuple(evicted))

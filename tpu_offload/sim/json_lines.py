@@ -38,7 +38,7 @@ def parse_lines[T](path: Path, parse: Callable[[Any], T]) -> Iterator[tuple[int,
                     _check_unpacked(path, line)
                 if len(line) > MAX_LINE_NBYTES:
                     raise InputError(
-                        f"{path} line {number}: longer than {MAX_LINE_NBYTES} bytes; expected one request a line"
+                        f"{path} line {number}: longer than {MAX_LINE_NBYTES} bytes; expected one request per line"
                     )
                 if not line.strip():
                     continue

@@ -41,13 +41,13 @@ def parse_line(value: Any) -> TraceLine:
     if isinstance(time_ms, bool) or not isinstance(time_ms, int | float) or not 0 <= time_ms <= _MAX_FLOAT:  # or NaN
         raise wrong(value, "timestamp", f"a number of milliseconds, from 0 to {_MAX_FLOAT:.1e}")
     if not isinstance(ids, list) or not all(type(i) is str or (type(i) is int and i >= 0) for i in ids):
-        raise wrong(value, "hash_ids", "a list of numbers of at least 0 or strings, one a block")
+        raise wrong(value, "hash_ids", "a list of numbers of at least 0 or strings, one per block")
     return TraceLine(time_ms / 1e3, _length(value, "input_length"), _length(value, "output_length"), ids)
 
 
 def wrong(line: Mapping[str, Any], name: str, expected: str) -> ValueError:
     """The error for an invalid field."""
-    got = reprlib.repr(line[name]) if name in line else "missing"  # short, whatever it is
+    got = reprlib.repr(line[name]) if name in line else "missing"  # limited in length
     return ValueError(f'"{name}" is {got}; expected {expected}')
 
 

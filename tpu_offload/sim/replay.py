@@ -16,7 +16,7 @@ from typing import final
 
 from tpu_offload.core.policies import EvictionPolicy, Use
 from tpu_offload.core.save_policy import SaveBySightings, SaveEvent, SavePolicy
-from tpu_offload.sim.hbm import Front, no_front
+from tpu_offload.sim.hbm import HBMResult, no_hbm
 from tpu_offload.sim.secondary import SecondaryMode, SecondaryTier
 from tpu_offload.sim.tier import Tier
 from tpu_offload.sim.trace import Trace
@@ -63,22 +63,22 @@ class Outcome:
     num_secondary_saved: int = 0
 
 
-def replay(trace: Trace, policy: EvictionPolicy, setup: TierSetup, *, front: Front | None = None) -> Outcome:
+def replay(trace: Trace, policy: EvictionPolicy, setup: TierSetup, *, hbm_result: HBMResult | None = None) -> Outcome:
     """Simulates a trace, starting with empty tiers.
 
     Args:
       trace: the requests.
       policy: a new policy for the host tier.
       setup: the tiers behind HBM.
-      front: the result of `play_hbm`. By default there is no HBM, and with saves on eviction a prompt is saved at the
-        end of its request.
+      hbm_result: result of `simulate_hbm`. By default there is no HBM, and with saves on eviction a prompt is saved at
+        the end of its request.
     """
-    front = front or no_front(trace)
+    hbm_result = hbm_result or no_hbm(trace)
     replayed = _Replay(trace, policy, setup)
     keys_of = trace.keys
     for number, request in enumerate(trace.requests):
         keys = [keys_of[block] for block in request.blocks]
-        replayed.serve(keys, in_hbm=front.hits[number], left=front.left[number])
+        replayed.serve(keys, in_hbm=hbm_result.hits[number], evicted=hbm_result.evicted[number])
     return replayed.outcome()
 
 
@@ -96,11 +96,11 @@ class _Replay:
         self._uses = map(Use, itertools.count())
         self._hits: list[tuple[int, int]] = []
 
-    def serve(self, keys: Sequence[ChunkKey], *, in_hbm: int, left: Sequence[int]) -> None:
+    def serve(self, keys: Sequence[ChunkKey], *, in_hbm: int, evicted: Sequence[int]) -> None:
         """Serves one request, from lookup to end."""
         host, secondary, saves = self._host, self._secondary, self._saves
         use = dataclasses.replace(next(self._uses), num_in_hbm=in_hbm)
-        saves.see(use, keys)
+        saves.observe(use, keys)
         in_host = host.find(keys)
         found = max(in_hbm, in_host)
         in_secondary = secondary.find(keys, found) if secondary else 0
@@ -109,7 +109,7 @@ class _Replay:
         host.touch(use, keys, len(promised))
         if saves.saves_on(SaveEvent.HBM_EVICTION):
             host.pin(promised)
-            for prefix in self._prefixes(left):
+            for prefix in self._prefixes(evicted):
                 self._save(next(self._uses), prefix, saves.num_chunks_worth_saving(prefix, 0, len(prefix)))
             host.settle()
             host.unpin(promised)
@@ -135,7 +135,7 @@ class _Replay:
             num_secondary_saved=self._secondary.num_saved if self._secondary else 0,
         )
 
-    def _prefixes(self, left: Iterable[int]) -> Iterable[list[ChunkKey]]:
+    def _prefixes(self, evicted: Iterable[int]) -> Iterable[list[ChunkKey]]:
         """The prefixes that end at blocks evicted from HBM.
 
         Of nested prefixes only the longest, which comes first. The blocks before the evicted one are included although
@@ -143,7 +143,7 @@ class _Replay:
         """
         keys, parents = self._trace.keys, self._trace.parents
         covered: set[int] = set()
-        for block in left:
+        for block in evicted:
             number = block
             prefix = []
             while number >= 0 and block not in covered:

@@ -132,7 +132,7 @@ class _Builder:
             num_tokens = len(ids) * self._block_tokens if num_prompt_tokens is None else num_prompt_tokens
             requests.append(TraceRequest(request.time_s, blocks, num_tokens, request.output_length or 0))
         if not requests:
-            raise InputError(f"{path} has no request; expected one JSON object a line")
+            raise InputError(f"{path} has no request; expected one JSON object per line")
         if any(b.time_s < a.time_s for a, b in itertools.pairwise(requests)):
             self._notes.append(f"{path}: requests are not in order of time; they were sorted")
         self._notes += [note for note in (not_chained, wrong_length) if note]
@@ -145,7 +145,7 @@ class _Builder:
             return ""
         return (
             f"{path} line {line}: input_length {num_tokens} with {num_ids} hash_ids of {self._block_tokens} tokens; "
-            "--trace-block-tokens says how many tokens an id stands for"
+            "set --trace-block-tokens to the tokens per id"
         )
 
     def build(self) -> Trace:

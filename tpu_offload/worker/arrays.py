@@ -1,4 +1,4 @@
-"""Asking arrays whether they are computed yet, waiting for them, never for ever, and what to do when they are gone."""
+"""Polls arrays for readiness, waits for them with a timeout, and replaces donated caches that were lost."""
 
 import functools
 import time
@@ -11,29 +11,29 @@ from jax.experimental.layout import Format, Layout
 
 from tpu_offload.errors import CachesLostError
 
-# A look every twentieth of what the wait has taken so far: short waits are measured well, long ones cost no CPU.
+# Sleeps are a twentieth of the time waited so far: short waits are measured well, long ones cost little CPU.
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S, _SHARE = 20e-6, 5e-3, 0.05
 
 
 def check_alive(kv_caches: Iterable[jax.Array], error: Exception) -> None:
-    """Raises CachesLostError if a program that failed had taken the donated caches: no step can run on them."""
+    """Raises CachesLostError if a failed program had taken the donated caches: no step can run on them."""
     if any(cache.is_deleted() for cache in kv_caches):
         raise CachesLostError(
-            f"a copy failed and took the KV caches with it ({type(error).__name__}: {error}), or they were gone "
-            "before; the engine has to make new caches and compute every running request again"
+            f"a copy failed and took the KV caches with it ({type(error).__name__}: {error}), or they were lost "
+            "before; the engine must make new caches and recompute every running request"
         ) from error
 
 
 def renew(kv_caches: Sequence[jax.Array], *, layouts: Sequence[Layout | None] = ()) -> list[jax.Array]:
-    """Caches of zeros in place of these, some of which a program that failed has taken.
+    """Makes caches of zeros in place of these, some of which a failed program has taken.
 
-    What is left of the old ones goes first and each shard is made where it belongs, so that no device ever holds more
-    than before. Every process makes its own shards and waits for no other, which may have kept its caches.
+    The remaining old caches are deleted first and each shard is made on its device, so no device ever holds more than
+    before. Every process makes its own shards without waiting for the others, which may have kept their caches.
 
     Args:
-      kv_caches: the old ones.
-      layouts: their layouts in device memory, `cache.format.layout` while they were alive: those that are deleted no
-        longer tell. Empty, or None for a cache, for the default of their shape.
+      kv_caches: the old caches.
+      layouts: their layouts in device memory, read from `cache.format.layout` while they were alive: deleted arrays
+        have none. Empty, or None for a cache, means the default layout of its shape.
     """
     for cache in kv_caches:
         if not cache.is_deleted():
@@ -57,7 +57,7 @@ def _zeros(like: jax.Array, layout: Layout | None, programs: dict[Any, Any]) -> 
 
 
 def is_ready(array: Any) -> bool:
-    """Whether the array is computed, or never will be; asking for its value tells which."""
+    """Whether the array is computed, or has failed; reading its value raises the error."""
     try:
         return bool(array.is_ready())
     except RuntimeError:
@@ -65,9 +65,9 @@ def is_ready(array: Any) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
-    """Waits until a condition holds, and says whether it does.
+    """Waits until a condition holds; returns whether it does.
 
-    `block_until_ready` knows no bound: a device that hangs would take its caller along.
+    `block_until_ready` has no timeout: the caller would hang with the device.
     """
     start_s = time.monotonic()
     while not condition():
@@ -79,12 +79,12 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
 
 
 def wait_for_all(arrays: Iterable[Any], *, timeout_s: float) -> bool:
-    """Waits for all of these arrays; whether they are ready now."""
+    """Waits for all of these arrays; returns whether they are ready."""
     waiting = list(arrays)
     return wait_until(lambda: all(map(is_ready, waiting)), timeout_s=timeout_s)
 
 
 def wait_for_any(arrays: Iterable[Any], *, timeout_s: float) -> bool:
-    """Waits for the first of these arrays; whether one is ready now."""
+    """Waits for any of these arrays; returns whether one is ready."""
     waiting = list(arrays)
     return wait_until(lambda: any(map(is_ready, waiting)), timeout_s=timeout_s)

@@ -1,12 +1,12 @@
-"""Loads that a worker was sent and has not begun with, or only in part: they go in pieces, some before each step.
+"""Loads that are not fully dispatched yet: they are dispatched in pieces, some before each step.
 
-Two things bound a piece. A staged load takes at most the staging blocks that were reserved for it. Loads that are not
-staged take no HBM, but the step that follows waits for them: all of them together move so many blocks before one step.
-Of these the load that came first gets half, so that it ends; the others share the rest, the shortest first, so that a
-small load does not wait for a large one; what they leave is the first one's as well. Loads that the coming step needs
-go before all of that, whole; the others get what the bound leaves, and at least a quarter of it.
+Two limits bound a piece. A staged load takes at most the staging blocks that were reserved for it. Loads that are not
+staged take no HBM, but the next step waits for them, so together they copy at most `max_blocks_per_step` before one
+step. Of these the oldest load gets half, so that it ends; the others share the rest, the shortest first, so that a
+small load does not wait for a large one; what they leave goes to the oldest. Urgent loads, which the coming step reads,
+are dispatched first and whole; the others get the rest of the limit, and at least a quarter of it.
 
-What goes before which step follows from plans and counts alone, so that hosts that share one model agree on it.
+The pieces depend on plans and counts only, so hosts that share one model choose the same ones.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ class BackloggedLoad:
     """A load that has blocks left to dispatch.
 
     Attributes:
-      job: all of it.
-      host_block_ids: those of its parts.
-      num_dispatched: so many of its leading blocks have been dispatched.
-      pieces: step and size of each piece of it.
-      error: what has gone wrong with one of them, so that no other follows.
+      job: the whole load.
+      host_block_ids: per part of the job, its places in the host tier.
+      num_dispatched: number of its leading blocks that have been dispatched.
+      pieces: step and size of each dispatched piece.
+      error: the error of a piece, after which no other is dispatched; empty without one.
     """
 
     job: CopyJob
@@ -39,22 +39,22 @@ class BackloggedLoad:
 
     @property
     def num_left(self) -> int:
-        """Blocks that are left."""
+        """Blocks left to dispatch."""
         return self.job.num_blocks - self.num_dispatched
 
     def parts_left(self) -> tuple[CopyPart, ...]:
-        """What is left of its parts."""
+        """The parts of the job, without the dispatched blocks."""
         return _cut(self.job.parts, self.num_dispatched, self.job.num_blocks)
 
     def places_left(self) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.int32]]]]:
-        """Where that is in the host tier: per part, the layer group and the places."""
+        """Per part, the layer group and the places in the host tier of the blocks left."""
         first = self.num_dispatched
         for part, places in zip(self.job.parts, self.host_block_ids, strict=True):
             yield part.group_id, places[max(0, first) :]
             first -= len(places)
 
     def cut(self, num_blocks: int, *, step_id: int) -> CopyJob:
-        """Takes the next blocks, as a job of their own."""
+        """Takes the next blocks, as a smaller job with the same id."""
         first, end = self.num_dispatched, self.num_dispatched + num_blocks
         self.num_dispatched = end
         self.pieces.append((step_id, num_blocks))
@@ -63,10 +63,10 @@ class BackloggedLoad:
 
 @final
 class LoadBacklog:
-    """The loads of one worker that have blocks left, first come first.
+    """The loads of one worker that have blocks left to dispatch, oldest first.
 
     Args:
-      max_blocks_per_step: for loads that are not staged; 0 for no bound.
+      max_blocks_per_step: limit for loads that are not staged; 0 for none.
     """
 
     def __init__(self, *, max_blocks_per_step: int) -> None:
@@ -83,24 +83,24 @@ class LoadBacklog:
         return job_id in self._loads
 
     def fail(self, job_id: int, error: str) -> None:
-        """Something has gone wrong with a load; if there are blocks left of it, they are of no use."""
+        """Marks a load as failed, if it has blocks left: they are not dispatched."""
         load = self._loads.get(job_id)
         if load is not None:
             load.error = load.error or error
 
     def take_failed(self) -> list[BackloggedLoad]:
-        """Takes out those with which something has gone wrong."""
+        """Removes and returns the loads that failed."""
         failed = [load for load in self._loads.values() if load.error]
         for load in failed:
             del self._loads[load.job.job_id]
         return failed
 
     def drop(self, job_id: int) -> BackloggedLoad | None:
-        """Nothing more of a load is to be dispatched; returns what there was of it."""
+        """Removes and returns a load; None if it has nothing left to dispatch."""
         return self._loads.pop(job_id, None)
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Removes all loads."""
         self._loads.clear()
 
     def take(
@@ -112,16 +112,17 @@ class LoadBacklog:
         staging_room: int = sys.maxsize,
         urgent: Collection[int] = (),
     ) -> tuple[list[CopyJob], list[int]]:
-        """What is dispatched before the coming step.
+        """Takes the blocks to dispatch before the coming step.
 
         Args:
-          new: loads that came with its plan.
+          new: the loads of its plan.
           step_id: the step.
-          room: for staged loads, how many blocks of one may be dispatched now; None if they are not staged.
-          staging_room: likewise, of all of them together.
-          urgent: ids of those that the step needs, if they are not staged.
+          room: for staged loads, the number of blocks of a load that may be dispatched now; None if loads are not
+            staged.
+          staging_room: likewise, for all loads together.
+          urgent: ids of the loads that the step reads, if they are not staged.
         Returns:
-          Jobs with the blocks to dispatch, each a part or all of one; and the ids of those that have none left.
+          Jobs with the blocks to dispatch, each all or some of a load; and the ids of the loads that have none left.
         """
         if not self._loads and room is None and sum(job.num_blocks for job in new) <= self._max_blocks:
             return list(new), [job.job_id for job in new]  # nearly always
@@ -138,7 +139,7 @@ class LoadBacklog:
         return pieces, done
 
     def _shares(self, loads: Sequence[BackloggedLoad], urgent: Collection[int]) -> list[int]:
-        """Blocks of each load that go before the coming step, for loads that are not staged."""
+        """Blocks of each load to dispatch before the coming step, for loads that are not staged."""
         sizes = [load.num_left if load.job.job_id in urgent else 0 for load in loads]
         others = [i for i, load in enumerate(loads) if load.job.job_id not in urgent]
         if not others:
@@ -165,7 +166,7 @@ def _staged_sizes(
 
 
 def _cut(parts: Sequence[CopyPart], first: int, end: int) -> tuple[CopyPart, ...]:
-    """Blocks `first` to `end` of all that these parts have."""
+    """Blocks `first` to `end` of these parts, one after another."""
     cut = []
     for part in parts:
         if first < len(part.block_ids) and end > 0:

@@ -1,10 +1,10 @@
-"""The copies that the engine's own step takes along (see `kernels.fused`): decided before it, taken up after it."""
+"""The copies inside the engine's own step (see `kernels.fused`): planned before it, turned into flights after it."""
 
 import dataclasses
 from typing import final
 
 from tpu_offload.errors import TransferError
-from tpu_offload.kernels import BySegment, Flight, FusedOutcome, FusedPlanner, FusedStep, Phase, Rows, fetch_early
+from tpu_offload.kernels import BlockMoves, BySegment, Flight, FusedOutcome, FusedPlanner, FusedStep, Phase, fetch_early
 from tpu_offload.types import Direction
 from tpu_offload.worker.group_copies import GroupCopies
 from tpu_offload.worker.jobs import WorkerJobs
@@ -12,15 +12,15 @@ from tpu_offload.worker.jobs import WorkerJobs
 
 @dataclasses.dataclass(slots=True)
 class _ForwardPass:
-    """What the forward pass at hand copies, and what has to follow it.
+    """What the current forward pass copies, and what must follow it.
 
     Attributes:
-      fused: per direction, the segment and the blocks; a direction that has none is not there.
-      saving_job_ids: saves that are dispatched after it, or end after it.
-      saves: the blocks of those that it does not copy itself.
+      fused: per direction that is copied, the segment and the blocks.
+      saving_job_ids: saves whose dispatch ends after the pass.
+      saves: the blocks of those saves that the pass does not copy.
     """
 
-    fused: dict[Direction, tuple[int, Rows]]
+    fused: dict[Direction, tuple[int, BlockMoves]]
     saving_job_ids: list[int]
     saves: BySegment
 
@@ -30,10 +30,10 @@ class ForwardPassCopies:
     """All methods are called by the thread that dispatches the model.
 
     Args:
-      group: the copies of the one layer group.
-      planner: chooses what fits into a step.
-      jobs: told of the jobs.
-      staging_blocks: what a step may hold in HBM of both directions.
+      group: the copies of the only layer group.
+      planner: selects what fits into a step.
+      jobs: the worker's jobs in flight.
+      staging_blocks: most blocks that a step may hold in HBM, both directions together.
     """
 
     def __init__(self, group: GroupCopies, planner: FusedPlanner, *, jobs: WorkerJobs, staging_blocks: int) -> None:
@@ -45,31 +45,31 @@ class ForwardPassCopies:
 
     @property
     def awaits_pass(self) -> bool:
-        """Whether a forward pass was planned that has not come back."""
+        """Whether a forward pass was planned and has not returned yet."""
         return self._pass is not None
 
     def plan(self, job_ids: list[int], saves: BySegment, loads: BySegment, *, has_saves: bool) -> BySegment:
-        """Decides what the forward pass copies.
+        """Selects what the forward pass copies.
 
         Args:
-          job_ids: the saves of the step that can be done.
-          saves: their blocks; what the pass does not copy of them is kept until it is over.
-          has_saves: whether the step has any, those that cannot be done and were reported included.
-          loads: what is to be loaded before it.
+          job_ids: the valid saves of the step.
+          saves: their blocks; those that the pass does not copy are kept until it has returned.
+          loads: the blocks to load before it.
+          has_saves: whether the step has any saves, including invalid ones, which were reported.
         Returns:
-          The loads that are left.
+          The remaining loads.
         """
         fused_saves, saves = self._planner.take(Direction.SAVE, saves, usable=self._can_fuse)
-        # A donated segment cannot be read beside: what is saved into is not loaded from in one step.
+        # The step donates the segment that it saves into, so it cannot load from it.
         donated = [segment_id for segment_id, _ in fused_saves]
-        # The step holds both in HBM, at most what staging may take.
-        room = self._staging_blocks - sum(len(rows) for _, rows in fused_saves)
+        # The step holds both directions in HBM, within the staging budget.
+        room = self._staging_blocks - sum(len(moves) for _, moves in fused_saves)
         fused_loads, loads = self._planner.take(
             Direction.LOAD, loads, usable=lambda i: i not in donated and self._can_fuse(i), max_blocks=room
         )
         fused = {d: g[0] for d, g in ((Direction.SAVE, fused_saves), (Direction.LOAD, fused_loads)) if g}
-        for _, rows in fused.values():
-            self._jobs.add_part(rows.jobs())
+        for _, moves in fused.values():
+            self._jobs.add_ref(moves.jobs())
         if fused or has_saves:
             self._pass = _ForwardPass(fused, job_ids, saves)
         return loads
@@ -78,13 +78,13 @@ class ForwardPassCopies:
         """See `OffloadWorker.fused_step`."""
         if self._pass is None or not self._pass.fused:
             return FusedStep()
-        pool = self._group.memory.pool
+        arena = self._group.memory.arena
         try:
             save, load = (
-                (pool.segment(group[0]), group[1]) if group else None
+                (arena.segment(group[0]), group[1]) if group else None
                 for group in map(self._pass.fused.get, (Direction.SAVE, Direction.LOAD))
             )
-        except TransferError as e:  # lost since `begin_step`: a `poll` in between has found out
+        except TransferError as e:  # lost since `begin_step`, as a `poll` in between has found
             self._fail(self._pass, e)
             return FusedStep()
         return self._planner.step(save, load)
@@ -94,50 +94,50 @@ class ForwardPassCopies:
         return self._planner.shapes()
 
     def end(self, outcome: FusedOutcome | None) -> tuple[list[int], BySegment]:
-        """Turns what the forward pass copied into flights; without an outcome it has not copied.
+        """Turns the copies of the forward pass into flights; without an outcome they have failed.
 
         Returns:
-          The saves that end with what is dispatched now, and their blocks.
+          The saves whose dispatch ends now, and their blocks that are still to be copied.
         """
         done, self._pass = self._pass, None
         assert done is not None, "ask awaits_pass"
         if outcome is None:
-            error = "the forward pass that was to copy it did not return; pass its FusedOutcome on"
+            error = "the forward pass that was to copy it did not return; pass its FusedOutcome to end_step"
             self._fail(done, TransferError(error))
             return done.saving_job_ids, done.saves
         memory = self._group.memory
-        for direction, (segment_id, rows) in done.fused.items():
+        for direction, (segment_id, moves) in done.fused.items():
             saving = direction is Direction.SAVE
             if saving:
-                memory.pool.replace(segment_id, outcome.segment)
-                memory.mark(segment_id, rows.host_block_ids, lost=False)
+                memory.arena.replace(segment_id, outcome.segment)
+                memory.mark(segment_id, moves.host_block_ids, lost=False)
             else:
-                self._jobs.write_part(rows.jobs())
+                self._jobs.mark_written(moves.jobs())
             token = fetch_early(outcome.save_token if saving else outcome.load_token, memory.spec)
-            self._group.flights.append(Flight(direction, segment_id, rows, Phase.COPYING, token, fused=True))
+            self._group.flights.append(Flight(direction, segment_id, moves, Phase.COPYING, token, fused=True))
         return done.saving_job_ids, done.saves
 
     def abandon(self) -> None:
-        """The forward pass never came back: its copies have failed, and what was to follow it is not done."""
+        """The forward pass never returned: its copies have failed, and the saves that were to follow it fail too."""
         if self._pass is not None:
             job_ids, _ = self.end(None)
-            self._jobs.end_part(
+            self._jobs.drop_ref(
                 job_ids, "the forward pass that was to compute its blocks did not return; call end_step after it"
             )
 
     def _fail(self, done: _ForwardPass, error: Exception) -> None:
-        """The forward pass has not copied and will not; what follows it is not touched."""
+        """Fails the copies inside the forward pass; the saves that follow it are unchanged."""
         fused, done.fused = done.fused, {}
-        for segment_id, rows in fused.values():
-            self._group.fail(rows, segment_id, error)
+        for segment_id, moves in fused.values():
+            self._group.fail(moves, segment_id, error)
 
     def _can_fuse(self, segment_id: int) -> bool:
-        """Whether a forward pass may be given the segment.
+        """Whether a forward pass may use the segment.
 
-        Not while a save into it is on its way that may yet fail: its failure would become the pass's.
+        Not while a save into it is in flight: if that failed, the pass would fail with it.
         """
         try:
-            self._group.memory.pool.segment(segment_id)
+            self._group.memory.arena.segment(segment_id)
         except TransferError:
             return False
         return not any(

@@ -1,8 +1,8 @@
 """The copies between the KV caches of one layer group and one host store, from their dispatch to their end.
 
-A copy is a flight: it is over when its token is ready, which is asked in `collect`. A job is over with the last of its
-flights (see `worker.jobs`). Where a program that fails takes a segment of host memory along, the segment is given up,
-and nothing is read from it before something has been written there again.
+Each dispatched copy is a flight. It ends when its token is ready, which `collect` checks; a job ends with its last
+flight (see `worker.jobs`). If a failed program destroys a segment of host memory, the segment is marked as lost, and
+nothing is read from its places until they are written again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from tpu_offload.kernels import ArenaView, BySegment, Copier, Flight, Phase, Rows
+from tpu_offload.kernels import ArenaView, BlockMoves, BySegment, Copier, Flight, Phase
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import check_alive, is_ready
 from tpu_offload.worker.host_memory import HostMemory, check_copied, error_line
@@ -19,16 +19,12 @@ from tpu_offload.worker.jobs import WorkerJobs
 
 Caches = list[jax.Array]
 type WrapCopier = Callable[[Copier, ArenaView], Copier]
-"""Puts something around a copy path, given where its segments live; to see what comes of copies that fail."""
+"""Wraps a copier, given the host memory of its segments; for tests in which copies fail."""
 
 
-def unwrapped(copier: Copier, store: ArenaView) -> Copier:
-    """Puts nothing around it."""
+def unwrapped(copier: Copier, arena: ArenaView) -> Copier:
+    """Returns the copier itself."""
     return copier
-
-
-def _no_check(copier: Copier, num_blocks: int) -> None:
-    pass
 
 
 def _no_call(job_id: int, error: str) -> None:
@@ -37,18 +33,17 @@ def _no_call(job_id: int, error: str) -> None:
 
 @final
 class GroupCopies:
-    """All methods are called by the thread that dispatches the model. A copy that goes wrong ends as a failed result.
+    """All methods are called by the thread that dispatches the model. Copies that fail are reported as failed results.
 
     Args:
       group_id: the layer group, by its index in `KVLayout.groups`.
-      store: what the host memory is for.
+      store: the host store.
       layer_ids: positions of the group's arrays in the list of KV caches.
       memory: the host memory.
-      copiers: how blocks move, per direction.
-      jobs: told of the jobs.
-      lockstep: the caches span several hosts, which must dispatch in one order, and readiness differs between them.
-      check: raises TransferError if a copy of so many blocks may not be dispatched now.
-      on_fail: called with the id of each job of which something failed, and what.
+      copiers: the copier of each direction.
+      jobs: the worker's jobs in flight.
+      lockstep: the caches span hosts, which must dispatch in the same order although readiness differs between them.
+      on_fail: called with the id of each job of which a flight failed, and the error.
     """
 
     def __init__(
@@ -61,7 +56,6 @@ class GroupCopies:
         copiers: Mapping[Direction, Copier],
         jobs: WorkerJobs,
         lockstep: bool,
-        check: Callable[[Copier, int], None] = _no_check,
         on_fail: Callable[[int, str], None] = _no_call,
     ) -> None:
         self.group_id = group_id
@@ -72,11 +66,10 @@ class GroupCopies:
         self._layer_ids = tuple(layer_ids)
         self._jobs = jobs
         self._lockstep = lockstep
-        self._check = check
         self._on_fail = on_fail
 
     def reader(self, copier: Copier) -> "GroupCopies":
-        """Loads from the same memory by another copy path, with flights of its own."""
+        """Loads from the same memory through another copier, with separate flights."""
         return GroupCopies(
             group_id=self.group_id,
             store=self.store,
@@ -94,17 +87,17 @@ class GroupCopies:
 
     def compile(self) -> None:
         """Compiles the programs; see `Copier.compile`."""
-        for copier in self.copiers.values():  # a shared one has nothing left to do the second time
+        for copier in self.copiers.values():  # compiling a shared one again does nothing
             copier.compile()
 
-    # What a job asks for.
+    # Jobs.
 
     def parts_of(self, job: CopyJob) -> Iterator[CopyPart]:
-        """What of a job is to be done here."""
+        """The parts of a job in this store and layer group."""
         return (part for part in job.parts if part.group_id == self.group_id and part.store is self.store)
 
-    def why_impossible(self, part: CopyPart, direction: Direction) -> str:
-        """Why a part cannot be copied, in one line; empty when it can."""
+    def part_error(self, part: CopyPart, direction: Direction) -> str:
+        """Why a part cannot be copied, in one line; empty if it can."""
         if not part.block_ids:
             return ""
         for name, ids, limit in (
@@ -118,13 +111,13 @@ class GroupCopies:
             if lost:
                 segment_id = lost[0] // self.memory.spec.segment_blocks
                 return (
-                    f"segment {segment_id} of {self.store.value} was lost, or never written: nothing is in host block "
-                    f"{lost[0]}"
+                    f"segment {segment_id} of {self.store.value} was lost, or never written: host block {lost[0]} is "
+                    "empty"
                 )
         return ""
 
     def by_segment(self, jobs: Sequence[CopyJob]) -> BySegment:
-        """What these jobs copy here, by segment."""
+        """The blocks that these jobs copy in this store and layer group, by segment."""
         parts = [(job.job_id, part) for job in jobs for part in self.parts_of(job)]
         if not parts:
             return []
@@ -141,33 +134,39 @@ class GroupCopies:
         if not len(host_ids):
             return []
         if self.memory.num_segments == 1:
-            return [(0, Rows(job_ids, block_ids, host_ids))]
+            return [(0, BlockMoves(job_ids, block_ids, host_ids))]
         segment_ids, places = np.divmod(host_ids, np.int32(self.memory.spec.segment_blocks))
-        rows = Rows(job_ids, block_ids, places)
+        moves = BlockMoves(job_ids, block_ids, places)
         if segment_ids.min() == segment_ids.max():  # nearly always, and cheaper
-            return [(int(segment_ids[0]), rows)]
-        return [(int(i), rows.take(segment_ids == i)) for i in np.unique(segment_ids)]
+            return [(int(segment_ids[0]), moves)]
+        return [(int(i), moves.take(segment_ids == i)) for i in np.unique(segment_ids)]
 
     # Dispatch.
 
     def dispatch(self, direction: Direction, groups: BySegment, kv_caches: Caches, *, step_id: int = 0) -> None:
-        """Starts copies; caches that are written are replaced in the list.
+        """Dispatches copies; caches that are written are replaced in the list.
 
         Raises:
           CachesLostError: a load failed after its program had taken the donated caches.
         """
-        for segment_id, rows in groups:
+        for segment_id, moves in groups:
             copier = self.copiers[direction]
-            for piece in copier.split(rows):
+            for piece in copier.split(moves):
                 self._start(copier, direction, segment_id, piece, kv_caches, step_id=step_id)
 
     def _start(
-        self, copier: Copier, direction: Direction, segment_id: int, piece: Rows, kv_caches: Caches, *, step_id: int
+        self,
+        copier: Copier,
+        direction: Direction,
+        segment_id: int,
+        piece: BlockMoves,
+        kv_caches: Caches,
+        *,
+        step_id: int,
     ) -> None:
         job_ids = piece.jobs()
-        self._jobs.add_part(job_ids)
+        self._jobs.add_ref(job_ids)
         try:
-            self._check(copier, len(piece))
             if direction is Direction.SAVE:
                 flight = copier.save(segment_id, piece, self._own(kv_caches))
                 self.memory.mark(segment_id, piece.host_block_ids, lost=False)
@@ -181,7 +180,7 @@ class GroupCopies:
             flight.step_id = step_id
             self.flights.append(flight)
             if direction is Direction.LOAD and flight.phase is Phase.COPYING:
-                self._jobs.write_part(job_ids)
+                self._jobs.mark_written(job_ids)
 
     def _own(self, kv_caches: Caches) -> Caches:
         """The arrays of the group."""
@@ -196,11 +195,11 @@ class GroupCopies:
     # Second halves of staged copies.
 
     def in_transit(self) -> list[Flight]:
-        """The flights that have a second half to be dispatched."""
+        """The flights whose second half is not dispatched yet."""
         return [flight for flight in self.flights if flight.phase is Phase.TRANSIT]
 
     def resume(self, kv_caches: Caches, *, step_id: int) -> None:
-        """Goes on with what has arrived; on hosts that share a model, with all that was dispatched before this step.
+        """Dispatches the second halves of flights that have arrived; in lockstep, of all dispatched before this step.
 
         Raises:
           CachesLostError: as `dispatch`.
@@ -218,62 +217,62 @@ class GroupCopies:
             self.copiers[flight.direction].resume_save(flight)
         except Exception as e:
             self._drop(flight)
-            self.fail(flight.rows, flight.segment_id, e)
+            self.fail(flight.moves, flight.segment_id, e)
 
     def _resume_load(self, flight: Flight, kv_caches: Caches) -> None:
-        live = [job_id for job_id in flight.rows.jobs() if not self._jobs.is_cancelled(job_id)]
-        self._jobs.end_part(job_id for job_id in flight.rows.jobs() if job_id not in live)
+        live = [job_id for job_id in flight.moves.jobs() if not self._jobs.is_cancelled(job_id)]
+        self._jobs.drop_ref(job_id for job_id in flight.moves.jobs() if job_id not in live)
         if not live:
             self._drop(flight)
             return
-        rows = flight.rows.take(np.isin(flight.rows.job_ids, live))
+        moves = flight.moves.take(np.isin(flight.moves.job_ids, live))
         try:
             self._check_arrived(flight)
-            self._put(kv_caches, self.copiers[flight.direction].resume_load(flight, rows, self._own(kv_caches)))
-            self._jobs.write_part(live)
+            self._put(kv_caches, self.copiers[flight.direction].resume_load(flight, moves, self._own(kv_caches)))
+            self._jobs.mark_written(live)
         except Exception as e:
             self._drop(flight)
-            self.fail(rows, flight.segment_id, e)
+            self.fail(moves, flight.segment_id, e)
             check_alive(kv_caches, e)
 
     def _check_arrived(self, flight: Flight) -> None:
-        """Raises what went wrong in transit, before it is written over a segment or the caches."""
+        """Raises the error of a failed transfer, before its data is written to a segment or the caches."""
         if not self._lockstep:
             flight.waiting_on.block_until_ready()
 
     # Ends.
 
     def collect(self) -> None:
-        """Goes on with saves that have arrived, and ends the flights that are over."""
+        """Dispatches the second halves of saves that have arrived, and ends the flights that are complete."""
         for flight in self.in_transit():
             if self._lockstep or not is_ready(flight.waiting_on):
                 continue
             if flight.direction is Direction.SAVE:
                 self._resume_save(flight)
-            elif all(map(self._jobs.is_cancelled, flight.rows.jobs())):
+            elif all(map(self._jobs.is_cancelled, flight.moves.jobs())):
                 self._resume_load(flight, [])  # writes nothing
         for flight in list(self.flights):
             if flight.phase is Phase.COPYING and is_ready(flight.waiting_on):
-                self.land(flight)
+                self.end(flight)
 
-    def land(self, flight: Flight) -> None:
+    def end(self, flight: Flight) -> None:
         """Ends a flight whose last program is dispatched; waits for its token unless that is ready."""
         self._drop(flight)
         try:
             check_copied(flight)
         except Exception as e:
-            # A program that failed on the device has taken the donated segment with it.
-            self.fail(flight.rows, flight.segment_id, e, lost=flight.direction is Direction.SAVE)
+            # A program that failed on the device has destroyed the donated segment.
+            self.fail(flight.moves, flight.segment_id, e, lost=flight.direction is Direction.SAVE)
         else:
-            self._jobs.end_part(flight.rows.jobs())
+            self._jobs.drop_ref(flight.moves.jobs())
 
-    def fail(self, rows: Rows, segment_id: int, error: Exception, *, lost: bool = False) -> None:
-        """Ends the jobs' parts in a flight with an error, and gives up the segment if it is gone."""
-        self.memory.give_up(segment_id, lost=lost)
+    def fail(self, moves: BlockMoves, segment_id: int, error: Exception, *, lost: bool = False) -> None:
+        """Drops the jobs' references with an error, and marks the segment as lost if it is."""
+        self.memory.check_segment(segment_id, lost=lost)
         line = error_line(error)
-        for job_id in rows.jobs():
-            block_ids: Iterable[int] = rows.block_ids[rows.job_ids == job_id].tolist()
-            self._jobs.end_part([job_id], line, failed=[(self.group_id, block_id) for block_id in block_ids])
+        for job_id in moves.jobs():
+            block_ids: Iterable[int] = moves.block_ids[moves.job_ids == job_id].tolist()
+            self._jobs.drop_ref([job_id], line, failed=[(self.group_id, block_id) for block_id in block_ids])
             self._on_fail(job_id, line)
 
     def _drop(self, flight: Flight) -> None:
@@ -281,7 +280,7 @@ class GroupCopies:
         self.copiers[flight.direction].release(flight)
 
     def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
-        """The arrays whose readiness lets `collect` go on; or all, those that need a `resume` included."""
+        """The arrays whose readiness lets `collect` make progress; or all, including those that need `resume`."""
         return [
             flight.waiting_on
             for flight in self.flights

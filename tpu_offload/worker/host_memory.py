@@ -1,39 +1,95 @@
-"""Pinned host memory of one process beside what is known of it: whether a place holds anything that may be read."""
+"""Pinned host memory of one process: how large it is, how it is divided, and which places hold readable blocks."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self, final
 
 import numpy as np
 
+from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import TransferError
 from tpu_offload.kernels import Flight, TransferSpec
-from tpu_offload.memory import HostArena
+from tpu_offload.layout import KVLayout
+from tpu_offload.memory import (
+    HostArena,
+    cap_chunks,
+    plan_segments,
+    plan_shared_segments,
+    size_swap_pool,
+    wanted_swap_blocks,
+)
+
+_GB = 2**30
+
+
+def plan_host_pool(
+    config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], available: int
+) -> tuple[int, tuple[int, int]]:
+    """Sizes the host tier.
+
+    Args:
+      config: the settings.
+      layout: what a block is made of.
+      kv_caches: only their sharding is read.
+      available: free bytes of host memory.
+    Returns:
+      The number of chunks; and the number of segments, and the chunks in each.
+    """
+    wanted, chunk_nbytes = config.host_chunks(layout), layout.block_nbytes_per_host * config.blocks_per_chunk
+    fitting = cap_chunks(wanted, chunk_nbytes=chunk_nbytes, fraction=config.host_memory_fraction, available=available)
+    if kv_caches[0].sharding.is_fully_addressable:
+        return fitting, plan_segments(fitting, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb)
+    segments = plan_shared_segments(wanted, fitting, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb)
+    return min(fitting, segments[0] * segments[1]), segments
+
+
+def plan_swap_pool(
+    config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], available: int
+) -> list[tuple[int, tuple[int, int]]]:
+    """Sizes the swap pool; arguments as for `plan_host_pool`.
+
+    Returns:
+      Per layer group, the number of blocks; and the number of segments, and the blocks in each.
+    """
+    num_hbm_blocks = [kv_caches[group.layer_ids[0]].shape[0] for group in layout.groups]
+    wanted_nbytes = None if config.swap_gb == "auto" else int(config.swap_gb * _GB)
+    groups = [(n, layout.group_nbytes_per_host(g)) for n, g in zip(num_hbm_blocks, layout.groups, strict=True)]
+    sizes = size_swap_pool(wanted_nbytes, groups=groups, fraction=config.swap_safety, available=available)
+    wanted = wanted_swap_blocks(wanted_nbytes, groups=groups)
+    shared = not kv_caches[0].sharding.is_fully_addressable
+    segments = [
+        plan_shared_segments(most, num_blocks, chunk_nbytes=nbytes, segment_gb=config.host_segment_gb)
+        if shared
+        else plan_segments(num_blocks, chunk_nbytes=nbytes, segment_gb=config.host_segment_gb)
+        for most, num_blocks, (_, nbytes) in zip(wanted, sizes, groups, strict=True)
+    ]
+    return [(min(n, num * per), (num, per)) for n, (num, per) in zip(sizes, segments, strict=True)]
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Segments that blocks of one kind are copied to and from.
+    """The segments of one store and layer group, and which of their places hold nothing.
 
     Attributes:
       spec: what is copied.
-      pool: the segments.
-      num_segments: how many there are.
+      arena: the segments.
+      num_segments: number of segments.
       blocks_per_chunk: places that are allocated together.
-      lost: bool[places]; whether nothing was written there, or what was is lost. A plan that was made before the loss
-        was known, or for an earlier life of this worker, asks for it, and would be given zeros.
+      lost: bool[places]; whether a place was never written, or its contents are lost. A plan that was made before the
+        loss was known, or for an earlier incarnation of this worker, would load zeros from it.
     """
 
     spec: TransferSpec
-    pool: HostArena
+    arena: HostArena
     num_segments: int
     blocks_per_chunk: int
     lost: np.ndarray[Any, np.dtype[np.bool_]]
 
     @classmethod
     def allocate(cls, spec: TransferSpec, *, num_segments: int, chunks_per_segment: int, num_chunks: int) -> Self:
-        """Has it allocated in the background; see `HostArena`."""
-        pool = HostArena(
+        """Starts the allocation in the background; see `HostArena`."""
+        arena = HostArena(
             spec.segment_structs(),
             num_segments=num_segments,
             chunks_per_segment=chunks_per_segment,
@@ -41,7 +97,7 @@ class HostMemory:
         )
         return cls(
             spec,
-            pool,
+            arena,
             num_segments,
             spec.segment_blocks // chunks_per_segment,
             np.ones(num_segments * spec.segment_blocks, np.bool_),
@@ -49,32 +105,32 @@ class HostMemory:
 
     @property
     def num_blocks_ready(self) -> int:
-        """Places whose memory is there; grows."""
-        return self.pool.num_chunks_ready * self.blocks_per_chunk
+        """Places that are allocated; grows."""
+        return self.arena.num_chunks_ready * self.blocks_per_chunk
 
     def mark(self, segment_id: int, places: Any, *, lost: bool) -> None:
-        """Says of places of a segment whether what is there is lost."""
+        """Marks places of a segment as lost or as written."""
         first = segment_id * self.spec.segment_blocks
         self.lost[first : first + self.spec.segment_blocks][places] = lost
 
-    def give_up(self, segment_id: int, *, lost: bool) -> None:
-        """A copy has failed: gives the segment up if it is `lost`, or if the program has taken it along."""
+    def check_segment(self, segment_id: int, *, lost: bool) -> None:
+        """After a failed copy, marks a segment as lost if it is, or if the failed program has taken it by donation."""
         try:
-            lost = lost or any(part.is_deleted() for part in self.pool.segment(segment_id))
-        except TransferError:  # lost before
+            lost = lost or any(stripe.is_deleted() for stripe in self.arena.segment(segment_id))
+        except TransferError:  # lost already
             return
         if lost:
-            self.pool.mark_lost(segment_id)
+            self.arena.mark_lost(segment_id)
             self.mark(segment_id, slice(None), lost=True)
 
 
 def check_copied(flight: Flight) -> None:
-    """Raises what went wrong with a flight whose token is ready."""
+    """Raises the error of a flight whose token is ready."""
     num_copied = int(np.asarray(flight.waiting_on))
-    if num_copied != len(flight.rows):
-        raise TransferError(f"the device copied {num_copied} of {len(flight.rows)} blocks")
+    if num_copied != len(flight.moves):
+        raise TransferError(f"the device copied {num_copied} of {len(flight.moves)} blocks")
 
 
 def error_line(error: Exception) -> str:
-    """What a report says of an error."""
+    """An error in one line, for a report."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -105,7 +105,7 @@ class StorageCopies:
         self._blocks_per_chunk = config.blocks_per_chunk
         self._max_in_flight = config.max_storage_chunks_in_flight(layout)
         self._copiers = [
-            SlotCopier(memory.spec, memory.pool, blocks_per_chunk=config.blocks_per_chunk) for memory in memories
+            SlotCopier(memory.spec, memory.arena, blocks_per_chunk=config.blocks_per_chunk) for memory in memories
         ]
         formats = [layout.fingerprint().hex(), config.blocks_per_chunk, *(c.payload_format for c in self._copiers)]
         spec = StorageSpec(
@@ -143,7 +143,7 @@ class StorageCopies:
                 item = self._begin(job, (position,), (key,), slot=slot)
                 if not item.error:
                     self._readers.submit(key, functools.partial(self._io.read, item))
-            self._jobs.end_part([job.job_id])
+            self._jobs.drop_ref([job.job_id])
 
     def cascade(self, jobs: Sequence[CopyJob]) -> None:
         """Dispatches copies of slots, and has them written; what is to be deleted goes first."""
@@ -159,7 +159,7 @@ class StorageCopies:
                 item = self._begin(job, (position,), (key,), slot=slot)
                 if not item.error and self._cut(item, slot):
                     self._writers.submit(key, functools.partial(self._io.write, item))
-            self._jobs.end_part([job.job_id])
+            self._jobs.drop_ref([job.job_id])
 
     def collect(self) -> None:
         """Writes what was read into its slots, and ends what is over."""
@@ -203,7 +203,7 @@ class StorageCopies:
     def _accept(self, jobs: Sequence[CopyJob]) -> list[CopyJob]:
         """Takes up the jobs that are possible."""
         accepted = []
-        num_slots = min(memory.pool.num_chunks_ready for memory in self._memories)
+        num_slots = min(memory.arena.num_chunks_ready for memory in self._memories)
         for job in jobs:
             if job.job_id in self._jobs:
                 _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
@@ -213,7 +213,7 @@ class StorageCopies:
             positions = () if error else tuple(range(job.num_items))
             self._jobs.start(job.job_id, (CopyPart(block_ids=positions, host_block_ids=positions),))
             if error:
-                self._jobs.end_part([job.job_id], error)
+                self._jobs.drop_ref([job.job_id], error)
             else:
                 accepted.append(job)
         return accepted
@@ -226,7 +226,7 @@ class StorageCopies:
         The scheduler plans within the bound, but it gives up on copies that are late, and these still take memory.
         """
         item = _Item(job.job_id, positions, keys, slot)
-        self._jobs.add_part([job.job_id])
+        self._jobs.add_ref([job.job_id])
         self._num_in_io += 1
         self._num_chunks += slot is not None
         if self._num_chunks > self._max_in_flight:
@@ -241,7 +241,7 @@ class StorageCopies:
     def _end(self, item: _Item, error: str = "") -> None:
         self._num_chunks -= item.slot is not None
         item.payload = item.data = None
-        self._jobs.end_part([item.job_id], error, failed=[(0, position) for position in item.positions])
+        self._jobs.drop_ref([item.job_id], error, failed=[(0, position) for position in item.positions])
 
     def _place(self, slot: int, memory: HostMemory) -> tuple[int, int]:
         """The segment, and the position in it, of the first block of a slot."""
@@ -273,7 +273,7 @@ class StorageCopies:
                 payload = copier.unpack(item.data[start : start + copier.payload_nbytes])
                 tokens.append(copier.write(segment_id, first, payload))
             except Exception as e:
-                memory.give_up(segment_id, lost=False)
+                memory.check_segment(segment_id, lost=False)
                 self._end(item, error_line(e))
                 return
             memory.mark(segment_id, slice(first, first + self._blocks_per_chunk), lost=False)
@@ -290,7 +290,7 @@ class StorageCopies:
                 if end != first + self._blocks_per_chunk:
                     raise TransferError(f"the device copied up to {end}; expected {first + self._blocks_per_chunk}")
             except Exception as e:  # a program that failed on the device has taken the donated segment with it
-                memory.give_up(segment_id, lost=True)
+                memory.check_segment(segment_id, lost=True)
                 error = error or error_line(e)
         self._end(item, error)
 

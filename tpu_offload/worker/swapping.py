@@ -1,7 +1,7 @@
-"""The copies of request swap: blocks of the caches out to the swap pool of one process, and back.
+"""The copies of request swap between the caches and the swap pool of one process.
 
-All of them go by the direct path. What is swapped out has to be read before the step at hand writes over it,
-so there is nothing to gain from staging it, and two blocks of HBM are enough.
+All of them use the direct path. A swap-out must read its blocks before the current step overwrites them, so staging
+would gain nothing, and two blocks of HBM are enough.
 """
 
 import logging
@@ -13,19 +13,17 @@ import jax
 from tpu_offload.config import OffloadConfig
 from tpu_offload.kernels import DirectCopier, TransferSpec
 from tpu_offload.layout import KVLayout
-from tpu_offload.memory import plan_segments, plan_shared_segments, size_swap_pool, wanted_swap_blocks
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import wait_for_all
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, unwrapped
-from tpu_offload.worker.host_memory import HostMemory
+from tpu_offload.worker.host_memory import HostMemory, plan_swap_pool
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.validate import job_error
 
 _logger = logging.getLogger(__name__)
 
-_GB = 2**30
-_MAX_BLOCKS = 1024  # of one dispatch; the ids of more would be a larger argument for every one
-# Waiting for a copy costs a step of an engine that runs ahead, so only some copies are measured.
+_MAX_BLOCKS = 1024  # per dispatch; each passes an array of ids of this length
+# Measuring waits for the copy, which stalls an engine that runs ahead, so only some copies are measured.
 _FIRST_MEASURED, _EVERY_MEASURED = 4, 16
 
 Caches = list[jax.Array]
@@ -35,15 +33,15 @@ Caches = list[jax.Array]
 class SwapCopies:
     """Owns the swap pool of one process. All methods are called by the thread that dispatches the model.
 
-    A copy that goes wrong ends as a failed result of its job.
+    A copy that fails is reported as a failed result of its job.
 
     Args:
       config: the settings.
       layout: what a block is made of.
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
-      jobs: told of the jobs.
-      available: bytes of host memory that the host tier has left.
-      tier: per layer group, how to read the host tier; empty without one.
+      jobs: the worker's jobs in flight.
+      available: bytes of host memory that the host tier leaves.
+      tier: per layer group, the copies that read the host tier; empty without one.
       clock: seconds, monotonic.
       wrap_copier: see `OffloadWorker`.
     """
@@ -66,7 +64,7 @@ class SwapCopies:
         self._timeout_s = config.job_timeout_s
         self._tier = list(tier)
         self._groups: list[GroupCopies] = []
-        pools = _plan_pools(config, layout, kv_caches, available)
+        pools = plan_swap_pool(config, layout, kv_caches, available)
         if not all(num_blocks for num_blocks, _ in pools):
             return
         for group_id, (group, (num_blocks, segments)) in enumerate(zip(layout.groups, pools, strict=True)):
@@ -77,7 +75,7 @@ class SwapCopies:
             memory = HostMemory.allocate(
                 spec, num_segments=num_segments, chunks_per_segment=segment_blocks, num_chunks=num_blocks
             )
-            copier = wrap_copier(DirectCopier(spec, memory.pool), memory.pool)
+            copier = wrap_copier(DirectCopier(spec, memory.arena), memory.arena)
             self._groups.append(
                 GroupCopies(
                     group_id=group_id,
@@ -95,66 +93,67 @@ class SwapCopies:
 
     @property
     def num_blocks_ready(self) -> tuple[int, ...]:
-        """Per layer group, the blocks of the pool whose memory is there; grows to the size of the pool."""
+        """Per layer group, the blocks of the pool that are allocated; grows to the size of the pool."""
         return tuple(group.memory.num_blocks_ready for group in self._groups)
 
     @property
     def has_flights(self) -> bool:
-        """Whether copies are on their way."""
+        """Whether copies are in flight."""
         return any(copies.flights for copies in self._all())
 
     @property
     def hbm_nbytes(self) -> int:
-        """Most bytes of HBM that the copies take on each device: those of one program, for they run one by one."""
+        """Most bytes of HBM that the copies take on each device: those of one program, as programs run one by one."""
         return max((group.hbm_nbytes for group in self._groups), default=0)
 
     def wait_until_allocated(self) -> None:
-        """Blocks until all of the pool is there or its allocation has failed; for warm-up, benchmarks and tests."""
+        """Blocks until the pool is allocated or its allocation has failed; for warm-up, benchmarks and tests."""
         for group in self._groups:
-            group.memory.pool.wait_until_allocated()
+            group.memory.arena.wait_until_allocated()
 
     def swap(self, jobs: Sequence[CopyJob], kv_caches: Caches) -> None:
-        """Dispatches copies: out, for which the caches are read in program order, or back.
+        """Dispatches copies out or back.
 
         Args:
-          jobs: what to copy.
-          kv_caches: all caches; those that are written are donated, and replaced in the list.
+          jobs: the swap jobs.
+          kv_caches: all caches; a copy out reads them in program order, a copy back donates those that it writes and
+            replaces them in the list.
         Raises:
           CachesLostError: a copy failed after its program had taken the donated caches.
         """
         for job in jobs:
             if job.job_id in self._jobs:
-                _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
+                _logger.warning("job %d is in flight already; the duplicate is ignored", job.job_id)
                 continue
             self._jobs.start(job.job_id, writes_caches=job.direction is Direction.LOAD)
-            error = self._why_impossible(job)
+            error = self._job_error(job)
             try:
                 if not error:
                     self._measured(job, kv_caches)
             finally:
-                self._jobs.end_part([job.job_id], error)
+                self._jobs.drop_ref([job.job_id], error)
 
     def collect(self) -> None:
-        """Ends the copies that are over."""
+        """Ends the copies that are complete."""
         for copies in self._all():
             copies.collect()
 
     def waiting_on(self, *, all_of_them: bool = True) -> list[Any]:
-        """The arrays whose readiness ends the copies on their way; `collect` can go on with any of them."""
+        """The tokens of the copies in flight; `collect` can end each that is ready."""
         return [array for copies in self._all() for array in copies.waiting_on()]
 
     def take_lost(self) -> tuple[tuple[int, int, int], ...]:
         """Ranges (group_id, first, end) of blocks of the pool lost since the last call."""
         return tuple(
-            (group.group_id, first, end) for group in self._groups for first, end in group.memory.pool.take_lost()
+            (group.group_id, first, end) for group in self._groups for first, end in group.memory.arena.take_lost()
         )
 
     def close(self) -> None:
-        """Frees the pool. Whoever owns this has waited for the copies in flight for as long as it wants to."""
+        """Frees the pool. The caller has waited for the copies in flight."""
         for copies in self._all():
             copies.flights.clear()
         for group in self._groups:
-            group.memory.pool.close()
+            group.memory.arena.close()
 
     # Inside.
 
@@ -162,20 +161,20 @@ class SwapCopies:
         return [*self._groups, *self._tier]
 
     def _measured(self, job: CopyJob, kv_caches: Caches) -> None:
-        """Dispatches a job; every so often waits for it, to tell what the copy alone takes."""
+        """Dispatches a job, and waits for some of them to measure the copy alone."""
         number = self._num_copies[job.direction]
         self._num_copies[job.direction] += 1
-        # Not the very first, which may compile.
+        # Not the first one, which may compile.
         measured = 0 < number <= _FIRST_MEASURED or (number > 0 and number % _EVERY_MEASURED == 0)
         if measured:
             measured = wait_for_all(kv_caches, timeout_s=self._timeout_s)
         start_s = self._clock()
-        # All of it, also after a piece that failed: on several hosts each has to dispatch the same programs.
+        # All pieces, even after one that failed: every host must dispatch the same programs.
         for copies in self._all():
             copies.dispatch(job.direction, copies.by_segment([job]), kv_caches)
         if not measured:
             return
-        tokens = [f.waiting_on for copies in self._all() for f in copies.flights if job.job_id in f.rows.job_ids]
+        tokens = [f.waiting_on for copies in self._all() for f in copies.flights if job.job_id in f.moves.job_ids]
         if wait_for_all(tokens, timeout_s=self._timeout_s):
             self._jobs.set_copy_s(job.job_id, self._clock() - start_s)
 
@@ -183,8 +182,8 @@ class SwapCopies:
         groups = self._tier if part.store is HostStore.HOST_TIER else self._groups
         return groups[part.group_id] if 0 <= part.group_id < len(groups) else None
 
-    def _why_impossible(self, job: CopyJob) -> str:
-        """Why a job cannot be started, in one line; empty when it can."""
+    def _job_error(self, job: CopyJob) -> str:
+        """Why a job cannot be started, in one line; empty if it can."""
         error = job_error(job)
         if error:
             return error
@@ -193,28 +192,9 @@ class SwapCopies:
             if source is None or job.direction not in source.copiers:
                 return (
                     f"a {job.kind.value} of layer group {part.group_id} of {part.store.value}: this worker has no such "
-                    "memory, or only reads it"
+                    "host memory, or only reads it"
                 )
-            error = source.why_impossible(part, job.direction)
+            error = source.part_error(part, job.direction)
             if error:
                 return error
         return ""
-
-
-def _plan_pools(
-    config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], available: int
-) -> list[tuple[int, tuple[int, int]]]:
-    """Per layer group: blocks of its pool; how many segments it has, and how many blocks are in each."""
-    num_hbm_blocks = [kv_caches[group.layer_ids[0]].shape[0] for group in layout.groups]
-    wanted_nbytes = None if config.swap_gb == "auto" else int(config.swap_gb * _GB)
-    groups = [(n, layout.group_nbytes_per_host(g)) for n, g in zip(num_hbm_blocks, layout.groups, strict=True)]
-    sizes = size_swap_pool(wanted_nbytes, groups=groups, fraction=config.swap_safety, available=available)
-    wanted = wanted_swap_blocks(wanted_nbytes, groups=groups)
-    shared = not kv_caches[0].sharding.is_fully_addressable
-    segments = [
-        plan_shared_segments(most, num_blocks, chunk_nbytes=nbytes, segment_gb=config.host_segment_gb)
-        if shared
-        else plan_segments(num_blocks, chunk_nbytes=nbytes, segment_gb=config.host_segment_gb)
-        for most, num_blocks, (_, nbytes) in zip(wanted, sizes, groups, strict=True)
-    ]
-    return [(min(n, num * per), (num, per)) for n, (num, per) in zip(sizes, segments, strict=True)]

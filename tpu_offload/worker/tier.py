@@ -1,19 +1,16 @@
-"""What the host tier of one process copies in which step: saves, loads in pieces, and what the forward pass takes.
+"""The host tier of one process: dispatches saves, loads in pieces, and the copies inside the forward pass.
 
-The copies themselves are those of `worker.group_copies`, a set for each layer group. Here it is decided which of them
-go now: what the staging buffer and `max_load_gb_per_step` allow.
+This module decides which blocks are copied in which step, within the staging budget and `max_load_gb_per_step`. The
+copies of each layer group are in `worker.group_copies`.
 """
 
 import logging
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, final
 
 import jax
-import numpy as np
 
 from tpu_offload.config import CopyPath, OffloadConfig
-from tpu_offload.errors import TransferError
 from tpu_offload.kernels import (
     BySegment,
     Copier,
@@ -37,6 +34,7 @@ from tpu_offload.worker.forward_pass import ForwardPassCopies
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier
 from tpu_offload.worker.host_memory import HostMemory
 from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.staging import StagingUsage
 from tpu_offload.worker.validate import job_error
 
 _logger = logging.getLogger(__name__)
@@ -50,16 +48,16 @@ Batches = list[tuple[GroupCopies, BySegment]]
 class TierCopies:
     """Owns the host pool of one process. All methods are called by the thread that dispatches the model.
 
-    A copy that goes wrong ends as a failed result of its job.
+    A copy that fails is reported as a failed result of its job.
 
     Args:
       config: the settings.
       layout: what a block is made of.
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
       num_chunks: size of the host pool, at least 1.
-      segments: how many segments it has, and the chunks in each.
-      jobs: told of the jobs.
-      fused: the engine runs the fused functions in its own step.
+      segments: number of segments, and the chunks in each.
+      jobs: the worker's jobs in flight.
+      fused: the engine runs the fused copies in its own step.
       wrap_copier: see `OffloadWorker`.
     """
 
@@ -78,35 +76,35 @@ class TierCopies:
         self._jobs = jobs
         self._wrap_copier = wrap_copier
         num_segments, self.segment_chunks = segments
-        self._staging_blocks = config.staging_blocks(layout)
+        staging_blocks = config.staging_blocks(layout)
         self._backlog = LoadBacklog(max_blocks_per_step=config.max_load_blocks(layout))
-        self._step_id = -1  # rises with every `begin`, also where one plan has several
-        self._timeout_s = config.job_timeout_s
-        # Hosts that share one model must dispatch in one order, and readiness differs between them.
+        self._step_id = -1  # rises with every `begin` and `resume`
+        # Hosts that share one model must dispatch in the same order, although readiness differs between them.
         self._lockstep = not kv_caches[0].sharding.is_fully_addressable
+        self._staging = StagingUsage(staging_blocks, flights=self._flights, lockstep=self._lockstep)
         specs = [
             TransferSpec.from_caches(
                 caches,
                 segment_blocks=self.segment_chunks * config.blocks_per_chunk,
-                # No staged dispatch copies more blocks than there are, however generous the budget.
-                capacity=min(self._staging_blocks, caches[0].shape[0]),
+                # No staged dispatch copies more blocks than the cache has, however large the budget.
+                capacity=min(staging_blocks, caches[0].shape[0]),
             )
             for caches in ([kv_caches[i] for i in group.layer_ids] for group in layout.groups)
         ]
-        self.paths = choose_paths(config, specs[0], fused=fused)  # before memory is taken: it may refuse
+        self.paths = choose_paths(config, specs[0], fused=fused)  # before memory is allocated: it may raise
         self._groups = [
             self._make_group(config, group_id, group.layer_ids, spec, num_segments=num_segments, num_chunks=num_chunks)
             for group_id, (group, spec) in enumerate(zip(layout.groups, specs, strict=True))
         ]
-        self._stages = self._groups[0].copiers[Direction.LOAD].stages
+        self._stages = any(group.copiers[Direction.LOAD].stages for group in self._groups)
         self._fused: ForwardPassCopies | None = None
         if CopyPath.FUSED in self.paths.values():
-            assert len(self._groups) == 1, "the engine's step takes copies of one layer group"
+            assert len(self._groups) == 1, "fused copies support one layer group"
             blocks_per_chunk = config.blocks_per_chunk
             sizes = fused_sizes(specs[0].capacity, blocks_per_chunk=blocks_per_chunk, buckets=config.block_size_buckets)
             sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in self.paths.items()}
             planner = FusedPlanner(specs[0], blocks_per_chunk=blocks_per_chunk, sizes=sizes_of)
-            self._fused = ForwardPassCopies(self._groups[0], planner, jobs=jobs, staging_blocks=self._staging_blocks)
+            self._fused = ForwardPassCopies(self._groups[0], planner, jobs=jobs, staging_blocks=staging_blocks)
         if not config.skip_jax_precompile:
             for copies in self._groups:
                 copies.compile()
@@ -124,8 +122,8 @@ class TierCopies:
         memory = HostMemory.allocate(
             spec, num_segments=num_segments, chunks_per_segment=self.segment_chunks, num_chunks=num_chunks
         )
-        copiers = make_copiers(self.paths, spec, memory.pool, allocate=pinned_zeros, buckets=config.block_size_buckets)
-        wrapped = {copier: self._wrap_copier(copier, memory.pool) for copier in copiers.values()}
+        copiers = make_copiers(self.paths, spec, memory.arena, allocate=pinned_zeros, buckets=config.block_size_buckets)
+        wrapped = {copier: self._wrap_copier(copier, memory.arena) for copier in copiers.values()}
         return GroupCopies(
             group_id=group_id,
             store=HostStore.HOST_TIER,
@@ -134,7 +132,6 @@ class TierCopies:
             copiers={direction: wrapped[copier] for direction, copier in copiers.items()},
             jobs=self._jobs,
             lockstep=self._lockstep,
-            check=self._check_staging,
             on_fail=self._backlog.fail,
         )
 
@@ -143,36 +140,36 @@ class TierCopies:
         return [group.memory for group in self._groups]
 
     def sources(self) -> list[GroupCopies]:
-        """What swaps read the host tier with: directly, as all that they copy."""
+        """Per layer group, the copies with which swap-ins read the host tier, on the direct path."""
         return [group.reader(self._direct(group)) for group in self._groups]
 
     def _direct(self, group: GroupCopies) -> Copier:
-        copier, pool = group.copiers[Direction.LOAD], group.memory.pool
+        copier, arena = group.copiers[Direction.LOAD], group.memory.arena
         if isinstance(copier, DirectCopier):
             return copier
-        direct = DirectCopier(direct_spec(group.memory.spec), pool, directions=(Direction.LOAD,))
-        return self._wrap_copier(direct, pool)
+        direct = DirectCopier(direct_spec(group.memory.spec), arena, directions=(Direction.LOAD,))
+        return self._wrap_copier(direct, arena)
 
     @property
     def num_chunks_ready(self) -> int:
-        """Chunks of the pool whose memory is there; grows to the size of the pool."""
-        return min(group.memory.pool.num_chunks_ready for group in self._groups)
+        """Chunks of the pool that are allocated; grows to the size of the pool."""
+        return min(group.memory.arena.num_chunks_ready for group in self._groups)
 
     @property
     def has_flights(self) -> bool:
-        """Whether copies are on their way, or have yet to begin."""
+        """Whether copies are in flight or in the backlog."""
         return bool(self._backlog) or any(group.flights for group in self._groups)
 
     @property
     def awaits_begin(self) -> bool:
-        """Whether the next `begin` has something to dispatch, whatever comes of the copies on their way."""
+        """Whether the next `begin` can dispatch a load without waiting for a copy in flight."""
         if not self._stages or self._lockstep:
             return bool(self._backlog)
-        return self._staging_room > 0 and any(self._room(load) > 0 for load in self._backlog)
+        return self._staging.room > 0 and any(self._room(load) > 0 for load in self._backlog)
 
     @property
     def awaits_pass(self) -> bool:
-        """Whether a forward pass was planned that has not come back."""
+        """Whether a forward pass was planned and has not returned yet."""
         return self._fused is not None and self._fused.awaits_pass
 
     @property
@@ -187,35 +184,35 @@ class TierCopies:
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
         """Ranges (first, end) of slots lost since the last call."""
-        return tuple(lost for group in self._groups for lost in group.memory.pool.take_lost())
+        return tuple(lost for group in self._groups for lost in group.memory.arena.take_lost())
 
     def wait_until_allocated(self) -> None:
-        """Blocks until all of the pool is there or its allocation has failed."""
+        """Blocks until the pool is allocated or its allocation has failed."""
         for group in self._groups:
-            group.memory.pool.wait_until_allocated()
+            group.memory.arena.wait_until_allocated()
 
     def close(self) -> None:
-        """Frees the pool. Whoever owns this has waited for the copies in flight for as long as it wants to."""
+        """Frees the pool. The caller has waited for the copies in flight."""
         self._backlog.clear()
         for group in self._groups:
             group.flights.clear()
-            group.memory.pool.close()
+            group.memory.arena.close()
 
-    # What the worker asks in a step.
+    # Steps.
 
     def save_early(self, jobs: Sequence[CopyJob], kv_caches: Caches) -> None:
-        """Dispatches the early saves, before anything else of the plan. They are never inside the forward pass."""
+        """Dispatches the early saves, before the rest of the plan. They are never inside the forward pass."""
         self._fail_lost_loads()
         self._save(jobs, kv_caches)
 
     def begin(self, plan: StepPlan, kv_caches: Caches, *, fuse: bool, urgent: Collection[int] = ()) -> None:
-        """Takes back what is cancelled, goes on with what has arrived, and dispatches the loads, also of earlier plans.
+        """Cancels jobs, resumes the copies that have arrived, and dispatches loads, including those in the backlog.
 
         Args:
           plan: its loads, saves and cancelled jobs.
           kv_caches: all caches; donated, and replaced in the list.
-          fuse: a forward pass follows that takes copies along.
-          urgent: ids of loads that the pass needs, see `OffloadWorker.begin_step`.
+          fuse: the forward pass that follows takes `fused_step()`.
+          urgent: ids of the loads that the pass reads, see `OffloadWorker.begin_step`.
         Raises:
           CachesLostError: a load failed after its program had taken the donated caches.
         """
@@ -239,7 +236,7 @@ class TierCopies:
             self._load(job_ids, batches, kv_caches)
 
     def _without_cancelled(self, plan: StepPlan) -> Sequence[CopyJob]:
-        """The loads of a plan, but for those that it cancels itself: they end without having begun."""
+        """The loads of a plan without those that it cancels itself, which end here."""
         loads = plan.of(JobKind.LOAD)
         if not plan.cancelled_job_ids:
             return loads
@@ -247,11 +244,11 @@ class TierCopies:
             if job.job_id in plan.cancelled_job_ids and job.job_id not in self._jobs:
                 self._jobs.start(job.job_id, writes_caches=True)
                 self._jobs.cancel(job.job_id, unwritten=True)
-                self._jobs.end_part([job.job_id])
+                self._jobs.drop_ref([job.job_id])
         return [job for job in loads if job.job_id not in plan.cancelled_job_ids]
 
     def end(self, saves: Sequence[CopyJob], kv_caches: Caches, outcome: FusedOutcome | None) -> None:
-        """Dispatches the saves, but for those that the forward pass has taken along."""
+        """Dispatches the saves, except the blocks that the forward pass has copied."""
         if self._fused is not None and self._fused.awaits_pass:
             job_ids, groups = self._fused.end(outcome)
             self._dispatch(job_ids, [(self._groups[0], groups)], Direction.SAVE, kv_caches)
@@ -267,21 +264,21 @@ class TierCopies:
         return self._fused.shapes() if self._fused else []
 
     def abandon_pass(self) -> None:
-        """The forward pass never came back: its copies have failed, and what was to follow it is not done."""
+        """The forward pass never returned: its copies have failed, and the saves that were to follow it fail too."""
         if self._fused is not None:
             self._fused.abandon()
 
     def abandon_backlog(self) -> None:
-        """The caches are gone: nothing more is dispatched of any load, and it is nobody's failure."""
+        """The caches are lost: cancels every load in the backlog."""
         for load in self._backlog:
             self._backlog.drop(load.job.job_id)
             self._jobs.cancel(load.job.job_id, unwritten=True)
-            self._jobs.end_part([load.job.job_id])
+            self._jobs.drop_ref([load.job.job_id])
 
     def resume(self, kv_caches: Caches) -> None:
-        """Goes on with what has arrived, and with the loads that are left, as if in a step of its own.
+        """Resumes the copies that have arrived, and dispatches more of the backlog, as if in a separate step.
 
-        On hosts that share a model: with all that was dispatched before, and waits for it.
+        In lockstep it resumes all copies that were dispatched before, and waits for them.
         """
         self._step_id += 1
         for group in self._groups:
@@ -291,35 +288,35 @@ class TierCopies:
             self._load(job_ids, self._by_group(pieces), kv_caches)
 
     def collect(self) -> None:
-        """Goes on with saves that have arrived, and ends the flights that are over."""
+        """Dispatches the second halves of saves that have arrived, and ends the flights that are complete."""
         for group in self._groups:
             group.collect()
         self._end_failed_loads()
 
     def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
-        """The arrays whose readiness lets `collect` go on; or all, those that need a `begin` included."""
+        """The arrays whose readiness lets `collect` make progress; or all, including those that need `begin`."""
         return [array for group in self._groups for array in group.waiting_on(all_of_them=all_of_them)]
 
     # Dispatch.
 
     def _accept(self, jobs: Sequence[CopyJob]) -> list[CopyJob]:
-        """Takes up the jobs that are possible."""
+        """Starts the valid jobs and fails the others."""
         accepted = []
         for job in jobs:
             if job.job_id in self._jobs:
-                _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
+                _logger.warning("job %d is in flight already; the duplicate is ignored", job.job_id)
                 continue
-            error = self._why_impossible(job)
+            error = self._job_error(job)
             parts = () if error else job.parts
             self._jobs.start(job.job_id, parts, writes_caches=job.direction is Direction.LOAD)
             if error:
-                self._jobs.end_part([job.job_id], error)
+                self._jobs.drop_ref([job.job_id], error)
             else:
                 accepted.append(job)
         return accepted
 
-    def _why_impossible(self, job: CopyJob) -> str:
-        """Why a job cannot be started, in one line; empty when it can."""
+    def _job_error(self, job: CopyJob) -> str:
+        """Why a job cannot be started, in one line; empty if it can."""
         error = job_error(job)
         if error:
             return error
@@ -329,7 +326,7 @@ class TierCopies:
                     f"a {job.kind.value} of layer group {part.group_id} in {part.store.value}; this worker has "
                     f"{len(self._groups)} in {HostStore.HOST_TIER.value}"
                 )
-            error = self._groups[part.group_id].why_impossible(part, job.direction)
+            error = self._groups[part.group_id].part_error(part, job.direction)
             if error:
                 return error
         return ""
@@ -338,7 +335,7 @@ class TierCopies:
         return [(group, group.by_segment(jobs)) for group in self._groups] if jobs else []
 
     def _save(self, jobs: Sequence[CopyJob], kv_caches: Caches) -> None:
-        """No two jobs share a flight: a plan has several only to keep their failures apart."""
+        """Dispatches saves. No two jobs share a flight: a plan has several jobs only to isolate their failures."""
         accepted = self._accept(jobs)
         batches = [batch for job in accepted for batch in self._by_group([job])]
         self._dispatch([job.job_id for job in accepted], batches, Direction.SAVE, kv_caches)
@@ -348,36 +345,21 @@ class TierCopies:
         self._end_failed_loads()
 
     def _dispatch(self, job_ids: Sequence[int], batches: Batches, direction: Direction, kv_caches: Caches) -> None:
-        """Starts copies; these are the jobs of which nothing is left to start then."""
+        """Dispatches copies, the last ones of the jobs `job_ids`."""
         error = "the KV caches were lost while it was dispatched"
         try:
             for group, by_segment in batches:
                 group.dispatch(direction, by_segment, kv_caches, step_id=self._step_id)
             error = ""
             if direction is Direction.LOAD:
-                self._jobs.write_part(job_ids)
+                self._jobs.mark_written(job_ids)
         finally:
-            self._jobs.end_part(job_ids, error)
-
-    def _check_staging(self, copier: Copier, num_blocks: int) -> None:
-        """Raises TransferError if a copy would take more HBM than the staging buffer has.
-
-        The scheduler plans within the budget, but it gives up on copies that are late, and these still take theirs. Not
-        on hosts that share one model: which flights are over differs between them, and what they dispatch must not.
-        """
-        if not copier.stages or self._lockstep or self._jobs.oldest_age_s <= self._timeout_s:
-            return
-        num_staged = self._num_staged
-        if num_staged + num_blocks > self._staging_blocks:
-            raise TransferError(
-                f"the staging buffer of {self._staging_blocks} blocks holds {num_staged} of copies that are late; no "
-                f"room for {num_blocks}"
-            )
+            self._jobs.drop_ref(job_ids, error)
 
     # Loads in pieces.
 
     def _next_loads(self, new: Sequence[CopyJob], urgent: Collection[int] = ()) -> tuple[list[int], list[CopyJob]]:
-        """Loads to dispatch now, the plan's and those that are left: ids of those that end, and what to copy."""
+        """Loads to dispatch now, from plan and backlog: ids of those then fully dispatched, and what to copy."""
         self._fail_lost_loads()
         if self._stages and self._lockstep:
             self._await_pieces()
@@ -386,7 +368,7 @@ class TierCopies:
             accepted,
             step_id=self._step_id,
             room=self._room if self._stages else None,
-            staging_room=self._staging_room,
+            staging_room=self._staging.room,
             urgent=urgent,
         )
         return job_ids, pieces
@@ -395,55 +377,41 @@ class TierCopies:
         for group in self._groups:
             yield from group.flights
 
-    @property
-    def _num_staged(self) -> int:
-        return sum(flight.num_staged for flight in self._flights())
-
-    @property
-    def _staging_room(self) -> int:
-        """Blocks that all copies together may stage now. Not asked on several hosts, where flights end in no order."""
-        return sys.maxsize if self._lockstep else self._staging_blocks - self._num_staged
-
     def _room(self, load: BackloggedLoad) -> int:
-        """Blocks of a staged load that may be dispatched now."""
-        allowed = load.job.num_staging_blocks or self._staging_blocks
-        if self._lockstep:
-            return allowed - sum(size for step_id, size in load.pieces if step_id > self._step_id - 2)
-        staged = (flight.rows.job_ids for flight in self._flights() if flight.num_staged)
-        return allowed - sum(int(np.count_nonzero(job_ids == load.job.job_id)) for job_ids in staged)
+        return self._staging.room_of(load, step_id=self._step_id)
 
     def _await_pieces(self) -> None:
         """Ends the pieces of loads that were dispatched two steps ago, and written one step ago.
 
-        When they are over differs between hosts, and the next pieces must not: so each host waits for them, which the
-        device has nearly always done by now.
+        Hosts complete them at different times but must choose the same next pieces. So each host waits here for the
+        device, which has nearly always finished them by now.
         """
         for group in self._groups:
             for flight in list(group.flights):
                 is_written = flight.phase is Phase.COPYING and flight.num_staged and flight.step_id <= self._step_id - 2
-                if is_written and any(job_id in self._backlog for job_id in flight.rows.jobs()):
-                    group.land(flight)  # asks for its token, and so waits
+                if is_written and any(job_id in self._backlog for job_id in flight.moves.jobs()):
+                    group.end(flight)  # reads its token, and so waits
 
     def _fail_lost_loads(self) -> None:
-        """Loads whose host memory is gone have failed, before anything else can be written there and read by them."""
+        """Fails loads whose host memory is lost, before other chunks are written there, which they would read."""
         for load in self._backlog:
             if any(self._groups[group_id].memory.lost[places].any() for group_id, places in load.places_left()):
                 self._backlog.fail(load.job.job_id, "the host memory of its chunks was lost")
         self._end_failed_loads()
 
     def _end_failed_loads(self) -> None:
-        """What is left of loads that have failed is not dispatched any more: blocks after a hole are of no use."""
+        """Ends the failed loads of the backlog without dispatching the rest: blocks after a hole are useless."""
         if self._backlog:
             for load in self._backlog.take_failed():
                 left = [(part.group_id, block_id) for part in load.parts_left() for block_id in part.block_ids]
-                self._jobs.end_part([load.job.job_id], load.error, failed=left)
+                self._jobs.drop_ref([load.job.job_id], load.error, failed=left)
 
     def _cancel(self, job_id: int) -> None:
-        """Marks a load some of whose blocks are not written yet; any other job goes on to its end."""
+        """Cancels a load if some of its blocks are not written yet; any other job ends as it would have."""
         loads = (
             flight for group in self._groups for flight in group.in_transit() if flight.direction is Direction.LOAD
         )
         is_left = self._backlog.drop(job_id) is not None
-        self._jobs.cancel(job_id, unwritten=is_left or any(job_id in flight.rows.job_ids for flight in loads))
+        self._jobs.cancel(job_id, unwritten=is_left or any(job_id in flight.moves.job_ids for flight in loads))
         if is_left:
-            self._jobs.end_part([job_id])
+            self._jobs.drop_ref([job_id])

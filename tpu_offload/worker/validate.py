@@ -1,4 +1,4 @@
-"""What a plan from another process must be before anything is copied."""
+"""Validates plans from another process before anything is copied."""
 
 import logging
 from collections.abc import Iterable
@@ -11,30 +11,30 @@ from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore, JobKind, 
 _logger = logging.getLogger(__name__)
 
 _MAX = 2**63 - 1
-_NO_EPOCHS = ((-1, -1),)  # no worker's: a plan that says nothing that can be read of the caches is for none
+_NO_EPOCHS = ((-1, -1),)  # of no worker: a plan whose epochs are unreadable is stale for every worker
 
 
 def sound_plan(plan: Any, *, last: int) -> StepPlan:
-    """The plan, without what cannot be answered because it has no valid job id, or done because it has no kind.
+    """The plan without the jobs that have no valid id or kind, which can be neither executed nor reported.
 
-    What is wrong with other jobs is found by `job_error`, and reported as their failure.
+    Other invalid jobs are found by `job_error` and reported as failed.
 
     Args:
-      plan: anything.
-      last: stands for a step id that makes no sense.
+      plan: any object.
+      last: replaces an invalid step id.
     """
     if type(plan) is not StepPlan:
-        _logger.error("a plan is a %s; expected a StepPlan: nothing of it is done", type(plan).__name__)
+        _logger.error("a plan is a %s; expected a StepPlan: it is ignored", type(plan).__name__)
         return StepPlan(step_id=last)
     try:
         return _sound(plan, last=last)
     except AttributeError as e:  # unpickled from something else
-        _logger.error("a plan has no %s: nothing of it is done", e.name)
+        _logger.error("a plan has no %s: it is ignored", e.name)
         return StepPlan(step_id=last)
 
 
 def job_error(job: CopyJob) -> str:
-    """Why this is no job, in one line; empty when it is. Whether its ids are in range is for the caller."""
+    """What is invalid about a job, in one line; empty if nothing is. The caller checks that its ids are in range."""
     try:
         if type(job.parts) is not tuple or type(job.request_id) is not str or not _is_count(job.num_staging_blocks):
             return (
@@ -45,7 +45,7 @@ def job_error(job: CopyJob) -> str:
             error = _part_error(part)
             if error:
                 return error
-        return "it writes to one place twice" if _writes_twice(job) else ""
+        return "it writes one place twice" if _writes_twice(job) else ""
     except AttributeError as e:
         return f"it has no {e.name}"
 
@@ -71,7 +71,7 @@ def storage_job_error(job: CopyJob, *, num_slots: int) -> str:
 
 
 def _writes_twice(job: CopyJob) -> bool:
-    """Two writes to one place in one program have no order."""
+    """Whether two blocks are written to one place; within a program such writes have no order."""
     saves = job.direction is Direction.SAVE
     if len(job.parts) == 1:  # nearly always
         places = job.parts[0].host_block_ids if saves else job.parts[0].block_ids
@@ -86,7 +86,7 @@ def _writes_twice(job: CopyJob) -> bool:
 
 def _part_error(part: CopyPart) -> str:
     if type(part) is not CopyPart or type(part.group_id) is not int or type(part.store) is not HostStore:
-        return "a part of it is no CopyPart of a layer group and a store"
+        return "one of its parts is not a CopyPart with a layer group and a store"
     return _ids_error(part.block_ids, part.host_block_ids)
 
 
@@ -100,13 +100,15 @@ def _sound(plan: StepPlan, *, last: int) -> StepPlan:
         and epochs is plan.cache_epochs
     ):
         return plan
-    jobs = _answerable(plan.jobs)
+    jobs = _reportable_jobs(plan.jobs)
     cancelled = plan.cancelled_job_ids if type(plan.cancelled_job_ids) is tuple else ()
     kept = cancelled if all(map(_is_count, cancelled)) else tuple(filter(_is_count, cancelled))
     same = epochs is plan.cache_epochs and kept is plan.cancelled_job_ids and jobs is plan.jobs
     if same and _is_count(plan.step_id) and _is_count(plan.next_job_id):
         return plan
-    _logger.error("plan %r has jobs without an id or a kind, or fields that are no tuples: left out", plan.step_id)
+    _logger.error(
+        "plan %r has jobs without a valid id or kind, or fields that are not tuples: they are dropped", plan.step_id
+    )
     return StepPlan(
         step_id=plan.step_id if _is_count(plan.step_id) else last,
         jobs=jobs,
@@ -123,14 +125,14 @@ def _are_tuples(*values: Any) -> bool:
     return all(type(value) is tuple for value in values)
 
 
-def _answerable(jobs: Any) -> tuple[CopyJob, ...]:
+def _reportable_jobs(jobs: Any) -> tuple[CopyJob, ...]:
     if type(jobs) is not tuple:
         return ()
-    return jobs if all(map(_is_answerable, jobs)) else tuple(filter(_is_answerable, jobs))
+    return jobs if all(map(_is_reportable, jobs)) else tuple(filter(_is_reportable, jobs))
 
 
-def _is_answerable(job: Any) -> bool:
-    """Whether it can be told when to do this, and how it ended."""
+def _is_reportable(job: Any) -> bool:
+    """Whether a job has a kind, to be executed, and an id, to be reported."""
     return type(job) is CopyJob and _is_count(getattr(job, "job_id", None)) and type(getattr(job, "kind", 0)) is JobKind
 
 
@@ -139,13 +141,13 @@ def _ids_error(block_ids: Any, host_block_ids: Any) -> str:
         type(block_ids) is type(host_block_ids) is tuple
         and len(block_ids) == len(host_block_ids)
         and set(map(type, block_ids + host_block_ids)) <= _INTS
-    ):  # nearly always, and this is looked at for each job
+    ):  # nearly always, and checked for each job
         return ""
     for name, ids in (("block ids", block_ids), ("host block ids", host_block_ids)):
         if type(ids) is not tuple or not _are_ints(ids):
             return f"{name} are {ids!r:.100}; expected a tuple of integers"
     if len(block_ids) != len(host_block_ids):
-        return f"{len(block_ids)} blocks for {len(host_block_ids)} host blocks; expected as many of each"
+        return f"{len(block_ids)} blocks for {len(host_block_ids)} host blocks; expected the same number of each"
     return ""
 
 

@@ -1,9 +1,9 @@
-"""Installs `cpu_shim` in every process that vLLM starts, and faults in our connector's copies where one asks for them.
+"""Installs `cpu_shim` in every process that vLLM starts, and injects faults into our connector's copies on request.
 
     CPU_SHIM_FAULTS='{"seed": 7, "load raises": 0.05, "load leaves out a block": 0.02}'
 
-The faults are those of `tests.soak.faults`, each with its probability a copy. They are put where the worker takes
-an argument for it; the library does not know of them.
+The faults are those of `tests.soak.faults`, each with its probability per copy. They are injected through an argument
+of the worker; the library has no code for them.
 """
 
 import functools
@@ -16,26 +16,28 @@ _installed = False
 
 
 def install() -> None:
-    """What vLLM's plugin loader calls; a process may load plugins more than once."""
+    """Entry point for vLLM's plugin loader; idempotent, because a process may load plugins more than once."""
     global _installed
     if not _installed:
         _installed = True
         import cpu_shim
 
         cpu_shim.install()
-        _look_at_models_here()
+        _inspect_models_in_process()
         if "CPU_SHIM_FAULTS" in os.environ:
-            _plant(json.loads(os.environ["CPU_SHIM_FAULTS"]))
+            _inject_faults(json.loads(os.environ["CPU_SHIM_FAULTS"]))
 
 
-def _look_at_models_here() -> None:
-    """vLLM asks a process of its own what a model can do, to keep CUDA out of this one: with ten seconds of imports."""
+def _inspect_models_in_process() -> None:
+    """Makes vLLM inspect models in this process, not in a subprocess with ten seconds of imports (to avoid CUDA
+    here).
+    """
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda ask: ask()
 
 
-def _plant(settings: dict[str, Any]) -> None:
+def _inject_faults(settings: dict[str, Any]) -> None:
     from tests.soak.faults import Fault, Faults, FaultyCopier
     from tpu_offload.worker import OffloadWorker
 

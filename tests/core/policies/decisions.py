@@ -1,4 +1,4 @@
-"""A long life of a small tier, and what a policy evicted in it: the same for the same calls."""
+"""A long run of a small tier, and what a policy evicted in it: the same for the same calls."""
 
 import hashlib
 import random
@@ -9,12 +9,12 @@ from tpu_offload.types import ChunkKey
 
 
 def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: int = 0) -> list[ChunkKey]:
-    """Requests that share prefixes, some of them in flight side by side.
+    """Requests that share prefixes, some of them concurrent.
 
     Args:
       policy: a new one.
       priorities: of the requests, in turn.
-      repeats: how often the policy is told again of each use.
+      repeats: how often the calls of each use are repeated.
     Returns:
       What was evicted, in order.
     """
@@ -46,7 +46,7 @@ def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: 
         if i == 500:
             index.grow(150)
         if i % 100 == 99:
-            index.drop(rng.sample(chain, 1))
+            index.invalidate(rng.sample(chain, 1))
         evicted += [key for keys, found in index.take_changes() if not found for key in keys]
         if i % 10 == 0:
             index.check_invariants()
@@ -55,14 +55,14 @@ def run(policy: EvictionPolicy, *, priorities: tuple[int, ...] = (0,), repeats: 
 
 
 def _prefix(rng: random.Random) -> list[ChunkKey]:
-    """A few words are frequent; each chunk's key says all that is before it."""
+    """A few words are frequent; each chunk's key depends on all chunks before it."""
     words = [str(min(rng.randrange(20), rng.randrange(20))) for _ in range(rng.randint(1, 12))]
     prefixes = ["".join(f"{word}," for word in words[: j + 1]) for j in range(len(words))]
     return [ChunkKey(hashlib.sha256(prefix.encode()).digest()) for prefix in prefixes]
 
 
 def show() -> None:
-    """Prints a line for each policy that says all its decisions."""
+    """Prints a line for each policy with a digest of all its decisions."""
     for name, make in POLICIES.items():
         for policy, priorities in ((make(), (0,)), (PriorityPolicy(make), (0, 3, -1))):
             print(name, hashlib.sha256(b"".join(run(policy, priorities=priorities))).hexdigest())

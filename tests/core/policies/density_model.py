@@ -18,7 +18,7 @@ def group_of(age: int) -> int:
 
 
 class Chunk:
-    """A life, and what is known of those before it."""
+    """A chunk with its current lifetime and its uses so far."""
 
     def __init__(self, key: ChunkKey, parent: ChunkKey | None, use_id: int, origin: int) -> None:
         self.key, self.parent, self.use_id, self.class_id = key, parent, use_id, origin
@@ -28,7 +28,7 @@ class Chunk:
 
 
 class Worth:
-    """What is known of lives. Tables by class and age group."""
+    """Hit density from counted lifetimes. Tables by class and age group."""
 
     def __init__(self) -> None:
         self.factors = density._CLASS_USES
@@ -39,7 +39,7 @@ class Worth:
         self.learn([], 0)
 
     def end(self, lives: list[tuple[int, int]], *, used: bool) -> None:
-        """Lives (class, age) end together: those alike weigh as one where little is known."""
+        """Lifetimes (class, age) end together: equal ones are of one run."""
         for (class_id, age), num in Counter(lives).items():
             self.ends[class_id, group_of(age)] += num
             if used:
@@ -65,11 +65,11 @@ class Worth:
                 sum(ends[c, g] for g in range(group, last + 1)) - (ends[c, group] - uses[c, group]) / 2 for c in classes
             ]
             used = [uses[c, group] for c in classes]
-            common = (sum(used) + weight * lifetimes._PRIOR_CHANCE) / (sum(reached) + weight)
+            common = (sum(used) + weight * lifetimes._PRIOR_HAZARD) / (sum(reached) + weight)
             mean = (sum(map(float.__mul__, self.factors, map(float, reached))) + weight) / (sum(reached) + weight)
             for c in classes:
                 prior = min(common * self.factors[c] / mean, lifetimes._MAX_PRIOR)
-                chances[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes._MAX_CHANCE)
+                chances[c, group] = min((used[c] + weight * prior) / (reached[c] + weight), lifetimes._MAX_HAZARD)
         for c in classes:
             for group in range(first, last + 1):
                 self.table[c, group] = best_rate(chances, c, group, first, last)
@@ -83,7 +83,7 @@ class Worth:
 
 
 def best_rate(chances, class_id: int, begin: int, first: int, last: int) -> float:
-    """Uses for the room, up to the best age to give up at."""
+    """Ratio of uses to space, up to the optimal stopping age."""
     best, left, uses, room = 0.0, 1.0, 0.0, 0.0
     for group in range(begin, last + 1):
         used = left * chances[class_id, group]
@@ -95,7 +95,7 @@ def best_rate(chances, class_id: int, begin: int, first: int, last: int) -> floa
 
 
 class SlowDensity:
-    """A tier that evicts the leaf of the least worth."""
+    """A tier that evicts the leaf with the lowest hit density."""
 
     def __init__(self, num_chunks: int) -> None:
         self.size = num_chunks
@@ -105,7 +105,7 @@ class SlowDensity:
         self.next_learn = runs._LEARN_EVERY
         self.ghosts: dict[ChunkKey, None] = {}
         self.end_chance = 1.0
-        # By the chunk before it: the use that brought it, and the end.
+        # By the chunk before it: the use that saved it, and the last chunk of its prompt.
         self.ends: dict[ChunkKey, tuple[int, bytes]] = {}
 
     def is_resident(self, key: ChunkKey | None) -> bool:
@@ -162,7 +162,7 @@ class SlowDensity:
         self.ghosts[victim.key] = None
 
     def forget(self) -> None:
-        most = max(density._MIN_WATCHED, self.size * density._WATCHED)
+        most = max(density._MIN_TRACKED, self.size * density._TRACKED)
         while len(self.ghosts) > most:
             key = next(iter(self.ghosts))
             del self.ghosts[key]

@@ -19,7 +19,7 @@ def new_use(priority: int = 0) -> Use:
 
 
 class FakeResidents(Residents):
-    """A tree of chunks; those in `blocked` may not go. `evicted` says what went, in order."""
+    """A tree of chunks; those in `blocked` cannot be evicted. `evicted` lists evictions in order."""
 
     def __init__(self) -> None:
         self.parents: dict[ChunkKey, ChunkKey | None] = {}
@@ -52,29 +52,31 @@ class FakeResidents(Residents):
             step = self.parents[step]
         return chain[::-1]
 
-    def num_that_may_go(self) -> int:
+    def num_evictable(self) -> int:
         left = dict(self.parents)
         while free := left.keys() - left.values() - self.blocked:
             left = {key: parent for key, parent in left.items() if key not in free}
         return len(self.parents) - len(left)
 
-    def evict(self, key, num_chunks, *, stop=(), singly=False):
-        assert num_chunks >= 1
+    def evict_tail(self, key, max_chunks, *, until=(), singly=False):
+        assert max_chunks >= 1
         num_evicted = 0
-        while num_evicted < num_chunks and self.is_leaf(key) and key not in self.blocked:
+        while num_evicted < max_chunks and self.is_leaf(key) and key not in self.blocked:
             parent = self.parents.pop(key)
             self.evicted.append(key)
             num_evicted += 1
             if parent is None or parent not in self.parents:
                 return num_evicted, None
             key = parent
-            if key in stop:
+            if key in until:
                 break
         return num_evicted, key
 
 
 class CountedResidents(Residents):
-    """An index whose policy's questions are counted."""
+    """An index whose policy's calls to its residents are counted."""
+
+    actual: Residents
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
@@ -83,27 +85,32 @@ class CountedResidents(Residents):
 
     def __contains__(self, key) -> bool:
         self.num_asked += 1
-        return key in self.index
+        return key in self.actual
 
     def __len__(self) -> int:
         return len(self.index)
 
     def is_leaf(self, key) -> bool:
         self.num_asked += 1
-        return self.index.is_leaf(key)
+        return self.actual.is_leaf(key)
 
-    def evict(self, key, num_chunks, *, stop=(), singly=False):
+    def evict_tail(self, key, max_chunks, *, until=(), singly=False):
         self.num_asked += 1
-        return self.index.evict(key, num_chunks, stop=stop, singly=singly)
+        return self.actual.evict_tail(key, max_chunks, until=until, singly=singly)
+
+    def wrap(self, residents: Residents) -> "CountedResidents":
+        """Counts the calls to these from now on."""
+        self.actual = residents
+        return self
 
 
 class _Counting(EvictionPolicy):
-    """Hands everything on, with residents that count."""
+    """Forwards all calls, with residents that count."""
 
     def __init__(self, policy: EvictionPolicy, residents: CountedResidents) -> None:
         self.policy, self.residents = policy, residents
         self.resize, self.insert, self.remove = policy.resize, policy.insert, policy.remove
-        self.uncover, self.clear = policy.uncover, policy.clear
+        self.became_leaf, self.clear = policy.became_leaf, policy.clear
 
     def resize(self, num_chunks): ...
 
@@ -111,22 +118,22 @@ class _Counting(EvictionPolicy):
 
     def remove(self, key, parent): ...
 
-    def uncover(self, key): ...
+    def became_leaf(self, key): ...
 
     def clear(self): ...
 
     def touch(self, use, keys, num_chunks, residents):
-        self.policy.touch(use, keys, num_chunks, self.residents)
+        self.policy.touch(use, keys, num_chunks, self.residents.wrap(residents))
 
     def evict(self, num_chunks, residents):
-        self.policy.evict(num_chunks, self.residents)
+        self.policy.evict(num_chunks, self.residents.wrap(residents))
 
     def check_invariants(self, leaves, residents):
-        self.policy.check_invariants(leaves, self.residents)
+        self.policy.check_invariants(leaves, self.residents.wrap(residents))
 
 
 class LRUByDefinition:
-    """Every use sets the time of each chunk of the prefix; the leaf used longest ago goes. O(chunks) a victim."""
+    """Every use sets the time of each chunk of the prefix; the leaf used longest ago is evicted. O(chunks) a victim."""
 
     def __init__(self, residents: FakeResidents) -> None:
         self.residents = residents

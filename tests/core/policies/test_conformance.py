@@ -66,7 +66,7 @@ def test_evicts_the_tail_of_a_prefix_before_its_head(policy, residents) -> None:
     assert residents.evicted == chain[::-1]
 
 
-def test_evicts_no_more_than_it_is_asked_to(policy, residents) -> None:
+def test_evicts_no_more_than_requested(policy, residents) -> None:
     residents.add(keys("a", 10))
     policy.insert(new_use(), keys("a", 10), None)
     policy.evict(2, residents)
@@ -74,7 +74,7 @@ def test_evicts_no_more_than_it_is_asked_to(policy, residents) -> None:
     policy.check_invariants(residents.leaves(), residents)
 
 
-def test_what_may_not_go_stays_and_goes_later(policy, residents) -> None:
+def test_a_blocked_chunk_stays_and_is_evicted_later(policy, residents) -> None:
     for name in "ab":
         residents.add(keys(name, 4))
         policy.insert(new_use(), keys(name, 4), None)
@@ -86,8 +86,8 @@ def test_what_may_not_go_stays_and_goes_later(policy, residents) -> None:
     assert not residents.parents
 
 
-def test_what_may_not_go_keeps_its_place(make) -> None:
-    """An eviction that finds nothing changes nothing, or pins would make the oldest chunks young."""
+def test_a_blocked_chunk_keeps_its_place(make) -> None:
+    """An eviction that finds no victim changes nothing, or pins would make the oldest chunks recent."""
     orders = []
     for in_vain in (0, 2):
         residents, policy = FakeResidents(), make()
@@ -106,7 +106,7 @@ def test_what_may_not_go_keeps_its_place(make) -> None:
 
 
 @pytest.mark.parametrize("name", ["lru", "arc", "s3fifo", "wtinylfu"])
-def test_a_head_whose_turn_came_and_that_is_used_then_is_young_again(name, residents) -> None:
+def test_a_head_that_was_set_aside_and_then_used_is_recent_again(name, residents) -> None:
     policy = POLICIES[name]()
     policy.resize(1000)
     for chain in (chunk_keys("a0 a1"), chunk_keys("b0")):
@@ -122,7 +122,7 @@ def test_a_head_whose_turn_came_and_that_is_used_then_is_young_again(name, resid
     assert residents.evicted == [b"a1", b"b0", b"a0"]
 
 
-def test_touch_passes_over_what_is_not_resident(policy, residents) -> None:
+def test_touch_skips_chunks_that_are_not_resident(policy, residents) -> None:
     residents.add(keys("a", 2))
     policy.insert(new_use(), keys("a", 2), None)
     policy.touch(new_use(), [b"a0", b"a1", b"gone", b"never used"], 3, residents)
@@ -135,7 +135,7 @@ def test_touch_passes_over_what_is_not_resident(policy, residents) -> None:
 @pytest.mark.parametrize("priorities", [(0,), (0, 1), (-3, 5, 100)], ids=str)
 @pytest.mark.parametrize("size", [0, 3, 40])
 def test_whatever_happens_every_chunk_can_be_evicted(policy, residents, size, priorities) -> None:
-    """And a batch evicts exactly what it is asked for as long as that many may go, whatever room it was told of."""
+    """And a batch evicts exactly the requested number while that many can be evicted, whatever the tier's size."""
     rng = random.Random(0)
     lost: dict[ChunkKey, bytes | None] = {}
     for i in range(600):
@@ -161,7 +161,7 @@ def test_whatever_happens_every_chunk_can_be_evicted(policy, residents, size, pr
             policy.touch(use, chain, rng.randint(1, len(chain)), residents)
         else:
             residents.blocked = {key for key in known if rng.random() < 0.3}
-            num, num_free = rng.randint(1, 6), residents.num_that_may_go()
+            num, num_free = rng.randint(1, 6), residents.num_evictable()
             residents.evicted.clear()
             policy.evict(num, residents)
             assert len(residents.evicted) == min(num, num_free)
@@ -173,7 +173,7 @@ def test_whatever_happens_every_chunk_can_be_evicted(policy, residents, size, pr
     assert not residents.parents
 
 
-def test_each_chunk_can_go_alone(policy, residents) -> None:
+def test_chunks_can_be_evicted_one_by_one(policy, residents) -> None:
     for name in "abc":
         residents.add(keys(name, 7))
         policy.insert(new_use(), keys(name, 7), None)
@@ -185,19 +185,19 @@ def test_each_chunk_can_go_alone(policy, residents) -> None:
         assert len(residents) == num_left
 
 
-# --- a use is one use, however often it is told of ------------------------------------------------
+# --- a use is one use, however many calls carry it -------------------------------------------------
 
 
-def test_saying_again_what_a_use_did_changes_nothing(make) -> None:
-    """A request is told of when it loads, with each part that it saves and at its end."""
+def test_repeating_the_calls_of_a_use_changes_nothing(make) -> None:
+    """A request causes a call when it loads, with each part that it saves and at its end."""
     assert decisions.run(make(), repeats=0) == decisions.run(make(), repeats=3)
 
 
-def test_the_same_calls_are_decided_alike(make) -> None:
+def test_the_same_calls_give_the_same_decisions(make) -> None:
     assert decisions.run(make()) == decisions.run(make())
 
 
-def test_nothing_depends_on_the_seed_of_hashes() -> None:
+def test_nothing_depends_on_the_hash_seed() -> None:
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", "from tests.core.policies import decisions; decisions.show()"]
     outputs = []
@@ -226,8 +226,8 @@ def deep_nbytes(policy: EvictionPolicy) -> int:
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "priorities"])
-def test_what_it_remembers_is_bounded_by_the_tier(name, monkeypatch) -> None:
-    monkeypatch.setattr(density, "_MIN_WATCHED", 0)
+def test_its_memory_is_bounded_by_the_tier(name, monkeypatch) -> None:
+    monkeypatch.setattr(density, "_MIN_TRACKED", 0)
     make, priorities = MAKERS["lru, priorities" if name == "priorities" else name], range(-50, 50)
     size = 500
     policy = make()
@@ -243,13 +243,13 @@ def test_what_it_remembers_is_bounded_by_the_tier(name, monkeypatch) -> None:
             index.touch(Use(i), chain, len(chain) // 2)
         if i % 2000 == 1999:
             nbytes.append(deep_nbytes(policy))
-    assert max(nbytes[4:]) < 1.2 * max(nbytes[:4]) + 20_000, f"it grows and grows: {nbytes}"
+    assert max(nbytes[4:]) < 1.2 * max(nbytes[:4]) + 20_000, f"its memory keeps growing: {nbytes}"
 
 
 @pytest.mark.parametrize("num_at_once", [1, 50])
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 def test_a_third_of_the_tier_pinned_costs_little(make, num_at_once) -> None:
-    """Evictions look at what may not go, but not at all of it for each chunk."""
+    """Evictions look at blocked chunks, but not at all of them for each victim."""
     residents = CountedResidents(make())
     index, rng = residents.index, random.Random(0)
     index.grow(100_000)
@@ -268,15 +268,15 @@ def test_a_third_of_the_tier_pinned_costs_little(make, num_at_once) -> None:
 # --- names ----------------------------------------------------------------------------------------
 
 
-def test_every_name_that_the_settings_know_is_a_policy() -> None:
+def test_every_name_in_the_settings_is_a_policy() -> None:
     assert list(POLICIES) == [name.value for name in EvictionPolicyName]
     assert OffloadConfig.create().eviction_policy.value == DEFAULT_POLICY
-    with pytest.raises(ConfigError, match="'fifo' is no eviction policy; expected one of density, lru, arc"):
+    with pytest.raises(ConfigError, match="unknown eviction policy 'fifo'; expected one of density, lru, arc"):
         find_policy("fifo")
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_by_name_keeps_to_priorities(name, residents) -> None:
+def test_a_policy_by_name_obeys_priorities(name, residents) -> None:
     policy = PriorityPolicy(find_policy(name))
     policy.resize(10)
     for i, priority in enumerate((1, 0, 2)):

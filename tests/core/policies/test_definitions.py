@@ -1,4 +1,4 @@
-"""Policies of the literature, chunk by chunk, against plain versions of what they are defined to be.
+"""Policies of the literature, chunk by chunk, against plain versions of the published algorithms.
 
 Prompts of one chunk have no prefixes that could be shared, so nothing but the textbook decides.
 """
@@ -17,7 +17,7 @@ from tpu_offload.types import ChunkKey
 
 
 class LateARC(textbook.ARC):
-    """Room is made before anyone knows for whom, so the target moves after that."""
+    """Evicts before it looks for a ghost, so the target moves after the eviction."""
 
     def use(self, key) -> None:
         if key in self:
@@ -43,7 +43,7 @@ class LateARC(textbook.ARC):
 
 
 class FillingWTinyLFU(textbook.WTinyLFU):
-    """Four fifths of what the main part has are protected, also while it fills up."""
+    """Four fifths of what the main part holds are protected, also while it fills up."""
 
     def use(self, key) -> None:
         super().use(key)
@@ -80,7 +80,7 @@ PAIRS: dict[str, tuple[Callable[[int], Any], Callable[[Any], EvictionPolicy]]] =
 
 
 def prompts(kind: str, rng: random.Random, size: int) -> list[ChunkKey]:
-    """Chunks that come back: by how popular they are, in loops a bit too long for the tier, or both in turn."""
+    """Reused chunks: by popularity, in loops slightly too long for the tier, or alternating."""
     popular = [int(rng.paretovariate(0.4)) % (10 * size) for _ in range(20 * size)]
     loops = [i % (size + 1 + size // 4) for i in range(20 * size)]
     if kind == "turns":
@@ -92,7 +92,7 @@ def prompts(kind: str, rng: random.Random, size: int) -> list[ChunkKey]:
 @pytest.mark.parametrize("kind", ["popular", "loops", "turns"])
 @pytest.mark.parametrize("size", [2, 7, 30, 200])
 @pytest.mark.parametrize("name", PAIRS)
-def test_as_defined(name, size, kind) -> None:
+def test_agrees_with_the_published_algorithm(name, size, kind) -> None:
     make_reference, make_policy = PAIRS[name]
     reference = make_reference(size)
     index = ChunkIndex(make_policy(reference))

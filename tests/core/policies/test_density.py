@@ -29,10 +29,10 @@ def hits(name: str, num_chunks: int, prompts) -> int:
     return Tier(POLICIES[name](), num_chunks).serve_all(prompts)
 
 
-# --- what stays -----------------------------------------------------------------------------------
+# --- what is kept ---------------------------------------------------------------------------------
 
 
-def test_what_was_used_more_often_stays(tier) -> None:
+def test_chunks_used_more_often_stay(tier) -> None:
     often = chain("often", 10)
     tier.serve_all([often] * 5)
     new = [chain(f"new {i}", 5) for i in range(30)]
@@ -41,7 +41,7 @@ def test_what_was_used_more_often_stays(tier) -> None:
     assert hits("lru", 100, [often, *new, often]) == 0
 
 
-def test_a_shared_beginning_stays_when_the_private_tails_go(tier) -> None:
+def test_a_shared_head_stays_when_the_private_tails_are_evicted(tier) -> None:
     system = chain("system", 20)
     prompts = [chain(f"user {i}", 10, system) for i in range(3)]
     tier.serve_all(prompts)
@@ -49,15 +49,15 @@ def test_a_shared_beginning_stays_when_the_private_tails_go(tier) -> None:
     assert min(tier.num_kept(prompt) for prompt in prompts) == 20
 
 
-def test_of_what_was_used_alike_the_oldest_goes(tier) -> None:
+def test_of_chunks_used_equally_often_the_oldest_is_evicted(tier) -> None:
     prompts = [chain(i, 10) for i in range(10)]
     tier.serve_all(prompts)
     tier.serve(chain("new", 25))
     assert [tier.num_kept(prompt) for prompt in prompts] == [0, 0, 5] + [10] * 7
 
 
-def test_learns_that_some_never_come_back_and_conversations_do() -> None:
-    """Both were used once when the choice is made; only what they hang on tells them apart."""
+def test_learns_that_single_prompts_are_not_used_again_and_conversations_are() -> None:
+    """Both were used once when the choice is made; only the chunks before them differ."""
     tier = Tier(DensityPolicy(), 300)
     for i in range(1500):
         tier.serve(chain(f"alone {i}", 12))
@@ -75,7 +75,7 @@ def test_learns_that_some_never_come_back_and_conversations_do() -> None:
 
 
 def test_learns_from_a_reuse_that_begins_only_after_the_eviction() -> None:
-    """Nothing that is resident is ever used again: what is evicted must teach it that it should not have been."""
+    """Nothing that is resident is ever used again: only evicted chunks can teach it that they should have been kept."""
     size, gap = 200, 40
     late = [chain(f"late {i}", 2, chunk_keys("system")) for i in range(600)]
     num_hits: dict[str, int] = {}
@@ -91,9 +91,9 @@ def test_learns_from_a_reuse_that_begins_only_after_the_eviction() -> None:
     assert num_hits["density"] > 0.8 * 2 * 299
 
 
-def test_without_what_was_evicted_it_would_not_learn_that(monkeypatch) -> None:
-    monkeypatch.setattr(density, "_MIN_WATCHED", 0)
-    monkeypatch.setattr(density, "_WATCHED", 0)
+def test_without_tracking_evicted_chunks_it_would_not_learn_that(monkeypatch) -> None:
+    monkeypatch.setattr(density, "_MIN_TRACKED", 0)
+    monkeypatch.setattr(density, "_TRACKED", 0)
     with pytest.raises(AssertionError):
         test_learns_from_a_reuse_that_begins_only_after_the_eviction()
 
@@ -102,34 +102,34 @@ def test_without_what_was_evicted_it_would_not_learn_that(monkeypatch) -> None:
 
 
 def serve_turns(tier: Tier, *, num_ends: int) -> int:
-    """Conversations whose prompts end with chunks that the next turn has not."""
+    """Conversations whose prompts end with chunks that the next turn does not contain."""
     return tier.serve_all(conversations(random.Random(0), 2000, users=20, ends=num_ends))
 
 
 def num_without_end(tier: Tier) -> int:
-    """Of ten new conversations, how many have lost nothing but their last chunk."""
+    """How many of ten new conversations have lost only their last chunk."""
     system = chain("system 1", 5)
     prompts = [chain(f"last {i}", 4, system) for i in range(10)]
     tier.serve_all(prompts)
     return sum(tier.num_kept(prompt) == 8 for prompt in prompts)
 
 
-def test_last_chunks_go_first_where_the_next_prompt_goes_on_without_them() -> None:
+def test_last_chunks_are_evicted_first_where_the_next_prompt_continues_without_them() -> None:
     tier = Tier(DensityPolicy(), 200)
     serve_turns(tier, num_ends=1)
     assert density_of(tier)._end_chance < 0.1
     assert num_without_end(tier) == 9, "the newest keeps it"
 
 
-def test_last_chunks_stay_where_the_next_prompt_goes_on_with_them() -> None:
+def test_last_chunks_stay_where_the_next_prompt_continues_with_them() -> None:
     tier = Tier(DensityPolicy(), 200)
     serve_turns(tier, num_ends=0)
     assert density_of(tier)._end_chance > 0.9
     assert num_without_end(tier) == 0
 
 
-def test_the_last_chunk_of_the_newest_prompt_is_none_yet() -> None:
-    """The request may save more, and it is the only one that can still go on from here."""
+def test_the_last_chunk_of_the_newest_prompt_is_not_evicted_early() -> None:
+    """The request may save more, and only that request can continue from here."""
     policy, residents = DensityPolicy(), FakeResidents()
     policy.resize(100)
     policy._end_chance = 0.0
@@ -155,7 +155,7 @@ def runs_of(tier: Tier, prompt: list[ChunkKey]) -> list[Run]:
 
 
 def test_a_prompt_saved_in_pieces_is_one_run_and_one_use(tier) -> None:
-    """Chunked prefill, then decode chunk by chunk, and the request is told of again and again."""
+    """Chunked prefill, then decode chunk by chunk, with a call to the policy for each."""
     prompt, use = chain("long", 30), tier.new_use()
     for end in (8, 16, 20, *range(21, 31)):
         tier.save(use, prompt, end)
@@ -167,7 +167,7 @@ def test_a_prompt_saved_in_pieces_is_one_run_and_one_use(tier) -> None:
     assert run.num_uses == 2
 
 
-def test_in_pieces_or_at_once_the_same_goes() -> None:
+def test_in_pieces_or_at_once_the_same_chunks_are_evicted() -> None:
     kept = []
     for step in (1, 3, 100):
         tier, rng = Tier(DensityPolicy(), 100), random.Random(0)
@@ -183,7 +183,7 @@ def test_in_pieces_or_at_once_the_same_goes() -> None:
     assert max(differences) < 0.1 * len(kept[0])
 
 
-def test_two_requests_side_by_side_count_once_each(tier) -> None:
+def test_two_concurrent_requests_count_once_each(tier) -> None:
     prompt = chain("shared", 20)
     tier.serve(prompt)
     uses = tier.new_use(), tier.new_use()
@@ -201,23 +201,23 @@ def test_a_use_that_branches_off_counts_for_what_it_used_only(tier) -> None:
     assert [(len(run.keys), run.num_uses) for run in runs_of(tier, prompt)] == [(12, 2), (8, 1)]
 
 
-def hits_of_documents(*, told: bool) -> int:
-    """Documents come back late and need the tier; the turns of a chat come back soon, and HBM has them."""
+def hits_of_documents(*, is_known: bool) -> int:
+    """Documents are used again late and need the tier; the turns of a chat soon, and HBM has them."""
     tier, num_hits = Tier(DensityPolicy(), 300), 0
     for i in range(2000):
         chat = chain(f"chat {i}", 10)
         for turn in range(4):
-            tier.serve(chat, num_in_hbm=10 if told and turn else 0)
+            tier.serve(chat, num_in_hbm=10 if is_known and turn else 0)
         document = chain(f"document {i % 40}-{i // 400}", 10)
         num_hits += tier.serve(document)
     return num_hits
 
 
-def test_what_hbm_served_is_not_kept_for_it() -> None:
-    assert hits_of_documents(told=True) > 1.05 * hits_of_documents(told=False)
+def test_chunks_that_hbm_serves_are_not_kept_for_it() -> None:
+    assert hits_of_documents(is_known=True) > 1.05 * hits_of_documents(is_known=False)
 
 
-def test_a_use_of_which_hbm_had_a_part_counts_the_rest(tier) -> None:
+def test_a_use_that_hbm_served_in_part_counts_for_the_rest(tier) -> None:
     prompt = chain("a", 20)
     tier.serve(prompt)
     ended = []
@@ -232,7 +232,7 @@ def test_a_use_of_which_hbm_had_a_part_counts_the_rest(tier) -> None:
 
 @pytest.mark.parametrize("num_prompts", [110, 150, 200, 400])
 def test_a_loop_larger_than_the_tier_keeps_a_part_of_it(num_prompts) -> None:
-    """LRU keeps nothing. The best keeps what fits, less a prompt that has to be let in."""
+    """LRU keeps nothing. The optimum keeps what fits, less a prompt that has to be admitted."""
     prompts = [chain(i, 10) for i in range(num_prompts)] * 40
     assert hits("lru", 1000, prompts) == 0
     best = 990 / num_prompts * 40
@@ -240,7 +240,7 @@ def test_a_loop_larger_than_the_tier_keeps_a_part_of_it(num_prompts) -> None:
 
 
 def test_follows_traffic_that_changes() -> None:
-    """A set that was used for long is given up for another."""
+    """A working set that was used for long is evicted for another."""
     tier = Tier(DensityPolicy(), 100)
     rates = []
     for phase in range(3):
@@ -280,10 +280,10 @@ TRAFFIC: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("num_chunks", [80, 160])
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_hits_as_much_as_the_slow_model(traffic, num_chunks) -> None:
+def test_hits_as_often_as_the_slow_model(traffic, num_chunks) -> None:
     """With 8 seeds its hits were -5.5 to 1.6 % off for one of them, and -2.9 to 0.4 % for all; LRU's -2.9 to -12 %.
 
-    Most is lost where requests are few and long: so small a tier has one or two slices of time to tell ages apart
+    Most is lost where requests are few and long: so small a tier has one or two time slices to distinguish ages
     (with `_MIN_SLICE` at 16 the -2.6 % of six seeds there become +0.1 %).
     """
     fast = slow = 0
@@ -300,7 +300,7 @@ def test_hits_as_much_as_the_slow_model(traffic, num_chunks) -> None:
 
 
 @pytest.mark.parametrize("order", ["head first", "tail first", "random"])
-def test_a_long_prompt_is_lost_in_no_time(order) -> None:
+def test_losing_a_long_prompt_is_fast(order) -> None:
     costs = []
     for num_chunks in (3_000, 30_000):
         tier = Tier(DensityPolicy(), num_chunks)
@@ -315,7 +315,7 @@ def test_a_long_prompt_is_lost_in_no_time(order) -> None:
     assert costs[1] < 14 * costs[0], "in proportion, but for a logarithm"
 
 
-def test_a_prompt_that_is_saved_chunk_by_chunk_costs_no_more_for_being_long() -> None:
+def test_the_cost_per_chunk_of_a_prompt_saved_chunk_by_chunk_does_not_grow_with_its_length() -> None:
     tier = Tier(DensityPolicy(), 30_000)
     prompt, use = chain("long", 30_000), tier.new_use()
 
@@ -340,28 +340,28 @@ def test_looks_at_few_runs_for_a_victim() -> None:
     assert counted.num_asked / index.num_evicted < 3
 
 
-def test_what_it_remembers_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(density, "_MIN_WATCHED", 100)
+def test_its_memory_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(density, "_MIN_TRACKED", 100)
     tier = Tier(DensityPolicy(), 200)
     policy, most = density_of(tier), 0
     for i, prompt in enumerate(conversations(random.Random(0), 20_000)):
         tier.serve(prompt)
         if i % 3 == 0:
             tier.serve(prompt[: len(prompt) // 2])
-        sizes = len(policy._runs), len(policy._watched), len(policy._ends), policy._queues.num_entries()
+        sizes = len(policy._runs), len(policy._tracked), len(policy._ends), policy._queues.num_entries()
         most = max(most, *sizes)
-    assert len(policy._runs) <= 200 * (1 + density._WATCHED)
+    assert len(policy._runs) <= 200 * (1 + density._TRACKED)
     assert most < 5000
 
 
-def test_the_same_requests_are_served_alike() -> None:
+def test_the_same_requests_give_the_same_hits() -> None:
     prompts = list(conversations(random.Random(0), 1000))
     found = [[tier.serve(prompt) for prompt in prompts] for tier in (Tier(DensityPolicy(), 80) for _ in range(2))]
     assert found[0] == found[1]
 
 
-def test_a_use_that_nobody_ends_holds_nothing(tier) -> None:
-    """A request that was told of once and never again, long before others: its chunks go as any."""
+def test_an_unfinished_use_keeps_no_chunks(tier) -> None:
+    """A request with one call to the policy, long before others: its chunks are evicted as any."""
     use = Use(0)
     tier.save(use, chain("early", 50), 50)
     tier.serve_all(chain(f"new {i}", 10) for i in range(20))

@@ -1,4 +1,4 @@
-"""What is learnt of lives, against its definition."""
+"""Hit density by class and age, against its definition."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ class Life:
     class_id: int
     num_chunks: int
     age: int
-    end: str  # used, forgotten, or alive: it goes on
+    end: str  # used, forgotten (censored), or alive (still running)
 
 
 def group_of(age: float) -> int:
@@ -26,7 +26,7 @@ def group_of(age: float) -> int:
 
 
 class BySlowDefinition:
-    """The same from a plain list of lives, one sum at a time."""
+    """The same from a plain list of lifetimes, one sum at a time."""
 
     def __init__(self, lives: list[Life], num_uses=NUM_USES, weights: list[float] | None = None) -> None:
         self.chances: dict[tuple[int, int], float] = {}
@@ -49,7 +49,7 @@ class BySlowDefinition:
         )
 
     def reached(self, class_id: int, group: int) -> float:
-        """Those that ended without a use may have done so anywhere in the group: half of them were there."""
+        """Those that ended without a use may have done so anywhere in the group: they count half."""
         total = 0.0
         for life, its, weight in self.lives:
             if life.class_id == class_id and its >= group:
@@ -66,20 +66,20 @@ class BySlowDefinition:
         classes = range(len(self.num_uses))
         uses, reached = [self.uses(c, group) for c in classes], [self.reached(c, group) for c in classes]
         weight = self.prior_weight
-        common = (sum(uses) + weight * lifetimes._PRIOR_CHANCE) / (sum(reached) + weight)
+        common = (sum(uses) + weight * lifetimes._PRIOR_HAZARD) / (sum(reached) + weight)
         mean_factor = (sum(n * r for n, r in zip(self.num_uses, reached, strict=True)) + weight) / (
             sum(reached) + weight
         )
         prior = min(common * self.num_uses[class_id] / mean_factor, lifetimes._MAX_PRIOR)
         chance = (uses[class_id] + weight * prior) / (reached[class_id] + weight)
-        return min(chance, lifetimes._MAX_CHANCE)
+        return min(chance, lifetimes._MAX_HAZARD)
 
     def worth(self, class_id: int, age: int) -> float:
-        """The best of all ages to give up at: expected uses for the expected time until a use or that age."""
+        """Over all stopping ages, the highest ratio of expected uses to the expected time until a use or that age."""
         starts = [0.0, *lifetimes._AGES, 2 * lifetimes._AGES[-1]]
         last = max((its for life, its, weight in self.lives), default=self.first)
         begin = max(group_of(age), self.first)
-        if begin > last:  # nothing was ever seen at that age
+        if begin > last:  # no lifetime reached that age
             return self.worth(class_id, math.ceil(starts[last])) * starts[last + 1] / starts[begin + 1]
         best, left, uses, time = 0.0, 1.0, 0.0, 0.0
         for group in range(begin, last + 1):
@@ -101,7 +101,7 @@ def random_lives(seed: int, num: int) -> list[Life]:
     return lives
 
 
-def tell(learnt: Lifetimes, lives: list[Life]) -> None:
+def add(learnt: Lifetimes, lives: list[Life]) -> None:
     for life in lives:
         if life.end != "alive":
             learnt.end(life.class_id, life.num_chunks, life.age, used=life.end == "used")
@@ -118,50 +118,50 @@ AGES = [0, 1, 15, 16, 17, 100, 1000, 12_345, 100_000, 2**20, 2**30]
 
 def assert_worth_is_by_definition(learnt: Lifetimes, slow: BySlowDefinition) -> None:
     expected = [[slow.worth(class_id, age) for class_id in range(4)] for age in AGES]
-    np.testing.assert_allclose(learnt.worth(AGES), expected, rtol=1e-9)
+    np.testing.assert_allclose(learnt.hit_density(AGES), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("num", [1, 3, 30, 300])
 @pytest.mark.parametrize("seed", range(4))
-def test_worth_is_the_best_of_uses_for_room_over_all_ages(num, seed) -> None:
+def test_hit_density_is_the_best_ratio_of_uses_to_space_over_all_ages(num, seed) -> None:
     lives = random_lives(seed, num)
     learnt = Lifetimes(NUM_USES, half_life=10**9)
-    tell(learnt, lives)
+    add(learnt, lives)
     learn(learnt, lives)
     assert_worth_is_by_definition(learnt, BySlowDefinition(lives))
 
 
-def test_what_was_counted_before_counts_half_after_the_half_life() -> None:
+def test_observations_count_half_after_the_half_life() -> None:
     old, new = random_lives(0, 200), random_lives(1, 100)
     learnt = Lifetimes(NUM_USES, half_life=50)
-    tell(learnt, old)
+    add(learnt, old)
     learn(learnt, [])
-    learn(learnt, [])  # halves once for each half life, not each time
-    tell(learnt, new)
+    learn(learnt, [])  # halves once per half life, not each time
+    add(learnt, new)
     learn(learnt, new)
     ended = [life for life in old if life.end != "alive"]
     weights = [0.25] * len(ended) + [1.0 if life.end == "alive" else 0.5 for life in new]
     assert_worth_is_by_definition(learnt, BySlowDefinition([*ended, *new], weights=weights))
 
 
-def test_one_that_is_looked_at_twice_is_counted_once() -> None:
-    """Lives that go on are no part of what is remembered: they end some day."""
+def test_a_running_lifetime_is_not_accumulated() -> None:
+    """Running lifetimes are not added to the counts: they are counted when they end."""
     lives = random_lives(0, 50)
     learnt = Lifetimes(NUM_USES, half_life=10**9)
-    tell(learnt, lives)
+    add(learnt, lives)
     learn(learnt, lives)
-    before = learnt.worth(AGES)
+    before = learnt.hit_density(AGES)
     learn(learnt, lives)
-    np.testing.assert_array_equal(learnt.worth(AGES), before)
+    np.testing.assert_array_equal(learnt.hit_density(AGES), before)
 
 
-def test_with_nothing_known_worth_falls_with_age_and_grows_with_uses() -> None:
-    worth = Lifetimes((1.0, 2.0, 4.0, 8.0), half_life=100).worth([2**i for i in range(4, 40)])
+def test_the_prior_falls_with_age_and_grows_with_uses() -> None:
+    worth = Lifetimes((1.0, 2.0, 4.0, 8.0), half_life=100).hit_density([2**i for i in range(4, 40)])
     assert (np.diff(worth, axis=0) < 0).all()
     assert (np.diff(worth, axis=1) > 0).all()
 
 
-def test_a_little_evidence_moves_worth_a_little_and_much_moves_it_all() -> None:
+def test_few_observations_move_it_a_little_and_many_all_the_way() -> None:
     worths = []
     for num in (0, 1, 1000):
         learnt = Lifetimes((1.0, 1.0), half_life=10**9)
@@ -169,15 +169,15 @@ def test_a_little_evidence_moves_worth_a_little_and_much_moves_it_all() -> None:
             learnt.end(0, 1, 2000, used=False)
             learnt.end(1, 1, 100, used=True)
         learnt.learn([1], [[0, 0]])
-        worths.append(learnt.worth([100])[0])
+        worths.append(learnt.hit_density([100])[0])
     (none, same), (once, once_used), (never, always) = worths
     assert none == same
     assert 0.3 < once / once_used < 0.9
     assert never < always / 100
 
 
-def test_lives_that_nobody_saw_the_end_of_do_not_bias_it() -> None:
-    """Chunks of a known law, of which most are forgotten at a random age before their use."""
+def test_censored_lifetimes_do_not_bias_it() -> None:
+    """Chunks with a known distribution, most of which are forgotten at a random age before their use."""
     rng = random.Random(1)
     seen, cut = Lifetimes((1.0,), half_life=10**9), Lifetimes((1.0,), half_life=10**9)
     num_used = 0
@@ -192,14 +192,14 @@ def test_lives_that_nobody_saw_the_end_of_do_not_bias_it() -> None:
     for learnt in (seen, cut):
         learnt.learn([1], [[0]])
     ages = [1, 100, 1000, 3000, 10_000]
-    np.testing.assert_allclose(cut.worth(ages), seen.worth(ages), rtol=0.1)
+    np.testing.assert_allclose(cut.hit_density(ages), seen.hit_density(ages), rtol=0.1)
 
 
-def test_lives_that_go_on_count_as_not_yet_used() -> None:
+def test_running_lifetimes_count_as_not_yet_used() -> None:
     learnt = Lifetimes((1.0, 1.0), half_life=10**9)
     for class_id in (0, 1):
         for _ in range(100):
             learnt.end(class_id, 1, 500, used=True)
     learnt.learn([100_000], [[0, 10_000]])
-    young = learnt.worth([100])[0]
-    assert young[1] < young[0], "those that wait for long were forgotten"
+    young = learnt.hit_density([100])[0]
+    assert young[1] < young[0], "running lifetimes were ignored"

@@ -14,7 +14,7 @@ def residents() -> FakeResidents:
     return FakeResidents()
 
 
-def test_the_prefix_used_longest_ago_goes_first(residents) -> None:
+def test_the_prefix_used_longest_ago_is_evicted_first(residents) -> None:
     policy = LRUPolicy()
     for chain in (chunk_keys("a0 a1"), chunk_keys("b0 b1")):
         residents.add(chain)
@@ -35,7 +35,7 @@ def test_using_a_shared_head_keeps_it_longer_than_both_tails(residents) -> None:
     assert residents.evicted == chunk_keys("a b s")
 
 
-def test_a_head_used_after_its_tail_outlives_what_was_used_in_between(residents) -> None:
+def test_a_head_used_after_its_tail_outlives_chunks_used_in_between(residents) -> None:
     policy = LRUPolicy()
     for chain in (chunk_keys("a0 a1 a2"), chunk_keys("b0")):
         residents.add(chain)
@@ -45,7 +45,7 @@ def test_a_head_used_after_its_tail_outlives_what_was_used_in_between(residents)
     assert residents.evicted == chunk_keys("a2 b0 a1 a0")
 
 
-def test_a_head_used_after_its_tail_keeps_its_place_while_the_tail_may_not_go(residents) -> None:
+def test_a_head_used_after_its_tail_keeps_its_place_while_the_tail_is_blocked(residents) -> None:
     policy = LRUPolicy()
     for chain in (chunk_keys("a0 a1 a2"), chunk_keys("b0")):
         residents.add(chain)
@@ -66,7 +66,7 @@ def test_agrees_with_the_definition(seed) -> None:
     reference = LRUByDefinition(residents)
     num_victims = 0
     for i in range(200):
-        # A walk in a tree of prefixes, saved where it is not resident and used as far as it goes.
+        # A path in a tree of prefixes: used, and saved where it is not resident.
         prefix = [ChunkKey(b"".join(steps)) for steps in _walk(rng)]
         num_resident = next((n for n, key in enumerate(prefix) if key not in residents), len(prefix))
         if rng.random() < 0.6 and num_resident < len(prefix):

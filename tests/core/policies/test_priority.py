@@ -1,4 +1,4 @@
-"""Priorities: who goes first, what is lifted, and that nothing is paid without them."""
+"""Priorities: what is evicted first, what is raised, and that they cost nothing when not used."""
 
 import random
 
@@ -21,7 +21,7 @@ def policy(request) -> PriorityPolicy:
     return policy
 
 
-def test_a_use_of_higher_priority_lifts_what_it_uses(policy, residents) -> None:
+def test_a_use_of_higher_priority_raises_the_chunks_it_uses(policy, residents) -> None:
     for chain in ([b"a0", b"a1", b"a2"], [b"b0", b"b1"]):
         residents.add(chain)
         policy.insert(new_use(), chain, None)
@@ -32,7 +32,7 @@ def test_a_use_of_higher_priority_lifts_what_it_uses(policy, residents) -> None:
     assert residents.evicted[3:] == [b"a1", b"a0"]
 
 
-def test_nothing_sinks_by_a_use_of_lower_priority(policy, residents) -> None:
+def test_a_use_of_lower_priority_lowers_nothing(policy, residents) -> None:
     for chain, priority in (([b"a0", b"a1"], 2), ([b"b0"], 1)):
         residents.add(chain)
         policy.insert(new_use(priority), chain, None)
@@ -42,7 +42,7 @@ def test_nothing_sinks_by_a_use_of_lower_priority(policy, residents) -> None:
     assert residents.evicted == [b"b0", b"a1"]
 
 
-def test_what_hung_on_a_lower_chunk_goes_and_then_that_one_before_others(policy, residents) -> None:
+def test_a_chunk_of_lower_priority_is_evicted_right_after_those_that_follow_it(policy, residents) -> None:
     residents.add([b"low"])
     policy.insert(new_use(), [b"low"], None)
     for tail in (b"x", b"y"):
@@ -53,7 +53,7 @@ def test_what_hung_on_a_lower_chunk_goes_and_then_that_one_before_others(policy,
     assert order.index(b"low") == order.index(b"x") + 1
 
 
-def test_priorities_without_limit_are_taken_for_the_last_ones(residents) -> None:
+def test_priorities_are_clamped(residents) -> None:
     made = []
 
     def make() -> LRUPolicy:
@@ -73,7 +73,7 @@ def test_priorities_without_limit_are_taken_for_the_last_ones(residents) -> None
     assert not residents.parents
 
 
-def test_a_level_that_is_empty_is_forgotten(policy, residents) -> None:
+def test_an_empty_level_is_removed(policy, residents) -> None:
     residents.add([b"a"])
     policy.insert(new_use(3), [b"a"], None)
     assert policy._others
@@ -83,7 +83,7 @@ def test_a_level_that_is_empty_is_forgotten(policy, residents) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_with_one_priority_it_decides_as_without(name) -> None:
+def test_with_one_priority_it_decides_as_the_policy_alone(name) -> None:
     evicted = []
     makers = (
         (0, POLICIES[name]),

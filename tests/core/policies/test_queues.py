@@ -1,4 +1,4 @@
-"""Queues under the rule that only tails may go."""
+"""Queues under the rule that only tails may be evicted."""
 
 import pytest
 
@@ -21,21 +21,21 @@ def queue_of(*keys: bytes) -> ChunkQueue:
     return queue
 
 
-def test_a_run_goes_at_once_as_long_as_each_hangs_on_the_next(residents) -> None:
+def test_consecutive_chunks_of_a_prefix_are_evicted_at_once(residents) -> None:
     queue = queue_of(b"a3", b"a2", b"b1", b"a1", b"a0")
     assert queue.evict_run(9, residents) == ([b"a3", b"a2"], b"a1")
     assert residents.evicted == [b"a3", b"a2"]
     assert list(queue.order) == [b"b1", b"a1", b"a0"]
 
 
-def test_a_run_is_no_longer_than_asked_and_ends_at_what_stays(residents) -> None:
+def test_a_run_is_no_longer_than_requested_and_ends_at_a_kept_chunk(residents) -> None:
     queue = queue_of(b"a3", b"a2", b"a1", b"a0")
     assert queue.evict_run(2, residents) == ([b"a3", b"a2"], b"a1")
-    assert queue.evict_run(2, residents, stays=lambda key, number: key == b"a0" and number == 3) == ([b"a1"], b"a0")
+    assert queue.evict_run(2, residents, keep=lambda key, number: key == b"a0" and number == 3) == ([b"a1"], b"a0")
     assert list(queue.order) == [b"a0"]
 
 
-def test_what_others_hang_on_is_set_aside_until_they_are_gone(residents) -> None:
+def test_a_chunk_that_others_follow_is_set_aside_until_they_are_evicted(residents) -> None:
     queue = queue_of(b"a2", b"b1", b"a3", b"b0")
     assert queue.evict_run(9, residents) == ([], None)
     assert (queue.aside, len(queue)) == ({b"a2": 0}, 4)
@@ -48,7 +48,7 @@ def test_what_others_hang_on_is_set_aside_until_they_are_gone(residents) -> None
     assert not queue.aside
 
 
-def test_what_may_not_go_keeps_its_place(residents) -> None:
+def test_a_blocked_chunk_keeps_its_place(residents) -> None:
     residents.blocked = {b"a2", b"b1"}
     queue = queue_of(b"b1", b"a3", b"a2", b"b0")
     assert queue.evict_run(9, residents) == ([], None)

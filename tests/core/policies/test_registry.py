@@ -1,4 +1,4 @@
-"""Policies by name, by `module:Class`, and handed to the scheduler: found, checked, and true to priorities."""
+"""Policies by name, by `module:Class`, and passed to the scheduler: found, checked, and obeying priorities."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ _number = itertools.count()
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Writes a module of somebody's and returns its name."""
+    """Writes a module outside of the package and returns its name."""
     monkeypatch.syspath_prepend(tmp_path)
     written = []
 
@@ -54,13 +54,13 @@ def serve(engine: FakeEngine, name: str, start: int, *, priority: int = 0) -> in
     return num_loaded
 
 
-def test_the_example_runs_by_its_name_in_the_settings(module):
+def test_the_example_runs_when_named_in_the_settings(module):
     name = f"{module(example.source())}:FIFOPolicy"
     config = OffloadConfig.from_env({"TPU_OFFLOAD_EVICTION_POLICY": name})
     engine = make_engine(eviction_policy=config.eviction_policy)
     serve(engine, "a", 100)
     serve(engine, "b", 200)
-    assert serve(engine, "a again", 100) == 15  # under LRU it would be b's turn now
+    assert serve(engine, "a again", 100) == 15  # LRU would have evicted a
     serve(engine, "c", 300)
     assert engine.scheduler.stats().num_evicted_chunks == 4
     assert serve(engine, "b again", 200) == 15
@@ -98,7 +98,7 @@ def test_a_module_is_imported_once(module, tmp_path):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused_in_one_line(module, source, wanted, error):
+def test_an_unsuitable_class_is_refused_in_one_line(module, source, wanted, error):
     name = wanted if source is None else f"{module(source)}:{wanted}"
     for make in (lambda: find_policy(name), lambda: make_engine(eviction_policy=name)):
         with pytest.raises(ConfigError, match=error) as caught:
@@ -107,8 +107,8 @@ def test_what_does_not_fit_is_refused_in_one_line(module, source, wanted, error)
         assert "\n" not in str(caught.value)
 
 
-def test_a_name_that_nobody_has():
-    with pytest.raises(ConfigError, match=r"'fifo' is no eviction policy; expected one of density, .*, or module:"):
+def test_an_unknown_name():
+    with pytest.raises(ConfigError, match=r"unknown eviction policy 'fifo'; expected one of density, .*, or module:"):
         find_policy("fifo")
 
 
@@ -117,7 +117,7 @@ def test_a_name_that_nobody_has():
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("how", ["by name", "class", "function", "makes them with priorities"])
-def test_however_it_is_given_it_keeps_to_priorities(name, how):
+def test_however_it_is_given_it_obeys_priorities(name, how):
     policy = {
         "by name": None,
         "class": POLICIES[name],
@@ -135,7 +135,7 @@ def test_however_it_is_given_it_keeps_to_priorities(name, how):
     assert serve(engine, "dear again", 100, priority=1) == 15
 
 
-def test_the_example_keeps_to_priorities(module):
+def test_the_example_obeys_priorities(module):
     engine = make_engine(eviction_policy=f"{module(example.source())}:FIFOPolicy")
     serve(engine, "dear", 100, priority=1)
     for i in range(4):
@@ -148,20 +148,23 @@ def test_the_example_keeps_to_priorities(module):
     [
         (
             LRUPolicy(),
-            r"policy: got one LRUPolicy; expected what makes them, .*: give LRUPolicy itself, not LRUPolicy\(\)",
+            r"policy: got an instance of LRUPolicy; expected a class or factory, .*: pass LRUPolicy, not LRUPolicy\(\)",
         ),
-        (PriorityPolicy(DensityPolicy), "policy: got one PriorityPolicy; expected what makes them"),
-        (EvictionPolicy, "policy: it cannot be made without arguments .TypeError: Can't instantiate abstract class"),
-        (PriorityPolicy, "policy: it cannot be made without arguments"),
+        (PriorityPolicy(DensityPolicy), "policy: got an instance of PriorityPolicy; expected a class or factory"),
+        (
+            EvictionPolicy,
+            "policy: it cannot be constructed without arguments .TypeError: Can't instantiate abstract class",
+        ),
+        (PriorityPolicy, "policy: it cannot be constructed without arguments"),
         (
             functools.cache(LRUPolicy),
-            "policy: it returns one LRUPolicy each time; expected a new one for each priority",
+            "policy: it returns the same LRUPolicy each time; expected a new one for each priority",
         ),
-        (dict, "policy: it makes a dict; expected an EvictionPolicy"),
-        ("lru", "policy: it cannot be made without arguments .TypeError: 'str' object is not callable"),
+        (dict, "policy: it returns a dict; expected an EvictionPolicy"),
+        ("lru", "policy: it cannot be constructed without arguments .TypeError: 'str' object is not callable"),
     ],
     ids=["made", "made with priorities", "abstract", "with arguments", "always the same", "another class", "name"],
 )
-def test_a_scheduler_refuses_what_makes_no_policies(policy, error):
+def test_a_scheduler_refuses_an_unsuitable_factory(policy, error):
     with pytest.raises(ConfigError, match=error):
         OffloadScheduler(OffloadConfig.create(), LAYOUT, policy=policy)

@@ -1,4 +1,4 @@
-"""The order in which runs wait, against a plain list of them."""
+"""The order in which runs are evicted, against a plain list of them."""
 
 import itertools
 import random
@@ -33,7 +33,7 @@ def queues() -> RunQueues:
     return queues
 
 
-def test_within_a_class_the_oldest_goes_first_and_what_was_placed_again_last_of_its_slice(queues) -> None:
+def test_within_a_class_the_oldest_is_first_and_one_placed_again_the_last_of_its_slice(queues) -> None:
     first, second, third = (begin(queues, 0) for _ in range(3))
     queues.place(first)
     queues.reorder()
@@ -45,7 +45,7 @@ def test_within_a_class_the_oldest_goes_first_and_what_was_placed_again_last_of_
     assert in_order(queues) == [third, first, second, young], "no run is younger because it was placed again"
 
 
-def test_a_new_life_is_no_part_of_the_old_slice(queues) -> None:
+def test_a_new_lifetime_is_not_in_the_old_slice(queues) -> None:
     run, other = begin(queues, 0), begin(queues, 0)
     queues.advance(50_000)
     queues.end(run, 1, used=True)
@@ -56,7 +56,7 @@ def test_a_new_life_is_no_part_of_the_old_slice(queues) -> None:
     queues.check_invariants([run, other])
 
 
-def test_what_comes_into_an_empty_queue_is_found_after_the_next_order(queues) -> None:
+def test_a_run_placed_in_an_empty_queue_is_found_after_the_next_reorder(queues) -> None:
     run = begin(queues, 2)
     assert run in in_order(queues), "the newest slice is always in order"
     queues.advance(100_000)
@@ -67,7 +67,7 @@ def test_what_comes_into_an_empty_queue_is_found_after_the_next_order(queues) ->
     assert in_order(queues) == [run]
 
 
-def test_the_class_that_comes_back_waits_longest(queues) -> None:
+def test_the_class_that_is_used_again_is_last(queues) -> None:
     """Class 0 is used again soon and always, class 2 never, though the prior says the opposite."""
     for _ in range(300):
         gone, back = begin(queues, 2), begin(queues, 0)
@@ -87,7 +87,7 @@ def test_the_class_that_comes_back_waits_longest(queues) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_chunks", [10, 1000, 20_000])
 def test_queues_hold_what_a_plain_list_holds(queues, seed, num_chunks) -> None:
-    """Each run once, each class in the order of its slices, and by worth from one queue to the next."""
+    """Each run once, each class in the order of its slices, and by value from one queue to the next."""
     rng = random.Random(seed)
     queues.resize(num_chunks)
     lives: list[Run] = []
@@ -140,10 +140,10 @@ def worth_of(queues: RunQueues, run: Run) -> float:
     place = queues._slices.index(part)
     end = queues._slices[place + 1].start if place + 1 < len(queues._slices) else queues._now
     assert run.time <= end
-    return queues._lifetimes.worth([queues._now - (part.start + end) // 2])[0, run.class_id]
+    return queues._lifetimes.hit_density([queues._now - (part.start + end) // 2])[0, run.class_id]
 
 
-def test_slices_are_few_however_long_it_lasts_and_the_young_are_told_apart(queues) -> None:
+def test_slices_stay_few_and_young_ones_are_not_merged(queues) -> None:
     queues.resize(100_000)
     size = 100_000 // runs._SLICES
     for _ in range(5000):
@@ -166,7 +166,7 @@ def test_runs_of_merged_slices_are_still_found(queues) -> None:
     assert {id(run) for run in in_order(queues)} == {id(run) for run in early}
     for queue in queues.order:
         times = [run.time for run, _ in queue]
-        assert times == sorted(times), "the oldest of a merged queue goes first"
+        assert times == sorted(times), "the oldest of a merged queue is first"
     queues.check_invariants(early)
     for run in early:
         queues.end(run, 1, used=False)
@@ -174,8 +174,8 @@ def test_runs_of_merged_slices_are_still_found(queues) -> None:
     queues.check_invariants([])
 
 
-def test_what_is_void_is_thrown_away_in_time(queues) -> None:
-    """Short lives by the thousand: entries stay a small multiple of the runs that live."""
+def test_stale_entries_are_purged_in_time(queues) -> None:
+    """Thousands of short lifetimes: the number of entries stays a small multiple of the number of runs."""
     lives = [begin(queues, 0) for _ in range(100)]
     rng, most = random.Random(0), 0
     for _ in range(50_000):

@@ -68,7 +68,7 @@ def test_the_default_is_at_least_the_best_textbook(parts, share) -> None:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.02])
-def test_the_default_goes_a_part_of_the_way_from_lru_to_the_bound(parts, share) -> None:
+def test_the_default_covers_part_of_the_distance_from_lru_to_the_bound(parts, share) -> None:
     assert part_of_the_way(parts["all"], share) >= 0.15
 
 

@@ -31,9 +31,9 @@ class Tier:
         return sum(self.serve(prompt) for prompt in prompts)
 
     def resize(self, num_chunks: int) -> None:
-        """What is in slots that are no more is lost."""
-        self.index.lose_slots(num_chunks, max(num_chunks, self.index.num_slots))
-        self.index.limit(num_chunks)
+        """Chunks in slots that no longer exist are invalidated."""
+        self.index.invalidate_slots(num_chunks, max(num_chunks, self.index.num_slots))
+        self.index.shrink(num_chunks)
         self.index.grow(num_chunks)
 
     def new_use(self, num_in_hbm: int = 0) -> Use:
@@ -52,7 +52,7 @@ class Tier:
 
 
 def chain(name: object, num: int, before: list[ChunkKey] = []) -> list[ChunkKey]:  # noqa: B006 (never changed)
-    """`before`, and so many chunks of this name."""
+    """`before`, and `num` chunks of this name."""
     return before + [ChunkKey(f"{name}/{i}".encode()) for i in range(num)]
 
 
@@ -62,9 +62,9 @@ def conversations(
     """Users of three services with a system prompt each. A turn brings 1 to 4 chunks; one in three requests is alone.
 
     Args:
-      comes_back: the chance of another turn.
-      users: so many conversations go on side by side.
-      ends: chunks that only this turn ends with.
+      comes_back: the probability of another turn.
+      users: number of concurrent conversations.
+      ends: chunks at the end of each prompt that the next turn does not contain.
     """
     systems = [chain(f"system {i}", 2 + 3 * i) for i in range(3)]
     going: list[list[ChunkKey]] = []

@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, Clock
+from tests.jobs import host_block_ids
 from tpu_offload import (
     BlockHasher,
     HostStore,
@@ -29,7 +30,7 @@ FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
 
 
 class FakeSwapWorker:
-    """Does what a plan says at once, in the order that the real worker keeps, and reports it when told to."""
+    """Executes a plan at once, in the order of the real worker, and reports it when asked."""
 
     def __init__(self, worker_id: int = 0, *, num_blocks: tuple[int, ...], num_host_chunks: int = 0) -> None:
         self.worker_id = worker_id
@@ -62,12 +63,12 @@ class FakeSwapWorker:
                 JobResult(job_id=job.job_id, state=state, error="injected" if failed else "", duration_s=0.5)
             )
         for job in plan.of(JobKind.LOAD):
-            self.hbm[0].update(zip(job.block_ids, [self.tier[i] for i in job.host_block_ids], strict=True))
+            self.hbm[0].update(zip(job.block_ids, [self.tier[i] for i in host_block_ids(job)], strict=True))
             self.unreported.append(JobResult(job_id=job.job_id, state=FINISHED))
 
     def end_step(self, plan: StepPlan) -> None:
         for job in plan.of(JobKind.SAVE):
-            self.tier.update(zip(job.host_block_ids, [self.hbm[0][b] for b in job.block_ids], strict=True))
+            self.tier.update(zip(host_block_ids(job), [self.hbm[0][b] for b in job.block_ids], strict=True))
             self.unreported.append(JobResult(job_id=job.job_id, state=FINISHED))
 
     def lose(self, group_id: int, first: int, end: int) -> None:
@@ -209,8 +210,8 @@ class SwapEngine:
         needed = len(self.out[name].contents), len(self.out[name].ring_contents)
         return all(n <= len(free) for n, free in zip(needed, self.free, strict=False))
 
-    def withdraw(self, name: str) -> None:
-        self.swap.withdraw(name)
+    def abort_swap_in(self, name: str) -> None:
+        self.swap.abort_swap_in(name)
         request = self.returning.pop(name)
         self._free(request)
         self.out[name] = request
@@ -230,7 +231,7 @@ class SwapEngine:
         plan = self.scheduler.plan_step(changed)
         for worker in self.workers:
             worker.begin_step(plan, failing=self.failing)
-            # Whoever was granted free blocks writes them in this very step.
+            # New owners of free blocks write them in this very step.
             for g, free in enumerate(self.free):
                 worker.hbm[g].update(dict.fromkeys(free, POISON))
             worker.end_step(plan)

@@ -65,11 +65,11 @@ class SwapMachine(RuleBasedStateMachine):
         if not self.engine.swap_out(name):
             assert self.engine.scheduler.stats().swap_held_blocks == held, "it took something and gave nothing"
 
-    @precondition(lambda self: any(map(self.engine.swap.can_return, self.engine.out)))
+    @precondition(lambda self: any(map(self.engine.swap.can_swap_in, self.engine.out)))
     @rule(data=st.data(), num_present=st.integers(0, 9))
     def swap_in(self, data, num_present):
         engine = self.engine
-        name = data.draw(st.sampled_from([n for n in self.names(engine.out) if engine.swap.can_return(n)]))
+        name = data.draw(st.sampled_from([n for n in self.names(engine.out) if engine.swap.can_swap_in(n)]))
         assert name not in self.stale
         if engine.fits(name) and not engine.has_unsent_outs:
             num_full = 0 if engine.only_ring else engine.out[name].num_computed // BLOCK_SIZE
@@ -78,15 +78,15 @@ class SwapMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engine.returning)
     @rule(data=st.data())
-    def withdraw(self, data):
-        self.engine.withdraw(data.draw(st.sampled_from(self.names(self.engine.returning))))
+    def abort_swap_in(self, data):
+        self.engine.abort_swap_in(data.draw(st.sampled_from(self.names(self.engine.returning))))
 
     @rule(data=st.data())
     def end(self, data):
         engine = self.engine
-        everybody = self.names([*engine.running, *engine.out, *engine.returning])
-        if everybody:
-            engine.discard(*data.draw(st.lists(st.sampled_from(everybody), max_size=3, unique=True)))
+        known = self.names([*engine.running, *engine.out, *engine.returning])
+        if known:
+            engine.discard(*data.draw(st.lists(st.sampled_from(known), max_size=3, unique=True)))
 
     @rule(save=st.booleans(), faulty=st.booleans(), seconds=st.sampled_from([0.1] * 15 + [6.0]))
     def step(self, save, faulty, seconds):
@@ -148,7 +148,7 @@ class SwapMachine(RuleBasedStateMachine):
         self.faulty = False
         engine.settle()
         for name in self.names(engine.out):
-            assert engine.swap.can_return(name), "nothing is in flight, and it cannot return"
+            assert engine.swap.can_swap_in(name), "nothing is in flight, and it cannot return"
             if engine.fits(name):
                 engine.swap_in(name)
         engine.settle()

@@ -49,9 +49,9 @@ class RandomLife:
             if rng.random() < 0.2:
                 engine.swap_out(name)
         for name in sorted(engine.out):
-            if engine.swap.can_return(name) and engine.fits(name) and rng.random() < 0.5:
+            if engine.swap.can_swap_in(name) and engine.fits(name) and rng.random() < 0.5:
                 num_full = engine.out[name].num_computed // BLOCK_SIZE
-                # Blocks that somebody has just given back are still read by the coming step: nothing can be in them.
+                # Blocks that were just freed are still read by the coming step: nothing can be written to them.
                 present = (
                     []
                     if engine.has_unsent_outs or engine.only_ring
@@ -60,10 +60,10 @@ class RandomLife:
                 engine.swap_in(name, present=present)
         for name in sorted(engine.returning):
             if rng.random() < 0.1:
-                engine.withdraw(name)
-        everybody = sorted([*engine.running, *engine.out, *engine.returning])
-        if everybody and rng.random() < 0.2:
-            engine.discard(*rng.sample(everybody, min(len(everybody), rng.randint(1, 2))))
+                engine.abort_swap_in(name)
+        known = sorted([*engine.running, *engine.out, *engine.returning])
+        if known and rng.random() < 0.2:
+            engine.discard(*rng.sample(known, min(len(known), rng.randint(1, 2))))
         if rng.random() < 0.005:
             engine.scheduler.reset()
 
@@ -88,7 +88,7 @@ class RandomLife:
             self.step()
         engine.failing = lambda job: False
         engine.settle()
-        assert all(map(engine.swap.can_return, engine.out))
+        assert all(map(engine.swap.can_swap_in, engine.out))
         engine.discard(*engine.running, *engine.out, *engine.returning)
         engine.settle()
         engine.check_empty()

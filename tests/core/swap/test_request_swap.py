@@ -1,4 +1,4 @@
-"""Where a swapped-out request's KV is, from its swap-out until it is back or gone."""
+"""The KV of swapped-out requests, from swap-out to swap-in, loss or discard."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def blocks_out(plan):
 def test_out_and_back(layout, num_workers):
     engine = SwapEngine(layout=layout, num_workers=num_workers)
     engine.start("a", PROMPT)
-    assert not engine.swap.can_return("a")
+    assert not engine.swap.can_swap_in("a")
     assert engine.swap_out("a")
     plan = engine.step()
     assert blocks_out(plan) == ([5, 3] if engine.ring_blocks else [5])
@@ -37,7 +37,7 @@ def test_out_and_back(layout, num_workers):
     for worker in engine.workers:
         engine.report(worker)
     assert not engine.scheduler.has_jobs
-    assert engine.swap.can_return("a")
+    assert engine.swap.can_swap_in("a")
     assert engine.swap.num_blocks("a") == ((5, 3) if engine.ring_blocks else (5,))
     assert engine.swap_in("a")
     updates = engine.settle()
@@ -110,7 +110,7 @@ def test_the_pool_is_the_smallest_of_the_workers_and_grows():
 
 
 def test_a_shared_block_is_copied_once():
-    """Samples of one prompt: the first takes the prompt along, the others only what is theirs."""
+    """Samples of one prompt: the first copies the prompt, the others only their own blocks."""
     engine = SwapEngine(pool=(16,))
     for i, name in enumerate("abc"):
         engine.start(name, [*tokens(12), 50 + i, 51 + i, 52 + i, 53 + i, 54 + i])
@@ -149,7 +149,7 @@ def test_who_shares_a_block_waits_for_its_copy_and_falls_with_it():
 
 @pytest.mark.parametrize("first", ["out", "back"])
 def test_it_may_return_before_its_copies_out_are_reported(first):
-    """The copy back is dispatched after them; it goes on when both are reported, on every worker."""
+    """The copy back is dispatched after them; the request is back when both are reported, on every worker."""
     engine = SwapEngine(num_workers=2)
     engine.start("a", PROMPT)
     engine.swap_out("a")
@@ -169,7 +169,7 @@ def test_with_nothing_to_copy_back_it_still_waits_for_its_copies_out():
     engine.swap_out("a")
     engine.step()
     assert engine.swap_in("a", present={0, 1})
-    engine.withdraw("a")
+    engine.abort_swap_in("a")
     assert engine.swap_in("a", present={0, 1})
     assert engine.report(engine.workers[0]).swapped_in == ("a",)
     engine.check_empty()
@@ -250,7 +250,7 @@ def test_all_of_it_in_the_tier_needs_no_copy_out():
     engine.start("a", PROMPT, num_computed=16)
     assert engine.swap_out("a")
     assert engine.step().empty
-    assert engine.swap.can_return("a")
+    assert engine.swap.can_swap_in("a")
     engine.swap_in("a")
     engine.settle()
     engine.check_empty()
@@ -309,8 +309,8 @@ def test_an_end_at_any_moment_leaves_nothing(where):
     assert swap_stats(engine, "num_lost_swaps") == (0,)
 
 
-def test_blocks_under_a_copy_are_nobody_elses_until_it_is_reported():
-    """No ABA: the request is gone, but its copy may still land."""
+def test_blocks_under_a_copy_are_not_reused_until_it_is_reported():
+    """No ABA: the request has ended, but its copy may still land."""
     engine = SwapEngine(pool=(5,))
     engine.start("a", PROMPT)
     engine.swap_out("a")
@@ -329,12 +329,12 @@ def test_taken_away_again_while_it_comes_back():
     engine.swap_out("a")
     engine.settle()
     engine.swap_in("a")
-    engine.withdraw("a")  # before it was sent
+    engine.abort_swap_in("a")  # before it was sent
     assert engine.step().of(JobKind.SWAP_IN) == ()
     engine.swap_in("a")
     engine.step()
-    engine.withdraw("a")  # in flight; its HBM blocks are others' now
-    assert engine.swap.can_return("a")
+    engine.abort_swap_in("a")  # in flight; its HBM blocks are others' now
+    assert engine.swap.can_swap_in("a")
     engine.swap_in("a")
     engine.settle()
     assert "a" in engine.running
@@ -342,7 +342,7 @@ def test_taken_away_again_while_it_comes_back():
     engine.check_empty()
 
 
-def test_taken_away_again_when_it_is_lost_and_nobody_knows_yet():
+def test_abort_when_the_loss_is_not_reported_yet():
     engine = SwapEngine()
     engine.start("a", PROMPT)
     engine.swap_out("a")
@@ -350,8 +350,8 @@ def test_taken_away_again_when_it_is_lost_and_nobody_knows_yet():
     engine.swap_in("a")
     engine.step()
     engine.scheduler.reset()
-    engine.withdraw("a")
-    assert not engine.swap.can_return("a")
+    engine.abort_swap_in("a")
+    assert not engine.swap.can_swap_in("a")
     assert engine.report(engine.workers[0]).lost_swaps == ("a",)
     engine.check_empty()
 
@@ -370,7 +370,7 @@ def test_a_failed_copy_back_is_recomputed():
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
-def test_what_is_never_reported_times_out_and_what_it_may_still_write_is_given_to_nobody(direction, caplog):
+def test_what_is_never_reported_times_out_and_what_it_may_still_write_is_not_reused(direction, caplog):
     engine = SwapEngine(job_timeout_s=10.0)
     engine.start("a", PROMPT)
     engine.swap_out("a")
@@ -386,7 +386,7 @@ def test_what_is_never_reported_times_out_and_what_it_may_still_write_is_given_t
     assert swap_stats(engine, "swap_held_blocks", "num_timed_out_jobs", "num_failed_jobs") == (
         5 if direction == "out" else 0, 1, 1
     )  # fmt: skip
-    assert not engine.scheduler.has_jobs  # nobody waits for it
+    assert not engine.scheduler.has_jobs  # no request waits for it
     assert engine.report(engine.workers[0], late).swapped_in == ()  # late: it frees the memory, nothing else
     engine.check_empty()
 
@@ -423,7 +423,7 @@ def test_swapped_out_again_soon_after_is_thrash():
         engine.settle()
     for _ in range(40):
         engine.step()
-    assert not engine.swap._returned_at
+    assert not engine.swap._stats._swapped_in_at
 
 
 def test_results_that_fit_nothing_change_nothing():
@@ -455,13 +455,13 @@ def test_calls_that_make_no_sense_change_nothing():
     engine.check_empty()
     with pytest.raises(RequestError, match="num_computed_tokens=-3; expected an integer from 0 on"):
         engine.swap.swap_out("a", tables, num_computed_tokens=-3)
-    with pytest.raises(RequestError, match="cannot be swapped in now; ask can_return"):
+    with pytest.raises(RequestError, match="cannot be swapped in now; call can_swap_in"):
         engine.swap.swap_in("a", tables)
     engine.swap_out("a")
     with pytest.raises(RequestError, match="a is swapped out already"):
         engine.swap.swap_out("a", tables, num_computed_tokens=17)
-    with pytest.raises(RequestError, match="not on its way back"):
-        engine.swap.withdraw("a")
+    with pytest.raises(RequestError, match="is not being swapped in"):
+        engine.swap.abort_swap_in("a")
     engine.settle()
     with pytest.raises(RequestError, match=r"into \[4, 3\] blocks; expected at least \[5, 3\]"):
         engine.swap.swap_in("a", [[0, 1, 2, 3], [0, 1, 2]])
@@ -528,13 +528,13 @@ def test_memory_that_is_gone_for_good_is_tried_last():
     engine.swap_out("y")  # needs the places that were in doubt
     engine.settle()
     assert swap_stats(engine, "num_lost_swaps") == (1,)
-    assert engine.swap._pool._doubtful == [set()]
+    assert engine.swap._pool._suspect == [set()]
 
 
 def test_memory_in_doubt_comes_after_what_is_new():
     pool = SwapPool(num_groups=1)
     pool.grow([2])
-    pool.doubt(0, {0, 1})
+    pool.mark_suspect(0, {0, 1})
     pool.grow([4])
     taken = pool.allocate([2])
     assert taken is not None

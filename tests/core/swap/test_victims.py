@@ -12,7 +12,7 @@ def candidate(name, blocks, need=0):
     return Candidate(request_id=name, block_tables=[blocks], num_new_blocks=[need])
 
 
-def test_nobody_is_a_victim_while_all_can_go_on():
+def test_no_request_is_a_victim_while_all_can_continue():
     assert choose_victims([candidate("a", [0], 1), candidate("b", [1], 1)], num_free=[2]) == ()
     assert choose_victims([], num_free=[0]) == ()
 

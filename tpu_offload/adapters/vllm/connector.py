@@ -1,20 +1,31 @@
-"""The connector class that vLLM loads: one object a role, each call handed to that role's side.
+"""The connector class that vLLM loads. Each object has one role and forwards the calls to the side of that role.
 
     --kv-transfer-config '{"kv_connector": "TPUOffloadConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "tpu_offload.adapters.vllm", "kv_load_failure_policy": "recompute"}'
 
 vLLM's calls and the library's:
 
-    scheduler role                  OffloadScheduler      worker role               OffloadWorker
-    get_num_new_matched_tokens      match                 register_runner           (made)
-    update_state_after_alloc        admit                 bind_connector_metadata   (takes the plan)
-    build_connector_meta            plan_step             start_load_kv             begin_step
-    update_connector_output         apply                 wait_for_save             end_step
-    request_finished                finish                get_finished              poll
-    reset_cache                     reset                 shutdown                  close
+    scheduler role                  OffloadScheduler
+    bind_kv_cache_manager           (rollback and tainted requests use vLLM's block tables)
+    get_num_new_matched_tokens      match; release if vLLM does not wait
+    update_state_after_alloc        admit
+    build_connector_meta            preempt for preempted requests, plan_step, take_update
+    update_connector_output         apply; rollback of requests with invalid blocks
+    request_finished                finish
+    reset_cache, take_events        reset, take_events
 
-A plan goes down as the step's metadata, a report comes up as the worker's. vLLM frees the blocks of a
-finished or preempted request at once: a save has been dispatched by then, and device order protects it.
+    worker role                     OffloadWorker
+    register_runner                 (constructor)
+    bind_connector_metadata         (receives the plan)
+    start_load_kv                   begin_step, resume_loads
+    wait_for_save                   end_step
+    get_finished                    poll, take_written_loads
+    build_connector_worker_meta     (returns the report of the last poll)
+    get_block_ids_with_load_errors  (invalid blocks of failed loads)
+    shutdown                        close
+
+A plan is the connector metadata of a step, a report its worker metadata. vLLM frees the blocks of a finished or
+preempted request at once: its saves have been dispatched by then, and program order on the device protects them.
 """
 
 import logging
@@ -36,7 +47,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tpu_offload.adapters.vllm.messages import PlanMessage
 from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
-from tpu_offload.adapters.vllm.settings import count_workers, read_config, warn_of_failing_requests
+from tpu_offload.adapters.vllm.settings import count_workers, read_config, warn_if_failed_loads_end_requests
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
 from tpu_offload.adapters.vllm.worker_side import WorkerSide
 
@@ -55,22 +66,22 @@ if TYPE_CHECKING:
 
 @final
 class TPUOffloadConnector(KVConnectorBase_V1):
-    """Keeps the KV cache of prompts in host memory. Made by vLLM, once a role.
+    """Keeps the KV cache of prompts in host memory. vLLM creates one for each role.
 
     Raises:
-      ConfigError: a setting makes no sense, or vLLM is set up in a way that is not supported.
+      ConfigError: a setting is invalid, or vLLM's configuration is not supported.
     """
 
     _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_where_vllm_does()
+        _use_vllm_log_handlers()
         config = read_config(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            warn_of_failing_requests(self._kv_transfer_config.kv_load_failure_policy)
+            warn_if_failed_loads_end_requests(self._kv_transfer_config.kv_load_failure_policy)
             events = vllm_config.kv_events_config
             self._scheduler = SchedulerSide(
                 config,
@@ -83,24 +94,24 @@ class TPUOffloadConnector(KVConnectorBase_V1):
 
     @property
     def scheduler_side(self) -> SchedulerSide:
-        """The side that decides; only in the scheduler role."""
+        """The scheduler side; only in the scheduler role."""
         assert self._scheduler is not None, "a call for the scheduler role reached the worker role"
         return self._scheduler
 
     @property
     def worker_side(self) -> WorkerSide:
-        """The side that copies; only in the worker role."""
+        """The worker side; only in the worker role."""
         assert self._worker is not None, "a call for the worker role reached the scheduler role"
         return self._worker
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: what is not saved is computed again."""
+        """False: blocks that are not saved are recomputed."""
         return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
-        """False: it holds on to the shapes and places of the caches it was made for."""
+        """False: copy programs are compiled for the shapes and placement of the caches."""
         return False
 
     # The scheduler role.
@@ -127,10 +138,10 @@ class TPUOffloadConnector(KVConnectorBase_V1):
         self.scheduler_side.end_step()
         self.scheduler_side.apply(connector_output.kv_connector_worker_meta)
         if connector_output.invalid_block_ids:
-            self.scheduler_side.spoil(connector_output.invalid_block_ids)
+            self.scheduler_side.invalidate_blocks(connector_output.invalid_block_ids)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See the base class; the blocks may always be freed at once."""
+        """See the base class. The blocks may always be freed at once."""
         self.scheduler_side.finish(request.request_id)
         return False, None
 
@@ -144,47 +155,47 @@ class TPUOffloadConnector(KVConnectorBase_V1):
         return self.scheduler_side.take_events()
 
     def has_pending_push_work(self) -> bool:
-        """Whether copies are in flight: an engine that has nothing else to do sees to their reports first."""
+        """Whether copies are in flight: an idle engine keeps stepping until they are reported."""
         return self._scheduler is not None and self._scheduler.has_jobs
 
     def get_finished_count(self) -> int:
-        """How many workers report a load before vLLM takes it for finished."""
+        """The number of workers that must report a load before vLLM considers it finished."""
         return self.scheduler_side.num_workers
 
     # The worker role.
 
     def register_runner(self, runner: Any) -> None:
-        """Called by tpu-inference when the KV caches are there, before the first step.
+        """Called by tpu-inference when the KV caches are allocated, before the first step.
 
         Raises:
-          ConfigError: a setting makes no sense for these caches, or there is too little HBM.
-          LayoutError: the caches are of a kind that is not supported.
+          ConfigError: a setting is invalid for these caches, or there is too little HBM.
+          LayoutError: this kind of cache is not supported.
         """
         self.worker_side.register(runner)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """See the base class; before the forward pass."""
+        """See the base class. Called before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PlanMessage), f"metadata of {type(connector_metadata)}"
         self.worker_side.bind(connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        """See the base class; before the forward pass if it needs a load, else after it."""
+        """See the base class. Called before the forward pass if the pass needs a load, else after it."""
         self.worker_side.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are ordered by the device."""
+        """Does nothing: program order on the device makes layers wait for their loads."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: saves are of all layers at once."""
+        """Does nothing: `wait_for_save` saves all layers at once."""
 
     def wait_for_save(self) -> None:
-        """See the base class; dispatches the saves and does not wait for them, for the device orders them."""
+        """See the base class. Dispatches the saves without waiting: program order on the device protects the blocks."""
         self.worker_side.start_saves()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See the base class."""
-        return None, self.worker_side.take_received()
+        return None, self.worker_side.take_finished_recving()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See the base class."""
@@ -195,16 +206,16 @@ class TPUOffloadConnector(KVConnectorBase_V1):
         return self.worker_side.take_report()
 
     def shutdown(self) -> None:
-        """See the base class; waits for copies in flight and frees the host tier."""
+        """See the base class. Waits for copies in flight and frees the host tier."""
         if self._worker is not None:
             self._worker.close()
         else:
-            _shut_worker_down(self._vllm_config)
+            _shut_down_worker(self._vllm_config)
 
     # Statistics.
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        """See the base class; the scheduler role has all of them."""
+        """See the base class. Only the scheduler role has statistics."""
         return self._scheduler.take_stats() if self._scheduler is not None else None
 
     @classmethod
@@ -224,22 +235,22 @@ class TPUOffloadConnector(KVConnectorBase_V1):
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _shut_worker_down(vllm_config: "VllmConfig") -> None:
-    """Ends the worker role of an engine that ends, if it is in this process.
+def _shut_down_worker(vllm_config: "VllmConfig") -> None:
+    """Shuts down the worker role of this engine, if it is in this process.
 
-    tpu-inference 0.32 never does. The worker role would keep the engine's caches, weights and host tier, and the next
-    engine of the process would be given it, whether or not it wants a connector.
+    tpu-inference 0.32 never does. The worker role would keep the engine's caches, weights and host tier alive, and the
+    next engine in the process would get it, even one without a connector.
     """
     if not has_kv_transfer_group():
         return
     connector = get_kv_transfer_group()
-    # A next engine may be there before this one has ended; then the worker role is that engine's by now.
+    # The next engine may have been created before this one is shut down, and own the worker role by now.
     if isinstance(connector, TPUOffloadConnector) and connector.worker_side.serves(vllm_config):
         ensure_kv_transfer_shutdown()
 
 
-def _log_where_vllm_does() -> None:
-    """Gives the library's log lines vLLM's handlers, unless somebody has given them others."""
+def _use_vllm_log_handlers() -> None:
+    """Gives the library's logger vLLM's handlers and level, unless it has handlers already."""
     ours, theirs = logging.getLogger("tpu_offload"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)

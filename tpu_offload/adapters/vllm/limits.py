@@ -1,4 +1,4 @@
-"""What a request says for itself, in the `kv_transfer_params` that came with it."""
+"""The limits of a request, from its `kv_transfer_params`."""
 
 import dataclasses
 import logging
@@ -11,31 +11,30 @@ from tpu_offload import RequestError, RequestLimits
 _logger = logging.getLogger(__name__)
 
 _PREFIX = "tpu_offload."
-# vLLM's own offloading connector calls two of them so.
+# The first two are the names in vLLM's own offloading connector.
 _NAMES = {"max_offload_tokens": "max_save_tokens", "max_load_tokens": "max_load_tokens"}
 _NAMES |= {_PREFIX + field.name: field.name for field in dataclasses.fields(RequestLimits)}
 
 
 def read_limits(request_id: str, params: Any, log: Callable[[str], None]) -> RequestLimits | None:
-    """The limits among the parameters; None when there are none.
+    """Reads the limits of a request; None if it has none.
 
-    A client's mistake is not the engine's: the request is served. But what its owner may have meant to keep out of the
-    host tier is kept out: with a value that cannot be read, or a `tpu_offload.` name that is none, nothing of it is
-    saved or loaded. One line says so; a client that goes on making mistakes is not in the log for each.
+    A request with an invalid value or an unknown `tpu_offload.` entry is served, but bypasses the host tier: the client
+    may have meant to keep it out. A warning names the entry.
 
     Args:
-      request_id: for that line.
-      params: `kv_transfer_params`; entries of other connectors are passed over.
-      log: takes the line.
+      request_id: for the warning.
+      params: `kv_transfer_params`; entries of other connectors are ignored.
+      log: logs the warning; see `RateLimitedWarnings`.
     """
     if params is None:
         return None
     try:
         if not isinstance(params, dict):
-            raise RequestError(f"{params!r:.100} is no object; expected one from names to values")
+            raise RequestError(f"{params!r:.100} is not an object; expected entries by name")
         unknown = [name for name in params if str(name).startswith(_PREFIX) and name not in _NAMES]
         if unknown:
-            raise RequestError(f"{unknown[0]!r:.100} is no limit; expected {', '.join(sorted(_NAMES))}")
+            raise RequestError(f"{unknown[0]!r:.100} is unknown; expected {', '.join(sorted(_NAMES))}")
         values = {field: params[name] for name, field in _NAMES.items() if name in params}
         return RequestLimits(**values) if values else None
     except RequestError as e:
@@ -44,11 +43,11 @@ def read_limits(request_id: str, params: Any, log: Callable[[str], None]) -> Req
 
 
 @final
-class FewLines:
-    """Logs at most one line in a while, and with it how many were left out.
+class RateLimitedWarnings:
+    """Logs at most one warning per interval, with the number of those suppressed since the last.
 
     Args:
-      interval_s: the while.
+      interval_s: the interval.
       clock: monotonic seconds.
     """
 
@@ -56,13 +55,13 @@ class FewLines:
         self._interval_s = interval_s
         self._clock = clock
         self._next_s = 0.0
-        self._num_left_out = 0
+        self._num_suppressed = 0
 
     def __call__(self, line: str) -> None:
-        """A warning, unless there has been one just now."""
+        """Logs a warning, unless there was one within the interval."""
         if self._clock() < self._next_s:
-            self._num_left_out += 1
+            self._num_suppressed += 1
             return
-        more = f" ({self._num_left_out} more such requests since the last line)" if self._num_left_out else ""
+        more = f" ({self._num_suppressed} more such requests since the last line)" if self._num_suppressed else ""
         _logger.warning("%s%s", line, more)
-        self._next_s, self._num_left_out = self._clock() + self._interval_s, 0
+        self._next_s, self._num_suppressed = self._clock() + self._interval_s, 0

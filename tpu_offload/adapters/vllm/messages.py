@@ -1,4 +1,4 @@
-"""What the scheduler side and the worker side send each other through vLLM: plans down, reports up."""
+"""Messages between scheduler side and worker side, sent through vLLM: plans down, reports up."""
 
 import dataclasses
 from typing import final
@@ -11,11 +11,11 @@ from tpu_offload import KVLayout, StepPlan, StepReport
 @final
 @dataclasses.dataclass(frozen=True)
 class KnownTokens:
-    """Tokens that a request has generated and whose KV may be saved from this step on, as vLLM knows them.
+    """Generated tokens of a request as vLLM has them; their KV may be saved from this step on.
 
     Attributes:
       request_id: a request of this step.
-      first: how many tokens come before them.
+      first: position of the first token.
       token_ids: at least one.
     """
 
@@ -30,53 +30,52 @@ class PlanMessage(KVConnectorMetadata):
     """One step's plan.
 
     Attributes:
-      plan: what the library's worker does.
-      idle: nothing is computed in this step, so that there is time to wait a little for a copy.
-      spoilt_block_ids: blocks that this step computes on and that do not hold what they should. vLLM has no way to be
-        told so but by a worker.
-      known_tokens: to be held against those that the runner has.
-      distrusted: requests of which the scheduler has heard that nothing is to be saved.
-      finished: requests that ended before this step; others may come under the same ids.
-      background_job_ids: loads of the plan that no forward pass needs before vLLM has been told that they have ended.
+      plan: the plan for the library's worker.
+      idle: nothing is computed in this step, so the worker has time to wait a little for a copy.
+      invalid_block_ids: invalid blocks that this step computes on. Only a worker can report them to vLLM.
+      known_tokens: compared with the tokens that the model runner has.
+      tainted: requests that the scheduler side knows to be tainted (see `tainted_requests`).
+      finished_req_ids: requests that ended before this step; their ids may be reused.
+      background_job_ids: loads of the plan that vLLM waits for: no forward pass needs them before vLLM knows that they
+        have ended.
     """
 
     plan: StepPlan
     idle: bool
-    spoilt_block_ids: frozenset[int] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
     known_tokens: tuple[KnownTokens, ...] = ()
-    distrusted: frozenset[str] = frozenset()
-    finished: frozenset[str] = frozenset()
+    tainted: frozenset[str] = frozenset()
+    finished_req_ids: frozenset[str] = frozenset()
     background_job_ids: frozenset[int] = frozenset()
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class ReportMessage(KVConnectorWorkerMetadata):
-    """What one worker has to say after a step; aggregated, what several have.
+    """The report of one worker after a step or, aggregated, of several.
 
     Attributes:
-      reports: of one worker or more, in no order.
-      layout: what the caches are made of, in the first message of each worker.
-      distrusted: requests that may have been computed on other tokens than vLLM has for them, each with the blocks
-        from there on.
-      forget_all: a load turned out to have failed after steps had computed on its blocks, so that KV which was saved
-        since may be wrong.
-      computed_on_invalid: a step has computed on blocks that are reported as invalid with this message.
+      reports: of one or more workers, in no particular order.
+      layout: the layout of the caches, in the first message of each worker.
+      tainted: requests that may have been computed on other tokens than vLLM has, each with its blocks from the first
+        tainted one on.
+      needs_reset: a load failed after steps had computed on its blocks, so KV that was saved since may be wrong.
+      computed_on_invalid: a step has computed on blocks that are reported invalid with this message.
     """
 
     reports: tuple[StepReport, ...]
     layout: KVLayout | None = None
-    distrusted: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    forget_all: bool = False
+    tainted: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    needs_reset: bool = False
     computed_on_invalid: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMessage":
-        """Puts two messages of one step together."""
+        """Merges two messages of one step."""
         assert isinstance(other, ReportMessage), f"a report of {type(other)}"
         return ReportMessage(
             self.reports + other.reports,
             self.layout or other.layout,
-            self.distrusted + other.distrusted,
-            self.forget_all or other.forget_all,
+            self.tainted + other.tainted,
+            self.needs_reset or other.needs_reset,
             self.computed_on_invalid or other.computed_on_invalid,
         )

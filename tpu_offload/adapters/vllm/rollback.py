@@ -1,22 +1,25 @@
-"""Takes requests back to before blocks that do not hold what they should.
+"""Rolls requests back to before their first invalid block.
 
-vLLM does a part of it: it is told which blocks are invalid, and with the policy `recompute` sets requests back, with
-`fail` ends them. This does the rest, in vLLM's own terms, after vLLM:
+vLLM does a part of this itself: it learns the invalid block ids from the worker and, with the policy `recompute`, rolls
+requests back, or with `fail` ends them. The rest is done here, after vLLM and with its own fields:
 
-    shared blocks       vLLM has one request compute each again, and the others find them in its prefix cache before
-                        that has happened. Here they are taken out of it, and each request computes them for itself.
-    the step at hand    vLLM looks at tokens computed before it. When all caches are lost, so are those of the step.
-    the step after it   is on its way with async scheduling, and vLLM would take its tokens. What it does with a request
-                        that it preempts is done to these: the tokens are dropped when they come. Until then they
-                        run in no further step, because tpu-inference writes the last token of a step over those
-                        of whoever is in the next one. (vLLM preempts no request of a step on its way, but for a
-                        reset of running requests, which drops their tokens by itself.)
-    waiting requests    that hold blocks give them back, to be matched again.
-    who is gone         Requests that ended, or were preempted by a reset, while it was on its way, have left blocks
-                        in the prefix cache that it computed on what is not there; so has who found theirs. Nobody
-                        has their tables any more. So when a synchronous load fails the prefix cache forgets everything.
-    sessions            that wait for more input cannot be set back, for their computed tokens are those that vLLM keeps
-                        of them. A step is wasted on them when they go on: a worker reports the blocks with it.
+    shared blocks       vLLM has one request recompute each shared block, and the others find it in the prefix cache
+                        before that has happened. Here invalid blocks are evicted from the prefix cache, and each
+                        request recomputes them for itself.
+    current step        vLLM looks only at tokens computed before the step. When all caches are lost, so is what the
+                        step computed.
+    next step           With async scheduling it is in flight, and vLLM would accept its tokens. It is handled as vLLM
+                        handles a preemption: the tokens are dropped when they arrive. Until then the request is not
+                        scheduled, because tpu-inference writes the last token of a step into the state of each request
+                        that is in the next one. (vLLM itself preempts no request that is in a step in flight, except
+                        in a reset of running requests, which drops their tokens.)
+    waiting requests    that hold blocks free them, and are matched again.
+    ended requests      A request that ended, or was preempted by a reset, while the step was in flight has left blocks
+                        in the prefix cache that were computed on invalid ones; so has any request that found those.
+                        Their block tables are gone. So when a synchronous load fails, the whole prefix cache is
+                        evicted.
+    sessions            that wait for more input cannot be rolled back, because vLLM keeps only their computed tokens.
+                        Their next step is wasted: a worker reports the invalid blocks with it.
 """
 
 import sys
@@ -32,89 +35,96 @@ if TYPE_CHECKING:
 
 @final
 class Rollback:
-    """All calls come from the thread of vLLM's scheduler.
+    """Rolls requests back. All calls come from the thread of vLLM's scheduler.
 
     Args:
-      manager: vLLM's cache manager.
+      manager: vLLM's KV cache manager.
       block_size: tokens in a block.
-      sync_loads: steps compute on blocks before it is known whether their load has failed.
+      sync_loads: steps may compute on blocks before it is known whether their load has failed.
     """
 
     def __init__(self, manager: "KVCacheManager", *, block_size: int, sync_loads: bool) -> None:
         self._manager = manager
         self._block_size = block_size
         self._sync_loads = sync_loads
-        self._held_back: list[Request] = []
-        self._sessions: dict[str, set[int]] = {}
-        self._spoilt_block_ids: set[int] = set()  # that the coming step computes on
+        self._awaiting_stale_output: list[Request] = []
+        self._session_block_ids: dict[str, set[int]] = {}  # invalid blocks of sessions that wait for input
+        self._invalid_block_ids: set[int] = set()  # those that the next step computes on
 
     def admit(self, request_id: str) -> None:
-        """A request goes on with the blocks that it holds."""
-        self._spoilt_block_ids |= self._sessions.pop(request_id, set())
+        """A request is scheduled with the blocks that it holds."""
+        self._invalid_block_ids |= self._session_block_ids.pop(request_id, set())
 
     def finish(self, request_id: str) -> None:
         """A request ended."""
-        self._sessions.pop(request_id, None)
+        self._session_block_ids.pop(request_id, None)
 
     def begin_step(self) -> frozenset[int]:
-        """A step was scheduled; the spoilt blocks that it computes on."""
-        spoilt, self._spoilt_block_ids = frozenset(self._spoilt_block_ids), set()
-        return spoilt
+        """A step was scheduled; returns the invalid blocks that it computes on."""
+        invalid, self._invalid_block_ids = frozenset(self._invalid_block_ids), set()
+        return invalid
 
     def end_step(self) -> None:
-        """A step has ended, and vLLM has taken its tokens or dropped them."""
-        if self._held_back:
-            held, self._held_back = self._held_back, []
-            for request in held:
+        """A step has ended, and vLLM has accepted or dropped its tokens."""
+        if self._awaiting_stale_output:
+            waiting, self._awaiting_stale_output = self._awaiting_stale_output, []
+            for request in waiting:
                 if request.is_finished():
                     continue
                 if request.num_stale_output_tokens:
-                    self._held_back.append(request)
+                    self._awaiting_stale_output.append(request)
                 else:
                     request.next_decode_eligible_step = 0
 
-    def spoil(self, block_ids: Collection[int], requests: Mapping[str, "Request"], *, computed_on: bool) -> list[str]:
-        """Sets back all of these requests that hold any of these blocks; returns which.
+    def invalidate(
+        self, block_ids: Collection[int], requests: Mapping[str, "Request"], *, computed_on: bool
+    ) -> list[str]:
+        """Rolls back every request that holds one of these blocks.
 
-        `computed_on` says whether a step may have computed on them by now.
+        Args:
+          block_ids: the invalid blocks.
+          requests: those that hold blocks, by id.
+          computed_on: whether a step may have computed on the blocks already.
+        Returns:
+          The ids of the requests that were rolled back.
         """
-        spoilt = {block_id for block_id in block_ids if block_id < self._manager.block_pool.num_gpu_blocks}
+        invalid = {block_id for block_id in block_ids if block_id < self._manager.block_pool.num_gpu_blocks}
         tables = {request_id: self._manager.get_block_ids(request_id)[0] for request_id in requests}
         firsts: dict[str, int] = {}
         num_before = -1
-        while num_before < len(spoilt):  # what rests on these blocks has gone bad, too, and may be shared in turn
-            num_before = len(spoilt)
+        while num_before < len(invalid):  # blocks computed on invalid ones are invalid, and may be shared in turn
+            num_before = len(invalid)
             for request_id, table in tables.items():
-                first = next((i for i, block_id in enumerate(table) if block_id in spoilt), None)
+                first = next((i for i, block_id in enumerate(table) if block_id in invalid), None)
                 if first is not None:
                     firsts[request_id] = first
-                    spoilt.update(table[first:])
-        forget_all = self._sync_loads and computed_on
-        self._manager.evict_blocks(set(range(self._manager.block_pool.num_gpu_blocks)) if forget_all else spoilt)
+                    invalid.update(table[first:])
+        evict_all = self._sync_loads and computed_on
+        self._manager.evict_blocks(set(range(self._manager.block_pool.num_gpu_blocks)) if evict_all else invalid)
         for request_id, first in firsts.items():
-            self._set_back(requests[request_id], tables[request_id], first)
+            self._roll_back(requests[request_id], tables[request_id], first)
         return list(firsts)
 
-    def _set_back(self, request: "Request", table: Sequence[int], first: int) -> None:
-        """A request computes again from block `first` of its table on."""
+    def _roll_back(self, request: "Request", table: Sequence[int], first: int) -> None:
+        """Has a request recomputed from block `first` of its table on."""
         num_tokens = first * self._block_size
         if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
             if request.num_computed_tokens > num_tokens:
-                self._sessions.setdefault(request.request_id, set()).update(table[first:])
+                self._session_block_ids.setdefault(request.request_id, set()).update(table[first:])
             return
         request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
         if request.status is RequestStatus.RUNNING:
-            self._drop_step_on_its_way(request)
+            self._drop_step_in_flight(request)
         elif request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS and not request.num_computed_tokens:
-            self._manager.free(request)  # else vLLM does when the load has ended
+            self._manager.free(request)  # if it waits for a load, vLLM frees them when the load has ended
 
-    def _drop_step_on_its_way(self, request: "Request") -> None:
-        """What vLLM's scheduler does when it preempts; but the request keeps its blocks."""
+    def _drop_step_in_flight(self, request: "Request") -> None:
+        """Drops the output of the step in flight as vLLM does in a preemption, but the request keeps its blocks."""
         request.num_output_placeholders = 0
         request.spec_token_ids = []
-        request.is_prefill_chunk = True  # drafts that come now follow a token that is dropped
+        request.is_prefill_chunk = True  # drafts that arrive now follow a dropped token
         if request.num_in_flight_tokens:
             request.num_stale_output_tokens = request.num_in_flight_tokens
             request.drop_stale_output = True
             request.next_decode_eligible_step = sys.maxsize
-            self._held_back.append(request)
+            self._awaiting_stale_output.append(request)

@@ -1,10 +1,10 @@
-"""What vLLM's configuration means for the library, and what of it the library cannot serve.
+"""The settings under vLLM, and which configurations of vLLM are not supported.
 
-Everything that could go wrong silently is refused at start, by both sides, with what to change.
+Whatever could fail silently is rejected at start, by both sides, with a message that says what to change.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -17,104 +17,114 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _GB = 2**30
-_NEWS = {
-    SaveEvent.HBM_EVICTION: "blocks that its prefix cache gives up",
-    SaveEvent.PREEMPTION: "requests that it preempts",
+_MISSING_HOOKS = {SaveEvent.HBM_EVICTION: "prefix-cache eviction", SaveEvent.PREEMPTION: "preemption"}
+_TOKENS_ARE_SPREAD = "blocks are spread over devices by token; set it to 1"
+_UNSUPPORTED_PARALLELISM = {
+    "pipeline_parallel_size": "only the last stage reports to the scheduler, so saves of the others could not be "
+    "tracked; set --pipeline-parallel-size 1",
+    "decode_context_parallel_size": _TOKENS_ARE_SPREAD,
+    "prefill_context_parallel_size": _TOKENS_ARE_SPREAD,
 }
 
 
 def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> OffloadConfig:
-    """The library's settings: `TPU_OFFLOAD_*`, and over them `kv_connector_extra_config`; `sync_load` is decided.
+    """Reads `TPU_OFFLOAD_*` and `kv_connector_extra_config`, which takes precedence, and resolves `sync_load`.
 
     Raises:
-      ConfigError: a setting makes no sense, or vLLM is set up in a way that is not supported.
+      ConfigError: a setting is invalid, or vLLM's configuration is not supported.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None, "a connector without a configuration"
     config = OffloadConfig.from_env(overrides=transfer.kv_connector_extra_config)
-    problem = _unsupported(vllm_config, kv_cache_config, config)
-    if problem:
+    problem = next(_problems(vllm_config, kv_cache_config, config), None)
+    if problem is not None:
         raise ConfigError(f"tpu_offload: {problem}")
     if config.sync_load is None:
-        # The device runs a direct load between two steps in any case, so that to let the request wait spares nobody
-        # anything. A staged one runs beside the steps.
+        # The device runs a direct load between two steps in either case, so a waiting request would save nothing. A
+        # staged load overlaps with the steps.
         config = config.model_copy(update={"sync_load": config.load_path is CopyPath.DIRECT})
     return config
 
 
-def warn_of_failing_requests(policy: str) -> None:
-    """Says what vLLM's default does to a request whose load fails."""
+def warn_if_failed_loads_end_requests(policy: str) -> None:
+    """Warns that with vLLM's default policy, a request whose load fails ends with an error."""
     if policy != "recompute":
         _logger.warning(
             'kv_load_failure_policy is "%s": a request whose load fails ends with an error. With '
-            '"kv_load_failure_policy": "recompute" in --kv-transfer-config it is computed instead.',
+            '"kv_load_failure_policy": "recompute" in --kv-transfer-config it is recomputed.',
             policy,
         )
 
 
-def _unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: OffloadConfig) -> str | None:
-    """Why this setup is refused, in one line with what to change; None when it is fine."""
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    assert transfer is not None
-    if transfer.kv_role != "kv_both":
-        return f'kv_role is "{transfer.kv_role}"; set it to "kv_both": the host tier both saves and loads'
-    if config.swap_gb != 0:
-        return (
-            f"swap_gb={config.swap_gb}: vLLM computes preempted requests again and has no way to swap them; leave "
-            "TPU_OFFLOAD_SWAP_GB out, and set TPU_OFFLOAD_DECODE_SAVE=1 to have their blocks in the host tier"
-        )
-    others = [event for event in config.save_on if event is not SaveEvent.COMPUTE]
-    if others:
-        return (
-            f"TPU_OFFLOAD_SAVE_ON={','.join(event.value for event in config.save_on)}: vLLM does not tell a connector "
-            f"in time of {' and '.join(_NEWS[event] for event in others)}; leave it out, which saves what is computed"
-        )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        return (
-            f"the model has {len(groups)} KV cache groups ({kinds}), expected one: hybrid models are not supported; "
-            "for sliding windows remove --no-disable-hybrid-kv-cache-manager, which makes them one group"
-        )
-    spec = groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec):
-        return (
-            f"the KV cache is {type(spec).__name__}, expected full attention: blocks that leave a window or hold a "
-            "state cannot be found again by their prefix; run this model without the connector"
-        )
-    if spec.block_size != vllm_config.cache_config.block_size:
-        return (
-            f"the KV cache has blocks of {spec.block_size} tokens and the scheduler of "
-            f"{vllm_config.cache_config.block_size}; set --block-size to {spec.block_size}"
-        )
-    if parallel.pipeline_parallel_size > 1:
-        return (
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: only the last stage reports to the "
-            "scheduler, so saves of the others could not be followed; set --pipeline-parallel-size 1"
-        )
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name}={getattr(parallel, name)}: blocks are spread over devices by token; set it to 1"
-    dp_size = getattr(getattr(vllm_config, "sharding_config", None), "total_dp_size", 1)
-    if dp_size > 1:
-        return (
-            f"data parallel attention over {dp_size} devices in one engine: each rank has a scheduler and blocks of "
-            "its own behind one KV cache; run one engine a rank, or use tensor parallelism"
-        )
+def _problems(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: OffloadConfig) -> Iterator[str]:
+    """Yields why this configuration is not supported, in one line each with what to change."""
+    yield from _problems_of_settings(vllm_config, config)
+    yield from _problems_of_caches(kv_cache_config, block_size=vllm_config.cache_config.block_size)
+    yield from _problems_of_parallelism(vllm_config)
     additional = vllm_config.additional_config
     if isinstance(additional, dict) and additional.get("enable_continue_decode"):
-        return (
-            "additional_config has enable_continue_decode, whose loop hands out the KV caches only after the "
-            "connector has run; remove it"
+        yield (
+            "additional_config has enable_continue_decode, whose loop returns the KV caches only after the connector "
+            "has run; remove it"
         )
-    return None
+
+
+def _problems_of_settings(vllm_config: "VllmConfig", config: OffloadConfig) -> Iterator[str]:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    if transfer.kv_role != "kv_both":
+        yield f'kv_role is "{transfer.kv_role}"; set it to "kv_both": the host tier both saves and loads'
+    if config.swap_gb != 0:
+        yield (
+            f"swap_gb={config.swap_gb}: vLLM recomputes preempted requests and cannot swap them; unset "
+            "TPU_OFFLOAD_SWAP_GB, and set TPU_OFFLOAD_DECODE_SAVE=1 to have their blocks in the host tier"
+        )
+    hooks = [hook for event, hook in _MISSING_HOOKS.items() if event in config.save_on]
+    if hooks:
+        yield (
+            f"TPU_OFFLOAD_SAVE_ON={','.join(event.value for event in config.save_on)}: vLLM has no connector hook "
+            f"before {' or '.join(hooks)}; unset it to save blocks when they are computed"
+        )
+
+
+def _problems_of_caches(kv_cache_config: "KVCacheConfig", *, block_size: int) -> Iterator[str]:
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    kinds = ", ".join(type(spec).__name__ for spec in specs)
+    if len(specs) != 1:
+        yield (
+            f"the model has {len(specs)} KV cache groups ({kinds}), expected one: hybrid models are not supported; "
+            "for sliding windows remove --no-disable-hybrid-kv-cache-manager, which makes them one group"
+        )
+    elif not isinstance(specs[0], FullAttentionSpec):
+        yield (
+            f"the KV cache is {kinds}, expected full attention: blocks that leave a window or hold a state cannot be "
+            "found again by their prefix; run this model without the connector"
+        )
+    elif specs[0].block_size != block_size:
+        yield (
+            f"the KV cache has blocks of {specs[0].block_size} tokens and the scheduler of {block_size}; set "
+            f"--block-size to {specs[0].block_size}"
+        )
+
+
+def _problems_of_parallelism(vllm_config: "VllmConfig") -> Iterator[str]:
+    for name, reason in _UNSUPPORTED_PARALLELISM.items():
+        size = getattr(vllm_config.parallel_config, name, 1)
+        if size > 1:
+            yield f"{name}={size}: {reason}"
+    dp_size = getattr(getattr(vllm_config, "sharding_config", None), "total_dp_size", 1)
+    if dp_size > 1:
+        yield (
+            f"data parallel attention over {dp_size} devices in one engine: each rank has a scheduler and block ids of "
+            "its own, with one KV cache; run one engine per rank, or use tensor parallelism"
+        )
 
 
 def count_workers() -> int:
-    """Processes that hold a part of the caches: one a host under Ray, else one.
+    """The number of processes that hold a part of the caches: one per host under Ray, else one.
 
     Raises:
-      ConfigError: several hosts under something else than Ray.
+      ConfigError: a multi-host backend other than Ray.
     """
     try:
         from tpu_inference import envs
@@ -124,7 +134,7 @@ def count_workers() -> int:
     if not backend:
         return 1
     if backend != "ray":
-        raise ConfigError(f"tpu_offload: TPU_MULTIHOST_BACKEND={backend}; expected ray or nothing")
+        raise ConfigError(f"tpu_offload: TPU_MULTIHOST_BACKEND={backend}; expected ray or unset")
     import ray
     from vllm.platforms import current_platform
 
@@ -133,10 +143,10 @@ def count_workers() -> int:
 
 
 def check_workers(num_workers: int, *, num_processes: int) -> None:
-    """Checks that the scheduler waits for as many workers as there are: else nothing would ever be saved.
+    """Checks that the scheduler expects the right number of workers; otherwise nothing would ever be saved.
 
     Raises:
-      ConfigError: it does not.
+      ConfigError: it expects another number.
     """
     if num_workers != num_processes:
         raise ConfigError(
@@ -147,17 +157,17 @@ def check_workers(num_workers: int, *, num_processes: int) -> None:
 
 
 def check_hbm(usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: int, utilization: float) -> None:
-    """Checks that what copies need is there on every device.
+    """Checks that every device has enough free HBM for copies.
 
-    tpu-inference gives the KV cache all of `--gpu-memory-utilization` and keeps nothing for connectors but its own.
+    tpu-inference gives the KV cache all of `--gpu-memory-utilization` and reserves HBM for its own connector only.
 
     Args:
-      usage: bytes used and bytes in all, of each device of this process, with weights and caches in place.
-      needed: bytes that copies take on each device.
+      usage: bytes used and total bytes of each device of this process, with weights and caches allocated.
+      needed: bytes that copies need on each device.
       block_nbytes: bytes of one block on each device.
       utilization: `--gpu-memory-utilization`.
     Raises:
-      ConfigError: too little is free on some device.
+      ConfigError: a device has too little free HBM.
     """
     used, limit = max(usage, key=lambda device: device[0] - device[1])
     free = limit - used
@@ -168,9 +178,9 @@ def check_hbm(usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: in
             free / 2**20,
         )
         return
-    # A block more: what is left over when the KV cache is cut into whole blocks is less at another size.
+    # One block more, because the remainder of the KV cache's share below a whole block differs at another size.
     lower = max(0.0, utilization - (needed - free + block_nbytes) / limit)
-    staged = needed > 2 * block_nbytes  # what direct copies take, which is beside a staging buffer and its block
+    staged = needed > 2 * block_nbytes  # direct copies take two blocks, beside a staging buffer and its block
     fitting = _rounded_down(max(0, free - 3 * block_nbytes) / _GB)
     smaller = (
         f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {fitting}, or the copy paths to direct, which needs two blocks"
@@ -185,5 +195,5 @@ def check_hbm(usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: in
 
 
 def _rounded_down(value: float) -> str:
-    """Three digits behind the point that are not more than the value."""
+    """The value rounded down to three decimals."""
     return f"{int(value * 1000) / 1000:g}"

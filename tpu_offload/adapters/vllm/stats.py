@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PREFIX = "vllm:tpu_offload_"
 _SECONDS = {Direction.SAVE: "save_duration_seconds", Direction.LOAD: "load_duration_seconds"}
 _SECONDS_HELP = (
-    "Seconds of each copy, from dispatch until seen finished. It is looked at once a step, so no shorter than a step."
+    "Seconds of each copy, from dispatch until seen finished. It is checked once a step, so no shorter than a step."
 )
 _BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 _SPECS = {name: spec for name, spec in METRICS.items() if spec.group is not MetricGroup.SWAP}
@@ -26,11 +26,11 @@ _SPECS = {name: spec for name, spec in METRICS.items() if spec.group is not Metr
 @final
 @dataclasses.dataclass
 class OffloadConnectorStats(KVConnectorStats):
-    """What was counted in an interval. `data` holds numbers and lists of numbers only, to be sent anywhere."""
+    """The counts of an interval. `data` holds numbers and lists of numbers only, so it can cross processes."""
 
     @classmethod
     def of(cls, stats: OffloadStats, transfers: Iterable[FinishedTransfer]) -> "OffloadConnectorStats":
-        """Of what was counted, and the transfers that ended, in an interval."""
+        """From the counts of an interval and the transfers that ended in it."""
         data: dict[str, Any] = {name: value for name, value in stats.as_dict().items() if name in _SPECS}
         for name in _SECONDS.values():
             data[name] = []
@@ -39,7 +39,7 @@ class OffloadConnectorStats(KVConnectorStats):
         return cls(data=data)
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Discards the interval."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -52,7 +52,7 @@ class OffloadConnectorStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What a line of the log shows of an interval."""
+        """The figures of an interval for vLLM's log line."""
         data = self.data
         line: dict[str, int | float] = {
             "Saved MiB": data.get("saved_nbytes", 0) >> 20,
@@ -73,13 +73,13 @@ class OffloadConnectorStats(KVConnectorStats):
         return line
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Whether the interval has no counts."""
         return not self.data
 
 
 @final
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """The series of every metric but request swap's, `vllm:tpu_offload_<family>`, and two histograms."""
+    """A series `vllm:tpu_offload_<family>` for every metric except those of request swap, and two histograms."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Eviction policies: they decide which chunk goes, and nothing else."""
+"""Eviction policies: they decide which chunk is evicted, and nothing else."""
 
 from tpu_offload.core.policies.arc import ARCPolicy
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use

@@ -1,12 +1,12 @@
-"""ARC: recency and frequency share the tier, and ghosts say who should have more of it.
+"""ARC: recency and frequency share the tier, in proportions that adapt to hits on ghosts.
 
 Chunks used once are in one list, those used again in another, each with the least recently used first, and each
-with a list of ghosts: keys of chunks that were evicted from it. A chunk that comes back while its ghost is
-there would have been hit in a longer list, so the target length of that list grows.
+with a list of ghosts: keys of chunks that were evicted from it. A chunk that is saved again while its ghost exists
+would have been a hit in a longer list, so the target length of that list grows.
 
-The published algorithm makes room for one page at a time, and shifts the target for a ghost that it finds before it
-evicts for it. Here a request's evictions come first, all at once, and its ghosts are looked at as it is inserted.
-While a request makes room, the chunks that it will insert count as used once already.
+The published algorithm makes room for one page at a time, and moves the target for a ghost hit before the eviction for
+that page. Here all evictions for a request come first, and its ghost hits are counted as it is inserted. While a
+request makes room, the chunks that it will insert count as used once already.
 
 References:
   Megiddo, Modha: "ARC: a self-tuning, low overhead replacement cache", FAST 2003.
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
-from tpu_offload.core.big_tables import Entries
+from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.queues import ChunkQueue, check_queues
 from tpu_offload.types import ChunkKey
@@ -26,11 +26,11 @@ from tpu_offload.types import ChunkKey
 class ARCPolicy(EvictionPolicy):
     """ARC at the level of chunks, tails before heads.
 
-    A chunk at the old end of its list on which others hang is set aside until they are gone (see `queues`).
+    A chunk at the old end of its list that others follow is set aside until they are removed (see `queues`).
     """
 
     def __init__(self) -> None:
-        # T1, T2, B1 and B2 of the paper; the number of a chunk in T1 is the last use that it was told of.
+        # T1, T2, B1 and B2 of the paper; the number of a chunk in T1 is the id of its last use.
         self._once = ChunkQueue()
         self._again = ChunkQueue()
         self._once_ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
@@ -39,7 +39,7 @@ class ARCPolicy(EvictionPolicy):
         self._target = 0.0  # of the length of `_once`
 
     def resize(self, num_chunks: int) -> None:
-        """See the base class. O(ghosts that go)."""
+        """See the base class. O(ghosts removed)."""
         self._max_chunks = num_chunks
         self._target = min(self._target, num_chunks)
         self._forget_ghosts()
@@ -78,7 +78,7 @@ class ARCPolicy(EvictionPolicy):
             if key in again:
                 to_end(key)
             elif (last := once_get(key)) is not None:
-                # A use counts once, and not at all after a later one: they ran side by side.
+                # A use counts once, and not at all after a later one: their requests ran concurrently.
                 if last < use_id:
                     del once[key]
                     again[key] = use_id
@@ -95,9 +95,9 @@ class ARCPolicy(EvictionPolicy):
         self._once.take(key)
         self._again.take(key)
         if parent is not None:
-            self.uncover(parent)
+            self.became_leaf(parent)
 
-    def uncover(self, key: ChunkKey) -> None:
+    def became_leaf(self, key: ChunkKey) -> None:
         """See the base class. O(1)."""
         self._once.recall(key)
         self._again.recall(key)
@@ -109,12 +109,12 @@ class ARCPolicy(EvictionPolicy):
         return [*self._once.clear(), *self._again.clear(), *ghosts]
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
-        """See the base class. O(num_chunks + chunks set aside + those that may not go)."""
+        """See the base class. O(num_chunks + chunks set aside + those that cannot be evicted)."""
         once, again = self._once, self._again
         num_left = num_chunks
         while num_left:
             num_short = int(self._target) - (len(once) + num_chunks - num_left) + 1
-            if num_short > 0:  # what is used once may have more room
+            if num_short > 0:  # chunks used once are below their target
                 num_evicted = self._evict_again(min(num_left, num_short), residents)
                 num_evicted = num_evicted or self._evict_once(num_left, residents)
             else:
@@ -135,18 +135,18 @@ class ARCPolicy(EvictionPolicy):
     def _evict(
         self, queue: ChunkQueue, ghosts: OrderedDict[ChunkKey, None], num_chunks: int, residents: Residents
     ) -> int:
-        """Evicts chunks that follow each other, at most this many; 0 when none may go."""
+        """Evicts consecutive chunks of one prefix, at most this many; 0 when none can be evicted."""
         while queue.order:
-            gone, leaf = queue.evict_run(num_chunks, residents)
+            evicted, leaf = queue.evict_run(num_chunks, residents)
             if leaf is not None:
-                self.uncover(leaf)
-            if gone:
-                ghosts.update(dict.fromkeys(gone))
-                return len(gone)
+                self.became_leaf(leaf)
+            if evicted:
+                ghosts.update(dict.fromkeys(evicted))
+                return len(evicted)
         return 0
 
     def _forget_ghosts(self) -> None:
-        """As the paper has it: a list and its ghosts are no longer than the tier, all four no longer than two."""
+        """As in the paper: T1 and its ghosts together are at most as long as the tier, all four lists twice as long."""
         most, num_once = self._max_chunks, len(self._once)
         while self._once_ghosts and num_once + len(self._once_ghosts) > most:
             self._once_ghosts.popitem(last=False)

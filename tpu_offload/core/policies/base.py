@@ -1,23 +1,23 @@
-"""What an eviction policy is asked, and what it is told."""
+"""The contract of eviction policies, and what they see of the resident chunks."""
 
 import abc
 import dataclasses
 from collections.abc import Collection, Container, Sequence
 from typing import final
 
-from tpu_offload.core.big_tables import Entries
+from tpu_offload.core.chunk_table import Entries
 from tpu_offload.types import ChunkKey
 
 
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """One request's use of chunks: all that a policy is told between its match and its end is the same use.
+    """One request's use of chunks: all calls to a policy between its match and its end carry the same one.
 
     Attributes:
-      use_id: grows from one use to the next; never used again.
-      priority: what a request of higher priority uses is kept longer than all that only lower ones have used.
-      num_in_hbm: so many leading chunks of its prompt were in HBM: this tier was not asked for them.
+      use_id: increases from one use to the next; unique.
+      priority: chunks that a request of higher priority used are kept longer than those that only lower ones used.
+      num_in_hbm: how many leading chunks of its prompt were in HBM, so that this tier was not asked for them.
     """
 
     use_id: int
@@ -38,24 +38,24 @@ class Residents(abc.ABC):
 
     @abc.abstractmethod
     def is_leaf(self, key: ChunkKey) -> bool:
-        """Whether no resident chunk hangs on this resident one. O(1)."""
+        """Whether no resident chunk follows this resident one. O(1)."""
 
     @abc.abstractmethod
-    def evict(
-        self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = (), singly: bool = False
+    def evict_tail(
+        self, key: ChunkKey, max_chunks: int, *, until: Container[ChunkKey] = (), singly: bool = False
     ) -> tuple[int, ChunkKey | None]:
         """Evicts a chunk and then, from tail to head, those before it in its prefix.
 
-        It ends at a chunk that may not go now (pinned, unfinished, or another chunk hangs on it).
+        It stops at a chunk that cannot be evicted now: pinned, unfinished, or followed by another chunk.
 
         Args:
           key: a resident chunk.
-          num_chunks: at most this many, at least 1.
-          stop: chunks to end at, `key` itself excepted.
-          singly: `stop` is asked about each chunk once, when it is the next to go, and one that it lets go does go,
-            unless it may not. Else it may be asked about chunks of which most will not go.
+          max_chunks: at most this many, at least 1.
+          until: chunks to stop at, `key` itself excepted.
+          singly: `until` is asked about each chunk once, when it is the next victim; unless it contains that chunk, the
+            chunk is evicted if it can be. Else `until` may be asked about chunks most of which are not evicted.
         Returns:
-          How many went, and the resident chunk it ended at; None when the prefix is gone to its head.
+          How many were evicted, and the resident chunk it stopped at; None when the prefix is evicted to its head.
         """
 
 
@@ -63,35 +63,35 @@ class EvictionPolicy(abc.ABC):
     """Orders the resident chunks by how little they would be missed.
 
     The chunk index owns the chunks and calls the policy, always from the scheduler's thread. The policy
-    stores keys only. It is told of whole prefixes, head first, because a chunk is worth nothing
-    without every chunk before it: nothing but the tail of a prefix can be evicted. So a policy that
-    orders prefixes may look at their tails only and pay nothing for each chunk, and one that orders
-    chunks has all their keys.
+    stores keys only. It gets whole prefixes, head first, because a chunk is worth nothing without every
+    chunk before it: only the tail of a prefix can be evicted. So a policy that orders prefixes may look
+    at their tails only and pay nothing for each chunk, and one that orders chunks has all their keys.
 
-    A request is told of several times: when it loads, with each part of it that is saved, at its end. They
+    One request causes several calls: when it loads, for each part of it that is saved, and at its end. They
     carry the same `Use`, so that a policy that counts uses counts one.
     """
 
-    def resize(self, num_chunks: int) -> None:  # noqa: B027 (most do not ask)
-        """The tier has room for this many chunks from now on; told before any chunk, and whenever it changes."""
+    def resize(self, num_chunks: int) -> None:  # noqa: B027 (most need no size)
+        """The tier has room for this many chunks from now on. Called before any chunk, and at each change."""
 
     @abc.abstractmethod
     def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
-        """A request saved these chunks and uses them and all before them. They follow each other, head first.
+        """A request saved these chunks, and uses them and all before them.
 
         Args:
           use: the request's.
-          keys: at least one; none is known. A chunk that hung on one of them before that was lost hangs on it again.
-          parent: the chunk before them, which is resident; None when they begin a prompt, or it has another priority.
+          keys: consecutive chunks of a prefix, head first, at least one; none is resident. Orphans of a chunk that was
+            lost before are its children again.
+          parent: the resident chunk before them; None when they begin a prompt, or when it has another priority.
         """
 
     @abc.abstractmethod
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
-        """A request used the first `num_chunks` of `keys`, head first. Those that are not resident are passed over."""
+        """A request used the first `num_chunks` of `keys`, head first. Those that are not resident are skipped."""
 
     @abc.abstractmethod
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
-        """A chunk is gone for another reason than `evict`: its bytes were lost or never came.
+        """A chunk was removed for another reason than `evict`: its bytes were lost or never arrived.
 
         Args:
           key: the chunk.
@@ -99,29 +99,29 @@ class EvictionPolicy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def uncover(self, key: ChunkKey) -> None:
-        """A chunk of this policy may be a leaf now: one of another priority, and policy, that hung on it is gone."""
+    def became_leaf(self, key: ChunkKey) -> None:
+        """A chunk may be a leaf now: one that followed it, and that another priority's policy ordered, was removed."""
 
     @abc.abstractmethod
     def clear(self) -> list[Entries]:
-        """All chunks are gone, and so is what was known of any that went before. What was learnt stays. O(1).
+        """Forgets all chunks, resident and evicted ones. Learned statistics stay. O(1).
 
-        Those that outlive it are inserted again. By their first use, `use_id` -1, they are older than all others.
+        Chunks that stay resident are inserted again. By their first use, `use_id` -1, they are older than all others.
 
         Returns:
-          What it held, to which it keeps no reference: dicts, sets, lists and deques that the caller empties bit by
-          bit, because a million entries are not freed in a moment.
+          What it held, to which it keeps no reference: dicts, sets, lists and deques that the caller empties
+          incrementally, because freeing a million entries takes long.
         """
 
     @abc.abstractmethod
     def evict(self, num_chunks: int, residents: Residents) -> None:
-        """Evicts up to `num_chunks` chunks by `residents.evict`; fewer only when no more may go."""
+        """Evicts up to `num_chunks` chunks by `residents.evict_tail`; fewer only when no more can be evicted."""
 
     @abc.abstractmethod
     def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
         """Raises AssertionError unless it knows only resident chunks and can reach every one. For tests.
 
         Args:
-          leaves: the resident chunks that no other hangs on.
+          leaves: the resident chunks that no other follows.
           residents: all of them.
         """

@@ -1,69 +1,68 @@
-"""Hit density: keeps what promises the most uses for the room and the time that it takes.
+"""Hit density: keeps the chunks with the most expected uses per unit of space and time.
 
-Chunks that lie side by side in a prefix and were used by the same requests are a run: they mostly have one
-fate. The class of a run says how often it has been used: what was used twice comes back more often than what
-was used once. What was used once has a class by what it hangs on: the beginning of a prompt, the next turn of
-a conversation and a question about a document that many ask about are different things. How long each class
-waits for its next use is learnt from all runs, also from those that were evicted, which are watched for a while
-longer (see `lifetimes`). Nothing else is assumed of the traffic.
+Consecutive chunks of a prefix that were used by the same requests are a run: they mostly share their future. The class
+of a run says how often it has been used: a run used twice is used again more often than one used once. Among runs used
+once the class says how often the chunks before them were used: the beginning of a prompt, the next turn of a
+conversation and a question about a popular document differ. The time to the next use of each class is learned from all
+runs, including evicted ones, which are tracked for a while (see `lifetimes`). Nothing else is assumed of the traffic.
 
-What goes is the tail of the run whose class and age promise least (see `runs`).
+The victim is the tail of the run whose class and age have the lowest value (see `runs`).
 
-The last chunk of a prompt may be a special case: where it holds a few last tokens (as in traces) or what only this
-prompt ends with, the next prompt goes on without it. How often that is so is learnt too; where it is the rule, these
-chunks go first.
+The last chunk of a prompt may be a special case: where it holds a few last tokens (as in traces), or text that only
+this prompt ends with, the next prompt continues without it. How often that happens is learned too; where it is the
+rule, these chunks are evicted first.
 """
 
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import final
 
-from tpu_offload.core.big_tables import Entries
+from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.run_keys import RunKeys, RunTable
 from tpu_offload.core.policies.runs import Run, RunQueues
 from tpu_offload.types import ChunkKey
 
-# Classes: what was used once, by the power of two of the uses of what it hangs on (none, 1, 2 to 3, 4 to 7, more);
-# then by the power of two of the uses, the last for 256 and more.
+# Classes: runs used once, by the power of two of the uses of the run before them (none, 1, 2 to 3, 4 to 7, more);
+# then all others by the power of two of their uses, the last for 256 and more.
 _NUM_ORIGINS = 5
 _NUM_CLASSES = _NUM_ORIGINS + 8
 _CLASS_USES = [1.0] * _NUM_ORIGINS + [2.0**i for i in range(1, _NUM_CLASSES - _NUM_ORIGINS + 1)]
 
-_WATCHED = 4  # chunks that are known after their eviction, for each that there is room for,
-_MIN_WATCHED = 2**13  # and at least
-_END_WEIGHT = 1 / 64  # of the last prompt in what is known of the ends of prompts
+_TRACKED = 4  # evicted chunks that are tracked, per chunk that fits the tier,
+_MIN_TRACKED = 2**13  # and at least
+_END_WEIGHT = 1 / 64  # of the last prompt in the running mean for the ends of prompts
 
 
 @final
 class DensityPolicy(EvictionPolicy):
-    """Evicts the chunk that is expected to bring the fewest hits for the room and time that it would take."""
+    """Evicts the chunk with the fewest expected hits per unit of space and time."""
 
     def __init__(self) -> None:
-        self._runs = RunTable()  # of every chunk, resident or watched
+        self._runs = RunTable()  # of every chunk, resident or tracked
         self._num_known = 0
         self._num_resident = 0
         self._queues = RunQueues(_CLASS_USES)
         self._newest_use_id = -1
-        self._watched: deque[tuple[Run, int]] = deque()  # runs of which something was evicted, and in which life
-        self._max_watched = _MIN_WATCHED
-        # Runs that end with the last chunk of a prompt, and how often that one is used with what is before it.
+        self._tracked: deque[tuple[Run, int]] = deque()  # runs with evicted chunks, and in which lifetime
+        self._max_tracked = _MIN_TRACKED
+        # Runs that end with the last chunk of a prompt, and how often that chunk is used with those before it.
         self._ends: deque[tuple[Run, int]] = deque()
         self._end_chance = 1.0
 
     def resize(self, num_chunks: int) -> None:
         """See the base class. O(1)."""
-        self._max_watched = max(_MIN_WATCHED, num_chunks * _WATCHED)
+        self._max_tracked = max(_MIN_TRACKED, num_chunks * _TRACKED)
         self._queues.resize(num_chunks)
         self._forget_oldest()
 
     def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
-        """See the base class. O(chunks), in loops inside the interpreter unless some were there before."""
+        """See the base class. O(chunks), in C loops unless some of them are tracked."""
         self._advance(use, len(keys))
         self._num_resident += len(keys)
         before = None if parent is None else self._runs.get(parent)
         depth = 0 if before is None or parent is None else before.depth + _place(before, parent) + 1
-        if before is not None and before.use_id == use.use_id and before.keys[-1] == parent and _goes_on(before):
+        if before is not None and before.use_id == use.use_id and before.keys[-1] == parent and _is_open(before):
             run = self._extend(before, keys)
         else:
             run = self._add(use, keys, before, depth)
@@ -76,12 +75,12 @@ class DensityPolicy(EvictionPolicy):
             ends.append((run, run.ticket))
             while ends[0][0].ticket != ends[0][1]:
                 ends.popleft()
-            if len(ends) > 2 * self._num_resident + 64:  # void ones in the middle
+            if len(ends) > 2 * self._num_resident + 64:  # stale entries in the middle
                 self._ends = deque((run, ticket) for run, ticket in ends if run.ticket == ticket)
         self._forget_oldest()
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
-        """See the base class. O(runs of the prefix + log chunks), and O(1) for each chunk that nobody knows."""
+        """See the base class. O(runs of the prefix + log chunks), and O(1) for each unknown chunk."""
         use_id, i = use.use_id, 0
         if use_id > self._newest_use_id:
             self._advance(use, num_chunks)
@@ -104,7 +103,7 @@ class DensityPolicy(EvictionPolicy):
             i += num
 
     def remove(self, key: ChunkKey, parent: ChunkKey | None) -> None:
-        """See the base class. O(chunks of its run), but for the first and the last one: a long prompt may be lost."""
+        """See the base class. O(chunks of its run); O(1) for its ends, as a whole long prompt may be lost."""
         run = self._runs[key]
         keys = run.keys
         if keys[0] == key:
@@ -121,33 +120,33 @@ class DensityPolicy(EvictionPolicy):
         del self._runs[key]
         self._num_known -= 1
         if not run.keys:
-            self._runs.end(run)
+            self._runs.remove(run)
         self._queues.resize_run(run, -1)
         self._num_resident -= 1
         run.num_resident -= 1
         if not run.num_resident:
             run.ticket += 1
         if parent is not None:
-            self.uncover(parent)
+            self.became_leaf(parent)
 
-    def uncover(self, key: ChunkKey) -> None:
+    def became_leaf(self, key: ChunkKey) -> None:
         """See the base class. O(1)."""
         self._queues.place(self._runs[key])
 
     def clear(self) -> list[Entries]:
         """See the base class."""
-        held: list[Entries] = [*self._runs.clear(), self._watched, self._ends, *self._queues.clear()]
-        self._watched, self._ends = deque(), deque()
+        held: list[Entries] = [*self._runs.clear(), self._tracked, self._ends, *self._queues.clear()]
+        self._tracked, self._ends = deque(), deque()
         self._num_resident = self._num_known = 0
         return held
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
-        """See the base class. O(num_chunks + queues + runs that may not go)."""
+        """See the base class. O(num_chunks + queues + runs that cannot be evicted)."""
         if self._end_chance < 0.5:
             num_chunks -= self._evict_ends(num_chunks, residents)
         kept: list[Run] = []
         num_left = self._evict_in_order(num_chunks, residents, kept)
-        while num_left:  # queues that were empty when they were put in order may hold something by now
+        while num_left:  # queues that were empty when they were ordered may have entries by now
             self._queues.reorder()
             num_before, num_left = num_left, self._evict_in_order(num_left, residents, kept)
             if num_left == num_before:
@@ -163,10 +162,10 @@ class DensityPolicy(EvictionPolicy):
         for run in runs:
             assert all(self._runs[key] is run for key in run.keys), "a run has a chunk of another"
             for i, key in enumerate(run.keys):
-                assert (key in residents) == (i < run.num_resident), "a run is wrong about what is resident"
+                assert (key in residents) == (i < run.num_resident), "a run has the wrong number of resident chunks"
         self._queues.check_invariants(runs)
         assert self._num_resident == sum(run.num_resident for run in runs)
-        assert len(self._runs) - self._num_resident <= self._max_watched, "too many are watched"
+        assert len(self._runs) - self._num_resident <= self._max_tracked, "too many chunks are tracked"
         waiting = self._queues.waiting()
         for leaf in leaves:
             run = self._runs[leaf]
@@ -176,8 +175,8 @@ class DensityPolicy(EvictionPolicy):
     # Runs.
 
     def _extend(self, run: Run, keys: Sequence[ChunkKey]) -> Run | None:
-        """Makes a run longer by resident chunks; does nothing and returns None if one of them is known."""
-        if not self._runs.give_new(keys, run):
+        """Extends a run by resident chunks; does nothing and returns None if one of them is known."""
+        if not self._runs.assign_new(keys, run):
             return None
         run.keys.extend(keys)
         run.num_resident += len(keys)
@@ -196,7 +195,7 @@ class DensityPolicy(EvictionPolicy):
         return run
 
     def _insert_known(self, use: Use, keys: Sequence[ChunkKey], before: Run | None, depth: int) -> Run:
-        """Some of the chunks were here before and are watched. Returns the run of the last."""
+        """Inserts chunks some of which were evicted before and are tracked. Returns the run of the last."""
         runs, i, num_keys = self._runs, 0, len(keys)
         run = before
         while i < num_keys:
@@ -205,7 +204,7 @@ class DensityPolicy(EvictionPolicy):
                 end = next((j for j in range(i + 1, num_keys) if keys[j] in runs), num_keys)
                 run = self._add(use, keys[i:end], before, depth + i)
             else:
-                if run.keys[0] != keys[i]:  # what was before it in its run is resident by now
+                if run.keys[0] != keys[i]:  # the chunks before it in its run are resident by now
                     run = self._split(run, run.keys.index(keys[i]))
                 end = i + _num_common(run, keys, i, num_keys)
                 run = self._use(run, end - i, keys, end, use)
@@ -215,10 +214,9 @@ class DensityPolicy(EvictionPolicy):
         return run
 
     def _use(self, run: Run, num_chunks: int, keys: Sequence[ChunkKey], next_chunk: int, use: Use) -> Run:
-        """A prompt uses the first chunks of a run, and goes on with `keys[next_chunk]`. Returns the run of those used.
+        """A prompt uses the first chunks of a run and continues with `keys[next_chunk]`. Returns the run of those used.
 
-        A use that HBM could serve begins a new life too, as HBM has the chunks once more, but is nothing that this
-        tier was kept for.
+        A use that HBM served begins a new lifetime too, as HBM has the chunks again, but is no hit of this tier.
         """
         if run.at_end or run.end is not None:
             self._learn_end(run, num_chunks, keys, next_chunk)
@@ -232,14 +230,13 @@ class DensityPolicy(EvictionPolicy):
         run.use_id = use.use_id
         class_id = min(_NUM_ORIGINS + run.num_uses.bit_length() - 2, _NUM_CLASSES - 1)
         self._queues.renew(run, class_id, used=run.depth >= use.num_in_hbm)
-        self._place_and_watch(run)
+        self._place_and_track(run)
         return run
 
     def _split_head(self, run: Run, num_chunks: int) -> Run:
-        """As `_split`, but what is left of the run are its last chunks, and those returned its first ones, to be used.
+        """As `_split`, but the run keeps its last chunks, and a new run of its first ones is returned.
 
-        So a long run of which one request after another uses a little more, as it is computed step by step, is
-        not gone through each time.
+        So a long run of which successive steps use a little more each time is not traversed each time.
         """
         head = Run(
             run.keys.split_head(num_chunks),
@@ -254,11 +251,11 @@ class DensityPolicy(EvictionPolicy):
         run.num_resident -= head.num_resident
         self._runs.add(head)
         run.end_entries()
-        self._place_and_watch(run)
+        self._place_and_track(run)
         return head
 
     def _split(self, run: Run, num_chunks: int) -> Run:
-        """Leaves a run its first chunks and returns one of the others."""
+        """Leaves a run its first chunks and returns a new run of the others."""
         num_resident = max(0, run.num_resident - num_chunks)
         rest = Run(
             run.keys.split(num_chunks),
@@ -272,53 +269,53 @@ class DensityPolicy(EvictionPolicy):
         rest.at_end, rest.end, run.at_end, run.end = run.at_end, run.end, False, None
         run.num_resident -= num_resident
         self._runs.add(rest)
-        self._place_and_watch(rest)
+        self._place_and_track(rest)
         return rest
 
     def _join(self, run: Run, other: Run) -> Run:
-        """Makes two runs that follow each other and were just used one, if they have been used about as often.
+        """Merges two consecutive runs that were just used, if they have been used about equally often.
 
-        The shorter one goes into the longer one. Returns the run of the other's chunks.
+        The shorter one is merged into the longer one. Returns the run of the other's chunks.
         """
         if run.class_id != other.class_id or run.num_resident != len(run.keys) or run.use_id != other.use_id:
             return other
         num_uses = max(run.num_uses, other.num_uses)
-        self._queues.resize_run(other, -len(other.keys))  # its life may have begun later: the use came in two parts
+        self._queues.resize_run(other, -len(other.keys))  # its lifetime may have begun later: the use came in two parts
         self._queues.resize_run(run, len(other.keys))
         if len(run.keys) >= len(other.keys):
             other.end_entries()
-            self._runs.give(other.keys, run)
-            self._runs.end(other)
+            self._runs.assign(other.keys, run)
+            self._runs.remove(other)
             run.keys.append_all(other.keys)
             run.num_resident += other.num_resident
         else:
             run.end_entries()
             other.end_entries()
-            self._runs.give(run.keys, other)
-            self._runs.end(run)
+            self._runs.assign(run.keys, other)
+            self._runs.remove(run)
             other.keys.prepend_all(run.keys)
             other.num_resident += run.num_resident
             other.depth, other.time, other.slice = run.depth, run.time, run.slice
             other.origin, other.at_end, other.end = run.origin, run.at_end, run.end
             run = other
         run.num_uses = num_uses
-        self._place_and_watch(run)
+        self._place_and_track(run)
         return run
 
-    def _place_and_watch(self, run: Run) -> None:
+    def _place_and_track(self, run: Run) -> None:
         if run.num_resident:
             self._queues.place(run)
         if run.num_resident < len(run.keys):
-            self._watched.append((run, run.life))
-            if len(self._watched) > 2 * self._num_known + 64:
-                self._watched = deque((run, life) for run, life in self._watched if run.life == life)
+            self._tracked.append((run, run.life))
+            if len(self._tracked) > 2 * self._num_known + 64:
+                self._tracked = deque((run, life) for run, life in self._tracked if run.life == life)
 
     def _forget_oldest(self) -> None:
-        """Forgets what was evicted longest ago, beyond what may be watched."""
-        while self._num_known - self._num_resident > self._max_watched:
-            run, life = self._watched.popleft()
+        """Stops tracking the chunks evicted longest ago while too many are tracked."""
+        while self._num_known - self._num_resident > self._max_tracked:
+            run, life = self._tracked.popleft()
             if run.life != life or run.num_resident >= len(run.keys):
-                continue  # it was used again, and is watched since later or not at all
+                continue  # it was used again: it is tracked since later, or resident
             if self._runs.get(run.keys[run.num_resident]) is not run:
                 continue
             keys = run.keys.split(run.num_resident) if run.num_resident else run.keys
@@ -326,7 +323,7 @@ class DensityPolicy(EvictionPolicy):
             self._runs.drop_all(keys)
             self._num_known -= len(keys)
             if not run.num_resident:
-                self._runs.end(run)
+                self._runs.remove(run)
 
     def _advance(self, use: Use, num_chunks: int) -> None:
         self._newest_use_id = max(self._newest_use_id, use.use_id)
@@ -335,7 +332,7 @@ class DensityPolicy(EvictionPolicy):
     # Ends of prompts.
 
     def _learn_end(self, run: Run, num_chunks: int, keys: Sequence[ChunkKey], next_chunk: int) -> None:
-        """Whether a prompt that uses the first chunks of a run uses the one that was the last of its prompt too."""
+        """Learns whether a prompt that uses a run also uses the chunk that was the last of the run's first prompt."""
         end, run.end = run.end, None
         if end is not None:
             if num_chunks == len(run.keys) and next_chunk < len(keys):
@@ -344,14 +341,19 @@ class DensityPolicy(EvictionPolicy):
             self._end_chance += ((num_chunks == len(run.keys)) - self._end_chance) * _END_WEIGHT
 
     def _evict_ends(self, num_chunks: int, residents: Residents) -> int:
-        """Evicts last chunks of prompts, but not of the newest; returns how many. They are not watched."""
+        """Evicts last chunks of prompts, but not of the newest; returns how many. They are not tracked."""
         num_evicted = 0
         while self._ends and num_evicted < num_chunks:
             run, ticket = self._ends[0]
             if run.ticket == ticket and run.use_id == self._newest_use_id:
                 break
             self._ends.popleft()
-            if run.ticket == ticket and _goes_on(run) and len(run.keys) > 1 and residents.evict(run.keys[-1], 1)[0]:
+            if (
+                run.ticket == ticket
+                and _is_open(run)
+                and len(run.keys) > 1
+                and residents.evict_tail(run.keys[-1], 1)[0]
+            ):
                 num_evicted += 1
                 run.end = run.keys.pop()
                 run.num_resident -= 1
@@ -364,7 +366,7 @@ class DensityPolicy(EvictionPolicy):
     # Victims.
 
     def _evict_in_order(self, num_chunks: int, residents: Residents, kept: list[Run]) -> int:
-        """Returns how many chunks are left to evict. Runs in `kept` may not go now and have to be placed again."""
+        """Returns how many chunks are left to evict. Adds to `kept` the runs that cannot be evicted now."""
         for queue in self._queues.order:
             while queue and num_chunks:
                 run, ticket = queue[0]
@@ -373,44 +375,44 @@ class DensityPolicy(EvictionPolicy):
                     continue
                 num_resident, num_keys = run.num_resident, len(run.keys)
                 tail = run.keys[-1 if num_resident == num_keys else num_resident - 1]
-                num_evicted, rest = residents.evict(tail, min(num_chunks, num_resident))
+                num_evicted, stopped_at = residents.evict_tail(tail, min(num_chunks, num_resident))
                 num_chunks -= num_evicted
                 self._num_resident -= num_evicted
                 if num_evicted and num_resident == num_keys:
-                    self._watched.append((run, run.life))
+                    self._tracked.append((run, run.life))
                 run.num_resident -= num_evicted
                 if run.num_resident and not num_chunks:
                     break
                 queue.popleft()
                 run.ticket += 1
-                if rest is not None and residents.is_leaf(rest):  # else what hangs on it has to go first
+                if stopped_at is not None and residents.is_leaf(stopped_at):  # else those that follow it come first
                     if run.num_resident:
                         kept.append(run)
                     else:
-                        self._queues.place(self._runs[rest])
+                        self._queues.place(self._runs[stopped_at])
             if not num_chunks:
                 break
         return num_chunks
 
 
-def _goes_on(run: Run) -> bool:
-    """Whether what the same use saves next belongs to a run as well."""
+def _is_open(run: Run) -> bool:
+    """Whether chunks that the same use saves next belong to this run too."""
     return run.at_end and run.end is None and run.num_uses == 1 and run.num_resident == len(run.keys)
 
 
 def _place(run: Run, key: ChunkKey) -> int:
-    """The place of a chunk in its run; the last resident one is asked for most."""
+    """The index of a chunk in its run; mostly that of the last resident one."""
     last = max(0, run.num_resident - 1)
     return last if run.keys[last] == key else run.keys.index(key)
 
 
 def _num_common(run: Run, keys: Sequence[ChunkKey], first: int, end: int) -> int:
-    """How many chunks of a run, from its first, are those of `keys[first:end]`; at least one is."""
+    """The length of the common prefix of a run and `keys[first:end]`; at least one."""
     ours = run.keys
     most = min(len(ours), end - first)
     if ours[most - 1] == keys[first + most - 1]:
         return most
-    low, high = 1, most - 1  # a key names all chunks before it: once different, always different
+    low, high = 1, most - 1  # a key depends on all chunks before it: once different, always different
     while low < high:
         middle = (low + high + 1) // 2
         if ours[middle - 1] == keys[first + middle - 1]:

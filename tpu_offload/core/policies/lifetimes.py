@@ -1,20 +1,19 @@
-"""How long chunks of each class wait for their next use, learnt as they are used, and what keeping one is worth.
+"""Online estimates, by class, of the time to a chunk's next use, and of the hit density of keeping it.
 
-A life of a chunk begins with a use and ends with the next, or when it is forgotten. Of each class are known
-how many lives ended at which age, and how many of them with a use; and of those that still go on, how old
-they are. That gives the chance of a use at each age of those that got so old (Kaplan and Meier,
-"Nonparametric estimation from incomplete observations", 1958). Chunks that were evicted are watched on for a
-while, so that what is learnt of a class does not depend on how long its chunks were kept.
+A lifetime of a chunk begins with a use and ends with the next use, or is censored when the chunk is forgotten. For each
+class the estimator counts lifetimes that ended, by age and by whether a use ended them, and lifetimes still running, by
+age. From these follows the hazard rate: the probability of a use at each age, given that the chunk reached that age
+(Kaplan and Meier, "Nonparametric estimation from incomplete observations", 1958). Evicted chunks are tracked for a
+while, so that the statistics of a class do not depend on how long its chunks were kept.
 
-What a chunk is worth is the number of uses for the room and time that it takes until then: its hit density
-(Beckmann, Chen and Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018), taken up to
-the age at which it is highest, after which a wise keeper gives up (the index of Gittins, "Bandit processes and
-dynamic allocation indices", 1979).
+The value of a chunk is its hit density: expected uses per unit of space and time until then (Beckmann, Chen and Cidon,
+"LHD: Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018), up to the optimal stopping age, at which that
+ratio is highest (the Gittins index: Gittins, "Bandit processes and dynamic allocation indices", 1979).
 
-Before anything is known, and where little is, the chance of a use is taken to be the same in each age group, of
-which each is longer than the one before, and proportional to the number of uses so far: worth falls with age, as
-with LRU, and grows with uses, as with LFU (together: Blankstein, Sen and Freedman, "Hyperbolic Caching", 2017).
-Beyond the oldest age that was seen it falls as one over the age.
+The prior, for no or few observations: the probability of a use is the same in each age group, each of which is longer
+than the one before, and proportional to the number of uses so far. So the value falls with age, as with LRU, and grows
+with uses, as with LFU (both: Blankstein, Sen and Freedman, "Hyperbolic Caching", 2017). Beyond the oldest observed age
+it falls as one over the age.
 """
 
 from array import array
@@ -32,36 +31,36 @@ _NUM_GROUPS = len(_AGES) + 1
 _STARTS = np.array([0.0, *_AGES])
 _ENDS = np.append(_STARTS[1:], 2 * _STARTS[-1])
 _WIDTHS = _ENDS - _STARTS
-_PRIOR_CHANCE = 0.05  # of a use in an age group, for what was used once
-_PRIOR_RUNS = 8.0  # what is assumed counts as much as so many runs of a class
+_PRIOR_HAZARD = 0.05  # of a use in an age group, for chunks used once
+_PRIOR_RUNS = 8.0  # weight of the prior, in observed runs of a class
 _MAX_PRIOR = 0.9
-_MAX_CHANCE = 0.999
+_MAX_HAZARD = 0.999
 
 
 @final
 class Lifetimes:
-    """Counts lives by class and age. Time and ages are counted in chunks that were used, by all requests together.
+    """Lifetimes by class and age. The unit of time and age is one chunk used, by any request.
 
     Args:
-      num_uses: of each class, how often about its chunks have been used.
-      half_life: after so many ended lives of runs, what was counted before counts half.
+      num_uses: for each class, about how often its chunks have been used.
+      half_life: observations are halved in weight after this many lifetimes of runs have ended.
     """
 
     def __init__(self, num_uses: Sequence[float], *, half_life: int) -> None:
         self._factors = np.array(num_uses, np.float64)[:, None]
         self._half_life = half_life
         self._num_ended = 0
-        # Chunks by class and age group. A number at a time is counted in the array, all are seen at once by the view.
+        # Chunks by class and age group: `array`s for counting single events, with numpy views of all counts.
         self._uses, self._ends = (array("d", [0.0]) * (len(num_uses) * _NUM_GROUPS) for _ in range(2))
         self._all_uses, self._all_ends = (
             np.frombuffer(counts).reshape(len(num_uses), _NUM_GROUPS) for counts in (self._uses, self._ends)
         )
         self._run_size = 1.0  # chunks, a running mean
-        self._worth = np.zeros((_NUM_GROUPS, len(num_uses)))
+        self._density = np.zeros((_NUM_GROUPS, len(num_uses)))
         self.learn([1], [[0.0] * len(num_uses)])
 
     def end(self, class_id: int, num_chunks: int, age: int, *, used: bool) -> None:
-        """Chunks of one run end their life at an age: used, or forgotten."""
+        """Lifetimes of chunks of one run end at an age: by a use, or censored."""
         place = class_id * _NUM_GROUPS + bisect(_AGES, age)
         self._ends[place] += num_chunks
         if used:
@@ -69,21 +68,21 @@ class Lifetimes:
         self._run_size += 0.001 * (num_chunks - self._run_size)
         self._num_ended += 1
 
-    def worth(self, ages: Sequence[int]) -> _Floats:
-        """What a chunk is worth, as last learnt: uses expected for each chunk of room and unit of time.
+    def hit_density(self, ages: Sequence[int]) -> _Floats:
+        """The hit density, as last estimated: expected uses per chunk of space and unit of time.
 
         Returns:
           float64[ages, classes].
         """
-        worth: _Floats = self._worth[np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1]
-        return worth
+        density: _Floats = self._density[np.searchsorted(_STARTS, np.asarray(ages), side="right") - 1]
+        return density
 
     def learn(self, ages: Sequence[int], alive: Sequence[Sequence[float]]) -> None:
-        """Works out what chunks are worth.
+        """Estimates hit densities from all counts.
 
         Args:
-          ages: some, of chunks whose life goes on; younger than the youngest are not told apart.
-          alive: how many chunks of each class are of that age.
+          ages: ages of running lifetimes; ages below the lowest are not distinguished.
+          alive: for each of these ages, how many chunks of each class have it.
         """
         if self._num_ended >= self._half_life:
             self._num_ended = 0
@@ -94,38 +93,38 @@ class Lifetimes:
         uses, ends = self._all_uses, self._all_ends.copy()
         np.add.at(ends.T, groups, np.asarray(alive))
         uses, ends, widths = (_from(counts, first) for counts in (uses, ends, _WIDTHS))
-        end = int(ends.sum(0).nonzero()[0].max(initial=0)) + 1  # of what is older nothing is known
+        end = int(ends.sum(0).nonzero()[0].max(initial=0)) + 1  # nothing older was observed
         uses, ends, widths = uses[:, :end], ends[:, :end], widths[:end]
-        reached = ends[:, ::-1].cumsum(1)[:, ::-1] - (ends - uses) / 2  # who ends otherwise was there half of the time
-        chances = self._chances(uses, reached)
-        left = np.cumprod(1 - chances, axis=1)
+        reached = ends[:, ::-1].cumsum(1)[:, ::-1] - (ends - uses) / 2  # censored ones count half
+        hazard = self._hazard(uses, reached)
+        left = np.cumprod(1 - hazard, axis=1)
         before = np.concatenate([np.ones_like(left[:, :1]), left[:, :-1]], axis=1)
-        used, room = before * chances, (before + left) / 2 * widths
-        self._worth[first : first + end] = _best_rates(used, room).T
-        self._worth[:first] = self._worth[first]
+        used, space = before * hazard, (before + left) / 2 * widths
+        self._density[first : first + end] = _best_rates(used, space).T
+        self._density[:first] = self._density[first]
         last = first + end - 1
-        self._worth[last:] = self._worth[last] * (_ENDS[last] / _ENDS[last:, None])
+        self._density[last:] = self._density[last] * (_ENDS[last] / _ENDS[last:, None])
 
-    def _chances(self, uses: _Floats, reached: _Floats) -> _Floats:
-        """The chance of a use in each age group of those that reach it, by class."""
+    def _hazard(self, uses: _Floats, reached: _Floats) -> _Floats:
+        """The probability of a use in each age group, given that it is reached; by class."""
         weight = _PRIOR_RUNS * self._run_size
-        common = (uses.sum(0) + weight * _PRIOR_CHANCE) / (reached.sum(0) + weight)
+        common = (uses.sum(0) + weight * _PRIOR_HAZARD) / (reached.sum(0) + weight)
         mean_factor = ((self._factors * reached).sum(0) + weight) / (reached.sum(0) + weight)
         prior = np.minimum(common * self._factors / mean_factor, _MAX_PRIOR)
-        chances: _Floats = np.minimum((uses + weight * prior) / (reached + weight), _MAX_CHANCE)
-        return chances
+        hazard: _Floats = np.minimum((uses + weight * prior) / (reached + weight), _MAX_HAZARD)
+        return hazard
 
 
-def _best_rates(used: _Floats, room: _Floats) -> _Floats:
-    """The most uses for the room that could be had from each age group on, up to the best to give up after."""
+def _best_rates(used: _Floats, space: _Floats) -> _Floats:
+    """The highest ratio of uses to space and time from each age group on, up to the optimal stopping age."""
     later = np.triu(np.ones((used.shape[1], used.shape[1])))  # [from this age group, to that one]
-    used, room = (np.cumsum(amounts[:, None] * later, axis=2) for amounts in (used, room))
-    best: _Floats = (used / np.maximum(room, 1e-300)).max(2)
+    used, space = (np.cumsum(amounts[:, None] * later, axis=2) for amounts in (used, space))
+    best: _Floats = (used / np.maximum(space, 1e-300)).max(2)
     return best
 
 
 def _from(counts: _Floats, first: int) -> _Floats:
-    """The age groups from `first` on, with all before it in that one."""
+    """The counts by age group from `first` on, which includes those of all groups before it."""
     rest = counts[..., first:].copy()
     rest[..., 0] += counts[..., :first].sum(-1)
     return rest

@@ -1,16 +1,16 @@
 """Least recently used, by request, the tail of a prefix before its head.
 
-A request that uses a prefix uses each chunk of it, so a chunk is never less recent than one that hangs
-on it. That is why only the tails of uses are kept in order: a use of ten thousand chunks moves one key.
-Eviction takes the oldest tail and goes on towards the head. Each chunk on the way has the recency of
-the tail that went last, unless it is the tail of a use of its own, which is later in the order.
+A request that uses a prefix uses each chunk of it, so a chunk is never less recent than those that follow
+it. That is why only the tails of uses are ordered: a use of ten thousand chunks moves one key. Eviction
+takes the oldest tail and continues towards the head. Each chunk on the way has the recency of the tail
+that was evicted last, unless it is itself the tail of a use, which is later in the order.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
-from tpu_offload.core.big_tables import Entries
+from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.types import ChunkKey
 
@@ -20,8 +20,8 @@ class LRUPolicy(EvictionPolicy):
     """Evicts the chunk whose last use is longest ago."""
 
     def __init__(self) -> None:
-        # Last chunks of uses, least recent first. Every leaf is among them; the others are leftovers of
-        # uses that a longer one followed, or will be leaves when what hangs on them, used earlier, is gone.
+        # Last chunks of uses, least recent first. Every leaf is among them; the others are leftovers of uses that a
+        # longer one followed, or will be leaves when the chunks after them, used earlier, have been evicted.
         self._tails: OrderedDict[ChunkKey, None] = OrderedDict()
 
     def insert(self, use: Use, keys: Sequence[ChunkKey], parent: ChunkKey | None) -> None:
@@ -41,10 +41,10 @@ class LRUPolicy(EvictionPolicy):
         """See the base class. O(1)."""
         self._tails.pop(key, None)
         if parent is not None:
-            self.uncover(parent)
+            self.became_leaf(parent)
 
-    def uncover(self, key: ChunkKey) -> None:
-        """See the base class. O(1). It is rare, so the chunk counts as recent."""
+    def became_leaf(self, key: ChunkKey) -> None:
+        """See the base class. O(1). As this is rare, the chunk counts as recent."""
         self._tails.setdefault(key, None)
 
     def clear(self) -> list[Entries]:
@@ -53,25 +53,25 @@ class LRUPolicy(EvictionPolicy):
         return [tails]
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
-        """See the base class. O(num_chunks + tails that may not go)."""
+        """See the base class. O(num_chunks + tails that cannot be evicted)."""
         tails = self._tails
         kept: dict[ChunkKey, None] = {}  # in order, older than all that is still in `tails`
         while num_chunks and tails:
             key, _ = tails.popitem(last=False)
-            num_evicted, rest = residents.evict(key, num_chunks, stop=tails)
+            num_evicted, stopped_at = residents.evict_tail(key, num_chunks, until=tails)
             num_chunks -= num_evicted
-            if rest is None or rest in tails:
+            if stopped_at is None or stopped_at in tails:
                 continue
-            # With nothing older left, whatever hangs on it was used later: it will go right after that.
-            if kept or residents.is_leaf(rest):
-                kept.pop(rest, None)  # kept for an earlier use: this one counts
-                kept[rest] = None
+            # With nothing older left, the chunks that follow it were used later: it is evicted right after them.
+            if kept or residents.is_leaf(stopped_at):
+                kept.pop(stopped_at, None)  # kept for an earlier use: this one counts
+                kept[stopped_at] = None
         for key in reversed(kept):
-            if key in residents:  # one that had something hanging on it may have followed that
+            if key in residents:  # one that was no leaf may have been evicted after those that followed it
                 tails[key] = None
                 tails.move_to_end(key, last=False)
 
     def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
         """See the base class."""
-        assert all(key in residents for key in self._tails), "a chunk that is gone is in the order"
+        assert all(key in residents for key in self._tails), "a chunk in the order is not resident"
         assert all(key in self._tails for key in leaves), "a leaf is not in the order: it would never be evicted"

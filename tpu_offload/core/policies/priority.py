@@ -1,25 +1,25 @@
-"""Priorities on top of any eviction policy: what low ones used goes first, whatever the policy says of the rest.
+"""Priorities on top of any eviction policy: chunks of lower priority are evicted first, whatever the policy.
 
-There is one policy for each priority in use, and each orders the chunks of its own only. A use of higher priority
-lifts what it uses; nothing sinks again. So a chunk can hang on one of another level: each level sees the
-chunks of the others as if they were not there, and is told when the last of them that hung on one of its own is gone.
+There is one policy for each priority in use, a level, and it orders the chunks of that level only. A use of higher
+priority raises the chunks it uses; none is lowered again. So a chunk can follow one of another level: each level sees
+only its own chunks, and is notified when the last chunk of another level that followed one of them is removed.
 """
 
 from collections.abc import Callable, Collection, Container, Sequence
 from typing import final
 
-from tpu_offload.core.big_tables import Entries
+from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.types import ChunkKey
 
-_MAX_PRIORITY = 8  # each level has ghosts and counts of its own: their number must not grow with what users send
+_MAX_PRIORITY = 8  # each level has its own ghosts and counts, so users must not be able to create any number of them
 
 
 @final
 class PriorityPolicy(EvictionPolicy):
     """One policy for each priority; lower ones are evicted first.
 
-    While all uses have priority 0 it hands the calls on and that is all. Priorities below -8 count as -8, above 8 as 8.
+    While all uses have priority 0 it only forwards calls. Priorities below -8 count as -8, above 8 as 8.
 
     Args:
       make: a new policy, for one level.
@@ -29,10 +29,10 @@ class PriorityPolicy(EvictionPolicy):
         self._make = make
         self._base = make()
         self._num_chunks = 0
-        # By priority: the policies of the others, while they have chunks.
+        # The policies of the other priorities, while they have chunks.
         self._others: dict[int, EvictionPolicy] = {}
         self._sizes: dict[int, int] = {}  # their chunks
-        self._level_of: dict[ChunkKey, int] = {}  # 0 where it says nothing
+        self._level_of: dict[ChunkKey, int] = {}  # without those of level 0
 
     def resize(self, num_chunks: int) -> None:
         """See the base class; each level may have the whole tier."""
@@ -56,12 +56,12 @@ class PriorityPolicy(EvictionPolicy):
         self._policy(level).insert(use, keys, parent)
 
     def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int, residents: Residents) -> None:
-        """See the base class. O(num_chunks) in Python itself where there is more than one level."""
+        """See the base class. O(num_chunks) in Python where there is more than one level."""
         if not self._others and not use.priority:
             self._base.touch(use, keys, num_chunks, residents)
             return
         to = _clamped(use.priority)
-        # Chunks that follow each other on one level, with that, and with the chunk before them.
+        # Consecutive chunks of one level, with that level and the chunk before them.
         parts: list[tuple[int, ChunkKey | None, list[ChunkKey]]] = []
         before: ChunkKey | None = None
         for key in keys[:num_chunks]:
@@ -79,10 +79,10 @@ class PriorityPolicy(EvictionPolicy):
                 self._policy(level).touch(use, part, len(part), residents)
         for level, parent, part in parts:
             if level < to:
-                self._lift(use, part, parent, to)
+                self._raise(use, part, parent, to)
 
-    def _lift(self, use: Use, keys: list[ChunkKey], parent: ChunkKey | None, to: int) -> None:
-        """Moves resident chunks that follow each other to a higher level."""
+    def _raise(self, use: Use, keys: list[ChunkKey], parent: ChunkKey | None, to: int) -> None:
+        """Moves consecutive resident chunks to a higher level."""
         for key in reversed(keys):
             self._policy(self._leave(key)).remove(key, None)
         self._drop_empty()
@@ -100,12 +100,12 @@ class PriorityPolicy(EvictionPolicy):
             self._policy(level).remove(key, parent)
         else:
             self._policy(level).remove(key, None)
-            self.uncover(parent)
+            self.became_leaf(parent)
         self._drop_empty()
 
-    def uncover(self, key: ChunkKey) -> None:
+    def became_leaf(self, key: ChunkKey) -> None:
         """See the base class."""
-        self._policy(self._level_of.get(key, 0)).uncover(key)
+        self._policy(self._level_of.get(key, 0)).became_leaf(key)
 
     def clear(self) -> list[Entries]:
         """See the base class."""
@@ -115,7 +115,7 @@ class PriorityPolicy(EvictionPolicy):
         return held
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
-        """See the base class. One by one from a level while there are chunks of lower ones, which may become free."""
+        """See the base class. One by one from a level while lower ones have chunks, which may become leaves."""
         if not self._others:
             self._base.evict(num_chunks, residents)
             return
@@ -169,7 +169,7 @@ class PriorityPolicy(EvictionPolicy):
 
     def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
         """See the base class."""
-        assert all(key in residents for key in self._level_of), "a chunk that is gone has a priority"
+        assert all(key in residents for key in self._level_of), "a chunk that is not resident has a priority"
         levels = list(self._level_of.values())
         assert self._sizes == {level: levels.count(level) for level in self._others}
         assert all(self._sizes.values()), "a level without chunks"
@@ -184,7 +184,7 @@ def _clamped(priority: int) -> int:
 
 @final
 class _Level(Residents):
-    """The chunks of one level, as its policy sees and evicts them."""
+    """The chunks of one level for its policy."""
 
     def __init__(self, policy: PriorityPolicy, level: int, residents: Residents) -> None:
         self._priorities = policy
@@ -207,24 +207,24 @@ class _Level(Residents):
     def is_leaf(self, key: ChunkKey) -> bool:
         return self._residents.is_leaf(key)
 
-    def evict(
-        self, key: ChunkKey, num_chunks: int, *, stop: Container[ChunkKey] = (), singly: bool = False
+    def evict_tail(
+        self, key: ChunkKey, max_chunks: int, *, until: Container[ChunkKey] = (), singly: bool = False
     ) -> tuple[int, ChunkKey | None]:
-        """As the base class says, up to the first chunk of another level, as if the prefix began after that."""
+        """See the base class. A prefix begins after its last chunk of another level."""
         residents, num_evicted = self._residents, 0
         while True:
-            gone, rest = residents.evict(key, 1)
-            if not gone:
-                rest = key
+            num, stopped_at = residents.evict_tail(key, 1)
+            if not num:
+                stopped_at = key
                 break
             num_evicted += 1
             self._priorities.note_evicted(key)
-            if rest is not None and not self._is_here(rest):
-                if residents.is_leaf(rest):
-                    self._priorities.uncover(rest)
-                rest = None
-            if rest is None or num_evicted == num_chunks or rest in stop:
+            if stopped_at is not None and not self._is_here(stopped_at):
+                if residents.is_leaf(stopped_at):
+                    self._priorities.became_leaf(stopped_at)
+                stopped_at = None
+            if stopped_at is None or num_evicted == max_chunks or stopped_at in until:
                 break
-            key = rest
+            key = stopped_at
         self.num_evicted += num_evicted
-        return num_evicted, rest
+        return num_evicted, stopped_at

@@ -1,4 +1,4 @@
-"""Eviction policies by what the settings say: a name of ours, or the class of somebody else's."""
+"""Finds the eviction policy that a setting names: a built-in one, or a class in another module."""
 
 import difflib
 import importlib
@@ -31,21 +31,21 @@ def find_policy(
 
     Args:
       name: what to find.
-      setting: where it was given, for errors; the name follows it.
+      setting: the setting that names it, for errors; the name follows it.
     Raises:
-      ConfigError: there is none of this name, the module does not import, or what it has is no class that is derived
-        from `EvictionPolicy` and made without arguments.
+      ConfigError: there is no policy of this name, the module does not import, or its class does not derive from
+        `EvictionPolicy` or is not constructed without arguments.
     """
     name = name.value if isinstance(name, EvictionPolicyName) else name
     if name in POLICIES:
         return POLICIES[name]
     module_name, colon, class_name = name.partition(":")
     if not colon:
-        raise ConfigError(f"{name!r} is no eviction policy; expected one of {', '.join(POLICIES)}, or module:Class")
+        raise ConfigError(f"unknown eviction policy {name!r}; expected one of {', '.join(POLICIES)}, or module:Class")
     what = f"{setting}{name}"
     try:
         module = importlib.import_module(module_name)
-    except Exception as e:  # whatever a module that is not ours may do
+    except Exception as e:  # a module that is not ours may raise anything
         raise ConfigError(
             f"{what}: {module_name} cannot be imported ({type(e).__name__}: {one_line(e)}); expected a module on the "
             "PYTHONPATH of the engine's process"
@@ -63,28 +63,24 @@ def find_policy(
 
 
 def check_maker(make: Callable[[], object], *, what: str) -> None:
-    """Checks that this makes eviction policies, by making two.
-
-    Raises:
-      ConfigError: it does not.
-    """
-    given: object = make  # which need not be what it should
+    """Raises ConfigError unless this makes eviction policies; makes two to find out."""
+    given: object = make  # may be anything, whatever its annotation
     if isinstance(given, EvictionPolicy):
         name = type(given).__name__
         raise ConfigError(
-            f"{what}: got one {name}; expected what makes them, because each priority in use has its own: give {name} "
-            f"itself, not {name}()"
+            f"{what}: got an instance of {name}; expected a class or factory, because each priority in use has its own "
+            f"policy: pass {name}, not {name}()"
         )
     try:
         made, other = make(), make()
     except Exception as e:
         raise ConfigError(
-            f"{what}: it cannot be made without arguments ({type(e).__name__}: {one_line(e)}); expected a class whose "
-            "constructor needs none and which implements all abstract methods"
+            f"{what}: it cannot be constructed without arguments ({type(e).__name__}: {one_line(e)}); expected a class "
+            "whose constructor needs none and which implements all abstract methods"
         ) from e
     if not isinstance(made, EvictionPolicy):
-        raise ConfigError(f"{what}: it makes a {type(made).__name__}; expected an EvictionPolicy")
+        raise ConfigError(f"{what}: it returns a {type(made).__name__}; expected an EvictionPolicy")
     if made is other:
         raise ConfigError(
-            f"{what}: it returns one {type(made).__name__} each time; expected a new one for each priority"
+            f"{what}: it returns the same {type(made).__name__} each time; expected a new one for each priority"
         )

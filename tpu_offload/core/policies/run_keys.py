@@ -1,7 +1,7 @@
-"""The keys of runs, and the run of each key, where the garbage collector does not see them.
+"""The keys of runs, and the run of each key, in containers that the garbage collector does not traverse.
 
-Each of its passes looks at every reference that a list, or a dict of objects, holds: at a million keys that stops the
-engine for 100 ms. It does not look into tuples of keys, nor into dicts from keys to numbers.
+Each of its passes visits every reference in lists and in dicts of objects: at a million keys that stops the engine for
+100 ms. It does not visit tuples of keys, nor dicts from keys to ints.
 """
 
 import itertools
@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, final
 
-from tpu_offload.core.big_tables import Entries, Table
+from tpu_offload.core.chunk_table import ChunkTable, Entries
 from tpu_offload.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ _PIECE = 512
 
 @final
 class RunKeys:
-    """Chunk keys that follow each other, head first, in pieces. It grows and shrinks at both ends."""
+    """Consecutive chunk keys of a prefix, head first, in pieces. Grows and shrinks at both ends."""
 
     __slots__ = ("_end", "_pieces", "_starts")
 
     def __init__(self, keys: Sequence[ChunkKey] = ()) -> None:
         self._end = len(keys)
         self._pieces: list[tuple[ChunkKey, ...]] = [tuple(keys)]
-        self._starts = [0]  # where each piece begins; only differences mean something
+        self._starts = [0]  # where each piece begins; only differences are meaningful
         if not 0 < self._end <= _PIECE:
             self._starts = list(range(0, self._end, _PIECE))
             self._pieces = [tuple(keys[i : i + _PIECE]) for i in self._starts]
@@ -49,7 +49,7 @@ class RunKeys:
         return itertools.chain.from_iterable(self._pieces)
 
     def index(self, key: ChunkKey) -> int:
-        """The place of a key that is here. O(keys)."""
+        """The index of a key that is contained. O(keys)."""
         for start, piece in zip(self._starts, self._pieces, strict=True):
             if key in piece:
                 return start - self._starts[0] + piece.index(key)
@@ -61,12 +61,12 @@ class RunKeys:
             self._append(tuple(keys[i : i + _PIECE]))
 
     def append_all(self, others: "RunKeys") -> None:
-        """Adds those of others at the end. O(pieces)."""
+        """Adds the keys of `others` at the end. O(pieces)."""
         for piece in others._pieces:
             self._append(piece)
 
     def prepend_all(self, others: "RunKeys") -> None:
-        """Adds those of others at the head. O(pieces)."""
+        """Adds the keys of `others` at the head. O(pieces)."""
         for piece in reversed(others._pieces):
             if self._pieces and len(self._pieces[0]) + len(piece) <= _PIECE:
                 self._pieces[0] = piece + self._pieces[0]
@@ -77,7 +77,7 @@ class RunKeys:
                 self._starts.insert(0, start - len(piece))
 
     def pop(self) -> ChunkKey:
-        """Takes out the last one."""
+        """Removes and returns the last key."""
         piece = self._pieces.pop()
         self._end -= 1
         if len(piece) > 1:
@@ -87,7 +87,7 @@ class RunKeys:
         return piece[-1]
 
     def pop_head(self) -> None:
-        """Takes out the first one."""
+        """Removes the first key."""
         piece = self._pieces[0]
         if len(piece) > 1:
             self._pieces[0] = piece[1:]
@@ -96,7 +96,7 @@ class RunKeys:
             del self._pieces[0], self._starts[0]
 
     def split(self, num_keys: int) -> "RunKeys":
-        """Keeps the first `num_keys` and returns the others. O(pieces of those)."""
+        """Removes all but the first `num_keys` keys and returns them. O(pieces of those)."""
         rest = RunKeys()
         if num_keys >= len(self):
             return rest
@@ -114,7 +114,7 @@ class RunKeys:
         return rest
 
     def split_head(self, num_keys: int) -> "RunKeys":
-        """Takes out the first `num_keys`, fewer than there are, and returns them. O(pieces)."""
+        """Removes the first `num_keys` keys, fewer than all, and returns them. O(pieces)."""
         head = RunKeys()
         place = self._starts[0] + num_keys
         p = bisect_right(self._starts, place) - 1
@@ -142,7 +142,7 @@ class RunTable:
     """The run of each key."""
 
     def __init__(self) -> None:
-        self._numbers: Table[int] = Table()
+        self._numbers: ChunkTable[int] = ChunkTable()
         self._runs: dict[int, Run] = {}
         self._num_made = 0
 
@@ -167,38 +167,38 @@ class RunTable:
         return None if number is None else self._runs[number]
 
     def add(self, run: "Run") -> "Run":
-        """Takes a new run, and has its keys be its own."""
+        """Adds a new run and assigns its keys to it."""
         self._number(run)
-        self.give(run.keys, run)
+        self.assign(run.keys, run)
         return run
 
     def add_new(self, run: "Run", keys: Sequence[ChunkKey]) -> bool:
-        """Takes a new run of these keys that have none, or nothing if one of them has. Whether it did."""
+        """Adds a new run and assigns these keys to it, unless one of them has a run; returns whether it did."""
         if not self._numbers.add_all(keys, self._num_made):
             return False
         self._number(run)
         return True
 
-    def give_new(self, keys: Sequence[ChunkKey], run: "Run") -> bool:
-        """As `give`, unless one of these keys has a run: then nothing changes. Whether it did."""
+    def assign_new(self, keys: Sequence[ChunkKey], run: "Run") -> bool:
+        """Assigns keys to a run, unless one of them has one; returns whether it did."""
         return self._numbers.add_all(keys, run.number)
 
-    def give(self, keys: Iterable[ChunkKey], run: "Run") -> None:
-        """These are a run's from now on."""
+    def assign(self, keys: Iterable[ChunkKey], run: "Run") -> None:
+        """Assigns keys to a run, whichever they had before."""
         self._numbers.set_all(keys, run.number)
 
     def drop_all(self, keys: Iterable[ChunkKey]) -> None:
-        """These have no run any more."""
+        """These keys have no run any more."""
         self._numbers.drop_all(keys)
 
-    def end(self, run: "Run") -> None:
-        """A run has no keys any more."""
+    def remove(self, run: "Run") -> None:
+        """Removes a run, which has no keys any more."""
         del self._runs[run.number]
 
     def clear(self) -> list[Entries]:
-        """Forgets all; returns what it held. O(1)."""
+        """Removes all; returns what held it. O(1)."""
         held: list[Entries] = [*self._numbers.parts, self._runs]
-        self._numbers, self._runs = Table(), {}
+        self._numbers, self._runs = ChunkTable(), {}
         return held
 
     def _number(self, run: "Run") -> None:

@@ -1,8 +1,8 @@
-"""Runs of chunks, and the queues in which they wait for their eviction.
+"""Runs of chunks, and the queues in which they await eviction.
 
-Runs of one class that began their life in the same slice of time wait in one queue. The first eviction after the end
-of a slice puts the queues in order by what their runs are worth. So the next victim is found without looking at all
-runs, and no run is moved because it grows older. Old slices are merged: the older, the less ages have to be told apart.
+Runs of one class whose lifetimes began in the same time slice share a queue. The first eviction after the end of a
+slice sorts the queues by the value of their runs. So the next victim is found without looking at all runs, and no run
+moves because it ages. Old slices are merged: the older they are, the coarser ages may be.
 """
 
 import itertools
@@ -12,34 +12,34 @@ from typing import final
 
 import numpy as np
 
-from tpu_offload.core.big_tables import Entries
+from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.lifetimes import Lifetimes
 from tpu_offload.core.policies.run_keys import RunKeys
 from tpu_offload.types import ChunkKey
 
-_MIN_SLICE = 128  # chunks used; with 64 a tier of 100 chunks hits more in loops, and every small one costs more
-_SLICES = 16  # for as many uses as there is room for chunks
+_MIN_SLICE = 128  # chunks used; 64 gives a tier of 100 chunks more hits in loops, but costs every small tier more
+_SLICES = 16  # while as many chunks are used as fit the tier
 _LEARN_EVERY = 2048  # chunks used
 _HALF_LIFE = 2**14  # runs
 
 
 @final
 class Run:
-    """Chunks of one prefix, head first, with one history. The first `num_resident` of them are resident.
+    """Consecutive chunks of a prefix, head first, with one history. The first `num_resident` of them are resident.
 
     Attributes:
       depth: chunks before it in its prefix.
       num_uses: how often they have been used.
       use_id: the last use.
-      origin: a class for runs that have been used once only.
-      at_end: the last of them was the last of the prompt that brought them.
-      end: that one, if it was evicted before its turn.
-      class_id: its class, since its life began.
+      origin: its class while it has been used only once.
+      at_end: the last chunk was the last one of the prompt that saved it.
+      end: that chunk, if it was evicted early because such chunks are rarely used again.
+      class_id: its class, since its lifetime began.
       time: when that was.
-      slice: the slice of time of that.
-      ticket: an entry of a queue with another is void.
-      number: its own in the table of runs.
-      life: likewise of the runs that are watched; another one when a life begins at another time.
+      slice: the time slice of that.
+      ticket: queue entries with another ticket are stale.
+      number: identifies it in the table of runs.
+      life: entries of tracked runs with another one are stale; changes when a lifetime begins at another time.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class Run:
         self.number = -1
 
     def end_entries(self) -> None:
-        """It is elsewhere by now, or another: what waits in queues by its name is void."""
+        """Its entries in queues are stale from now on."""
         self.ticket += 1
         self.life += 1
 
@@ -89,7 +89,7 @@ type Queue = deque[tuple[Run, int]]
 
 @final
 class _Slice:
-    """A slice of time, and the lives that began in it, by class."""
+    """A time slice, and the lifetimes that began in it, by class."""
 
     __slots__ = ("alive", "merged", "queues", "start")
 
@@ -97,7 +97,7 @@ class _Slice:
         self.start = start
         self.alive = [0] * num_classes  # chunks
         self.queues: list[Queue] = [deque() for _ in range(num_classes)]
-        self.merged: _Slice | None = None  # the later one that it has become a part of
+        self.merged: _Slice | None = None  # the later slice that it was merged into
 
     def take_in(self, older: "_Slice") -> None:
         self.start = older.start
@@ -109,10 +109,10 @@ class _Slice:
 
 @final
 class RunQueues:
-    """Lives of runs, from their begin to their end, and the order in which runs are evicted.
+    """Lifetimes of runs, from begin to end, and the order in which runs are evicted.
 
     Args:
-      num_uses: of each class, how often about its chunks have been used.
+      num_uses: for each class, about how often its chunks have been used.
     """
 
     def __init__(self, num_uses: Sequence[float]) -> None:
@@ -120,12 +120,12 @@ class RunQueues:
         self._lifetimes = Lifetimes(num_uses, half_life=_HALF_LIFE)
         self._now = 0
         self._slices = [_Slice(0, self._num_classes)]  # oldest first
-        self._young = 0  # younger ages are not told apart
+        self._young = 0  # younger ages are not distinguished
         self._slice_size = _MIN_SLICE
         self._next_slice = _MIN_SLICE
         self._learn_every = _LEARN_EVERY
         self._next_learn = _LEARN_EVERY
-        self._next_throw = _LEARN_EVERY
+        self._next_purge = _LEARN_EVERY
         self._order = list(self._slices[0].queues)
         self._ordered = True  # since the last slice began
 
@@ -136,44 +136,44 @@ class RunQueues:
 
     @property
     def order(self) -> Sequence[Queue]:
-        """The queues to evict from, one after another; what has been put into an empty one since may be missing."""
+        """The queues to evict from, one after another; without those that were empty when they were last ordered."""
         if not self._ordered:
             self.reorder()
         return self._order
 
     def resize(self, num_chunks: int) -> None:
-        """There is room for so many chunks."""
+        """The tier has room for this many chunks from now on."""
         self._young = num_chunks // _SLICES
         self._slice_size = max(_MIN_SLICE, self._young)
         self._learn_every = max(_LEARN_EVERY, self._slice_size)
 
     def advance(self, num_chunks: int) -> None:
-        """Time goes on: so many chunks are used. O(1), and O(slices) where one ends."""
+        """Advances the time by this many chunks used. O(1), or O(slices) where a slice ends."""
         self._now += num_chunks
         if self._now >= self._next_slice:
             self._begin_slice()
 
     def clear(self) -> list[Entries]:
-        """Forgets all runs, not what was learnt of their lives; returns what it held. O(queues)."""
+        """Removes all runs, but not the learned statistics; returns what held them. O(queues)."""
         held: list[Entries] = [queue for part in self._slices for queue in part.queues]
         self._slices = [_Slice(self._now, self._num_classes)]
         self._order, self._ordered = list(self._slices[0].queues), True
         return held
 
     def begin(self, run: Run, class_id: int) -> None:
-        """A run begins a life. It waits for its eviction only once it is placed."""
+        """Begins a lifetime of a run, which awaits eviction only once it is placed."""
         run.class_id = class_id
         run.time = self._now
         run.slice = self._slices[-1]
         run.slice.alive[class_id] += len(run.keys)
 
     def end(self, run: Run, num_chunks: int, *, used: bool) -> None:
-        """Chunks of a run end their life, by a use or because they are forgotten."""
+        """Ends the lifetime of chunks of a run, by a use or because they are forgotten."""
         self.resize_run(run, -num_chunks)
         self._lifetimes.end(run.class_id, num_chunks, self._now - run.time, used=used)
 
     def renew(self, run: Run, class_id: int, *, used: bool) -> None:
-        """As `end` and `begin`, which are most of what a use costs."""
+        """As `end` and `begin`, in one call because these are most of the cost of a use."""
         num_chunks, now, newest = len(run.keys), self._now, self._slices[-1]
         part = run.slice
         if part is not newest:
@@ -188,16 +188,16 @@ class RunQueues:
         run.class_id, run.time = class_id, now
 
     def resize_run(self, run: Run, num_chunks: int) -> None:
-        """A run has become longer or shorter, without a use."""
+        """A run has become longer or shorter by this many chunks, without a use."""
         self._slice_of(run).alive[run.class_id] += num_chunks
 
     def place(self, run: Run) -> None:
-        """Has a run wait for its eviction, at the end of its queue, and nowhere else."""
+        """Puts a run at the end of its queue, and nowhere else, to await eviction."""
         run.ticket = ticket = run.ticket + 1
         self._slice_of(run).queues[run.class_id].append((run, ticket))
 
     def reorder(self) -> None:
-        """Puts the queues in order, those that were empty too. O(queues)."""
+        """Sorts all queues by value, those that were empty too. O(queues)."""
         self._ordered = True
         slices = self._slices
         starts = [part.start for part in slices] + [self._now]
@@ -207,29 +207,29 @@ class RunQueues:
             self._lifetimes.learn([max(age, self._young) for age in ages], [part.alive for part in slices])
         queues = list(itertools.chain.from_iterable(part.queues for part in slices))
         nums = np.fromiter(map(len, queues), np.int64, len(queues))
-        nums[-self._num_classes :] = 1  # those of the newest slice get more
+        nums[-self._num_classes :] = 1  # the newest slice still gets entries
         (some,) = nums.nonzero()
-        by_worth = some[self._lifetimes.worth(ages).ravel()[some].argsort(kind="stable")]
-        self._order = [queues[i] for i in by_worth.tolist()]
+        by_value = some[self._lifetimes.hit_density(ages).ravel()[some].argsort(kind="stable")]
+        self._order = [queues[i] for i in by_value.tolist()]
 
     def check_invariants(self, runs: Sequence[Run]) -> None:
-        """Raises AssertionError unless exactly the lives of these runs go on. For tests."""
+        """Raises AssertionError unless exactly the lifetimes of these runs are running. For tests."""
         alive: dict[tuple[int, int], int] = {}
         for run in runs:
             where = id(self._slice_of(run)), run.class_id
             alive[where] = alive.get(where, 0) + len(run.keys)
         for part in self._slices:
             for class_id, num_alive in enumerate(part.alive):
-                assert alive.pop((id(part), class_id), 0) == num_alive, "a life was not begun or not ended"
-        assert not any(alive.values()), "a life is in a slice that is gone"
+                assert alive.pop((id(part), class_id), 0) == num_alive, "a lifetime was not begun or not ended"
+        assert not any(alive.values()), "a lifetime is in a slice that does not exist"
 
     def waiting(self) -> set[int]:
-        """The ids, as of `id()`, of the runs that wait for their eviction. For tests."""
+        """The `id()`s of the runs that await eviction. For tests."""
         queues = [queue for part in self._slices for queue in part.queues]
         return {id(run) for queue in queues for run, ticket in queue if run.ticket == ticket}
 
     def num_entries(self) -> int:
-        """Entries of all queues, void ones too. For tests."""
+        """Entries of all queues, stale ones too. For tests."""
         return sum(len(queue) for part in self._slices for queue in part.queues)
 
     def _slice_of(self, run: Run) -> _Slice:
@@ -246,13 +246,13 @@ class RunQueues:
             merged.append(part)
         self._slices = [*merged, _Slice(self._now, self._num_classes)]
         self._next_slice = self._now + self._slice_size
-        self._ordered = False  # until somebody asks: with room for all nobody does
-        if self._now >= self._next_throw:
-            self._next_throw = self._now + self._learn_every
-            self._throw_away_void()
+        self._ordered = False  # sorted on demand: never while there is room for all
+        if self._now >= self._next_purge:
+            self._next_purge = self._now + self._learn_every
+            self._purge_stale()
 
-    def _throw_away_void(self) -> None:
-        """What is void is at the old end mostly; what is not goes with its slice's turn."""
+    def _purge_stale(self) -> None:
+        """Stale entries are mostly at the old end; others are removed when their slice is evicted from."""
         for part in self._slices:
             for queue in part.queues:
                 while queue and queue[0][0].ticket != queue[0][1]:

@@ -1,13 +1,13 @@
-"""S3-FIFO: a small queue sorts out what is used once, a main queue keeps the rest.
+"""S3-FIFO: a small queue filters out chunks used once, a main queue keeps the rest.
 
-Chunks enter a small queue, a tenth of the tier. Those that were used again by the time they are at its end go on to
-the main queue, the others go, and their keys stay in a ghost queue: who comes back soon enough to be found there
-goes to the main queue at once. At the end of the main queue a chunk that was used since it was last there has another
+Chunks enter a small queue, a tenth of the tier. Those that were used again before they reach its end move to the main
+queue; the others are evicted, and their keys enter a ghost queue: a chunk that is saved again while its key is there
+enters the main queue at once. At the end of the main queue a chunk that was used since it was last there gets another
 round for each use, up to three. A use moves nothing.
 
-The authors' code sends a chunk on that was used again twice, others' code, and the figures beside the shared trace,
-once. That is better there for tiers up to a tenth of all chunks (0.0773 against 0.0767 of the blocks at 1 %, 0.1946
-against 0.1903 at 5 %), and worse above (0.3077 against 0.3354 at 20 %).
+The authors' code requires two more uses to move a chunk to the main queue; other implementations, and the reference
+figures of the shared trace, one. One is better there for tiers up to a tenth of all chunks (0.0773 against 0.0767 of
+the blocks at 1 %, 0.1946 against 0.1903 at 5 %), and worse above (0.3077 against 0.3354 at 20 %).
 
 References:
   Yang, Zhang, Qiu, Yue, Rashmi: "FIFO queues are all you need for cache eviction", SOSP 2023.
@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import final
 
-from tpu_offload.core.big_tables import Entries
+from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.queues import ChunkQueue, check_queues
 from tpu_offload.types import ChunkKey
@@ -31,12 +31,12 @@ _MAX_COUNT = 3
 class S3FIFOPolicy(EvictionPolicy):
     """S3-FIFO at the level of chunks, tails before heads.
 
-    A chunk at the end of its queue on which others hang is set aside until they are gone (see `queues`).
+    A chunk at the end of its queue that others follow is set aside until they are removed (see `queues`).
     """
 
     def __init__(self) -> None:
-        # The number of a chunk is the last use that counted, and in its lowest bits how many did since the chunk came
-        # or had its last round.
+        # The number of a chunk is the id of the last use that counted, and in its lowest bits how many did since the
+        # chunk was inserted or had its last round.
         self._small = ChunkQueue()
         self._main = ChunkQueue()
         self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
@@ -44,7 +44,7 @@ class S3FIFOPolicy(EvictionPolicy):
         self._max_ghosts = 0
 
     def resize(self, num_chunks: int) -> None:
-        """See the base class. O(ghosts that go)."""
+        """See the base class. O(ghosts removed)."""
         self._max_small = max(1, int(num_chunks * _SMALL_SHARE))
         self._max_ghosts = num_chunks
         self._forget_ghosts()
@@ -69,7 +69,7 @@ class S3FIFOPolicy(EvictionPolicy):
         small, main = self._small.order, self._main.order
         small_get, main_get = small.get, main.get
         for key in keys[:num_chunks]:
-            # A use counts once, and not at all after a later one: they ran side by side.
+            # A use counts once, and not at all after a later one: their requests ran concurrently.
             if (last := main_get(key)) is not None:
                 if last < number:
                     main[key] = number + min((last & _MAX_COUNT) + 1, _MAX_COUNT)
@@ -86,9 +86,9 @@ class S3FIFOPolicy(EvictionPolicy):
         self._small.take(key)
         self._main.take(key)
         if parent is not None:
-            self.uncover(parent)
+            self.became_leaf(parent)
 
-    def uncover(self, key: ChunkKey) -> None:
+    def became_leaf(self, key: ChunkKey) -> None:
         """See the base class. O(1)."""
         self._small.recall(key)
         self._main.recall(key)
@@ -99,7 +99,7 @@ class S3FIFOPolicy(EvictionPolicy):
         return [*self._small.clear(), *self._main.clear(), ghosts]
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
-        """See the base class. O(num_chunks + chunks that go on or have another round + those that may not go)."""
+        """See the base class. O(num_chunks + chunks that move or get another round + those that cannot be evicted)."""
         small, main = self._small, self._main
         while num_chunks:
             num_over = len(small) - self._max_small + 1
@@ -108,7 +108,7 @@ class S3FIFOPolicy(EvictionPolicy):
                 num_evicted = num_evicted or self._evict_main(num_chunks, residents)
             else:
                 num_evicted = self._evict_main(num_chunks, residents) or self._evict_small(num_chunks, residents)
-            # What hung on chunks of one queue may have been in the other, and chunks go from the small to the main one.
+            # Chunks of one queue may have followed chunks of the other, and chunks move from the small to the main one.
             num_evicted = num_evicted or self._evict_small(1, residents) or self._evict_main(1, residents)
             if not num_evicted:
                 break
@@ -118,7 +118,7 @@ class S3FIFOPolicy(EvictionPolicy):
         self._forget_ghosts()
 
     def _evict_small(self, num_chunks: int, residents: Residents) -> int:
-        """Evicts chunks that follow each other, at most this many; 0 when none may go."""
+        """Evicts consecutive chunks of one prefix, at most this many; 0 when none can be evicted."""
         small, main = self._small, self._main
         order = small.order
         while order:
@@ -126,16 +126,16 @@ class S3FIFOPolicy(EvictionPolicy):
             if order[key] & _MAX_COUNT:
                 main.order[key] = order.pop(key) & ~_MAX_COUNT
                 continue
-            gone, leaf = small.evict_run(num_chunks, residents, stays=_was_used_again)
+            evicted, leaf = small.evict_run(num_chunks, residents, keep=_was_used_again)
             if leaf is not None:
-                self.uncover(leaf)
-            if gone:
-                self._ghosts.update(dict.fromkeys(gone))
-                return len(gone)
+                self.became_leaf(leaf)
+            if evicted:
+                self._ghosts.update(dict.fromkeys(evicted))
+                return len(evicted)
         return 0
 
     def _evict_main(self, num_chunks: int, residents: Residents) -> int:
-        """Likewise."""
+        """As `_evict_small`."""
         main = self._main
         order = main.order
         while order:
@@ -144,11 +144,11 @@ class S3FIFOPolicy(EvictionPolicy):
                 order[key] -= 1
                 order.move_to_end(key)
                 continue
-            gone, leaf = main.evict_run(num_chunks, residents, stays=_was_used_again)
+            evicted, leaf = main.evict_run(num_chunks, residents, keep=_was_used_again)
             if leaf is not None:
-                self.uncover(leaf)
-            if gone:
-                return len(gone)
+                self.became_leaf(leaf)
+            if evicted:
+                return len(evicted)
         return 0
 
     def _forget_ghosts(self) -> None:

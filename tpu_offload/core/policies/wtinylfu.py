@@ -1,12 +1,12 @@
-"""W-TinyLFU: a chunk that leaves the window stays only if it was used more often than what it would push out.
+"""W-TinyLFU: a chunk that leaves the window is admitted only if it was used more often than the one it would replace.
 
 Chunks enter a window, 1 % of the tier, least recently used first. The main part, the rest, has chunks on probation
-and, up to four fifths of it, protected ones that were used again there. What leaves the window is held against the
-next to go of the main part, by how often a sketch has seen them used; the loser is evicted, on a tie the newcomer.
+and, up to four fifths of it, protected ones that were used again there. A chunk that leaves the window is compared with
+the next victim of the main part by their use counts in a sketch; the loser is evicted, on a tie the newcomer.
 
-The published algorithm decides about one entry at a time, and an entry of the request that it is working on can be
-the loser. Here a request's chunks all come in, so more of them than the window is long push some of the main part out
-without a comparison: rather those that were used once (0.124 against 0.105 of the blocks of the shared trace in a
+The published algorithm admits one entry at a time, and an entry of the current request can be the loser. Here all
+chunks of a request are inserted, so if there are more than the window holds, they evict some of the main part without a
+comparison: preferably those that were used once (0.124 against 0.105 of the blocks of the shared trace in a
 tier of 2 % of them, 0.201 against 0.205 at 10 %). The window then stays longer than its share until chunks that win
 have refilled the main part. Protected are four fifths of what the main part really has, or nothing could prove itself
 on probation while it is short (0.058 against 0.055 at 0.5 %). All in all it hits more than the published one at 1, 2,
@@ -20,7 +20,7 @@ References:
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
-from tpu_offload.core.big_tables import Entries
+from tpu_offload.core.chunk_table import Entries
 from tpu_offload.core.policies.base import EvictionPolicy, Residents, Use
 from tpu_offload.core.policies.queues import ChunkQueue, check_queues
 from tpu_offload.core.sketch import Sketch
@@ -35,11 +35,11 @@ _NUM_SPARED = 2
 class WTinyLFUPolicy(EvictionPolicy):
     """W-TinyLFU at the level of chunks, tails before heads.
 
-    A chunk at the old end of its queue on which others hang is set aside until they are gone (see `queues`).
+    A chunk at the old end of its queue that others follow is set aside until they are removed (see `queues`).
     """
 
     def __init__(self) -> None:
-        # The number of a chunk is the last use that counted.
+        # The number of a chunk is the id of the last use that counted.
         self._window = ChunkQueue()
         self._probation = ChunkQueue()
         self._protected = ChunkQueue()
@@ -47,7 +47,7 @@ class WTinyLFUPolicy(EvictionPolicy):
         self._sketch = Sketch()
         self._max_window = 1
         self._max_main = 0
-        self._made_room = False  # for the next chunks
+        self._made_room = False  # whether an eviction was for the chunks that are inserted next
 
     def resize(self, num_chunks: int) -> None:
         """See the base class. O(num_chunks) where the sketch grows."""
@@ -65,7 +65,7 @@ class WTinyLFUPolicy(EvictionPolicy):
         window, probation = self._window, self._probation
         order = window.order
         order.update(dict.fromkeys(reversed(keys), use.use_id))
-        if not self._made_room:  # there is room for what leaves the window
+        if not self._made_room:  # the tier is not full: chunks that leave the window need no comparison
             for _ in range(min(len(window) - self._max_window, len(order))):
                 key, number = order.popitem(last=False)
                 probation.order[key] = number
@@ -79,7 +79,8 @@ class WTinyLFUPolicy(EvictionPolicy):
         counted: list[ChunkKey] = []
         for key in reversed(keys[:num_chunks]):
             if (last := protected_get(key)) is not None:
-                if last < use_id:  # a use counts once, and not at all after a later one: they ran side by side
+                # A use counts once, and not at all after a later one: their requests ran concurrently.
+                if last < use_id:
                     protected_order[key] = use_id
                     counted.append(key)
                 to_end(key)
@@ -104,9 +105,9 @@ class WTinyLFUPolicy(EvictionPolicy):
         for queue in self._queues:
             queue.take(key)
         if parent is not None:
-            self.uncover(parent)
+            self.became_leaf(parent)
 
-    def uncover(self, key: ChunkKey) -> None:
+    def became_leaf(self, key: ChunkKey) -> None:
         """See the base class. O(1)."""
         for queue in self._queues:
             queue.recall(key)
@@ -116,12 +117,12 @@ class WTinyLFUPolicy(EvictionPolicy):
         return [entries for queue in self._queues for entries in queue.clear()]
 
     def evict(self, num_chunks: int, residents: Residents) -> None:
-        """See the base class. O(num_chunks + chunks that win, are set aside or may not go)."""
+        """See the base class. O(num_chunks + chunks that win, are set aside or cannot be evicted)."""
         window, probation, count = self._window, self._probation, self._sketch.count
         self._made_room = True
         while num_chunks:
             main = probation if probation.order else self._protected
-            # The chunks that this makes room for will be in the window, which then is too long.
+            # The chunks that this makes room for will make the window too long.
             num_over = (len(window) + num_chunks - self._max_window + 1) // 2
             if num_over > 0 and window.order and main.order:
                 most = count(next(iter(main.order)))
@@ -145,7 +146,7 @@ class WTinyLFUPolicy(EvictionPolicy):
             queue.end_eviction()
 
     def _evict_uncompared(self, main: ChunkQueue, residents: Residents) -> int:
-        """Evicts one of the main part; the first few have another round if they were used more than once."""
+        """Evicts one of the main part; the first few get another round if they were used more than once."""
         order = main.order
         for _ in range(_NUM_SPARED):
             key = next(iter(order))
@@ -159,13 +160,13 @@ class WTinyLFUPolicy(EvictionPolicy):
         queue: ChunkQueue,
         num_chunks: int,
         residents: Residents,
-        stays: Callable[[ChunkKey, int], bool] | None = None,
+        keep: Callable[[ChunkKey, int], bool] | None = None,
     ) -> int:
-        """Evicts chunks that follow each other, at most this many; 0 when the first may not go."""
-        gone, leaf = queue.evict_run(num_chunks, residents, stays=stays)
+        """Evicts consecutive chunks of one prefix, at most this many; 0 when the first cannot be evicted."""
+        evicted, leaf = queue.evict_run(num_chunks, residents, keep=keep)
         if leaf is not None:
-            self.uncover(leaf)
-        return len(gone)
+            self.became_leaf(leaf)
+        return len(evicted)
 
     def check_invariants(self, leaves: Collection[ChunkKey], residents: Residents) -> None:
         """See the base class."""

@@ -1,4 +1,4 @@
-"""Request swap: a preempted request's KV goes to a pool in host memory and comes back."""
+"""Request swap: copies a preempted request's KV to a pool in host memory and back."""
 
 from tpu_offload.core.swap.manager import RequestSwap
 from tpu_offload.core.swap.victims import Candidate, choose_victims

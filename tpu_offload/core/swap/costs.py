@@ -1,4 +1,4 @@
-"""Is a swap faster than recompute? Answered from measured rates."""
+"""Chooses between swap and recompute by measured rates."""
 
 import statistics
 from collections import deque
@@ -7,33 +7,33 @@ from typing import final
 from tpu_offload.config import SwapMode
 from tpu_offload.types import Direction
 
-_MEMORY = 9  # measurements of a rate that count
-_SECOND_LOOK = 16  # of so many decisions against swapping, one is made the other way, to measure it again
+_NUM_MEASUREMENTS = 9  # the latest of each rate count
+_PROBE_EVERY = 16  # one in 16 decisions against swap is reversed, to measure the rates again
 
 
 class _Rate:
-    """Units a second: the median of the last measurements, so that one which met a compile or a stall does no harm."""
+    """Units per second: the median of the last measurements, so one with a compile or a stall in it has no effect."""
 
     def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=_MEMORY)
+        self._rates: deque[float] = deque(maxlen=_NUM_MEASUREMENTS)
 
     def add(self, amount: float, seconds: float) -> None:
         self._rates.append(amount / seconds)
 
     @property
     def per_s(self) -> float:
-        """0 before anything was measured."""
+        """0 before the first measurement."""
         return statistics.median(self._rates) if self._rates else 0.0
 
 
 @final
 class SwapCosts:
-    """Compares the time to copy a request's blocks out and back with the time to compute them again.
+    """Compares the time to copy a request's blocks out and back with the time to recompute them.
 
-    Until all three rates are measured, swapping is preferred: it is what measures two of them.
+    Until all three rates are measured it prefers swap, which measures two of them.
 
     Args:
-      mode: AUTO compares; the others always have the same answer.
+      mode: AUTO compares; the others force one choice.
     """
 
     def __init__(self, mode: SwapMode) -> None:
@@ -43,31 +43,31 @@ class SwapCosts:
         self._num_against = 0
 
     def observe_copy(self, direction: Direction, nbytes: int, seconds: float) -> None:
-        """A copy of so many bytes out (SAVE) or back (LOAD) took so long; times that were not measured are 0."""
+        """Records a copy out (SAVE) or back (LOAD); 0 seconds means not measured."""
         if seconds > 0 and nbytes > 0:
             self._copies[direction].add(nbytes, seconds)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """The engine computed so many tokens of prompts in so long."""
+        """Records how long the engine took to compute prompt tokens."""
         if num_tokens > 0 and seconds > 0:
             self._prefill.add(num_tokens, seconds)
 
     def nbytes_per_s(self, direction: Direction) -> float:
-        """The measured rate of copies; 0 if there is none."""
+        """The measured copy rate; 0 if there is none."""
         return self._copies[direction].per_s
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """The measured rate of recompute; 0 if there is none."""
+        """The measured prefill rate; 0 if there is none."""
         return self._prefill.per_s
 
     def prefers_swap(self, *, nbytes_out: int, nbytes_in: int, num_recompute_tokens: int) -> bool:
         """Whether to swap a request out.
 
         Args:
-          nbytes_out: to be copied out.
-          nbytes_in: to be copied back.
-          num_recompute_tokens: to be computed otherwise.
+          nbytes_out: bytes to copy out.
+          nbytes_in: bytes to copy back.
+          num_recompute_tokens: tokens to compute again otherwise.
         """
         if self._mode is not SwapMode.AUTO:
             return self._mode is SwapMode.SWAP
@@ -78,4 +78,4 @@ class SwapCosts:
         if nbytes_out / out_per_s + nbytes_in / in_per_s <= num_recompute_tokens / tokens_per_s:
             return True
         self._num_against += 1
-        return self._num_against % _SECOND_LOOK == 0
+        return self._num_against % _PROBE_EVERY == 0

@@ -1,8 +1,8 @@
-"""What is known of a request that is swapped out, and of the copies that are on their way."""
+"""The state of a swapped-out request, and the jobs that copy requests out and back."""
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import final
 
 from tpu_offload.core.context import TierContext
@@ -13,26 +13,26 @@ from tpu_offload.types import ChunkKey, CopyPart, Direction, HostStore, JobKind,
 _KINDS = {Direction.SAVE: JobKind.SWAP_OUT, Direction.LOAD: JobKind.SWAP_IN}
 
 
-class Where(enum.Enum):
-    """Where a swapped-out request is."""
+class SwapState(enum.Enum):
+    """The state of a swapped-out request."""
 
-    OUT = "out"  # copies out may still be in flight, see `Swapped.writers`
+    OUT = "out"  # copies out may still be in flight, see `SwappedRequest.writers`
     RETURNING = "returning"
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Swapped:
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class SwappedRequest:
     """A request that is swapped out.
 
     Attributes:
       request_id: the engine's name for it.
       tier_keys: chunks of the host tier that hold its first blocks; pinned.
-      tier_slots: where those are.
+      tier_slots: the slots of those chunks.
       tier_blocks: places of those blocks in the host tier.
-      pool_blocks: places of its other blocks in the swap pool, per layer group in the order of its block table; held.
-      writers: jobs in flight that its blocks in the pool come from.
-      where: out, or on its way back.
-      job: the copy back, from its start to its end; while RETURNING without one, it waits for `writers` only.
+      pool_blocks: per layer group, places of its other blocks in the swap pool, in the order of its block table; held.
+      writers: ids of the jobs in flight that write those places.
+      state: out, or returning.
+      job: the copy back while it is in flight. Without one a RETURNING request waits only for `writers`.
     """
 
     request_id: str
@@ -41,22 +41,48 @@ class Swapped:
     tier_blocks: tuple[int, ...]
     pool_blocks: HostBlocks
     writers: set[int]
-    where: Where = Where.OUT
+    state: SwapState = SwapState.OUT
     job: Job | None = None
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Blocks that it needs to come back, per layer group."""
+        """Blocks that it needs to be swapped in, per layer group."""
         first, *others = map(len, self.pool_blocks)
         return (len(self.tier_blocks) + first, *others)
 
+    def copies_back(
+        self, granted: Sequence[Sequence[int]], present: Collection[int]
+    ) -> tuple[list[Sequence[int]], HostBlocks, CopyPart]:
+        """What a swap-in copies.
+
+        Args:
+          granted: per layer group, `num_blocks` blocks of HBM.
+          present: positions in the first block table that need no copy.
+        Returns:
+          Per layer group, the blocks of HBM to write from the swap pool, and their places there; and what is read from
+          the host tier.
+        """
+        num_tier = len(self.tier_blocks)
+        missing = [i for i in range(self.num_blocks[0]) if i not in present]
+        from_tier = [i for i in missing if i < num_tier]
+        from_pool = [i for i in missing if i >= num_tier]
+        targets: list[Sequence[int]] = [[granted[0][i] for i in from_pool], *granted[1:]]
+        places = (tuple(self.pool_blocks[0][i - num_tier] for i in from_pool), *self.pool_blocks[1:])
+        tier = CopyPart(
+            group_id=0,
+            store=HostStore.HOST_TIER,
+            block_ids=tuple(granted[0][i] for i in from_tier),
+            host_block_ids=tuple(self.tier_blocks[i] for i in from_tier),
+        )
+        return targets, places, tier
+
 
 @final
-class PlannedSwaps:
-    """The copies that are planned or in flight, and what they hold.
+class SwapJobs:
+    """The copies out and back that are planned or in flight, and the pins and pool blocks that they hold.
 
     Args:
-      context: the books.
+      context: shared state of the scheduler.
     """
 
     def __init__(self, context: TierContext) -> None:
@@ -75,21 +101,21 @@ class PlannedSwaps:
 
     def plan(
         self,
-        swapped: Swapped,
+        swapped: SwappedRequest,
         direction: Direction,
         block_tables: Sequence[Sequence[int]],
         places: HostBlocks,
         *,
         tier: CopyPart | None = None,
     ) -> Job | None:
-        """Plans a copy between blocks of HBM and places in the swap pool, and takes hold of those.
+        """Plans a copy between blocks of HBM and places in the swap pool, and holds those places.
 
         Args:
-          swapped: whose.
+          swapped: the request.
           direction: SAVE swaps out, LOAD swaps in.
           block_tables: per layer group, blocks of HBM.
-          places: per layer group, as many held places.
-          tier: what comes from the host tier; its chunks are pinned once more.
+          places: per layer group, one held place for each of them.
+          tier: what is read from the host tier; its chunks are pinned once more.
         Returns:
           None if there is nothing to copy.
         """
@@ -108,7 +134,7 @@ class PlannedSwaps:
         return self._jobs.plan(
             _KINDS[direction],
             tuple(parts),
-            who=swapped.request_id,
+            request=swapped.request_id,
             keys=swapped.tier_keys if reads_tier else (),
             slots=swapped.tier_slots if reads_tier else (),
             pool_blocks=places,
@@ -117,25 +143,25 @@ class PlannedSwaps:
         )
 
     def writing(self, blocks: Sequence[int]) -> set[int]:
-        """Ids of the copies out that are to write any of these places of the first group."""
+        """Ids of the copies out, planned or in flight, that write any of these places of the first group."""
         wanted = set(blocks)
         return {
             job.job_id for job in self if job.kind is JobKind.SWAP_OUT and not wanted.isdisjoint(job.pool_blocks[0])
         }
 
     def detach(self, job: Job) -> None:
-        """Nobody waits for a copy back any more. If it has not been sent it never is."""
+        """No request waits for this copy back any more. If it is not sent yet, it never will be."""
         job.detached = True
         if job.state is JobState.PLANNED:
             self._jobs.drop(job)
 
     @property
     def late(self) -> Sequence[Job]:
-        """Copies out that timed out and may still land."""
+        """Copies out that timed out and may still write to the pool."""
         return self._jobs.late(*_KINDS.values())
 
-    def release(self, swapped: Swapped) -> None:
-        """Lets go of what a request held that is no longer swapped out."""
+    def release(self, swapped: SwappedRequest) -> None:
+        """Releases the pool blocks and pins of a request that is no longer swapped out."""
         self._pool.release(swapped.pool_blocks)
         if swapped.tier_keys:
             self._index.unpin(swapped.tier_keys)

@@ -1,11 +1,11 @@
-"""Which running requests give their blocks back when there are too few for all to go on."""
+"""Chooses the requests to preempt when there are too few free blocks for all to continue."""
 
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from tpu_offload.core.tables import check_sequence, read_ids, read_tables
+from tpu_offload.core.block_tables import check_sequence, read_ids, read_tables
 from tpu_offload.core.validate import check_count, check_request
 from tpu_offload.errors import RequestError
 
@@ -16,8 +16,8 @@ class Candidate:
 
     Attributes:
       request_id: the engine's name for it.
-      block_tables: per layer group, its blocks; several requests may hold one.
-      num_new_blocks: per layer group, the blocks that it needs to go on.
+      block_tables: per layer group, its blocks; requests may share blocks.
+      num_new_blocks: per layer group, the number of blocks that it needs to continue.
     """
 
     request_id: str
@@ -26,23 +26,23 @@ class Candidate:
 
 
 def choose_victims(candidates: Sequence[Candidate], *, num_free: Sequence[int]) -> tuple[str, ...]:
-    """Finds, by simulation, the fewest newest requests without which the others can go on.
+    """Finds, by simulation, the fewest requests, newest first, whose preemption lets the others continue.
 
-    Taking a request frees the blocks that nobody else holds, and it needs none itself. The oldest one is never
-    a victim, so that it always gets on, and with it in turn every other.
+    Preempting a request frees the blocks that no other request holds, and it needs no new ones. The oldest request is
+    never a victim, so it always makes progress, and in turn every other.
 
     Args:
       candidates: the requests that hold blocks, oldest first.
-      num_free: per layer group, blocks that can be had now: those that nobody holds, cached ones included.
+      num_free: per layer group, blocks that no request holds, cached ones included.
     Returns:
-      The victims' ids, newest first; empty when all can go on. All but the oldest if even that is too few.
+      The victims' ids, newest first; empty if all can continue; all but the oldest if even that is not enough.
     Raises:
-      RequestError: something is no number, no table of blocks, or not there for each layer group.
+      RequestError: a count is not a number, a table is not a block table, or a layer group has none.
 
     References:
       transformers, continuous batching with `cpu_offload_space` (newest first, the fewest by simulation).
     """
-    free = _counts("blocks that can be had", num_free)
+    free = _counts("free blocks", num_free)
     num_groups = len(free)
     candidates = [_read(candidate, num_groups) for candidate in candidates]
     missing = [sum(c.num_new_blocks[g] for c in candidates) - free[g] for g in range(num_groups)]
@@ -63,7 +63,7 @@ def choose_victims(candidates: Sequence[Candidate], *, num_free: Sequence[int]) 
 
 
 def _read(candidate: Candidate, num_groups: int) -> Candidate:
-    """The same, with lists of integers of Python."""
+    """The candidate with Python integers, validated."""
     request_id = candidate.request_id
     check_request(request_id)
     tables = [read_ids(request_id, table) for table in read_tables(request_id, candidate.block_tables)]

@@ -1,59 +1,57 @@
-"""Blocks that are about to be granted to somebody else: they are saved in the coming plan, or never.
+"""Early saves: of blocks that are granted to another request in the coming step, so saved in its plan or never.
 
 There are two kinds. A preempted request gives its blocks back and will return: all that it has computed is saved,
-generated tokens too, and seen or not, for it is certain to come back for them. And the engine's own prefix cache gives
-blocks up. Nothing can be saved but behind what the host tier has, so with a block goes all of its prefix that is not
-there. Most of that is the next to go anyway: HBM too evicts the tail of a prefix before its head.
+generated tokens included, however rarely its chunks were seen, because it is certain to reuse them. And the engine's
+prefix cache evicts blocks. A chunk is of use only behind the chunks before it, so with a block goes all of its prefix
+that the host tier lacks. Most of that would be evicted next: HBM too evicts the tail of a prefix before its head.
 """
 
 import copy
 from typing import final
 
+from tpu_offload.core.block_tables import Ids, read_hashes, read_ids
+from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import CachedPrefix, ScheduledRequest
-from tpu_offload.core.index import ChunkIndex
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
-from tpu_offload.core.tables import Ids, read_hashes, read_ids
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, ChunkKey
 
 
 @final
-class LeavingBlocks:
-    """What was told of since the last plan. Each is a request of its own, which nobody else knows."""
+class EarlySaves:
+    """The early saves for the next plan. Each is a request of its own, which is tracked nowhere else."""
 
-    def __init__(
-        self, index: ChunkIndex, policy: SavePolicy, *, block_size: int, blocks_per_chunk: int, num_groups: int
-    ) -> None:
-        self._index = index
+    def __init__(self, context: TierContext, policy: SavePolicy) -> None:
+        self._index = context.index
         self._policy = policy
-        self._block_size = block_size
-        self._blocks_per_chunk = blocks_per_chunk
-        self._num_groups = num_groups
-        self._leaving: list[RequestState] = []
+        self._block_size = context.block_size
+        self._blocks_per_chunk = context.blocks_per_chunk
+        self._num_groups = context.num_groups
+        self._requests: list[RequestState] = []
 
     def __len__(self) -> int:
-        return len(self._leaving)
+        return len(self._requests)
 
     def clear(self) -> None:
-        """Nothing of it is to be saved."""
-        self._leaving.clear()
+        """Drops them all."""
+        self._requests.clear()
 
     def take(self) -> list[RequestState]:
-        """All of it, for the plan at hand."""
-        leaving, self._leaving = self._leaving, []
-        return leaving
+        """Removes and returns them all, for a plan."""
+        requests, self._requests = self._requests, []
+        return requests
 
     def preempt(self, request: RequestState, held: ScheduledRequest) -> bool:
-        """A request gives its blocks back, and is tracked no more; returns whether it is saved.
+        """A request is preempted; returns whether its blocks are saved.
 
         Raises:
-          RequestError: what is said of it makes no sense; nothing was changed.
+          RequestError: `held` is invalid; nothing was changed.
         """
         if not self._policy.saves_on(SaveEvent.PREEMPTION):
             return False
         num_tokens = held.num_computed_tokens
-        if request.load is not None:  # what that was to bring may be half written
+        if request.load is not None:  # blocks of a load in flight may be half written
             num_tokens = min(num_tokens, request.load.num_valid_tokens)
         num_blocks = min(len(held.block_hashes), *map(len, held.block_tables))
         num_chunks = self._num_chunks(request.limits.num_savable_tokens(num_tokens), num_blocks)
@@ -62,22 +60,22 @@ class LeavingBlocks:
         tables: list[Ids] = [read_ids(request.request_id, table, end=end) for table in held.block_tables]
         if num_chunks > len(request.keys):
             request.extend_keys(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
-        leaving = copy.copy(request)
-        leaving.promise = leaving.load = leaving.revoked = None
-        leaving.block_tables = tables
-        leaving.num_offered_chunks = num_chunks
-        leaving.num_saved_chunks = leaving.num_looked_at_chunks = leaving.num_refused_chunks = 0
-        self._leaving.append(leaving)
+        saved = copy.copy(request)
+        saved.promise = saved.load = saved.revoked = None
+        saved.block_tables = tables
+        saved.num_offered_chunks = num_chunks
+        saved.num_saved_chunks = saved.num_tried_chunks = saved.num_refused_chunks = 0
+        self._requests.append(saved)
         return True
 
     def evict(self, prefix: CachedPrefix, request: RequestState) -> None:
-        """The prefix cache gives up the last block of a prefix.
+        """The prefix cache evicts the last block of a prefix.
 
         Args:
-          prefix: it.
-          request: stands for it: a new one, with its limits.
+          prefix: the prefix.
+          request: a new request that stands for it, with its limits.
         Raises:
-          RequestError: what is said of it makes no sense; nothing was changed.
+          RequestError: the prefix is invalid; nothing was changed.
         """
         size, num_blocks = self._blocks_per_chunk, prefix.num_blocks
         num_tokens = self._policy.num_tokens_to_save(
@@ -96,11 +94,11 @@ class LeavingBlocks:
         request.block_tables = [[-1] * num_gone_blocks + tail[:num_left][::-1] for tail in tails]
         request.num_saved_chunks = request.num_gone_chunks = -(-num_gone_blocks // size)
         request.num_offered_chunks = num_worth_saving(self._policy, request, num_chunks)
-        self._leaving.append(request)
+        self._requests.append(request)
 
     @staticmethod
     def _tail(prefix: CachedPrefix, group_id: int, hashes: list[BlockHash], request: RequestState) -> list[int]:
-        """The last blocks of a prefix that a layer group has in HBM, from the last one back."""
+        """The last blocks of a prefix that a layer group has in HBM, in reverse order."""
         block_ids: list[int] = []
         for block_hash in reversed(hashes):
             block_id = prefix.block_of(group_id, block_hash)
@@ -110,18 +108,18 @@ class LeavingBlocks:
         return read_ids(request.request_id, block_ids)
 
     def _num_chunks(self, num_tokens: int, num_blocks: int) -> int:
-        """The chunks that so many tokens in so many blocks fill."""
+        """How many chunks these tokens fill, in this many blocks."""
         return min(num_tokens // self._block_size, num_blocks) // self._blocks_per_chunk
 
     def _is_resident(self, prefix: CachedPrefix, num_chunks: int, request: RequestState) -> bool:
-        """Whether the host tier has the last of so many chunks. O(1), and mostly true: tails go block by block."""
+        """Whether the host tier has the last chunk. O(1), and mostly true: tails are evicted block by block."""
         end = num_chunks * self._blocks_per_chunk
         (block_hash,) = read_hashes(request.request_id, prefix.block_hashes, end - 1, end)
         return ChunkKey(block_hash + request.namespace) in self._index
 
 
 def num_worth_saving(policy: SavePolicy, request: RequestState, num_chunks: int) -> int:
-    """How many leading chunks of a request to save, of so many that may be. Those that are saved stay."""
+    """How many of the first `num_chunks` chunks of a request to save; those saved already count."""
     first = request.num_saved_chunks
     if num_chunks <= first:
         return num_chunks

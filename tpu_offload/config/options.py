@@ -1,4 +1,4 @@
-"""All settings, in one frozen object. `OffloadConfig.from_env` is the only reader of the environment.
+"""All settings, in one frozen object.
 
 A size may be set in tokens, blocks, chunks or GB; it is converted to blocks and chunks here, by the layout's bytes per
 block. 1 GB is 2**30 bytes, as in tpu-inference.
@@ -6,23 +6,22 @@ block. 1 GB is 2**30 bytes, as in tpu-inference.
 
 import decimal
 import difflib
-import enum
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
 
+from tpu_offload.config.choices import DEFAULT_EVICTION_POLICY, CopyPath, EvictionPolicyName, SaveEvent, SwapMode
+from tpu_offload.config.environment import env_name, one_line_error, read_settings
 from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import Direction
 
 _logger = logging.getLogger(__name__)
 
-ENV_PREFIX = "TPU_OFFLOAD_"
 DEFAULT_STAGING_BUFFER_TOKENS = 8192
 DEFAULT_NUM_CPU_CHUNKS = 1024
 _GB = 2**30
@@ -31,53 +30,6 @@ _MAX_AUTO_SWAP_BLOCKS = 2**22
 # Fields that set the same size in different units; at most one of each tuple may be set.
 _STAGING_SIZES = ("staging_buffer_tokens", "num_staging_blocks", "staging_buffer_gb")
 _HOST_SIZES = ("num_cpu_chunks", "host_gb")
-
-
-class CopyPath(enum.Enum):
-    """How blocks move between HBM and the host pool, in one direction (see `tpu_offload.kernels`)."""
-
-    DIRECT = "direct"
-    STAGED = "staged"
-    FUSED = "fused"  # inside the engine's own step; only if the engine supports it
-    AUTO = "auto"  # the fastest of the others according to the copy profile; resolved by the worker
-
-    @property
-    def stages(self) -> bool:
-        """Whether a copy holds a staging block of HBM for each block in flight.
-
-        Fused copies do not: they are limited by the compiled step sizes, and the remainder uses the direct path. `auto`
-        counts as staged, the path with the largest demand, until the worker has reported which path it chose.
-        """
-        return self in (CopyPath.STAGED, CopyPath.AUTO)
-
-
-class SwapMode(enum.Enum):
-    """How a preempted request gets its KV back."""
-
-    AUTO = "auto"  # the faster of the two, by measured rates
-    SWAP = "swap"  # swapped out and in, if it fits the pool
-    RECOMPUTE = "recompute"  # dropped and computed again
-
-
-class SaveEvent(enum.Enum):
-    """When KV is saved (see `tpu_offload.core.save_policy`)."""
-
-    COMPUTE = "compute"  # in the step that computes it: write-through
-    HBM_EVICTION = "eviction"  # when HBM is about to evict it
-    PREEMPTION = "preemption"  # when its request is preempted and will return
-
-
-class EvictionPolicyName(enum.Enum):
-    """Which chunk a full host tier evicts (see `tpu_offload.core.policies`)."""
-
-    DENSITY = "density"
-    LRU = "lru"
-    ARC = "arc"
-    S3FIFO = "s3fifo"
-    WTINYLFU = "wtinylfu"
-
-
-DEFAULT_EVICTION_POLICY = EvictionPolicyName.DENSITY
 
 
 # The description of each field is its row in the README table; a test compares them.
@@ -209,10 +161,10 @@ class OffloadConfig(pydantic.BaseModel):
         description="vLLM only. 1: a request's load runs in front of its first step. 0: the request waits for its "
         "load while other requests run. By default 1 for direct loads and 0 for staged ones.",
     )
-    mend_runner: bool = Field(
+    restore_lost_tokens: bool = Field(
         True,
-        description="vLLM only. With async scheduling tpu-inference 0.32 loses a token of preempted requests; 1 "
-        "restores it. 0 does not, and saves nothing of such a request from that token on.",
+        description="vLLM only. With async scheduling, tpu-inference 0.32 loses a token of preempted requests. 1 "
+        "restores it; 0 does not, and nothing of such a request is saved from that token on.",
     )
     save_wait_s: float = Field(
         0.5,
@@ -306,14 +258,14 @@ class OffloadConfig(pydantic.BaseModel):
 
     @pydantic.field_validator("save_on")
     @classmethod
-    def _has_events(cls, value: tuple[SaveEvent, ...]) -> tuple[SaveEvent, ...]:
+    def _check_save_on(cls, value: tuple[SaveEvent, ...]) -> tuple[SaveEvent, ...]:
         if not value or len(set(value)) < len(value):
             raise ValueError("expected one or more of compute, eviction and preemption, without duplicates")
         return value
 
     @pydantic.field_validator("eviction_policy", mode="plain")
     @classmethod
-    def _is_a_policy(cls, value: Any) -> EvictionPolicyName | str:
+    def _parse_policy(cls, value: Any) -> EvictionPolicyName | str:
         """Built-in names become enum members. A `module:Class` is imported on use (`core.policies.find_policy`)."""
         if isinstance(value, EvictionPolicyName):
             return value
@@ -332,7 +284,7 @@ class OffloadConfig(pydantic.BaseModel):
 
     @pydantic.field_validator("swap_gb", mode="plain")
     @classmethod
-    def _is_auto_or_gb(cls, value: Any) -> float | Literal["auto"]:
+    def _parse_swap_gb(cls, value: Any) -> float | Literal["auto"]:
         if value == "auto":
             return "auto"
         try:
@@ -345,32 +297,32 @@ class OffloadConfig(pydantic.BaseModel):
 
     @pydantic.field_validator("copy_profile")
     @classmethod
-    def _is_a_file(cls, value: Path | None) -> Path | None:
+    def _check_copy_profile(cls, value: Path | None) -> Path | None:
         if value == Path():  # an empty string
             raise ValueError("expected the path of a file")
         return value
 
     @pydantic.model_validator(mode="after")
-    def _no_contradictions(self) -> Self:
+    def _check_contradictions(self) -> Self:
         for names in (_STAGING_SIZES, _HOST_SIZES):
-            given = [f"{_env_name(n)}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
+            given = [f"{env_name(n)}={getattr(self, n)}" for n in names if getattr(self, n) is not None]
             if len(given) > 1:
                 raise ConfigError(f"{' and '.join(given)} set the same size; set only one of them")
         if self.copy_profile is None and CopyPath.AUTO in (self.save_path, self.load_path):
             field = "save_path" if self.save_path is CopyPath.AUTO else "load_path"
             raise ConfigError(
-                f"{_env_name(field)}=auto needs a profile of this machine; run `tpu-offload bench` and set "
-                f"{_env_name('copy_profile')} to its output file, or choose direct or staged"
+                f"{env_name(field)}=auto needs a profile of this machine; run `tpu-offload bench` and set "
+                f"{env_name('copy_profile')} to its output file, or choose direct or staged"
             )
         if self.storage_tier and not self.num_storage_chunks:
             raise ConfigError(
-                f"{_env_name('storage_tier')}={self.storage_tier} needs a size; set {_env_name('num_storage_chunks')} "
+                f"{env_name('storage_tier')}={self.storage_tier} needs a size; set {env_name('num_storage_chunks')} "
                 "to at least 1"
             )
         buckets = self.block_size_buckets
         if buckets and (buckets[0] != 1 or list(buckets) != sorted(set(buckets))):
             raise ConfigError(
-                f"{_env_name('block_size_buckets')}={','.join(map(str, buckets))}: expected ascending sizes that "
+                f"{env_name('block_size_buckets')}={','.join(map(str, buckets))}: expected ascending sizes that "
                 "start with 1, such as 1,2,4,8,16"
             )
         return self
@@ -381,7 +333,7 @@ class OffloadConfig(pydantic.BaseModel):
         try:
             return cls(**settings)
         except pydantic.ValidationError as e:
-            raise ConfigError(_one_line(e, name=str)) from None
+            raise ConfigError(one_line_error(e, known=cls.model_fields, name=str)) from None
 
     @classmethod
     def from_env(
@@ -397,35 +349,17 @@ class OffloadConfig(pydantic.BaseModel):
           ConfigError: an unknown variable or setting (with the nearest known name), or a value that does not
             parse, is out of range or contradicts another.
         """
-        environ = os.environ if environ is None else environ
-        if not isinstance(environ, Mapping) or not isinstance({} if overrides is None else overrides, Mapping):
-            kinds = f"{type(environ).__name__} and {type(overrides).__name__}"
-            raise ConfigError(f"environ and overrides are a {kinds}; expected mappings")
-        given = {name: value for name, value in environ.items() if str(name).startswith(ENV_PREFIX)}
-        for name, value in given.items():
-            if not (isinstance(name, str) and isinstance(value, str)):
-                raise ConfigError(f"{name}={_short(value)}; expected a string, as in an environment")
-        known = [_env_name(field) for field in cls.model_fields]
-        for name in sorted(given):
-            if name not in known:
-                near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)[0]
-                raise ConfigError(f"{name} is not a setting of tpu_offload; did you mean {near}?")
-        overrides = dict(overrides or {})
-        for name in sorted(map(str, set(overrides) - set(cls.model_fields))):
-            near = difflib.get_close_matches(name.lower(), cls.model_fields, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{name} is not a setting of tpu_offload; did you mean {near}?")
-        settings: dict[str, Any] = {n.removeprefix(ENV_PREFIX).lower(): v.strip() for n, v in given.items()}
-        for names in (_STAGING_SIZES, _HOST_SIZES):
-            if any(overrides.get(name) is not None for name in names):
-                settings = {name: value for name, value in settings.items() if name not in names}
+        settings = read_settings(
+            environ, overrides, known=list(cls.model_fields), same_size=(_STAGING_SIZES, _HOST_SIZES)
+        )
 
         def name_of(field: str) -> str:
-            return field if field in overrides else _env_name(field)
+            return field if field in (overrides or {}) else env_name(field)
 
         try:
-            config = cls.model_validate(settings | overrides)
+            config = cls.model_validate(settings)
         except pydantic.ValidationError as e:
-            raise ConfigError(_one_line(e, name=name_of)) from None
+            raise ConfigError(one_line_error(e, known=cls.model_fields, name=name_of)) from None
         config.warn_ignored()
         return config
 
@@ -434,20 +368,20 @@ class OffloadConfig(pydantic.BaseModel):
         for field in ("batched_save", "save_threads", "use_unpinned_host"):
             if getattr(self, field) is not None:
                 why = type(self).model_fields[field].description or ""
-                _logger.warning("%s is set. %s", _env_name(field), why)
+                _logger.warning("%s is set. %s", env_name(field), why)
         if self.copy_profile is not None and CopyPath.AUTO not in (self.save_path, self.load_path):
             _logger.warning(
                 "%s is set but not used: neither %s nor %s is auto",
-                *map(_env_name, ("copy_profile", "save_path", "load_path")),
+                *map(env_name, ("copy_profile", "save_path", "load_path")),
             )
 
         if self.num_storage_chunks and not self.storage_tier:
             _logger.warning(
-                "%s is set but not used: %s is empty", *map(_env_name, ("num_storage_chunks", "storage_tier"))
+                "%s is set but not used: %s is empty", *map(env_name, ("num_storage_chunks", "storage_tier"))
             )
 
     def path_for(self, direction: Direction) -> CopyPath:
-        """The setting for one direction."""
+        """The copy path for one direction."""
         return self.save_path if direction is Direction.SAVE else self.load_path
 
     @property
@@ -462,7 +396,7 @@ class OffloadConfig(pydantic.BaseModel):
 
     @property
     def swap_enabled(self) -> bool:
-        """Whether preempted requests can be swapped out."""
+        """Whether preempted requests may be swapped out."""
         return self.swap_gb != 0 and self.swap_mode is not SwapMode.RECOMPUTE
 
     def staging_blocks(self, layout: KVLayout) -> int:
@@ -485,7 +419,7 @@ class OffloadConfig(pydantic.BaseModel):
         num_blocks = int(value / per_block)
         if num_blocks < self.blocks_per_chunk and self.enabled:
             raise ConfigError(
-                f"{_env_name(name)}={value} is {num_blocks} blocks (block_size={layout.block_size} tokens, "
+                f"{env_name(name)}={value} is {num_blocks} blocks (block_size={layout.block_size} tokens, "
                 f"{layout.block_nbytes_per_device} bytes a device); expected at least one chunk of "
                 f"{self.blocks_per_chunk} block(s): set it to at least {_round_up(per_block * self.blocks_per_chunk)}, "
                 "or to 0 to turn offloading off"
@@ -522,7 +456,7 @@ class OffloadConfig(pydantic.BaseModel):
         num_chunks = int(self.host_gb * _GB) // chunk_nbytes
         if num_chunks < 1 and self.enabled:
             raise ConfigError(
-                f"{_env_name('host_gb')}={self.host_gb} is less than one chunk of {chunk_nbytes} bytes; set it to at "
+                f"{env_name('host_gb')}={self.host_gb} is less than one chunk of {chunk_nbytes} bytes; set it to at "
                 f"least {_round_up(chunk_nbytes / _GB)}, or to 0 to turn offloading off"
             )
         return num_chunks
@@ -531,27 +465,3 @@ class OffloadConfig(pydantic.BaseModel):
 def _round_up(size: float) -> str:
     """A size in at most six digits, rounded up: rounded to nearest it could be slightly too small."""
     return f"{decimal.Context(prec=6, rounding=decimal.ROUND_UP).create_decimal_from_float(size).normalize():f}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
-
-
-def _env_name(field: str) -> str:
-    return ENV_PREFIX + field.upper()
-
-
-def _one_line(error: pydantic.ValidationError, *, name: Callable[[str], str]) -> str:
-    """Pydantic's first error as one line that names the setting, its value and what is allowed."""
-    detail = error.errors(include_url=False)[0]
-    if not detail["loc"]:  # raised by our own validator, already one line
-        return str(detail["ctx"]["error"])
-    field = str(detail["loc"][0])
-    if detail["type"] == "extra_forbidden":
-        known = difflib.get_close_matches(field, OffloadConfig.model_fields, n=1, cutoff=0.0)[0]
-        return f"{name(field)} is not a setting of tpu_offload; did you mean {name(known)}?"
-    expected = detail["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    if "boolean" in expected:
-        expected = "expected 0 or 1"
-    return f"{name(field)}={_short(detail['input'])}: {expected[0].lower() + expected[1:]}"

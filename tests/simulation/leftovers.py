@@ -1,33 +1,33 @@
-"""Walks the scheduler's objects for tables that should be empty and are not."""
+"""Finds tables of the scheduler's objects that should be empty at the end but are not."""
 
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Tables that are never empty: their sizes are fixed, or bounded by the memory that they describe.
+# Tables that are not empty at the end: of fixed size, or bounded by the memory that they describe.
 _BOUNDED = (
-    "_context.index",  # slots and resident chunks; `check_invariants` holds them together
+    "_context.index",  # slots and resident chunks; see `check_invariants`
     "_num_host_chunks", "_num_swap_blocks", "_oldest", "breakers",  # one entry each
-    "_workers._own", "_workers._setups", "_workers._missing",  # likewise
-    "swap_pool._free", "swap_pool._doubtful", "swap_pool._num_blocks",  # places of the swap pool
+    "_workers._expected", "_workers._setups", "_workers._missing",  # likewise
+    "swap_pool._free", "swap_pool._suspect", "swap_pool._num_blocks",  # places of the swap pool
     "swap_pool._num_known", "swap_pool._unusable",
-    "_swap._returned_at",  # the last 32 steps
+    "_swap._stats._swapped_in_at",  # the last 32 steps
     "backoff._entries",  # the last chunks that failed, at most 4096
     "_costs",  # the last measurements
     "_stages",  # one entry for each direction
 )  # fmt: skip
-# What a worker that is not heard of again may still write.
+# What a worker that never reports again may still write.
 _LATE = ("_late", "_transfers._to_cancel", "swap_pool._num_holders")
 _MODULE = "tpu_offload.core"
 
 
-def not_empty(scheduler: Any, *, late_jobs: bool) -> dict[str, int]:
-    """Sizes of the tables that are not empty, by path.
+def non_empty_tables(scheduler: Any, *, late_jobs: bool) -> dict[str, int]:
+    """Sizes of the non-empty tables, by attribute path.
 
     Args:
-      scheduler: an `OffloadScheduler` that nothing is asked of any more.
-      late_jobs: some worker never said what became of its copies.
+      scheduler: an `OffloadScheduler` without requests or jobs.
+      late_jobs: whether a worker never reported its copies.
     """
     allowed = _BOUNDED + (_LATE if late_jobs else ())
     return {
@@ -47,6 +47,8 @@ def _tables(owner: Any, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
 
 def _look(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
     if isinstance(value, dict | set | list | deque):
+        if _is_ours(value):  # it has attributes beside its entries
+            yield from _tables(value, path, seen)
         inner = list(value.values()) if isinstance(value, Mapping) else list(value)
         if not any(isinstance(item, dict | set | list | deque) or _is_ours(item) for item in inner) or not inner:
             yield path, len(value)
@@ -67,4 +69,6 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
     if dataclasses.is_dataclass(owner):
         return [(field.name, getattr(owner, field.name)) for field in dataclasses.fields(owner)]
     attributes = vars(owner).items() if hasattr(owner, "__dict__") else ()
-    return [(name, value) for name, value in attributes if name != "_on_end"]  # methods of what is found elsewhere
+    return [
+        (name, value) for name, value in attributes if name != "_on_end"
+    ]  # methods of objects that are visited elsewhere

@@ -1,4 +1,4 @@
-"""One life: an engine ahead of its workers, messages that come twice or late, and what came of it."""
+"""One run of the rig: an engine that plans ahead, duplicate and late messages, and the outcome."""
 
 import dataclasses
 import random
@@ -13,21 +13,21 @@ from tests.multiprocess.settings import make_config
 from tpu_offload import ConfigError, KVLayout, LayoutError, OffloadScheduler, StepPlan, Update
 
 _MAX_DRAIN_STEPS = 120
-_MAX_LATE = 4  # steps by which a plan comes late
+_MAX_LATE = 4  # most steps by which a plan is late
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a life.
+    """The outcome of a run.
 
     Attributes:
-      num_checked: blocks compared, on all processes.
-      wrong: (step, process, what differs) of each comparison that failed.
-      broken: rules that were broken besides, in words.
-      refused: the error with which scheduler or worker refused the setup, in one line.
-      difference: where the processes dispatched different copies, in words; empty if they did not.
-      counts: what happened.
-      dispatched: by process, the copies that it dispatched.
+      num_checked: number of blocks compared, on all processes.
+      wrong: (step, process, difference) of each failed comparison.
+      broken: other broken rules, in words.
+      refused: the error by which scheduler or worker refused the setup, in one line.
+      difference: the first difference between the copies that processes dispatched, in words; empty if there is none.
+      counts: counts of events.
+      dispatched: by process, the dispatched copies.
     """
 
     num_checked: int
@@ -40,33 +40,33 @@ class Outcome:
 
     @property
     def violation(self) -> str:
-        """The first rule that was broken, in one line; empty for none."""
+        """The first broken rule, in one line; empty if there is none."""
         if self.wrong:
             step, rank, what = self.wrong[0]
             return f"{len(self.wrong)} comparisons found wrong KV, first after step {step} on process {rank}: {what}"
         return self.broken[0] if self.broken else ""
 
 
-def run_life(processes: Cluster, setup: Setup) -> Outcome:
-    """Runs a life to its end.
+def run_setup(processes: Cluster, setup: Setup) -> Outcome:
+    """Runs a setup to its end.
 
     Raises:
-      ClusterError: a process died, or does not answer. The cluster can only be closed then.
+      ClusterError: a process died or does not answer; the cluster can then only be closed.
     """
     for rank in range(processes.num_processes):
         processes.send(rank, setup)
     begins: list[Begin] = [processes.receive(rank) for rank in range(processes.num_processes)]
     refused = next((begin.error for begin in begins if begin.error), "")
     layouts = [begin.layout for begin in begins if begin.layout is not None]
-    life = None
+    run = None
     if not refused:
-        life = _Life(processes, setup, layouts[0])
-        refused = life.run()
-    return _outcome(processes, life, refused)
+        run = _Run(processes, setup, layouts[0])
+        refused = run.run()
+    return _outcome(processes, run, refused)
 
 
 @final
-class _Life:
+class _Run:
     def __init__(self, processes: Cluster, setup: Setup, layout: KVLayout) -> None:
         self.counts: Counter[str] = Counter()
         self.num_checked = 0
@@ -86,12 +86,12 @@ class _Life:
         self._rng = random.Random(f"{setup.seed} messages")
         self._num_unread = [0 for _ in self._ranks]
         self._num_losses = [0 for _ in self._ranks]
-        self._known_losses = [0 for _ in self._ranks]  # those that the engine has acted on
+        self._known_losses = [0 for _ in self._ranks]  # losses that the engine has handled
         self._sent: list[list[StepPlan]] = [[] for _ in self._ranks]
         self._late: list[list[tuple[int, StepPlan]]] = [[] for _ in self._ranks]
 
     def run(self) -> str:
-        """Returns the error of a setup that was refused, in one line."""
+        """Runs all steps; returns the error of a refused setup, in one line."""
         try:
             for _ in range(self.setup.num_steps):
                 plan, writes = self._engine.plan()
@@ -108,7 +108,7 @@ class _Life:
         return ""
 
     def end(self) -> None:
-        """Adds up what the scheduler has counted."""
+        """Adds the scheduler's counters."""
         stats = self._scheduler.stats()
         for name in ("saved_blocks", "loaded_blocks", "num_failed_jobs", "num_rejected_reports", "num_ignored_results"):
             self.counts[name] = getattr(stats, name)
@@ -116,7 +116,7 @@ class _Life:
         self.counts["losses of caches"] = sum(self._known_losses)
 
     def _drain(self) -> None:
-        """Nothing may be in flight for ever."""
+        """Steps until nothing is in flight, for a limited number of steps."""
         for _ in range(_MAX_DRAIN_STEPS):
             self._step_alone(self._engine.plan_end())
             if not self._scheduler.has_jobs and self._known_losses == self._num_losses:
@@ -124,12 +124,12 @@ class _Life:
         else:
             self.broken.append(
                 f"{_MAX_DRAIN_STEPS} steps after the last request ended: jobs in flight: {self._scheduler.has_jobs}; "
-                f"losses of caches by process {self._num_losses}, told to the engine {self._known_losses}"
+                f"losses of caches by process {self._num_losses}, known to the engine {self._known_losses}"
             )
         self._scheduler.check_invariants()
 
     def _audit(self, document: int) -> None:
-        """Loads what the host tier has of a document, and compares it."""
+        """Loads a document as far as it is in the host tier, and compares it."""
         self._step_alone(self._engine.plan_audit(document))
         for _ in range(_MAX_DRAIN_STEPS):
             if not self._engine.is_loading:
@@ -139,7 +139,7 @@ class _Life:
         self._drain()
 
     def _step_alone(self, plan: StepPlan, expected: dict[int, int] | None = None) -> None:
-        """A step that the engine waits for, without faults of the messages."""
+        """Runs a step and waits for it, without message faults."""
         self._send(plan, {}, expected, is_calm=True)
         self._read(max_ahead=0, is_calm=True)
 
@@ -174,16 +174,16 @@ class _Life:
     def _deliver(
         self, rank: int, plan: StepPlan, *, is_calm: bool
     ) -> tuple[StepPlan | None, tuple[StepPlan, ...], StepPlan | None]:
-        """What reaches a process in this step: the plan, those before it, and one in the middle of the step."""
+        """The plans that reach a process in this step: its plan, earlier ones, and one in the middle of the step."""
         rng, rates, sent = self._rng, self.setup.transport, self._sent[rank]
-        # Late is what comes after a later plan. What comes after the forward pass of its step but before any later plan
-        # cannot be told from one in time; docs/failures.md asks engines not to do that.
+        # A plan is late if it arrives after a later plan. One that arrives after its step's forward pass but before a
+        # # later plan cannot be detected; docs/failures.md forbids that.
         last = sent[-1].step_id if sent else -1
         before = [late for due, late in self._late[rank] if due <= self._num_steps and late.step_id < last]
         self._late[rank] = [(due, late) for due, late in self._late[rank] if late not in before]
         if sent and not is_calm and rng.random() < rates.plan_again:
             before.append(rng.choice(sent[-6:]))
-            self.counts["plans that came again"] += 1
+            self.counts["duplicate plans"] += 1
         given, inside = plan, None
         if not is_calm and rng.random() < rates.plan_late:
             self._late[rank].append((self._num_steps + rng.randint(1, _MAX_LATE), plan))
@@ -191,12 +191,12 @@ class _Life:
             return None, tuple(before), None
         if not is_calm and rng.random() < rates.plan_again:
             inside = rng.choice([*sent[-4:], plan])
-            self.counts["plans that came again"] += 1
+            self.counts["duplicate plans"] += 1
         sent.append(plan)
         return given, tuple(before), inside
 
     def _read(self, *, max_ahead: int, is_calm: bool = False) -> None:
-        """Takes the replies of all steps but the last `max_ahead`."""
+        """Processes the replies of all steps except the last `max_ahead`."""
         for rank in self._ranks:
             while self._num_unread[rank] > max_ahead:
                 self._num_unread[rank] -= 1
@@ -226,7 +226,7 @@ class _Life:
             self._engine.take(self._scheduler.apply(reply.report))
 
     def _act_on(self, rank: int, reply: Reply, update: Update | None) -> None:
-        """What an engine does with an update; a loss of caches comes first, for what was loaded is lost with them."""
+        """Processes an update as an engine does; lost caches first, because loaded blocks are lost with them."""
         if update is not None and update.lost_caches:
             self._known_losses[rank] = reply.num_losses
             self._engine.lose_caches()
@@ -234,20 +234,18 @@ class _Life:
             self._engine.take(update)
 
 
-def _outcome(processes: Cluster, life: _Life | None, refused: str) -> Outcome:
+def _outcome(processes: Cluster, run: _Run | None, refused: str) -> Outcome:
     for rank in range(processes.num_processes):
         processes.send(rank, "end")
     ends: list[End] = [processes.receive(rank) for rank in range(processes.num_processes)]
     dispatched = tuple(end.dispatched for end in ends)
-    if life is None:
+    if run is None:
         return Outcome(0, (), (), refused, "", Counter(), dispatched)
-    life.end()
+    run.end()
     difference = _difference(dispatched)
-    if difference and not refused and life.setup.dispatches_alike:
-        life.broken.append(difference)
-    return Outcome(
-        life.num_checked, tuple(life.wrong), tuple(life.broken), refused, difference, life.counts, dispatched
-    )
+    if difference and not refused and run.setup.dispatches_alike:
+        run.broken.append(difference)
+    return Outcome(run.num_checked, tuple(run.wrong), tuple(run.broken), refused, difference, run.counts, dispatched)
 
 
 def _difference(dispatched: Sequence[Sequence[Any]]) -> str:

@@ -1,11 +1,11 @@
-"""A model runner that has other tokens than vLLM: what was computed on them is kept nowhere, host tier or HBM."""
+"""A model runner that has other tokens than vLLM: KV computed on them is found neither in the host tier nor in HBM."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from tests.adapters.scheduler_stack import BLOCK_SIZE, make_stack, prompt, save_prompt
-from tpu_offload.adapters.vllm.distrust import Distrust
+from tpu_offload.adapters.vllm.tainted_requests import TaintedRequests
 
 pytestmark = pytest.mark.vllm
 
@@ -25,22 +25,22 @@ def make(async_scheduling, num_workers, **settings):
     return stack
 
 
-def go_wrong(stack, *request_ids):
-    """The last worker's runner has another token for these requests than vLLM, from some place on."""
+def corrupt_tokens(stack, *request_ids):
+    """Gives the last worker's runner a wrong token for these requests."""
     batch = stack.runners[-1].input_batch
     fill = batch.fill
 
-    def fill_wrongly(inputs):
+    def fill_corrupted(inputs):
         fill(inputs)
         for request_id, row in batch.req_id_to_index.items():
             if request_id in request_ids and len(inputs[request_id].tokens) > WRONG_AT:
                 batch.token_ids_cpu[row, WRONG_AT] += 1
 
-    batch.fill = fill_wrongly
+    batch.fill = fill_corrupted
 
 
-def num_kept(stack, name):
-    """How many tokens of a request and its answer the host tier finds; each byte of them is looked at."""
+def num_found(stack, name):
+    """The tokens of a request and its answer that the host tier finds; checks every byte of them."""
     stack.scheduler.reset_prefix_cache()
     matched = stack.offload.stats().matched_tokens
     stack.serve(f"{name} again", [*stack.sequence(name).tokens[: NUM_TOKENS - 1], 1], max_tokens=1)
@@ -48,28 +48,28 @@ def num_kept(stack, name):
 
 
 @modes
-def test_nothing_generated_is_kept_from_there_on(async_scheduling, num_workers):
+def test_nothing_generated_is_saved_or_found_from_the_first_wrong_token_on(async_scheduling, num_workers):
     stack = make(async_scheduling, num_workers, sync_load=True)
-    go_wrong(stack, "a")
+    corrupt_tokens(stack, "a")
     tokens = prompt(NUM_PROMPT, seed=5)
     stack.add("a", tokens, max_tokens=3 * BLOCK_SIZE)
     stack.add("b", prompt(NUM_PROMPT, seed=6), max_tokens=3 * BLOCK_SIZE)
     stack.drain()
-    assert not stack.side._distrust.request_ids
+    assert not stack.side._tainted.request_ids
     a = list(stack.sequence("a").tokens[: NUM_TOKENS - 1])
     before = stack.scheduler.kv_cache_manager.get_computed_blocks(stack._make_request("x", [*a, 1]))[1]
     assert before == NUM_PROMPT // BLOCK_SIZE * BLOCK_SIZE, "in HBM"
-    assert num_kept(stack, "a") == NUM_PROMPT // BLOCK_SIZE * BLOCK_SIZE
-    assert num_kept(stack, "b") == (NUM_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert num_found(stack, "a") == NUM_PROMPT // BLOCK_SIZE * BLOCK_SIZE
+    assert num_found(stack, "b") == (NUM_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
     stack.check_end()
 
 
 @modes
-def test_who_found_it_in_hbm_is_not_saved_either(async_scheduling, num_workers):
-    """It comes by while the other generates, before a block of that is known to be wrong."""
+def test_a_request_that_found_tainted_blocks_in_hbm_is_not_saved_either(async_scheduling, num_workers):
+    """It arrives while the other decodes, before a block of that is known to be wrong."""
     stack = make(async_scheduling, num_workers, sync_load=True)
     tokens = prompt(NUM_PROMPT, seed=5)
-    go_wrong(stack, "a")
+    corrupt_tokens(stack, "a")
     stack.add("a", tokens, max_tokens=3 * BLOCK_SIZE)
     for _ in range(200):
         stack.step()
@@ -82,26 +82,26 @@ def test_who_found_it_in_hbm_is_not_saved_either(async_scheduling, num_workers):
     resident = len(stack.offload._index)
     stack.scheduler.reset_prefix_cache()
     stack.serve("again", [*stack.sequence("a").tokens[: NUM_TOKENS - 1], 1], max_tokens=1)
-    stack.check()  # reads every byte that it was given
+    stack.check()  # checks every byte that it was given
     assert len(stack.offload._index) >= resident
     stack.check_end()
 
 
-def test_others_are_saved_though_their_step_was_not():
+def test_other_requests_are_saved_after_a_cancelled_step():
     stack = make(True, 1, sync_load=False)
-    go_wrong(stack, "a")
+    corrupt_tokens(stack, "a")
     for name in "abc":
         stack.add(name, prompt(NUM_PROMPT, seed=ord(name)), max_tokens=3 * BLOCK_SIZE)
     stack.drain()
     assert stack.offload.stats().num_failed_jobs > 0
-    for name, found in (("b", NUM_TOKENS - 1), ("c", NUM_TOKENS - 1), ("a", NUM_PROMPT)):
-        assert num_kept(stack, name) == found // BLOCK_SIZE * BLOCK_SIZE, name
+    for name, num_expected in (("b", NUM_TOKENS - 1), ("c", NUM_TOKENS - 1), ("a", NUM_PROMPT)):
+        assert num_found(stack, name) == num_expected // BLOCK_SIZE * BLOCK_SIZE, name
     stack.check_end()
 
 
-def test_the_next_request_of_that_id_is_trusted():
+def test_the_next_request_with_that_id_is_not_tainted():
     stack = make(True, 1, sync_load=False)
-    go_wrong(stack, "a")
+    corrupt_tokens(stack, "a")
     stack.serve("a", prompt(NUM_PROMPT, seed=5), max_tokens=3 * BLOCK_SIZE)
     stack.runners[-1].input_batch.fill = type(stack.runners[-1].input_batch).fill.__get__(stack.runners[-1].input_batch)
     before = stack.offload.stats().saved_blocks
@@ -111,32 +111,32 @@ def test_the_next_request_of_that_id_is_trusted():
 
 
 @modes
-def test_who_waits_for_a_load_gets_it_though_it_is_distrusted(async_scheduling, num_workers):
-    """It holds blocks of the same numbers as one that has ended and is heard of only now."""
+def test_a_tainted_request_still_gets_the_load_that_it_waits_for(async_scheduling, num_workers):
+    """It holds blocks with the ids of those of an ended request that is reported only now."""
     stack = make(async_scheduling, num_workers, sync_load=True)
     tokens = prompt(NUM_PROMPT, seed=5)
     stack.serve("first", tokens, max_tokens=3)
     stack.scheduler.reset_prefix_cache()
     stack.add("again", tokens, max_tokens=3)
-    spread = stack.side._distrust.spread
+    propagate = stack.side._tainted.propagate
 
-    def spread_to_all(requests, admitted):
-        stack.side._distrust._bad.update(range(stack.num_blocks))
-        return spread(requests, admitted)
+    def propagate_to_all(requests, admitted):
+        stack.side._tainted._tainted_block_ids.update(range(stack.num_blocks))
+        return propagate(requests, admitted)
 
-    stack.side._distrust._bad.add(1)
-    stack.side._distrust.spread = spread_to_all
+    stack.side._tainted._tainted_block_ids.add(1)
+    stack.side._tainted.propagate = propagate_to_all
     stack.step()
-    assert "again" in stack.side._distrust
+    assert "again" in stack.side._tainted
     stack.drain()
     stack.check_end()
 
 
-# --- the books alone -------------------------------------------------------------------------------
+# --- TaintedRequests alone --------------------------------------------------------------------------
 
 
 class Manager:
-    """vLLM's, as far as it is asked: who holds which blocks; blocks of two tokens."""
+    """A stand-in for vLLM's KV cache manager, with blocks of two tokens."""
 
     def __init__(self, **tables):
         self.tables = tables
@@ -161,43 +161,43 @@ def requests(**num_tokens):
     }
 
 
-def test_who_shares_a_bad_block_is_bad_from_there_on_its_prompt_too():
+def test_a_request_that_shares_a_tainted_block_is_tainted_from_there_on_even_in_its_prompt():
     manager = Manager(a=[1, 2, 3, 4], b=[1, 2, 3, 5, 6], c=[1, 7], d=[6, 8])
-    distrust = Distrust(manager, block_size=2)
+    tainted = TaintedRequests(manager, block_size=2)
     held = requests(a=(4, 8), b=(10, 10), c=(4, 4), d=(4, 4))
-    assert not distrust
-    distrust.hear("a", (3, 4), held["a"])
-    assert distrust
+    assert not tainted
+    tainted.add("a", (3, 4), held["a"])
+    assert tainted
     assert manager.take_evicted() == [3, 4]
-    assert sorted(distrust.spread(held, ())) == ["b", "d"], "d hangs on what b has computed"
-    assert distrust.request_ids == {"a", "b", "d"}
+    assert sorted(tainted.propagate(held, ())) == ["b", "d"], "d shares a block that b has computed"
+    assert tainted.request_ids == {"a", "b", "d"}
     assert set(manager.take_evicted()) == {3, 4, 5, 6, 8}
-    assert distrust.spread(held, ()) == []
+    assert tainted.propagate(held, ()) == []
 
 
-def test_what_a_request_that_has_ended_has_left_behind_is_bad():
+def test_blocks_left_by_an_ended_request_are_tainted():
     manager = Manager(b=[1, 2, 3, 5], c=[1, 7])
-    distrust = Distrust(manager, block_size=2)
-    distrust.hear("a", (3, 4, 1000), None)
-    assert distrust
-    assert "a" not in distrust
+    tainted = TaintedRequests(manager, block_size=2)
+    tainted.add("a", (3, 4, 1000), None)
+    assert tainted
+    assert "a" not in tainted
     assert manager.take_evicted() == [3, 4], "there is no block 1000"
-    assert distrust.spread(requests(b=(8, 8), c=(4, 4)), ()) == ["b"]
-    distrust.finish("b")
-    assert not distrust
+    assert tainted.propagate(requests(b=(8, 8), c=(4, 4)), ()) == ["b"]
+    tainted.finish("b")
+    assert not tainted
 
 
-def test_later_only_who_is_admitted_is_looked_at_and_only_new_blocks_are_forgotten():
+def test_later_only_admitted_requests_are_checked_and_only_new_blocks_are_evicted():
     manager = Manager(a=[1, *range(10, 30)])
-    distrust = Distrust(manager, block_size=2)
+    tainted = TaintedRequests(manager, block_size=2)
     held = requests(a=(2, 42))
-    distrust.hear("a", (), held["a"])
-    assert distrust.spread(held, ()) == []
+    tainted.add("a", (), held["a"])
+    assert tainted.propagate(held, ()) == []
     assert manager.take_evicted() == list(range(10, 30))
     manager.tables |= {"a": [1, *range(10, 31)], "b": [1, 10, 50], "c": [1, 10]}
     held |= requests(b=(6, 6), c=(4, 4))
-    assert distrust.spread(held, {"c"}) == ["c"]
+    assert tainted.propagate(held, {"c"}) == ["c"]
     assert set(manager.take_evicted()) == {10, 28, 29, 30}
-    manager.tables["a"] = [1, 60, 61]  # preempted, and admitted again
-    assert distrust.spread(held, {"a"}) == ["b"], "it has been sharing with the other one all the time"
+    manager.tables["a"] = [1, 60, 61]  # preempted and admitted again
+    assert tainted.propagate(held, {"a"}) == ["b"], "it has shared blocks with that one all the time"
     assert set(manager.take_evicted()) >= {60, 61}

@@ -1,13 +1,13 @@
-"""Block tables and block hashes as engines have them, read into plain integers and bytes of our own.
+"""Reads block tables and block hashes, in whatever form an engine has them, into plain ints and bytes.
 
-An engine hands in what it has: a list that it appends to, a row of a numpy array that it fills with another request's
-blocks in the next step, an array on a device, a deque, a memory view. What counts is what such an object says during
-the call. Nothing of it is kept, and all of it is read before the call changes anything: what cannot be read is refused
+An engine passes what it has: a list that it appends to, a row of a numpy array that it overwrites with another
+request's blocks in the next step, an array on a device, a deque, a memory view. Only its contents during the call
+count. No reference to it is kept, and all of it is read before the call changes anything: unreadable input is rejected
 as a whole.
 
-A table is read in every step in which its request completes a block, and it may be long. So only what is new in it is
-checked one by one, and the rest is compared with what the request had before, which takes 4 ns a block. Arrays stay
-arrays: there a copy is cheaper than the comparison.
+A table is read in every step in which its request completes a block, and it may be long. So only new ids are validated
+one by one, and the others are compared with the request's previous ones, which takes 4 ns a block. Arrays stay arrays:
+copying one is cheaper than comparing it.
 """
 
 import array
@@ -22,35 +22,35 @@ from tpu_offload.types import BlockHash
 from tpu_offload.values import as_count, one_line
 
 Ids = list[int] | npt.NDArray[np.int64]
-"""Block ids that nobody else can change; from 0 on."""
+"""Block ids, not negative, in a container that the engine has no reference to."""
 
 _MAX = 2**63 - 1
 _INTS = {int}
 _BYTES = {bytes}
-_RAW = "bBc"  # formats of memory views of single bytes: these are somebody's memory, not numbers
+_RAW = "bBc"  # formats of memory views of single bytes: raw memory, not numbers
 
 
 def read_ids(request_id: str, given: Any, first: int = 0, end: int | None = None) -> list[int]:
-    """The block ids `first` to `end - 1` of a table, by default all; ids before and after them are not looked at.
+    """The block ids `first` to `end - 1` of a table, by default all; the others are not read.
 
     Raises:
-      RequestError: it is no sequence of block ids, or has fewer than it says.
+      RequestError: the table is not a sequence of block ids, or is shorter than its length says.
     """
     return plain(_read(request_id, given, first, end))
 
 
 def read_changes(request_id: str, known: Ids, given: Any, end: int) -> tuple[int, Ids]:
-    """What the first `end` block ids of a table are, beside what they were.
+    """The first `end` block ids of a table, as changes to those read before.
 
     Args:
-      request_id: whose.
-      known: its first blocks, as they were.
-      given: its table; it has at least `end` ids.
-      end: how many are wanted.
+      request_id: the request of the table.
+      known: its first block ids, as read before.
+      given: its table, of at least `end` ids.
+      end: how many to read.
     Returns:
-      How many of `known`, from the first on, stay what they are; and the ids after those, in a new list or array.
+      How many of `known`, from the first on, are unchanged; and the ids after those, in a new list or array.
     Raises:
-      RequestError: it is no sequence of block ids.
+      RequestError: the table is not a sequence of block ids.
     """
     if type(given) is tuple:
         given = list(given[:end])
@@ -62,7 +62,7 @@ def read_changes(request_id: str, known: Ids, given: Any, end: int) -> tuple[int
     try:
         if given[:num_same] != known:
             num_same = 0
-    except Exception as e:  # something that cannot be compared is in it
+    except Exception as e:  # an element cannot be compared
         raise _unreadable(request_id, "block ids", e) from e
     return num_same, _plain_ids(request_id, given[num_same:end])
 
@@ -71,13 +71,13 @@ def read_hashes(request_id: str, given: Any, first: int = 0, end: int | None = N
     """Every `step`-th hash of a sequence of block hashes, from `first` on.
 
     Raises:
-      RequestError: it is no sequence, or one of these is no bytes.
+      RequestError: it is not a sequence, or one of these hashes is not bytes.
     """
     if type(given) is list:
         hashes = given[first:end:step]
     else:
         check_sequence(request_id, given, "block hashes")
-        # numpy's own bytes lose the zeros that they end with, so only an array of objects can hold hashes.
+        # numpy's own bytes lose trailing zeros, so only an array of objects can hold hashes.
         if isinstance(given, np.ndarray) and given.dtype != object:
             raise RequestError(
                 f"the block hashes of request {request_id} are an array of {given.dtype}; expected a sequence of bytes"
@@ -95,10 +95,10 @@ def read_hashes(request_id: str, given: Any, first: int = 0, end: int | None = N
 
 
 def read_tables(request_id: str, given: Any, *, num_groups: int | None = None) -> list[Any]:
-    """The block tables of a request, one a layer group; their ids are yet to be read.
+    """The block tables of a request, one a layer group; does not read their ids.
 
     Raises:
-      RequestError: they are no sequence of sequences, or not one for each of so many layer groups.
+      RequestError: they are not a sequence of sequences, or not `num_groups` of them.
     """
     check_sequence(request_id, given, "block tables")
     try:
@@ -116,20 +116,20 @@ def read_tables(request_id: str, given: Any, *, num_groups: int | None = None) -
 
 
 def check_sequence(request_id: str, items: Any, what: str) -> None:
-    """Raises RequestError unless this has a length and an order. What is in it is not looked at."""
+    """Raises RequestError unless this is a sequence. Its elements are not looked at."""
     kind = type(items)
     if kind is list or kind is tuple:
         return
     try:
         sound = hasattr(items, "__getitem__") and len(items) >= 0
-    except Exception as e:  # an array of no dimension, for instance
+    except Exception as e:  # a zero-dimensional array, for instance
         raise _unreadable(request_id, what, e) from e
     if not sound or isinstance(items, (str, bytes, bytearray, dict)):
         raise RequestError(f"the {what} of request {request_id} are a {kind.__name__}; expected a sequence")
 
 
 def plain(ids: Ids) -> list[int]:
-    """As integers of Python, which is what jobs hold."""
+    """The ids as Python ints, which is what jobs hold."""
     return ids if isinstance(ids, list) else ids.tolist()
 
 
@@ -137,7 +137,7 @@ def _read(request_id: str, given: Any, first: int, end: int | None) -> Ids:
     """The ids as a new list or array."""
     check_sequence(request_id, given, "block ids")
     try:
-        wanted = (len(given) if end is None else end) - first
+        num_wanted = (len(given) if end is None else end) - first
         items = _items(given, first, end)
     except Exception as e:
         raise _unreadable(request_id, "block ids", e) from e
@@ -146,19 +146,19 @@ def _read(request_id: str, given: Any, first: int, end: int | None) -> Ids:
     else:
         if items.ndim != 1 or items.dtype.kind not in "iu":
             raise RequestError(
-                f"the block ids of request {request_id} are an array of {items.dtype}{list(items.shape)}; expected one "
-                "of integers, of one dimension"
+                f"the block ids of request {request_id} are an array of {items.dtype}{list(items.shape)}; expected "
+                "integers in one dimension"
             )
         ids = np.array(items, np.int64)
         if len(ids) and ids.min() < 0:
-            raise _no_ids(request_id, int(items[int(ids.argmin())]))
-    if len(ids) != wanted:
-        raise RequestError(f"request {request_id} has {len(ids)} block ids where {wanted} were expected")
+            raise _bad_ids(request_id, int(items[int(ids.argmin())]))
+    if len(ids) != num_wanted:
+        raise RequestError(f"request {request_id} has {len(ids)} block ids; expected {num_wanted}")
     return ids
 
 
 def _items(given: Any, first: int, end: int | None) -> Any:
-    """A slice of what was given: a new list of anything, or an array that may still be the engine's."""
+    """A slice of what was given: a new list of anything, or an array that may be a view of the engine's."""
     kind = type(given)
     if kind is list:
         return given[first:end]
@@ -175,7 +175,7 @@ def _items(given: Any, first: int, end: int | None) -> Any:
 def _plain_ids(request_id: str, items: list[Any]) -> list[int]:
     if not items:
         return items
-    if len(items) == 1 and type(items[0]) is int and 0 <= items[0] <= _MAX:  # a request that generates
+    if len(items) == 1 and type(items[0]) is int and 0 <= items[0] <= _MAX:  # a request in decode
         return items
     if set(map(type, items)) == _INTS and min(items) >= 0 and max(items) <= _MAX:
         return items
@@ -183,14 +183,14 @@ def _plain_ids(request_id: str, items: list[Any]) -> list[int]:
     for item in items:
         block_id = as_count(item)
         if block_id is None:
-            raise _no_ids(request_id, item)
+            raise _bad_ids(request_id, item)
         ids.append(block_id)
     return ids
 
 
-def _no_ids(request_id: str, item: Any) -> RequestError:
+def _bad_ids(request_id: str, item: Any) -> RequestError:
     return RequestError(
-        f"request {request_id} has block ids like {one_line(item)}; expected a sequence of integers from 0 on"
+        f"request {request_id} has the block id {one_line(item)}; expected a sequence of integers from 0 on"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is known of loads on their way and of chunks whose loads failed: what a request may use, and try again."""
+"""Tracks loads in flight and chunks whose loads failed: what a request may use and retry."""
 
 import dataclasses
 from collections.abc import Collection, Iterable
@@ -14,9 +14,9 @@ class Loading:
 
     Attributes:
       job_id: the job.
-      slots: slot of the host tier that each block is read from.
-      chunks: hash that names the chunk of each block.
-      num_good: leading blocks of which nothing bad was heard.
+      slots: for each block, the slot of the host tier that it is read from.
+      chunks: for each block, the hash of its chunk.
+      num_good: leading blocks without a reported failure.
       bad: chunks whose copies failed.
     """
 
@@ -27,13 +27,13 @@ class Loading:
     bad: set[BlockHash | None] = dataclasses.field(default_factory=set)
 
     def fail(self, positions: Iterable[int]) -> None:
-        """These blocks are not there, or may not be."""
+        """Marks blocks as not, or possibly not, loaded."""
         self.num_good = min(self.num_good, min(positions))
 
 
 @final
-class LoadBooks:
-    """The loads of all requests.
+class LoadTracker:
+    """Tracks the loads of all requests.
 
     Args:
       block_size: tokens in a block.
@@ -42,30 +42,30 @@ class LoadBooks:
     def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
         self._loadings: dict[str, Loading] = {}
-        self._shunned: dict[str, set[BlockHash]] = {}  # chunks that a request has seen fail
+        self._failed_chunks: dict[str, set[BlockHash]] = {}  # per request, chunks whose load failed for it
 
     def start(self, name: str, loading: Loading) -> None:
         self._loadings[name] = loading
 
-    def forget(self, name: str) -> None:
-        """The request waits no more."""
+    def cancel(self, name: str) -> None:
+        """The request no longer waits for a load."""
         self._loadings.pop(name, None)
 
-    def end(self, name: str) -> None:
-        """The request is gone."""
-        self.forget(name)
-        self._shunned.pop(name, None)
+    def end_request(self, name: str) -> None:
+        """The request has ended."""
+        self.cancel(name)
+        self._failed_chunks.pop(name, None)
 
     def reset(self) -> None:
-        """What is on its way is of no use, and what failed goes by other names."""
-        self._shunned.clear()
+        """Loads in flight become invalid, and earlier failures no longer apply: chunks have new keys."""
+        self._failed_chunks.clear()
         for loading in self._loadings.values():
             loading.num_good = 0
             loading.bad.clear()
             loading.chunks = [None] * len(loading.chunks)
 
     def fail(self, job_id: int, positions: Collection[int]) -> None:
-        """Copies of these blocks failed or were late; of none in particular means of all."""
+        """Copies of these blocks failed or timed out; no positions means all blocks."""
         for loading in self._loadings.values():
             if loading.job_id == job_id:
                 failed = positions or range(len(loading.slots))
@@ -73,47 +73,47 @@ class LoadBooks:
                 loading.bad.update(loading.chunks[i] for i in failed)
 
     def lose_slots(self, first: int, end: int) -> None:
-        """Host memory is gone."""
+        """Host memory of these slots was lost."""
         for loading in self._loadings.values():
             lost = [i for i, slot in enumerate(loading.slots) if first <= slot < end]
             if lost:
                 loading.fail(lost)
 
     def check_match(self, name: str, chunks: Iterable[BlockHash]) -> None:
-        """Raises Violation if a request is promised again what failed for it and has not been loaded since."""
-        if not self._shunned.get(name, set()).isdisjoint(chunks):
-            raise Violation(f"{name} is promised a chunk again whose load failed for it")
+        """Raises Violation if a request is promised a chunk that failed for it and has not been loaded since."""
+        if not self._failed_chunks.get(name, set()).isdisjoint(chunks):
+            raise Violation(f"{name} is promised a chunk whose load failed for it before")
 
-    def take(self, name: str, num_tokens: int, *, finished: bool, ended: bool) -> set[BlockHash]:
-        """The engine hears of the end of a load.
+    def end_load(self, name: str, num_tokens: int, *, finished: bool, ended: bool) -> set[BlockHash]:
+        """The engine is told that a load has ended.
 
         Args:
-          name: whose.
-          num_tokens: tokens that it brought.
-          finished: all of them.
-          ended: the workers are through with it.
+          name: the request.
+          num_tokens: number of loaded tokens.
+          finished: whether all tokens were loaded.
+          ended: whether all workers have finished it.
         Returns:
-          Chunks whose copies failed, when the workers are through with it.
+          Chunks whose copies failed, if all workers have finished it.
         Raises:
-          Violation: it uses what failed or was lost.
+          Violation: it uses tokens that failed or were lost.
         """
         loading = self._loadings.pop(name, None)
-        if loading is None:  # never sent
+        if loading is None:  # it was never sent
             return set()
         good = loading.num_good * self._block_size
         if num_tokens > good or (finished and loading.num_good < len(loading.slots)):
-            raise Violation(f"{name} uses {num_tokens} tokens of load {loading.job_id}; {good} of them are there")
+            raise Violation(f"{name} uses {num_tokens} tokens of load {loading.job_id}; only {good} of them are valid")
         if finished:
-            for other in self._loadings.values():  # its end may have come before, in the same report
+            for other in self._loadings.values():  # one that failed earlier in the same report
                 other.bad.difference_update(loading.chunks)
-            for shunned in self._shunned.values():
-                shunned.difference_update(chunk for chunk in loading.chunks if chunk is not None)
+            for failed_chunks in self._failed_chunks.values():
+                failed_chunks.difference_update(chunk for chunk in loading.chunks if chunk is not None)
         if finished or not ended:
             return set()
         bad = {chunk for chunk in loading.bad if chunk is not None}
-        self._shunned.setdefault(name, set()).update(bad)
+        self._failed_chunks.setdefault(name, set()).update(bad)
         return bad
 
     def job_of(self, name: str) -> int:
-        """The load that a request waits for; -1 without one."""
+        """The job id of the load that a request waits for; -1 without one."""
         return self._loadings[name].job_id if name in self._loadings else -1

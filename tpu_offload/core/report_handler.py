@@ -1,7 +1,8 @@
 """Applies worker reports: host capacity, worker restarts, losses of the KV caches, job completions.
 
-A slot of the host tier, or a block of the swap pool, is usable once every worker has it, and gone when one has lost it:
-each chunk has a part on every worker. A worker that was started anew has lost all of them, and its KV caches too.
+Every worker holds a shard of each chunk. So a slot of the host tier, or a block of the swap pool, is usable once every
+worker has allocated it, and lost when one worker has lost it. A restarted worker has lost all of them, and its KV
+caches too.
 """
 
 import logging
@@ -10,7 +11,7 @@ from typing import final
 
 from tpu_offload.config import CopyPath
 from tpu_offload.core.context import TierContext
-from tpu_offload.core.index import touches
+from tpu_offload.core.index import overlaps
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.swap import RequestSwap
 from tpu_offload.core.tiering import StoragePlanner
@@ -23,16 +24,16 @@ _logger = logging.getLogger(__name__)
 
 
 @final
-class Reports:
-    """What is known of each worker, and what follows from its next report.
+class ReportHandler:
+    """Applies the reports of all workers.
 
     Args:
-      context: the books.
+      context: the scheduler's shared state.
       workers: those that report each step.
-      save_policy: told how large the host tier is.
-      transfers: told what was lost of the host tier.
-      storage: likewise, and of storage.
-      swap: told what was lost of the swap pool.
+      save_policy: is told the capacity of the host tier.
+      transfers: is told losses of the host tier.
+      storage: likewise, and restarts of workers.
+      swap: is told losses of the swap pool.
     """
 
     def __init__(
@@ -61,15 +62,15 @@ class Reports:
         self._num_swap_blocks = dict.fromkeys(range(len(workers)), (0,) * num_groups)
         self._num_host_chunks = dict.fromkeys(range(len(workers)), 0)
         self._lost_caches: list[int] = []
-        self._repeated: StepReport | None = None  # one that changes nothing when it comes again
+        self._idempotent: StepReport | None = None  # the last report, if applying it again would change nothing
 
     def apply(self, report: StepReport) -> None:
-        """Takes one worker's report; one that makes no sense is ignored whole, and counted.
+        """Applies one worker's report; an invalid one is ignored and counted.
 
         Raises:
-          ConfigError: the worker was not made for this scheduler; nothing of the report was taken.
+          ConfigError: the worker was not made for this scheduler; nothing of the report was applied.
         """
-        if report is self._repeated:  # what a worker next door says in most steps
+        if report is self._idempotent:  # a worker in this process sends the same object in most steps
             return
         error = report_error(
             report,
@@ -78,19 +79,19 @@ class Reports:
             max_swap_blocks=self._max_swap_blocks,
         )
         if error:
-            if has_setup(report):  # a worker with other settings may say what cannot be with ours
+            if has_setup(report):  # with the settings of another scheduler the report may well be invalid
                 self._workers.check(report)
             self._reject(error)
             return
-        if self._is_of_an_earlier_life(report):
+        if self._is_stale(report):
             self._counts.num_ignored_results += len(report.results)
             return
         self._workers.check(report)
-        self._note_life(report)
-        self._workers.hear(report)
+        self._check_incarnation(report)
+        self._workers.note_report(report)
         if report.setup is not None:
             self._staging.use(dict(_paths(report.setup)))
-        self._take(report)
+        self._apply_valid(report)
 
     @property
     def has_news(self) -> bool:
@@ -102,8 +103,8 @@ class Reports:
         lost, self._lost_caches = tuple(dict.fromkeys(self._lost_caches)), []
         return lost
 
-    def _take(self, report: StepReport) -> None:
-        """Takes a report that makes sense, of the life of its worker that is known."""
+    def _apply_valid(self, report: StepReport) -> None:
+        """Applies a valid report from the current incarnation of its worker."""
         worker_id = report.worker_id
         if report.num_host_chunks > self._num_host_chunks[worker_id]:
             # A slot is usable once every worker has it.
@@ -113,103 +114,106 @@ class Reports:
         if report.num_swap_blocks:
             self._grow_swap_pool(report)
         for first, end in report.lost_slots:
-            self._lose_slots(first, end)
+            self._mark_slots_lost(first, end)
         for group_id, first, end in report.lost_swap_blocks:
-            self._swap.lose_blocks(group_id, first, end)
+            self._swap.mark_blocks_lost(group_id, first, end)
         for result in report.results:
             if not self._jobs.report(worker_id, result):
                 self._counts.num_ignored_results += 1
-        if report.oldest_job_id <= self._jobs.num_given:
+        if report.oldest_job_id <= self._jobs.next_job_id:
             why = f"worker {worker_id} never reported the result"
             self._counts.num_lost_results += self._jobs.ack_through(worker_id, report.oldest_job_id, why=why)
-        else:  # it has been told of jobs that are not ours: another scheduler's, before this one
-            self._reject(f"worker {worker_id} is through with job {report.oldest_job_id}, which was never given")
-        self._hear_of_losses(report)
-        self._transfers.settle()
+        else:  # the worker has run jobs of another scheduler, before this one
+            self._reject(
+                f"worker {worker_id} acknowledges jobs before {report.oldest_job_id}; the next one is "
+                f"{self._jobs.next_job_id}"
+            )
+        self._check_cache_losses(report)
+        self._transfers.flush_losses()
         if not (report.results or report.lost_slots or report.lost_swap_blocks):
-            self._repeated = report
+            self._idempotent = report
 
     def _reject(self, error: str) -> None:
         self._counts.num_rejected_reports += 1
-        if self._counts.num_rejected_reports.bit_count() == 1:  # 1, 2, 4, 8, ...: whoever sends many fills no log
+        if self._counts.num_rejected_reports.bit_count() == 1:  # 1, 2, 4, 8, ...: many do not fill the log
             count = self._counts.num_rejected_reports
-            _logger.error("report %d that makes no sense is ignored, as those before it: %s", count, error)
+            _logger.error("ignored an invalid report (%d so far): %s", count, error)
 
-    def _is_of_an_earlier_life(self, report: StepReport) -> bool:
-        """Whether the worker has been started anew since; unless it shows that it still lives (`WorkerSetup.rival`)."""
+    def _is_stale(self, report: StepReport) -> bool:
+        """Whether the report is from before a restart of its worker, and not from a rival (`WorkerSetup.rival`)."""
         if report.worker_id >= len(self._workers) or (report.setup is not None and report.setup.rival):
-            return False  # an error, as `Workers.check` says
+            return False  # `Workers.check` raises a ConfigError
         known, _ = self._workers.known_epoch(report.worker_id)
         if not report.incarnation or report.incarnation >= known:
             return False
-        self._reject(f"stale report from worker {report.worker_id}: incarnation {report.incarnation}, now {known}")
+        self._reject(f"stale report from worker {report.worker_id}: incarnation {report.incarnation}, current {known}")
         return True
 
-    def _note_life(self, report: StepReport) -> None:
-        """Takes note of the life of its worker that a report is of, and of what follows if that is a new one."""
+    def _check_incarnation(self, report: StepReport) -> None:
+        """Records the incarnation of a worker, and handles a restart."""
         known, _ = self._workers.known_epoch(report.worker_id)
         if not report.incarnation or report.incarnation == known:
             return
         if known:
-            self._start_anew(report)
-            self._lose_caches(report)
-        else:  # its first life, as far as anybody knows
+            self._handle_restart(report)
+            self._handle_cache_loss(report)
+        else:  # its first report
             self._workers.set_epoch(
                 CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=0)
             )
 
-    def _hear_of_losses(self, report: StepReport) -> None:
+    def _check_cache_losses(self, report: StepReport) -> None:
         incarnation, num_losses = self._workers.known_epoch(report.worker_id)
         if report.incarnation == incarnation and report.num_cache_losses > num_losses:
-            _logger.error("worker %d has lost its KV caches; what they held is computed again", report.worker_id)
-            self._lose_caches(report)
+            _logger.error("worker %d has lost its KV caches; their requests are recomputed", report.worker_id)
+            self._handle_cache_loss(report)
 
-    def _lose_caches(self, report: StepReport) -> None:
-        """The KV in HBM is gone on one worker, and with it what all of them have: each block has a part on each."""
+    def _handle_cache_loss(self, report: StepReport) -> None:
+        """One worker has lost its KV caches, and with them a shard of every block."""
         self._workers.set_epoch(
             CacheEpoch(worker_id=report.worker_id, incarnation=report.incarnation, num_losses=report.num_cache_losses)
         )
         self._lost_caches.append(report.worker_id)
-        self._transfers.lose_caches()
-        self._swap.lose_caches()
+        self._transfers.mark_caches_lost()
+        self._swap.mark_caches_lost()
 
-    def _start_anew(self, report: StepReport) -> None:
-        """A worker has lost its memory: so are all chunks, because each has a part there, and its jobs."""
+    def _handle_restart(self, report: StepReport) -> None:
+        """A worker has lost its memory: a shard of every chunk, and its jobs."""
         worker_id = report.worker_id
-        _logger.error("worker %d was started anew; the host tier is empty", worker_id)
+        _logger.error("worker %d has restarted; the host tier is empty", worker_id)
         self._counts.num_worker_restarts += 1
-        self._swap.lose_slots(0, self._max_host_chunks)
-        self._transfers.lose_all()
-        self._break_promises(0, self._max_host_chunks)
-        self._swap.lose_all()
+        self._swap.mark_slots_lost(0, self._max_host_chunks)
+        self._transfers.mark_tier_lost()
+        self._mark_promises_lost(0, self._max_host_chunks)
+        self._swap.mark_pool_lost()
         self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
         self._swap.limit(self._num_swap_blocks[worker_id])
-        # Not over: plans that were made before this report came may be on their way to the new life.
         self._storage.reset()
-        self._transfers.doubt(worker_id, why=f"worker {worker_id} was started anew")
+        # The jobs have not ended: plans made before this report may still reach the new incarnation.
+        self._transfers.fail_in_flight(worker_id, why=f"worker {worker_id} has restarted")
         self._num_host_chunks[worker_id] = report.num_host_chunks
-        self._index.limit(report.num_host_chunks)
+        self._index.shrink(report.num_host_chunks)
 
     def _grow_swap_pool(self, report: StepReport) -> None:
         """A block of the swap pool is usable once every worker has it."""
         self._num_swap_blocks[report.worker_id] = report.num_swap_blocks
         self._swap.grow([min(counts) for counts in zip(*self._num_swap_blocks.values(), strict=True)])
 
-    def _lose_slots(self, first: int, end: int) -> None:
-        """Host memory is gone: forgets what was in it and fails what was about to use it."""
-        self._swap.lose_slots(first, end)
-        self._transfers.lose_slots(first, end)
-        self._storage.lose_slots(first, end)
-        self._break_promises(first, end)
+    def _mark_slots_lost(self, first: int, end: int) -> None:
+        """Host memory is gone: drops its chunks and fails the jobs and promises that use it."""
+        self._swap.mark_slots_lost(first, end)
+        self._transfers.mark_slots_lost(first, end)
+        self._storage.mark_slots_lost(first, end)
+        self._mark_promises_lost(first, end)
 
-    def _break_promises(self, first: int, end: int) -> None:
+    def _mark_promises_lost(self, first: int, end: int) -> None:
         for request in self._requests.values():
-            if request.promise and touches(request.promise.slots, first, end):
+            if request.promise and overlaps(request.promise.slots, first, end):
                 request.promise.lost = True
 
 
 def _paths(setup: WorkerSetup) -> Iterator[tuple[Direction, CopyPath]]:
-    """The paths that a worker uses, as far as it says so."""
+    """The copy paths that a worker reports."""
     for direction, name in ((Direction.SAVE, setup.save_path), (Direction.LOAD, setup.load_path)):
         for path in CopyPath:
             if path.value == name:

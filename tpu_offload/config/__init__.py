@@ -1,0 +1,17 @@
+"""The settings: `OffloadConfig`, the values of its choices, and the reader of the environment."""
+
+from tpu_offload.config.choices import DEFAULT_EVICTION_POLICY, CopyPath, EvictionPolicyName, SaveEvent, SwapMode
+from tpu_offload.config.environment import ENV_PREFIX
+from tpu_offload.config.options import DEFAULT_NUM_CPU_CHUNKS, DEFAULT_STAGING_BUFFER_TOKENS, OffloadConfig
+
+__all__ = [
+    "DEFAULT_EVICTION_POLICY",
+    "DEFAULT_NUM_CPU_CHUNKS",
+    "DEFAULT_STAGING_BUFFER_TOKENS",
+    "ENV_PREFIX",
+    "CopyPath",
+    "EvictionPolicyName",
+    "OffloadConfig",
+    "SaveEvent",
+    "SwapMode",
+]

@@ -1,0 +1,18 @@
+"""The chunk index: which chunks the host tier holds, in which slots, and which of them may be evicted.
+
+One `ChunkIndex` is made of parts that know nothing of it, each with data of its own:
+
+  slots.py        which slots are free, and which must not be handed out
+  prefix_tree.py  resident chunks by key and by slot, and which chunk follows which
+  lookup.py       where a prefix ends in the tree, without a look at each chunk
+  states.py       which chunks are not READY yet or no longer, and which are pinned
+  eviction.py     what a policy sees of the tree, and evicts from it
+  changes.py      what lookups began and ceased to find, for the tier's events
+"""
+
+from tpu_offload.core.index.changes import Changes
+from tpu_offload.core.index.chunk_index import ChunkIndex
+from tpu_offload.core.index.slots import overlaps
+from tpu_offload.core.index.states import ChunkState
+
+__all__ = ["Changes", "ChunkIndex", "ChunkState", "overlaps"]

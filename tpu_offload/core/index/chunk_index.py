@@ -1,0 +1,338 @@
+"""The chunk index of the host tier: lookups, pins, saves, eviction and invalidation of chunks.
+
+Three rules hold. A chunk can be looked up only once its save is complete (READY). A pinned chunk is not evicted. And a
+chunk that another resident chunk follows is not evicted either, so every resident prefix stays whole. The one exception
+is a failed copy: its chunk is removed at once, and later chunks of its prefix may stay resident. Lookups reach them
+again when a request saves the missing chunk; otherwise they age and are evicted.
+
+No call takes long, however many chunks there are. `clear` starts with new containers, and large losses are worked off a
+slice at a time; `tidy`, which is called in every step, finishes both.
+"""
+
+from collections.abc import Container, Iterable, Sequence
+from typing import final
+
+from tpu_offload.core.chunk_table import Discarded
+from tpu_offload.core.index.changes import ChangeLog, Changes
+from tpu_offload.core.index.eviction import Evictor
+from tpu_offload.core.index.lookup import missing_chunks, resident_slots
+from tpu_offload.core.index.prefix_tree import PrefixTree
+from tpu_offload.core.index.slots import SlotAllocator, overlaps
+from tpu_offload.core.index.states import ChunkState, ChunkStates
+from tpu_offload.core.policies import EvictionPolicy, Use
+from tpu_offload.types import ChunkKey
+
+MAX_REMOVED = 256
+"""Chunks that one call removes of those lost together; 1 ms, more where prompts of 100,000 chunks break up."""
+MAX_FREED = 4096
+"""Entries of containers discarded by `clear` that one call frees; 1 ms."""
+_CLEARED = Use(-1)  # chunks that outlive a `clear` count as used before all others
+
+
+@final
+class ChunkIndex:
+    """Chunk keys to slots. Starts without slots; `grow` adds them as the host pool is allocated.
+
+    Args:
+      policy: decides which chunk is evicted. The index owns it from here on.
+      record: records what `take_changes` returns.
+    """
+
+    def __init__(self, policy: EvictionPolicy, *, record: bool = False) -> None:
+        self._policy = policy
+        self._tree = PrefixTree()
+        self._states = ChunkStates(self._tree)
+        self._slots = SlotAllocator()
+        self._changes = ChangeLog() if record else None
+        self._evictor = Evictor(self._tree, self._states, self._slots, changes=self._changes)
+        self._lost_slots: list[range] = []  # lookups end there; their chunks are still to be invalidated
+        self._discarded = Discarded()
+
+    @property
+    def num_slots(self) -> int:
+        """Usable slots, occupied or not."""
+        return self._slots.num_usable
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that `allocate` hands out without evicting."""
+        return len(self._slots.free)
+
+    @property
+    def num_quarantined_slots(self) -> int:
+        """Slots that a late copy may still write."""
+        return self._slots.num_quarantined
+
+    @property
+    def num_evicted(self) -> int:
+        """Chunks evicted so far."""
+        return self._evictor.num_evicted
+
+    @property
+    def has_lost_slots(self) -> bool:
+        """Whether chunks of lost slots are still resident, so that `tidy` will invalidate more."""
+        return bool(self._lost_slots)
+
+    @property
+    def num_deferred(self) -> int:
+        """Work that is left for `tidy`: chunks to remove, and entries to free. For tests."""
+        return sum(map(len, self._lost_slots)) + self._states.num_uncovered + len(self._discarded)
+
+    def __len__(self) -> int:
+        return len(self._tree)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._tree
+
+    def grow(self, num_slots: int) -> None:
+        """Raises the number of slots to `num_slots`; a smaller number changes nothing."""
+        if num_slots > self._slots.num_usable:
+            self._slots.grow(num_slots)
+            self._policy.resize(num_slots)
+
+    def shrink(self, num_slots: int) -> None:
+        """Lowers the number of slots: a worker has fewer. Chunks in the others have been invalidated.
+
+        Slots that a pin or an unfinished copy holds become unusable when it ends. `grow` adds them again. O(1) after a
+        `clear`.
+        """
+        self._slots.shrink(num_slots)
+        self._policy.resize(self._slots.num_usable)
+
+    def state(self, key: ChunkKey) -> ChunkState | None:
+        """The chunk's state, None when it is not resident."""
+        return self._states.state(key)
+
+    def find(self, keys: Sequence[ChunkKey], first: int = 0) -> list[int]:
+        """Slots of the READY chunks of a prefix from chunk `first` on, up to the first that is not READY.
+
+        Looks up a logarithm of the keys, unless chunks of this prefix were lost.
+        """
+        slots = resident_slots(self._tree, keys, first)
+        unready = self._states.unready
+        if unready and not unready.isdisjoint(slots):
+            del slots[next(i for i, slot in enumerate(slots) if slot in unready) :]
+        for lost in self._lost_slots:
+            if overlaps(slots, lost.start, lost.stop):
+                del slots[next(i for i, slot in enumerate(slots) if slot in lost) :]
+        return slots
+
+    def missing(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[Sequence[int], int]:
+        """Which of the chunks `first` to `end - 1` of a prefix are to be saved: those that are not resident.
+
+        Returns:
+          Their indices in `keys`, ascending, and the end of the search: `end`, or the first chunk that is INVALID. That
+          one cannot be saved again before its last pin is gone, and no lookup would reach what follows it.
+        """
+        invalid = self._states.invalid
+        if invalid and not invalid.isdisjoint(keys[first:end]):
+            end = next(i for i in range(first, end) if keys[i] in invalid)
+        if first >= end:
+            return (), end
+        return missing_chunks(self._tree, keys, first, end), end
+
+    def pin(self, keys: Sequence[ChunkKey]) -> None:
+        """Pins consecutive chunks of one prefix, and the resident ones before them, until unpinned. O(1).
+
+        Those before may be PENDING: after a failed copy a chunk can be saved again below others that stayed resident.
+        The chunks themselves are READY, or pinned by the caller already: a pin may be shortened while chunks under it
+        are INVALID.
+        """
+        self._states.pin(keys[-1])
+
+    def unpin(self, keys: Sequence[ChunkKey], *, sweep: bool = True) -> None:
+        """Removes one pin of these keys, or of others with the same last one. O(1).
+
+        INVALID chunks are removed with the last pin that covers them; without `sweep` only when `sweep` is called. That
+        costs, while there are any, O(chunks that pins cover) once for all calls before it.
+        """
+        self._states.unpin(keys[-1])
+        if sweep and self._states.invalid:
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Removes INVALID chunks that no pin covers any more, `MAX_REMOVED` of them at most."""
+        for key in self._states.take_uncovered(MAX_REMOVED):
+            self._remove(key)
+
+    def touch(self, use: Use, keys: Sequence[ChunkKey], num_chunks: int) -> None:
+        """A request used the first `num_chunks` of `keys`, head first; those that are not resident are skipped."""
+        self._policy.touch(use, keys, num_chunks, self._evictor)
+
+    def allocate(
+        self, use: Use, keys: Sequence[ChunkKey], indices: Sequence[int], *, protected: Container[ChunkKey] = ()
+    ) -> list[int]:
+        """Gives slots to chunks that are about to be saved, evicting others where it must.
+
+        Args:
+          use: the saving request's.
+          keys: a prefix, head first.
+          indices: the chunks to save, ascending: they are not resident, and those in between are.
+          protected: chunks that must not be evicted, nor those before them in their prefixes: the last ones of the
+            caller's own. One of them covers the chunk before the first one to save.
+        Returns:
+          Slots for as many of them as possible, from the first on; those chunks are PENDING now. Evicts exactly the
+          chunks that these slots need, and none when there are none.
+        """
+        num_short = len(indices) - len(self._slots.free)
+        if num_short > 0:
+            self._evictor.evict(num_short, self._policy, protected=protected)
+        slots = self._slots.free.take(len(indices))
+        num_chunks = len(slots)
+        if not num_chunks:
+            return slots
+        if self._discarded:  # new chunks take no more memory than discarded ones give back
+            self._discarded.free(4 * num_chunks)
+        self._tree.reserve(max(slots) + 1, max_slots=self._slots.num_known)
+        self._states.save(slots)
+        first = indices[0]
+        if indices[num_chunks - 1] - first == num_chunks - 1:
+            new = [keys[first]] if num_chunks == 1 else list(keys[first : first + num_chunks])
+            self._insert(use, keys[first - 1] if first else None, new, slots)
+        else:
+            self._insert_with_holes(use, keys, indices[:num_chunks], slots)
+        return slots
+
+    def complete(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int], *, success: bool, quarantine: bool = False
+    ) -> None:
+        """Ends the save of PENDING chunks, in the order of their allocation: publishes or removes them.
+
+        Args:
+          keys: the chunks.
+          slots: the slot of each.
+          success: every worker has their bytes, so they become READY.
+          quarantine: without success: late copies may still write their slots, which are not handed out before
+            `end_quarantine`.
+        """
+        assert slots[0] in self._states.unready, "only a pending chunk completes"
+        assert self._tree.slot_of.get(keys[0]) == slots[0], "a chunk completes in its own slot"
+        if success:
+            self._states.publish(slots)
+            if self._changes is not None:
+                self._changes.add(keys, found=True)
+            return
+        if quarantine:
+            self._slots.quarantine(slots)
+        for key in reversed(keys):  # tails first, which leaves few orphans
+            self._remove(key)
+        if self._states.invalid:
+            self._states.coverage_changed()
+            self.sweep()
+
+    def end_quarantine(self, slots: Iterable[int]) -> None:
+        """No copy will write these slots any more: they are free."""
+        self._slots.end_quarantine(slots)
+
+    def invalidate_slots(self, first: int, end: int) -> list[ChunkKey]:
+        """The bytes in slots `first` to `end - 1` are lost: lookups find their chunks no more.
+
+        Returns:
+          The chunks that were invalidated, as by `invalidate`. Of many slots these are some; `tidy` returns the others.
+          The caller handles PENDING ones.
+        """
+        slots = range(first, min(end, len(self._tree.keys)))
+        if slots:
+            self._lost_slots.append(slots)
+        return self._invalidate_lost()
+
+    def invalidate(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Removes READY chunks from the lookups for good. Those that a pin covers keep their slots until unpinned.
+
+        Returns:
+          The chunks that were invalidated; the others were not resident, PENDING or INVALID already.
+        """
+        invalidated = [key for key in keys if self.state(key) is ChunkState.READY]
+        covered = self._states.covered() if invalidated and self._states.pins else ()
+        if self._changes is not None:
+            self._changes.add(invalidated, found=False)
+        for key in invalidated:
+            slot = self._tree.slot_of[key]
+            if slot in covered:
+                self._states.invalidate(key, slot)
+            else:
+                self._remove(key)
+        return invalidated
+
+    def clear(self) -> None:
+        """Invalidates every READY chunk. O(chunks that pins cover or that are not READY), whatever else is resident.
+
+        All slots but those of these chunks are free at once, and low ones are handed out first again.
+        """
+        kept = self._states.clear()
+        if self._changes is not None:
+            self._discarded.add(self._changes.clear())
+        for container in (*self._tree.clear(kept), *self._policy.clear()):
+            self._discarded.add(container)
+        for keys, parent in self._tree.paths():
+            self._policy.insert(_CLEARED, keys, parent)
+        self._lost_slots = []
+        self._slots.clear(kept)
+
+    def tidy(self) -> list[ChunkKey]:
+        """Continues the work that large losses and `clear` deferred, for 3 ms at most.
+
+        Returns:
+          The chunks that were invalidated.
+        """
+        if self._discarded:
+            self._discarded.free(MAX_FREED)
+        if self._states.invalid:
+            self.sweep()
+        return self._invalidate_lost() if self._lost_slots else []
+
+    def take_changes(self, max_chunks: int | None = None) -> list[Changes]:
+        """What lookups began (True) and ceased to find since the last call, in order.
+
+        Args:
+          max_chunks: the next call returns the rest, if there are more.
+        """
+        return [] if self._changes is None else self._changes.take(max_chunks)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless tree, states, slots and policy agree. O(chunks + slots)."""
+        self._tree.check_invariants()
+        self._states.check_invariants()
+        self._slots.check_invariants([self._tree.slot_of[key] for key in self._tree.slot_of])
+        self._policy.check_invariants(self._tree.leaves(), self._evictor)
+
+    def check_holds(self, *, pins: dict[ChunkKey, int], pending: set[ChunkKey]) -> None:
+        """Raises AssertionError unless pins end at exactly these chunks, this often, and these are PENDING."""
+        assert self._states.pins == pins
+        assert self._states.pending() == pending
+
+    def _insert(self, use: Use, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._tree.insert(parent, keys, slots)
+        self._policy.insert(use, keys, parent)
+
+    def _insert_with_holes(
+        self, use: Use, keys: Sequence[ChunkKey], indices: Sequence[int], slots: Sequence[int]
+    ) -> None:
+        """Inserts the chunks `indices` of a prefix, which are not consecutive."""
+        starts = [i for i, index in enumerate(indices) if i == 0 or index != indices[i - 1] + 1]
+        for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
+            first = indices[start]
+            parent = keys[first - 1] if first else None
+            self._insert(use, parent, [keys[i] for i in indices[start:end]], slots[start:end])
+
+    def _remove(self, key: ChunkKey) -> None:
+        """Removes a chunk whose bytes are lost or never arrived."""
+        slot, parent = self._tree.remove(key)
+        self._states.removed(slot)
+        self._slots.release(slot)
+        self._policy.remove(key, parent)
+
+    def _invalidate_lost(self) -> list[ChunkKey]:
+        """Invalidates chunks in lost slots, `MAX_REMOVED` of them at most."""
+        num_left, keys = MAX_REMOVED, []
+        column, slot_of = self._tree.keys, self._tree.slot_of
+        while self._lost_slots and num_left:
+            slots = self._lost_slots.pop()
+            if len(slots) > num_left:
+                self._lost_slots.append(slots[:-num_left])
+                slots = slots[-num_left:]
+            num_left -= len(slots)
+            # Mostly tails before heads, which leaves few orphans.
+            found = [(column[slot], slot) for slot in reversed(slots)]
+            keys += [key for key, slot in found if key is not None and slot_of.get(key) == slot]
+        return self.invalidate(keys)

@@ -1,0 +1,165 @@
+"""Which slots of the host pool are free, in which order they are handed out, and which must not be."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import final
+
+
+@final
+class FreeSlots:
+    """Free slots: the last one evicted from is handed out first, then the lowest of those never used.
+
+    Consecutive slots are kept as ranges, so that adding or taking a million of them is O(1).
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[int] = []  # handed out from its end, before all others
+        self._others: deque[range] = deque()  # handed out from the left
+        self._num_others = 0
+
+    def __len__(self) -> int:
+        return len(self._stack) + self._num_others
+
+    def __iter__(self) -> Iterator[int]:
+        """In the order in which they are handed out."""
+        yield from reversed(self._stack)
+        for slots in self._others:
+            yield from slots
+
+    def take(self, num_slots: int) -> list[int]:
+        """Hands out `num_slots` slots, or all there are."""
+        stack = self._stack
+        if num_slots <= len(stack):
+            taken = stack[: -num_slots - 1 : -1]
+            del stack[-num_slots:]
+            return taken
+        taken = stack[::-1]
+        stack.clear()
+        num_slots = min(num_slots, len(taken) + self._num_others)
+        self._num_others -= num_slots - len(taken)
+        while (num_left := num_slots - len(taken)) > 0:
+            slots = self._others.popleft()
+            taken += slots[:num_left]
+            if num_left < len(slots):
+                self._others.appendleft(slots[num_left:])
+        return taken
+
+    def put_first(self, slots: list[int]) -> None:
+        """Adds slots that are handed out before all others, the last one first."""
+        self._stack += slots
+
+    def put_last(self, slots: range) -> None:
+        """Adds slots that are handed out after all others."""
+        if slots:
+            self._others.append(slots)
+            self._num_others += len(slots)
+
+    def remove_from(self, first: int) -> list[range]:
+        """Removes and returns all slots from `first` on. O(ranges + slots put first)."""
+        removed = [range(slot, slot + 1) for slot in self._stack if slot >= first]
+        self._stack = [slot for slot in self._stack if slot < first]
+        others, self._others, self._num_others = self._others, deque(), 0
+        for slots in others:
+            self.put_last(range(slots.start, min(slots.stop, first)))
+            if slots.stop > first:
+                removed.append(range(max(slots.start, first), slots.stop))
+        return removed
+
+
+@final
+class SlotAllocator:
+    """Slots that hold no chunk: they are free, quarantined or unusable.
+
+    Attributes:
+      free: slots that hold nothing and may be handed out.
+      num_usable: slots that every worker has allocated.
+      num_known: slots that ever existed.
+    """
+
+    def __init__(self) -> None:
+        self.free = FreeSlots()
+        self.num_usable = 0
+        self.num_known = 0
+        # A late copy may still write into these.
+        self._quarantined: set[int] = set()
+        # A restarted worker has not allocated these again. All are >= `num_usable`.
+        self._unusable: list[range] = []
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots that a late copy may still write."""
+        return len(self._quarantined)
+
+    def grow(self, num_slots: int) -> None:
+        """Raises the number of usable slots to `num_slots`, which is more than there are."""
+        self.num_usable = num_slots
+        unusable, self._unusable = sorted(self._unusable, key=lambda slots: slots.start), []
+        # Low slots are handed out first, so that a pool that is never full touches little memory.
+        for slots in [*unusable, range(self.num_known, num_slots)]:
+            self.free.put_last(range(slots.start, min(slots.stop, num_slots)))
+            if slots.stop > num_slots:
+                self._unusable.append(range(max(slots.start, num_slots), slots.stop))
+        self.num_known = max(self.num_known, num_slots)
+
+    def shrink(self, num_slots: int) -> None:
+        """Lowers the number of usable slots to `num_slots`, unless there are fewer."""
+        self.num_usable = min(self.num_usable, num_slots)
+        self._unusable += self.free.remove_from(self.num_usable)
+
+    def quarantine(self, slots: Iterable[int]) -> None:
+        """A late copy may still write into these slots: they are not free before `end_quarantine`."""
+        self._quarantined.update(slots)
+
+    def end_quarantine(self, slots: Iterable[int]) -> None:
+        """No copy will write into these slots any more: they are free."""
+        for slot in slots:
+            self._quarantined.remove(slot)
+            self._put_last(slot)
+
+    def release(self, slot: int) -> None:
+        """A slot has lost its chunk, though not to eviction: it is handed out last, and not while quarantined."""
+        if slot not in self._quarantined:
+            self._put_last(slot)
+
+    def clear(self, occupied: set[int]) -> None:
+        """All slots but the `occupied` and the quarantined ones lose their chunks. O(those), however many slots."""
+        held = occupied | self._quarantined
+        self.free = FreeSlots()
+        for slots in without(range(self.num_usable), held):
+            self.free.put_last(slots)
+        self._unusable = without(range(self.num_usable, self.num_known), held)
+
+    def check_invariants(self, occupied: Iterable[int]) -> None:
+        """Raises AssertionError unless each slot is in one place, those `occupied` by chunks included. O(slots)."""
+        free = list(self.free)
+        unusable = [slot for slots in self._unusable for slot in slots]
+        owners = [*occupied, *free, *self._quarantined, *unusable]
+        assert sorted(owners) == list(range(self.num_known)), "a slot has no owner or two"
+        assert len(free) == len(self.free)
+        assert all(slot < self.num_usable for slot in free), "a slot is free that a worker does not have"
+        assert all(slot >= self.num_usable for slot in unusable), "a slot is withheld that every worker has"
+
+    def _put_last(self, slot: int) -> None:
+        if slot < self.num_usable:
+            self.free.put_last(range(slot, slot + 1))
+        else:
+            self._unusable.append(range(slot, slot + 1))
+
+
+def without(slots: range, taken: Iterable[int]) -> list[range]:
+    """The ranges of `slots` that are left without the `taken` ones, ascending. O(taken)."""
+    left, first = [], slots.start
+    for slot in sorted(slot for slot in taken if slot in slots):
+        if first < slot:
+            left.append(range(first, slot))
+        first = slot + 1
+    if first < slots.stop:
+        left.append(range(first, slots.stop))
+    return left
+
+
+def overlaps(slots: Sequence[int], first: int, end: int) -> bool:
+    """Whether one of these slots is among `first` to `end - 1`. Mostly decided by the lowest and the highest."""
+    if not slots or max(slots) < first or min(slots) >= end:
+        return False
+    return any(first <= slot < end for slot in slots)

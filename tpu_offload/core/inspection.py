@@ -1,0 +1,97 @@
+"""The scheduler's state as others see it: statistics, events of the host tier, and consistency checks for tests."""
+
+import dataclasses
+import itertools
+
+from tpu_offload import hashing
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.engine_api import TierEvent, TierEventKind
+from tpu_offload.core.index import Changes, ChunkIndex, ChunkState
+from tpu_offload.core.jobs import Job, WaitingLoad
+from tpu_offload.core.load_queue import LoadQueue
+from tpu_offload.core.saving import SavePlanner
+from tpu_offload.core.swap import RequestSwap
+from tpu_offload.core.tiering import StoragePlanner
+from tpu_offload.core.transfers import TRANSFERS
+from tpu_offload.metrics import OffloadStats
+from tpu_offload.types import ChunkKey, Direction
+
+_MAX_EVENT_CHUNKS = 10_000
+
+
+def take_events(index: ChunkIndex) -> list[TierEvent]:
+    """See `OffloadScheduler.take_events`."""
+    events = []
+    for kind, changes in itertools.groupby(index.take_changes(_MAX_EVENT_CHUNKS), key=_event_kind):
+        keys = itertools.chain.from_iterable(keys or () for keys, _ in changes)
+        events.append(TierEvent(kind=kind, block_hashes=tuple(map(hashing.last_block_hash, keys))))
+    return events
+
+
+def _event_kind(change: Changes) -> TierEventKind:
+    keys, found = change
+    if keys is None:
+        return TierEventKind.CLEARED
+    return TierEventKind.STORED if found else TierEventKind.REMOVED
+
+
+def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap, storage: StoragePlanner) -> OffloadStats:
+    """See `OffloadScheduler.stats`."""
+    index, buffer, breakers = context.index, context.staging.buffer, context.breakers.values()
+    stats = dataclasses.replace(
+        context.counts,
+        staging_budget_blocks=buffer.num_blocks,
+        staging_reserved_blocks=buffer.num_reserved,
+        staging_peak_blocks=buffer.peak_num_reserved,
+        num_host_chunks=index.num_slots,
+        num_resident_chunks=len(index),
+        num_evicted_chunks=index.num_evicted,
+        num_jobs_in_flight=len(context.jobs) + len(queue),
+        num_quarantined_chunks=index.num_quarantined_slots,
+        num_breaker_openings=sum(breaker.num_opened for breaker in breakers),
+        num_open_breakers=sum(not breaker.closed for breaker in breakers),
+    )
+    return storage.add_stats(swap.add_stats(stats))
+
+
+def check_invariants(
+    context: TierContext, *, queue: LoadQueue, saves: SavePlanner, swap: RequestSwap, storage: StoragePlanner
+) -> None:
+    """See `OffloadScheduler.check_invariants`."""
+    index, buffer, requests = context.index, context.staging.buffer, context.requests
+    buffer.check_invariants()
+    index.check_invariants()
+    swap.check_invariants()
+    storage.check_invariants()
+    saves.check_invariants(requests.values())
+    held: dict[tuple[str, Direction], int] = {}  # staging blocks by account
+    pins: dict[ChunkKey, int] = swap.pins() + storage.pins()
+    pending: list[ChunkKey] = storage.pending()
+    loads: list[Job | WaitingLoad] = [*queue]
+    num_late, late_slots = 0, storage.late_slots()
+    for job in context.jobs.of(*TRANSFERS):
+        account = job.account, job.direction
+        held[account] = held.get(account, 0) + job.wire.num_staging_blocks
+        if job.direction is Direction.SAVE:
+            pending += job.keys
+        else:
+            loads.append(job)
+    for waiting in queue:
+        held[waiting.account, Direction.LOAD] = waiting.num_staging_blocks
+        assert requests[waiting.request_id].load is waiting, "a queued load that no request waits for"
+    for job in context.jobs.late(*TRANSFERS):
+        num_late += job.wire.num_staging_blocks
+        if job.direction is Direction.SAVE:
+            late_slots += job.slots[: len(job.keys)]
+    promises = [(request, request.promise) for request in requests.values() if request.promise]
+    for request, promise in promises:
+        held[request.account, Direction.LOAD] = promise.num_staging_blocks
+    for keys in (*(load.keys for load in loads), *(promise.keys for _, promise in promises)):
+        pins[keys[-1]] = pins.get(keys[-1], 0) + 1
+        assert not any(index.state(key) is ChunkState.PENDING for key in keys), "a load of a chunk that is not saved"
+    assert sum(held.values()) + num_late == buffer.num_reserved
+    assert all(buffer.held(account, direction) == n for (account, direction), n in held.items())
+    index.check_holds(pins=pins, pending=set(pending))
+    counts = context.counts
+    assert counts.matched_tokens <= counts.found_tokens <= counts.looked_up_tokens, "found what was not looked up"
+    assert len(late_slots) == index.num_quarantined_slots, "a quarantined slot that no copy may write"

@@ -1,0 +1,78 @@
+"""The requests that the scheduler tracks, and the namespace of their chunk keys."""
+
+from typing import final
+
+from tpu_offload import hashing
+from tpu_offload.core.engine_api import RequestLimits
+from tpu_offload.core.policies import Use
+from tpu_offload.core.request_state import RequestState
+from tpu_offload.layout import KVLayout
+
+
+@final
+class KeySpace:
+    """The suffix of all chunk keys. Each reset changes it, so that no earlier entry is found.
+
+    Args:
+      layout: what a block is made of.
+      blocks_per_chunk: blocks in a chunk.
+    """
+
+    def __init__(self, layout: KVLayout, *, blocks_per_chunk: int) -> None:
+        self._fingerprint = layout.fingerprint()
+        self._blocks_per_chunk = blocks_per_chunk
+        self._num_resets = 0
+        self.namespace = self._make()
+
+    def reset(self) -> None:
+        """Changes the namespace."""
+        self._num_resets += 1
+        self.namespace = self._make()
+
+    def _make(self) -> bytes:
+        return hashing.key_namespace(self._fingerprint, blocks_per_chunk=self._blocks_per_chunk, epoch=self._num_resets)
+
+
+@final
+class RequestTable(dict[str, RequestState]):
+    """The tracked requests, by id, from the first match until they finish or are preempted.
+
+    A request's own limits outlive its entry: it may be preempted and matched again.
+
+    Args:
+      keys: the namespace of new requests.
+      limits: those of the settings.
+    """
+
+    def __init__(self, keys: KeySpace, limits: RequestLimits) -> None:
+        super().__init__()
+        self._keys = keys
+        self._default_limits = limits
+        self._limits: dict[str, RequestLimits] = {}  # of unfinished requests that came with some
+        self._num_created = 0
+
+    def get_or_new(self, request_id: str) -> RequestState:
+        """The tracked request of this id, or a new one, which the caller adds once its input is validated."""
+        return self.get(request_id) or self.new(request_id)
+
+    def new(self, request_id: str) -> RequestState:
+        """A request that is not tracked yet."""
+        number = self._num_created
+        self._num_created += 1
+        request = RequestState(
+            request_id, account=f"{request_id}#{number}", use=Use(number), namespace=self._keys.namespace
+        )
+        request.limit(self._limits.get(request_id, self._default_limits))
+        return request
+
+    def within_defaults(self, limits: RequestLimits) -> RequestLimits:
+        """Limits of one request, with the token limits no higher than those of the settings."""
+        return limits.within(self._default_limits)
+
+    def set_limits(self, request_id: str, limits: RequestLimits) -> None:
+        """Limits of a request until it finishes."""
+        self._limits[request_id] = limits
+
+    def forget_limits(self, request_id: str) -> None:
+        """The request has finished."""
+        self._limits.pop(request_id, None)

@@ -1,0 +1,58 @@
+"""Checks what a worker is made with, and describes it to the scheduler."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tpu_offload.config import OffloadConfig
+from tpu_offload.errors import ConfigError, LayoutError
+from tpu_offload.layout import KVLayout
+from tpu_offload.types import Direction, WorkerSetup
+from tpu_offload.values import as_count, one_line
+from tpu_offload.worker.tier import TierCopies
+
+
+def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
+    """Raises LayoutError unless the layout describes these caches."""
+    windows = layout.windows if len(layout.windows) == len(kv_caches) else ()  # else they differ in any case
+    found = KVLayout.from_caches(kv_caches, block_size=layout.block_size, model=layout.model, windows=windows)
+    if found != layout:
+        raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")
+
+
+def check_count(name: str, value: Any) -> int:
+    """The value as a Python integer; raises ConfigError unless it is one from 0 on."""
+    count = as_count(value)
+    if count is None or count >= 2**63:
+        raise ConfigError(f"{name}={one_line(value)}; expected an integer from 0 on")
+    return count
+
+
+def describe_setup(
+    config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], tier: TierCopies | None
+) -> WorkerSetup:
+    """What the scheduler compares with its own settings and with those of the other workers.
+
+    Args:
+      config: the settings.
+      layout: what a block is made of.
+      kv_caches: the caches; only their sharding is read.
+      tier: the host tier; None without one.
+    """
+    processes = {device.process_index for device in kv_caches[0].sharding.device_set}
+    paths = {direction: tier.paths[direction].value if tier else "" for direction in Direction}
+    return WorkerSetup(
+        num_processes=len(processes),
+        process_index=jax.process_index(),
+        fingerprint=layout.fingerprint().hex(),
+        blocks_per_chunk=config.blocks_per_chunk if config.enabled else 0,
+        staging_blocks=config.staging_blocks(layout) if config.enabled else 0,
+        max_load_blocks=config.max_load_blocks(layout) if config.enabled else 0,
+        segment_chunks=tier.segment_chunks if tier else 0,
+        save_path=paths[Direction.SAVE],
+        load_path=paths[Direction.LOAD],
+        bucket_blocks=tuple(config.block_size_buckets),
+        max_swap_blocks=config.max_swap_blocks(layout),
+        storage_chunks=config.storage_chunks,
+    )

@@ -1,0 +1,55 @@
+"""How much of the staging buffer the copies of one worker hold, and how much more they may take.
+
+A staging block counts as one whatever its layer group, as in the scheduler's budget. The scheduler plans within the
+budget; how a load is cut into pieces within its reservation is decided here.
+
+In lockstep nothing here depends on which flights have ended: that differs between hosts, and what they dispatch must
+not.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import final
+
+import numpy as np
+
+from tpu_offload.kernels import Flight
+from tpu_offload.worker.backlog import BackloggedLoad
+
+
+@final
+class StagingUsage:
+    """The staging buffer of one worker.
+
+    Args:
+      num_blocks: the staging budget.
+      flights: the flights of the host tier.
+      lockstep: the caches span hosts.
+    """
+
+    def __init__(self, num_blocks: int, *, flights: Callable[[], Iterable[Flight]], lockstep: bool) -> None:
+        self._num_blocks = num_blocks
+        self._flights = flights
+        self._lockstep = lockstep
+
+    @property
+    def room(self) -> int:
+        """Blocks that all copies together may stage now; unlimited in lockstep."""
+        return sys.maxsize if self._lockstep else self._num_blocks - self._num_held
+
+    def room_of(self, load: BackloggedLoad, *, step_id: int) -> int:
+        """Blocks of one load that may be dispatched now.
+
+        Args:
+          load: a staged load.
+          step_id: the current step; in lockstep the pieces of the step before still hold their blocks.
+        """
+        allowed = load.job.num_staging_blocks or self._num_blocks
+        if self._lockstep:
+            return allowed - sum(size for piece_step_id, size in load.pieces if piece_step_id > step_id - 2)
+        staged = (flight.moves.job_ids for flight in self._flights() if flight.num_staged)
+        return allowed - sum(int(np.count_nonzero(job_ids == load.job.job_id)) for job_ids in staged)
+
+    @property
+    def _num_held(self) -> int:
+        return sum(flight.num_staged for flight in self._flights())
