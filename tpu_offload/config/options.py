@@ -197,7 +197,7 @@ class OffloadConfig(pydantic.BaseModel):
         "ships yet. Not for models that span several hosts.",
     )
     storage_options: str = Field(
-        "", description="What the storage tier is to know, such as a directory; its own documentation says what."
+        "", description="Options of the storage tier, such as a directory; see the documentation of the tier."
     )
     num_storage_chunks: int = Field(
         0, ge=0, le=2**31 - 1, description="Size of the storage tier in chunks; required with one."

@@ -96,7 +96,7 @@ class Job:
     def consequence(self) -> str:
         """What its failure means for the engine, for a log line."""
         if self.wire.kind.of_storage:
-            return "its chunks are not in storage any more"
+            return "requests compute its chunks" if self.kind.writes_host else "its chunks are not stored"
         if self.wire.kind.of_swap:
             return "the request is recomputed"
         return "the request computes its blocks" if self.direction is Direction.LOAD else "its blocks are not published"

@@ -1,12 +1,12 @@
-"""What moves between the host tier and storage: which chunks are written, read and deleted, and when.
+"""Copies between the host tier and storage: which chunks are written, read and deleted, and when.
 
-A *cascade* writes chunks to storage once their save has finished. A *promotion* reads chunks into the host tier that a
-lookup wants next; until it has ended the lookup is answered with ARRIVING. Each is a kind of job like any other: all
-workers have to report it, it has a deadline and one end.
+A *cascade* writes chunks to storage after their save has finished. A *promotion* reads chunks into the host tier that a
+lookup needs next; until it ends, the lookup is ARRIVING. Both are kinds of job like any other: every worker has to
+report them, and they have a deadline and one end.
 
-What storage holds is known here alone, as a list of keys in the order of their last use. A chunk counts as stored once
-every worker has written it. Its room in storage is taken from the moment that the write is planned until every worker
-has deleted it again, so that no tier ever holds more than `num_storage_chunks`. Deleting goes with the cascades.
+Only the scheduler knows which chunks are stored: a set of keys in LRU order. A chunk is stored once every worker has
+written it. It occupies storage from the planning of its write until every worker has deleted it, so no tier ever holds
+more than `num_storage_chunks`. Deletions are part of cascades.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import ChunkKey, JobKind, JobState
 
 _KINDS = (JobKind.PROMOTE, JobKind.CASCADE)
-_WHO = "storage"  # asks the circuit breakers
+_ACCOUNT = "storage"  # for the circuit breakers
 _MAX_CASCADES = 8  # a step; the worker dispatches a program for each
 _MAX_PROMOTIONS = 64  # a job
 _MAX_DELETES = 256  # a step
@@ -35,11 +35,11 @@ Keys = OrderedDict[ChunkKey, None]
 
 @final
 class StoragePlanner:
-    """The storage half of the scheduler; does nothing without a storage tier.
+    """Plans cascades and promotions; does nothing without a storage tier.
 
     Args:
-      context: the books.
-      mark_lost: told of chunks that are not in the host tier, though requests may count on them.
+      context: the scheduler's shared state.
+      mark_lost: called with the chunks of failed promotions, see `Transfers.mark_lost`.
     """
 
     def __init__(self, context: TierContext, *, mark_lost: Callable[[Sequence[ChunkKey]], None]) -> None:
@@ -64,19 +64,19 @@ class StoragePlanner:
             )
             for kind, what in ((JobKind.CASCADE, "cascades to storage"), (JobKind.PROMOTE, "promotions from storage"))
         }
-        self._stored: Keys = OrderedDict()  # the least recently used first
-        self._candidates: Keys = OrderedDict()  # READY in the host tier, to be written; the oldest first
+        self._stored: Keys = OrderedDict()  # least recently used first
+        self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first
         self._to_delete: Keys = OrderedDict()
-        # Of jobs in flight.
+        # The jobs in flight write, read and delete these.
         self._writing: set[ChunkKey] = set()
         self._promoting: set[ChunkKey] = set()
         self._num_deleting = 0
         self._jobs.on_end(*_KINDS, call=self._ended)
 
-    # What the scheduler asks.
+    # Planning.
 
     def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """The saves of these chunks have finished: they may be written to storage."""
+        """Makes saved chunks candidates for a cascade."""
         if not self._num_chunks:
             return
         for key in keys:
@@ -89,9 +89,9 @@ class StoragePlanner:
             self._counts.dropped_cascade_chunks += 1
 
     def promote(self, request: RequestState) -> None:
-        """Has storage read for the chunks that follow those that a request's last match has found.
+        """Plans a promotion of stored chunks that follow those that the request's last match found.
 
-        Their slots are PENDING from here. All chunks before a slot's own are resident, as the index wants it.
+        These chunks are PENDING from now on. All chunks before them are resident: the index allocates no others.
         """
         first, keys = request.num_found_chunks, request.keys
         if not self._stored or request.at_load_limit or first >= len(keys) or keys[first] not in self._stored:
@@ -100,42 +100,45 @@ class StoragePlanner:
             return
         room = self._promotion_room()
         missing, end = self._index.missing(keys, 0, min(len(keys), first + room))
-        numbers = list(itertools.takewhile(lambda i: keys[i] in self._stored, missing))[:room]
-        wanted = {keys[i] for i in numbers}
-        if not numbers or len(wanted) < len(numbers) or any(key in self._index for key in wanted):
-            # No room, a hole in what is stored, or hashes that are not chained.
+        indices = list(itertools.takewhile(lambda i: keys[i] in self._stored, missing))[:room]
+        wanted = {keys[i] for i in indices}
+        if not indices or len(wanted) < len(indices) or any(key in self._index for key in wanted):
+            # No room, an earlier chunk is not stored, or the hashes are not chained.
             self._counts.num_dropped_promotions += not room
             return
         slots = self._index.allocate(
-            request.use, keys, numbers, protected=_kept(keys, numbers, end, is_whole=len(missing) == end - missing[0])
+            request.use,
+            keys,
+            indices,
+            protected=_protected(keys, indices, end, is_whole=len(missing) == end - missing[0]),
         )
         if not slots:
             self._counts.num_dropped_promotions += 1
             return
-        promoted = [keys[i] for i in numbers[: len(slots)]]
+        promoted = [keys[i] for i in indices[: len(slots)]]
         for key in promoted:
             self._stored.move_to_end(key)
         self._promoting.update(promoted)
         self._plan(JobKind.PROMOTE, promoted, slots, now_s=self._clock())
 
     def wait_s(self, key: ChunkKey, otherwise_s: float) -> float:
-        """How long a request waits for a PENDING chunk, `otherwise_s` if it does not come from storage."""
+        """How long a request waits for a PENDING chunk; `otherwise_s` if it is not being promoted."""
         return self._wait_s if key in self._promoting else otherwise_s
 
     @property
     def has_plans(self) -> bool:
-        """Whether `plan` would make a job, or drop something, though none is in flight. For an engine that is idle."""
-        return bool(self._candidates) and self._breakers[JobKind.CASCADE].admits(_WHO)
+        """Whether `plan` would plan a job or drop candidates, so that an idle engine should call it."""
+        return bool(self._candidates) and self._breakers[JobKind.CASCADE].admits(_ACCOUNT)
 
     def plan(self, now_s: float) -> None:
-        """Plans the coming step's cascade: what is written, and what is deleted to make room for more."""
+        """Plans the cascade of the coming step: chunks to write, and keys to delete."""
         if not (self._candidates or self._to_delete):
             return
         breaker = self._breakers[JobKind.CASCADE]
-        if not breaker.admits(_WHO):
+        if not breaker.admits(_ACCOUNT):
             return
         self._evict()
-        # One batch at a time: those that fail are deleted again, and should not be many.
+        # One batch at a time, which bounds how many deletions are retried after a failure.
         num_deletes = 0 if self._num_deleting else min(len(self._to_delete), _MAX_DELETES)
         deleted = tuple([self._to_delete.popitem(last=False)[0] for _ in range(num_deletes)])
         self._num_deleting += num_deletes
@@ -156,21 +159,21 @@ class StoragePlanner:
             self._writing.update(keys)
             self._plan(JobKind.CASCADE, keys, slots, now_s=now_s, deleted=deleted)
 
-    # What hits all of it.
+    # Resets and losses.
 
     def reset(self) -> None:
-        """What storage holds is not what the model would compute: it is deleted, and what is in flight is not kept."""
+        """The stored KV is invalid, or a worker has lost its shard: deletes all of it and fails the jobs in flight."""
         self._candidates.clear()
         if self._to_delete:
             self._to_delete.update(self._stored)
             self._stored.clear()
-        else:  # however many there are
+        else:  # O(1)
             self._to_delete, self._stored = self._stored, self._to_delete
         for job in self._jobs.of(*_KINDS):
             job.mark_failed("storage was cleared")
 
     def mark_slots_lost(self, first: int, end: int) -> None:
-        """Host memory is gone: what was to be read into it, or written from it, fails."""
+        """Host memory is gone: fails the chunks that jobs read from or write to it."""
         for job in self._jobs.of(*_KINDS):
             if overlaps(job.slots, first, end):
                 job.error = job.error or "the host memory of its chunks was lost"
@@ -179,18 +182,18 @@ class StoragePlanner:
     # Inside.
 
     def _promotion_room(self) -> int:
-        """Chunks that a promotion may bring now: never half of the host tier, nor more than may be in flight."""
+        """Chunks that a promotion may read now: at most half of the host tier, and what may be in flight."""
         breaker = self._breakers[JobKind.PROMOTE]
-        if not breaker.admits(_WHO):
+        if not breaker.admits(_ACCOUNT):
             return 0
         in_flight = self._max_in_flight - len(self._writing) - len(self._promoting)
         room = min(_MAX_PROMOTIONS, in_flight, self._index.num_slots // 2 - len(self._promoting))
         return max(0, room if breaker.closed else min(room, 1))
 
     def _cascade_room(self) -> int:
-        """Chunks that may be written now. Half of what may be in flight, at least, is left to promotions.
+        """Chunks that may be written now. At least half of what may be in flight is left to promotions.
 
-        What is written is pinned in the host tier: never more than a quarter of it, so that saves find slots.
+        A cascade pins its chunks: at most a quarter of the host tier, so that saves find slots.
         """
         in_flight = min(self._max_in_flight // 2, max(1, self._index.num_slots // 4)) - len(self._writing)
         both = self._max_in_flight - len(self._writing) - len(self._promoting)
@@ -198,24 +201,24 @@ class StoragePlanner:
         return room if self._breakers[JobKind.CASCADE].closed else min(room, 1)
 
     def _room(self) -> int:
-        """Chunks that storage has room for now."""
+        """Free capacity of storage, in chunks."""
         taken = len(self._stored) + len(self._writing) + len(self._to_delete) + self._num_deleting
         return self._num_chunks - taken
 
     def _evict(self) -> None:
-        """Gives up the least recently used of what is stored, if there will be too little room for the candidates."""
+        """Evicts least recently used chunks from storage if it will have too little room for the candidates."""
         deleted_later = len(self._to_delete) + self._num_deleting
         short = min(len(self._candidates), _MAX_CASCADES) - self._room() - deleted_later
         while short > 0 and self._stored:
             key = next(iter(self._stored))
-            if key in self._promoting:  # and so are those after it, more or less
+            if key in self._promoting:  # those after it were used later, so most are in flight as well
                 break
             self._forget(key)
             self._counts.num_evicted_storage_chunks += 1
             short -= 1
 
     def _forget(self, key: ChunkKey) -> None:
-        """A chunk does not count as stored any more. What some worker has of it is deleted."""
+        """A chunk is not stored any more; every worker has to delete its shard."""
         self._stored.pop(key, None)
         self._to_delete[key] = None
 
@@ -251,7 +254,7 @@ class StoragePlanner:
             self._end_cascade(job, bad)
 
     def _end_promotion(self, job: Job, bad: Container[int]) -> None:
-        """Publishes the chunks that every worker has; the others go, and are asked for no more if storage is why."""
+        """Publishes the chunks that every worker has read and removes the others, from storage too if it failed."""
         self._promoting.difference_update(job.keys)
         chunks = list(zip(job.keys, job.slots, strict=True))
         good = [chunk for i, chunk in enumerate(chunks) if i not in bad]
@@ -271,7 +274,7 @@ class StoragePlanner:
                         self._forget(key)
 
     def _end_cascade(self, job: Job, bad: Container[int]) -> None:
-        """What every worker has written is stored, and what some worker has not deleted is deleted again."""
+        """Chunks that every worker has written are stored; the others, and failed deletions, are deleted again."""
         self._writing.difference_update(job.keys)
         for i, key in enumerate(job.keys):
             if i in bad:
@@ -286,14 +289,14 @@ class StoragePlanner:
         for key in kept:
             if key not in self._stored and key not in self._writing:
                 self._to_delete[key] = None
-        if kept:  # there is no room to come for what waits
+        if kept:  # no room will come for the candidates, and an idle engine must not retry forever
             self._counts.dropped_cascade_chunks += len(self._candidates)
             self._candidates.clear()
 
     # State.
 
     def add_stats(self, stats: OffloadStats) -> OffloadStats:
-        """A snapshot with what is known here."""
+        """Adds the storage gauges and breakers to a snapshot."""
         breakers = self._breakers.values()
         return dataclasses.replace(
             stats,
@@ -303,19 +306,19 @@ class StoragePlanner:
         )
 
     def pins(self) -> Counter[ChunkKey]:
-        """The chunks that cascades have pinned. For `check_invariants`."""
+        """Chunks that cascades have pinned."""
         return Counter(key for job in self._jobs.of(JobKind.CASCADE) for key in job.keys)
 
     def pending(self) -> list[ChunkKey]:
-        """The chunks that promotions have made PENDING."""
+        """Chunks that promotions have made PENDING."""
         return [key for job in self._jobs.of(JobKind.PROMOTE) for key in job.keys]
 
     def late_slots(self) -> list[int]:
-        """The slots that late promotions may still write."""
+        """Slots that late promotions may still write."""
         return [slot for job in self._jobs.late(*_KINDS) for slot in job.slots]
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless the books agree with the jobs. For tests."""
+        """Raises AssertionError unless the sets agree with the jobs in flight. For tests."""
         jobs = self._jobs.of(JobKind.CASCADE)
         assert self._promoting == set(self.pending())
         assert dict.fromkeys(self._writing, 1) == self.pins(), "two cascades write one chunk"
@@ -327,9 +330,9 @@ class StoragePlanner:
         assert len(self._candidates) <= _MAX_CANDIDATES
 
 
-def _kept(keys: Sequence[ChunkKey], numbers: Sequence[int], end: int, *, is_whole: bool) -> Container[ChunkKey]:
-    """The chunks of a prefix that may not be evicted for those of these numbers, because they hold on to them."""
-    first = numbers[0]
+def _protected(keys: Sequence[ChunkKey], indices: Sequence[int], end: int, *, is_whole: bool) -> Container[ChunkKey]:
+    """Chunks of a prefix that an allocation for these indices must not evict: those before and between them."""
+    first = indices[0]
     if not is_whole:
         return set(keys[max(0, first - 1) : end])
     return (keys[first - 1],) if first else ()

@@ -91,9 +91,9 @@ class Offloading:
         self._worker = OffloadWorker(config, layout, kv_caches, clock=clock, fused=True, wrap_copier=seams.wrap_copier)
 
     def awaits_storage(self, sequence: Sequence, *, num_computed_tokens: int) -> bool:
-        """Whether more of a sequence is being read from storage, so that it should wait, for a bounded time.
+        """Whether more of a sequence is arriving, so that it should wait for a bounded time.
 
-        Without a storage tier this engine waits for nothing before it admits: it computes what is still being saved.
+        Only with a storage tier: otherwise this engine does not wait for blocks that are being saved.
 
         Args:
           sequence: not admitted yet.

@@ -71,7 +71,7 @@ class Scheduler:
         self._copies: list[BlockCopy] = []
         self._num_arrived = 0
         self._num_preemptions = 0
-        self._awaits_storage = False  # the first in the queue waits for KV that is being read
+        self._awaits_storage = False  # the first waiting sequence waits for KV to arrive in the host tier
 
     @property
     def num_waiting(self) -> int:

@@ -196,7 +196,7 @@ def pick(spec: TransferSpec, bucket: int) -> Program:
 
 
 def read_slot(spec: TransferSpec, num_blocks: int) -> Program:
-    """`(segment, first) -> (payload, token)`, on the host's CPU: blocks that follow each other, in arrays of their own.
+    """`(segment, first) -> (payload, token)`, on the host's CPU: copies consecutive blocks to separate arrays.
 
     Args of the program:
       segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory.

@@ -1,8 +1,8 @@
-"""Chunks between the segments of the host tier and flat bytes, for storage.
+"""Copies chunks between segments of the host tier and flat bytes, for storage.
 
-On the device's side a chunk's slot is copied to and from small arrays of its own, a payload, by programs in dispatch
-order: what another program writes into the slot later is not seen, and no view of a segment ever exists, which would
-keep the next program from updating it in place. Between payloads and bytes, any thread may copy.
+Programs copy a chunk's slot to and from a payload: small, separate arrays. They run in dispatch order, so a later write
+to the slot does not change the payload, and no view of a segment exists, which would prevent in-place updates of the
+segment. Any thread may copy between payloads and bytes.
 """
 
 import math
@@ -47,16 +47,16 @@ class SlotCopier:
 
     @property
     def payload_nbytes(self) -> int:
-        """Bytes of a chunk in this process."""
+        """Bytes of one chunk in this process."""
         return sum(nbytes * len(devices) for _, nbytes, devices in map(_shards, self._structs))
 
     @property
     def payload_format(self) -> str:
-        """What the order of the bytes depends on: types, shapes, and how they are split."""
+        """Identifies the byte layout of a payload: dtypes, shapes and sharding."""
         return repr([(struct.dtype.name, struct.shape, _shards(struct)[0]) for struct in self._structs])
 
     def compile(self) -> None:
-        """Compiles the programs now, instead of on first use."""
+        """Compiles the programs now instead of on first use."""
         _ = self._read, self._write
 
     @property
@@ -70,7 +70,7 @@ class SlotCopier:
     # On the thread that dispatches.
 
     def read(self, segment_id: int, first: int) -> Payload:
-        """Dispatches a copy of the chunk that begins at this position of a segment; the payload is ready later."""
+        """Dispatches a copy of the chunk at position `first` of a segment; returns its payload at once."""
         payload, _ = self._read(self._arena.segment(segment_id), np.int32(first))
         return list(payload)
 
@@ -85,7 +85,7 @@ class SlotCopier:
         return fetch_early(token, self._spec)
 
     def unpack(self, source: Bytes) -> Payload:
-        """The payload with these bytes; `source` is not to be changed while it is in use."""
+        """Makes a payload from its bytes. `source` must not change while the payload is in use."""
         payload, start = [], 0
         for struct in self._structs:
             shape, nbytes, devices = _shards(struct)
@@ -111,7 +111,7 @@ class SlotCopier:
 
 
 def _shards(struct: jax.ShapeDtypeStruct) -> tuple[Sequence[int], int, list[Any]]:
-    """Of an array: the shape of a shard, its bytes, and the devices of this process that have one, in order."""
+    """The shape and the bytes of a shard, and the devices of this process that hold one, by id."""
     shape = struct.sharding.shard_shape(struct.shape)
     devices = sorted(struct.sharding.addressable_devices, key=lambda device: device.id)
     return shape, math.prod(shape) * np.dtype(struct.dtype).itemsize, devices

@@ -1,8 +1,7 @@
-"""What a storage tier is: bytes by key, for one worker.
+"""The interface of a storage tier: bytes by key, for one worker.
 
-The scheduler decides what is in it: which chunks are written, which of them are deleted to make room, and which are
-read. A tier only keeps bytes. It need not be trusted with them: whoever reads compares a checksum, and what a tier has
-lost or changed is a miss.
+The scheduler decides which chunks are written, read, and deleted to make room; a tier only stores bytes. It need not
+detect corruption: the reader verifies a checksum, and lost or changed bytes are a miss.
 """
 
 import abc
@@ -14,14 +13,14 @@ from typing import final
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSpec:
-    """What a tier is made for.
+    """The parameters of a tier.
 
     Attributes:
-      payload_nbytes: bytes of each value. All are of this size.
-      num_chunks: most keys that the tier holds at a time, those being written and deleted included.
-      worker_id: the worker whose part of the chunks it holds; workers share no keys.
-      fingerprint: names the model and all else that payloads depend on, in hex. Bytes that were written under another
-        are of no use.
+      payload_nbytes: size of every value.
+      num_chunks: capacity; the most keys that the tier holds at a time, including those being written or deleted.
+      worker_id: the worker; each holds its own shards of the chunks, under the same keys.
+      fingerprint: of the model and all else that the bytes depend on, in hex. Bytes written under another one are
+        invalid.
       options: `TPU_OFFLOAD_STORAGE_OPTIONS`, for the tier to interpret.
     """
 
@@ -33,27 +32,27 @@ class StorageSpec:
 
 
 class StorageTier(abc.ABC):
-    """Payloads by key. A constructor that raises ConfigError ends the engine's start.
+    """Payloads by key. A ConfigError from the constructor stops the engine's start.
 
-    `write`, `read` and `delete` may block. They are called from several I/O threads at once, never from the thread that
-    dispatches the model. No two calls for one key are made at once, but for a `read` beside a `write` or `delete` whose
-    result nobody waits for any more: it may raise, or read anything. An error of any kind fails the chunks of that call
-    and nothing else; calls that keep failing are suspended for a while.
+    `write`, `read` and `delete` may block. Several I/O threads call them concurrently, never the thread that dispatches
+    the model. Writes and deletions of one key are never concurrent. A read may be concurrent with them only after it
+    timed out; its result is ignored then. An exception fails the chunks of that call only; while calls keep failing,
+    they are suspended for increasing intervals.
     """
 
     def __init__(self, spec: StorageSpec) -> None:
-        """Makes a tier. What an earlier incarnation of this worker has left in it is never read."""
+        """Makes a tier. Values that an earlier incarnation of this worker wrote are never read."""
         self.spec = spec
 
     @abc.abstractmethod
     def write(self, key: bytes, payload: memoryview) -> None:
-        """Stores `payload_nbytes` bytes, in place of those that the key had.
+        """Stores `payload_nbytes` bytes, replacing the key's earlier value.
 
         Args:
           key: at most a few hundred bytes.
-          payload: read-only, page-aligned; not to be used after the call.
+          payload: read-only, page-aligned; must not be used after the call.
         Raises:
-          OSError: it is not stored.
+          OSError: the payload is not stored.
         """
 
     @abc.abstractmethod
@@ -62,7 +61,7 @@ class StorageTier(abc.ABC):
 
         Args:
           key: the key.
-          payload: `payload_nbytes` bytes, writable, page-aligned; not to be used after the call.
+          payload: `payload_nbytes` bytes, writable, page-aligned; must not be used after the call.
         Raises:
           KeyError: there is no such key.
           OSError: the bytes cannot be read.
@@ -70,12 +69,12 @@ class StorageTier(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Deletes what is there of these keys; others are no error.
+        """Deletes keys; unknown ones are ignored.
 
         Raises:
-          OSError: some may still be there.
+          OSError: some of them may still be stored.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the use of the tier. Called once, when no other call is in progress, or will be."""
+        """Releases the tier's resources. Called once, after all other calls have returned."""

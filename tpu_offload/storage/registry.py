@@ -1,4 +1,4 @@
-"""Storage tiers by what the settings say: a registered name, or `module:Class`."""
+"""Makes the storage tier of the settings: a registered name, or `module:Class`."""
 
 import importlib
 
@@ -8,17 +8,17 @@ from tpu_offload.storage.contract import StorageSpec, StorageTier
 from tpu_offload.values import one_line
 
 STORAGE_TIERS: dict[str, str] = {}
-"""By name, the `module:Class` of each tier; a module is imported when its tier is used."""
+"""The `module:Class` of each tier, by name; modules are imported on use."""
 
 _SETTING = f"{ENV_PREFIX}STORAGE_TIER="
 
 
 def make_tier(name: str, spec: StorageSpec) -> StorageTier:
-    """Makes the tier of this name, or of the class that `module:Class` names, which is imported.
+    """Makes the tier of a registered name, or of a `module:Class`.
 
     Raises:
-      ConfigError: there is none of this name, the module does not import, or what it has is no class derived from
-        `StorageTier` that can be made with a spec.
+      ConfigError: the name is unknown, the module does not import, the class is not derived from `StorageTier`, or its
+        constructor fails.
     """
     what = f"{_SETTING}{name}"
     module_name, colon, class_name = STORAGE_TIERS.get(name, name).partition(":")
@@ -27,7 +27,7 @@ def make_tier(name: str, spec: StorageSpec) -> StorageTier:
         raise ConfigError(f"{what}: there is no storage tier of this name; expected {known}module:Class")
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
-    except Exception as e:  # whatever a module that is not ours may do
+    except Exception as e:  # the user's own module may raise anything
         raise ConfigError(
             f"{what}: {module_name} cannot be imported ({type(e).__name__}: {one_line(e)}); expected a module on the "
             "PYTHONPATH of the worker's process"

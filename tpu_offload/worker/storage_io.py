@@ -1,12 +1,12 @@
 """The copies between the host tier of one process and its storage tier.
 
-The thread that dispatches the model never waits for storage. A cascade copies each slot into a payload of its own, in
-program order after the saves of its step; an I/O thread waits for the payload and writes it. For a promotion an I/O
-thread reads into a buffer of its own and compares the checksum; once that is done the dispatching thread copies it into
-the slot, in `collect`. I/O threads never see a segment.
+The thread that dispatches the model never waits for storage. A cascade copies each slot into a separate array, in
+program order after the saves of its step; an I/O thread waits for that array and writes its bytes. For a promotion an
+I/O thread reads into a buffer and verifies the checksum; `collect` then dispatches the copy into the slot. I/O threads
+never access segments.
 
-Reads and writes have threads of their own, so that no read waits behind a write. Those of one kind for one key are done
-by one thread, in the order of their jobs: a late write never lands after the deletion that was to undo it.
+Reads and writes use separate threads, so no read waits behind a write. One thread does all writes and deletions of a
+key, in the order of their jobs, so a late write never lands after the deletion that follows it.
 """
 
 import dataclasses
@@ -38,25 +38,25 @@ from tpu_offload.worker.validate import storage_job_error
 
 _logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 2  # for reads, and as many for writes
+_NUM_THREADS = 2  # for reads, and two more for writes
 _PAGE_NBYTES = 4096
-_CLOSE_S = 1.0  # threads that have nothing left to do end within this
+_CLOSE_S = 1.0  # `close` waits this long for the threads, which are idle unless the tier hangs
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Item:
-    """What one I/O thread does at a time: one chunk, or the deletion of some keys.
+    """One task of an I/O thread: to read or write one chunk, or to delete some keys.
 
     Attributes:
       job_id: its job.
-      positions: of the chunk, or of the keys, in the job.
-      keys: the key of the chunk, or the keys.
-      slot: of the chunk; None for a deletion.
-      payload: of a cascade, per layer group, until it is written.
-      data: of a promotion, once it is read.
-      error: what went wrong.
+      positions: of the chunk or keys in the job, as in `JobResult.failed_blocks`.
+      keys: the chunk's key, or those to delete.
+      slot: the chunk's; None for a deletion.
+      payload: for a cascade, the copy of the slot, per layer group; dropped once it is packed.
+      data: for a promotion, the bytes, once they are read.
+      error: in one line; empty if nothing failed.
     """
 
     job_id: int
@@ -72,14 +72,14 @@ class _Item:
 class StorageCopies:
     """Owns the storage tier of one process. All methods are called by the thread that dispatches the model.
 
-    A copy that goes wrong ends as a failed chunk of its job.
+    A copy that fails is reported as a failed chunk of its job.
 
     Args:
       config: the settings, with a storage tier.
       layout: what a block is made of.
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shardings are read.
       memories: per layer group, the host tier.
-      jobs: told of the jobs.
+      jobs: the worker's jobs.
       worker_id: for the tier.
     Raises:
       ConfigError: the tier cannot be made, or the caches span several hosts.
@@ -120,24 +120,22 @@ class StorageCopies:
                 copier.compile()
         self._io = _StorageIO(make_tier(config.storage_tier, spec), self._copiers, payload_nbytes=spec.payload_nbytes)
         self._readers, self._writers = _Threads("storage-read"), _Threads("storage-write")
-        self._num_in_io = 0  # items of I/O threads that `collect` has not taken back
-        self._num_chunks = 0  # chunks that hold a payload or a buffer
-        self._landing: list[tuple[_Item, list[jax.Array]]] = []  # with their tokens
+        self._num_in_io = 0  # items submitted to I/O threads and not yet collected
+        self._num_chunks = 0  # chunks in flight: each holds a payload or a buffer
+        self._landing: list[tuple[_Item, list[jax.Array]]] = []  # items that are written into slots, and tokens
 
     @property
     def has_flights(self) -> bool:
-        """Whether copies are on their way."""
+        """Whether copies are in flight."""
         return bool(self._num_in_io or self._landing)
 
     @property
     def hbm_nbytes(self) -> int:
-        """Most bytes of HBM that copies take on each device: those of one program, for they run one by one."""
+        """Most bytes of HBM that copies take on each device: those of one program, since they run one by one."""
         return max(copier.hbm_nbytes for copier in self._copiers)
 
-    # What the worker asks in a step.
-
     def promote(self, jobs: Sequence[CopyJob]) -> None:
-        """Begins to read chunks."""
+        """Starts to read chunks."""
         for job in self._accept(jobs):
             for position, (key, slot) in enumerate(job.chunks):
                 item = self._begin(job, (position,), (key,), slot=slot)
@@ -146,7 +144,7 @@ class StorageCopies:
             self._jobs.drop_ref([job.job_id])
 
     def cascade(self, jobs: Sequence[CopyJob]) -> None:
-        """Dispatches copies of slots, and has them written; what is to be deleted goes first."""
+        """Starts to delete keys, then dispatches copies of slots and starts to write them."""
         for job in self._accept(jobs):
             deleted: dict[int, list[int]] = {}
             for i, key in enumerate(job.deleted_keys):
@@ -162,7 +160,7 @@ class StorageCopies:
             self._jobs.drop_ref([job.job_id])
 
     def collect(self) -> None:
-        """Writes what was read into its slots, and ends what is over."""
+        """Dispatches the writes of chunks that were read into their slots, and ends finished items."""
         while self._io.done:
             item = self._io.done.popleft()
             self._num_in_io -= 1
@@ -178,7 +176,7 @@ class StorageCopies:
                 self._landing.append((item, tokens))
 
     def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
-        """What to wait for, with `is_ready`: that `collect` can go on; or that it has nothing to wait for."""
+        """Objects whose `is_ready` lets `collect` make progress; with `all_of_them`, all that it waits for."""
         if not self.has_flights:
             return []
         tokens = [token for _, tokens in self._landing for token in tokens]
@@ -186,30 +184,32 @@ class StorageCopies:
         return [*tokens, _Done(self._io.done, num_done)] if self._num_in_io else tokens
 
     def close(self) -> None:
-        """Ends the threads, and the tier unless some of them hang in it. Drops what they have not begun."""
+        """Ends the threads, dropping queued items, and closes the tier unless it hangs. The caller has waited."""
         until_s = time.monotonic() + _CLOSE_S
         self._landing.clear()
         have_ended = [threads.close(until_s) for threads in (self._readers, self._writers)]
         if not all(have_ended):
-            _logger.error("closing with storage I/O that hangs: its threads, and the tier, are left as they are")
+            _logger.error(
+                "the storage tier hangs: closed without waiting for its I/O threads; it was not closed itself"
+            )
             return
         try:
             self._io.tier.close()
-        except Exception as e:  # a tier may be anybody's
+        except Exception as e:  # the tier may be the user's own
             _logger.error("the storage tier failed to close: %s", error_line(e))
 
     # Inside.
 
     def _accept(self, jobs: Sequence[CopyJob]) -> list[CopyJob]:
-        """Takes up the jobs that are possible."""
+        """Starts the valid jobs; the others fail."""
         accepted = []
         num_slots = min(memory.arena.num_chunks_ready for memory in self._memories)
         for job in jobs:
             if job.job_id in self._jobs:
-                _logger.warning("job %d is in flight already; its repetition is ignored", job.job_id)
+                _logger.warning("job %d is in flight already: ignored", job.job_id)
                 continue
             error = storage_job_error(job, num_slots=num_slots)
-            # Items fail one by one: to the table they are blocks, named by their positions.
+            # `WorkerJobs` reports failed blocks: here the chunks and keys, identified by their positions.
             positions = () if error else tuple(range(job.num_items))
             self._jobs.start(job.job_id, (CopyPart(block_ids=positions, host_block_ids=positions),))
             if error:
@@ -221,16 +221,16 @@ class StorageCopies:
     def _begin(
         self, job: CopyJob, positions: tuple[int, ...], keys: tuple[ChunkKey, ...], *, slot: int | None = None
     ) -> _Item:
-        """An item for an I/O thread, which is a part of its job; one with an error has ended.
+        """Makes an item, with a reference to its job. An item with an error has ended.
 
-        The scheduler plans within the bound, but it gives up on copies that are late, and these still take memory.
+        The scheduler plans within the bound, but no longer counts copies that timed out, which still hold memory.
         """
         item = _Item(job.job_id, positions, keys, slot)
         self._jobs.add_ref([job.job_id])
         self._num_in_io += 1
         self._num_chunks += slot is not None
         if self._num_chunks > self._max_in_flight:
-            self._drop(item, f"more than {self._max_in_flight} chunks on their way to and from storage")
+            self._drop(item, f"more than {self._max_in_flight} chunks in flight to and from storage")
         return item
 
     def _drop(self, item: _Item, error: str) -> None:
@@ -248,13 +248,13 @@ class StorageCopies:
         return divmod(slot * self._blocks_per_chunk, memory.spec.segment_blocks)
 
     def _cut(self, item: _Item, slot: int) -> bool:
-        """Dispatches the copy of a slot; False if that has failed, and the item has ended."""
+        """Dispatches the copy of a slot; False if that failed and the item has ended."""
         first = slot * self._blocks_per_chunk
         try:
             payload = []
             for memory, copier in zip(self._memories, self._copiers, strict=True):
                 if memory.lost[first : first + self._blocks_per_chunk].any():
-                    raise TransferError(f"nothing is in slot {slot}: it was lost, or never written")
+                    raise TransferError(f"slot {slot} was lost, or never written")
                 payload.append(copier.read(*self._place(slot, memory)))
             item.payload = payload
         except Exception as e:
@@ -263,7 +263,7 @@ class StorageCopies:
         return True
 
     def _land(self, item: _Item) -> None:
-        """Dispatches the copy of what was read into its slot."""
+        """Dispatches the copy of a chunk that was read into its slot."""
         assert item.data is not None
         assert item.slot is not None
         start, tokens = 0, []
@@ -289,7 +289,7 @@ class StorageCopies:
                 end = int(np.asarray(token))
                 if end != first + self._blocks_per_chunk:
                     raise TransferError(f"the device copied up to {end}; expected {first + self._blocks_per_chunk}")
-            except Exception as e:  # a program that failed on the device has taken the donated segment with it
+            except Exception as e:  # a program that fails on the device destroys the donated segment
                 memory.check_segment(segment_id, lost=True)
                 error = error or error_line(e)
         self._end(item, error)
@@ -297,14 +297,14 @@ class StorageCopies:
 
 @final
 class _StorageIO:
-    """What I/O threads do, and see. An item that is done, well or not, is in `done`; nothing is raised."""
+    """The methods and state of the I/O threads. Each method appends its item to `done`, and never raises."""
 
     def __init__(self, tier: StorageTier, copiers: Sequence[SlotCopier], *, payload_nbytes: int) -> None:
         self.tier = tier
         self.done: deque[_Item] = deque()
         self._copiers = copiers
         self._payload_nbytes = payload_nbytes
-        self._checksums: dict[ChunkKey, int] = {}  # of what was written, by key
+        self._checksums: dict[ChunkKey, int] = {}  # of the bytes last written for each key
         self._local = threading.local()
 
     def write(self, item: _Item) -> None:
@@ -323,19 +323,19 @@ class _StorageIO:
             self._checksums.pop(key, None)
             self.tier.write(key, memoryview(data).toreadonly())
             self._checksums[key] = checksum
-        except BaseException as e:  # a tier may be anybody's: whatever it raises, the thread goes on
+        except BaseException as e:  # the tier may be the user's own, and nothing it raises may end the thread
             item.error = error_line(e)
         self.done.append(item)
 
     def read(self, item: _Item) -> None:
-        """Reads a chunk, if it is the one that was written."""
+        """Reads a chunk and verifies that its bytes are those that were written."""
         (key,) = item.keys
         try:
             checksum = self._checksums[key]
             data = _page_aligned(self._payload_nbytes)
             self.tier.read(key, memoryview(data))
             if zlib.crc32(data) != checksum:
-                raise TransferError("storage has returned other bytes than were written")
+                raise TransferError("storage returned other bytes than were written")
             item.data = data
         except BaseException as e:  # as above
             item.error = error_line(e)
@@ -354,9 +354,9 @@ class _StorageIO:
 
 @final
 class _Threads:
-    """Daemon threads that each have a queue; the tasks of one key are done by one of them, in order.
+    """Daemon threads with a queue each. All tasks of a key run on one of them, in order.
 
-    They hold no reference to this object, so that they end when it is collected.
+    They hold no reference to this object, so they end when it is garbage-collected.
     """
 
     def __init__(self, name: str) -> None:
@@ -374,15 +374,15 @@ class _Threads:
         self._finalizer = weakref.finalize(self, _stop_threads, self._queues, self._stop)
 
     def index(self, key: ChunkKey) -> int:
-        """Which of them a key has."""
+        """The thread of a key."""
         return key[0] % len(self._queues)
 
     def submit(self, key: ChunkKey, task: Callable[[], None]) -> None:
-        """Has a task done, which raises nothing."""
+        """Queues a task, which must not raise."""
         self._queues[self.index(key)].put(task)
 
     def close(self, until_s: float) -> bool:
-        """Ends the threads; tasks that have not begun are dropped. False if some have not ended by then."""
+        """Ends the threads, dropping queued tasks; False if some are still running at `until_s`."""
         self._finalizer()
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -393,7 +393,7 @@ def _run(tasks: queue.SimpleQueue[Callable[[], None] | None], stop: threading.Ev
     while (task := tasks.get()) is not None:
         if not stop.is_set():
             task()
-        task = None  # and what it holds, while the queue is empty
+        task = None  # free its buffers while the queue is empty
 
 
 def _stop_threads(queues: Sequence[queue.SimpleQueue[Callable[[], None] | None]], stop: threading.Event) -> None:
@@ -403,7 +403,7 @@ def _stop_threads(queues: Sequence[queue.SimpleQueue[Callable[[], None] | None]]
 
 
 class _Done:
-    """Ready as soon as I/O threads are through with so many items."""
+    """Ready once I/O threads have finished `num_items` items that are not collected yet."""
 
     def __init__(self, done: deque[_Item], num_items: int) -> None:
         self._done = done
