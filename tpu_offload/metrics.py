@@ -174,8 +174,8 @@ class OffloadStats:
     num_open_breakers: int = _gauge(
         "breakers",
         "Kinds of copies (saves, loads; with request swap also swaps out, swaps in; with a storage tier also cascades, "
-        "promotions) that are suspended because they keep failing. Requests are still served, by prefill. Alert when "
-        "it is not 0.",
+        "promotions, deletions) that are suspended because they keep failing. Requests are still served, by prefill. "
+        "Alert when it is not 0.",
     )
     num_stored_chunks: int = _gauge("chunks", "Chunks in the storage tier; 0 without one.")
     cascaded_chunks: int = _counter("chunks", "Chunks written from the host tier to the storage tier.")

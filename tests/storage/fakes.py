@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, POISON, FakeEngine, FakeWorker
 from tests.storage.memory_tier import NAME
-from tpu_offload import CopyJob, JobResult, Match, StepPlan, StepReport
+from tpu_offload import CopyJob, JobResult, JobState, Match, StepPlan, StepReport
 from tpu_offload.core.policies import LRUPolicy
 from tpu_offload.types import BlockHash, ChunkKey, JobKind
 
@@ -31,11 +31,18 @@ class StorageWorker(FakeWorker):
     def finish(
         self, num_jobs: int | None = None, *, fail: bool = False, failed_blocks: tuple[int, ...] = ()
     ) -> list[JobResult]:
+        results = []
         for job, content in self.in_flight[:num_jobs]:
-            if job.kind.of_storage:
-                bad = (failed_blocks or range(job.num_items)) if fail else ()
-                self._move(job, content, set(bad))
-        return super().finish(num_jobs, fail=fail, failed_blocks=failed_blocks)
+            if not job.kind.of_storage:
+                results += super().finish(1, fail=fail, failed_blocks=failed_blocks)
+                continue
+            del self.in_flight[0]
+            self._move(job, content, set(failed_blocks or range(job.num_items)) if fail else set())
+            state, error = (JobState.FAILED, "injected") if fail else (JobState.FINISHED, "")
+            results.append(
+                JobResult(job_id=job.job_id, state=state, error=error, failed_blocks=failed_blocks if fail else ())
+            )
+        return results
 
     def _move(self, job: CopyJob, content: list[bytes], bad: set[int]) -> None:
         for i, key in enumerate(job.deleted_keys, len(job.chunks)):

@@ -467,7 +467,7 @@ def test_lost_caches_cancel_the_cascade_that_has_not_begun_and_no_other():
     cascade = engine.cascade((2, 1))
     plan = StepPlan(step_id=99, jobs=(cascade,), next_job_id=cascade.job_id + 1)
     engine.caches = engine.worker.begin_step(plan, engine.caches)
-    engine.worker.lose_caches()
+    engine.worker.mark_caches_lost()
     results = {}
     while engine.worker.has_flights or len(results) < 2:
         results |= {result.job_id: result.state.value for result in engine.worker.poll(wait=True).results}

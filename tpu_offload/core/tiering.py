@@ -6,7 +6,7 @@ report them, and they have a deadline and one end.
 
 Only the scheduler knows which chunks are stored: a set of keys in LRU order. A chunk is stored once every worker has
 written it. It occupies storage from the planning of its write until every worker has deleted it, so no tier ever holds
-more than `num_storage_chunks`. Deletions are part of cascades.
+more than `num_storage_chunks`. A deletion is a cascade of no chunks.
 """
 
 import dataclasses
@@ -55,15 +55,12 @@ class StoragePlanner:
         self._max_in_flight = config.max_storage_chunks_in_flight(layout)
         self._chunk_tokens = config.blocks_per_chunk * layout.block_size
         self._chunk_nbytes = config.blocks_per_chunk * layout.block_nbytes
-        self._breakers = {
-            kind: CircuitBreaker(
-                what,
-                num_failures=config.breaker_failures,
-                retry_s=config.breaker_retry_s,
-                clock=context.clock,
+        self._writes, self._reads, self._deletions = self._breakers = [
+            CircuitBreaker(
+                what, num_failures=config.breaker_failures, retry_s=config.breaker_retry_s, clock=context.clock
             )
-            for kind, what in ((JobKind.CASCADE, "cascades to storage"), (JobKind.PROMOTE, "promotions from storage"))
-        }
+            for what in ("cascades to storage", "promotions from storage", "deletions in storage")
+        ]
         self._stored: Keys = OrderedDict()  # least recently used first
         self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first
         self._to_delete: Keys = OrderedDict()
@@ -119,7 +116,7 @@ class StoragePlanner:
         for key in promoted:
             self._stored.move_to_end(key)
         self._promoting.update(promoted)
-        self._plan(JobKind.PROMOTE, promoted, slots, now_s=self._clock())
+        self._plan(JobKind.PROMOTE, promoted, slots, self._reads, now_s=self._clock())
 
     def wait_s(self, key: ChunkKey, otherwise_s: float) -> float:
         """How long a request waits for a PENDING chunk; `otherwise_s` if it is not being promoted."""
@@ -128,20 +125,24 @@ class StoragePlanner:
     @property
     def has_plans(self) -> bool:
         """Whether `plan` would plan a job or drop candidates, so that an idle engine should call it."""
-        return bool(self._candidates) and self._breakers[JobKind.CASCADE].admits(_ACCOUNT)
+        return bool(self._candidates) and self._writes.admits(_ACCOUNT)
 
     def plan(self, now_s: float) -> None:
-        """Plans the cascade of the coming step: chunks to write, and keys to delete."""
+        """Plans the deletions and the cascade of the coming step."""
         if not (self._candidates or self._to_delete):
             return
-        breaker = self._breakers[JobKind.CASCADE]
-        if not breaker.admits(_ACCOUNT):
-            return
-        self._evict()
+        writes = bool(self._candidates) and self._writes.admits(_ACCOUNT)
+        if writes:
+            self._evict()
         # One batch at a time, which bounds how many deletions are retried after a failure.
-        num_deletes = 0 if self._num_deleting else min(len(self._to_delete), _MAX_DELETES)
-        deleted = tuple([self._to_delete.popitem(last=False)[0] for _ in range(num_deletes)])
-        self._num_deleting += num_deletes
+        if self._to_delete and not self._num_deleting and self._deletions.admits(_ACCOUNT):
+            self._num_deleting = min(len(self._to_delete), _MAX_DELETES if self._deletions.closed else 1)
+            deleted = tuple([self._to_delete.popitem(last=False)[0] for _ in range(self._num_deleting)])
+            self._plan(JobKind.CASCADE, (), (), self._deletions, now_s=now_s, deleted=deleted)
+        if writes:
+            self._plan_cascade(now_s)
+
+    def _plan_cascade(self, now_s: float) -> None:
         keys: list[ChunkKey] = []
         slots: list[int] = []
         room = self._cascade_room()
@@ -155,9 +156,16 @@ class StoragePlanner:
             self._to_delete.pop(key, None)
             keys.append(key)
             slots += found
-        if keys or deleted:
+        if keys:
             self._writing.update(keys)
-            self._plan(JobKind.CASCADE, keys, slots, now_s=now_s, deleted=deleted)
+            self._plan(JobKind.CASCADE, keys, slots, self._writes, now_s=now_s)
+        elif self._room() <= 0 and not self._num_deleting:
+            self._drop_candidates()
+
+    def _drop_candidates(self) -> None:
+        """No room will come for the candidates, and an idle engine must not retry forever."""
+        self._counts.dropped_cascade_chunks += len(self._candidates)
+        self._candidates.clear()
 
     # Resets and losses.
 
@@ -183,12 +191,11 @@ class StoragePlanner:
 
     def _promotion_room(self) -> int:
         """Chunks that a promotion may read now: at most half of the host tier, and what may be in flight."""
-        breaker = self._breakers[JobKind.PROMOTE]
-        if not breaker.admits(_ACCOUNT):
+        if not self._reads.admits(_ACCOUNT):
             return 0
         in_flight = self._max_in_flight - len(self._writing) - len(self._promoting)
         room = min(_MAX_PROMOTIONS, in_flight, self._index.num_slots // 2 - len(self._promoting))
-        return max(0, room if breaker.closed else min(room, 1))
+        return max(0, room if self._reads.closed else min(room, 1))
 
     def _cascade_room(self) -> int:
         """Chunks that may be written now. At least half of what may be in flight is left to promotions.
@@ -198,7 +205,7 @@ class StoragePlanner:
         in_flight = min(self._max_in_flight // 2, max(1, self._index.num_slots // 4)) - len(self._writing)
         both = self._max_in_flight - len(self._writing) - len(self._promoting)
         room = min(_MAX_CASCADES, in_flight, both, self._room())
-        return room if self._breakers[JobKind.CASCADE].closed else min(room, 1)
+        return room if self._writes.closed else min(room, 1)
 
     def _room(self) -> int:
         """Free capacity of storage, in chunks."""
@@ -227,6 +234,7 @@ class StoragePlanner:
         kind: JobKind,
         keys: Sequence[ChunkKey],
         slots: Sequence[int],
+        breaker: CircuitBreaker,
         *,
         now_s: float,
         deleted: tuple[ChunkKey, ...] = (),
@@ -234,15 +242,15 @@ class StoragePlanner:
         job = self._jobs.plan(
             kind,
             (),
-            request=f"{len(keys)} chunks" + (f", with {len(deleted)} to delete" if deleted else ""),
+            request=f"{len(deleted)} keys to delete" if deleted else f"{len(keys)} chunks",
             keys=tuple(keys),
             slots=tuple(slots),
             deleted_keys=deleted,
             nbytes=len(keys) * self._chunk_nbytes,
-            breaker=self._breakers[kind],
+            breaker=breaker,
             deadline_s=now_s + self._timeout_s,
         )
-        self._breakers[kind].begin(job.job_id)
+        breaker.begin(job.job_id)
 
     def _ended(self, job: Job) -> None:
         bad = set(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
@@ -289,15 +297,14 @@ class StoragePlanner:
         for key in kept:
             if key not in self._stored and key not in self._writing:
                 self._to_delete[key] = None
-        if kept:  # no room will come for the candidates, and an idle engine must not retry forever
-            self._counts.dropped_cascade_chunks += len(self._candidates)
-            self._candidates.clear()
+        if kept:
+            self._drop_candidates()
 
     # State.
 
     def add_stats(self, stats: OffloadStats) -> OffloadStats:
         """Adds the storage gauges and breakers to a snapshot."""
-        breakers = self._breakers.values()
+        breakers = self._breakers
         return dataclasses.replace(
             stats,
             num_stored_chunks=len(self._stored),
