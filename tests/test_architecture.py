@@ -25,7 +25,8 @@ ALLOWED = (
     dict.fromkeys(FOUNDATION, FOUNDATION)
     | {"core": FOUNDATION | {"core"}}
     | {part: FOUNDATION | (PARTS - {"core"}) for part in PARTS - {"core"}}
-    | {"worker": FOUNDATION | PARTS | {"worker"}}
+    | {"storage": FOUNDATION | {"storage"}}
+    | {"worker": FOUNDATION | PARTS | {"storage", "worker"}}
     | {part: {""} | FOUNDATION | PARTS | {"worker", part} for part in FRONTS}
     | {"engine": {"", "engine"}}  # it shows what any other engine can do with the public interface
     | {"measure": {""} | FOUNDATION | (PARTS - {"core"}) | {"worker", "measure"}}

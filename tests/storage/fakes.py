@@ -70,7 +70,7 @@ class StorageEngine(FakeEngine):
 
     def __init__(self, *, num_workers: int = 1, num_host_chunks: int = 4, **settings: Any) -> None:
         workers: list[FakeWorker] = [StorageWorker(i, num_host_chunks=num_host_chunks) for i in range(num_workers)]
-        defaults = {
+        defaults: dict[str, Any] = {
             "storage_tier": NAME,
             "num_storage_chunks": 16,
             "num_cpu_chunks": num_host_chunks,

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.helpers import SMALL_ENGINE, TINY, num_loaded, rounds, serve, serve_rounds, tokens_of
 from tests.storage.memory_tier import FAULTY, NAME
 from tpu_offload import OffloadConfig
-from tpu_offload.engine import Engine
+from tpu_offload.engine import Engine, RequestOutput
 from tpu_offload.storage import STORAGE_TIERS
 
 # One conversation fills most of HBM, and two the host tier, so that each turn pushes the others out of both.
@@ -45,7 +45,7 @@ def settle(engine):
 
 def serve_slowly(engine, all_rounds):
     """One request after the other, and storage comes to rest before the next."""
-    outputs = {}
+    outputs: dict[str, RequestOutput] = {}
     for requests in all_rounds:
         for request in requests:
             outputs |= serve(engine, [request])

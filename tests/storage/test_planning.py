@@ -494,7 +494,7 @@ def test_a_kind_that_keeps_failing_is_suspended_and_tried_again(kind):
 def test_a_plan_that_raises_leaves_nothing_behind():
     engine = away()
     engine.match("a", A)
-    engine.scheduler._saves.plan = None  # type: ignore[method-assign,assignment]  # raises when it is called
+    engine.scheduler._saves.plan = None  # raises when it is called
     with pytest.raises(TypeError):
         engine.scheduler.plan_step()
     engine.scheduler.check_invariants()

@@ -17,14 +17,13 @@ from tests.worker.engine import (
     PATHS,
     Engine,
     Poisoned,
-    broken,
     wait_until_rebuilt,
 )
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import ConfigError
 from tpu_offload.kernels import reference
 from tpu_offload.layout import KVLayout
-from tpu_offload.types import ChunkKey, CopyJob, JobKind, StepPlan
+from tpu_offload.types import ChunkKey, CopyJob, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker, storage_io
 
 SIZE = BLOCKS_PER_CHUNK
@@ -193,7 +192,7 @@ def test_nothing_waits_for_storage(call):
     engine.step(loads=[load], saves=[save])
     engine.expect_loaded(load)
     engine.expect_saved(save)
-    results = {}
+    results: dict[int, JobState] = {}
     while len(results) < 2:  # each of these would wait for ever if anything did
         results |= {result.job_id: result.state for result in engine.worker.poll(wait=True).results}
     assert results == {save.job_id: FINISHED, load.job_id: FINISHED}
@@ -367,7 +366,6 @@ def test_a_write_that_takes_the_segment_along_is_a_failure_and_a_loss(when):
     (copier,) = engine.storage._copiers
     real = copier.write
     if when == "at dispatch":
-        copier.write = broken(RuntimeError("device"), takes=engine.pool)  # type: ignore[method-assign]
 
         def take(segment_id, first, payload):
             for part in engine.pool.segment(segment_id):
@@ -379,7 +377,8 @@ def test_a_write_that_takes_the_segment_along_is_a_failure_and_a_loss(when):
         copier.write = lambda *args: real(*args) and Poisoned()
     promote = engine.promote((1, 1))
     engine.step(loads=[promote])
-    results, lost = {}, []
+    results: dict[int, JobState] = {}
+    lost: list[tuple[int, int]] = []
     while engine.worker.has_flights:
         report = engine.worker.poll(wait=True)
         results |= {result.job_id: result.state for result in report.results}
@@ -468,7 +467,7 @@ def test_lost_caches_cancel_the_cascade_that_has_not_begun_and_no_other():
     plan = StepPlan(step_id=99, jobs=(cascade,), next_job_id=cascade.job_id + 1)
     engine.caches = engine.worker.begin_step(plan, engine.caches)
     engine.worker.mark_caches_lost()
-    results = {}
+    results: dict[int, str] = {}
     while engine.worker.has_flights or len(results) < 2:
         results |= {result.job_id: result.state.value for result in engine.worker.poll(wait=True).results}
     assert results == {begun.job_id: "finished", cascade.job_id: "cancelled"}

@@ -86,7 +86,8 @@ class SlotCopier:
 
     def unpack(self, source: Bytes) -> Payload:
         """Makes a payload from its bytes. `source` must not change while the payload is in use."""
-        payload, start = [], 0
+        payload: Payload = []
+        start = 0
         for struct in self._structs:
             shape, nbytes, devices = _shards(struct)
             kind = struct.sharding.memory_kind
