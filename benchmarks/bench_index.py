@@ -125,11 +125,20 @@ def serve(scheduler: OffloadScheduler, watch: Stopwatch, name: str, request_id: 
     ).num_tokens
     watch(f"{name}_admit", scheduler.admit, request_id, [block_ids], num_loaded_tokens=found)
     changed = [] if found else [computed(request_id, block_ids, hashes, num_tokens, num_tokens)]
-    plan = watch(f"{name}_plan", scheduler.plan_step, changed)
-    (job,) = plan.jobs
-    assert job.num_blocks == len(hashes)
-    report = finish_jobs(plan, num_host_chunks=scheduler.stats().num_host_chunks)
-    watch(f"{name}_report", scheduler.apply, report)
+    num_left, plan_s, report_s = len(hashes), 0.0, 0.0
+    while num_left:  # a plan saves a bounded number of chunks
+        start_s = watch.clock()
+        plan = scheduler.plan_step(changed)
+        plan_s += watch.clock() - start_s
+        changed = []
+        (job,) = plan.jobs
+        num_left -= job.num_blocks
+        report = finish_jobs(plan, num_host_chunks=scheduler.stats().num_host_chunks)
+        start_s = watch.clock()
+        scheduler.apply(report)
+        report_s += watch.clock() - start_s
+    watch.record(f"{name}_plan", plan_s)
+    watch.record(f"{name}_report", report_s)
     watch(f"{name}_finish", scheduler.finish, request_id)
     return found
 

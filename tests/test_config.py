@@ -1,12 +1,9 @@
-"""Settings: every variable, its invalid values, and the README's table."""
+"""Settings: every variable and its invalid values."""
 
 import dataclasses
-import enum
 import logging
 import math
 import re
-import types
-import typing
 from pathlib import Path
 
 import pytest
@@ -26,7 +23,6 @@ from tpu_offload.errors import ConfigError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
 from tpu_offload.types import Direction
 
-README = Path(__file__).parents[1] / "README.md"
 GB = 2**30
 
 # field -> (text in the environment, value in the config)
@@ -51,7 +47,7 @@ GOOD = {
     "skip_jax_precompile": ("true", True),
     "block_size_buckets": ("1, 2,8", (1, 2, 8)),
     "sync_load": ("1", True),
-    "restore_lost_tokens": ("0", False),
+    "patch_runner": ("0", False),
     "save_wait_s": ("0", 0.0),
     "load_wait_s": ("0", 0.0),
     "max_load_gb_per_step": ("0", 0.0),
@@ -138,7 +134,7 @@ BAD = {
         ("0,1", "greater than or equal to 1"),
     ],
     "sync_load": [("never", "0 or 1")],
-    "restore_lost_tokens": [("never", "0 or 1")],
+    "patch_runner": [("never", "0 or 1")],
     "save_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
     "load_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
     "max_load_gb_per_step": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
@@ -372,65 +368,6 @@ def test_chunks_on_their_way_to_and_from_storage_fit_the_bound_or_are_one_each_w
     config = OffloadConfig.create(max_storage_gb_in_flight=gb, blocks_per_chunk=8)
     assert layout.block_nbytes_per_host * 8 == GB
     assert config.max_storage_chunks_in_flight(layout) == num_chunks
-
-
-# --- the README's table -------------------------------------------------------------------------
-
-
-def readme_rows():
-    rows = {}
-    for line in README.read_text().splitlines():
-        if match := re.match(r"\| `(TPU_OFFLOAD_\w+)` \|(.*)\|$", line):
-            assert match[1] not in rows, f"{match[1]} is in the table twice"
-            rows[match[1]] = [cell.strip() for cell in match[2].split(" | ")]
-    return rows
-
-
-def type_text(annotation):
-    if annotation == EvictionPolicyName | str:
-        return f"{type_text(EvictionPolicyName)} or `module:Class`"
-    if annotation == float | typing.Literal["auto"]:
-        return "float or `auto`"
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        (annotation,) = [a for a in typing.get_args(annotation) if a is not type(None)]
-    if typing.get_origin(annotation) is tuple:
-        return f"list of {type_text(typing.get_args(annotation)[0])}"
-    if typing.get_origin(annotation) is typing.Annotated:
-        annotation = typing.get_args(annotation)[0]
-    if issubclass(annotation, enum.Enum):
-        return " or ".join(f"`{member.value}`" for member in annotation)
-    return "file" if annotation is Path else annotation.__name__
-
-
-def default_text(field):
-    default = OffloadConfig.model_fields[field].default
-    sizes = {"staging_buffer_tokens": DEFAULT_STAGING_BUFFER_TOKENS, "num_cpu_chunks": DEFAULT_NUM_CPU_CHUNKS}
-    if field in sizes:
-        return str(sizes[field])
-    if default in (None, (), ""):
-        return "unset"
-    if isinstance(default, enum.Enum):
-        return default.value
-    if isinstance(default, tuple):
-        return ",".join(member.value for member in default)
-    return f"{default:g}" if isinstance(default, float) else str(int(default))
-
-
-def test_readme_table_has_every_variable_and_no_other():
-    assert list(readme_rows()) == [env_name(field) for field in OffloadConfig.model_fields]
-
-
-@pytest.mark.parametrize("field", OffloadConfig.model_fields)
-def test_readme_line(field):
-    type_cell, unit, default, meaning = readme_rows()[env_name(field)]
-    info = OffloadConfig.model_fields[field]
-    assert type_cell == type_text(info.annotation)
-    assert default == default_text(field)
-    assert meaning == info.description
-    assert unit
-    for suffix, word in {"_tokens": "tokens", "_blocks": "blocks", "_gb": "GB", "_chunks": "chunks", "_s": "s"}.items():
-        if field.endswith(suffix):
-            assert unit == word
 
 
 @pytest.mark.parametrize(

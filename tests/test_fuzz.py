@@ -60,7 +60,7 @@ def state(scheduler) -> tuple:
     stats = scheduler.stats().as_dict()
     del stats["num_ignored_results"], stats["num_rejected_reports"]
     jobs = [
-        (job.job_id, job.state, sorted(job.waiting_for), job.doomed, job.detached, sorted(job.failed_blocks))
+        (job.job_id, job.state, sorted(job.waiting_for), job.all_failed, job.detached, sorted(job.failed_blocks))
         for job in scheduler._jobs
     ]
     promises = [

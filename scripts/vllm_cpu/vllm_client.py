@@ -106,7 +106,8 @@ class Client:
         fields |= {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
         tokens: list[int] = []
         usage: dict[str, Any] = {}
-        start_s, first_s, finish, top = time.perf_counter(), 0.0, "", {}
+        top: Mapping[str, float] = {}
+        start_s, first_s, finish = time.perf_counter(), 0.0, ""
         assert self._session is not None
         async with self._session.post(f"{self._url}/v1/completions", json=fields | body) as response:
             if response.status != 200:
@@ -180,5 +181,6 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
 
 
 async def _nothing() -> AsyncIterator[dict[str, Any]]:
-    for event in ():
+    no_events: tuple[dict[str, Any], ...] = ()
+    for event in no_events:
         yield event

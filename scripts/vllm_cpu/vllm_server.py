@@ -213,6 +213,15 @@ class Server:
                 self._seen.update(process.children(recursive=True))
         return [process for process in self._seen if _is_running(process)]
 
+    def cpu_s(self) -> float:
+        """CPU seconds that its running processes have used."""
+        total_s = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total_s += times.user + times.system
+        return total_s
+
     def engine(self) -> psutil.Process:
         """The engine process.
 

@@ -19,7 +19,6 @@ engine.
 """
 
 import contextlib
-import functools
 import gc
 import json
 import logging
@@ -31,6 +30,15 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from tests.adapters.llm_probes import (
+    EventRecorder,
+    FedTokens,
+    captured_log,
+    count_calls,
+    environment_of,
+    set_random_weights,
+    simulated_hbm,
+)
 from tests.inside import tier_group
 
 MODEL = {
@@ -68,10 +76,10 @@ class EngineRun:
         self._conversations: dict[int, list[int]] = {}
         self._num_ids = 0
         self._batches: list[Any] = []
-        self._preempted = _count_calls(self._scheduler, "_preempt_request")
+        self._preempted = count_calls(self._scheduler, "_preempt_request")
         self.runner = self._core.model_executor.driver_worker.worker.model_runner
-        self._fed_tokens = _FedTokens(self._scheduler, self.runner)
-        _give_weights(self.runner)
+        self._fed_tokens = FedTokens(self._scheduler, self.runner)
+        set_random_weights(self.runner)
 
     @property
     def connector(self) -> Any:
@@ -141,15 +149,10 @@ class EngineRun:
           pause: preempt by a pause, which waits for the step in flight, as in a served engine.
           sampling: settings of `SamplingParams`.
         """
-        from vllm import TokensPrompt
         from vllm.v1.core.sched.interface import PauseState
 
         engine = self._llm.llm_engine
-        ids: list[tuple[str, str]] = []  # ours and the engine's
-        for prompt in prompts:
-            self._num_ids += 1
-            name = f"driven-{self._num_ids}"
-            ids.append((name, engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), _sampling(sampling))))
+        ids = [self._add_request(prompt, sampling) for prompt in prompts]
         tokens: list[list[int]] = [[] for _ in ids]
         seen: list[list[str]] = [[] for _ in ids]
         due = {int(i): status for i, status in abort.items()}
@@ -187,6 +190,15 @@ class EngineRun:
                 tokens[index] = list(output.outputs[0].token_ids)
         return {"tokens": tokens, "aborted": aborted, "seen": seen, "hung": engine.has_unfinished_requests()}
 
+    def _add_request(self, prompt: list[int], sampling: dict[str, Any]) -> tuple[str, str]:
+        """Adds a request. Returns its id and the engine's id of it."""
+        from vllm import TokensPrompt
+
+        self._num_ids += 1
+        name = f"driven-{self._num_ids}"
+        prompt_tokens = TokensPrompt(prompt_token_ids=prompt)
+        return name, self._llm.llm_engine.add_request(name, prompt_tokens, _sampling(sampling))
+
     def drain(self) -> dict[str, Any]:
         """Steps until the engine is idle, as vLLM's own loop does. Returns the state."""
         deadline_s = time.monotonic() + _DRAIN_LIMIT_S
@@ -222,7 +234,7 @@ class EngineRun:
         import jax
         import numpy as np
 
-        pool = tier_group(self.worker).memory.pool
+        pool = tier_group(self.worker).memory.arena
         pool.wait_until_allocated()
         for i, segment in enumerate(pool._segments):
             pool.replace(i, [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment])
@@ -283,7 +295,7 @@ class EngineRun:
 
     def record_events(self) -> None:
         """Records KV events from now on."""
-        self._scheduler.kv_event_publisher = _Publisher(self._batches)
+        self._scheduler.kv_event_publisher = EventRecorder(self._batches)
 
     def events(self) -> list[tuple[str, str, list[str]]]:
         """Kind, medium and hashes of the published events."""
@@ -304,145 +316,15 @@ class EngineRun:
 
     def log_stats(self) -> list[str]:
         """vLLM's own statistics lines."""
-        with _captured("vllm") as lines:
+        with captured_log("vllm") as lines:
             self._llm.llm_engine.do_log_stats()
         return lines
-
-
-def _count_calls(owner: Any, name: str) -> list[None]:
-    """A list with an entry for each call. It must not refer to `EngineRun`, or the engine would never be collected."""
-    calls: list[None] = []
-    method = getattr(owner, name)
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        return method(*args, **kwargs)
-
-    setattr(owner, name, count)
-    return calls
-
-
-class _FedTokens:
-    """Compares every token that the model was given with those that vLLM has hashed.
-
-    KV is saved under hashes of tokens; the KV of a position is that of the last token that the model was given there.
-    Like `_count_calls`, this must not refer to `EngineRun`; nor do the engine's objects outlive the engine in it.
-    """
-
-    def __init__(self, scheduler: Any, runner: Any) -> None:
-        self._steps: list[tuple[list[tuple[str, int, int]], Any]] = []
-        self._fed: dict[str, dict[int, int]] = {}
-        self._hashed: dict[str, list[int]] = {}
-        self._wrong: list[tuple[str, int, int, int]] = []
-        steps, hashed = self._steps, self._hashed
-        rows: list[tuple[str, int, int]] = []
-        prepare, model, free = runner._prepare_inputs, runner.model_fn, scheduler._free_request
-        batch, size = runner.input_batch, scheduler.block_size
-
-        def prepare_inputs(output: Any) -> Any:
-            prepared = prepare(output)
-            rows[:] = [
-                (request_id, int(batch.num_computed_tokens_cpu[i]), output.num_scheduled_tokens[request_id])
-                for i, request_id in enumerate(batch.req_ids[: batch.num_reqs])
-            ]
-            return prepared
-
-        def run_model(weights: Any, kv_caches: Any, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            steps.append((list(rows), token_ids))
-            return model(weights, kv_caches, token_ids, *args, **kwargs)
-
-        def free_request(request: Any, *args: Any, **kwargs: Any) -> Any:
-            computed = request.num_computed_tokens - request.num_output_placeholders
-            hashed[request.request_id] = list(request.all_token_ids[: min(computed, len(request.block_hashes) * size)])
-            return free(request, *args, **kwargs)
-
-        runner._prepare_inputs, runner.model_fn, scheduler._free_request = prepare_inputs, run_model, free_request
-
-    def wrong(self) -> list[tuple[str, int, int, int]]:
-        """Differences in ended requests: request, position, the model's token and vLLM's."""
-        import numpy as np
-
-        for rows, token_ids in self._steps:
-            values, at = np.asarray(token_ids).tolist(), 0
-            for request_id, first, count in rows:
-                fed = self._fed.setdefault(request_id, {})
-                fed.update(zip(range(first, first + count), values[at : at + count], strict=True))
-                at += count
-        self._steps.clear()
-        for request_id, known in self._hashed.items():
-            fed = self._fed.pop(request_id, {})
-            self._wrong += [
-                (request_id, i, fed[i], token) for i, token in enumerate(known) if fed.get(i, token) != token
-            ]
-        self._hashed.clear()
-        return self._wrong
-
-
-class _Publisher:
-    """Records events in place of vLLM's publisher."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def publish(self, batch: Any) -> None:
-        self._batches.append(batch)
-
-    def shutdown(self) -> None:
-        pass
 
 
 def _sampling(settings: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "detokenize": False} | settings)
-
-
-@contextlib.contextmanager
-def _captured(*names: str) -> Any:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    for name in names:
-        logging.getLogger(name).addHandler(handler)
-    try:
-        yield lines
-    finally:
-        for name in names:
-            logging.getLogger(name).removeHandler(handler)
-
-
-@contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Any:
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name in settings:
-            del os.environ[name]
-
-
-def _hbm_nbytes() -> int:
-    import jax
-
-    return sum(
-        array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind in (None, "device", "unpinned_host")
-    )
-
-
-@contextlib.contextmanager
-def _hbm(nbytes: int | None) -> Any:
-    """Simulates devices with this much HBM; arrays created from now on count as used."""
-    from tpu_inference import utils
-
-    if nbytes is None:
-        yield
-        return
-    usage, before = utils.hbm_usage_bytes, _hbm_nbytes()
-    utils.hbm_usage_bytes = lambda devices: [(_hbm_nbytes() - before, nbytes) for _ in devices]
-    try:
-        yield
-    finally:
-        utils.hbm_usage_bytes = usage
 
 
 def _engine(spec: dict[str, Any], model: str) -> Any:
@@ -459,33 +341,6 @@ def _engine(spec: dict[str, Any], model: str) -> Any:
     return LLM(model=model, **settings)
 
 
-def _give_weights(runner: Any) -> None:
-    """Sets random weights with which the next token depends on all tokens before it.
-
-    With vLLM's dummy weights it depends on the last token alone, so no test would detect a wrong KV cache.
-    """
-    import jax
-
-    weights, tree = jax.tree_util.tree_flatten_with_path(runner.state)
-    leaves = [
-        jax.device_put(_weight(index, jax.tree_util.keystr(path), weight.shape, weight.dtype), weight.sharding)
-        for index, (path, weight) in enumerate(weights)
-    ]
-    runner.state = jax.tree_util.tree_unflatten(tree, leaves)
-    runner.state_leaves = tuple(leaves)
-
-
-@functools.cache
-def _weight(index: int, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-    import jax
-    import numpy as np
-
-    if len(shape) == 1:
-        return np.full(shape, 2.0 if "q_norm" in name or "k_norm" in name else 1.0, dtype)
-    scale = 0.5 if "embed" in name else 1 / 16  # a small residual, so that attention has an effect
-    return np.asarray(scale * jax.random.normal(jax.random.key(index), shape, dtype))
-
-
 def _one_line(error: BaseException) -> str:
     """The innermost cause, which ends the traceback."""
     while error.__cause__ is not None:
@@ -496,7 +351,11 @@ def _one_line(error: BaseException) -> str:
 def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
     """One run from start to end."""
     gc.collect()
-    with _environment(spec.get("env", {})), _hbm(spec.get("hbm_nbytes")), _captured("vllm", "tpu_offload") as log:
+    with (
+        environment_of(spec.get("env", {})),
+        simulated_hbm(spec.get("hbm_nbytes")),
+        captured_log("vllm", "tpu_offload") as log,
+    ):
         try:
             llm = _engine(spec, model)
         except Exception as e:
@@ -511,7 +370,7 @@ def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
         outcome["end"] = engine_run.drain()
         left = [weakref.ref(engine_run.runner), weakref.ref(engine_run.runner.kv_caches[0])]
         if engine_run.connector is not None:
-            left.append(weakref.ref(tier_group(engine_run.worker).memory.pool))
+            left.append(weakref.ref(tier_group(engine_run.worker).memory.arena))
         del engine_run, llm
         gc.collect()
         return outcome | {"freed": [ref() is None for ref in left], "log": log}

@@ -99,7 +99,7 @@ async def _difference(ours: Client, clean: Client, turn: Turn) -> tuple[int, flo
 
 def run(args: argparse.Namespace) -> int:
     """Runs all seeds. Returns the exit status."""
-    extra = dict(OURS["kv_connector_extra_config"]) | {"restore_lost_tokens": args.restore_tokens}
+    extra = dict(OURS["kv_connector_extra_config"]) | {"patch_runner": args.patch_runner}
     connector = {**OURS, "kv_connector_extra_config": extra}
     faults = FAULTS if args.faults == "" else json.loads(args.faults or "{}")
     environ = {"CPU_SHIM_FAULTS": json.dumps({"seed": args.seed, **faults})} if faults else {}
@@ -145,7 +145,7 @@ def _sum_up(args: argparse.Namespace, outcomes: Sequence[Outcome], *, interrupte
         print("no injected fault occurred" if faults else "copies failed")
     if preemptions < args.min_preemptions:
         print(f"fewer than {args.min_preemptions} preemptions")
-    bad = wrong or (differing and args.restore_tokens) or preemptions < args.min_preemptions or faults != bool(failed)
+    bad = wrong or (differing and args.patch_runner) or preemptions < args.min_preemptions or faults != bool(failed)
     return int(bool(bad))
 
 
@@ -168,8 +168,8 @@ def main() -> int:
         help=f"JSON of faults and their probability a copy; alone: {json.dumps(FAULTS)}",
     )
     add(
-        "--no-restore-tokens",
-        dest="restore_tokens",
+        "--no-patch-runner",
+        dest="patch_runner",
         action="store_false",
         help="do not restore tokens that tpu-inference loses; answers may differ",
     )

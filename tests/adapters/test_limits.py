@@ -104,7 +104,7 @@ def test_limits_survive_a_preemption_and_end_with_the_request():
     stack.drain()
     assert stack.offload.stats().saved_blocks == saved
     assert stack.side._limits == {}
-    assert stack.offload._limits_of == {}
+    assert stack.offload._requests._limits == {}
     assert serve(stack, "a", prompt(40, seed=3)) == 0
     assert stack.offload.stats().saved_blocks == saved + 5
     stack.check_end()

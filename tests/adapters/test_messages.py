@@ -7,7 +7,7 @@ import pytest
 
 from tests.adapters.scheduler_stack import make_stack, save_prompt
 from tests.jobs import copy_job
-from tpu_offload import JobResult, JobState, StepPlan, StepReport
+from tpu_offload import JobResult, JobState, KVLayout, LayerGroup, LayerGroupKind, StepPlan, StepReport
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
 from tpu_offload.types import JobKind
 
@@ -42,7 +42,7 @@ def test_plans_and_reports_survive_pickling():
 
 
 def test_reports_add_up_in_any_order_and_keep_the_layout():
-    layout = make_stack().offload._layout
+    layout = KVLayout(8, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (8, 2, 8), "int8"),))
     first, second = ReportMessage(REPORTS[:1], layout), ReportMessage(REPORTS[1:])
     assert first.aggregate(second) == ReportMessage(REPORTS, layout)
     assert second.aggregate(first) == ReportMessage(REPORTS[::-1], layout)

@@ -10,7 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, SMALL, Stack, kv_cache_config, make_config, make_stack
+from tests.adapters.engine_config import kv_cache_config, make_config
+from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, SMALL, Stack, make_stack
 from tpu_offload import ConfigError
 from tpu_offload.adapters.vllm.plugin import CONNECTOR_NAME, register
 from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config

@@ -1,4 +1,4 @@
-"""A worker and an engine that move names of bytes, so that a test can see whose KV a block holds."""
+"""A worker and an engine that move names of bytes, so that a test can see which KV a block holds."""
 
 import dataclasses
 import random
@@ -33,7 +33,7 @@ POISON = b"poison"
 
 
 class Clock:
-    """Seconds that pass only when a test says so."""
+    """Seconds that pass only when a test advances them."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -105,7 +105,7 @@ class FakeWorker:
         return results
 
     def lose(self, first: int, end: int, *, blocks_per_chunk: int) -> None:
-        """Zeros, so to speak, take the place of the bytes in these slots; the next report says so."""
+        """Zeroes the bytes in these slots; the next report contains the loss."""
         self.host.update(dict.fromkeys(range(first * blocks_per_chunk, end * blocks_per_chunk), POISON))
         self.lost_slots.append((first, end))
 
@@ -281,17 +281,17 @@ class FakeEngine:
         return update
 
     def check_bytes(self, request: FakeRequest, num_tokens: int) -> None:
-        """The request's blocks hold the KV of exactly its tokens, on every worker."""
+        """Asserts that the request's blocks hold the KV of exactly its tokens, on every worker."""
         for worker in self.workers:
             for i in range(num_tokens // BLOCK_SIZE):
                 assert worker.hbm[request.block_ids[i]] == request.hashes[i], f"{request.request_id} block {i}"
 
     def settle(self) -> Update:
-        """Finishes everything in flight, on all workers, until nothing is."""
+        """Finishes all jobs, on all workers, until none is in flight."""
         loaded: list[str] = []
         failed: list[FailedLoad] = []
         num_steps = 0
-        while self.scheduler.stats().num_jobs_in_flight:  # timed-out ones included
+        while self.scheduler.stats().num_jobs_in_flight or any(worker.in_flight for worker in self.workers):
             num_steps += 1
             assert num_steps < 1000, "a job never ends"
             _, results = self.step()

@@ -1,4 +1,4 @@
-"""Prompts longer than the staging buffer: loaded whole, on both paths, without a broken bound or a wait for ever."""
+"""Prompts longer than the staging buffer are loaded whole, on both paths, within the bound and without starvation."""
 
 import random
 from typing import Any
@@ -128,7 +128,7 @@ def fill(engine: FakeEngine) -> None:
     assert engine.scheduler.stats().staging_reserved_blocks == 4
 
 
-def test_a_load_that_finds_no_room_waits_for_it() -> None:
+def test_a_load_without_staging_blocks_waits_for_them() -> None:
     engine = long_engine()
     fill(engine)
     assert engine.add("b", tokens(40)).num_computed == 39
@@ -142,7 +142,7 @@ def test_a_load_that_finds_no_room_waits_for_it() -> None:
     assert engine.scheduler.stats().dropped_load_blocks == 0
 
 
-def test_it_waits_no_longer_than_it_may() -> None:
+def test_it_waits_no_longer_than_load_wait_s() -> None:
     engine = long_engine(load_wait_s=3.0)
     fill(engine)
     engine.add("b", tokens(40))
@@ -193,7 +193,7 @@ def test_slots_that_are_lost_while_a_load_waits_end_it_at_the_first_of_them() ->
     engine.check_bytes(request, 6 * BLOCK_SIZE)
 
 
-def test_an_engine_that_cannot_wait_is_told_to_ask_again() -> None:
+def test_an_engine_that_cannot_wait_gets_arriving() -> None:
     engine = long_engine()
     fill(engine)
     hashes: list[BlockHash] = []
@@ -213,7 +213,7 @@ def test_an_engine_that_cannot_wait_is_told_to_ask_again() -> None:
     engine.scheduler.release("b")
 
 
-def test_a_load_in_pieces_has_as_long_for_each_as_another_for_all() -> None:
+def test_a_load_in_pieces_has_the_timeout_for_each_piece() -> None:
     engine = long_engine(job_timeout_s=10.0)
     engine.add("b", tokens(40))
     plan, _ = engine.step()
@@ -227,7 +227,7 @@ def test_a_load_in_pieces_has_as_long_for_each_as_another_for_all() -> None:
     assert engine.scheduler.stats().num_timed_out_jobs == 1
 
 
-def test_a_deadline_that_comes_before_that_of_an_older_job_is_met() -> None:
+def test_a_younger_job_with_an_earlier_deadline_times_out_first() -> None:
     engine = long_engine(job_timeout_s=10.0)
     engine.add("b", tokens(40))
     engine.step()
@@ -248,7 +248,7 @@ def test_direct_saves_are_not_deferred_by_the_staging_budget() -> None:
     assert (stats.deferred_save_blocks, stats.staging_reserved_blocks) == (0, 0)
 
 
-def test_auto_is_bounded_as_staged_until_a_worker_says_what_it_came_to() -> None:
+def test_auto_is_bounded_as_staged_until_a_worker_reports_its_path() -> None:
     staging = Staging(StagingBufferManager(4), dict.fromkeys(Direction, CopyPath.AUTO))
     assert staging.room_for_saves() == 4
     staging.use({Direction.SAVE: CopyPath.DIRECT})
@@ -259,7 +259,7 @@ def test_auto_is_bounded_as_staged_until_a_worker_says_what_it_came_to() -> None
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 10_000))
 def test_saves_and_loads_do_not_starve_each_other(budget, seed) -> None:
-    """Saves and loads without end want more than there is: every load gets its turn, and saves go on."""
+    """Endless saves and loads exceed the budget: every load gets its turn, and saves continue."""
     rng = random.Random(seed)
     buffer = StagingBufferManager(budget)
     staging = Staging(buffer, dict.fromkeys(Direction, CopyPath.STAGED))
@@ -296,7 +296,7 @@ def test_saves_and_loads_do_not_starve_each_other(budget, seed) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_long_prompts_in_a_random_life(seed) -> None:
+def test_long_prompts_in_a_random_run(seed) -> None:
     """Prompts of up to thirty blocks through buffers of two to six, with failures, aborts, resets and late jobs."""
     rng = random.Random(seed)
     workers = [FakeWorker(i, num_host_chunks=80, staged=True) for i in range(rng.choice([1, 2]))]
@@ -387,7 +387,7 @@ def test_a_long_prompt_that_is_new_to_the_host_tier_is_saved_by_several_plans() 
 @pytest.mark.usefixtures("few_at_once")
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
 @pytest.mark.parametrize("paths", [DIRECT, {"num_staging_blocks": 100}])
-def test_it_is_chunks_that_a_plan_takes_so_many_of_also_with_a_large_staging_buffer(paths, blocks_per_chunk) -> None:
+def test_the_bound_of_a_plan_is_in_chunks_even_with_a_large_staging_buffer(paths, blocks_per_chunk) -> None:
     engine = FakeEngine(num_blocks=64, blocks_per_chunk=blocks_per_chunk, **paths)
     num_blocks = 6 * blocks_per_chunk
     num_tokens = 2 * num_blocks * BLOCK_SIZE
@@ -401,7 +401,7 @@ def test_it_is_chunks_that_a_plan_takes_so_many_of_also_with_a_large_staging_buf
 
 @pytest.mark.usefixtures("few_at_once")
 @pytest.mark.parametrize("preempt", [False, True])
-def test_of_a_request_that_gives_its_blocks_back_the_rest_is_dropped_and_counted(preempt) -> None:
+def test_unsaved_chunks_of_a_request_that_gives_its_blocks_back_are_dropped_and_counted(preempt) -> None:
     engine = FakeEngine(**DIRECT)
     engine.add("a", tokens(10 * BLOCK_SIZE))
     engine.step({"a": 10 * BLOCK_SIZE})
@@ -414,7 +414,7 @@ def test_of_a_request_that_gives_its_blocks_back_the_rest_is_dropped_and_counted
 
 
 @pytest.mark.usefixtures("few_at_once")
-def test_for_what_leaves_it_is_now_or_never_and_all_of_it_is_saved() -> None:
+def test_early_saves_are_not_bounded() -> None:
     engine = FakeEngine(save_on="preemption", **DIRECT)
     engine.add("a", tokens(10 * BLOCK_SIZE))
     engine.step({"a": 10 * BLOCK_SIZE})
@@ -438,7 +438,7 @@ def test_a_long_prompt_delays_no_shorter_one() -> None:
 
 
 @pytest.mark.usefixtures("few_at_once")
-def test_what_goes_first_is_still_the_priority() -> None:
+def test_priority_still_decides_the_order() -> None:
     engine = FakeEngine(num_blocks=64, **DIRECT)
     long = engine.add("long", tokens(10 * BLOCK_SIZE), limits=RequestLimits(priority=1))
     engine.add("short", tokens(BLOCK_SIZE, start=1000))
@@ -447,7 +447,7 @@ def test_what_goes_first_is_still_the_priority() -> None:
 
 
 @pytest.mark.usefixtures("few_at_once")
-def test_when_the_host_tier_was_lost_the_requests_save_theirs_again_bit_by_bit() -> None:
+def test_after_the_host_tier_is_lost_requests_save_again_over_several_plans() -> None:
     engine = FakeEngine(num_blocks=64, **DIRECT)
     held: list[int] = []
     for i in range(5):
@@ -464,7 +464,7 @@ def test_when_the_host_tier_was_lost_the_requests_save_theirs_again_bit_by_bit()
 
 @pytest.mark.usefixtures("few_at_once")
 def test_saves_that_the_plan_has_no_room_for_do_not_wait_for_the_staging_buffer() -> None:
-    """Else loads would give way to them, for ever where they take none of it."""
+    """Otherwise loads would yield to them, forever if they never take staging blocks."""
     engine = FakeEngine(num_blocks=64, save_path="direct", load_path="staged", num_staging_blocks=2)
     engine.serve("a", tokens(2 * BLOCK_SIZE, start=1000))
     engine.add("long", tokens(40 * BLOCK_SIZE))

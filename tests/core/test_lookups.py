@@ -1,4 +1,4 @@
-"""What counts as a lookup, and what as found: the hit rate of the host tier."""
+"""Which tokens count as looked up, and which as found: the hit rate of the host tier."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tpu_offload.types import BlockHash
 
 
 class Lookups:
-    """What is counted from its making on: looked up, found, taken."""
+    """Counts from its creation on: looked up, found, taken."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.scheduler = engine.scheduler
@@ -34,7 +34,7 @@ def match(engine: FakeEngine, name: str, num_tokens: int, *, hbm: int = 0, **how
 
 
 def warm(num_tokens: int = 16, **settings) -> FakeEngine:
-    """An engine with the first so many tokens in its host tier."""
+    """An engine with the first tokens of a prompt in its host tier."""
     engine = FakeEngine(**settings)
     engine.serve("warm", tokens(num_tokens))
     return engine
@@ -56,7 +56,7 @@ def test_the_token_that_is_always_computed_is_not_found():
     assert lookups() == (16, 15, 15)
 
 
-def test_what_hbm_has_is_not_asked_for():
+def test_tokens_in_hbm_are_not_looked_up():
     engine = warm(32)
     lookups = Lookups(engine)
     match(engine, "b", 40, hbm=24)
@@ -84,8 +84,8 @@ def test_only_the_last_of_many_matches_counts_and_only_when_it_is_admitted():
     assert lookups() == (18, 16, 16)
 
 
-def test_an_admission_counts_once_though_it_is_told_twice():
-    """vLLM tells of the blocks of a request again when its load has come, and has not matched it anew."""
+def test_an_admission_counts_once_even_if_repeated():
+    """vLLM reports a request's blocks again when its load has finished, without another match."""
     engine = warm()
     lookups = Lookups(engine)
     num_tokens = match(engine, "b", 18)
@@ -130,7 +130,7 @@ def test_a_request_that_is_never_admitted_counts_when_it_ends(end, counted):
     assert lookups() == counted
 
 
-def test_a_request_that_comes_back_after_a_preemption_is_another_lookup():
+def test_a_request_that_returns_after_a_preemption_is_another_lookup():
     engine = warm()
     lookups = Lookups(engine)
     engine.add("b", tokens(18))
@@ -141,7 +141,7 @@ def test_a_request_that_comes_back_after_a_preemption_is_another_lookup():
     assert lookups() == (36, 32, 32)
 
 
-def test_what_a_reset_took_back_was_found():
+def test_a_promise_that_a_reset_revoked_counts_as_found():
     engine = warm()
     lookups = Lookups(engine)
     match(engine, "b", 18)
@@ -168,7 +168,7 @@ def test_a_request_that_waits_for_staging_blocks_counts_what_it_gets_in_the_end(
     assert lookups() == (42, 32, num_tokens)
 
 
-def test_what_finds_no_staging_blocks_was_found_and_is_a_drop():
+def test_tokens_without_staging_blocks_count_as_found_and_dropped():
     engine = warm(32, num_staging_blocks=8)
     engine.add("other", tokens(64, start=1000))
     engine.step({"other": 32})

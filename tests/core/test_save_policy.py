@@ -14,7 +14,7 @@ def keys(first: int, end: int, name: str = "") -> list[ChunkKey]:
     return [ChunkKey(hashlib.blake2b(f"{name}{i}".encode(), digest_size=24).digest()) for i in range(first, end)]
 
 
-def test_without_sightings_all_is_worth_saving_and_nothing_is_remembered():
+def test_without_sightings_everything_is_saved_and_nothing_is_counted():
     policy = SaveBySightings()
     policy.observe(Use(0), keys(0, 5))
     policy.resize(10**9)
@@ -30,7 +30,7 @@ def test_saves_from_the_nth_sighting_on(num_sightings):
         assert policy.num_chunks_worth_saving(keys(0, 8), 0, 8) == (8 if i >= num_sightings else 0)
 
 
-def test_a_prefix_that_is_worth_it_ends_where_others_part():
+def test_a_shared_prefix_is_saved_up_to_where_prompts_diverge():
     policy = SaveBySightings(num_sightings=2)
     one, other = keys(0, 3) + keys(0, 4, "one"), keys(0, 3) + keys(0, 4, "other")
     policy.observe(Use(0), one)

@@ -1,4 +1,4 @@
-"""When the scheduler saves, of whom, and in which order."""
+"""When the scheduler saves, which requests, and in which order."""
 
 import dataclasses
 from typing import Any
@@ -30,7 +30,7 @@ def prefix(request, num_blocks=None, *, gone=0, limits=None) -> CachedPrefix:
 
 
 def computed(engine: FakeEngine, name: str, prompt: list[int], **kwargs):
-    """A request that has computed its prompt, and had nothing of it saved."""
+    """A request that has computed its prompt, without any save."""
     request = engine.add(name, prompt, **kwargs)
     plan, _ = engine.step({name: len(prompt)})
     assert plan.of(JobKind.SAVE) == ()
@@ -54,7 +54,7 @@ def test_an_evicted_tail_is_saved_with_its_head_before_the_step() -> None:
     engine.scheduler.check_invariants()
 
 
-def test_what_lost_its_head_is_saved_only_behind_what_is_there() -> None:
+def test_a_tail_without_its_head_in_hbm_is_saved_only_behind_resident_chunks() -> None:
     engine = FakeEngine(save_on="eviction")
     request = computed(engine, "a", tokens(16))
     engine.scheduler.evict(prefix(request, 3, gone=2))
@@ -67,7 +67,7 @@ def test_what_lost_its_head_is_saved_only_behind_what_is_there() -> None:
     assert engine.add("b", tokens(17)).num_computed == 16
 
 
-def test_a_head_that_goes_for_another_save_of_the_plan_takes_its_tail_along() -> None:
+def test_a_head_evicted_for_another_save_of_the_plan_cancels_its_tail() -> None:
     engine = FakeEngine(save_on="eviction", num_cpu_chunks=2, workers=[FakeWorker(num_host_chunks=2)])
     first = computed(engine, "a", tokens(8))
     engine.scheduler.evict(prefix(first, 1))
@@ -82,7 +82,7 @@ def test_a_head_that_goes_for_another_save_of_the_plan_takes_its_tail_along() ->
     engine.scheduler.check_invariants()
 
 
-def test_of_one_prefix_that_is_told_of_twice_each_block_is_saved_once() -> None:
+def test_a_prefix_that_is_evicted_twice_is_saved_once() -> None:
     engine = FakeEngine(save_on="eviction")
     request = computed(engine, "a", tokens(16))
     for num_blocks in (2, 4, 3, 4):
@@ -90,7 +90,7 @@ def test_of_one_prefix_that_is_told_of_twice_each_block_is_saved_once() -> None:
     assert sorted(blocks(engine.step()[0].of(JobKind.EARLY_SAVE))) == sorted(request.block_ids)
 
 
-def test_what_finds_no_room_is_dropped_and_counted_and_its_head_is_saved() -> None:
+def test_chunks_without_room_are_dropped_and_counted_and_the_head_is_saved() -> None:
     engine = FakeEngine(save_on="eviction", num_staging_blocks=3)
     request = computed(engine, "a", tokens(16))
     engine.scheduler.evict(prefix(request))
@@ -122,7 +122,7 @@ def test_only_whole_chunks() -> None:
     assert blocks(engine.step()[0].of(JobKind.EARLY_SAVE)) == request.block_ids[2:6], "the first chunk is there"
 
 
-def test_an_eviction_is_no_use_of_what_is_there() -> None:
+def test_an_eviction_is_no_use_of_resident_chunks() -> None:
     """Being evicted from HBM makes nothing more recent in the host tier."""
     engine = FakeEngine(
         save_on="eviction,compute", num_staging_blocks=1, num_cpu_chunks=3, workers=[FakeWorker(num_host_chunks=3)]
@@ -182,7 +182,7 @@ def test_nothing_is_saved_of_before_a_reset_or_a_loss_of_the_caches() -> None:
         "limits",
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong) -> None:
+def test_invalid_arguments_are_refused(wrong) -> None:
     engine = FakeEngine(save_on="eviction")
     with pytest.raises(RequestError):
         engine.scheduler.evict(wrong)
@@ -190,7 +190,7 @@ def test_what_makes_no_sense_is_refused(wrong) -> None:
 
 
 @pytest.mark.parametrize("save_on", ["compute", "preemption"])
-def test_in_other_modes_an_eviction_is_nothing(save_on) -> None:
+def test_in_other_modes_an_eviction_does_nothing(save_on) -> None:
     engine = FakeEngine(save_on=save_on)
     request = engine.add("a", tokens(16))
     engine.scheduler.evict(prefix(request))
@@ -222,7 +222,7 @@ def test_a_finished_request_is_not_saved() -> None:
     assert engine.step()[0].empty
 
 
-def test_what_waited_for_room_is_not_a_drop_if_it_is_saved_at_preemption() -> None:
+def test_a_chunk_that_waited_for_room_is_no_drop_if_it_is_saved_at_preemption() -> None:
     engine = FakeEngine(save_on="compute,preemption", num_staging_blocks=2)
     request = engine.add("a", tokens(16))
     plan, _ = engine.step({"a": 16})
@@ -234,7 +234,7 @@ def test_what_waited_for_room_is_not_a_drop_if_it_is_saved_at_preemption() -> No
     assert blocks(engine.step()[0].of(JobKind.EARLY_SAVE)) == request.block_ids[2:]
 
 
-def test_what_a_load_was_still_bringing_is_not_saved() -> None:
+def test_blocks_of_a_load_in_flight_are_not_saved() -> None:
     engine = FakeEngine(save_on="compute,preemption")
     engine.serve("a", tokens(8))
     request = engine.add("b", tokens(16))
@@ -248,7 +248,7 @@ def test_what_a_load_was_still_bringing_is_not_saved() -> None:
     assert engine.step()[0].of(JobKind.EARLY_SAVE) == ()
 
 
-def test_what_is_said_of_a_preempted_request_is_looked_at() -> None:
+def test_held_of_a_preempted_request_is_validated() -> None:
     engine = FakeEngine(save_on="preemption")
     computed(engine, "a", tokens(16))
     mistakes: list[Any] = [
@@ -272,7 +272,7 @@ def test_what_is_said_of_a_preempted_request_is_looked_at() -> None:
 # --- worth saving ---------------------------------------------------------------------------------
 
 
-def test_what_two_requests_come_by_with_is_saved() -> None:
+def test_a_chunk_that_two_requests_contain_is_saved() -> None:
     engine = FakeEngine(save_after_sightings=2, num_blocks=64)
     shared = tokens(8)
     engine.serve("a", [*shared, *tokens(8, start=100)])
@@ -285,7 +285,7 @@ def test_what_two_requests_come_by_with_is_saved() -> None:
     assert (stats.dropped_save_blocks, stats.deferred_save_blocks) == (0, 0), "what is not worth it is no drop"
 
 
-def test_a_request_counts_once_however_often_it_is_asked_for_and_preempted() -> None:
+def test_a_request_counts_once_however_often_it_is_matched_and_preempted() -> None:
     engine = FakeEngine(save_after_sightings=2, num_blocks=64)
     hashes: list[BlockHash] = []
     engine.hasher.extend(hashes, tokens(16))
@@ -302,7 +302,7 @@ def test_a_request_counts_once_however_often_it_is_asked_for_and_preempted() -> 
     assert len(blocks(engine.step({"a": 16})[0].of(JobKind.SAVE))) == 4
 
 
-def test_what_is_found_in_hbm_is_seen() -> None:
+def test_chunks_found_in_hbm_count_as_seen() -> None:
     engine = FakeEngine(save_after_sightings=2, save_on="compute,eviction")
     request = computed(engine, "a", tokens(16))
     hashes = request.hashes
@@ -311,7 +311,7 @@ def test_what_is_found_in_hbm_is_seen() -> None:
     assert len(blocks(engine.step()[0].of(JobKind.EARLY_SAVE))) == 4
 
 
-def test_a_preempted_request_is_saved_whoever_has_seen_it() -> None:
+def test_a_preempted_request_is_saved_without_sightings() -> None:
     engine = FakeEngine(save_after_sightings=5, save_on="preemption")
     computed(engine, "a", tokens(16))
     engine.remove("a", preempt=True)
@@ -332,7 +332,7 @@ def test_a_preempted_request_is_saved_whoever_has_seen_it() -> None:
         (RequestLimits(cache=False), 0),
     ],
 )
-def test_so_much_is_saved_of_a_request(save_on, limits, num_saved) -> None:
+def test_max_save_tokens_of_a_request(save_on, limits, num_saved) -> None:
     engine = FakeEngine(save_on=save_on)
     request = engine.add("a", tokens(16), limits=limits)
     saves = list(engine.step({"a": 16})[0].of(JobKind.SAVE))
@@ -353,7 +353,7 @@ def test_so_much_is_saved_of_a_request(save_on, limits, num_saved) -> None:
         (RequestLimits(cache=False), 0),
     ],
 )
-def test_so_much_is_loaded_for_a_request(limits, num_loaded) -> None:
+def test_max_load_tokens_of_a_request(limits, num_loaded) -> None:
     engine = FakeEngine()
     engine.serve("a", tokens(16))
     assert engine.add("b", tokens(16), limits=limits).num_computed == num_loaded
@@ -363,7 +363,7 @@ def test_so_much_is_loaded_for_a_request(limits, num_loaded) -> None:
     engine.scheduler.check_invariants()
 
 
-def test_limits_of_the_settings_hold_for_all() -> None:
+def test_limits_of_the_settings_hold_for_all_requests() -> None:
     engine = FakeEngine(max_save_tokens=12, max_load_tokens=8)
     engine.add("a", tokens(16), limits=RequestLimits(max_save_tokens=100))
     assert len(blocks(engine.step({"a": 16})[0].of(JobKind.SAVE))) == 3
@@ -394,7 +394,7 @@ def test_limits_last_until_the_request_ends() -> None:
     assert len(blocks(engine.step({"a": 16})[0].of(JobKind.SAVE))) == 4
 
 
-def test_one_that_is_not_to_be_cached_is_not_seen() -> None:
+def test_a_request_with_cache_false_does_not_count_as_seen() -> None:
     engine = FakeEngine(save_after_sightings=2)
     engine.add("a", tokens(16), limits=RequestLimits(cache=False))
     engine.remove("a")
@@ -403,7 +403,7 @@ def test_one_that_is_not_to_be_cached_is_not_seen() -> None:
 
 
 @pytest.mark.parametrize("limits", [RequestLimits(cache=False), RequestLimits(max_load_tokens=0)])
-def test_one_that_may_not_load_waits_for_no_save(limits) -> None:
+def test_a_request_that_may_not_load_waits_for_no_save(limits) -> None:
     engine = FakeEngine()
     engine.add("a", tokens(16))
     engine.step({"a": 16})
@@ -462,7 +462,7 @@ class Uses(EvictionPolicy):
         self.lru.check_invariants(leaves, residents)
 
 
-def test_policies_are_told_of_the_priority() -> None:
+def test_policies_see_the_priority() -> None:
     made: list[Uses] = []
 
     class Kept(Uses):
@@ -480,8 +480,8 @@ def test_policies_are_told_of_the_priority() -> None:
     assert len({use.use_id for use in uses}) == 1
 
 
-def test_blocks_of_others_that_have_the_same_hash(caplog) -> None:
-    """The first block of one prompt is the second of another, and the hashes say nothing of what was before."""
+def test_blocks_of_another_request_with_the_same_hash(caplog) -> None:
+    """The first block of one prompt is the second of another, and hashes do not cover the tokens before."""
     engine = FakeEngine()
     one, two = (BlockHash(bytes([i]) * 16) for i in range(2))
     offer: dict[str, Any] = {"block_tables": [[4, 5]], "num_prompt_tokens": 8, "num_computed_tokens": 8}
@@ -495,7 +495,7 @@ def test_blocks_of_others_that_have_the_same_hash(caplog) -> None:
 
 
 def test_hashes_that_are_not_chained_are_not_saved(caplog) -> None:
-    """Two blocks of a prompt that have one hash: it says nothing of the tokens before."""
+    """Two blocks of a prompt have the same hash: it does not cover the tokens before."""
     engine = FakeEngine()
     one, two, three = (BlockHash(bytes([i]) * 16) for i in range(3))
     repeated = [one, two, one, three]
@@ -527,7 +527,7 @@ def test_hashes_that_are_not_chained_are_not_saved(caplog) -> None:
     ],
     ids=str,
 )
-def test_limits_that_cannot_be(wrong) -> None:
+def test_invalid_limits_are_refused(wrong) -> None:
     with pytest.raises(RequestError) as e:
         RequestLimits(**wrong)
     (name, value), *_ = wrong.items()

@@ -95,7 +95,7 @@ def test_a_chunk_is_loadable_only_after_all_workers_acknowledged_its_save() -> N
     assert a.num_computed == 8
 
 
-def test_doubled_late_and_unknown_results_change_nothing_and_are_counted() -> None:
+def test_duplicate_late_and_unknown_results_change_nothing_and_are_counted() -> None:
     workers = [FakeWorker(0), FakeWorker(1)]
     engine = FakeEngine(workers=workers)
     engine.add("a", tokens(8))
@@ -216,7 +216,7 @@ def test_chunked_prefill_leaves_no_hole_when_a_step_found_no_staging() -> None:
     assert engine.scheduler.stats().num_resident_chunks == 6
 
 
-def test_what_was_never_saved_for_want_of_room_is_counted_once_as_dropped() -> None:
+def test_a_chunk_never_saved_for_want_of_room_counts_once_as_dropped() -> None:
     engine = FakeEngine(num_staging_blocks=2)
     engine.add("a", tokens(20))
     engine.step({"a": 20})
@@ -239,7 +239,7 @@ def test_a_load_larger_than_the_staging_buffer_is_not_cut() -> None:
     assert engine.scheduler.stats().staging_peak_blocks == 3
 
 
-def test_a_load_that_finds_no_staging_at_all_is_counted_when_the_engine_goes_on_without_it() -> None:
+def test_a_load_without_staging_blocks_is_counted_when_the_engine_continues_without_it() -> None:
     engine = FakeEngine(num_staging_blocks=2, load_wait_s=0)
     engine.serve("a", tokens(8))
     engine.add("busy", tokens(9, start=400))
@@ -276,7 +276,7 @@ def test_a_prompt_longer_than_the_host_tier_never_evicts_its_own_head() -> None:
     assert engine.add("b", tokens(20)).num_computed == 12
 
 
-def test_what_was_lost_while_there_is_no_room_is_counted_as_well() -> None:
+def test_chunks_lost_while_there_is_no_room_are_counted_too() -> None:
     engine = FakeEngine(num_staging_blocks=2)
     engine.serve("x", tokens(8))
     engine.add("a", tokens(20, start=100))
@@ -289,7 +289,7 @@ def test_what_was_lost_while_there_is_no_room_is_counted_as_well() -> None:
     assert engine.scheduler.stats().dropped_save_blocks == 5
 
 
-def test_a_chunk_that_this_very_call_offers_is_never_its_victim() -> None:
+def test_a_call_never_evicts_a_chunk_that_it_offers() -> None:
     engine = FakeEngine(num_cpu_chunks=3, workers=[FakeWorker(num_host_chunks=3)])
     engine.serve("a", tokens(20))
     assert engine.scheduler.stats().num_evicted_chunks == 0
@@ -324,7 +324,7 @@ def test_abort_before_the_load_was_sent_ends_the_job_at_once() -> None:
     engine.scheduler.check_invariants()
 
 
-def test_abort_while_queued_gives_the_promise_back() -> None:
+def test_abort_while_queued_releases_the_promise() -> None:
     engine = FakeEngine()
     engine.serve("a", tokens(20))
     hashes: list[BlockHash] = []
@@ -348,7 +348,7 @@ def test_a_block_freed_and_granted_again_under_a_pending_save_is_saved_with_its_
     assert engine.serve("d", tokens(8, start=100)) == 7
 
 
-def test_preempt_and_resume_reloads_those_blocks_also_under_its_own_old_load() -> None:
+def test_preempt_and_resume_reloads_those_blocks_even_during_its_own_old_load() -> None:
     engine = FakeEngine(num_blocks=12, workers=[FakeWorker(staged=True)])
     engine.serve("a", tokens(16))
     engine.add("b", tokens(18))
@@ -360,7 +360,7 @@ def test_preempt_and_resume_reloads_those_blocks_also_under_its_own_old_load() -
     engine.check_bytes(engine.requests["b"], 16)
 
 
-def test_a_failed_load_ends_in_recompute_for_that_request_only_and_is_not_tried_for_ever() -> None:
+def test_a_failed_load_is_recomputed_by_that_request_only_and_not_retried_forever() -> None:
     engine = FakeEngine(num_blocks=16)
     engine.serve("a", tokens(12))
     engine.serve("other", tokens(12, start=300))
@@ -381,7 +381,7 @@ def test_a_failed_load_ends_in_recompute_for_that_request_only_and_is_not_tried_
     engine.scheduler.check_invariants()
 
 
-def test_a_late_load_is_cancelled_before_the_engine_hears_of_it() -> None:
+def test_a_late_load_is_cancelled_before_the_engine_is_told() -> None:
     engine = FakeEngine(job_timeout_s=5.0, workers=[FakeWorker(staged=True)])
     engine.serve("a", tokens(12))
     engine.add("b", tokens(12))
@@ -391,10 +391,11 @@ def test_a_late_load_is_cancelled_before_the_engine_hears_of_it() -> None:
     assert len(plan.cancelled_job_ids) == 1
     worker = engine.workers[0]
     assert engine.apply(worker, []).failed_loads == (FailedLoad(request_id="b", num_valid_tokens=0),)
-    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    assert engine.scheduler.stats().staging_reserved_blocks == 3, "the copy may still run"
     assert engine.scheduler.stats().num_timed_out_jobs == 1
     assert not engine.scheduler.has_jobs
     engine.apply(worker, results)
+    assert engine.scheduler.stats().staging_reserved_blocks == 0
     assert engine.scheduler.stats().num_ignored_results == 1
     engine.scheduler.check_invariants()
 
@@ -408,17 +409,18 @@ def test_a_late_save_is_not_published_and_its_slots_wait_for_the_report() -> Non
     engine.add("b", tokens(12, start=50))
     plan, _ = engine.step({"b": 12})
     assert plan.of(JobKind.SAVE) == (), "the slots may still be written"
-    assert engine.scheduler.stats().num_quarantined_chunks == 3
-    assert engine.scheduler.stats().staging_reserved_blocks == 0
+    stats = engine.scheduler.stats()
+    assert (stats.num_quarantined_chunks, stats.staging_reserved_blocks) == (3, 3)
     worker = engine.workers[0]
     engine.apply(worker, worker.finish())
-    assert engine.scheduler.stats().num_quarantined_chunks == 0
+    stats = engine.scheduler.stats()
+    assert (stats.num_quarantined_chunks, stats.staging_reserved_blocks) == (0, 0)
     assert engine.add("c", tokens(12)).num_computed == 0
     assert engine.scheduler.stats().num_timed_out_jobs == 1
     engine.scheduler.check_invariants()
 
 
-def test_reset_while_saves_and_loads_fly_serves_nothing_stale() -> None:
+def test_reset_while_saves_and_loads_are_in_flight_serves_nothing_stale() -> None:
     engine = FakeEngine(num_blocks=32)
     engine.serve("a", tokens(12))
     engine.add("loading", tokens(12))
@@ -450,7 +452,7 @@ def test_reset_while_saves_and_loads_fly_serves_nothing_stale() -> None:
     assert engine.serve("again", tokens(12)) == 11
 
 
-def test_admitting_fewer_tokens_than_promised_gives_the_rest_back() -> None:
+def test_admitting_fewer_tokens_than_promised_releases_the_rest() -> None:
     engine = FakeEngine(blocks_per_chunk=2)
     engine.serve("a", tokens(24))
     hashes: list[BlockHash] = []
@@ -461,7 +463,7 @@ def test_admitting_fewer_tokens_than_promised_gives_the_rest_back() -> None:
     assert engine.scheduler.stats().staging_reserved_blocks == 2
 
 
-def test_bad_engine_events_are_errors_that_change_nothing() -> None:
+def test_invalid_engine_calls_are_errors_that_change_nothing() -> None:
     engine = FakeEngine()
     engine.serve("a", tokens(16))
     hashes: list[BlockHash] = []
@@ -498,7 +500,7 @@ def test_nothing_happens_when_a_size_is_zero() -> None:
         assert scheduler.stats().dropped_save_blocks == 0
 
 
-def test_a_staging_buffer_under_one_chunk_is_an_error_with_the_way_out() -> None:
+def test_a_staging_buffer_under_one_chunk_is_an_error_with_the_remedy() -> None:
     config = OffloadConfig.create(num_staging_blocks=3, blocks_per_chunk=4)
     with pytest.raises(ConfigError, match=r"TPU_OFFLOAD_NUM_STAGING_BLOCKS=3 .* at least 4"):
         OffloadScheduler(config, LAYOUT)
@@ -570,7 +572,7 @@ def test_recency_follows_requests_not_the_order_in_which_copies_finish() -> None
     assert engine.add("b", tokens(9, start=100)).num_computed == 0
 
 
-def test_what_found_no_room_is_saved_later_without_the_engine_naming_the_request() -> None:
+def test_a_save_without_room_is_retried_without_the_engine_naming_the_request() -> None:
     engine = FakeEngine(num_staging_blocks=2)
     request = engine.add("a", tokens(20))
     engine.step({"a": 20})
@@ -587,7 +589,7 @@ def test_what_found_no_room_is_saved_later_without_the_engine_naming_the_request
     assert engine.scheduler.stats().num_resident_chunks == 5
 
 
-def test_a_save_that_failed_is_tried_again_without_the_engine_naming_the_request() -> None:
+def test_a_failed_save_is_retried_without_the_engine_naming_the_request() -> None:
     engine = FakeEngine()
     request = engine.add("a", tokens(12))
     engine.step({"a": 12})
@@ -653,7 +655,7 @@ def test_a_block_table_that_grows_in_place_is_read_as_far_as_it_was_offered() ->
     assert engine.scheduler.plan_step().empty
 
 
-def test_what_becomes_of_a_block_table_after_the_call_does_not_matter() -> None:
+def test_a_block_table_may_change_after_the_call() -> None:
     engine = FakeEngine(num_staging_blocks=2)
     request = engine.add("a", tokens(20))
     engine.step({"a": 20})
@@ -670,7 +672,7 @@ def test_what_becomes_of_a_block_table_after_the_call_does_not_matter() -> None:
     engine.scheduler.check_invariants()
 
 
-def test_a_request_that_is_named_again_with_other_blocks_has_those() -> None:
+def test_naming_a_request_again_replaces_its_blocks() -> None:
     engine = FakeEngine(num_staging_blocks=2)
     request = engine.add("a", tokens(20))
     engine.step({"a": 20})
@@ -682,7 +684,7 @@ def test_a_request_that_is_named_again_with_other_blocks_has_those() -> None:
     assert [job.block_ids for job in plan.of(JobKind.SAVE)] == [tuple(moved[2:4])]
 
 
-def test_naming_a_request_again_with_fewer_tokens_takes_back_the_offer() -> None:
+def test_naming_a_request_again_with_fewer_tokens_clears_the_offer() -> None:
     engine = FakeEngine(num_staging_blocks=2)
     request = engine.add("a", tokens(20))
     engine.step({"a": 20})
@@ -698,7 +700,7 @@ def test_naming_a_request_again_with_fewer_tokens_takes_back_the_offer() -> None
     assert engine.scheduler.stats().dropped_save_blocks == 0
 
 
-def test_an_offer_taken_back_is_no_drop() -> None:
+def test_a_cleared_offer_is_no_drop() -> None:
     engine = FakeEngine(num_staging_blocks=2)
     request = engine.add("a", tokens(20))
     engine.step({"a": 20})
@@ -725,7 +727,7 @@ def test_requests_of_one_step_share_a_save_and_after_a_failure_each_has_its_own(
     engine.scheduler.check_invariants()
 
 
-def test_what_others_wait_for_is_tried_in_the_order_of_waiting() -> None:
+def test_refused_saves_are_retried_in_the_order_of_waiting() -> None:
     engine = FakeEngine(num_staging_blocks=2)
     for name in "abc":
         engine.add(name, tokens(8, start=ord(name) * 100))
@@ -737,7 +739,7 @@ def test_what_others_wait_for_is_tried_in_the_order_of_waiting() -> None:
         assert [job.block_ids for job in plan.of(JobKind.SAVE)] == [tuple(engine.requests[name].block_ids)]
 
 
-def test_a_promise_whose_host_memory_was_lost_can_be_taken_in_part() -> None:
+def test_a_promise_whose_host_memory_was_lost_can_be_admitted_in_part() -> None:
     engine = FakeEngine()
     engine.serve("a", tokens(16))
     hashes: list[BlockHash] = []
@@ -794,7 +796,7 @@ def test_a_load_in_flight_at_a_reset_is_cancelled_by_the_next_plan(sent) -> None
     engine.scheduler.check_invariants()
 
 
-def test_whether_what_comes_next_is_being_saved() -> None:
+def test_a_match_is_arriving_while_the_next_chunk_is_being_saved() -> None:
     engine = FakeEngine()
     engine.add("a", tokens(12))
     engine.step({"a": 12})
@@ -811,7 +813,7 @@ def test_whether_what_comes_next_is_being_saved() -> None:
     assert match("b") == Match(num_tokens=11, state=MatchState.HIT)
 
 
-def test_a_save_is_waited_for_so_long_and_no_longer() -> None:
+def test_a_save_is_waited_for_at_most_save_wait_s() -> None:
     engine = FakeEngine(save_wait_s=2.0)
     engine.serve("first", tokens(8))
     engine.add("a", tokens(16))
@@ -837,7 +839,7 @@ def test_a_save_is_waited_for_so_long_and_no_longer() -> None:
     engine.scheduler.check_invariants()
 
 
-def test_an_engine_need_not_wait_for_a_save() -> None:
+def test_an_engine_does_not_have_to_wait_for_a_save() -> None:
     engine = FakeEngine(save_wait_s=0.0)
     engine.add("a", tokens(12))
     engine.step({"a": 12})
@@ -861,7 +863,7 @@ def test_an_update_names_the_transfers_that_ended() -> None:
 
 
 class Router:
-    """Knows the host tier from its events only."""
+    """Tracks the host tier by its events only."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.scheduler = engine.scheduler
@@ -908,7 +910,7 @@ def test_events_follow_saves_evictions_losses_and_resets() -> None:
     assert router.hashes == set()
 
 
-def test_a_save_that_failed_is_no_event() -> None:
+def test_a_failed_save_is_no_event() -> None:
     engine = FakeEngine(record_events=True)
     engine.add("a", tokens(12))
     engine.step({"a": 12})
@@ -917,13 +919,13 @@ def test_a_save_that_failed_is_no_event() -> None:
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
-def test_nothing_is_recorded_unless_asked_for(asked_for) -> None:
+def test_without_record_events_there_are_no_events(asked_for) -> None:
     engine = FakeEngine(record_events=asked_for)
     engine.serve("a", tokens(12))
     assert bool(engine.scheduler.take_events()) == asked_for
 
 
-def test_the_failure_of_an_old_load_is_not_told_to_the_request_that_came_back() -> None:
+def test_the_failure_of_an_old_load_is_not_reported_to_the_request_that_returned() -> None:
     engine = FakeEngine(job_timeout_s=5.0, workers=[FakeWorker(staged=True)], num_blocks=16)
     engine.serve("a", tokens(12))
     engine.serve("x", tokens(12, start=500))
@@ -938,7 +940,7 @@ def test_the_failure_of_an_old_load_is_not_told_to_the_request_that_came_back() 
     assert engine.settle().loaded == ("b",)
 
 
-def test_a_save_that_keeps_failing_is_given_up_and_its_slots_are_tried_last() -> None:
+def test_a_save_that_keeps_failing_backs_off_and_its_slots_are_used_last() -> None:
     engine = FakeEngine()
     engine.add("a", tokens(8))
     used: set[int] = set()
@@ -953,7 +955,7 @@ def test_a_save_that_keeps_failing_is_given_up_and_its_slots_are_tried_last() ->
     engine.scheduler.check_invariants()
 
 
-def test_a_failed_load_leaves_no_hole_in_what_others_have_saved() -> None:
+def test_a_failed_load_leaves_no_hole_in_saved_prefixes() -> None:
     engine = FakeEngine()
     engine.add("holder", tokens(24))
     engine.step({"holder": 20})
@@ -975,7 +977,7 @@ def test_a_failed_load_leaves_no_hole_in_what_others_have_saved() -> None:
     assert engine.add("c", tokens(25)).num_computed == 24
 
 
-def test_lost_host_memory_is_forgotten_everywhere_before_it_can_be_read() -> None:
+def test_lost_host_memory_is_invalidated_everywhere_before_it_can_be_read() -> None:
     engine = FakeEngine(num_blocks=40)
     worker = engine.workers[0]
     engine.add("holder", tokens(13))
@@ -1032,8 +1034,8 @@ def test_a_report_of_more_slots_than_configured_adds_none() -> None:
     assert engine.scheduler.stats().num_host_chunks == 8
 
 
-def test_a_load_may_hang_on_a_chunk_that_is_on_its_way_back():
-    """Chunk 0 was lost and is being saved again when a request that has it in HBM loads those that hang on it."""
+def test_a_load_may_follow_a_chunk_that_is_being_saved_again():
+    """Chunk 0 was lost and is being saved again when a request that has it in HBM loads the chunks after it."""
     engine = FakeEngine(num_staging_blocks=16)
     engine.serve("a", tokens(13))
     (worker,) = engine.workers

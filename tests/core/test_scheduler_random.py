@@ -1,4 +1,4 @@
-"""Random lives of requests over fake memories: no wrong bytes, no leak, whatever happens in what order."""
+"""Random runs of requests over fake memories: no wrong bytes and no leak in any order of events."""
 
 import random
 from typing import Any
@@ -127,7 +127,7 @@ class RandomLife:
 
 # The last three once found a failure that was reported to a later request of the same id.
 @pytest.mark.parametrize("seed", [*range(60), 5269, 6272, 7558])
-def test_random_life(seed) -> None:
+def test_random_run(seed) -> None:
     life = RandomLife(seed)
     life.run(120)
     assert life.checked > 50
@@ -136,7 +136,7 @@ def test_random_life(seed) -> None:
 @pytest.mark.parametrize("save_after_sightings", [1, 2])
 @pytest.mark.parametrize("save_on", ["eviction", "preemption", "eviction,preemption", "compute,eviction,preemption"])
 @pytest.mark.parametrize("seed", range(15))
-def test_random_life_that_saves_at_other_times(seed, save_on, save_after_sightings) -> None:
+def test_random_run_that_saves_at_other_times(seed, save_on, save_after_sightings) -> None:
     life = RandomLife(seed, save_on=save_on, save_after_sightings=save_after_sightings)
     life.run(100)
     assert life.checked > 50
@@ -144,7 +144,7 @@ def test_random_life_that_saves_at_other_times(seed, save_on, save_after_sightin
         assert not any(plan.of(JobKind.SAVE) for plan in life.plans)
 
 
-def test_the_random_lives_do_save_early_and_load_that() -> None:
+def test_the_random_runs_do_save_early_and_load_that() -> None:
     for save_on in ("eviction", "preemption"):
         num_early = num_loaded = 0
         for seed in range(15):
@@ -165,7 +165,7 @@ def test_naming_requests_in_which_nothing_changed_changes_nothing(seed) -> None:
     assert any(plan.of(JobKind.SAVE) for plan in lives[0].plans)
 
 
-def test_the_random_lives_do_load_evict_drop_and_fail() -> None:
+def test_the_random_runs_do_load_evict_drop_and_fail() -> None:
     totals = {"loaded": 0, "evicted": 0, "dropped": 0, "failed": 0, "timed_out": 0, "ignored": 0}
     for seed in range(20):
         life = RandomLife(1000 + seed)

@@ -49,7 +49,7 @@ def test_few_new_keys_look_as_if_they_had_been_seen(num_keys):
     assert sketch.nbytes <= 2 * 128 * num_keys
 
 
-def test_few_that_come_back_are_counted_too_high():
+def test_few_returning_keys_are_counted_too_high():
     sketch, rng = Sketch(1000), random.Random(0)
     expected: dict[Any, int] = {}
     uses = keys(0, 6000) + 9 * keys(0, 330)
@@ -90,7 +90,7 @@ def test_growing_keeps_the_counts():
     assert sketch.nbytes == nbytes
 
 
-def test_another_process_counts_alike():
+def test_another_process_has_the_same_counts():
     """Counts do not depend on the interpreter's random hashes."""
     code = (
         "from tests.core.test_sketch import *; s = Sketch(); s.add(keys(0, 3000)); "
@@ -100,7 +100,7 @@ def test_another_process_counts_alike():
     assert len(found) == 1
 
 
-def test_no_keys_are_nothing():
+def test_an_empty_list_of_keys_changes_nothing():
     sketch = Sketch()
     sketch.add([])
     assert sketch.count(b"key") == 0

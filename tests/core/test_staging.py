@@ -16,7 +16,7 @@ def test_exact_fit_fits() -> None:
     staging.check_invariants()
 
 
-def test_too_much_is_all_or_nothing_unless_partial() -> None:
+def test_a_reservation_is_all_or_nothing_unless_partial() -> None:
     staging = StagingBufferManager(4)
     assert staging.reserve("a", 5, SAVE) == 0
     assert staging.num_reserved == 0

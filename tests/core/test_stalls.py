@@ -1,4 +1,4 @@
-"""No call is long because there are many chunks or a prompt is long. Work is counted, in operations, not in seconds."""
+"""No call takes long because of many chunks or a long prompt. Work is counted in operations, not in seconds."""
 
 import gc
 import hashlib

@@ -1,4 +1,4 @@
-"""How jobs end: lost results, workers that start anew, copies that fail in part, chunks that keep failing."""
+"""How jobs end: lost results, restarted workers, copies that fail in part, chunks that keep failing."""
 
 import dataclasses
 import pickle
@@ -29,7 +29,7 @@ def report(engine, worker_id=0, *results, **fields):
     return engine.scheduler.apply(dataclasses.replace(base, **fields))
 
 
-def test_a_job_whose_result_never_came_ends_as_soon_as_its_worker_is_known_to_be_through_with_it():
+def test_a_job_whose_result_never_came_ends_as_soon_as_its_worker_has_acknowledged_it():
     engine = FakeEngine(workers=[FakeWorker(0), FakeWorker(1)], num_blocks=64)
     engine.serve("a", tokens(8))
     engine.add("loading", tokens(8))
@@ -55,7 +55,7 @@ def test_a_job_whose_result_never_came_ends_as_soon_as_its_worker_is_known_to_be
     assert [job.num_blocks for job in plan.of(JobKind.SAVE)] == [2], "it is saved again"
 
 
-def test_the_same_of_swaps():
+def test_a_swap_whose_result_never_came_ends_likewise():
     engine = SwapEngine(num_workers=2)
     engine.start("a", tokens(9))
     engine.swap_out("a")
@@ -71,7 +71,7 @@ def test_the_same_of_swaps():
 
 
 @pytest.mark.parametrize("how", ["late result", "later jobs are over", "restarted"])
-def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_with_it(how):
+def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_has_finished_with_it(how):
     workers = [FakeWorker(i, num_host_chunks=4) for i in range(2)]
     engine = FakeEngine(workers=workers, num_cpu_chunks=4, job_timeout_s=5.0, breaker_failures=0, num_blocks=64)
     for worker_id in range(2):
@@ -107,7 +107,7 @@ def test_slots_of_a_late_save_are_in_quarantine_until_every_worker_is_through_wi
 
 
 @pytest.mark.parametrize("how", ["late result", "later jobs are over", "restarted"])
-def test_staging_blocks_of_late_jobs_are_held_until_every_worker_is_through_with_them(how):
+def test_staging_blocks_of_late_jobs_are_held_until_every_worker_has_finished_with_them(how):
     workers = [FakeWorker(i, num_host_chunks=16) for i in range(2)]
     engine = FakeEngine(
         workers=workers,
@@ -148,7 +148,7 @@ def test_staging_blocks_of_late_jobs_are_held_until_every_worker_is_through_with
     engine.scheduler.check_invariants()
 
 
-def test_a_worker_that_started_anew_has_nothing_and_what_it_was_at_fails():
+def test_a_restarted_worker_has_an_empty_tier_and_its_jobs_fail():
     engine = FakeEngine(workers=[FakeWorker(0), FakeWorker(1)], num_blocks=64, num_staging_blocks=32)
     for worker_id in range(2):
         report(engine, worker_id, incarnation=5)
@@ -200,7 +200,7 @@ def test_a_load_that_begins_inside_a_chunk_is_used_up_to_the_first_hole(failed, 
     engine.scheduler.check_invariants()
 
 
-def test_of_several_workers_the_first_hole_counts_and_positions_that_do_not_exist_mean_all():
+def test_of_several_workers_the_first_hole_counts_and_invalid_positions_mean_all():
     engine = FakeEngine(workers=[FakeWorker(0), FakeWorker(1)])
     engine.serve("a", tokens(25))
     for failed, num_valid in ((((4,), (2, 5)), 8), (((4,), (6,)), 0), (((4,), ()), 0)):
@@ -219,7 +219,7 @@ def test_of_several_workers_the_first_hole_counts_and_positions_that_do_not_exis
         engine.scheduler.check_invariants()
 
 
-def test_what_a_partly_failed_save_copied_is_published_and_the_rest_saved_again_alone():
+def test_a_partly_failed_save_is_published_in_part_and_the_rest_retried_alone():
     engine = FakeEngine(blocks_per_chunk=2, num_staging_blocks=16)
     engine.add("a", tokens(24))
     engine.add("other", tokens(8, start=300))
@@ -258,7 +258,7 @@ def test_lost_memory_fails_the_chunks_that_were_in_it_and_no_others():
     engine.scheduler.check_invariants()
 
 
-def test_who_admits_what_a_reset_took_back_is_told_that_its_load_failed():
+def test_admitting_a_promise_that_a_reset_revoked_is_a_failed_load():
     engine = FakeEngine()
     engine.serve("a", tokens(12))
     assert match(engine, "b", tokens(12)) == 11
@@ -271,7 +271,7 @@ def test_who_admits_what_a_reset_took_back_is_told_that_its_load_failed():
     engine.scheduler.check_invariants()
 
 
-def test_a_chunk_whose_save_failed_twice_rests_for_every_request():
+def test_a_chunk_whose_save_failed_twice_backs_off_for_every_request():
     engine = FakeEngine(breaker_failures=0, breaker_retry_s=10.0)
     worker = engine.workers[0]
     num_tried = 0
@@ -291,7 +291,7 @@ def test_a_chunk_whose_save_failed_twice_rests_for_every_request():
     assert match(engine, "b", tokens(9)) == 8
 
 
-def test_chunks_that_failed_are_few_and_rest_longer_each_time():
+def test_backoff_is_bounded_in_chunks_and_grows_with_each_failure():
     now_s, job_id = 0.0, 0
     backoff = ChunkBackoff(retry_s=10.0, clock=lambda: now_s)
     key = [ChunkKey(b"k")]
@@ -332,7 +332,7 @@ def test_loads_of_one_chunk_that_fail_together_are_one_failure_of_it():
     assert engine.add("f", tokens(13)).num_computed == 0
 
 
-def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_was_never_matched():
+def test_kv_from_before_a_reset_is_never_saved_even_of_a_request_that_was_never_matched():
     engine = FakeEngine()
     request = FakeRequest("quiet", tokens(8), [1, 2], [])
     engine.grow_hashes(request)
@@ -352,7 +352,7 @@ def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_was_never_ma
     assert plan.of(JobKind.SAVE) == ()
 
 
-def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_came_back_from_the_swap_pool():
+def test_kv_from_before_a_reset_is_never_saved_even_of_a_request_that_was_swapped_in():
     engine = SwapEngine(num_host_chunks=12)
     request = engine.start("a", tokens(9))
     engine.swap_out("a")
@@ -368,7 +368,7 @@ def test_kv_of_before_a_reset_is_never_saved_also_of_a_request_that_came_back_fr
     assert engine.step([engine.scheduled(request)]).of(JobKind.SAVE) == (), "nor after it has left and come back"
 
 
-def test_what_timed_out_can_be_heard_of_without_a_report():
+def test_timeouts_are_in_an_update_without_a_report():
     engine = FakeEngine(job_timeout_s=5.0)
     engine.serve("a", tokens(8))
     engine.add("b", tokens(8))
@@ -379,7 +379,7 @@ def test_what_timed_out_can_be_heard_of_without_a_report():
     assert engine.scheduler.take_update() == Update()
 
 
-def test_plans_say_which_ids_are_given_so_that_a_worker_that_missed_some_can_say_so():
+def test_plans_have_the_next_job_id_so_that_a_worker_can_acknowledge_jobs_that_it_missed():
     engine = FakeEngine()
     assert engine.step()[0].next_job_id == 0
     engine.add("a", tokens(8))
@@ -399,7 +399,7 @@ def loading_engine(**settings):
 
 
 @pytest.mark.parametrize("said", [{"incarnation": 999}, {"worker_id": 7}, {"num_host_chunks": -1}, {"results": None}])
-def test_who_waits_is_told_also_when_no_report_is_taken(said):
+def test_a_waiting_request_is_told_even_if_no_report_is_applied(said):
     engine = loading_engine()
     engine.clock.now_s += 6
     engine.step()
@@ -409,7 +409,7 @@ def test_who_waits_is_told_also_when_no_report_is_taken(said):
     assert not engine.scheduler.has_jobs
 
 
-def test_there_is_something_to_do_while_there_is_news():
+def test_has_jobs_while_an_update_is_pending():
     engine = FakeEngine()
     engine.serve("a", tokens(8))
     match(engine, "b", tokens(8))
@@ -427,7 +427,7 @@ def test_there_is_something_to_do_while_there_is_news():
     assert swaps.scheduler.has_jobs
 
 
-def test_a_worker_that_is_through_with_jobs_that_were_never_given_is_heard_otherwise():
+def test_a_report_that_acknowledges_unknown_jobs_is_applied_otherwise():
     engine = loading_engine()
     ((job, _),) = engine.workers[0].in_flight
     report = StepReport(
@@ -463,7 +463,7 @@ def test_a_finished_job_has_no_error():
     assert engine.scheduler.stats().num_rejected_reports == 2
 
 
-def test_the_swap_pool_of_a_worker_that_started_anew_grows_again():
+def test_the_swap_pool_of_a_restarted_worker_grows_again():
     engine = SwapEngine(pool=(8,))
     base = StepReport(worker_id=0, results=(), num_host_chunks=0, num_swap_blocks=(8,), incarnation=1)
     engine.scheduler.apply(base)
@@ -483,7 +483,7 @@ def test_the_swap_pool_of_a_worker_that_started_anew_grows_again():
     engine.scheduler.check_invariants()
 
 
-def test_kv_of_before_a_reset_is_not_shared_in_the_swap_pool():
+def test_kv_from_before_a_reset_is_not_shared_in_the_swap_pool():
     engine = SwapEngine(num_host_chunks=12)
     stale = engine.start("stale", tokens(9))
     engine.step([engine.scheduled(stale)])
@@ -522,7 +522,7 @@ def test_blocks_of_the_pool_are_not_found_after_a_reset():
     assert first.hashes == fresh.hashes
 
 
-def test_finish_forgets_who_is_swapped_out():
+def test_finish_forgets_a_swapped_out_request():
     engine = SwapEngine()
     engine.start("a", tokens(9))
     engine.swap_out("a")
@@ -532,7 +532,7 @@ def test_finish_forgets_who_is_swapped_out():
     engine.check_empty()
 
 
-def test_who_saw_a_load_fail_does_not_load_that_chunk_again_and_others_do():
+def test_a_request_does_not_load_a_chunk_again_that_failed_for_it_and_others_do():
     engine = FakeEngine(num_blocks=64)
     engine.serve("a", tokens(12))
     worker = engine.workers[0]
@@ -548,7 +548,7 @@ def test_who_saw_a_load_fail_does_not_load_that_chunk_again_and_others_do():
     assert engine.requests["d"].num_computed == 11, "a success clears it"
 
 
-def test_memory_that_is_lost_under_a_load_inside_a_chunk_makes_the_hole_where_it_is():
+def test_memory_lost_under_a_load_that_begins_inside_a_chunk_fails_the_right_blocks():
     engine = FakeEngine(blocks_per_chunk=2)
     prompt = tokens(24)
     engine.serve("a", prompt)
@@ -583,7 +583,7 @@ def test_many_failed_saves_in_one_report_take_no_longer_than_one():
     assert len(looked) == 2
 
 
-def test_a_request_with_a_chunk_that_rests_costs_nothing_meanwhile():
+def test_a_request_with_a_chunk_that_backs_off_costs_nothing():
     engine = FakeEngine(breaker_failures=0, breaker_retry_s=100.0)
     engine.add("a", tokens(16))
     worker = engine.workers[0]
@@ -600,7 +600,7 @@ def test_a_request_with_a_chunk_that_rests_costs_nothing_meanwhile():
 
 
 class Breaking:
-    """Makes policies that raise when they are asked for room, while `broken`."""
+    """Makes policies that raise on eviction while `broken`."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -618,8 +618,8 @@ class Breaking:
         return policy
 
 
-def test_what_was_planned_when_a_policy_raised_goes_with_no_later_plan():
-    """Its blocks may be others' by then: an early save would publish their KV under the old hashes."""
+def test_jobs_planned_when_a_policy_raised_are_in_no_later_plan():
+    """Its blocks may have other owners by then: an early save would publish their KV under the old hashes."""
     breaking = Breaking()
     breaking.broken = True
     engine = FakeEngine(
@@ -644,7 +644,7 @@ def test_what_was_planned_when_a_policy_raised_goes_with_no_later_plan():
     engine.scheduler.check_invariants()
 
 
-def test_a_load_that_was_planned_when_a_policy_raised_is_computed():
+def test_a_load_planned_when_a_policy_raised_is_recomputed():
     breaking = Breaking()
     engine = FakeEngine(num_cpu_chunks=4, workers=[FakeWorker(num_host_chunks=4)], policy=breaking)
     engine.add("first", tokens(16))

@@ -1,4 +1,4 @@
-"""How many workers there are, whether they fit, and what becomes of plans and requests when one loses its caches."""
+"""The number and setup of workers, and plans and requests after one loses its caches."""
 
 import dataclasses
 import logging
@@ -47,7 +47,7 @@ def check_nothing_was_taken(scheduler, worker_id):
     scheduler.check_invariants()
 
 
-def test_workers_that_fit():
+def test_workers_with_the_expected_setup():
     offload = scheduler()
     for worker_id in range(2):
         offload.apply(report(worker_id, setup=setup(process_index=worker_id)))
@@ -74,7 +74,7 @@ def test_workers_that_fit():
         (None, 0, setup(rival=9), "worker 0 is reported by more than one process"),
     ],
 )
-def test_one_that_does_not_fit_is_an_error_with_its_first_report(first, worker_id, second, said):
+def test_a_worker_with_another_setup_is_an_error_with_its_first_report(first, worker_id, second, said):
     offload = scheduler()
     if first is not None:
         offload.apply(report(0, setup=first))
@@ -86,14 +86,14 @@ def test_one_that_does_not_fit_is_an_error_with_its_first_report(first, worker_i
         check_nothing_was_taken(offload, worker_id)
 
 
-def test_workers_with_caches_of_their_own_may_cut_them_differently():
+def test_workers_with_separate_caches_may_have_other_segment_sizes():
     offload = scheduler()
     for worker_id, chunks in enumerate((9, 32)):
         offload.apply(report(worker_id, setup=setup(num_processes=1, process_index=0, segment_chunks=chunks)))
     assert offload.stats().num_host_chunks == 16
 
 
-def test_a_worker_whose_host_tier_has_no_room_is_not_unlike_the_others():
+def test_a_worker_without_room_for_the_host_tier_is_no_mismatch():
     offload = scheduler()
     offload.apply(report(0, setup=setup()))
     offload.apply(
@@ -119,7 +119,7 @@ def test_a_worker_that_never_reports_is_logged_once(caplog):
     "wrong",
     [7, "x", setup(num_processes=-1), setup(bucket_blocks=[1]), setup(max_swap_blocks=0.5), setup(save_path=None)],
 )
-def test_a_setup_that_makes_no_sense_is_ignored_with_its_report(wrong):
+def test_an_invalid_setup_is_ignored_with_its_report(wrong):
     offload = scheduler()
     offload.apply(report(0, setup=wrong))
     assert offload.stats().num_rejected_reports == 1
@@ -143,7 +143,7 @@ def engine():
     return FakeEngine(num_blocks=64, num_staging_blocks=32, swap_gb=0.01, swap_mode="swap")
 
 
-def test_nothing_that_a_request_holds_is_saved_after_a_loss_until_it_is_preempted(engine):
+def test_nothing_of_a_request_is_saved_after_a_cache_loss_until_it_is_preempted(engine):
     engine.add("a", tokens(16))
     engine.step({"a": 3})
     update = engine.scheduler.apply(lost())
@@ -155,7 +155,7 @@ def test_nothing_that_a_request_holds_is_saved_after_a_loss_until_it_is_preempte
     assert [job.num_blocks for job in engine.step({"a": 16})[0].of(JobKind.SAVE)] == [4]
 
 
-def test_it_is_told_once_and_plans_name_the_new_caches(engine):
+def test_a_cache_loss_is_reported_once_and_plans_name_the_new_caches(engine):
     assert engine.scheduler.plan_step(()).cache_epochs == ((0, 0),)
     assert engine.scheduler.apply(lost()).lost_caches == (0,)
     assert engine.scheduler.apply(lost()).lost_caches == ()
@@ -164,7 +164,7 @@ def test_it_is_told_once_and_plans_name_the_new_caches(engine):
     assert engine.scheduler.plan_step(()).cache_epochs == ((0, 1),)
 
 
-def test_what_the_engine_knows_already_is_no_news(engine):
+def test_a_cache_loss_that_the_engine_knows_is_not_reported(engine):
     engine.add("a", tokens(16))
     engine.step({"a": 7})
     engine.scheduler.mark_caches_lost(CacheEpoch(worker_id=0, incarnation=0, num_losses=1))
@@ -179,7 +179,7 @@ def test_what_the_engine_knows_already_is_no_news(engine):
     assert engine.scheduler.stats().num_resident_chunks == 4
 
 
-def test_loads_on_their_way_have_brought_nothing_not_even_what_was_before_them(engine):
+def test_loads_in_flight_at_a_cache_loss_fail_with_no_valid_tokens(engine):
     engine.serve("a", tokens(16))
     engine.add("b", tokens(16))
     plan, _ = engine.step()
@@ -189,7 +189,7 @@ def test_loads_on_their_way_have_brought_nothing_not_even_what_was_before_them(e
     assert engine.scheduler.plan_step(()).cancelled_job_ids == (plan.of(JobKind.LOAD)[0].job_id,)
 
 
-def test_a_cancel_is_repeated_until_every_worker_is_through_with_the_load():
+def test_a_cancel_is_repeated_until_every_worker_has_finished_with_the_load():
     workers = [FakeWorker(0, staged=True), FakeWorker(1, staged=True)]
     engine = FakeEngine(workers=workers, num_blocks=64)
     engine.serve("a", tokens(16))
@@ -208,7 +208,7 @@ def test_a_cancel_is_repeated_until_every_worker_is_through_with_the_load():
     engine.scheduler.check_invariants()
 
 
-def test_a_promise_that_rests_on_nothing_in_hbm_stands(engine):
+def test_a_promise_that_needs_no_kv_in_hbm_survives_a_cache_loss(engine):
     engine.serve("a", tokens(16))
     scheduler = engine.scheduler
     request = engine.add("b", tokens(16))
@@ -221,7 +221,7 @@ def test_a_promise_that_rests_on_nothing_in_hbm_stands(engine):
     scheduler.check_invariants()
 
 
-def test_a_promise_that_rests_on_lost_kv_is_void(engine):
+def test_a_promise_that_continues_lost_kv_is_void(engine):
     engine.serve("a", tokens(16))
     request = engine.add("b", tokens(16))
     engine.remove("b")
@@ -253,14 +253,14 @@ def test_a_promise_that_rests_on_lost_kv_is_void(engine):
         CacheEpoch(worker_id="a", incarnation=0, num_losses=0),  # type: ignore[arg-type]
     ],
 )
-def test_an_epoch_of_no_worker_is_refused(engine, wrong):
+def test_an_unknown_epoch_is_refused(engine, wrong):
     with pytest.raises(RequestError) as caught:
         engine.scheduler.mark_caches_lost(wrong)
     assert "\n" not in str(caught.value)
     assert engine.scheduler.plan_step(()).cache_epochs == ((0, 0),)
 
 
-def test_workers_that_are_started_anew_with_other_settings_fit_in_the_end():
+def test_workers_may_all_restart_with_other_settings():
     offload = scheduler()
     for worker_id in range(2):
         offload.apply(report(worker_id, setup=setup(process_index=worker_id)))
@@ -273,13 +273,13 @@ def test_workers_that_are_started_anew_with_other_settings_fit_in_the_end():
     assert offload.stats().num_rejected_reports == 1
 
 
-def test_a_swap_pool_that_cannot_be_is_a_mistake_in_the_settings():
+def test_an_impossible_swap_pool_is_a_config_error():
     offload = scheduler()
     with pytest.raises(ConfigError, match="TPU_OFFLOAD_SWAP_GB"):
         offload.apply(report(0, num_swap_blocks=(20,), setup=setup(max_swap_blocks=20)))
 
 
-def test_nothing_is_swapped_out_that_is_gone(engine):
+def test_nothing_is_swapped_out_after_a_cache_loss(engine):
     engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, num_swap_blocks=(20,)))
     request = engine.add("a", tokens(16))
     engine.step({"a": 9})
@@ -287,7 +287,7 @@ def test_nothing_is_swapped_out_that_is_gone(engine):
     assert not engine.scheduler.swap.swap_out("a", [request.block_ids], num_computed_tokens=9)
 
 
-def test_a_swap_out_that_is_planned_when_the_loss_is_heard_of_fails(engine):
+def test_a_swap_out_planned_before_the_loss_is_reported_fails(engine):
     engine.scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=64, num_swap_blocks=(20,)))
     request = engine.add("a", tokens(16))
     engine.step({"a": 9})
@@ -300,7 +300,7 @@ def test_a_swap_out_that_is_planned_when_the_loss_is_heard_of_fails(engine):
     assert update.lost_swaps == ("a",)
 
 
-def test_a_worker_that_starts_anew_has_lost_its_caches_too(engine):
+def test_a_restarted_worker_has_lost_its_caches_too(engine):
     engine.scheduler.apply(report(incarnation=5))
     engine.add("a", tokens(16))
     engine.step({"a": 7})

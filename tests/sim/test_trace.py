@@ -104,7 +104,7 @@ def test_lengths_that_do_not_fit_are_noted_once(tmp_path):
     lines = [request([1, 2], input_length=600), request([1], input_length=16), request([3], input_length=9000)]
     trace = read(tmp_path, *lines, request([4], input_length=9000))
     (note,) = trace.notes
-    assert "line 3: input_length 9000 with 1 hash_ids of 512 tokens; --trace-block-tokens" in note
+    assert "line 3: input_length 9000 with 1 hash_ids of 512 tokens; set --trace-block-tokens" in note
     assert read(tmp_path, request([1, 2], input_length=40), block_tokens=16).notes == ()  # a partial block needs no id
 
 

@@ -17,8 +17,8 @@ _BOUNDED = (
     "_costs",  # the last measurements
     "_stages",  # one entry for each direction
 )  # fmt: skip
-# What a worker that never reports again may still write.
-_LATE = ("_late", "_transfers._to_cancel", "swap_pool._num_holders")
+# What late jobs of a worker that never reports again hold.
+_LATE = ("_late", "_transfers._to_cancel", "staging.buffer._accounts", "swap_pool._num_holders")
 _MODULE = "tpu_offload.core"
 
 

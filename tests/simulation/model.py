@@ -76,6 +76,7 @@ class Model:
         self.epoch = 0
         self.loads = LoadTracker(block_size=setup.block_size)
         self.jobs: dict[int, OpenJob] = {}
+        self.late: dict[int, OpenJob] = {}  # timed out, and some worker may still copy
         self.stages = {direction: scheduler._config.path_for(direction).stages for direction in Direction}
         self.max_load_blocks = setup.max_load_blocks
         self.load_wait_s = setup.load_wait_s
@@ -156,7 +157,7 @@ class Model:
         """Ends jobs that have timed out by the next plan."""
         now_s = self.clock()
         for job_id in [i for i, job in self.jobs.items() if job.deadline_s <= now_s]:
-            del self.jobs[job_id]
+            self.late[job_id] = self.jobs.pop(job_id)
             self.loads.fail(job_id, ())
             self.counts["timeouts"] += 1
 
@@ -229,11 +230,11 @@ class Model:
         for first, end in report.lost_slots:
             self.loads.lose_slots(first, end)
         for result in report.results:
-            if result.job_id in self.jobs:
-                if result.state is JobState.FAILED and worker_id in self.jobs[result.job_id].waiting_for:
-                    self.loads.fail(result.job_id, result.failed_blocks)
-                self._report(result.job_id, worker_id)
-        for job_id in [i for i in self.jobs if i < report.oldest_job_id]:
+            job = self.jobs.get(result.job_id)
+            if job and result.state is JobState.FAILED and worker_id in job.waiting_for:
+                self.loads.fail(result.job_id, result.failed_blocks)
+            self._report(result.job_id, worker_id)
+        for job_id in [i for i in (*self.jobs, *self.late) if i < report.oldest_job_id]:
             self._report(job_id, worker_id)
         self.sync_index()
         if report.incarnation > known and self.visible:
@@ -272,7 +273,7 @@ class Model:
     def check(self) -> None:
         """Checks budgets and deadlines after a step."""
         stats = self.scheduler.stats()
-        held = sum(job.num_staging_blocks for job in self.jobs.values())
+        held = sum(job.num_staging_blocks for job in (*self.jobs.values(), *self.late.values()))
         reserved, may_hold_more = stats.staging_reserved_blocks, bool(self.promises or self.admitted)
         if held > reserved or (held < reserved and not may_hold_more):
             raise Violation(f"{reserved} staging blocks are reserved; jobs hold {held}")
@@ -280,7 +281,7 @@ class Model:
             if since_s + self.load_wait_s <= self.planned_at_s and since_s < self.planned_at_s:
                 raise Violation(f"the load of {name} has waited since {since_s:g} s, now is {self.planned_at_s:g} s")
         for worker in self.workers:
-            staged = sum(flight.num_staged for flight in worker.flights if flight.job_id in self.jobs)
+            staged = sum(flight.num_staged for flight in worker.flights)
             if staged > self.budget:
                 raise Violation(f"worker {worker.worker_id} stages {staged} blocks at once, of {self.budget}")
         self.probing()
@@ -325,10 +326,11 @@ class Model:
         self.counts[f"{job.direction.value} jobs"] += 1
 
     def _report(self, job_id: int, worker_id: int) -> None:
-        job = self.jobs[job_id]
-        job.waiting_for.discard(worker_id)
-        if not job.waiting_for:
-            del self.jobs[job_id]
+        for jobs in (self.jobs, self.late):
+            if job_id in jobs:
+                jobs[job_id].waiting_for.discard(worker_id)
+                if not jobs[job_id].waiting_for:
+                    del jobs[job_id]
 
     def _pinned_slots(self) -> set[int]:
         """Slots that promises and loads will read."""

@@ -287,9 +287,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the wrong blocks are saved if a prefix has a hole",
-        "_Batch.add",
+        "_Batch._add_all",
         "[block_ids[i * size + j] for i in chunks for j in range(size)]",
-        "[block_ids[(first + i) * size + j] for i in range(num_chunks) for j in range(size)]",
+        "[block_ids[(first + i) * size + j] for i in range(len(chunks)) for j in range(size)]",
     ),
     # Early saves.
     Mutation("early saves from before a reset are sent after it", "SavePlanner.reset", "self.early.clear()", ""),

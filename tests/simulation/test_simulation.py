@@ -150,7 +150,7 @@ def test_a_request_that_a_reset_finds_after_a_swap_is_not_saved():
 
 
 def test_an_unknown_action_is_an_error():
-    with pytest.raises(ValueError, match="no action"):
+    with pytest.raises(ValueError, match="is not an action"):
         World(Setup()).act(("dance", 0, 0))
 
 

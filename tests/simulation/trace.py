@@ -226,9 +226,9 @@ class Setup:
         _check("save_on", self.save_on, known, f"some of {', '.join(sorted(events))}")
         retry_s = self.breaker_retry_s
         _check("breaker_retry_s", retry_s, type(retry_s) in (int, float), "0.1 to 100", 0.1, 100)
-        for name, most in (("load_wait_s", 100), ("save_wait_s", 1e6)):
+        for name, longest_s in (("load_wait_s", 100.0), ("save_wait_s", 1e6)):
             wait_s = getattr(self, name)
-            _check(name, wait_s, type(wait_s) in (int, float) and wait_s >= 0, f"0 to {most:g}", 0, most)
+            _check(name, wait_s, type(wait_s) in (int, float) and wait_s >= 0, f"0 to {longest_s:g}", 0, longest_s)
         if self.num_staging_blocks < self.blocks_per_chunk:
             raise ValueError(
                 f"num_staging_blocks={self.num_staging_blocks} is under one chunk; expected at least "

@@ -259,18 +259,19 @@ class World:
             return False
         if self.late_plans or any(not step.plan.empty for step in self.steps_in_flight):
             return False
-        return self._may_hold() or not (stats.num_quarantined_chunks or stats.swap_held_blocks)
+        held = stats.staging_reserved_blocks, stats.num_quarantined_chunks, stats.swap_held_blocks
+        return self._may_hold() or not any(held)
 
     def _may_hold(self) -> bool:
-        """Whether memory may still be in quarantine at the end, because a worker never reports again."""
+        """Whether late jobs may still hold memory at the end, because a worker never reports again."""
         return bool(self.dead)
 
     def _check_empty(self) -> None:
         """Raises Violation if anything is held, or a table of the scheduler has leftover entries."""
         stats = self.scheduler.stats()
-        names = ["num_jobs_in_flight", "staging_reserved_blocks", "num_swapped_requests"]
+        names = ["num_jobs_in_flight", "num_swapped_requests"]
         if not self._may_hold():
-            names += ["num_quarantined_chunks", "swap_held_blocks"]
+            names += ["staging_reserved_blocks", "num_quarantined_chunks", "swap_held_blocks"]
         for name in names:
             if getattr(stats, name):
                 raise Violation(f"at the end, {name} is {getattr(stats, name)}")

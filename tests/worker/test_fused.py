@@ -113,7 +113,7 @@ def test_a_pass_that_fails_takes_the_segment_along():
 
 def test_a_segment_that_is_lost_before_the_pass_costs_its_jobs_only(monkeypatch):
     """An earlier save fails on the device, and a `poll` finds out between planning the pass and running it."""
-    # Allocated again by then, it would be used: the report of the loss has already doomed the jobs.
+    # Allocated again by then, it would be used: the report of the loss has already failed the jobs.
     monkeypatch.setattr(host_arena, "_rebuild", lambda *args: None)
     engine = Engine("fused")
     load, save = engine.load([8, 9], [0, 1]), engine.save([0, 1, 2], [8, 9, 11])

@@ -161,7 +161,7 @@ class OffloadConfig(pydantic.BaseModel):
         description="vLLM only. 1: a request's load runs in front of its first step. 0: the request waits for its "
         "load while other requests run. By default 1 for direct loads and 0 for staged ones.",
     )
-    restore_lost_tokens: bool = Field(
+    patch_runner: bool = Field(
         True,
         description="vLLM only. With async scheduling, tpu-inference 0.32 loses a token of preempted requests. 1 "
         "restores it; 0 does not, and nothing of such a request is saved from that token on.",

@@ -64,7 +64,7 @@ def read_changes(request_id: str, known: Ids, given: Any, end: int) -> tuple[int
             num_same = 0
     except Exception as e:  # an element cannot be compared
         raise _unreadable(request_id, "block ids", e) from e
-    return num_same, _plain_ids(request_id, given[num_same:end])
+    return num_same, _plain_ids(request_id, given[num_same:end]) if num_same < end else []
 
 
 def read_hashes(request_id: str, given: Any, first: int = 0, end: int | None = None, step: int = 1) -> list[BlockHash]:

@@ -43,25 +43,28 @@ class _Batch:
     slots: list[int] = dataclasses.field(default_factory=list)
     request_ids: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, request: RequestState, chunks: list[int], slots: list[int], *, blocks_per_chunk: int) -> None:
+    def add(self, request: RequestState, chunks: Sequence[int], slots: list[int], blocks_per_chunk: int) -> None:
         """Adds the chunks of these numbers, ascending, of one request."""
-        first, num_chunks, size, keys = chunks[0], len(chunks), blocks_per_chunk, request.keys
-        tables = zip(self.tables, request.block_tables, strict=True)
-        if num_chunks == size == 1:  # fast path: a request that generates
-            for blocks, table in tables:
-                blocks.append(int(table[first]))
-            self.keys.append(keys[first])
-        elif chunks[-1] - first == num_chunks - 1:
-            for blocks, table in tables:
-                blocks += plain(table[first * size : (first + num_chunks) * size])
-            self.keys += keys[first : first + num_chunks]
+        if len(chunks) == blocks_per_chunk == 1:  # fast path: a request that generates
+            (first,) = chunks
+            for group_id, blocks in enumerate(self.tables):
+                blocks.append(int(request.block_tables[group_id][first]))
+            self.keys.append(request.keys[first])
         else:
-            for blocks, table in tables:
-                block_ids = plain(table)
-                blocks += [block_ids[i * size + j] for i in chunks for j in range(size)]
-            self.keys += [keys[i] for i in chunks]
+            self._add_all(request, chunks, blocks_per_chunk)
         self.slots += slots
         self.request_ids.append(request.request_id)
+
+    def _add_all(self, request: RequestState, chunks: Sequence[int], size: int) -> None:
+        first, end, keys = chunks[0], chunks[-1] + 1, request.keys
+        are_consecutive = end - first == len(chunks)
+        self.keys += keys[first:end] if are_consecutive else [keys[i] for i in chunks]
+        for blocks, table in zip(self.tables, request.block_tables, strict=True):
+            if are_consecutive:
+                blocks += plain(table[first * size : end * size])
+            else:
+                block_ids = plain(table)
+                blocks += [block_ids[i * size + j] for i in chunks for j in range(size)]
 
 
 Offer = tuple[int, list[BlockHash], list[tuple[int, Ids]]]
@@ -138,19 +141,24 @@ class SavePlanner:
         num_tokens = self._policy.num_tokens_to_save(
             num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
         )
-        num_full_blocks = request.limits.num_savable_tokens(num_tokens) // self._block_size
-        tables = scheduled.block_tables
-        num_chunks = min(num_full_blocks, len(scheduled.block_hashes), *map(len, tables)) // size
+        # Plain loops: an engine may name hundreds of requests in each step.
+        block_hashes, tables = scheduled.block_hashes, scheduled.block_tables
+        num_blocks = min(request.limits.num_savable_tokens(num_tokens) // self._block_size, len(block_hashes))
+        for table in tables:
+            if len(table) < num_blocks:
+                num_blocks = len(table)
+        num_chunks = num_blocks // size
         changes: list[tuple[int, Ids]] = []
         if self._saves_on_compute:
-            num_blocks, known = num_chunks * size, request.block_tables or [[]] * self._num_groups
-            changes = [
-                read_changes(request.request_id, old, new, num_blocks) for old, new in zip(known, tables, strict=True)
-            ]
-            num_same = min([num_same for num_same, _ in changes])
-            if num_same == num_blocks and num_chunks == request.num_offered_chunks == request.num_saved_chunks:
+            num_blocks, known = num_chunks * size, request.block_tables
+            is_known = num_chunks == request.num_offered_chunks == request.num_saved_chunks
+            for i, table in enumerate(tables):
+                change = read_changes(request.request_id, known[i] if known else [], table, num_blocks)
+                is_known = is_known and change[0] == num_blocks
+                changes.append(change)
+            if is_known:
                 return None
-        block_hashes, num_known = scheduled.block_hashes, len(request.keys)
+        num_known = len(request.keys)
         hashes: list[BlockHash] = []
         if num_known:
             request.check_same(block_hashes, blocks_per_chunk=size)
@@ -353,7 +361,7 @@ class SavePlanner:
         request.num_saved_chunks = end if num_saved == len(missing) else missing[num_saved]
         request.num_refused_chunks = len(missing) - num_saved + num_chunks - end
         if num_saved:
-            batch.add(request, saved[:num_saved], slots, blocks_per_chunk=self._blocks_per_chunk)
+            batch.add(request, saved[:num_saved], slots, self._blocks_per_chunk)
         elif is_use:
             self._index.touch(request.use, keys, num_chunks)
         return num_saved

@@ -144,7 +144,8 @@ def check_scheduled(scheduled: Any, *, num_groups: int) -> ScheduledRequest:
         and scheduled.num_computed_tokens >= 0 <= scheduled.num_prompt_tokens
         and (type(scheduled.block_tables) is list or type(scheduled.block_tables) is tuple)
         and len(scheduled.block_tables) == num_groups
-        and set(map(type, scheduled.block_tables)) == _LISTS
+        and type(scheduled.block_tables[0]) is list
+        and (num_groups == 1 or set(map(type, scheduled.block_tables)) == _LISTS)
         and type(scheduled.block_hashes) is list
     ):  # fast path: nearly always taken, and a step may name hundreds
         return scheduled

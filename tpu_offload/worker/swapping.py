@@ -192,7 +192,7 @@ class SwapCopies:
             if source is None or job.direction not in source.copiers:
                 return (
                     f"a {job.kind.value} of layer group {part.group_id} of {part.store.value}: this worker has no such "
-                    "host memory, or only reads it"
+                    "memory, or only reads it"
                 )
             error = source.part_error(part, job.direction)
             if error:

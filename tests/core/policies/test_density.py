@@ -309,7 +309,7 @@ def test_losing_a_long_prompt_is_fast(order) -> None:
         lost = prompt if order == "head first" else prompt[::-1]
         if order == "random":
             random.Random(0).shuffle(lost)
-        costs.append(num_opcodes(tier.index.drop, lost))
+        costs.append(num_opcodes(tier.index.invalidate, lost))
         tier.index.check_invariants()
         assert not len(tier.index)
     assert costs[1] < 14 * costs[0], "in proportion, but for a logarithm"

@@ -149,7 +149,7 @@ class RunnerTokens:
         if not restored:
             self._taint(request_id, first, _LOST_TOKEN)
         else:
-            how = "it was restored (see docs/upstream; TPU_OFFLOAD_RESTORE_LOST_TOKENS=0 turns this off)"
+            how = "it was restored (see docs/upstream; TPU_OFFLOAD_PATCH_RUNNER=0 turns this off)"
             self._log_once("restored", logging.WARNING, f"{_LOST_TOKEN}; {how}")
 
     def _resumed_with_pending_token(self, output: Any) -> set[str]:

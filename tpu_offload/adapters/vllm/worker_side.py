@@ -107,7 +107,7 @@ class WorkerSide:
             utilization=vllm_config.cache_config.gpu_memory_utilization,
         )
         self._runner, self._worker = runner, worker
-        self._tokens = RunnerTokens(runner, restore=config.restore_lost_tokens, block_size=layout.block_size)
+        self._tokens = RunnerTokens(runner, restore=config.patch_runner, block_size=layout.block_size)
         # With async scheduling the next plan is made before a failure reaches the scheduler.
         self._num_steps_ahead = int(vllm_config.scheduler_config.async_scheduling)
         self._last_invalid_step_id = -1

@@ -176,19 +176,24 @@ class ChunkIndex:
         """
         num_short = len(indices) - len(self._slots.free)
         if num_short > 0:
-            self._evictor.evict(num_short, self._policy, protected=protected)
+            self._evictor.protected = protected
+            self._policy.evict(num_short, self._evictor)
+            self._evictor.protected = ()
         slots = self._slots.free.take(len(indices))
         num_chunks = len(slots)
         if not num_chunks:
             return slots
         if self._discarded:  # new chunks take no more memory than discarded ones give back
             self._discarded.free(4 * num_chunks)
-        self._tree.reserve(max(slots) + 1, max_slots=self._slots.num_known)
+        if (highest := max(slots)) >= len(self._tree.keys):
+            self._tree.reserve(highest + 1, max_slots=self._slots.num_known)
         self._states.save(slots)
         first = indices[0]
         if indices[num_chunks - 1] - first == num_chunks - 1:
             new = [keys[first]] if num_chunks == 1 else list(keys[first : first + num_chunks])
-            self._insert(use, keys[first - 1] if first else None, new, slots)
+            parent = keys[first - 1] if first else None
+            self._tree.insert(parent, new, slots)
+            self._policy.insert(use, new, parent)
         else:
             self._insert_with_holes(use, keys, indices[:num_chunks], slots)
         return slots
@@ -301,10 +306,6 @@ class ChunkIndex:
         assert self._states.pins == pins
         assert self._states.pending() == pending
 
-    def _insert(self, use: Use, parent: ChunkKey | None, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
-        self._tree.insert(parent, keys, slots)
-        self._policy.insert(use, keys, parent)
-
     def _insert_with_holes(
         self, use: Use, keys: Sequence[ChunkKey], indices: Sequence[int], slots: Sequence[int]
     ) -> None:
@@ -313,7 +314,9 @@ class ChunkIndex:
         for start, end in zip(starts, [*starts[1:], len(indices)], strict=True):
             first = indices[start]
             parent = keys[first - 1] if first else None
-            self._insert(use, parent, [keys[i] for i in indices[start:end]], slots[start:end])
+            new = [keys[i] for i in indices[start:end]]
+            self._tree.insert(parent, new, slots[start:end])
+            self._policy.insert(use, new, parent)
 
     def _remove(self, key: ChunkKey) -> None:
         """Removes a chunk whose bytes are lost or never arrived."""

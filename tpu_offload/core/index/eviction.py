@@ -11,7 +11,7 @@ from tpu_offload.core.index.changes import ChangeLog
 from tpu_offload.core.index.prefix_tree import MIN_BATCH, NO_CHUNK, STRIDE, PrefixTree
 from tpu_offload.core.index.slots import SlotAllocator
 from tpu_offload.core.index.states import ChunkStates
-from tpu_offload.core.policies import EvictionPolicy, Residents
+from tpu_offload.core.policies import Residents
 from tpu_offload.types import ChunkKey
 
 
@@ -25,6 +25,7 @@ class Evictor(Residents):
       slots: takes the slots of evicted chunks.
       changes: records evictions, if there is one.
     Attributes:
+      protected: chunks that are not evicted now, nor those before them.
       num_evicted: chunks evicted so far.
     """
 
@@ -35,7 +36,7 @@ class Evictor(Residents):
         self._states = states
         self._slots = slots
         self._changes = changes
-        self._protected: Container[ChunkKey] = ()
+        self.protected: Container[ChunkKey] = ()
         self.num_evicted = 0
 
     def __contains__(self, key: ChunkKey) -> bool:
@@ -49,17 +50,11 @@ class Evictor(Residents):
         slot = self._tree.slot_of.get(key)
         return slot is not None and self._tree.children[slot] == NO_CHUNK
 
-    def evict(self, num_chunks: int, policy: EvictionPolicy, *, protected: Container[ChunkKey]) -> None:
-        """Has the policy evict up to `num_chunks` chunks, but no protected one and none before one."""
-        self._protected = protected
-        policy.evict(num_chunks, self)
-        self._protected = ()
-
     def evict_tail(
         self, key: ChunkKey, max_chunks: int, *, until: Container[ChunkKey] = (), singly: bool = False
     ) -> tuple[int, ChunkKey | None]:
         """See the base class."""
-        tree, protected = self._tree, self._protected
+        tree, protected = self._tree, self.protected
         pins, unready = self._states.pins, self._states.unready
         keys, parents, more_children = tree.keys, tree.parents, tree.more_children
         slot = tree.slot_of.parts[key[0]][key]
@@ -109,5 +104,5 @@ class Evictor(Residents):
         keys = tree.keys[first:slot].tolist()
         if not states.pins.keys().isdisjoint(keys):
             return slot
-        kept = [chunks.__contains__ for chunks in (self._protected, until) if chunks]
+        kept = [chunks.__contains__ for chunks in (self.protected, until) if chunks]
         return slot if any(any(map(contains, keys)) for contains in kept) else first

@@ -120,8 +120,9 @@ class PrefixTree:
             for child in orphans:
                 self.parents[child] = NOT_RESIDENT
                 self._lost_parents[child] = key
-        self._detach(slot)
         parent = self.parents[slot]
+        if parent != NO_CHUNK:
+            self._detach(slot)
         return slot, self.keys[parent] if parent >= 0 else None
 
     def remove_tail(self, keys: Sequence[ChunkKey], head: int) -> None:
@@ -135,7 +136,8 @@ class PrefixTree:
         for key in keys:
             del parts[key[0]][key]
         self._num_chunks -= len(keys)
-        self._detach(head)
+        if self.parents[head] != NO_CHUNK:
+            self._detach(head)
 
     def clear(self, kept: set[int]) -> list[Entries]:
         """Removes all chunks but those in the slots `kept`, of any prefixes. O(kept).
@@ -227,10 +229,8 @@ class PrefixTree:
         self.children[parent] = slot
 
     def _detach(self, slot: int) -> None:
-        """Takes a removed chunk from its parent's children, or from the orphans."""
+        """Takes a removed chunk that does not begin a prefix from its parent's children, or from the orphans."""
         parent = self.parents[slot]
-        if parent == NO_CHUNK:
-            return
         if parent == NOT_RESIDENT:
             key = self._lost_parents.pop(slot)
             siblings = self.orphans[key]

@@ -1,0 +1,92 @@
+"""vLLM's configuration of the engine that the scheduler tests build."""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS
+
+EOS = 2
+
+
+@functools.cache
+def model_dir() -> str:
+    path = Path(tempfile.mkdtemp(prefix="tpu_offload-tiny-"))
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128,
+        "vocab_size": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "torch_dtype": "float32",
+        "bos_token_id": 1, "eos_token_id": EOS, "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@functools.cache
+def model_config() -> ModelConfig:
+    return ModelConfig(model=model_dir(), skip_tokenizer_init=True, dtype="float32", seed=0)
+
+
+def make_config(
+    *,
+    num_blocks: int,
+    async_scheduling: bool = False,
+    prefix_caching: bool = True,
+    num_spec_tokens: int = 0,
+    max_num_batched_tokens: int = 48,
+    max_num_seqs: int = 6,
+    policy: str = "recompute",
+    events: bool = False,
+    **settings,
+) -> VllmConfig:
+    cache = CacheConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=0.9, enable_prefix_caching=prefix_caching)
+    config = VllmConfig(
+        model_config=model_config(),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=512,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=async_scheduling,
+        ),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        speculative_config=SpeculativeConfig(
+            method="ngram", num_speculative_tokens=num_spec_tokens, prompt_lookup_max=3, prompt_lookup_min=1
+        )
+        if num_spec_tokens
+        else None,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="TPUOffloadConnector",
+            kv_role="kv_both",
+            kv_connector_module_path="tpu_offload.adapters.vllm",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=settings,
+        ),
+    )
+    config.scheduler_config.async_scheduling = async_scheduling  # vLLM turns it off on CPUs
+    config.cache_config.kv_cache_layout = "LBNHC"  # what the engine resolves before it makes connectors
+    config.cache_config.num_gpu_blocks = num_blocks
+    return config
+
+
+def kv_cache_config(num_blocks: int) -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([f"layer{i}" for i in range(NUM_LAYERS)], spec)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)

@@ -1,0 +1,164 @@
+"""Hooks of `llm_runs`: what they observe in an engine, and what they change in it."""
+
+import contextlib
+import functools
+import logging
+import os
+from typing import Any
+
+
+def count_calls(owner: Any, name: str) -> list[None]:
+    """A list with an entry for each call. It must not refer to `EngineRun`, or the engine would never be collected."""
+    calls: list[None] = []
+    method = getattr(owner, name)
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return method(*args, **kwargs)
+
+    setattr(owner, name, count)
+    return calls
+
+
+class FedTokens:
+    """Compares every token that the model was given with those that vLLM has hashed.
+
+    KV is saved under hashes of tokens; the KV of a position is that of the last token that the model was given there.
+    Like `count_calls`, this must not refer to `EngineRun`; nor do the engine's objects outlive the engine in it.
+    """
+
+    def __init__(self, scheduler: Any, runner: Any) -> None:
+        self._steps: list[tuple[list[tuple[str, int, int]], Any]] = []
+        self._fed: dict[str, dict[int, int]] = {}
+        self._hashed: dict[str, list[int]] = {}
+        self._wrong: list[tuple[str, int, int, int]] = []
+        steps, hashed = self._steps, self._hashed
+        rows: list[tuple[str, int, int]] = []
+        prepare, model, free = runner._prepare_inputs, runner.model_fn, scheduler._free_request
+        batch, size = runner.input_batch, scheduler.block_size
+
+        def prepare_inputs(output: Any) -> Any:
+            prepared = prepare(output)
+            rows[:] = [
+                (request_id, int(batch.num_computed_tokens_cpu[i]), output.num_scheduled_tokens[request_id])
+                for i, request_id in enumerate(batch.req_ids[: batch.num_reqs])
+            ]
+            return prepared
+
+        def run_model(weights: Any, kv_caches: Any, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            steps.append((list(rows), token_ids))
+            return model(weights, kv_caches, token_ids, *args, **kwargs)
+
+        def free_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+            computed = request.num_computed_tokens - request.num_output_placeholders
+            hashed[request.request_id] = list(request.all_token_ids[: min(computed, len(request.block_hashes) * size)])
+            return free(request, *args, **kwargs)
+
+        runner._prepare_inputs, runner.model_fn, scheduler._free_request = prepare_inputs, run_model, free_request
+
+    def wrong(self) -> list[tuple[str, int, int, int]]:
+        """Differences in ended requests: request, position, the model's token and vLLM's."""
+        import numpy as np
+
+        for rows, token_ids in self._steps:
+            values, at = np.asarray(token_ids).tolist(), 0
+            for request_id, first, count in rows:
+                fed = self._fed.setdefault(request_id, {})
+                fed.update(zip(range(first, first + count), values[at : at + count], strict=True))
+                at += count
+        self._steps.clear()
+        for request_id, known in self._hashed.items():
+            fed = self._fed.pop(request_id, {})
+            self._wrong += [
+                (request_id, i, fed[i], token) for i, token in enumerate(known) if fed.get(i, token) != token
+            ]
+        self._hashed.clear()
+        return self._wrong
+
+
+class EventRecorder:
+    """Records events in place of vLLM's publisher."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def publish(self, batch: Any) -> None:
+        self._batches.append(batch)
+
+    def shutdown(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def captured_log(*names: str) -> Any:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    for name in names:
+        logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        for name in names:
+            logging.getLogger(name).removeHandler(handler)
+
+
+@contextlib.contextmanager
+def environment_of(settings: dict[str, str]) -> Any:
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings:
+            del os.environ[name]
+
+
+def _hbm_nbytes() -> int:
+    import jax
+
+    return sum(
+        array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind in (None, "device", "unpinned_host")
+    )
+
+
+@contextlib.contextmanager
+def simulated_hbm(nbytes: int | None) -> Any:
+    """Simulates devices with this much HBM; arrays created from now on count as used."""
+    from tpu_inference import utils
+
+    if nbytes is None:
+        yield
+        return
+    usage, before = utils.hbm_usage_bytes, _hbm_nbytes()
+    utils.hbm_usage_bytes = lambda devices: [(_hbm_nbytes() - before, nbytes) for _ in devices]
+    try:
+        yield
+    finally:
+        utils.hbm_usage_bytes = usage
+
+
+def set_random_weights(runner: Any) -> None:
+    """Sets random weights with which the next token depends on all tokens before it.
+
+    With vLLM's dummy weights it depends on the last token alone, so no test would detect a wrong KV cache.
+    """
+    import jax
+
+    weights, tree = jax.tree_util.tree_flatten_with_path(runner.state)
+    leaves = [
+        jax.device_put(_weight(index, jax.tree_util.keystr(path), weight.shape, weight.dtype), weight.sharding)
+        for index, (path, weight) in enumerate(weights)
+    ]
+    runner.state = jax.tree_util.tree_unflatten(tree, leaves)
+    runner.state_leaves = tuple(leaves)
+
+
+@functools.cache
+def _weight(index: int, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    import jax
+    import numpy as np
+
+    if len(shape) == 1:
+        return np.full(shape, 2.0 if "q_norm" in name or "k_norm" in name else 1.0, dtype)
+    scale = 0.5 if "embed" in name else 1 / 16  # a small residual, so that attention has an effect
+    return np.asarray(scale * jax.random.normal(jax.random.key(index), shape, dtype))
