@@ -70,7 +70,7 @@ def test_what_is_donated_is_updated_in_place(result):
 def test_chunks_go_to_and_from_storage_without_hbm(result):
     read, write = result["read_slot"], result["write_slot"]
     for program in (read, write):
-        assert program["temp_nbytes"] <= 64 * 1024, program["program"]
+        assert program["temp_nbytes"] <= 256 * 1024, program["program"]  # a block has up to 2 MiB
         assert program["output_nbytes"] <= 4096, "the token"
     assert read["host_output_nbytes"] == read["staging_nbytes"], "a chunk of as many blocks"
     assert write["host_alias_nbytes"] == write["segment_nbytes"], "in place"
