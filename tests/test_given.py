@@ -211,12 +211,12 @@ def test_a_call_that_is_refused_has_changed_nothing(seed, caplog):
     caplog.set_level("CRITICAL")
     caller = Caller(seed)
     scheduler = caller.scheduler
-    num_refused = num_done = 0
+    num_deferred = num_done = 0
     for i in range(400):
         before = snapshot(scheduler)
         call = caller.call()
         line = refusal(call)
-        num_refused, num_done = num_refused + bool(line), num_done + (not line)
+        num_deferred, num_done = num_deferred + bool(line), num_done + (not line)
         if line:
             assert len(line.splitlines()) == 1, line
             assert not differences(before, snapshot(scheduler)), f"{call} was refused: {line}"
@@ -225,7 +225,7 @@ def test_a_call_that_is_refused_has_changed_nothing(seed, caplog):
         if i % 7 == 0:
             caller.report()
             scheduler.check_invariants()
-    assert num_refused > 50 < num_done
+    assert num_deferred > 50 < num_done
     caller.swap.discard(NAMES)
     for name in NAMES:
         scheduler.finish(name)

@@ -101,7 +101,7 @@ def test_a_reset_withdraws_what_a_request_offered_that_may_not_read_the_cache():
     with results_held_back(stack.workers[0]):
         for _ in range(2):
             stack.step()
-        assert stack.offload._requests["b"].num_refused_chunks
+        assert stack.offload._requests["b"].num_deferred_chunks
         stack.scheduler.reset_prefix_cache(reset_running_requests=True)
         stack.add("c", prompt(47, seed=6), max_tokens=8)
         waiting = stack.scheduler.waiting

@@ -468,6 +468,7 @@ class SimEngine:
         self.pool.free(request.blocks)
         request.blocks = []
         request.num_loading = request.num_promised = request.num_named = 0
+        request.waits_until_s = 0.0  # the wait of a preempted request starts again
         request.phase = Phase.SWAPPED if out else Phase.WAITING
         if not out:
             request.num_computed = 0

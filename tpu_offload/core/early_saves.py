@@ -64,7 +64,7 @@ class EarlySaves:
         saved.promise = saved.load = saved.revoked = None
         saved.block_tables = tables
         saved.num_offered_chunks = num_chunks
-        saved.num_saved_chunks = saved.num_tried_chunks = saved.num_refused_chunks = 0
+        saved.num_saved_chunks = saved.num_tried_chunks = saved.num_deferred_chunks = 0
         self._requests.append(saved)
         return True
 

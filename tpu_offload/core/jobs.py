@@ -300,7 +300,7 @@ class JobTable:
             job.mark_failed(why)
             self._end(job)
 
-    def drop(self, job: Job) -> None:
+    def cancel_planned(self, job: Job) -> None:
         """Cancels a job that was not sent, without its callback: the caller knows."""
         assert job.state is JobState.PLANNED, "the job was sent to the workers"
         del self._jobs[job.job_id]

@@ -61,7 +61,7 @@ class RequestState:
       num_looked_up_tokens: tokens that its last match looked up, until that is counted (see `OffloadStats`).
       num_found_tokens: how many of these it found.
       num_saved_chunks: leading chunks that are in the host tier or being saved, as last seen.
-      num_refused_chunks: chunks after those for which the last plan had no room; drops if the request ends now.
+      num_deferred_chunks: chunks after those for which the last plan had no room; drops if the request ends now.
       backoff_until_s: before this time a chunk on offer backs off, and no plan tries to save the request.
       at_load_limit: whether its last match promised all that its limits allow.
       num_cut_load_blocks: blocks that its last match found and did not promise, for want of staging blocks or because
@@ -90,7 +90,7 @@ class RequestState:
     num_looked_up_tokens: int = 0
     num_found_tokens: int = 0
     num_saved_chunks: int = 0
-    num_refused_chunks: int = 0
+    num_deferred_chunks: int = 0
     backoff_until_s: float = 0.0
     at_load_limit: bool = False
     num_cut_load_blocks: int = 0
@@ -152,7 +152,7 @@ class RequestState:
         """After a reset: its keys change, and the KV that it holds is no longer saved."""
         self.namespace = namespace
         self.keys = []
-        self.num_found_chunks = self.num_saved_chunks = self.num_refused_chunks = 0
+        self.num_found_chunks = self.num_saved_chunks = self.num_deferred_chunks = 0
         self.can_save = False
 
     def mark_caches_lost(self) -> None:

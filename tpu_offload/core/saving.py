@@ -7,6 +7,7 @@ the coming step takes from their request are saved before that step, or never (`
 import dataclasses
 import logging
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from tpu_offload.core.block_tables import Ids, plain, read_changes
 from tpu_offload.core.context import TierContext
@@ -67,10 +68,20 @@ class _Batch:
                 blocks += [block_ids[i * size + j] for i in chunks for j in range(size)]
 
 
-Offer = tuple[int, list[BlockHash], list[tuple[int, Ids]]]
-"""A validated `ScheduledRequest`: how many leading chunks should be in the host tier after the coming step; the hashes
-that name the chunks whose keys are not known yet; and, per layer group, how many leading blocks are unchanged, with the
-blocks after those, up to the end of the chunks."""
+class Offer(NamedTuple):
+    """A validated `ScheduledRequest`.
+
+    Attributes:
+      num_chunks: how many leading chunks should be in the host tier after the coming step.
+      hashes: those that name the chunks whose keys are not known yet.
+      changes: per layer group, how many leading blocks are unchanged, and the blocks after those, up to the end of the
+        chunks.
+    """
+
+    num_chunks: int
+    hashes: list[BlockHash]
+    changes: list[tuple[int, Ids]]
+
 
 Offers = Mapping[str, tuple[RequestState, Offer]]
 """The offers of a step, by request id."""
@@ -169,7 +180,7 @@ class SavePlanner:
                     f"request {request.request_id} has {len(block_hashes)} block hashes, of which "
                     f"{num_known + len(hashes)} chunks of {size} could be read; expected {num_chunks}"
                 )
-        return num_chunks, hashes, changes
+        return Offer(num_chunks, hashes, changes)
 
     def offer(self, offers: Offers) -> None:
         """Takes the offers of a step. Each stands until its request is named again, or forgotten."""
@@ -222,7 +233,7 @@ class SavePlanner:
     def preempt(self, request: RequestState, held: ScheduledRequest) -> None:
         """A request gives up its blocks and will return: saves them early, if the policy saves at preemption."""
         if self.early.preempt(request, held):
-            request.num_refused_chunks = 0  # not dropped yet
+            request.num_deferred_chunks = 0  # not dropped yet
             self.clear_offer(request)
 
     def plan(self, *, deadline_s: float) -> None:
@@ -237,30 +248,30 @@ class SavePlanner:
         staging_room = self._staging.room_for_saves() // (self._blocks_per_chunk * self._num_groups)
         room = staging_room if self._breaker.closed else min(staging_room, 1)
         admitted = self._breaker.admits(_ACCOUNT)
-        num_early = num_saved = num_refused = 0
+        num_early = num_saved = num_deferred = 0
         if self.early:
             requests = _by_priority(self.early.take())
             num_early = self._plan_all(JobKind.EARLY_SAVE, requests, room if admitted else 0, deadline_s=deadline_s)
-            num_dropped = sum([request.num_refused_chunks for request in requests])
+            num_dropped = sum([request.num_deferred_chunks for request in requests])
             self._counts.dropped_save_blocks += num_dropped * self._blocks_per_chunk
         if self._unsaved and admitted:
             room = min(room - num_early, MAX_CHUNKS_PER_PLAN)
             requests = _by_priority(self._in_turn(room))
             num_saved = self._plan_all(JobKind.SAVE, requests, room, deadline_s=deadline_s)
             for request in requests:
-                if request.num_refused_chunks:
-                    num_refused += request.num_refused_chunks
+                if request.num_deferred_chunks:
+                    num_deferred += request.num_deferred_chunks
                 else:
                     del self._unsaved[request.account]
-            self._counts.deferred_save_blocks += num_refused * self._blocks_per_chunk
-        is_short = num_refused > 0 and num_early + num_saved == staging_room
+            self._counts.deferred_save_blocks += num_deferred * self._blocks_per_chunk
+        is_short = num_deferred > 0 and num_early + num_saved == staging_room
         self._staging.end_plan(saves_wait=is_short)
 
     def num_dropped(self, request: RequestState) -> int:
         """Chunks that are on offer and would not be saved if the request ended now."""
         if self._breaker.closed or request.account not in self._unsaved:
-            return request.num_refused_chunks
-        return max(request.num_refused_chunks, _num_unsaved(request))
+            return request.num_deferred_chunks
+        return max(request.num_deferred_chunks, _num_unsaved(request))
 
     def rewind(self, requests: Iterable[RequestState], lost: set[ChunkKey]) -> None:
         """Offers lost chunks again, for each request that had saved them. O(requests + chunks behind the lost ones)."""
@@ -332,10 +343,10 @@ class SavePlanner:
         """
         num_chunks, keys = request.num_offered_chunks, request.keys
         if num_chunks <= request.num_saved_chunks or not request.can_save:
-            request.num_refused_chunks = 0
+            request.num_deferred_chunks = 0
             return 0
         backs_off = request.backoff_until_s and self._backoff.now_s() < request.backoff_until_s
-        if (not room or backs_off) and request.num_refused_chunks and request.num_tried_chunks == num_chunks:
+        if (not room or backs_off) and request.num_deferred_chunks and request.num_tried_chunks == num_chunks:
             return 0  # nothing new, and still no room or a chunk that backs off: waiting costs no more than this
         first = request.num_saved_chunks
         if first and keys[first - 1] not in self._index:
@@ -359,7 +370,7 @@ class SavePlanner:
         request.num_tried_chunks = num_chunks
         num_saved = len(slots)
         request.num_saved_chunks = end if num_saved == len(missing) else missing[num_saved]
-        request.num_refused_chunks = len(missing) - num_saved + num_chunks - end
+        request.num_deferred_chunks = len(missing) - num_saved + num_chunks - end
         if num_saved:
             batch.add(request, saved[:num_saved], slots, self._blocks_per_chunk)
         elif is_use:
@@ -384,7 +395,7 @@ class SavePlanner:
 
     def _stop_saving(self, request: RequestState) -> None:
         """Saves nothing more of a request whose keys are not chained: prompts that begin otherwise would find it."""
-        request.can_save, request.num_refused_chunks = False, 0
+        request.can_save, request.num_deferred_chunks = False, 0
         self._num_unchained += 1
         if self._num_unchained.bit_count() == 1:  # 1, 2, 4, 8, ...: such an engine would log it for each request
             _logger.error(

@@ -153,7 +153,7 @@ class SwapJobs:
         """No request waits for this copy back any more. If it is not sent yet, it never will be."""
         job.detached = True
         if job.state is JobState.PLANNED:
-            self._jobs.drop(job)
+            self._jobs.cancel_planned(job)
 
     @property
     def late(self) -> Sequence[Job]:
