@@ -25,7 +25,8 @@ ALLOWED = (
     dict.fromkeys(FOUNDATION, FOUNDATION)
     | {"core": FOUNDATION | {"core"}}
     | {part: FOUNDATION | (PARTS - {"core"}) for part in PARTS - {"core"}}
-    | {"worker": FOUNDATION | PARTS | {"worker"}}
+    | {"storage": FOUNDATION | {"storage"}}
+    | {"worker": FOUNDATION | PARTS | {"storage", "worker"}}
     | {part: {""} | FOUNDATION | PARTS | {"worker", part} for part in FRONTS}
     | {"engine": {"", "engine"}}  # it shows what any other engine can do with the public interface
     | {"measure": {""} | FOUNDATION | (PARTS - {"core"}) | {"worker", "measure"}}
@@ -75,7 +76,7 @@ def test_imports_go_one_way(path):
     assert not forbidden_imports(path, MODULES[path])
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) in FOUNDATION | {"core", "sim"}])
+@pytest.mark.parametrize("path", [path for path in MODULES if part_of(path) in FOUNDATION | {"core", "sim", "storage"}])
 def test_core_and_foundation_do_not_import_jax(path):
     assert not {name.split(".")[0] for name in imported(MODULES[path])} & {"jax", "jaxlib", "flax", "libtpu"}
 

@@ -54,6 +54,11 @@ GOOD = {
     "swap_gb": (" auto", "auto"),
     "swap_safety": ("0.5", 0.5),
     "swap_mode": ("recompute", SwapMode.RECOMPUTE),
+    "storage_tier": ("my.tiers:Tier", "my.tiers:Tier"),
+    "storage_options": ("/mnt/disk", "/mnt/disk"),
+    "num_storage_chunks": ("4096", 4096),
+    "storage_wait_s": ("0", 0.0),
+    "max_storage_gb_in_flight": ("0.25", 0.25),
     "job_timeout_s": ("2.5", 2.5),
     "breaker_failures": ("0", 0),
     "breaker_retry_s": ("0.5", 0.5),
@@ -62,6 +67,9 @@ GOOD = {
     "save_threads": ("4", 4),
     "use_unpinned_host": ("1", True),
 }
+
+# field -> other fields that it needs
+NEEDED = {"storage_tier": {"num_storage_chunks": 8}}
 
 # field -> [(text, what the message must say is allowed)]
 BAD = {
@@ -133,6 +141,11 @@ BAD = {
     "swap_gb": [(text, "expected auto, or GB from 0 to 1048576") for text in ("-1", "nan", "inf", "AUTO", "", "1GB")],
     "swap_safety": [("0", "greater than 0"), ("1.5", "less than or equal to 1")],
     "swap_mode": [("copy", "'auto', 'swap' or 'recompute'")],
+    "storage_tier": [("my.tiers:Tier", "needs a size; set TPU_OFFLOAD_NUM_STORAGE_CHUNKS to at least 1")],
+    "storage_options": [],  # whatever the tier takes
+    "num_storage_chunks": [("-1", "greater than or equal to 0"), ("many", "integer")],
+    "storage_wait_s": [("-1", "greater than or equal to 0"), ("inf", "finite number")],
+    "max_storage_gb_in_flight": [("0", "greater than 0"), ("inf", "finite number")],
     "job_timeout_s": [("0", "greater than 0"), ("-3", "greater than 0"), ("nan", "finite number"), ("soon", "number")],
     "breaker_failures": [("-1", "greater than or equal to 0"), ("few", "integer")],
     "breaker_retry_s": [("0", "greater than 0"), ("inf", "finite number")],
@@ -163,11 +176,12 @@ def test_the_tables_above_cover_every_field():
 @pytest.mark.parametrize("field", GOOD)
 def test_variable_is_read(field):
     text, value = GOOD[field]
-    config = from_env(**{field: text})
+    needed = NEEDED.get(field, {})
+    config = from_env(**{field: text}, **{name: str(number) for name, number in needed.items()})
     assert getattr(config, field) == value
     assert type(getattr(config, field)) is type(value)
-    assert OffloadConfig.create(**{field: value}) == config
-    default = OffloadConfig.create()
+    assert OffloadConfig.create(**{field: value}, **needed) == config
+    default = OffloadConfig.create(**needed)
     assert [f for f in OffloadConfig.model_fields if getattr(config, f) != getattr(default, f)] == [field]
 
 
@@ -336,6 +350,24 @@ def test_auto_with_a_profile_is_taken_for_either_direction():
 def test_an_unused_profile_is_warned_about(save_path, is_read, caplog):
     from_env(copy_profile="p.json", save_path=save_path)
     assert ("but not used" in caplog.text) == (not is_read)
+
+
+def test_a_size_without_a_storage_tier_is_warned_about(caplog):
+    assert from_env(num_storage_chunks="8").storage_chunks == 0
+    assert "TPU_OFFLOAD_NUM_STORAGE_CHUNKS is set but not used: TPU_OFFLOAD_STORAGE_TIER is empty" in caplog.text
+
+
+def test_storage_is_off_with_offloading():
+    assert from_env(num_storage_chunks="8", storage_tier="a:B").storage_chunks == 8
+    assert from_env(num_storage_chunks="8", storage_tier="a:B", host_gb="0").storage_chunks == 0
+
+
+@pytest.mark.parametrize(("gb", "num_chunks"), [(1e-9, 2), (4.9, 4), (4, 4)])
+def test_chunks_on_their_way_to_and_from_storage_fit_the_bound_or_are_one_each_way(gb, num_chunks):
+    layout = make_layout(num_layers=4096 // 16, page_shape=(16, 64, 2, 128))  # 128 MiB a block
+    config = OffloadConfig.create(max_storage_gb_in_flight=gb, blocks_per_chunk=8)
+    assert layout.block_nbytes_per_host * 8 == GB
+    assert config.max_storage_chunks_in_flight(layout) == num_chunks
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def default_text(field):
     sizes = {"staging_buffer_tokens": DEFAULT_STAGING_BUFFER_TOKENS, "num_cpu_chunks": DEFAULT_NUM_CPU_CHUNKS}
     if field in sizes:
         return str(sizes[field])
-    if default is None or default == ():
+    if default in (None, (), ""):
         return "unset"
     if isinstance(default, enum.Enum):
         return default.value

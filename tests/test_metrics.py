@@ -122,7 +122,7 @@ def test_the_log_line_names_suspended_copies_and_quarantined_chunks(caplog):
     caplog.set_level(logging.INFO, logger="tpu_offload.metrics")
     stats = OffloadStats(num_failed_jobs=5, num_open_breakers=1, num_quarantined_chunks=3)
     StatsLogger(10.0).maybe_log(100.0, lambda: stats)
-    assert "5 jobs failed, 1 of saves, loads, swaps out and swaps in suspended, 3 chunks in quarantine" in caplog.text
+    assert "5 jobs failed, kinds of copies suspended: 1, 3 chunks in quarantine" in caplog.text
 
 
 def test_an_interval_of_zero_never_logs(caplog):

@@ -173,9 +173,34 @@ class OffloadStats:
     )
     num_open_breakers: int = _gauge(
         "breakers",
-        "Kinds of copies (saves, loads; with request swap also swaps out, swaps in) that are suspended because they "
-        "keep failing. Requests are still served, by prefill. Alert when it is not 0.",
+        "Kinds of copies (saves, loads; with request swap also swaps out, swaps in; with a storage tier also cascades, "
+        "promotions, deletions) that are suspended because they keep failing. Requests are still served, by prefill. "
+        "Alert when it is not 0.",
     )
+    num_stored_chunks: int = _gauge("chunks", "Chunks in the storage tier; 0 without one.")
+    cascaded_chunks: int = _counter("chunks", "Chunks written from the host tier to the storage tier.")
+    cascaded_nbytes: int = _counter("bytes", "Bytes written to the storage tier, over all devices.")
+    promoted_chunks: int = _counter("chunks", "Chunks read from the storage tier into the host tier.")
+    promoted_nbytes: int = _counter("bytes", "Bytes read from the storage tier, over all devices.")
+    promoted_tokens: int = _counter(
+        "tokens",
+        "Tokens of the chunks that were read from the storage tier. Those that requests load are found_tokens.",
+    )
+    dropped_cascade_chunks: int = _counter(
+        "chunks",
+        "Chunks never written to the storage tier: evicted from the host tier before, too many at once, or cascades "
+        "suspended. At a steady rate storage is slower than saves.",
+    )
+    num_dropped_promotions: int = _counter(
+        "lookups",
+        "Lookups whose next chunk was in storage and was not read: no room in flight or in the host tier, or "
+        "promotions suspended.",
+    )
+    failed_storage_chunks: int = _counter(
+        "chunks",
+        "Chunks whose copy to or from the storage tier failed or was late. Should be 0; the log has the reason.",
+    )
+    num_evicted_storage_chunks: int = _counter("chunks", "Chunks evicted from the storage tier to make room.")
     swap_pool_blocks: int = _swap_gauge("blocks", "Allocated blocks of the swap pool, over all layer groups.")
     swap_held_blocks: int = _swap_gauge("blocks", "Blocks of the swap pool in use.")
     swap_peak_blocks: int = _swap_gauge("blocks", "Peak of blocks in use in the swap pool.")
@@ -304,19 +329,19 @@ class StatsLogger:
         self._next_s = now_s + self._interval_s
         stats = get_stats()
         activity = stats.saved_nbytes + stats.loaded_nbytes + stats.num_failed_jobs + stats.num_open_breakers
-        activity += stats.num_swapped_out + stats.num_recomputed
+        activity += stats.num_swapped_out + stats.num_recomputed + stats.cascaded_chunks + stats.promoted_chunks
         if activity == self._last_activity:
             return
         self._last_activity = activity
         _logger.info(
             "saved %d MiB, loaded %d MiB (%d tokens), found %d of %d tokens looked up, "
             "host tier %d/%d chunks (%d evicted), staging peak %d/%d blocks, "
-            "dropped %d save and %d load blocks, %d jobs failed%s%s",
+            "dropped %d save and %d load blocks, %d jobs failed%s%s%s",
             stats.saved_nbytes >> 20, stats.loaded_nbytes >> 20, stats.loaded_tokens, stats.found_tokens,
             stats.looked_up_tokens, stats.num_resident_chunks, stats.num_host_chunks, stats.num_evicted_chunks,
             stats.staging_peak_blocks, stats.staging_budget_blocks, stats.dropped_save_blocks,
             stats.dropped_load_blocks, stats.num_failed_jobs,
-            _problems_text(stats), _swap_text(stats),
+            _problems_text(stats), _swap_text(stats), _storage_text(stats),
         )  # fmt: skip
 
 
@@ -324,7 +349,7 @@ def _problems_text(stats: OffloadStats) -> str:
     """The part of the log line about suspended copies and quarantined memory; usually empty."""
     text = ""
     if stats.num_open_breakers:
-        text += f", {stats.num_open_breakers} of saves, loads, swaps out and swaps in suspended"
+        text += f", kinds of copies suspended: {stats.num_open_breakers}"
     if stats.num_quarantined_chunks:
         text += f", {stats.num_quarantined_chunks} chunks in quarantine"
     return text
@@ -338,4 +363,14 @@ def _swap_text(stats: OffloadStats) -> str:
         f", swapped out {stats.num_swapped_out} requests ({stats.num_swapped_requests} are out, "
         f"{stats.num_thrashed_swaps} thrashed), recomputed {stats.num_recomputed + stats.num_lost_swaps}, swap pool "
         f"{stats.swap_held_blocks}/{stats.swap_pool_blocks} blocks"
+    )
+
+
+def _storage_text(stats: OffloadStats) -> str:
+    """The part of the log line about the storage tier; empty without one, or while it is empty."""
+    if not (stats.cascaded_chunks or stats.promoted_chunks):
+        return ""
+    return (
+        f", storage {stats.num_stored_chunks} chunks ({stats.cascaded_chunks} written, {stats.promoted_chunks} read, "
+        f"{stats.dropped_cascade_chunks} dropped)"
     )

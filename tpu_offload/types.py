@@ -18,10 +18,10 @@ ChunkKey = NewType("ChunkKey", bytes)
 
 
 class Direction(enum.Enum):
-    """The direction of a transfer."""
+    """The direction of a transfer, as host memory sees it."""
 
-    SAVE = "save"  # HBM to host
-    LOAD = "load"  # host to HBM
+    SAVE = "save"  # into host memory: HBM to host, or a promotion from storage
+    LOAD = "load"  # out of host memory: host to HBM, or a cascade to storage
 
 
 class JobState(enum.Enum):
@@ -46,26 +46,37 @@ class JobKind(enum.Enum):
     Attributes:
       direction: the direction of the copy.
       of_swap: whether it swaps a request out or in: all of its blocks or none. Any other job may fail in part.
+      of_storage: whether it copies chunks between host memory and storage: it has `CopyJob.chunks` and no parts.
     """
 
     direction: Direction
     of_swap: bool
+    of_storage: bool
 
-    def __new__(cls, value: str, direction: Direction, of_swap: bool) -> Self:
+    def __new__(cls, value: str, direction: Direction, of_swap: bool = False, of_storage: bool = False) -> Self:
         """Sets the attributes of a member; its value is the name alone."""
         member = object.__new__(cls)
         member._value_ = value
-        member.direction, member.of_swap = direction, of_swap
+        member.direction, member.of_swap, member.of_storage = direction, of_swap, of_storage
         return member
 
+    @property
+    def writes_host(self) -> bool:
+        """Whether it writes host memory, which stays reserved while a late copy may still run; else it reads it."""
+        return self.direction is Direction.SAVE
+
     # Before anything of the step writes to the caches: the blocks of these two belong to other requests from then on.
-    EARLY_SAVE = "early save", Direction.SAVE, False
+    EARLY_SAVE = "early save", Direction.SAVE
     SWAP_OUT = "swap out", Direction.SAVE, True
+    # I/O threads read storage from here on; a later step may write what has arrived into the slots.
+    PROMOTE = "promote", Direction.SAVE, False, True
     # Before the forward pass.
-    LOAD = "load", Direction.LOAD, False
+    LOAD = "load", Direction.LOAD
     SWAP_IN = "swap in", Direction.LOAD, True
     # After the forward pass, before any later step can overwrite what it reads.
-    SAVE = "save", Direction.SAVE, False
+    SAVE = "save", Direction.SAVE
+    # After the saves; I/O threads write storage.
+    CASCADE = "cascade", Direction.LOAD, False, True
 
 
 class HostStore(enum.Enum):
@@ -110,13 +121,17 @@ class CopyJob:
       request_id: the engine's request; empty for a save.
       num_staging_blocks: staging blocks reserved for it on every worker, 0 if the path is not staged. A load of more
         blocks is copied in pieces of at most this size.
+      chunks: chunks to copy between the host tier and storage, each with its slot; only of `JobKind.of_storage`.
+      deleted_keys: chunks that storage deletes, before it writes any; only of a cascade.
     """
 
     job_id: int
     kind: JobKind
-    parts: tuple[CopyPart, ...]
+    parts: tuple[CopyPart, ...] = ()
     request_id: str = ""
     num_staging_blocks: int = 0
+    chunks: tuple[tuple[ChunkKey, int], ...] = ()
+    deleted_keys: tuple[ChunkKey, ...] = ()
 
     @property
     def direction(self) -> Direction:
@@ -135,10 +150,16 @@ class CopyJob:
         """Blocks to copy, of all layer groups."""
         return sum([len(part.block_ids) for part in self.parts])
 
+    @property
+    def num_items(self) -> int:
+        """What can fail one by one: blocks, or of a storage job its chunks and then the keys that it deletes."""
+        return len(self.chunks) + len(self.deleted_keys) if self.kind.of_storage else self.num_blocks
+
     def __reduce__(self) -> tuple[Callable[..., "CopyJob"], tuple[Any, ...]]:
         """As in `StepPlan`: the default pickling of dataclasses and enums takes twice as long."""
         parts = [(part.block_ids, part.host_block_ids, part.group_id, part.store.value) for part in self.parts]
-        return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks)
+        storage = (self.chunks, self.deleted_keys) if self.kind.of_storage else ()
+        return _unpickle_job, (self.job_id, self.kind.value, parts, self.request_id, self.num_staging_blocks, *storage)
 
 
 _KINDS = {kind.value: kind for kind in JobKind}
@@ -146,7 +167,13 @@ _STORES = {store.value: store for store in HostStore}
 
 
 def _unpickle_job(
-    job_id: int, kind: str, parts: list[tuple[Any, Any, int, str]], request_id: str, num_staging_blocks: int
+    job_id: int,
+    kind: str,
+    parts: list[tuple[Any, Any, int, str]],
+    request_id: str,
+    num_staging_blocks: int,
+    chunks: tuple[tuple[ChunkKey, int], ...] = (),
+    deleted_keys: tuple[ChunkKey, ...] = (),
 ) -> CopyJob:
     return CopyJob(
         job_id=job_id,
@@ -159,6 +186,8 @@ def _unpickle_job(
         ),
         request_id=request_id,
         num_staging_blocks=num_staging_blocks,
+        chunks=chunks,
+        deleted_keys=deleted_keys,
     )
 
 
@@ -217,7 +246,7 @@ class JobResult:
       state: FINISHED, FAILED or CANCELLED.
       error: what went wrong, in one line; empty unless FAILED.
       failed_blocks: positions in `CopyJob.block_ids` of the blocks that were not copied, ascending; empty for all of
-        them, as always for a swap.
+        them, as always for a swap. Of a storage job: positions in its chunks and then its deleted keys.
       duration_s: seconds from dispatch to the poll that observed the end.
       copy_s: seconds of the copy itself, where the worker has measured it (some swaps), else 0.
     """
@@ -261,6 +290,7 @@ class WorkerSetup:
       load_path: likewise for loads.
       bucket_blocks: sizes that staged and fused copies are compiled for, as in the settings.
       max_swap_blocks: upper limit of the swap pool of each layer group; 0 if request swap is off.
+      storage_chunks: capacity of the storage tier, as in the settings; 0 without one.
       rival: incarnation of another process with the same worker id, if a plan has its epoch; else 0.
     """
 
@@ -275,6 +305,7 @@ class WorkerSetup:
     load_path: str
     bucket_blocks: tuple[int, ...]
     max_swap_blocks: int
+    storage_chunks: int = 0
     rival: int = 0
 
 

@@ -20,6 +20,9 @@ class FakeOffloading:
         self.num_tokens = num_tokens
         self.events: list[tuple[Any, ...]] = []
 
+    def awaits_storage(self, sequence, *, num_computed_tokens):
+        return False
+
     def start_load(self, sequence):
         self.events.append(("start_load", sequence.request_id))
         return min(self.num_tokens, len(sequence.tokens) - 1 - sequence.num_computed_tokens)

@@ -78,7 +78,7 @@ MUTATIONS = (
         "Completion.complete",
         "self._staging.release(...)",
         """
-        if job.state is not JobState.FAILED or job.direction is Direction.SAVE:
+        if job.state is not JobState.FAILED or job.kind.writes_host:
             _0
         """,
     ),
@@ -95,13 +95,10 @@ MUTATIONS = (
     Mutation(
         "the unpin is skipped when a load fails",
         "Completion.complete",
+        "self._index.unpin(...)",
         """
-        if _1:
-            self._index.unpin(...)
-        """,
-        """
-        if _1 and job.state is not JobState.FAILED:
-            self._index.unpin(...)
+        if job.state is not JobState.FAILED:
+            _0
         """,
     ),
     Mutation("a late load is not cancelled on the workers", "Transfers.ended", "self._to_cancel[_] = _", "pass"),

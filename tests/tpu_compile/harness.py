@@ -35,7 +35,7 @@ ALTERNATIVES = (
     "peer_load",
     "untied_fused_step",
 )
-ALL_PROGRAMS = ("direct_save", "direct_load", "gather", "scatter", "land", "pick")
+ALL_PROGRAMS = ("direct_save", "direct_load", "gather", "scatter", "land", "pick", "read_slot", "write_slot")
 STEPS = ("step", "fused_step")  # a model's forward pass without and with fused copies
 
 

@@ -67,9 +67,22 @@ def test_what_is_donated_is_updated_in_place(result):
 
 
 @pytest.mark.parametrize(("topology", "tp", "dtype"), CASES)
+def test_chunks_go_to_and_from_storage_without_hbm(result):
+    read, write = result["read_slot"], result["write_slot"]
+    for program in (read, write):
+        assert program["temp_nbytes"] <= 256 * 1024, program["program"]  # a block has up to 2 MiB
+        assert program["output_nbytes"] <= 4096, "the token"
+    assert read["host_output_nbytes"] == read["staging_nbytes"], "a chunk of as many blocks"
+    assert write["host_alias_nbytes"] == write["segment_nbytes"], "in place"
+
+
+@pytest.mark.parametrize(("topology", "tp", "dtype"), CASES)
 def test_nothing_is_copied_whole_and_no_device_talks_to_another(result):
     for program in ALL_PROGRAMS:
-        assert result[program]["whole_copies"] == [], program
+        copies = result[program]["whole_copies"]
+        if program == "read_slot":  # its output is one such copy, of a chunk as large as the staging array here
+            copies = [line for line in copies if " dynamic-slice(" not in line]
+        assert copies == [], program
         assert result[program]["collectives"] == [], program
 
 

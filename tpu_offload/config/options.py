@@ -191,6 +191,33 @@ class OffloadConfig(pydantic.BaseModel):
         description="`auto` swaps a preempted request if that is faster than recompute, by measured rates; `swap` and "
         "`recompute` force one.",
     )
+    storage_tier: str = Field(
+        "",
+        description="Storage tier below the host tier, by name, or `module:Class` of your own; empty for none. No tier "
+        "ships yet. Not for models that span several hosts.",
+    )
+    storage_options: str = Field(
+        "", description="Options of the storage tier, such as a directory; see the documentation of the tier."
+    )
+    num_storage_chunks: int = Field(
+        0, ge=0, le=2**31 - 1, description="Size of the storage tier in chunks; required with one."
+    )
+    storage_wait_s: float = Field(
+        0.5,
+        ge=0,
+        le=1e9,
+        allow_inf_nan=False,
+        description="How long a request whose next blocks are being read from storage waits for them before it "
+        "computes them; 0 never waits.",
+    )
+    max_storage_gb_in_flight: float = Field(
+        1.0,
+        gt=0,
+        le=2**20,
+        allow_inf_nan=False,
+        description="Most GB of host memory for chunks on their way to and from storage, beside the host tier; at "
+        "least one chunk each way.",
+    )
     job_timeout_s: float = Field(
         60.0,
         gt=0,
@@ -204,7 +231,7 @@ class OffloadConfig(pydantic.BaseModel):
         ge=0,
         le=2**31 - 1,
         description="Circuit breaker: after this many failed or late copies in a row, copies of that kind (saves, "
-        "loads, swaps out, swaps in) are suspended; 0 never suspends them.",
+        "loads, swaps out, swaps in, cascades, promotions, deletions) are suspended; 0 never suspends them.",
     )
     breaker_retry_s: float = Field(
         5.0,
@@ -287,6 +314,11 @@ class OffloadConfig(pydantic.BaseModel):
                 f"{env_name(field)}=auto needs a profile of this machine; run `tpu-offload bench` and set "
                 f"{env_name('copy_profile')} to its output file, or choose direct or staged"
             )
+        if self.storage_tier and not self.num_storage_chunks:
+            raise ConfigError(
+                f"{env_name('storage_tier')}={self.storage_tier} needs a size; set {env_name('num_storage_chunks')} "
+                "to at least 1"
+            )
         buckets = self.block_size_buckets
         if buckets and (buckets[0] != 1 or list(buckets) != sorted(set(buckets))):
             raise ConfigError(
@@ -343,6 +375,11 @@ class OffloadConfig(pydantic.BaseModel):
                 *map(env_name, ("copy_profile", "save_path", "load_path")),
             )
 
+        if self.num_storage_chunks and not self.storage_tier:
+            _logger.warning(
+                "%s is set but not used: %s is empty", *map(env_name, ("num_storage_chunks", "storage_tier"))
+            )
+
     def path_for(self, direction: Direction) -> CopyPath:
         """The copy path for one direction."""
         return self.save_path if direction is Direction.SAVE else self.load_path
@@ -351,6 +388,11 @@ class OffloadConfig(pydantic.BaseModel):
     def enabled(self) -> bool:
         """False when a size of zero turned offloading off."""
         return all(getattr(self, name) != 0 for name in _STAGING_SIZES + _HOST_SIZES)
+
+    @property
+    def storage_chunks(self) -> int:
+        """Most chunks in the storage tier; 0 without one, or with offloading off."""
+        return self.num_storage_chunks if self.enabled and self.storage_tier else 0
 
     @property
     def swap_enabled(self) -> bool:
@@ -389,6 +431,11 @@ class OffloadConfig(pydantic.BaseModel):
         if self.max_load_gb_per_step == 0:
             return 0
         return max(1, int(self.max_load_gb_per_step * _GB / layout.block_nbytes_per_device))
+
+    def max_storage_chunks_in_flight(self, layout: KVLayout) -> int:
+        """Most chunks on their way to and from storage together, at least two: one each way."""
+        chunk_nbytes = layout.block_nbytes_per_host * self.blocks_per_chunk
+        return max(2, int(self.max_storage_gb_in_flight * _GB) // chunk_nbytes)
 
     def max_swap_blocks(self, layout: KVLayout) -> int:
         """Upper bound on the swap pool's blocks of one layer group; a worker that reports more is rejected."""

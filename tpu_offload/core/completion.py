@@ -14,7 +14,7 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.staging import Staging
 from tpu_offload.core.swap_pool import SwapPool
 from tpu_offload.metrics import OffloadStats
-from tpu_offload.types import Direction, JobState
+from tpu_offload.types import JobState
 
 _logger = logging.getLogger(__name__)
 
@@ -47,9 +47,11 @@ class Completion:
             self._staging.release(job.account, job.wire.num_staging_blocks, job.direction)
             if timed_out:  # under an account of its own: its request may reserve again
                 self._staging.reserve_late(_late_account(job), job.wire.num_staging_blocks, job.direction)
-        if job.keys and job.direction is Direction.LOAD:
-            self._index.unpin(job.keys, sweep=False)
-        if job.pool_blocks and not (timed_out and job.direction is Direction.SAVE):
+        if job.keys and not job.kind.writes_host:
+            # A cascade has chunks of any prefixes, and pins each.
+            for keys in [(key,) for key in job.keys] if job.kind.of_storage else [job.keys]:
+                self._index.unpin(keys, sweep=False)
+        if job.pool_blocks and not (timed_out and job.kind.writes_host):
             self._pool.release(job.pool_blocks)
         if timed_out:
             self._counts.num_timed_out_jobs += 1
@@ -68,7 +70,7 @@ class Completion:
         """Releases what a job that timed out still holds: no worker copies anything of it any more."""
         if job.account:
             self._staging.release(_late_account(job), job.wire.num_staging_blocks, job.direction)
-        if job.direction is Direction.SAVE:
+        if job.kind.writes_host:
             if job.slots:
                 self._index.end_quarantine(job.slots)
             if job.pool_blocks:

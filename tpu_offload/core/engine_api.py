@@ -81,10 +81,10 @@ class MatchState(enum.Enum):
 class Match:
     """The answer to a lookup. The chunks it promises are pinned until `OffloadScheduler.admit` or `release`.
 
-    ARRIVING means that the next chunk is being saved, or that the staging buffer has no room for the load. An engine
-    that waits releases the request, runs others, and matches it again; the answer is ARRIVING until `until_s` at most,
-    unless by then the request waits for something else. An engine that does not wait takes what is promised now, which
-    may be nothing.
+    ARRIVING means that the next chunk is being saved or read from storage, or that the staging buffer has no room for
+    the load. An engine that waits releases the request, runs others, and matches it again; the answer is ARRIVING until
+    `until_s` at most, unless by then the request waits for something else. An engine that does not wait takes what is
+    promised now, which may be nothing.
 
     Attributes:
       num_tokens: tokens past `num_computed_tokens` that can be loaded now.

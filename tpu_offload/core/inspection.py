@@ -11,6 +11,7 @@ from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.saving import SavePlanner
 from tpu_offload.core.swap import RequestSwap
+from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.core.transfers import TRANSFERS
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import ChunkKey, Direction
@@ -34,7 +35,7 @@ def _event_kind(change: Changes) -> TierEventKind:
     return TierEventKind.STORED if found else TierEventKind.REMOVED
 
 
-def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap) -> OffloadStats:
+def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap, storage: StoragePlanner) -> OffloadStats:
     """See `OffloadScheduler.stats`."""
     index, buffer, breakers = context.index, context.staging.buffer, context.breakers.values()
     stats = dataclasses.replace(
@@ -50,21 +51,24 @@ def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap) -> Of
         num_breaker_openings=sum(breaker.num_opened for breaker in breakers),
         num_open_breakers=sum(not breaker.closed for breaker in breakers),
     )
-    return swap.add_stats(stats)
+    return storage.add_stats(swap.add_stats(stats))
 
 
-def check_invariants(context: TierContext, *, queue: LoadQueue, saves: SavePlanner, swap: RequestSwap) -> None:
+def check_invariants(
+    context: TierContext, *, queue: LoadQueue, saves: SavePlanner, swap: RequestSwap, storage: StoragePlanner
+) -> None:
     """See `OffloadScheduler.check_invariants`."""
     index, buffer, requests = context.index, context.staging.buffer, context.requests
     buffer.check_invariants()
     index.check_invariants()
     swap.check_invariants()
+    storage.check_invariants()
     saves.check_invariants(requests.values())
     held: dict[tuple[str, Direction], int] = {}  # staging blocks by account
-    pins: dict[ChunkKey, int] = dict(swap.pins())
-    pending: list[ChunkKey] = []
+    pins: dict[ChunkKey, int] = swap.pins() + storage.pins()
+    pending: list[ChunkKey] = storage.pending()
     loads: list[Job | WaitingLoad] = [*queue]
-    num_late, late_slots = 0, list[int]()
+    num_late, late_slots = 0, storage.late_slots()
     for job in context.jobs.of(*TRANSFERS):
         account = job.account, job.direction
         held[account] = held.get(account, 0) + job.wire.num_staging_blocks

@@ -95,6 +95,8 @@ class Job:
     @property
     def consequence(self) -> str:
         """What its failure means for the engine, for a log line."""
+        if self.wire.kind.of_storage:
+            return "requests compute its chunks" if self.kind.writes_host else "its chunks are not stored"
         if self.wire.kind.of_swap:
             return "the request is recomputed"
         return "the request computes its blocks" if self.direction is Direction.LOAD else "its blocks are not published"
@@ -114,7 +116,7 @@ class Job:
         why = result.error or f"worker {worker_id} reported it as {result.state.value}"
         self.copy_failed |= result.state is JobState.FAILED
         # A swap succeeds or fails as a whole.
-        if result.failed_blocks and not self.kind.of_swap and max(result.failed_blocks) < self.num_blocks:
+        if result.failed_blocks and not self.kind.of_swap and max(result.failed_blocks) < self.wire.num_items:
             self.failed_blocks.update(result.failed_blocks)
             self.error = self.error or why
         else:
@@ -235,34 +237,39 @@ class JobTable:
         slots: tuple[int, ...] = (),
         pool_blocks: tuple[tuple[int, ...], ...] = (),
         num_valid_tokens: int = 0,
+        deleted_keys: tuple[ChunkKey, ...] = (),
+        nbytes: int = 0,
     ) -> Job:
         """Creates a job, which now owns the resources that the caller has acquired for it.
 
         Args:
           kind: its kind.
           parts: what moves.
-          request: its request's id; for a save that several share, a label for log lines.
+          request: its request's id; for a save that several share or a storage job, a label for log lines.
           breaker, deadline_s, account, keys, slots, pool_blocks, num_valid_tokens: see `Job`.
-          num_staging_blocks: see `CopyJob`.
+          num_staging_blocks, deleted_keys: see `CopyJob`.
+          nbytes: bytes of a storage job; those of the parts are computed.
         """
         is_save = kind.direction is Direction.SAVE and not kind.of_swap
         wire = CopyJob(
             job_id=self._next_job_id,
             kind=kind,
             parts=parts,
-            request_id="" if is_save else request,
+            request_id="" if is_save or kind.of_storage else request,
             num_staging_blocks=num_staging_blocks,
+            chunks=tuple(zip(keys, slots, strict=True)) if kind.of_storage else (),
+            deleted_keys=deleted_keys,
         )
         self._next_job_id += 1
         job = Job(
             wire=wire,
-            what=f"{kind.value} of request {request}",
+            what=f"{kind.value} of {request}" if kind.of_storage else f"{kind.value} of request {request}",
             account=account,
             keys=keys,
             slots=slots,
             pool_blocks=pool_blocks,
             num_valid_tokens=num_valid_tokens,
-            nbytes=sum([len(part.block_ids) * self._block_nbytes[part.group_id] for part in parts]),
+            nbytes=nbytes or sum([len(part.block_ids) * self._block_nbytes[part.group_id] for part in parts]),
             breaker=breaker,
             deadline_s=deadline_s,
             waiting_for=set(range(self._num_workers)),
@@ -328,7 +335,7 @@ class JobTable:
         for job in overdue:
             job.mark_failed("timed out")
             job.copy_failed = True
-            if job.direction is Direction.SAVE or job.wire.num_staging_blocks:
+            if job.kind.writes_host or job.wire.num_staging_blocks:
                 self._late[job.job_id] = job
             self._end(job, JobState.TIMED_OUT)
         self._next_deadline_s = min((job.deadline_s for job in self._jobs.values()), default=math.inf)

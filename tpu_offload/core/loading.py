@@ -9,6 +9,7 @@ from tpu_offload.core.engine_api import MISS, FailedLoad, Match, MatchState, Req
 from tpu_offload.core.index import ChunkState
 from tpu_offload.core.jobs import WaitingLoad, host_blocks
 from tpu_offload.core.request_state import Promise, RequestState
+from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.errors import RequestError
 from tpu_offload.types import BlockHash, CopyPart, Direction
 
@@ -148,13 +149,13 @@ class LoadPlanner:
         request.awaits_staging = False
         request.at_load_limit = not request.limits.cache
 
-    def answer(self, request: RequestState, num_tokens: int) -> Match:
+    def answer(self, request: RequestState, num_tokens: int, *, storage: StoragePlanner) -> Match:
         """The answer to the last match of a request, and whether matching again soon may find more."""
         limit_s = 0.0
         if request.awaits_staging and not num_tokens:
             limit_s = self._config.load_wait_s
-        elif self._ends_at_a_save(request):
-            limit_s = self._config.save_wait_s
+        elif self._ends_at_a_pending_chunk(request):
+            limit_s = storage.wait_s(request.keys[request.num_found_chunks], self._config.save_wait_s)
         if limit_s:
             now_s = self._clock()
             if request.arriving_since_s is None:
@@ -164,8 +165,8 @@ class LoadPlanner:
                 return Match(num_tokens=num_tokens, state=MatchState.ARRIVING, until_s=until_s)
         return Match(num_tokens=num_tokens, state=MatchState.HIT) if num_tokens else MISS
 
-    def _ends_at_a_save(self, request: RequestState) -> bool:
-        """Whether the chunk after those that the last match found is being saved."""
+    def _ends_at_a_pending_chunk(self, request: RequestState) -> bool:
+        """Whether the chunk after those that the last match found is being saved, or read from storage."""
         end = request.num_found_chunks
         return (
             not request.at_load_limit

@@ -14,6 +14,7 @@ from tpu_offload.core.context import TierContext
 from tpu_offload.core.index import overlaps
 from tpu_offload.core.save_policy import SavePolicy
 from tpu_offload.core.swap import RequestSwap
+from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import has_setup, report_error
 from tpu_offload.core.workers import Workers
@@ -31,6 +32,7 @@ class ReportHandler:
       workers: those that report each step.
       save_policy: is told the capacity of the host tier.
       transfers: is told losses of the host tier.
+      storage: likewise, and restarts of workers.
       swap: is told losses of the swap pool.
     """
 
@@ -41,6 +43,7 @@ class ReportHandler:
         workers: Workers,
         save_policy: SavePolicy,
         transfers: Transfers,
+        storage: StoragePlanner,
         swap: RequestSwap,
     ) -> None:
         self._num_groups = num_groups = len(context.layout.groups)
@@ -50,6 +53,7 @@ class ReportHandler:
         self._save_policy = save_policy
         self._staging = context.staging
         self._transfers = transfers
+        self._storage = storage
         self._swap = swap
         self._requests = context.requests
         self._jobs = context.jobs
@@ -184,6 +188,7 @@ class ReportHandler:
         self._swap.mark_pool_lost()
         self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
         self._swap.limit(self._num_swap_blocks[worker_id])
+        self._storage.reset()
         # The jobs have not ended: plans made before this report may still reach the new incarnation.
         self._transfers.fail_in_flight(worker_id, why=f"worker {worker_id} has restarted")
         self._num_host_chunks[worker_id] = report.num_host_chunks
@@ -198,6 +203,7 @@ class ReportHandler:
         """Host memory is gone: drops its chunks and fails the jobs and promises that use it."""
         self._swap.mark_slots_lost(first, end)
         self._transfers.mark_slots_lost(first, end)
+        self._storage.mark_slots_lost(first, end)
         self._mark_promises_lost(first, end)
 
     def _mark_promises_lost(self, first: int, end: int) -> None:

@@ -43,6 +43,7 @@ from tpu_offload.core.report_handler import ReportHandler
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy, make_save_policy
 from tpu_offload.core.saving import NO_OFFERS, Offers, SavePlanner
 from tpu_offload.core.swap import RequestSwap
+from tpu_offload.core.tiering import StoragePlanner
 from tpu_offload.core.transfers import Transfers
 from tpu_offload.core.validate import (
     check_epoch,
@@ -104,12 +105,19 @@ class OffloadScheduler:
         self._saves = SavePlanner(context, self._save_policy)
         self._queue = LoadQueue(context)
         self._transfers = Transfers(context, queue=self._queue, saves=self._saves)
+        self._storage = StoragePlanner(context, mark_lost=self._transfers.mark_lost)
+        self._transfers.on_saved(self._storage.offer)
         self._swap = RequestSwap(context)
         self._workers = Workers(
             num_workers, expected=expected_setup(config, layout), clock=clock, warn_after_s=config.job_timeout_s
         )
         self._report_handler = ReportHandler(
-            context, workers=self._workers, save_policy=self._save_policy, transfers=self._transfers, swap=self._swap
+            context,
+            workers=self._workers,
+            save_policy=self._save_policy,
+            transfers=self._transfers,
+            storage=self._storage,
+            swap=self._swap,
         )
         self._num_steps = 0
         self._stats_logger = StatsLogger(config.metrics_log_interval)
@@ -176,7 +184,8 @@ class OffloadScheduler:
         self._requests[request_id] = request
         self._saves.clear_offer(request)  # it may be granted other blocks
         self._saves.observe(request, len(request.keys))
-        return self._loads.answer(request, num_found)
+        self._storage.promote(request)
+        return self._loads.answer(request, num_found, storage=self._storage)
 
     def release(self, request_id: str) -> None:
         """Releases what `match` promised; does nothing without a promise."""
@@ -316,6 +325,7 @@ class OffloadScheduler:
             request.start_over(namespace=self._context.keys.namespace)
         self._saves.reset()
         self._transfers.reset()
+        self._storage.reset()
         self._context.backoff.clear()
         self._swap.reset()
         self._index.clear()
@@ -396,8 +406,8 @@ class OffloadScheduler:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether any job is planned or in flight, or an update is pending: keep calling `plan_step` and `apply`."""
-        return bool(self._jobs or self._queue) or self._has_news
+        """Whether a job is in flight or to be planned, or an update pending: keep calling `plan_step` and `apply`."""
+        return bool(self._jobs or self._queue) or self._storage.has_plans or self._has_news
 
     def take_events(self) -> list[TierEvent]:
         """Changes of the host tier since the last call, in order; empty without `record_events`.
@@ -408,11 +418,13 @@ class OffloadScheduler:
 
     def stats(self) -> OffloadStats:
         """A snapshot of the counters; may be taken from another thread."""
-        return inspection.snapshot(self._context, queue=self._queue, swap=self._swap)
+        return inspection.snapshot(self._context, queue=self._queue, swap=self._swap, storage=self._storage)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless accounts, pins and jobs agree. For tests; O(everything)."""
-        inspection.check_invariants(self._context, queue=self._queue, saves=self._saves, swap=self._swap)
+        inspection.check_invariants(
+            self._context, queue=self._queue, saves=self._saves, swap=self._swap, storage=self._storage
+        )
 
     # Inside.
 
@@ -427,6 +439,7 @@ class OffloadScheduler:
         self._saves.offer(offers)
         cancelled = self._transfers.plan(now_s) if self._transfers.has_plans else ()
         self._saves.plan(deadline_s=now_s + self._config.job_timeout_s)
+        self._storage.plan(now_s)
         return cancelled
 
     def _forget(self, request_id: str) -> None:

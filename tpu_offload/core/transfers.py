@@ -6,7 +6,7 @@ every worker has finished with it.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from tpu_offload.core.context import TierContext
@@ -47,7 +47,12 @@ class Transfers:
         self._lost_keys: set[ChunkKey] = set()
         # Requests with a failed load compute what failed; other requests may load it once more.
         self._had_failed_loads: set[str] = set()
+        self._on_saved: Callable[[Sequence[ChunkKey]], None] | None = None
         self._jobs.on_end(*TRANSFERS, call=self.ended)
+
+    def on_saved(self, call: Callable[[Sequence[ChunkKey]], None]) -> None:
+        """Registers the one callback for chunks that a save has published."""
+        self._on_saved = call
 
     # Planning.
 
@@ -234,15 +239,20 @@ class Transfers:
     def _end_save(self, job: Job, bad: Sequence[int]) -> None:
         """Publishes the chunks whose bytes every worker has, and removes the others."""
         if not bad:
-            self._index.complete(job.keys, job.slots, success=True)
+            self._publish(job.keys, job.slots)
             return
         good = sorted(set(range(len(job.keys))).difference(bad))
         if good:
-            self._index.complete([job.keys[i] for i in good], [job.slots[i] for i in good], success=True)
+            self._publish([job.keys[i] for i in good], [job.slots[i] for i in good])
         keys = [job.keys[i] for i in bad]
         quarantine = job.state is JobState.TIMED_OUT
         self._index.complete(keys, [job.slots[i] for i in bad], success=False, quarantine=quarantine)
         self.mark_lost(keys)
+
+    def _publish(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        self._index.complete(keys, slots, success=True)
+        if self._on_saved is not None:
+            self._on_saved(keys)
 
     def _resume_request(self, job: Job) -> None:
         """A load has ended, or was given up: adds it to the next update, and the request stops waiting."""

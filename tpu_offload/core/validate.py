@@ -265,6 +265,7 @@ def _setup_error(setup: Any) -> str:
         setup.max_load_blocks,
         setup.segment_chunks,
         setup.max_swap_blocks,
+        setup.storage_chunks,
         setup.rival,
     )
     names = setup.fingerprint, setup.save_path, setup.load_path

@@ -29,6 +29,7 @@ _SAME_AS_SCHEDULER = {
     "max_load_blocks": "TPU_OFFLOAD_MAX_LOAD_GB_PER_STEP",
     "bucket_blocks": "TPU_OFFLOAD_BLOCK_SIZE_BUCKETS",
     "max_swap_blocks": "TPU_OFFLOAD_SWAP_GB",
+    "storage_chunks": "TPU_OFFLOAD_STORAGE_TIER and TPU_OFFLOAD_NUM_STORAGE_CHUNKS",
 }
 """Fields of `WorkerSetup` that must agree with the scheduler's settings, and how they are set."""
 
@@ -42,6 +43,7 @@ def expected_setup(config: OffloadConfig, layout: KVLayout) -> dict[str, Any]:
         "max_load_blocks": config.max_load_blocks(layout) if config.enabled else 0,
         "bucket_blocks": tuple(config.block_size_buckets),
         "max_swap_blocks": config.max_swap_blocks(layout),
+        "storage_chunks": config.storage_chunks,
     }
 
 

@@ -24,6 +24,7 @@ from tpu_offload import (
     FusedOutcome,
     FusedStep,
     KVLayout,
+    MatchState,
     OffloadConfig,
     OffloadScheduler,
     OffloadStats,
@@ -86,7 +87,29 @@ class Offloading:
         # then finding the few that complete a block costs one comparison each.
         self._watched: set[Sequence] = set()
         self._scheduler = OffloadScheduler(config, layout, clock=clock)
+        self._has_storage = config.storage_chunks > 0
         self._worker = OffloadWorker(config, layout, kv_caches, clock=clock, fused=True, wrap_copier=seams.wrap_copier)
+
+    def awaits_storage(self, sequence: Sequence, *, num_computed_tokens: int) -> bool:
+        """Whether more of a sequence is arriving, so that it should wait for a bounded time.
+
+        Only with a storage tier: otherwise this engine does not wait for blocks that are being saved.
+
+        Args:
+          sequence: not admitted yet.
+          num_computed_tokens: its leading tokens that are in HBM.
+        """
+        if not self._has_storage:
+            return False
+        found = self._scheduler.match(
+            sequence.sequence_id,
+            sequence.block_hashes,
+            num_tokens=len(sequence.tokens),
+            num_computed_tokens=num_computed_tokens,
+            limits=sequence.request.limits,
+        )
+        self._scheduler.release(sequence.sequence_id)
+        return found.state is MatchState.ARRIVING
 
     def start_load(self, sequence: Sequence) -> int:
         """Looks up the host tier beyond the blocks found in HBM, and starts the load.

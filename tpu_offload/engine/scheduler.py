@@ -71,6 +71,7 @@ class Scheduler:
         self._copies: list[BlockCopy] = []
         self._num_arrived = 0
         self._num_preemptions = 0
+        self._awaits_storage = False  # the first waiting sequence waits for KV to arrive in the host tier
 
     @property
     def num_waiting(self) -> int:
@@ -89,8 +90,8 @@ class Scheduler:
 
     @property
     def awaits_copies(self) -> bool:
-        """Whether any sequence with blocks waits for the end of a copy."""
-        return any(sequence.phase is not Phase.RUNNING for sequence in self._active)
+        """Whether any sequence waits for the end of a copy."""
+        return self._awaits_storage or any(sequence.phase is not Phase.RUNNING for sequence in self._active)
 
     @property
     def num_preemptions(self) -> int:
@@ -156,6 +157,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Chooses the next batch: running sequences first, then waiting ones while tokens and blocks last."""
         has_preempted = self._make_room()
+        self._awaits_storage = False
         batch: Batch = []
         budget = self._config.max_num_batched_tokens
         for sequence in self._active:
@@ -321,11 +323,15 @@ class Scheduler:
         # At least one token is left to compute, whose step samples the next.
         num_reusable = (len(sequence.tokens) - 1) // self._config.block_size
         cached = self._blocks.find_prefix(sequence.block_hashes[:num_reusable])
+        num_cached_tokens = len(cached) * self._config.block_size
+        if self._offload and self._offload.awaits_storage(sequence, num_computed_tokens=num_cached_tokens):
+            self._awaits_storage = True
+            return False
         # Without spare blocks for the active sequences, this one would be preempted as soon as they grow.
         shared = dict(enumerate(cached))
         if not self._blocks.grant(sequence, len(sequence.tokens), shared=shared, active=self._active):
             return False
-        sequence.advance(len(cached) * self._config.block_size, source="hbm")
+        sequence.advance(num_cached_tokens, source="hbm")
         sequence.num_loading_tokens = self._offload.start_load(sequence) if self._offload else 0
         sequence.phase = Phase.LOADING if sequence.num_loading_tokens else Phase.RUNNING
         return True

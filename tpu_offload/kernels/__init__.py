@@ -13,6 +13,7 @@ from tpu_offload.kernels.fused_plan import (
     make_fused_step,
     take_chunks,
 )
+from tpu_offload.kernels.slots import SlotCopier
 from tpu_offload.kernels.spec import TransferSpec
 from tpu_offload.kernels.staged import StagedCopier
 
@@ -29,6 +30,7 @@ __all__ = [
     "FusedPlanner",
     "FusedStep",
     "Phase",
+    "SlotCopier",
     "StagedCopier",
     "TransferSpec",
     "choose_paths",

@@ -10,6 +10,8 @@ trip count, so one compiled program serves jobs of every size:
   land          host staging -> segment       second half of a staged save, on the host's CPU
   pick          segment -> host staging       first half of a staged load, on the host's CPU
   scatter       staging in HBM -> caches      second half of a staged load
+  read_slot     segment -> payload            one chunk of the host tier, on the host's CPU, for storage
+  write_slot    payload -> segment            the way back
 
 The direct programs gather the pages of a stripe in HBM, which takes one block, and send each stripe in one DMA. The
 DMAs of a block's stripes are in flight together; two into the same array would be serialized
@@ -193,6 +195,51 @@ def pick(spec: TransferSpec, bucket: int) -> Program:
     return _program("pick", pick_rows, args, spec, donate=0, out=staging.sharding)
 
 
+def read_slot(spec: TransferSpec, num_blocks: int) -> Program:
+    """`(segment, first) -> (payload, token)`, on the host's CPU: copies consecutive blocks to separate arrays.
+
+    Args of the program:
+      segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory.
+      first: i32[], the position of the first of `num_blocks` blocks in the segment.
+    """
+
+    def read(segment: Any, first: Any) -> Any:
+        def cut(segment: Any, first: Any) -> Any:
+            pieces = [
+                lax.dynamic_slice(stripe, (first, np.int32(0), *_origin(stripe)), (num_blocks, *stripe.shape[1:]))
+                for stripe in segment
+            ]
+            return pieces, first + num_blocks
+
+        spaces = (Space.Host, Space.Device)
+        return compute_on(jax.jit(cut), compute_type="device_host", out_memory_spaces=spaces)(segment, first)
+
+    out = [struct.sharding for struct in spec.payload_structs(num_blocks)]
+    return _program("read_slot", read, (spec.segment_structs(), spec.count_struct()), spec, donate=None, out=out)
+
+
+def write_slot(spec: TransferSpec, num_blocks: int) -> Program:
+    """`(segment, payload, first) -> (segment, token)`, on the host's CPU.
+
+    Args of the program:
+      segment: per stripe, carrier[segment_blocks, layers, *pool_page] in pinned host memory; donated.
+      payload: per stripe, carrier[num_blocks, layers, *pool_page] in pinned host memory.
+      first: i32[], the position of the first block in the segment.
+    """
+
+    def write(segment: Any, payload: Any, first: Any) -> Any:
+        def put(segment: Any, payload: Any, first: Any) -> Any:
+            pairs = zip(segment, payload, strict=True)
+            return [_write(stripe, piece, first) for stripe, piece in pairs], first + num_blocks
+
+        spaces = (Space.Host, Space.Device)
+        on_host = compute_on(jax.jit(put), compute_type="device_host", out_memory_spaces=spaces)
+        return on_host(segment, payload, first)
+
+    args = (spec.segment_structs(), spec.payload_structs(num_blocks), spec.count_struct())
+    return _program("write_slot", write, args, spec, donate=0, out=_segment_sharding(spec))
+
+
 def _program(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], spec: TransferSpec, *, donate: int | None, out: Any
 ) -> Program:
@@ -241,7 +288,7 @@ def _read(pool: Any, row: Any, layers: LayerRange) -> Any:
 
 
 def _write(pool: Any, pages: Any, row: Any, first_layer: int = 0) -> Any:
-    """`pool` with `pages`, which have a leading axis of 1, at `pool[row, first_layer:]`."""
+    """`pool` with `pages`, one or more rows, from `pool[row, first_layer:]` on."""
     return lax.dynamic_update_slice(pool, pages, (row, np.int32(first_layer), *_origin(pool)))
 
 

@@ -253,6 +253,17 @@ class TransferSpec:
             for first, end in self.stripes
         ]
 
+    def payload_structs(self, num_blocks: int) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of `num_blocks` blocks cut out of a segment, one per stripe."""
+        return [
+            jax.ShapeDtypeStruct((num_blocks, *stripe.shape[1:]), stripe.dtype, sharding=stripe.sharding)
+            for stripe in self.segment_structs()
+        ]
+
+    def count_struct(self) -> jax.ShapeDtypeStruct:
+        """The shape of a position or a count."""
+        return jax.ShapeDtypeStruct((), jnp.int32, sharding=self.replicated)
+
     def ids_struct(self, length: int) -> jax.ShapeDtypeStruct:
         """The shape of a list of block ids."""
         return jax.ShapeDtypeStruct((length,), jnp.int32, sharding=self.replicated)

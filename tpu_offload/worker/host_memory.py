@@ -131,6 +131,6 @@ def check_copied(flight: Flight) -> None:
         raise TransferError(f"the device copied {num_copied} of {len(flight.moves)} blocks")
 
 
-def error_line(error: Exception) -> str:
+def error_line(error: BaseException) -> str:
     """An error in one line, for a report."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -54,4 +54,5 @@ def describe_setup(
         load_path=paths[Direction.LOAD],
         bucket_blocks=tuple(config.block_size_buckets),
         max_swap_blocks=config.max_swap_blocks(layout),
+        storage_chunks=config.storage_chunks,
     )

@@ -135,6 +135,10 @@ class TierCopies:
             on_fail=self._backlog.fail,
         )
 
+    def memories(self) -> list[HostMemory]:
+        """Per layer group, the host memory."""
+        return [group.memory for group in self._groups]
+
     def sources(self) -> list[GroupCopies]:
         """Per layer group, the copies with which swap-ins read the host tier, on the direct path."""
         return [group.reader(self._direct(group)) for group in self._groups]

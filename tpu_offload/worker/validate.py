@@ -50,6 +50,26 @@ def job_error(job: CopyJob) -> str:
         return f"it has no {e.name}"
 
 
+def storage_job_error(job: CopyJob, *, num_slots: int) -> str:
+    """Why a storage job is invalid, in one line; empty if it is valid."""
+    try:
+        chunks, deleted = job.chunks, job.deleted_keys
+        if type(chunks) is not tuple or type(deleted) is not tuple or job.parts != ():
+            return "it has parts, or its chunks or keys are not tuples"
+        if not all(type(chunk) is tuple and len(chunk) == 2 for chunk in chunks):
+            return "a chunk is not a pair of key and slot"
+        keys, slots = [key for key, _ in chunks], [slot for _, slot in chunks]
+        if not all(type(key) is bytes and key for key in (*keys, *deleted)):
+            return "a key is not bytes, or empty"
+        if not all(type(slot) is int and 0 <= slot < num_slots for slot in slots):
+            return f"slots {slots!r:.100}; expected 0 to {num_slots - 1}"
+        if len(set(keys)) < len(keys) or len(set(slots)) < len(slots) or len(set(deleted)) < len(deleted):
+            return "a key or a slot occurs twice"
+        return ""
+    except AttributeError as e:
+        return f"it has no {e.name}"
+
+
 def _writes_twice(job: CopyJob) -> bool:
     """Whether two blocks are written to one place; within a program such writes have no order."""
     saves = job.direction is Direction.SAVE

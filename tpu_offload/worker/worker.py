@@ -39,6 +39,7 @@ from tpu_offload.worker.host_memory import plan_host_pool
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.plan_gate import PlanGate
 from tpu_offload.worker.setup import check_caches, check_count, describe_setup
+from tpu_offload.worker.storage_io import StorageCopies
 from tpu_offload.worker.swapping import SwapCopies
 from tpu_offload.worker.tier import TierCopies
 from tpu_offload.worker.validate import sound_plan
@@ -46,6 +47,7 @@ from tpu_offload.worker.validate import sound_plan
 _logger = logging.getLogger(__name__)
 
 _OFF = "offloading is off on this worker: it has no host pool"
+_NO_STORAGE = "this worker has no storage tier"
 _MAX_WAIT_S = 1.0  # in one `poll`, so that its caller can expire overdue jobs in between
 
 Caches = list[jax.Array]
@@ -72,7 +74,7 @@ class OffloadWorker:
     Raises:
       LayoutError: the layout does not describe these caches, or the host tier cannot hold their blocks.
       ConfigError: a size in `config` is invalid for the layout, a path is `fused` and the engine does not support it,
-        or a path is `auto` and the profile cannot be used.
+        a path is `auto` and the profile cannot be used, or the storage tier cannot be made.
       CompileError: a copy program does not compile for these caches, or takes more HBM than its bound. With
         `skip_jax_precompile` the jobs that need it fail instead.
     """
@@ -128,6 +130,12 @@ class OffloadWorker:
                 tier=self._tier.sources() if self._tier is not None else (),
                 clock=clock,
                 wrap_copier=wrap_copier,
+            )
+        self._storage: StorageCopies | None = None
+        if config.storage_chunks and self._tier is not None:
+            memories = self._tier.memories()
+            self._storage = StorageCopies(
+                config, layout, kv_caches, memories=memories, jobs=self._jobs, worker_id=worker_id
             )
         setup = describe_setup(config, layout, kv_caches, self._tier)
         self._gate = PlanGate(CacheEpoch(worker_id=worker_id, incarnation=incarnation, num_losses=0), setup)
@@ -197,7 +205,7 @@ class OffloadWorker:
         if self._gate.is_stale(plan):
             plan = self._refuse_stale(plan)
         self._plan = given, plan
-        if not plan.of(JobKind.SAVE):  # else `end_step` starts the last of them
+        if not plan.of(JobKind.SAVE, JobKind.CASCADE):  # else `end_step` starts the last of them
             self._jobs.raise_watermark(plan.next_job_id)
             if plan.empty and (tier is None or not (tier.has_flights or tier.awaits_pass)):
                 return kv_caches
@@ -254,6 +262,11 @@ class OffloadWorker:
             self._refuse((*outs, *ins), "request swap is off on this worker: it has no swap pool")
         elif outs:
             self._swap.swap(outs, kv_caches)
+        promotions = plan.of(JobKind.PROMOTE)
+        if self._storage is None:
+            self._refuse(promotions, _NO_STORAGE)
+        elif promotions:
+            self._storage.promote(promotions)
         if self._tier is not None:
             self._tier.begin(plan, kv_caches, fuse=fuse, urgent=urgent)
         if self._swap is not None and ins:
@@ -297,7 +310,7 @@ class OffloadWorker:
         return [] if self._tier is None else self._tier.fused_shapes()
 
     def end_step(self, plan: StepPlan, kv_caches: Caches, outcome: FusedOutcome | None = None) -> None:
-        """Dispatches the saves of a plan, after the forward pass.
+        """Dispatches the saves of a plan, and its copies to storage, after the forward pass.
 
         Args:
           plan: the plan that was passed to `begin_step`; any other, or the same one again, is ignored.
@@ -313,7 +326,7 @@ class OffloadWorker:
         else:  # unpickled a second time, or not the one that has begun
             plan = sound_plan(plan, last=sound.step_id)
             if given is None or plan.step_id != sound.step_id:
-                if plan.of(JobKind.SAVE):
+                if plan.of(JobKind.SAVE, JobKind.CASCADE):
                     self._gate.ignore_end(plan)
                 return
             if self._gate.is_stale(plan):
@@ -329,6 +342,13 @@ class OffloadWorker:
                 self._plan = plan, plan  # so that its saves are cancelled
                 self.mark_caches_lost()
                 raise
+            self._jobs.raise_watermark(plan.next_job_id)
+        cascades = plan.of(JobKind.CASCADE)
+        if self._storage is None:
+            self._refuse(cascades, _NO_STORAGE)
+        elif cascades:
+            self._storage.cascade(cascades)
+        if cascades:
             self._jobs.raise_watermark(plan.next_job_id)
 
     def poll(self, *, wait: bool = False) -> StepReport:
@@ -380,15 +400,14 @@ class OffloadWorker:
 
     def wait_until_allocated(self) -> None:
         """Blocks until all host memory is allocated or allocation has failed; for warm-up, benchmarks and tests."""
-        for copies in self._copies():
-            copies.wait_until_allocated()
+        for copies in (self._tier, self._swap):
+            if copies is not None:
+                copies.wait_until_allocated()
 
     @property
     def has_flights(self) -> bool:
         """Whether copies are in flight, so that a later `poll` has more to report."""
-        return (self._tier is not None and self._tier.has_flights) or (
-            self._swap is not None and self._swap.has_flights
-        )
+        return any(copies.has_flights for copies in self._copies())
 
     @property
     def hbm_nbytes(self) -> int:
@@ -427,8 +446,8 @@ class OffloadWorker:
         for copies in self._copies():
             copies.collect()
 
-    def _copies(self) -> list[TierCopies | SwapCopies]:
-        return [copies for copies in (self._tier, self._swap) if copies is not None]
+    def _copies(self) -> list[StorageCopies | TierCopies | SwapCopies]:
+        return [copies for copies in (self._storage, self._tier, self._swap) if copies is not None]
 
     def _wait_for_one(self, until_s: float) -> bool:
         """Waits until `poll` can make progress; False if no copy lets it, or the time is up."""
@@ -436,6 +455,11 @@ class OffloadWorker:
             return False
         timeout_s = max(0.0, until_s - time.monotonic())
         waiting_on = [array for copies in self._copies() for array in copies.waiting_on()]
+        if self._storage is not None and self._storage.has_flights:
+            # Storage may take long, and a load that has arrived needs a begin_step.
+            loads = self._tier.waiting_on(all_of_them=True) if self._tier else []
+            wait_for_any([*waiting_on, *loads], timeout_s=timeout_s)
+            return any(map(is_ready, waiting_on))
         if waiting_on:
             return wait_for_any(waiting_on, timeout_s=timeout_s)
         # The rest needs a begin_step. Wait for it here, or an idle engine would spin.

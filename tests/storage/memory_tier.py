@@ -1,0 +1,87 @@
+"""A storage tier in memory, which is all that adding one takes, and one that fails as a test says."""
+
+import threading
+from collections.abc import Sequence
+
+from tpu_offload.storage import StorageSpec, StorageTier
+
+NAME = f"{__name__}:MemoryTier"
+FAULTY = f"{__name__}:FaultyTier"
+
+
+class MemoryTier(StorageTier):
+    """A dict."""
+
+    def __init__(self, spec: StorageSpec) -> None:
+        super().__init__(spec)
+        self.values: dict[bytes, bytes] = {}
+        self.most_values = 0
+        self.num_closed = 0
+
+    def write(self, key: bytes, payload: memoryview) -> None:
+        self.values[key] = bytes(payload)
+        self.most_values = max(self.most_values, len(self.values))
+
+    def read(self, key: bytes, payload: memoryview) -> None:
+        payload[:] = self.values[key]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.values.pop(key, None)
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self.values.clear()
+
+
+class FaultyTier(MemoryTier):
+    """Fails as it is told.
+
+    Attributes:
+      failing: calls that raise: "write", "read", "delete", "close".
+      error: what they raise.
+      damage: what a read does to the bytes after it has filled them.
+      gates: by call, an event that it waits for before it does anything.
+      began: set when a call begins to wait at its gate.
+      threads: names of the threads that have called.
+    """
+
+    def __init__(self, spec: StorageSpec) -> None:
+        super().__init__(spec)
+        self.failing: set[str] = set()
+        self.error: BaseException = OSError("injected")
+        self.damage = ""
+        self.gates: dict[str, threading.Event] = {}
+        self.began = threading.Event()
+        self.threads: set[str] = set()
+
+    def _enter(self, call: str) -> None:
+        self.threads.add(threading.current_thread().name)
+        if call in self.gates:
+            self.began.set()
+            assert self.gates[call].wait(60), "a test has not opened the gate"
+        if call in self.failing:
+            raise self.error
+
+    def write(self, key: bytes, payload: memoryview) -> None:
+        self._enter("write")
+        super().write(key, payload)
+
+    def read(self, key: bytes, payload: memoryview) -> None:
+        self._enter("read")
+        if self.damage == "short":
+            payload[: len(payload) // 2] = self.values[key][: len(payload) // 2]
+            return
+        super().read(key, payload)
+        if self.damage == "one bit":
+            payload[len(payload) // 3] ^= 4
+        elif self.damage == "another chunk":
+            payload[:] = next(value for other, value in self.values.items() if other != key)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._enter("delete")
+        super().delete(keys)
+
+    def close(self) -> None:
+        self._enter("close")
+        super().close()

@@ -1,0 +1,149 @@
+"""The embedded engine above a small host tier and storage: the same tokens, found through storage, and counted."""
+
+import dataclasses
+
+import pytest
+
+from tests.engine.helpers import SMALL_ENGINE, TINY, num_loaded, rounds, serve, serve_rounds, tokens_of
+from tests.storage.memory_tier import FAULTY, NAME
+from tpu_offload import OffloadConfig
+from tpu_offload.engine import Engine, RequestOutput
+from tpu_offload.storage import STORAGE_TIERS
+
+# One conversation fills most of HBM, and two the host tier, so that each turn pushes the others out of both.
+TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=28, max_num_seqs=3)
+HOST_CHUNKS = 30
+
+
+def make_offload(**changes):
+    settings = {
+        "num_cpu_chunks": HOST_CHUNKS,
+        "host_segment_gb": 0.0001,
+        "storage_tier": NAME,
+        "num_storage_chunks": 256,
+        "storage_wait_s": 60.0,
+    }
+    return OffloadConfig.create(**(settings | changes))
+
+
+def tier_of(engine):
+    return engine._offload._worker._storage._io.tier
+
+
+def settle(engine):
+    """Steps until an engine without requests has nothing in flight."""
+    offloading = engine._offload
+    for _ in range(500):
+        if not offloading._scheduler.has_jobs:
+            return
+        plan, engine._runner.kv_caches = offloading.before_forward((), engine._runner.kv_caches)
+        offloading.after_forward(plan, engine._runner.kv_caches)
+        offloading.poll(wait=True)
+        engine.check_invariants()
+    raise AssertionError("an idle engine never comes to rest")
+
+
+def serve_slowly(engine, all_rounds):
+    """One request after the other, and storage comes to rest before the next."""
+    outputs: dict[str, RequestOutput] = {}
+    for requests in all_rounds:
+        for request in requests:
+            outputs |= serve(engine, [request])
+            settle(engine)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return tokens_of(serve_rounds(Engine(TINY, TIGHT), rounds()))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"save_path": "staged", "load_path": "staged"},
+        {"save_path": "fused", "load_path": "fused", "block_size_buckets": (1, 2, 4)},
+        {"blocks_per_chunk": 3, "num_cpu_chunks": 10},
+        {"decode_save": True},
+        {"max_storage_gb_in_flight": 1e-9},
+        {"num_storage_chunks": 40},
+    ],
+    ids=str,
+)
+def test_conversations_return_through_storage(plain, changes):
+    engine = Engine(TINY, TIGHT, offload=make_offload(**changes))
+    outputs = serve_slowly(engine, rounds())
+    assert tokens_of(outputs) == plain
+    stats = engine.offload_stats()
+    # One that is smaller than all prompts together, in turn, has always just evicted the next one.
+    assert (stats.promoted_chunks > 0) == ("num_storage_chunks" not in changes)
+    assert (stats.num_evicted_storage_chunks > 0) == ("num_storage_chunks" in changes)
+    assert stats.promoted_tokens == stats.promoted_chunks * TIGHT.block_size * changes.get("blocks_per_chunk", 1)
+    assert stats.cascaded_chunks > 0
+    assert stats.num_failed_jobs == stats.failed_storage_chunks == 0
+    assert len(tier_of(engine).values) == stats.num_stored_chunks
+    assert tier_of(engine).most_values <= changes.get("num_storage_chunks", 256)
+    if not changes:
+        without = Engine(TINY, TIGHT, offload=make_offload(storage_tier=""))
+        assert num_loaded(outputs) > num_loaded(serve_slowly(without, rounds())), "storage brings hits"
+        without.close()
+    engine.close()
+
+
+def test_all_at_once(plain):
+    engine = Engine(TINY, TIGHT, offload=make_offload())
+    assert tokens_of(serve_rounds(engine, rounds())) == plain
+    assert engine.offload_stats().num_failed_jobs == 0
+    engine.close()
+
+
+def test_a_line_of_registration_is_all_that_a_tier_takes(plain, monkeypatch):
+    monkeypatch.setitem(STORAGE_TIERS, "memory", NAME)
+    engine = Engine(TINY, TIGHT, offload=make_offload(storage_tier="memory"))
+    assert tokens_of(serve_slowly(engine, rounds())) == plain
+    assert engine.offload_stats().promoted_chunks > 0
+    engine.close()
+
+
+def test_wrong_bytes_would_be_noticed(plain, monkeypatch):
+    """What makes the comparisons above worth something: with no checksum, damaged chunks change the tokens."""
+    monkeypatch.setattr("zlib.crc32", lambda data: 0)
+    engine = Engine(TINY, TIGHT, offload=make_offload(storage_tier=FAULTY))
+    tier_of(engine).damage = "another chunk"
+    assert tokens_of(serve_slowly(engine, rounds())) != plain
+    engine.close()
+
+
+@pytest.mark.parametrize("fault", ["one bit", "short", "another chunk", "read", "write", "delete"])
+def test_a_bad_tier_costs_hits_and_no_token(plain, fault):
+    num_chunks = 40 if fault == "delete" else 256  # full, or never
+    offload = make_offload(storage_tier=FAULTY, num_storage_chunks=num_chunks, breaker_failures=3)
+    engine = Engine(TINY, TIGHT, offload=offload)
+    tier = tier_of(engine)
+    if fault in ("read", "write", "delete"):
+        tier.failing = {fault}
+    else:
+        tier.damage = fault
+    outputs = serve_slowly(engine, rounds())
+    assert tokens_of(outputs) == plain
+    stats = engine.offload_stats()
+    assert stats.num_failed_jobs > 0
+    assert stats.num_breaker_openings == 1
+    assert (stats.promoted_chunks == 0) == (fault != "delete")
+    engine.close()
+
+
+def test_a_reset_empties_storage(plain):
+    engine = Engine(TINY, TIGHT, offload=make_offload())
+    first, second, third = rounds()
+    outputs = serve_slowly(engine, [first])
+    old = set(tier_of(engine).values)
+    engine.reset_cache()
+    outputs |= serve_slowly(engine, [second])
+    assert engine.offload_stats().promoted_chunks == 0, "nothing of before is found"
+    outputs |= serve_slowly(engine, [third])
+    assert engine.offload_stats().promoted_chunks > 0
+    assert not old & set(tier_of(engine).values)
+    assert tokens_of(outputs) == plain
+    engine.close()

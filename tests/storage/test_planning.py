@@ -1,0 +1,617 @@
+"""The scheduler's half of storage: what is written, read and deleted when, its bounds, and every way to fail."""
+
+import pickle
+import random
+
+import pytest
+
+from tests.core.fakes import BLOCK_SIZE
+from tests.storage.fakes import StorageEngine, StorageWorker, prompt
+from tests.storage.memory_tier import NAME
+from tpu_offload import ConfigError, JobResult, JobState, MatchState, OffloadConfig, OffloadScheduler, StepReport
+from tpu_offload.core.index import ChunkState
+from tpu_offload.types import CopyJob, JobKind
+
+A, B, C = prompt(1), prompt(2), prompt(3)
+HIT, MISS, ARRIVING = MatchState.HIT, MatchState.MISS, MatchState.ARRIVING
+
+
+def away(*, num_host_chunks=4, **settings):
+    """A was served and is in storage alone: B, or a longer prompt like it, has taken its place in the host tier."""
+    engine = StorageEngine(num_host_chunks=num_host_chunks, **settings)
+    engine.fill(A)
+    engine.fill(prompt(2, num_blocks=num_host_chunks))
+    assert not engine.scheduler._index.find(engine.keys(A))
+    return engine
+
+
+def stored(engine):
+    return list(engine.scheduler._storage._stored)
+
+
+def states(engine, tokens):
+    return [engine.scheduler._index.state(key) for key in engine.keys(tokens)]
+
+
+# --- cascade ------------------------------------------------------------------------------------
+
+
+def test_chunks_are_written_once_every_worker_has_saved_them():
+    engine = StorageEngine(num_workers=2)
+    engine.add("a", A)
+    plan, _ = engine.step({"a": 16})
+    assert [job.kind for job in plan.jobs] == [JobKind.SAVE]
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    plan, _ = engine.step()
+    assert plan.jobs == (), "the other worker has not saved it"
+    engine.apply(engine.workers[1], engine.workers[1].finish())
+    assert engine.scheduler.has_jobs, "an idle engine goes on, or it would never be written"
+    plan, _ = engine.step()
+    (job,) = plan.jobs
+    assert job.kind is JobKind.CASCADE
+    assert [key for key, _ in job.chunks] == engine.keys(A)[: len(job.chunks)]
+    assert job.parts == ()
+    assert stored(engine) == []
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    assert stored(engine) == [], "the other worker has not written it"
+    engine.apply(engine.workers[1], engine.workers[1].finish())
+    assert stored(engine) == [key for key, _ in job.chunks]
+    engine.rest()
+    assert stored(engine) == engine.keys(A)
+    engine.check_storage([A])
+    stats = engine.scheduler.stats()
+    assert (stats.num_stored_chunks, stats.cascaded_chunks, stats.num_failed_jobs) == (4, 4, 0)
+    assert stats.cascaded_nbytes == stats.saved_nbytes > 0
+
+
+def test_nothing_of_it_without_a_tier():
+    engine = StorageEngine(storage_tier="")
+    engine.serve("a", A)
+    assert not engine.scheduler.has_jobs
+    plan, _ = engine.step()
+    assert plan.jobs == ()
+    assert engine.scheduler.stats().num_stored_chunks == 0
+
+
+def test_what_is_stored_is_not_written_again():
+    engine = away()
+    engine.fill(A)
+    engine.fill(B)
+    assert engine.scheduler.stats().cascaded_chunks == 8
+
+
+def test_a_cascade_pins_its_chunks_until_it_has_ended():
+    engine = StorageEngine(num_host_chunks=4)
+    engine.serve("a", A)
+    engine.step()
+    (job,) = engine.workers[0].of_kind(JobKind.CASCADE)
+    assert len(job.chunks) == 1, "a quarter of the host tier"
+    engine.add("b", B)
+    plan, _ = engine.step({"b": 16})
+    (save,) = plan.of(JobKind.SAVE)
+    assert job.chunks[0][1] not in save.parts[0].host_block_ids, "its slot is taken"
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    engine.check_storage([A, B])
+    engine.scheduler.check_invariants()
+
+
+def test_a_candidate_that_was_evicted_is_counted():
+    engine = StorageEngine(num_host_chunks=4)
+    engine.serve("a", A)
+    engine.serve("b", B)
+    engine.rest()
+    stats = engine.scheduler.stats()
+    assert stats.dropped_cascade_chunks > 0
+    assert stats.cascaded_chunks + stats.dropped_cascade_chunks == 8
+    engine.check_storage([A, B])
+
+
+def test_more_candidates_than_are_remembered_are_counted(monkeypatch):
+    monkeypatch.setattr("tpu_offload.core.tiering._MAX_CANDIDATES", 3)
+    engine = StorageEngine(num_host_chunks=16)
+    engine.serve("a", A)
+    assert engine.scheduler.stats().dropped_cascade_chunks == 1
+    engine.rest()
+    assert stored(engine) == engine.keys(A)[1:]
+
+
+def test_half_of_what_may_be_in_flight_is_written_at_a_time():
+    engine = StorageEngine(num_host_chunks=64, max_storage_gb_in_flight=6 * 512 / 2**30)
+    assert engine.scheduler._storage._max_in_flight == 6
+    engine.serve("a", prompt(1, num_blocks=10))
+    sizes = []
+    while engine.scheduler.has_jobs:
+        engine.step()
+        sizes.append(sum(len(job.chunks) for job in engine.workers[0].of_kind(JobKind.CASCADE)))
+        engine.apply(engine.workers[0], engine.workers[0].finish())
+    assert max(sizes) == 3
+    assert len(stored(engine)) == 10
+
+
+# --- promote ------------------------------------------------------------------------------------
+
+
+def test_a_lookup_has_storage_read_and_finds_it():
+    engine = away()
+    found = engine.match("a", A)
+    assert (found.num_tokens, found.state, found.until_s) == (0, ARRIVING, engine.clock.now_s + 0.5)
+    assert states(engine, A) == [ChunkState.PENDING] * 2 + [None] * 2, "half of the host tier at a time"
+    plan = engine.turn()
+    assert [job.kind for job in plan.jobs] == [JobKind.PROMOTE]
+    found = engine.match("a", A)
+    assert (found.num_tokens, found.state) == (8, ARRIVING), "and the rest"
+    engine.turn()
+    found = engine.match("a", A)
+    assert (found.num_tokens, found.state) == (15, HIT)
+    request = engine.add("a", A)
+    assert request.num_computed == 15
+    engine.settle()  # compares the bytes
+    stats = engine.scheduler.stats()
+    assert (stats.promoted_chunks, stats.promoted_tokens, stats.num_stored_chunks) == (4, 16, 8)
+    assert stats.promoted_nbytes == stats.cascaded_nbytes // 2
+    assert stats.num_dropped_promotions == 0
+
+
+def test_the_wait_ends_in_time_and_the_chunks_come_all_the_same():
+    engine = away(storage_wait_s=3.0, save_wait_s=100.0)
+    assert engine.match("a", A).until_s == engine.clock.now_s + 3.0
+    engine.clock.now_s += 2.9
+    assert engine.match("a", A).state is ARRIVING
+    engine.clock.now_s += 0.1
+    assert engine.match("a", A).state is MISS
+    assert engine.match("b", A).state is ARRIVING, "another request has its own time"
+    engine.turn()
+    assert engine.match("a", A).num_tokens == 8
+
+
+def test_who_never_waits_is_told_so():
+    engine = away(storage_wait_s=0.0)
+    assert engine.match("a", A).state is MISS
+    engine.turn()
+    assert engine.match("a", A).num_tokens == 8
+
+
+def test_who_waits_no_more_computes_and_what_is_on_its_way_is_not_saved_again():
+    engine = away(num_host_chunks=8)
+    assert engine.match("x", A).state is ARRIVING
+    engine.add("a", A)
+    plan, _ = engine.step({"a": 16})
+    (promotion,) = plan.of(JobKind.PROMOTE)
+    saved = list(plan.of(JobKind.SAVE))
+    assert len(promotion.chunks) + sum(job.num_blocks for job in saved) == 4
+    engine.apply(engine.workers[0], engine.workers[0].finish(fail=False))
+    engine.rest()
+    engine.remove("a")
+    assert engine.serve("again", A) == 15
+
+
+def test_a_promotion_that_fails_has_its_chunks_saved_by_who_computed_them():
+    engine = away()
+    engine.match("x", A)
+    engine.add("a", A)
+    engine.step({"a": 16})
+    engine.apply(engine.workers[0], engine.workers[0].finish(fail=True))
+    plan, _ = engine.step()
+    assert plan.of(JobKind.SAVE), "they are not in the host tier"
+    engine.scheduler.check_invariants()
+
+
+def test_nothing_is_read_past_a_load_limit_or_for_who_takes_nothing():
+    from tpu_offload import RequestLimits
+
+    engine = away()
+    hashes = engine.hashes(A)
+    for limits in (RequestLimits(max_load_tokens=0), RequestLimits(cache=False)):
+        found = engine.scheduler.match("a", hashes, num_tokens=16, num_computed_tokens=0, limits=limits)
+        assert found.state is MISS
+        assert not engine.scheduler.has_jobs
+
+
+def test_a_prefix_that_hbm_has_is_read_only_with_what_comes_before_it():
+    """A chunk is of use only if all before it are in the host tier: so they come too, while there is room."""
+    engine = away(num_host_chunks=8)
+    engine.scheduler.match("a", engine.hashes(A), num_tokens=16, num_computed_tokens=8)
+    assert states(engine, A)[:2] == [ChunkState.PENDING] * 2
+    engine.rest()
+    engine.scheduler.check_invariants()
+
+
+def test_a_hole_in_what_is_stored_ends_a_promotion():
+    engine = away()
+    engine.scheduler._storage._forget(engine.keys(A)[1])
+    engine.match("a", A)
+    assert states(engine, A) == [ChunkState.PENDING, None, None, None]
+    engine.rest()
+    found = engine.match("a", A)
+    assert (found.num_tokens, found.state) == (4, HIT)
+
+
+def test_promotions_in_flight_are_bounded():
+    engine = StorageEngine(num_host_chunks=16, max_storage_gb_in_flight=2 * 512 / 2**30, num_storage_chunks=200)
+    for number in (1, 2):
+        engine.fill(prompt(number, num_blocks=8))
+    engine.fill(prompt(3, num_blocks=16))
+    assert engine.match("a", prompt(1, num_blocks=8)).state is ARRIVING
+    assert engine.match("b", prompt(2, num_blocks=8)).state is MISS
+    assert [len(job.chunks) for job in engine.step()[0].of(JobKind.PROMOTE)] == [2]
+    assert engine.scheduler.stats().num_dropped_promotions == 1
+
+
+def test_chunks_that_no_chain_names_are_not_read():
+    """Hashes that say nothing of the tokens before them: the same key twice in a prefix."""
+    engine = away(num_host_chunks=8)
+    twice = [engine.hashes(A)[0]] * 3
+    engine.scheduler.match("a", twice, num_tokens=12, num_computed_tokens=0)
+    assert not engine.scheduler._jobs.of(JobKind.PROMOTE)
+    engine.scheduler.check_invariants()
+
+
+# --- room in storage ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 7])
+def test_storage_never_holds_more_than_it_may(num_chunks):
+    engine = StorageEngine(num_storage_chunks=num_chunks, num_host_chunks=8)
+    prompts = [prompt(i) for i in range(6)]
+    for tokens in prompts:
+        engine.fill(tokens)
+    assert engine.workers[0].most_stored == num_chunks
+    assert len(stored(engine)) == num_chunks
+    assert engine.scheduler.stats().num_evicted_storage_chunks > 0
+    engine.check_storage(prompts)
+
+
+def test_the_least_recently_used_goes():
+    engine = StorageEngine(num_storage_chunks=8, num_host_chunks=8)
+    engine.fill(A)
+    engine.fill(B)
+    engine.fill(C)  # A leaves the host tier, and half of A storage
+    while engine.scheduler._index.find(engine.keys(B)):
+        engine.fill(prompt(9, num_blocks=8))
+    kept = [key for key in engine.keys(A) + engine.keys(B) + engine.keys(C) if key in stored(engine)]
+    assert kept == [key for key in stored(engine) if key in kept]
+
+
+def test_a_deletion_that_fails_is_done_again_and_room_is_not_given_twice():
+    engine = StorageEngine(num_storage_chunks=4, num_host_chunks=8)
+    engine.fill(A)
+    engine.serve("b", B)
+    for _ in range(20):
+        if not engine.scheduler.has_jobs:
+            break
+        engine.turn(fail=True)
+    else:
+        raise AssertionError("an idle engine would spin")
+    assert engine.workers[0].most_stored == 4
+    assert engine.scheduler.stats().dropped_cascade_chunks > 0
+    engine.clock.now_s += 100.0  # the breaker admits again
+    engine.fill(C)
+    engine.fill(prompt(4))
+    assert engine.workers[0].most_stored == 4
+    engine.check_storage([A, B, C, prompt(4)])
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+def test_chunks_that_were_not_written_are_deleted_and_not_asked_for():
+    engine = StorageEngine(num_host_chunks=16)
+    engine.serve("a", A)
+    plan = engine.turn(fail=True, failed_blocks=(1, 2))
+    keys = engine.keys(A)
+    (job,) = plan.jobs
+    assert [key for key, _ in job.chunks] == keys
+    assert stored(engine) == [keys[0], keys[3]]
+    assert engine.scheduler.stats().failed_storage_chunks == 2
+    engine.fill(B)
+    assert set(engine.workers[0].storage) == set(stored(engine)), "deleted with the next cascade"
+
+
+@pytest.mark.parametrize("failed", [(), (0,)])
+def test_a_promotion_that_fails_is_a_miss_and_not_asked_for_again(failed):
+    engine = away()
+    engine.match("a", A)
+    engine.turn(fail=True, failed_blocks=failed)
+    keys = engine.keys(A)
+    gone = keys[:1] if failed else keys[:2]
+    assert not set(gone) & set(stored(engine))
+    assert states(engine, A)[0] is None
+    assert (states(engine, A)[1] is ChunkState.READY) == bool(failed), "what came is kept"
+    assert engine.match("a", A).state is MISS
+    assert engine.serve("b", A) == 0, "computed, and right"
+    engine.rest()
+    engine.check_storage([A, B])
+
+
+def test_one_worker_that_fails_is_enough():
+    engine = away(num_workers=2)
+    engine.match("a", A)
+    engine.step()
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    assert states(engine, A)[:2] == [ChunkState.PENDING] * 2
+    engine.apply(engine.workers[1], engine.workers[1].finish(fail=True, failed_blocks=(1,)))
+    assert states(engine, A)[:2] == [ChunkState.READY, None]
+    engine.scheduler.check_invariants()
+
+
+def test_a_late_promotion_leaves_its_slots_in_quarantine():
+    engine = away(job_timeout_s=10.0)
+    engine.match("a", A)
+    engine.step()
+    engine.clock.now_s += 10.0
+    engine.step()
+    engine.scheduler.check_invariants()
+    stats = engine.scheduler.stats()
+    assert (stats.num_timed_out_jobs, stats.num_quarantined_chunks) == (1, 2)
+    assert states(engine, A)[:2] == [None, None]
+    assert engine.match("a", A).state is MISS
+    engine.apply(engine.workers[0], engine.workers[0].finish(1))
+    assert engine.scheduler.stats().num_quarantined_chunks == 0
+    engine.rest()
+    engine.scheduler.check_invariants()
+
+
+def test_a_late_cascade_lets_go_of_its_chunks_and_is_not_kept():
+    engine = StorageEngine(job_timeout_s=10.0)
+    engine.serve("a", A)
+    engine.step()
+    engine.clock.now_s += 10.0
+    engine.step()
+    engine.scheduler.check_invariants()
+    assert engine.scheduler.stats().num_timed_out_jobs == 1
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    late = engine.keys(A)[0]
+    assert late not in stored(engine)
+    engine.rest()
+    engine.fill(B)
+    engine.fill(C)
+    assert late not in engine.workers[0].storage or late in stored(engine), "it was deleted after it came"
+
+
+@pytest.mark.parametrize("when", ["before", "planned", "sent"])
+@pytest.mark.parametrize("kind", [JobKind.CASCADE, JobKind.PROMOTE])
+def test_a_reset_ends_it(kind, when):
+    engine = away() if kind is JobKind.PROMOTE else StorageEngine()
+    if kind is JobKind.CASCADE:
+        engine.serve("a", A)
+    elif when != "before":
+        engine.match("a", A)
+    if when == "sent" or (when == "planned" and kind is JobKind.CASCADE):
+        engine.step()
+    engine.scheduler.reset()
+    engine.scheduler.check_invariants()
+    assert stored(engine) == []
+    engine.rest()
+    assert engine.match("b", A).state is MISS
+    assert not engine.scheduler._jobs.of(JobKind.PROMOTE)
+    engine.fill(B, name="c")
+    engine.fill(C, name="d")
+    engine.rest()
+    assert set(engine.workers[0].storage) == set(stored(engine)), "what was there is deleted"
+    engine.check_storage([B, C])
+    assert engine.scheduler.stats().failed_storage_chunks == 0, "nobody's failure"
+
+
+@pytest.mark.parametrize("kind", [JobKind.CASCADE, JobKind.PROMOTE])
+def test_a_worker_that_starts_anew_has_lost_its_storage(kind):
+    engine = away(num_workers=2) if kind is JobKind.PROMOTE else StorageEngine(num_workers=2)
+    for worker in engine.workers:
+        worker.incarnation = 1
+        engine.apply(worker, [])
+    if kind is JobKind.CASCADE:
+        engine.serve("a", A)
+    else:
+        engine.match("a", A)
+    engine.step()
+    assert engine.scheduler._jobs.of(kind)
+    engine.workers[1] = fresh = StorageWorker(1, incarnation=2)
+    fresh.hbm = dict(engine.workers[0].hbm)
+    engine.apply(fresh, [])
+    assert stored(engine) == []
+    assert engine.match("b", A).state is not HIT
+    report = fresh.report()
+    engine.scheduler.apply(
+        StepReport(
+            worker_id=1,
+            results=(),
+            num_host_chunks=report.num_host_chunks,
+            incarnation=2,
+            oldest_job_id=engine.scheduler._jobs.next_job_id,
+        )
+    )
+    engine.rest()
+    engine.scheduler.check_invariants()
+    assert not set(engine.keys(A)) & set(stored(engine))
+    engine.fill(B, name="c")
+    engine.fill(C, name="d")
+    engine.check_storage([A, B, C])
+    assert set(engine.workers[0].storage) == set(stored(engine)), "the other worker has deleted what it had"
+
+
+def test_host_memory_that_is_lost_under_a_promotion_fails_its_chunks_and_leaves_them_in_storage():
+    engine = away()
+    engine.match("a", A)
+    engine.step()
+    (job,) = engine.workers[0].of_kind(JobKind.PROMOTE)
+    _, first = job.chunks[0]
+    engine.workers[0].lose(first, first + 1, blocks_per_chunk=1)
+    engine.apply(engine.workers[0], [])
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    assert states(engine, A)[:2] == [None, ChunkState.READY]
+    assert set(engine.keys(A)) <= set(stored(engine))
+    assert engine.match("a", A).state is ARRIVING, "it is read once more"
+    engine.rest()
+    assert engine.serve("b", A) > 0
+
+
+def test_host_memory_that_is_lost_under_a_cascade_is_not_stored():
+    engine = StorageEngine(num_host_chunks=16)
+    engine.serve("a", A)
+    engine.step()
+    (job,) = engine.workers[0].of_kind(JobKind.CASCADE)
+    slot = job.chunks[2][1]
+    engine.workers[0].lose(slot, slot + 1, blocks_per_chunk=1)
+    engine.apply(engine.workers[0], [])
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    assert engine.keys(A)[2] not in stored(engine)
+    assert len(stored(engine)) == 3
+    engine.check_storage([A])
+
+
+@pytest.mark.parametrize("kind", [JobKind.CASCADE, JobKind.PROMOTE])
+def test_a_kind_that_keeps_failing_is_suspended_and_tried_again(kind):
+    engine = StorageEngine(num_host_chunks=8, breaker_failures=2, breaker_retry_s=5.0, num_storage_chunks=100)
+    prompts = [prompt(i) for i in range(1, 8)]
+    if kind is JobKind.PROMOTE:
+        for tokens in prompts:
+            engine.fill(tokens)
+    for i, tokens in enumerate(prompts[:4]):
+        if kind is JobKind.PROMOTE:
+            engine.match(f"m{i}", tokens)
+        else:
+            engine.serve(f"s{i}", tokens)
+        while engine.scheduler.has_jobs:
+            engine.turn(fail=True)
+    stats = engine.scheduler.stats()
+    assert (stats.num_open_breakers, stats.num_breaker_openings) == (1, 1)
+    assert not engine.scheduler.has_jobs, "an idle engine rests"
+    if kind is JobKind.PROMOTE:
+        engine.match("again", prompts[4])
+        assert not engine.scheduler.has_jobs
+        assert engine.scheduler.stats().num_dropped_promotions > 0
+    if kind is JobKind.CASCADE:
+        engine.serve("probe", prompts[5])
+    engine.clock.now_s += 5.0
+    if kind is JobKind.PROMOTE:
+        engine.match("probe", prompts[4])
+    plan, _ = engine.step()
+    assert [len(job.chunks) for job in plan.of(kind) if job.chunks] == [1], "a probe is small"
+    for worker in engine.workers:
+        engine.apply(worker, worker.finish())
+    assert engine.scheduler.stats().num_open_breakers == 0
+
+
+def test_a_plan_that_raises_leaves_nothing_behind():
+    engine = away()
+    engine.match("a", A)
+    engine.scheduler._saves.plan = None  # raises when it is called
+    with pytest.raises(TypeError):
+        engine.scheduler.plan_step()
+    engine.scheduler.check_invariants()
+    assert states(engine, A) == [None] * 4
+    assert set(engine.keys(A)) <= set(stored(engine)), "storage has done nothing wrong"
+
+
+# --- what goes over the wire --------------------------------------------------------------------
+
+
+def test_a_job_is_pickled_whole():
+    engine = away(num_storage_chunks=8)
+    engine.serve("c", C)
+    engine.match("a", A)
+    seen = []
+    while engine.scheduler.has_jobs:
+        plan, _ = engine.step()
+        seen += plan.jobs
+        assert pickle.loads(pickle.dumps(plan)) == plan
+        for worker in engine.workers:
+            engine.apply(worker, worker.finish())
+    assert {job.kind for job in seen} >= {JobKind.CASCADE, JobKind.PROMOTE}
+    assert any(job.deleted_keys for job in seen)
+
+
+def test_kinds_are_dispatched_in_their_order():
+    order = list(JobKind)
+    assert order.index(JobKind.PROMOTE) < order.index(JobKind.LOAD)
+    assert order[-1] is JobKind.CASCADE
+
+
+def test_positions_of_chunks_then_of_deleted_keys():
+    job = CopyJob(job_id=0, kind=JobKind.CASCADE, chunks=((b"a", 0),), deleted_keys=(b"b", b"c"))  # type: ignore[arg-type]
+    assert (job.num_items, job.num_blocks) == (3, 0)
+
+
+def test_a_worker_without_the_tier_is_an_error_in_one_line():
+    from tests.core.fakes import LAYOUT
+    from tpu_offload import WorkerSetup
+
+    config = OffloadConfig.create(storage_tier=NAME, num_storage_chunks=5)
+    scheduler = OffloadScheduler(config, LAYOUT)
+    setup = WorkerSetup(
+        num_processes=1,
+        process_index=0,
+        fingerprint=LAYOUT.fingerprint().hex(),
+        blocks_per_chunk=1,
+        staging_blocks=config.staging_blocks(LAYOUT),
+        max_load_blocks=config.max_load_blocks(LAYOUT),
+        segment_chunks=4,
+        save_path="direct",
+        load_path="direct",
+        bucket_blocks=(),
+        max_swap_blocks=0,
+    )
+    with pytest.raises(
+        ConfigError, match=r"worker 0 has storage_chunks=0, the scheduler has 5.*TPU_OFFLOAD_STORAGE_TIER"
+    ):
+        scheduler.apply(StepReport(worker_id=0, results=(), num_host_chunks=4, incarnation=1, setup=setup))
+
+
+# --- at random ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_at_random(seed):
+    """Prompts that share prefixes come and go; jobs end late, in part, or fail; memory is lost, caches are reset.
+
+    Whatever is loaded is compared with what the request's tokens would have computed.
+    """
+    rng = random.Random(seed)
+    engine = StorageEngine(
+        num_workers=rng.choice([1, 2]),
+        num_host_chunks=rng.choice([4, 9]),
+        num_storage_chunks=rng.choice([3, 10, 40]),
+        job_timeout_s=8.0,
+        breaker_failures=rng.choice([0, 3]),
+        max_storage_gb_in_flight=rng.choice([1e-9, 8 * 512 / 2**30]),
+    )
+    bases = [prompt(i, num_blocks=6) for i in range(4)]
+    for turn in range(120):
+        engine.clock.now_s += rng.choice([0.01, 0.3])
+        name, tokens = f"r{turn}", bases[rng.randrange(4)][: BLOCK_SIZE * rng.randint(1, 6)]
+        if rng.random() < 0.4 and len(engine.requests) < 3 and engine.match(name, tokens).state is not ARRIVING:
+            engine.add(name, tokens)
+        computed = {
+            name: len(request.tokens) - request.num_computed
+            for name, request in engine.requests.items()
+            if not request.loading and request.num_computed < len(request.tokens)
+        }
+        _, results = engine.step(computed)
+        engine.scheduler.check_invariants()
+        for worker, early in zip(engine.workers, results, strict=True):
+            ended = early + worker.finish(rng.randint(0, 3), fail=rng.random() < 0.15)
+            engine.apply(worker, ended)
+            engine.scheduler.check_invariants()
+        for name, request in list(engine.requests.items()):
+            if not request.loading and request.num_computed >= len(request.tokens) and rng.random() < 0.7:
+                engine.check_bytes(request, len(request.tokens))
+                engine.remove(name)
+        if rng.random() < 0.02:
+            engine.clock.now_s += 8.0
+        if rng.random() < 0.02:
+            engine.scheduler.reset()
+            engine.scheduler.check_invariants()
+        assert all(worker.most_stored <= engine.scheduler._storage._num_chunks for worker in engine.workers)
+
+
+def test_late_results_change_nothing():
+    engine = away()
+    engine.match("a", A)
+    engine.step()
+    (job,) = engine.workers[0].of_kind(JobKind.PROMOTE)
+    result = JobResult(job_id=job.job_id, state=JobState.FINISHED)
+    engine.apply(engine.workers[0], engine.workers[0].finish())
+    before = engine.scheduler.stats()
+    engine.scheduler.apply(engine.workers[0].report([result]))
+    after = engine.scheduler.stats()
+    assert after.num_ignored_results == before.num_ignored_results + 1
+    assert after.promoted_chunks == before.promoted_chunks

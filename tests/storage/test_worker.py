@@ -1,0 +1,630 @@
+"""The worker's half of storage, on real arrays: every bit through storage and back, faults, and that nothing waits."""
+
+import dataclasses
+import threading
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from tests.storage.memory_tier import FAULTY, NAME
+from tests.worker.engine import (
+    BLOCKS_PER_CHUNK,
+    FAILED,
+    FINISHED,
+    NUM_CHUNKS,
+    PATHS,
+    Engine,
+    Poisoned,
+    wait_until_rebuilt,
+)
+from tpu_offload.config import OffloadConfig
+from tpu_offload.errors import ConfigError
+from tpu_offload.kernels import reference
+from tpu_offload.layout import KVLayout
+from tpu_offload.types import ChunkKey, CopyJob, JobKind, JobState, StepPlan
+from tpu_offload.worker import OffloadWorker, storage_io
+
+SIZE = BLOCKS_PER_CHUNK
+
+
+def key_of(name):
+    return ChunkKey(bytes([name]) * 16 + b"key")
+
+
+class StorageEngine(Engine):
+    """What `Engine` is, with a storage tier, and what that should hold."""
+
+    def __init__(self, path="direct", *, tier=FAULTY, **settings):
+        storage = {"storage_tier": tier, "num_storage_chunks": 32, "max_storage_gb_in_flight": 1.0}
+        super().__init__(path, **(storage | settings))
+        self.stored = {}
+
+    @property
+    def storage(self):
+        return self.worker._storage
+
+    @property
+    def disk(self):
+        return self.storage._io.tier
+
+    def move(self, kind, chunks, deleted=()):
+        self.next_job_id += 1
+        chunks = tuple((key_of(name), slot) for name, slot in chunks)
+        return CopyJob(
+            job_id=self.next_job_id, kind=kind, chunks=chunks, deleted_keys=tuple(key_of(name) for name in deleted)
+        )
+
+    def cascade(self, *chunks, deleted=()):
+        return self.move(JobKind.CASCADE, chunks, deleted)
+
+    def promote(self, *chunks):
+        return self.move(JobKind.PROMOTE, chunks)
+
+    def expect_stored(self, job, *, but=()):
+        for i, (key, slot) in enumerate(job.chunks):
+            if i not in but:
+                self.stored[key] = self.host[slot * SIZE : (slot + 1) * SIZE].copy()
+
+    def expect_promoted(self, job, *, but=()):
+        for i, (key, slot) in enumerate(job.chunks):
+            if i not in but:
+                self.host[slot * SIZE : (slot + 1) * SIZE] = self.stored[key]
+
+    def fill(self, slots=range(4)):
+        """Random bytes in some slots, by a save of all blocks that they need."""
+        places = [slot * SIZE + j for slot in slots for j in range(SIZE)]
+        save = self.save(list(range(len(places))), places)
+        self.step(saves=[save])
+        self.expect_saved(save)
+        assert self.states() == {save.job_id: FINISHED}
+        self.scribble()
+
+    def wait_for(self, call):
+        assert self.disk.began.wait(60), f"no {call} began"
+
+    def done(self, job):
+        """Its result, once it has ended."""
+        return self.drain()[job.job_id]
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
+def test_every_bit_comes_back(dtype, num_devices):
+    engine = StorageEngine(dtype=dtype, num_devices=num_devices, tier=NAME)
+    assert len(engine.segments) == 3, "several segments"
+    engine.fill(range(2, 6))  # over the end of one
+    cascade = engine.cascade((1, 2), (2, 3), (3, 4), (4, 5))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    assert engine.done(cascade).state is FINISHED
+    assert {len(value) for value in engine.disk.values.values()} == {engine.disk.spec.payload_nbytes}
+    assert engine.disk.spec.payload_nbytes == SIZE * engine.layout.block_nbytes
+    engine.fill(range(2, 6))  # other bytes
+    promote = engine.promote((4, 0), (1, 3), (3, NUM_CHUNKS - 1), (2, 2))
+    engine.step(loads=[promote])
+    engine.expect_promoted(promote)
+    assert engine.done(promote).state is FINISHED
+    engine.check()
+    load = engine.load([0, 1], [0, 1])
+    engine.step(loads=[load])
+    engine.expect_loaded(load)
+    assert engine.states() == {load.job_id: FINISHED}
+    engine.check()
+    engine.worker.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_beside_every_copy_path(path):
+    engine = StorageEngine(path)
+    engine.fill([0, 1])
+    cascade, save = engine.cascade((1, 0), (2, 1)), engine.save([0, 1, 2, 3], [0, 1, 2, 3])
+    engine.expect_stored(cascade)
+    engine.step(saves=[cascade])
+    engine.step(saves=[save])  # into the very slots
+    engine.expect_saved(save)
+    assert set(engine.states().values()) == {FINISHED}
+    promote, load = engine.promote((1, 4), (2, 5)), engine.load([4, 5], [0, 1])
+    engine.step(loads=[promote, load])
+    engine.expect_promoted(promote)
+    engine.expect_loaded(load)
+    assert engine.states() == {promote.job_id: FINISHED, load.job_id: FINISHED}
+    engine.check()
+
+
+def test_a_slot_is_read_in_program_order():
+    """What is saved into it in the next step, and before storage has written anything, is not seen."""
+    engine = StorageEngine()
+    engine.fill([0])
+    engine.disk.gates["write"] = gate = threading.Event()
+    cascade = engine.cascade((1, 0))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    engine.wait_for("write")
+    save = engine.save([5, 6], [0, 1])
+    engine.step(saves=[save])
+    engine.expect_saved(save)
+    gate.set()
+    assert engine.states() == {cascade.job_id: FINISHED, save.job_id: FINISHED}
+    promote = engine.promote((1, 7))
+    engine.step(loads=[promote])
+    engine.expect_promoted(promote)
+    assert engine.done(promote).state is FINISHED
+    engine.check()
+
+
+def test_a_cascade_goes_after_the_saves_of_its_step():
+    engine = StorageEngine()
+    save, cascade = engine.save([0, 1], [0, 1]), engine.cascade((1, 0))
+    engine.step(saves=[save, cascade])
+    engine.expect_saved(save)
+    engine.expect_stored(cascade)
+    assert engine.states() == {save.job_id: FINISHED, cascade.job_id: FINISHED}
+    promote = engine.promote((1, 3))
+    engine.step(loads=[promote])
+    engine.expect_promoted(promote)
+    assert engine.done(promote).state is FINISHED
+    engine.check()
+
+
+@pytest.mark.parametrize("call", ["read", "write", "delete"])
+def test_nothing_waits_for_storage(call):
+    """Steps and polls go on, saves and loads end, while a call hangs in the tier; it ends when it ends."""
+    engine = StorageEngine()
+    engine.fill(range(3))
+    cascade = engine.cascade((1, 0))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    assert engine.done(cascade).state is FINISHED
+    engine.disk.gates[call] = gate = threading.Event()
+    slow = {
+        "read": lambda: engine.promote((1, 5)),
+        "write": lambda: engine.cascade((2, 1)),
+        "delete": lambda: engine.cascade(deleted=(1,)),
+    }[call]()
+    if call == "read":
+        engine.step(loads=[slow])
+    else:
+        engine.step(saves=[slow])
+    engine.wait_for(call)
+    save, load = engine.save([0, 1], [4, 5]), engine.load([2, 3], [2, 3])
+    engine.step(loads=[load], saves=[save])
+    engine.expect_loaded(load)
+    engine.expect_saved(save)
+    results: dict[int, JobState] = {}
+    while len(results) < 2:  # each of these would wait for ever if anything did
+        results |= {result.job_id: result.state for result in engine.worker.poll(wait=True).results}
+    assert results == {save.job_id: FINISHED, load.job_id: FINISHED}
+    assert engine.worker.poll().oldest_job_id == slow.job_id, "it is in flight"
+    gate.set()
+    assert engine.done(slow).state is FINISHED
+    assert not engine.worker.has_flights
+    assert engine.worker.poll(wait=True).results == (), "an idle worker does not wait"
+    if call == "read":
+        engine.expect_promoted(slow)
+    engine.check()
+
+
+def test_only_threads_of_its_own_call_the_tier():
+    engine = StorageEngine()
+    engine.fill([0])
+    for job, is_load in ((engine.cascade((1, 0)), False), (engine.promote((1, 1)), True)):
+        engine.step(**{"loads" if is_load else "saves": [job]})
+        assert engine.done(job).state is FINISHED
+    delete = engine.cascade(deleted=(1,))
+    engine.step(saves=[delete])
+    assert engine.done(delete).state is FINISHED
+    names = {name.rsplit("-", 1)[0] for name in engine.disk.threads}
+    assert names == {"tpu_offload-storage-read", "tpu_offload-storage-write"}
+    assert all(t.daemon for t in threading.enumerate() if t.name.startswith("tpu_offload-storage"))
+
+
+def test_what_is_deleted_cannot_be_read():
+    engine = StorageEngine()
+    engine.fill([0, 1])
+    cascade = engine.cascade((1, 0), (2, 1))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    assert engine.done(cascade).state is FINISHED
+    delete = engine.cascade((3, 0), deleted=(1, 7))
+    engine.step(saves=[delete])
+    assert engine.done(delete).state is FINISHED
+    assert set(engine.disk.values) == {key_of(2), key_of(3)}
+    promote = engine.promote((1, 5), (2, 6))
+    engine.step(loads=[promote])
+    engine.expect_promoted(promote, but=[0])
+    result = engine.done(promote)
+    assert (result.state, result.failed_blocks) == (FAILED, (0,))
+    engine.check()
+
+
+def test_a_key_is_deleted_before_it_is_written_again():
+    engine = StorageEngine()
+    engine.fill([0])
+    for _ in range(20):
+        both = engine.cascade((1, 0), deleted=(1,))
+        engine.step(saves=[both])
+        assert engine.done(both).state is FINISHED
+        assert key_of(1) in engine.disk.values
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), RuntimeError(""), SystemExit(1)])
+@pytest.mark.parametrize("call", ["read", "write", "delete"])
+def test_a_call_that_raises_fails_its_chunks_and_no_others(call, error):
+    engine = StorageEngine()
+    engine.fill(range(4))
+    first = engine.cascade((1, 0), (2, 1))
+    engine.step(saves=[first])
+    engine.expect_stored(first)
+    assert engine.done(first).state is FINISHED
+    engine.disk.failing, engine.disk.error = {call}, error
+    before = engine.host.copy()
+    job = engine.promote((1, 5), (2, 6)) if call == "read" else engine.cascade((3, 2), (4, 3), deleted=(2,))
+    engine.step(**{"loads" if call == "read" else "saves": [job]})
+    result = engine.done(job)
+    assert (result.state, result.failed_blocks) == (FAILED, {"read": (), "write": (0, 1), "delete": (2,)}[call])
+    assert type(error).__name__ in result.error
+    np.testing.assert_array_equal(engine.host_bytes(), before)
+    engine.disk.failing = set()
+    again = engine.promote((1, 5))  # the thread goes on
+    engine.step(loads=[again])
+    engine.expect_promoted(again)
+    assert engine.done(again).state is FINISHED
+    engine.check()
+
+
+@pytest.mark.parametrize("damage", ["one bit", "short", "another chunk"])
+def test_other_bytes_than_were_written_never_reach_the_host_tier(damage):
+    engine = StorageEngine()
+    engine.fill(range(2))
+    cascade = engine.cascade((1, 0), (2, 1))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    assert engine.done(cascade).state is FINISHED
+    before = engine.host.copy()
+    engine.disk.damage = damage
+    promote = engine.promote((1, 5))
+    engine.step(loads=[promote])
+    result = engine.done(promote)
+    assert (result.state, result.error) == (FAILED, "TransferError: storage returned other bytes than were written")
+    np.testing.assert_array_equal(engine.host_bytes(), before)
+
+
+def test_a_key_that_a_failed_write_has_overwritten_is_not_read():
+    engine = StorageEngine()
+    engine.fill(range(2))
+    cascade = engine.cascade((1, 0))
+    engine.step(saves=[cascade])
+    assert engine.done(cascade).state is FINISHED
+    engine.disk.failing = {"write"}
+    again = engine.cascade((1, 1))
+    engine.step(saves=[again])
+    assert engine.done(again).state is FAILED
+    promote = engine.promote((1, 5))
+    engine.step(loads=[promote])
+    assert "KeyError" in engine.done(promote).error
+
+
+def test_more_than_may_be_in_flight_fails():
+    engine = StorageEngine(max_storage_gb_in_flight=1e-9)
+    engine.fill(range(3))
+    engine.disk.gates["write"] = gate = threading.Event()
+    cascade = engine.cascade((1, 0), (2, 1), (3, 2))
+    engine.step(saves=[cascade])
+    assert len(engine.storage._landing) == 0
+    gate.set()
+    result = engine.done(cascade)
+    assert (result.state, result.failed_blocks) == (FAILED, (2,))
+    assert "more than 2 chunks" in result.error
+    assert engine.storage._num_chunks == 0, "and they have room again"
+    again = engine.cascade((3, 2))
+    engine.step(saves=[again])
+    assert engine.done(again).state is FINISHED
+
+
+def test_a_slot_in_which_nothing_is_is_not_written():
+    engine = StorageEngine()
+    engine.fill([0])
+    engine.memory.lost[2:4] = True
+    cascade = engine.cascade((1, 0), (2, 1))
+    engine.step(saves=[cascade])
+    result = engine.done(cascade)
+    assert (result.state, result.failed_blocks) == (FAILED, (1,))
+    assert "slot 1 was lost, or never written" in result.error
+
+
+def test_a_promotion_makes_its_slot_readable():
+    engine = StorageEngine()
+    engine.fill([0])
+    cascade = engine.cascade((1, 0))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    assert engine.done(cascade).state is FINISHED
+    engine.memory.lost[:] = True  # as in a worker that has just been made
+    promote = engine.promote((1, 3))
+    engine.step(loads=[promote])
+    engine.expect_promoted(promote)
+    assert engine.done(promote).state is FINISHED
+    assert engine.memory.lost.tolist() == [not 6 <= place < 8 for place in range(len(engine.memory.lost))]
+    load = engine.load([8, 9], [6, 7])
+    engine.step(loads=[load])
+    engine.expect_loaded(load)
+    assert engine.states() == {load.job_id: FINISHED}
+    engine.check()
+
+
+@pytest.mark.parametrize("when", ["at dispatch", "on the device"])
+def test_a_write_that_takes_the_segment_along_is_a_failure_and_a_loss(when):
+    engine = StorageEngine()
+    engine.fill(range(2))
+    cascade = engine.cascade((1, 0))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    assert engine.done(cascade).state is FINISHED
+    (copier,) = engine.storage._copiers
+    real = copier.write
+    if when == "at dispatch":
+
+        def take(segment_id, first, payload):
+            for part in engine.pool.segment(segment_id):
+                part.delete()
+            raise RuntimeError("device")
+
+        copier.write = take
+    else:
+        copier.write = lambda *args: real(*args) and Poisoned()
+    promote = engine.promote((1, 1))
+    engine.step(loads=[promote])
+    results: dict[int, JobState] = {}
+    lost: list[tuple[int, int]] = []
+    while engine.worker.has_flights:
+        report = engine.worker.poll(wait=True)
+        results |= {result.job_id: result.state for result in report.results}
+        lost += report.lost_slots
+    assert results == {promote.job_id: FAILED}
+    assert lost == [(0, 4)]
+    copier.write = real
+    wait_until_rebuilt(engine.pool, 0)
+    again = engine.promote((1, 1))
+    engine.step(loads=[again])
+    assert engine.done(again).state is FINISHED
+    np.testing.assert_array_equal(engine.host_bytes()[2:4], engine.stored[key_of(1)])
+
+
+BAD = [
+    ("CASCADE", {"chunks": ((key_of(1), NUM_CHUNKS),)}, "slots"),
+    ("CASCADE", {"chunks": ((key_of(1), -1),)}, "slots"),
+    ("PROMOTE", {"chunks": ((key_of(1), 0), (key_of(2), 0))}, "twice"),
+    ("PROMOTE", {"chunks": ((key_of(1), 0), (key_of(1), 1))}, "twice"),
+    ("PROMOTE", {"chunks": (("text", 0),)}, "not bytes"),
+    ("PROMOTE", {"chunks": ((b"", 0),)}, "not bytes"),
+    ("PROMOTE", {"chunks": [(key_of(1), 0)]}, "not tuples"),
+    ("CASCADE", {"chunks": (key_of(1),)}, "not a pair"),
+    ("CASCADE", {"deleted_keys": (5,)}, "not bytes"),
+    ("CASCADE", {"parts": ("part",)}, "parts"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "error"), BAD)
+def test_a_job_that_makes_no_sense_fails_alone(kind, fields, error):
+    engine = StorageEngine()
+    engine.fill([0])
+    bad = dataclasses.replace(engine.cascade(), kind=JobKind[kind], **fields)
+    good = engine.cascade((1, 0))
+    engine.step(
+        loads=[bad] if bad.kind is JobKind.PROMOTE else [], saves=[good] if bad.kind is JobKind.PROMOTE else [bad, good]
+    )
+    results = engine.drain()
+    assert results[bad.job_id].state is FAILED
+    assert error in results[bad.job_id].error
+    assert results[good.job_id].state is FINISHED
+
+
+def test_an_empty_job_finishes():
+    engine = StorageEngine()
+    promote, cascade = engine.promote(), engine.cascade()
+    engine.step(loads=[promote], saves=[cascade])
+    assert engine.states() == {promote.job_id: FINISHED, cascade.job_id: FINISHED}
+
+
+def test_a_worker_without_storage_refuses():
+    engine = Engine()
+    promote = CopyJob(job_id=1, kind=JobKind.PROMOTE, chunks=((key_of(1), 0),))
+    cascade = CopyJob(job_id=2, kind=JobKind.CASCADE, chunks=((key_of(1), 0),))
+    engine.step(loads=[promote], saves=[cascade])
+    results = engine.drain()
+    assert [result.state for result in results.values()] == [FAILED, FAILED]
+    assert {result.error for result in results.values()} == {"this worker has no storage tier"}
+
+
+def test_a_plan_in_one_piece_is_done_once_and_acknowledged():
+    """The engine gives the whole plan to both calls; no job of it is known to be over before its cascade is."""
+    engine = StorageEngine()
+    engine.fill([0])
+    engine.disk.gates["write"] = gate = threading.Event()
+    cascade = engine.cascade((1, 0))
+    plan = StepPlan(step_id=99, jobs=(cascade,), next_job_id=cascade.job_id + 1)
+    engine.caches = engine.worker.begin_step(plan, engine.caches)
+    assert engine.worker.poll().oldest_job_id <= cascade.job_id
+    engine.worker.end_step(plan, engine.caches)
+    engine.worker.end_step(plan, engine.caches)
+    engine.wait_for("write")
+    assert engine.worker.poll().oldest_job_id == cascade.job_id
+    gate.set()
+    (result,) = engine.worker.poll(wait=True).results
+    assert result.state is FINISHED
+    assert engine.worker.poll().oldest_job_id == cascade.job_id + 1
+
+
+def test_lost_caches_cancel_the_cascade_that_has_not_begun_and_no_other():
+    engine = StorageEngine()
+    engine.fill([0, 1])
+    begun = engine.cascade((1, 0))
+    engine.step(saves=[begun])
+    cascade = engine.cascade((2, 1))
+    plan = StepPlan(step_id=99, jobs=(cascade,), next_job_id=cascade.job_id + 1)
+    engine.caches = engine.worker.begin_step(plan, engine.caches)
+    engine.worker.mark_caches_lost()
+    results: dict[int, str] = {}
+    while engine.worker.has_flights or len(results) < 2:
+        results |= {result.job_id: result.state.value for result in engine.worker.poll(wait=True).results}
+    assert results == {begun.job_id: "finished", cascade.job_id: "cancelled"}
+
+
+# --- start and end ------------------------------------------------------------------------------
+
+
+def test_programs_are_compiled_at_the_start(compiles):
+    engine = StorageEngine(skip_jax_precompile=False)
+    engine.fill([0])
+    del compiles[:]
+    cascade = engine.cascade((1, 0))
+    engine.step(saves=[cascade])
+    assert engine.done(cascade).state is FINISHED
+    promote = engine.promote((1, 1))
+    engine.step(loads=[promote])
+    assert engine.done(promote).state is FINISHED
+    assert compiles == []
+
+
+def test_the_tier_is_told_what_it_is_for():
+    engine = StorageEngine(storage_options="/mnt/disk")
+    spec = engine.disk.spec
+    assert (spec.num_chunks, spec.worker_id, spec.options) == (32, 3, "/mnt/disk")
+    same, other = StorageEngine().disk.spec, StorageEngine(num_devices=8).disk.spec
+    assert same.fingerprint == spec.fingerprint
+    assert other.fingerprint != spec.fingerprint, "its shards lie otherwise"
+    assert other.payload_nbytes == spec.payload_nbytes
+
+
+def test_buffers_are_aligned_to_pages():
+    for nbytes in (1, 4096, 100_001):
+        buffer = storage_io._page_aligned(nbytes)
+        assert (len(buffer), buffer.ctypes.data % 4096) == (nbytes, 0)
+
+
+def test_several_hosts_are_refused_in_one_line():
+    sharding = types.SimpleNamespace(is_fully_addressable=False)
+    config = OffloadConfig.create(storage_tier=NAME, num_storage_chunks=1)
+    layout = Engine().layout
+    with pytest.raises(ConfigError, match=r"^TPU_OFFLOAD_STORAGE_TIER=.* several hosts is not supported yet"):
+        storage_io.StorageCopies(
+            config,
+            layout,
+            [types.SimpleNamespace(sharding=sharding)],
+            memories=[],
+            jobs=None,  # type: ignore[arg-type]
+            worker_id=0,
+        )
+
+
+def test_a_tier_that_is_not_there_ends_the_start():
+    with pytest.raises(ConfigError, match=r"^TPU_OFFLOAD_STORAGE_TIER=nowhere: there is no storage tier"):
+        StorageEngine(tier="nowhere")
+
+
+def test_no_tier_is_made_without_host_memory():
+    caches = Engine().caches
+    layout = KVLayout.from_caches(caches, block_size=4)
+    config = OffloadConfig.create(storage_tier=NAME, num_storage_chunks=1, skip_jax_precompile=True)
+    worker = OffloadWorker(config, layout, caches, available=1)
+    assert worker._storage is None
+    assert not worker.has_flights
+    worker.close()
+
+
+def num_threads():
+    return sum(thread.name.startswith("tpu_offload-storage") for thread in threading.enumerate())
+
+
+def test_close_ends_threads_and_tier():
+    before = num_threads()
+    engine = StorageEngine(tier=NAME)
+    assert num_threads() == before + 4
+    engine.fill([0])
+    engine.step(saves=[engine.cascade((1, 0))])
+    disk = engine.disk
+    engine.worker.close()
+    assert num_threads() == before
+    assert disk.num_closed == 1
+
+
+@pytest.mark.parametrize("failing", [set(), {"close"}])
+def test_close_does_not_wait_for_a_tier_that_hangs(failing, caplog, monkeypatch):
+    monkeypatch.setattr(storage_io, "_CLOSE_S", 0.05)
+    engine = StorageEngine(job_timeout_s=0.1)
+    engine.fill([0])
+    engine.disk.gates["write"] = gate = threading.Event()
+    engine.disk.failing = failing
+    disk = engine.disk
+    cascade = engine.cascade((1, 0))
+    engine.step(saves=[cascade])
+    engine.wait_for("write")
+    if failing:  # nothing hangs, but it fails to close
+        gate.set()
+        assert engine.done(cascade).state is FINISHED
+    engine.worker.close()
+    assert ("the storage tier hangs" in caplog.text) != bool(failing)
+    assert ("the storage tier failed to close: OSError: injected" in caplog.text) == bool(failing)
+    assert disk.num_closed == 0
+    gate.set()
+
+
+def test_a_worker_that_is_never_closed_ends_its_threads():
+    import gc
+
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("tpu_offload-storage")}
+    engine = StorageEngine(tier=NAME)
+    own = {t for t in threading.enumerate() if t.name.startswith("tpu_offload-storage")} - before
+    assert len(own) == 4
+    del engine
+    gc.collect()
+    for thread in own:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_hbm_is_counted():
+    with_storage, without = StorageEngine().worker.hbm_nbytes, Engine().worker.hbm_nbytes
+    assert with_storage - without == Engine().layout.block_nbytes_per_device
+
+
+def test_reference_reads_bytes_as_they_are():
+    """What the comparisons above stand on: a bit that differs is seen."""
+    engine = StorageEngine(tier=NAME)
+    engine.fill([0])
+    host = engine.host_bytes()
+    host.flat[0] ^= 1
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(host, engine.host)
+    assert reference.as_bytes(jax.numpy.zeros(2)).dtype == np.uint8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_at_random(seed):
+    """Jobs of all kinds, several at a time, over slots and keys; storage fails now and then."""
+    engine = StorageEngine(num_storage_chunks=64)
+    rng = np.random.default_rng(seed)
+    engine.fill(range(6))
+    for name in range(6):  # every slot holds something
+        cascade = engine.cascade((name, name))
+        engine.step(saves=[cascade])
+        engine.expect_stored(cascade)
+        assert engine.done(cascade).state is FINISHED
+    for _ in range(15):
+        slots, names = rng.permutation(NUM_CHUNKS).tolist(), rng.permutation(6).tolist()
+        engine.disk.failing = {"read"} if rng.random() < 0.2 else set()
+        promote = engine.promote(*zip(names[:2], slots[:2], strict=True))
+        save = engine.save([0, 1], [slots[2] * SIZE, slots[2] * SIZE + 1])
+        cascade = engine.cascade((names[2], slots[3]), (names[3], slots[2]))
+        engine.step(loads=[promote], saves=[save, cascade])
+        engine.expect_saved(save)
+        engine.expect_stored(cascade)
+        results = engine.drain()
+        assert results[cascade.job_id].state is FINISHED
+        assert results[promote.job_id].state is (FAILED if engine.disk.failing else FINISHED)
+        if not engine.disk.failing:
+            engine.expect_promoted(promote)
+        engine.check()
+        engine.scribble()

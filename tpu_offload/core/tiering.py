@@ -1,0 +1,345 @@
+"""Copies between the host tier and storage: which chunks are written, read and deleted, and when.
+
+A *cascade* writes chunks to storage after their save has finished. A *promotion* reads chunks into the host tier that a
+lookup needs next; until it ends, the lookup is ARRIVING. Both are kinds of job like any other: every worker has to
+report them, and they have a deadline and one end.
+
+Only the scheduler knows which chunks are stored: a set of keys in LRU order. A chunk is stored once every worker has
+written it. It occupies storage from the planning of its write until every worker has deleted it, so no tier ever holds
+more than `num_storage_chunks`. A deletion is a cascade of no chunks.
+"""
+
+import dataclasses
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Sequence
+from typing import final
+
+from tpu_offload.core.breaker import CircuitBreaker
+from tpu_offload.core.context import TierContext
+from tpu_offload.core.index import ChunkState, overlaps
+from tpu_offload.core.jobs import Job
+from tpu_offload.core.request_state import RequestState
+from tpu_offload.metrics import OffloadStats
+from tpu_offload.types import ChunkKey, JobKind, JobState
+
+_KINDS = (JobKind.PROMOTE, JobKind.CASCADE)
+_ACCOUNT = "storage"  # for the circuit breakers
+_MAX_CASCADES = 8  # a step; the worker dispatches a program for each
+_MAX_PROMOTIONS = 64  # a job
+_MAX_DELETES = 256  # a step
+_MAX_CANDIDATES = 4096
+
+Keys = OrderedDict[ChunkKey, None]
+
+
+@final
+class StoragePlanner:
+    """Plans cascades and promotions; does nothing without a storage tier.
+
+    Args:
+      context: the scheduler's shared state.
+      mark_lost: called with the chunks of failed promotions, see `Transfers.mark_lost`.
+    """
+
+    def __init__(self, context: TierContext, *, mark_lost: Callable[[Sequence[ChunkKey]], None]) -> None:
+        config, layout = context.config, context.layout
+        self._index = context.index
+        self._jobs = context.jobs
+        self._counts = context.counts
+        self._clock = context.clock
+        self._mark_lost = mark_lost
+        self._timeout_s = config.job_timeout_s
+        self._wait_s = config.storage_wait_s
+        self._num_chunks = config.storage_chunks
+        self._max_in_flight = config.max_storage_chunks_in_flight(layout)
+        self._chunk_tokens = config.blocks_per_chunk * layout.block_size
+        self._chunk_nbytes = config.blocks_per_chunk * layout.block_nbytes
+        self._writes, self._reads, self._deletions = self._breakers = [
+            CircuitBreaker(
+                what, num_failures=config.breaker_failures, retry_s=config.breaker_retry_s, clock=context.clock
+            )
+            for what in ("cascades to storage", "promotions from storage", "deletions in storage")
+        ]
+        self._stored: Keys = OrderedDict()  # least recently used first
+        self._candidates: Keys = OrderedDict()  # saved chunks to write, oldest first
+        self._to_delete: Keys = OrderedDict()
+        # The jobs in flight write, read and delete these.
+        self._writing: set[ChunkKey] = set()
+        self._promoting: set[ChunkKey] = set()
+        self._num_deleting = 0
+        self._jobs.on_end(*_KINDS, call=self._ended)
+
+    # Planning.
+
+    def offer(self, keys: Sequence[ChunkKey]) -> None:
+        """Makes saved chunks candidates for a cascade."""
+        if not self._num_chunks:
+            return
+        for key in keys:
+            if key in self._stored:
+                self._stored.move_to_end(key)
+            elif key not in self._writing:
+                self._candidates[key] = None
+        while len(self._candidates) > _MAX_CANDIDATES:
+            self._candidates.popitem(last=False)
+            self._counts.dropped_cascade_chunks += 1
+
+    def promote(self, request: RequestState) -> None:
+        """Plans a promotion of stored chunks that follow those that the request's last match found.
+
+        These chunks are PENDING from now on. All chunks before them are resident: the index allocates no others.
+        """
+        first, keys = request.num_found_chunks, request.keys
+        if not self._stored or request.at_load_limit or first >= len(keys) or keys[first] not in self._stored:
+            return
+        if self._index.state(keys[first]) is not None:
+            return
+        room = self._promotion_room()
+        missing, end = self._index.missing(keys, 0, min(len(keys), first + room))
+        indices = list(itertools.takewhile(lambda i: keys[i] in self._stored, missing))[:room]
+        wanted = {keys[i] for i in indices}
+        if not indices or len(wanted) < len(indices) or any(key in self._index for key in wanted):
+            # No room, an earlier chunk is not stored, or the hashes are not chained.
+            self._counts.num_dropped_promotions += not room
+            return
+        slots = self._index.allocate(
+            request.use,
+            keys,
+            indices,
+            protected=_protected(keys, indices, end, is_whole=len(missing) == end - missing[0]),
+        )
+        if not slots:
+            self._counts.num_dropped_promotions += 1
+            return
+        promoted = [keys[i] for i in indices[: len(slots)]]
+        for key in promoted:
+            self._stored.move_to_end(key)
+        self._promoting.update(promoted)
+        self._plan(JobKind.PROMOTE, promoted, slots, self._reads, now_s=self._clock())
+
+    def wait_s(self, key: ChunkKey, otherwise_s: float) -> float:
+        """How long a request waits for a PENDING chunk; `otherwise_s` if it is not being promoted."""
+        return self._wait_s if key in self._promoting else otherwise_s
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether `plan` would plan a job or drop candidates, so that an idle engine should call it."""
+        return bool(self._candidates) and self._writes.admits(_ACCOUNT)
+
+    def plan(self, now_s: float) -> None:
+        """Plans the deletions and the cascade of the coming step."""
+        if not (self._candidates or self._to_delete):
+            return
+        writes = bool(self._candidates) and self._writes.admits(_ACCOUNT)
+        if writes:
+            self._evict()
+        # One batch at a time, which bounds how many deletions are retried after a failure.
+        if self._to_delete and not self._num_deleting and self._deletions.admits(_ACCOUNT):
+            self._num_deleting = min(len(self._to_delete), _MAX_DELETES if self._deletions.closed else 1)
+            deleted = tuple([self._to_delete.popitem(last=False)[0] for _ in range(self._num_deleting)])
+            self._plan(JobKind.CASCADE, (), (), self._deletions, now_s=now_s, deleted=deleted)
+        if writes:
+            self._plan_cascade(now_s)
+
+    def _plan_cascade(self, now_s: float) -> None:
+        keys: list[ChunkKey] = []
+        slots: list[int] = []
+        room = self._cascade_room()
+        while self._candidates and len(keys) < room:
+            key, _ = self._candidates.popitem(last=False)
+            found = self._index.find((key,))
+            if not found:
+                self._counts.dropped_cascade_chunks += 1
+                continue
+            self._index.pin((key,))
+            self._to_delete.pop(key, None)
+            keys.append(key)
+            slots += found
+        if keys:
+            self._writing.update(keys)
+            self._plan(JobKind.CASCADE, keys, slots, self._writes, now_s=now_s)
+        elif self._room() <= 0 and not self._num_deleting:
+            self._drop_candidates()
+
+    def _drop_candidates(self) -> None:
+        """No room will come for the candidates, and an idle engine must not retry forever."""
+        self._counts.dropped_cascade_chunks += len(self._candidates)
+        self._candidates.clear()
+
+    # Resets and losses.
+
+    def reset(self) -> None:
+        """The stored KV is invalid, or a worker has lost its shard: deletes all of it and fails the jobs in flight."""
+        self._candidates.clear()
+        if self._to_delete:
+            self._to_delete.update(self._stored)
+            self._stored.clear()
+        else:  # O(1)
+            self._to_delete, self._stored = self._stored, self._to_delete
+        for job in self._jobs.of(*_KINDS):
+            job.mark_failed("storage was cleared")
+
+    def mark_slots_lost(self, first: int, end: int) -> None:
+        """Host memory is gone: fails the chunks that jobs read from or write to it."""
+        for job in self._jobs.of(*_KINDS):
+            if overlaps(job.slots, first, end):
+                job.error = job.error or "the host memory of its chunks was lost"
+                job.failed_blocks.update(i for i, slot in enumerate(job.slots) if first <= slot < end)
+
+    # Inside.
+
+    def _promotion_room(self) -> int:
+        """Chunks that a promotion may read now: at most half of the host tier, and what may be in flight."""
+        if not self._reads.admits(_ACCOUNT):
+            return 0
+        in_flight = self._max_in_flight - len(self._writing) - len(self._promoting)
+        room = min(_MAX_PROMOTIONS, in_flight, self._index.num_slots // 2 - len(self._promoting))
+        return max(0, room if self._reads.closed else min(room, 1))
+
+    def _cascade_room(self) -> int:
+        """Chunks that may be written now. At least half of what may be in flight is left to promotions.
+
+        A cascade pins its chunks: at most a quarter of the host tier, so that saves find slots.
+        """
+        in_flight = min(self._max_in_flight // 2, max(1, self._index.num_slots // 4)) - len(self._writing)
+        both = self._max_in_flight - len(self._writing) - len(self._promoting)
+        room = min(_MAX_CASCADES, in_flight, both, self._room())
+        return room if self._writes.closed else min(room, 1)
+
+    def _room(self) -> int:
+        """Free capacity of storage, in chunks."""
+        taken = len(self._stored) + len(self._writing) + len(self._to_delete) + self._num_deleting
+        return self._num_chunks - taken
+
+    def _evict(self) -> None:
+        """Evicts least recently used chunks from storage if it will have too little room for the candidates."""
+        deleted_later = len(self._to_delete) + self._num_deleting
+        short = min(len(self._candidates), _MAX_CASCADES) - self._room() - deleted_later
+        while short > 0 and self._stored:
+            key = next(iter(self._stored))
+            if key in self._promoting:  # those after it were used later, so most are in flight as well
+                break
+            self._forget(key)
+            self._counts.num_evicted_storage_chunks += 1
+            short -= 1
+
+    def _forget(self, key: ChunkKey) -> None:
+        """A chunk is not stored any more; every worker has to delete its shard."""
+        self._stored.pop(key, None)
+        self._to_delete[key] = None
+
+    def _plan(
+        self,
+        kind: JobKind,
+        keys: Sequence[ChunkKey],
+        slots: Sequence[int],
+        breaker: CircuitBreaker,
+        *,
+        now_s: float,
+        deleted: tuple[ChunkKey, ...] = (),
+    ) -> None:
+        job = self._jobs.plan(
+            kind,
+            (),
+            request=f"{len(deleted)} keys to delete" if deleted else f"{len(keys)} chunks",
+            keys=tuple(keys),
+            slots=tuple(slots),
+            deleted_keys=deleted,
+            nbytes=len(keys) * self._chunk_nbytes,
+            breaker=breaker,
+            deadline_s=now_s + self._timeout_s,
+        )
+        breaker.begin(job.job_id)
+
+    def _ended(self, job: Job) -> None:
+        bad = set(range(job.wire.num_items)) if job.all_failed else job.failed_blocks
+        if job.copy_failed:
+            self._counts.failed_storage_chunks += sum(i < len(job.keys) for i in bad)
+        if job.kind is JobKind.PROMOTE:
+            self._end_promotion(job, bad)
+        else:
+            self._end_cascade(job, bad)
+
+    def _end_promotion(self, job: Job, bad: Container[int]) -> None:
+        """Publishes the chunks that every worker has read and removes the others, from storage too if it failed."""
+        self._promoting.difference_update(job.keys)
+        chunks = list(zip(job.keys, job.slots, strict=True))
+        good = [chunk for i, chunk in enumerate(chunks) if i not in bad]
+        lost = [chunk for i, chunk in enumerate(chunks) if i in bad]
+        if good:
+            self._index.complete(*zip(*good, strict=True), success=True)
+            self._counts.promoted_chunks += len(good)
+            self._counts.promoted_nbytes += len(good) * self._chunk_nbytes
+            self._counts.promoted_tokens += len(good) * self._chunk_tokens
+        if lost:
+            keys, slots = zip(*lost, strict=True)
+            self._index.complete(keys, slots, success=False, quarantine=job.state is JobState.TIMED_OUT)
+            self._mark_lost(keys)
+            if job.copy_failed:
+                for key in keys:
+                    if key in self._stored:
+                        self._forget(key)
+
+    def _end_cascade(self, job: Job, bad: Container[int]) -> None:
+        """Chunks that every worker has written are stored; the others, and failed deletions, are deleted again."""
+        self._writing.difference_update(job.keys)
+        for i, key in enumerate(job.keys):
+            if i in bad:
+                self._forget(key)
+            else:
+                self._stored[key] = None
+                self._counts.cascaded_chunks += 1
+                self._counts.cascaded_nbytes += self._chunk_nbytes
+        deleted = job.wire.deleted_keys
+        self._num_deleting -= len(deleted)
+        kept = [key for i, key in enumerate(deleted, len(job.keys)) if i in bad]
+        for key in kept:
+            if key not in self._stored and key not in self._writing:
+                self._to_delete[key] = None
+        if kept:
+            self._drop_candidates()
+
+    # State.
+
+    def add_stats(self, stats: OffloadStats) -> OffloadStats:
+        """Adds the storage gauges and breakers to a snapshot."""
+        breakers = self._breakers
+        return dataclasses.replace(
+            stats,
+            num_stored_chunks=len(self._stored),
+            num_breaker_openings=stats.num_breaker_openings + sum(breaker.num_opened for breaker in breakers),
+            num_open_breakers=stats.num_open_breakers + sum(not breaker.closed for breaker in breakers),
+        )
+
+    def pins(self) -> Counter[ChunkKey]:
+        """Chunks that cascades have pinned."""
+        return Counter(key for job in self._jobs.of(JobKind.CASCADE) for key in job.keys)
+
+    def pending(self) -> list[ChunkKey]:
+        """Chunks that promotions have made PENDING."""
+        return [key for job in self._jobs.of(JobKind.PROMOTE) for key in job.keys]
+
+    def late_slots(self) -> list[int]:
+        """Slots that late promotions may still write."""
+        return [slot for job in self._jobs.late(*_KINDS) for slot in job.slots]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the sets agree with the jobs in flight. For tests."""
+        jobs = self._jobs.of(JobKind.CASCADE)
+        assert self._promoting == set(self.pending())
+        assert dict.fromkeys(self._writing, 1) == self.pins(), "two cascades write one chunk"
+        assert self._num_deleting == sum(len(job.wire.deleted_keys) for job in jobs)
+        assert self._room() >= 0, "storage holds more than it may"
+        assert not self._writing & self._stored.keys()
+        assert not (self._writing | self._stored.keys()) & self._to_delete.keys(), "what is stored would be deleted"
+        assert all(self._index.state(key) is ChunkState.PENDING for key in self._promoting)
+        assert len(self._candidates) <= _MAX_CANDIDATES
+
+
+def _protected(keys: Sequence[ChunkKey], indices: Sequence[int], end: int, *, is_whole: bool) -> Container[ChunkKey]:
+    """Chunks of a prefix that an allocation for these indices must not evict: those before and between them."""
+    first = indices[0]
+    if not is_whole:
+        return set(keys[max(0, first - 1) : end])
+    return (keys[first - 1],) if first else ()

@@ -1,0 +1,420 @@
+"""The copies between the host tier of one process and its storage tier.
+
+The thread that dispatches the model never waits for storage. A cascade copies each slot into a separate array, in
+program order after the saves of its step; an I/O thread waits for that array and writes its bytes. For a promotion an
+I/O thread reads into a buffer and verifies the checksum; `collect` then dispatches the copy into the slot. I/O threads
+never access segments.
+
+Reads and writes use separate threads, so no read waits behind a write. One thread does all writes and deletions of a
+key, in the order of their jobs, so a late write never lands after the deletion that follows it.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import queue
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from tpu_offload.config import ENV_PREFIX, OffloadConfig
+from tpu_offload.errors import ConfigError, TransferError
+from tpu_offload.kernels import SlotCopier
+from tpu_offload.layout import KVLayout
+from tpu_offload.storage import StorageSpec, StorageTier, make_tier
+from tpu_offload.types import ChunkKey, CopyJob, CopyPart
+from tpu_offload.worker.arrays import is_ready
+from tpu_offload.worker.host_memory import HostMemory, error_line
+from tpu_offload.worker.jobs import WorkerJobs
+from tpu_offload.worker.validate import storage_job_error
+
+_logger = logging.getLogger(__name__)
+
+_NUM_THREADS = 2  # for reads, and two more for writes
+_PAGE_NBYTES = 4096
+_CLOSE_S = 1.0  # `close` waits this long for the threads, which are idle unless the tier hangs
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Item:
+    """One task of an I/O thread: to read or write one chunk, or to delete some keys.
+
+    Attributes:
+      job_id: its job.
+      positions: of the chunk or keys in the job, as in `JobResult.failed_blocks`.
+      keys: the chunk's key, or those to delete.
+      slot: the chunk's; None for a deletion.
+      payload: for a cascade, the copy of the slot, per layer group; dropped once it is packed.
+      data: for a promotion, the bytes, once they are read.
+      error: in one line; empty if nothing failed.
+    """
+
+    job_id: int
+    positions: tuple[int, ...]
+    keys: tuple[ChunkKey, ...]
+    slot: int | None = None
+    payload: list[list[jax.Array]] | None = None
+    data: Bytes | None = None
+    error: str = ""
+
+
+@final
+class StorageCopies:
+    """Owns the storage tier of one process. All methods are called by the thread that dispatches the model.
+
+    A copy that fails is reported as a failed chunk of its job.
+
+    Args:
+      config: the settings, with a storage tier.
+      layout: what a block is made of.
+      kv_caches: per layer, dtype[num_blocks, *page_shape]; only shardings are read.
+      memories: per layer group, the host tier.
+      jobs: the worker's jobs.
+      worker_id: for the tier.
+    Raises:
+      ConfigError: the tier cannot be made, or the caches span several hosts.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        layout: KVLayout,
+        kv_caches: Sequence[Any],
+        *,
+        memories: Sequence[HostMemory],
+        jobs: WorkerJobs,
+        worker_id: int,
+    ) -> None:
+        if not kv_caches[0].sharding.is_fully_addressable:
+            raise ConfigError(
+                f"{ENV_PREFIX}STORAGE_TIER={config.storage_tier} with KV caches that span several hosts is not "
+                "supported yet; leave it empty"
+            )
+        self._memories = list(memories)
+        self._jobs = jobs
+        self._blocks_per_chunk = config.blocks_per_chunk
+        self._max_in_flight = config.max_storage_chunks_in_flight(layout)
+        self._copiers = [
+            SlotCopier(memory.spec, memory.arena, blocks_per_chunk=config.blocks_per_chunk) for memory in memories
+        ]
+        formats = [layout.fingerprint().hex(), config.blocks_per_chunk, *(c.payload_format for c in self._copiers)]
+        spec = StorageSpec(
+            payload_nbytes=sum(copier.payload_nbytes for copier in self._copiers),
+            num_chunks=config.num_storage_chunks,
+            worker_id=worker_id,
+            fingerprint=hashlib.blake2b(repr(formats).encode(), digest_size=16).hexdigest(),
+            options=config.storage_options,
+        )
+        if not config.skip_jax_precompile:
+            for copier in self._copiers:
+                copier.compile()
+        self._io = _StorageIO(make_tier(config.storage_tier, spec), self._copiers, payload_nbytes=spec.payload_nbytes)
+        self._readers, self._writers = _Threads("storage-read"), _Threads("storage-write")
+        self._num_in_io = 0  # items submitted to I/O threads and not yet collected
+        self._num_chunks = 0  # chunks in flight: each holds a payload or a buffer
+        self._landing: list[tuple[_Item, list[jax.Array]]] = []  # items that are written into slots, and tokens
+
+    @property
+    def has_flights(self) -> bool:
+        """Whether copies are in flight."""
+        return bool(self._num_in_io or self._landing)
+
+    @property
+    def hbm_nbytes(self) -> int:
+        """Most bytes of HBM that copies take on each device: those of one program, since they run one by one."""
+        return max(copier.hbm_nbytes for copier in self._copiers)
+
+    def promote(self, jobs: Sequence[CopyJob]) -> None:
+        """Starts to read chunks."""
+        for job in self._accept(jobs):
+            for position, (key, slot) in enumerate(job.chunks):
+                item = self._begin(job, (position,), (key,), slot=slot)
+                if not item.error:
+                    self._readers.submit(key, functools.partial(self._io.read, item))
+            self._jobs.drop_ref([job.job_id])
+
+    def cascade(self, jobs: Sequence[CopyJob]) -> None:
+        """Starts to delete keys, then dispatches copies of slots and starts to write them."""
+        for job in self._accept(jobs):
+            deleted: dict[int, list[int]] = {}
+            for i, key in enumerate(job.deleted_keys):
+                deleted.setdefault(self._writers.index(key), []).append(i)
+            for numbers in deleted.values():
+                positions = tuple(len(job.chunks) + i for i in numbers)
+                item = self._begin(job, positions, tuple(job.deleted_keys[i] for i in numbers))
+                self._writers.submit(item.keys[0], functools.partial(self._io.delete, item))
+            for position, (key, slot) in enumerate(job.chunks):
+                item = self._begin(job, (position,), (key,), slot=slot)
+                if not item.error and self._cut(item, slot):
+                    self._writers.submit(key, functools.partial(self._io.write, item))
+            self._jobs.drop_ref([job.job_id])
+
+    def collect(self) -> None:
+        """Dispatches the writes of chunks that were read into their slots, and ends finished items."""
+        while self._io.done:
+            item = self._io.done.popleft()
+            self._num_in_io -= 1
+            if item.data is None:
+                self._end(item, item.error)
+            else:
+                self._land(item)
+        landing, self._landing = self._landing, []
+        for item, tokens in landing:
+            if all(map(is_ready, tokens)):
+                self._end_landing(item, tokens)
+            else:
+                self._landing.append((item, tokens))
+
+    def waiting_on(self, *, all_of_them: bool = False) -> list[Any]:
+        """Objects whose `is_ready` lets `collect` make progress; with `all_of_them`, all that it waits for."""
+        if not self.has_flights:
+            return []
+        tokens = [token for _, tokens in self._landing for token in tokens]
+        num_done = self._num_in_io if all_of_them else 1
+        return [*tokens, _Done(self._io.done, num_done)] if self._num_in_io else tokens
+
+    def close(self) -> None:
+        """Ends the threads, dropping queued items, and closes the tier unless it hangs. The caller has waited."""
+        until_s = time.monotonic() + _CLOSE_S
+        self._landing.clear()
+        have_ended = [threads.close(until_s) for threads in (self._readers, self._writers)]
+        if not all(have_ended):
+            _logger.error(
+                "the storage tier hangs: closed without waiting for its I/O threads; it was not closed itself"
+            )
+            return
+        try:
+            self._io.tier.close()
+        except Exception as e:  # the tier may be the user's own
+            _logger.error("the storage tier failed to close: %s", error_line(e))
+
+    # Inside.
+
+    def _accept(self, jobs: Sequence[CopyJob]) -> list[CopyJob]:
+        """Starts the valid jobs; the others fail."""
+        accepted = []
+        num_slots = min(memory.arena.num_chunks_ready for memory in self._memories)
+        for job in jobs:
+            if job.job_id in self._jobs:
+                _logger.warning("job %d is in flight already: ignored", job.job_id)
+                continue
+            error = storage_job_error(job, num_slots=num_slots)
+            # `WorkerJobs` reports failed blocks: here the chunks and keys, identified by their positions.
+            positions = () if error else tuple(range(job.num_items))
+            self._jobs.start(job.job_id, (CopyPart(block_ids=positions, host_block_ids=positions),))
+            if error:
+                self._jobs.drop_ref([job.job_id], error)
+            else:
+                accepted.append(job)
+        return accepted
+
+    def _begin(
+        self, job: CopyJob, positions: tuple[int, ...], keys: tuple[ChunkKey, ...], *, slot: int | None = None
+    ) -> _Item:
+        """Makes an item, with a reference to its job. An item with an error has ended.
+
+        The scheduler plans within the bound, but no longer counts copies that timed out, which still hold memory.
+        """
+        item = _Item(job.job_id, positions, keys, slot)
+        self._jobs.add_ref([job.job_id])
+        self._num_in_io += 1
+        self._num_chunks += slot is not None
+        if self._num_chunks > self._max_in_flight:
+            self._drop(item, f"more than {self._max_in_flight} chunks in flight to and from storage")
+        return item
+
+    def _drop(self, item: _Item, error: str) -> None:
+        item.error = error
+        self._num_in_io -= 1
+        self._end(item, error)
+
+    def _end(self, item: _Item, error: str = "") -> None:
+        self._num_chunks -= item.slot is not None
+        item.payload = item.data = None
+        self._jobs.drop_ref([item.job_id], error, failed=[(0, position) for position in item.positions])
+
+    def _place(self, slot: int, memory: HostMemory) -> tuple[int, int]:
+        """The segment, and the position in it, of the first block of a slot."""
+        return divmod(slot * self._blocks_per_chunk, memory.spec.segment_blocks)
+
+    def _cut(self, item: _Item, slot: int) -> bool:
+        """Dispatches the copy of a slot; False if that failed and the item has ended."""
+        first = slot * self._blocks_per_chunk
+        try:
+            payload = []
+            for memory, copier in zip(self._memories, self._copiers, strict=True):
+                if memory.lost[first : first + self._blocks_per_chunk].any():
+                    raise TransferError(f"slot {slot} was lost, or never written")
+                payload.append(copier.read(*self._place(slot, memory)))
+            item.payload = payload
+        except Exception as e:
+            self._drop(item, error_line(e))
+            return False
+        return True
+
+    def _land(self, item: _Item) -> None:
+        """Dispatches the copy of a chunk that was read into its slot."""
+        assert item.data is not None
+        assert item.slot is not None
+        start, tokens = 0, []
+        for memory, copier in zip(self._memories, self._copiers, strict=True):
+            segment_id, first = self._place(item.slot, memory)
+            try:
+                payload = copier.unpack(item.data[start : start + copier.payload_nbytes])
+                tokens.append(copier.write(segment_id, first, payload))
+            except Exception as e:
+                memory.check_segment(segment_id, lost=False)
+                self._end(item, error_line(e))
+                return
+            memory.mark(segment_id, slice(first, first + self._blocks_per_chunk), lost=False)
+            start += copier.payload_nbytes
+        self._landing.append((item, tokens))
+
+    def _end_landing(self, item: _Item, tokens: Sequence[jax.Array]) -> None:
+        assert item.slot is not None
+        error = ""
+        for memory, token in zip(self._memories, tokens, strict=True):
+            segment_id, first = self._place(item.slot, memory)
+            try:
+                end = int(np.asarray(token))
+                if end != first + self._blocks_per_chunk:
+                    raise TransferError(f"the device copied up to {end}; expected {first + self._blocks_per_chunk}")
+            except Exception as e:  # a program that fails on the device destroys the donated segment
+                memory.check_segment(segment_id, lost=True)
+                error = error or error_line(e)
+        self._end(item, error)
+
+
+@final
+class _StorageIO:
+    """The methods and state of the I/O threads. Each method appends its item to `done`, and never raises."""
+
+    def __init__(self, tier: StorageTier, copiers: Sequence[SlotCopier], *, payload_nbytes: int) -> None:
+        self.tier = tier
+        self.done: deque[_Item] = deque()
+        self._copiers = copiers
+        self._payload_nbytes = payload_nbytes
+        self._checksums: dict[ChunkKey, int] = {}  # of the bytes last written for each key
+        self._local = threading.local()
+
+    def write(self, item: _Item) -> None:
+        """Writes a chunk, once its payload is ready."""
+        (key,) = item.keys
+        try:
+            data: Bytes | None = getattr(self._local, "data", None)
+            if data is None:
+                data = self._local.data = _page_aligned(self._payload_nbytes)
+            start = 0
+            for copier, payload in zip(self._copiers, item.payload or (), strict=True):
+                copier.pack(payload, data[start : start + copier.payload_nbytes])
+                start += copier.payload_nbytes
+            item.payload = None
+            checksum = zlib.crc32(data)
+            self._checksums.pop(key, None)
+            self.tier.write(key, memoryview(data).toreadonly())
+            self._checksums[key] = checksum
+        except BaseException as e:  # the tier may be the user's own, and nothing it raises may end the thread
+            item.error = error_line(e)
+        self.done.append(item)
+
+    def read(self, item: _Item) -> None:
+        """Reads a chunk and verifies that its bytes are those that were written."""
+        (key,) = item.keys
+        try:
+            checksum = self._checksums[key]
+            data = _page_aligned(self._payload_nbytes)
+            self.tier.read(key, memoryview(data))
+            if zlib.crc32(data) != checksum:
+                raise TransferError("storage returned other bytes than were written")
+            item.data = data
+        except BaseException as e:  # as above
+            item.error = error_line(e)
+        self.done.append(item)
+
+    def delete(self, item: _Item) -> None:
+        """Deletes keys."""
+        try:
+            for key in item.keys:
+                self._checksums.pop(key, None)
+            self.tier.delete(item.keys)
+        except BaseException as e:  # as above
+            item.error = error_line(e)
+        self.done.append(item)
+
+
+@final
+class _Threads:
+    """Daemon threads with a queue each. All tasks of a key run on one of them, in order.
+
+    They hold no reference to this object, so they end when it is garbage-collected.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._stop = threading.Event()
+        for i in range(_NUM_THREADS):
+            tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_run, args=(tasks, self._stop), name=f"tpu_offload-{name}-{i}", daemon=True
+            )
+            self._queues.append(tasks)
+            self._threads.append(thread)
+            thread.start()
+        self._finalizer = weakref.finalize(self, _stop_threads, self._queues, self._stop)
+
+    def index(self, key: ChunkKey) -> int:
+        """The thread of a key."""
+        return key[0] % len(self._queues)
+
+    def submit(self, key: ChunkKey, task: Callable[[], None]) -> None:
+        """Queues a task, which must not raise."""
+        self._queues[self.index(key)].put(task)
+
+    def close(self, until_s: float) -> bool:
+        """Ends the threads, dropping queued tasks; False if some are still running at `until_s`."""
+        self._finalizer()
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _run(tasks: queue.SimpleQueue[Callable[[], None] | None], stop: threading.Event) -> None:
+    while (task := tasks.get()) is not None:
+        if not stop.is_set():
+            task()
+        task = None  # free its buffers while the queue is empty
+
+
+def _stop_threads(queues: Sequence[queue.SimpleQueue[Callable[[], None] | None]], stop: threading.Event) -> None:
+    stop.set()
+    for tasks in queues:
+        tasks.put(None)
+
+
+class _Done:
+    """Ready once I/O threads have finished `num_items` items that are not collected yet."""
+
+    def __init__(self, done: deque[_Item], num_items: int) -> None:
+        self._done = done
+        self._num_items = num_items
+
+    def is_ready(self) -> bool:
+        """Like `jax.Array.is_ready`."""
+        return len(self._done) >= self._num_items
+
+
+def _page_aligned(nbytes: int) -> Bytes:
+    memory = np.empty(nbytes + _PAGE_NBYTES, np.uint8)
+    start = -memory.ctypes.data % _PAGE_NBYTES
+    return memory[start : start + nbytes]
