@@ -1,4 +1,4 @@
-"""All settings, in one frozen object.
+"""All settings, in one frozen object; long, because each setting has its type, limits and description in one place.
 
 A size may be set in tokens, blocks, chunks or GB; it is converted to blocks and chunks here, by the layout's bytes per
 block. 1 GB is 2**30 bytes, as in tpu-inference.

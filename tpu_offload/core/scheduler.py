@@ -26,6 +26,8 @@ A job's resources (staging blocks, pins, swap pool blocks) are released in one p
 every worker has reported the job, or at its deadline. Until then bytes may still be moving, whatever happened to the
 request. A circuit breaker suspends copies that keep failing (`core.breaker`), and chunks that keep failing back off
 (`core.chunk_backoff`); the engine computes what it would have loaded.
+
+Half of this file is the documentation of the calls that engines make, which belongs in one place.
 """
 
 import time

@@ -17,6 +17,8 @@ dispatches take effect in that order. On TPU and GPU they run in that order. On 
 next step donates the caches, is not written before the programs dispatched earlier have read it. So a save dispatched
 after the forward pass reads what the pass wrote, and nothing that a later step writes; and a forward pass dispatched
 after a load reads the loaded blocks. No method waits for a copy: `poll` checks whether its token is ready.
+
+Half of this file is the documentation of the calls that engines make, which belongs in one place.
 """
 
 import dataclasses
@@ -131,17 +133,20 @@ class OffloadWorker:
                 clock=clock,
                 wrap_copier=wrap_copier,
             )
-        self._storage: StorageCopies | None = None
-        if config.storage_chunks and self._tier is not None:
-            memories = self._tier.memories()
-            self._storage = StorageCopies(
-                config, layout, kv_caches, memories=memories, jobs=self._jobs, worker_id=worker_id
-            )
+        self._storage = self._make_storage(config, layout, kv_caches, worker_id=worker_id)
         setup = describe_setup(config, layout, kv_caches, self._tier)
         self._gate = PlanGate(CacheEpoch(worker_id=worker_id, incarnation=incarnation, num_losses=0), setup)
         self._report = StepReport(
             worker_id=worker_id, results=(), num_host_chunks=0, incarnation=incarnation, setup=setup
         )
+
+    def _make_storage(
+        self, config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], *, worker_id: int
+    ) -> StorageCopies | None:
+        if not config.storage_chunks or self._tier is None:
+            return None
+        memories = self._tier.memories()
+        return StorageCopies(config, layout, kv_caches, memories=memories, jobs=self._jobs, worker_id=worker_id)
 
     @property
     def cache_epoch(self) -> CacheEpoch:
