@@ -145,7 +145,7 @@ class CopyProfile(pydantic.BaseModel):
         distance, nearest = min(zip(distances, self.entries, strict=True), key=lambda pair: pair[0])
         if distance > _MAX_DISTANCE:
             _logger.warning(
-                "the nearest entry of TPU_OFFLOAD_COPY_PROFILE has %d layers with pages of %d bytes a device, the KV "
+                "the nearest entry of TPU_OFFLOAD_COPY_PROFILE has %d layers with pages of %d bytes per device, the KV "
                 "caches have %d with %d; TPU_OFFLOAD_%s_PATH=auto may not choose the fastest path: %s with the "
                 "caches' geometry",
                 nearest.num_layers,

@@ -193,8 +193,8 @@ def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window
     shard_shape = first.sharding.shard_shape(first.shape)
     if shard_shape[0] != first.shape[0]:
         raise LayoutError(
-            f"the block axis of the KV cache is sharded ({first.shape[0]} blocks, {shard_shape[0]} a device); expected "
-            "all blocks on every device: data-parallel caches are not supported"
+            f"the block axis of the KV cache is sharded ({first.shape[0]} blocks, {shard_shape[0]} per device); "
+            "expected all blocks on every device: data-parallel caches are not supported"
         )
     group = LayerGroup(
         kind=LayerGroupKind.SLIDING_WINDOW if window else LayerGroupKind.FULL_ATTENTION,

@@ -175,7 +175,7 @@ def test_saves_that_keep_failing_are_suspended_until_they_succeed(num_workers):
         assert calls == 3
         assert metrics["open_breakers"] == 1
         assert metrics["breaker_openings_total"] == 1
-        assert metrics.total.reduce()["Suspended kinds of copies"] == 1
+        assert metrics.total.reduce()["Copy kinds suspended"] == 1
         assert stack.offload.stats().num_resident_chunks == 1  # that of the warm-up
         assert not stack.errors
     assert stack.num_steps < 40

@@ -84,7 +84,7 @@ def programs_of(monkeypatch, platform, nbytes):
 
 def test_what_takes_more_than_it_may_is_refused_with_the_figures(monkeypatch):
     compiled, spec, build = programs_of(monkeypatch, "tpu", 2**20)
-    with pytest.raises(CompileError, match="direct_save takes 1048576 bytes of HBM a device") as caught:
+    with pytest.raises(CompileError, match="direct_save takes 1048576 bytes of HBM per device") as caught:
         compiled.get("save", build)
     assert "\n" not in str(caught.value)
     for said in ("[12, 4, 8, 2, 6]", "at most 524288", f"blocks of {spec.block_nbytes_per_device}"):

@@ -420,7 +420,7 @@ class OffloadConfig(pydantic.BaseModel):
         if num_blocks < self.blocks_per_chunk and self.enabled:
             raise ConfigError(
                 f"{env_name(name)}={value} is {num_blocks} blocks (block_size={layout.block_size} tokens, "
-                f"{layout.block_nbytes_per_device} bytes a device); expected at least one chunk of "
+                f"{layout.block_nbytes_per_device} bytes per device); expected at least one chunk of "
                 f"{self.blocks_per_chunk} block(s): set it to at least {_round_up(per_block * self.blocks_per_chunk)}, "
                 "or to 0 to turn offloading off"
             )

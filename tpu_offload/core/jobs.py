@@ -99,7 +99,7 @@ class Job:
             return "requests compute its chunks" if self.kind.writes_host else "its chunks are not stored"
         if self.wire.kind.of_swap:
             return "the request is recomputed"
-        return "the request computes its blocks" if self.direction is Direction.LOAD else "its blocks are not published"
+        return "its blocks were not loaded" if self.direction is Direction.LOAD else "its blocks are not published"
 
     def mark_failed(self, why: str) -> None:
         """All of it fails, whatever the workers report."""

@@ -46,7 +46,7 @@ class LoadPlanner:
     ) -> int:
         """See `OffloadScheduler.match`; returns how many tokens are promised.
 
-        With `had_failed_load` no chunk is promised that failed and has not succeeded since.
+        With `had_failed_load`, chunks that failed and have not succeeded since are not promised.
         """
         if request.load is not None:
             raise RequestError(

@@ -1,8 +1,8 @@
 """Save policy: when a request's KV is saved, how far into the request, and which chunks.
 
-KV can be saved at three times. When it is computed: early, and mostly for nothing, because HBM still has what is reused
-soon. When HBM is about to evict its blocks: late, and only what HBM cannot keep, so that the host tier holds other
-chunks than HBM and even a small one is of use. When the request is preempted: it is certain to return. A setting
+KV can be saved at three times. When it is computed, which is early and mostly wasted, because HBM still has what is
+reused soon. When HBM is about to evict its blocks: late, and only what HBM cannot keep, so that the host tier holds
+other chunks than HBM and even a small one is of use. When the request is preempted: it is certain to return. A setting
 selects the times (`SaveEvent`); each saves what the others have left.
 
 A policy can also require that a chunk has been seen several times, because most are never seen again: a chunk is saved

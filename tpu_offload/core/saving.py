@@ -399,7 +399,7 @@ class SavePlanner:
         self._num_unchained += 1
         if self._num_unchained.bit_count() == 1:  # 1, 2, 4, 8, ...: such an engine would log it for each request
             _logger.error(
-                "request %s: one block hash names blocks with different tokens before them; expected hashes of all "
+                "request %s: the same block hash is used for blocks with different prefixes; expected hashes of all "
                 "tokens up to the end of each block (BlockHasher makes them). Nothing more of this request is saved "
                 "(%d requests so far)",
                 request.request_id,

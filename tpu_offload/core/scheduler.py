@@ -22,12 +22,13 @@ A save that found no room, or was lost after it finished, is retried in a later 
 `preempt` or `finish` the request owns its blocks, and their KV does not change. A step costs nothing for requests that
 have nothing new.
 
-A job's resources (staging blocks, pins, swap pool blocks) are released in one place (`core.completion`), once: when
-every worker has reported the job, or at its deadline. Until then bytes may still be moving, whatever happened to the
-request. A circuit breaker suspends copies that keep failing (`core.breaker`), and chunks that keep failing back off
-(`core.chunk_backoff`); the engine computes what it would have loaded.
+A job's resources (staging blocks, pins, swap pool blocks) are released in one place (`core.completion`), once: when it
+ends, whatever happened to the request. A job that timed out keeps its staging blocks and the host memory that it writes
+until every worker has finished with it, because bytes may still be moving. A circuit breaker suspends copies that keep
+failing (`core.breaker`), and chunks that keep failing back off (`core.chunk_backoff`); the engine computes what it would
+have loaded.
 
-Half of this file is the documentation of the calls that engines make, which belongs in one place.
+This file is long because the documentation of every call that an engine makes is here.
 """
 
 import time

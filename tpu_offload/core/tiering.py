@@ -6,7 +6,7 @@ report them, and they have a deadline and one end.
 
 Only the scheduler knows which chunks are stored: a set of keys in LRU order. A chunk is stored once every worker has
 written it. It occupies storage from the planning of its write until every worker has deleted it, so no tier ever holds
-more than `num_storage_chunks`. A deletion is a cascade of no chunks.
+more than `num_storage_chunks`. A deletion is sent as a cascade without chunks.
 """
 
 import dataclasses

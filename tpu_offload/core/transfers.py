@@ -1,8 +1,8 @@
 """Transfers between HBM and the host tier, from their plan to their end.
 
 Every job ends once: finished, failed, cancelled or timed out. At the end the chunks of a save become visible or are
-removed. One thing outlives it: the copy of a save that timed out may still land, so its slots stay in quarantine until
-every worker has finished with it.
+removed. The copy of a job that timed out may still run: until every worker has finished with it, its staging blocks
+stay reserved, and the slots of a save in quarantine.
 """
 
 import sys

@@ -54,7 +54,10 @@ def choose_paths(config: OffloadConfig, spec: TransferSpec, *, fused: bool) -> d
                 offered=offered,
             )
             _logger.info(
-                "%ss use the %s path, by the profile %s", direction.value, chosen[direction].value, config.copy_profile
+                "%ss use the %s path, according to the profile %s",
+                direction.value,
+                chosen[direction].value,
+                config.copy_profile,
             )
     for direction, path in chosen.items():
         if path not in offered:

@@ -85,7 +85,7 @@ class CompiledPrograms:
         self._taken.append(taken)
         if taken > self._bound:
             message = (
-                f"{program.name} takes {taken} bytes of HBM a device for {self._described()}, expected at most "
+                f"{program.name} takes {taken} bytes of HBM per device for {self._described()}, expected at most "
                 f"{self._bound}, for blocks of {self._spec.block_nbytes_per_device}; {self._way_out()}"
             )
             if self._spec.platform == "tpu":

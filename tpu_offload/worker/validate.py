@@ -24,7 +24,7 @@ def sound_plan(plan: Any, *, last: int) -> StepPlan:
       last: replaces an invalid step id.
     """
     if type(plan) is not StepPlan:
-        _logger.error("a plan is a %s; expected a StepPlan: it is ignored", type(plan).__name__)
+        _logger.error("ignored a plan of type %s; expected a StepPlan", type(plan).__name__)
         return StepPlan(step_id=last)
     try:
         return _sound(plan, last=last)

@@ -18,7 +18,7 @@ next step donates the caches, is not written before the programs dispatched earl
 after the forward pass reads what the pass wrote, and nothing that a later step writes; and a forward pass dispatched
 after a load reads the loaded blocks. No method waits for a copy: `poll` checks whether its token is ready.
 
-Half of this file is the documentation of the calls that engines make, which belongs in one place.
+This file is long because the documentation of every call that an engine makes is here.
 """
 
 import dataclasses

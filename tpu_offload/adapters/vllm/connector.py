@@ -7,10 +7,10 @@ vLLM's calls and the library's:
 
     scheduler role                  OffloadScheduler
     bind_kv_cache_manager           (rollback and tainted requests use vLLM's block tables)
-    get_num_new_matched_tokens      match; release if vLLM does not wait
+    get_num_new_matched_tokens      match; release if vLLM is to ask again
     update_state_after_alloc        admit
-    build_connector_meta            preempt for preempted requests, plan_step, take_update
-    update_connector_output         apply; rollback of requests with invalid blocks
+    build_connector_meta            preempt or release what was not admitted, plan_step, take_update
+    update_connector_output         apply; rollback of requests with invalid blocks, or reset
     request_finished                finish
     reset_cache, take_events        reset, take_events
 

@@ -18,7 +18,7 @@ requests back, or with `fail` ends them. The rest is done here, after vLLM and w
                         in the prefix cache that were computed on invalid ones; so has any request that found those.
                         Their block tables are gone. So when a synchronous load fails, the whole prefix cache is
                         evicted.
-    sessions            that wait for more input cannot be rolled back, because vLLM keeps only their computed tokens.
+    streaming requests  that wait for more input cannot be rolled back, because vLLM keeps only their computed tokens.
                         Their next step is wasted: a worker reports the invalid blocks with it.
 """
 

@@ -173,7 +173,7 @@ def check_hbm(usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: in
     free = limit - used
     if needed <= free:
         _logger.info(
-            "tpu_offload: copies take up to %.1f MiB of HBM a device; %.1f MiB are free beside weights and KV cache",
+            "tpu_offload: copies take up to %.1f MiB of HBM per device; %.1f MiB are free beside weights and KV cache",
             needed / 2**20,
             free / 2**20,
         )

@@ -66,7 +66,7 @@ class OffloadConnectorStats(KVConnectorStats):
             "Failed copies": data.get("num_failed_jobs", 0),
         }
         if data.get("num_open_breakers"):
-            line["Suspended kinds of copies"] = data["num_open_breakers"]
+            line["Copy kinds suspended"] = data["num_open_breakers"]
         for direction, label in ((Direction.LOAD, "Longest load (ms)"), (Direction.SAVE, "Longest save (ms)")):
             if durations := data.get(_SECONDS[direction]):
                 line[label] = round(1000 * max(durations), 2)

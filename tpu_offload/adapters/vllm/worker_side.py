@@ -115,7 +115,7 @@ class WorkerSide:
         self._cache_layouts = [cache.format.layout for cache in caches]
         self._last_status = ()
         _logger.info(
-            "tpu_offload: blocks of %d tokens and %d bytes a device, %d chunks in the host tier, saves %s, loads %s",
+            "tpu_offload: blocks of %d tokens and %d bytes per device, %d chunks in the host tier, saves %s, loads %s",
             layout.block_size,
             layout.block_nbytes_per_device,
             worker.num_host_chunks,

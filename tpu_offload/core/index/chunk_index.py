@@ -26,7 +26,7 @@ MAX_REMOVED = 256
 """Chunks that one call removes of those lost together; 1 ms, more where prompts of 100,000 chunks break up."""
 MAX_FREED = 4096
 """Entries of containers discarded by `clear` that one call frees; 1 ms."""
-_CLEARED = Use(-1)  # chunks that outlive a `clear` count as used before all others
+_CLEARED = Use(-1)  # chunks that survive a `clear` rank as least recently used
 
 
 @final

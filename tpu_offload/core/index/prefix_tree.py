@@ -1,6 +1,6 @@
 """Resident chunks by key and by slot, and which chunk follows which.
 
-What is known of a chunk is a few machine words in columns by slot and an entry in a table that grows in small parts
+Each chunk takes a few machine words in per-slot columns and an entry in a table that grows in small parts
 (see `core.chunk_table`). The garbage collector looks at none of it: each of its passes over a million references would
 stop the engine for 100 ms.
 

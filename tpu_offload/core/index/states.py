@@ -100,7 +100,7 @@ class ChunkStates:
         """Up to `max_chunks` INVALID chunks that no pin covers, for the caller to remove."""
         if self._uncovered is None:
             covered = self.covered()
-            # By slot, since no seed repeats the order of a set; mostly tails before heads.
+            # Sorted by slot: the order of a set is not reproducible; mostly tails before heads.
             slot_of = self._tree.slot_of
             self._uncovered = sorted((k for k in self.invalid if slot_of[k] not in covered), key=slot_of.__getitem__)
         taken = self._uncovered[: -max_chunks - 1 : -1]

@@ -56,7 +56,7 @@ def place_blocks(
     """Looks up the leading full blocks in the host tier, and the other full ones in the swap pool.
 
     Args:
-      context: the books; unchanged.
+      context: the scheduler's shared state; not modified.
       block_tables: per layer group, the blocks that hold computed tokens.
       block_hashes: hashes of the full blocks of the first group that may be shared.
     """
