@@ -64,7 +64,11 @@ def kept_programs(tmp_path_factory, pytestconfig):
     before = {name: getattr(jax.config, name) for name in kept}
     for name, value in kept.items():
         jax.config.update(name, value)
-    yield programs
+    # Processes that tests start read what this one has compiled. They write nothing: some are killed meanwhile.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(own))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1e9")
+        yield programs
     for name, value in before.items():
         jax.config.update(name, value)
     programs.prune()
