@@ -220,3 +220,22 @@ def test_a_request_aborted_while_it_skips_a_step_leaks_nothing():
     stack.drain()
     assert not stack.side._rollback._awaiting_stale_output
     stack.check_end()
+
+
+def test_a_cascade_in_a_step_with_invalid_blocks_ends_with_it():
+    """Its end is never started, so its chunks would otherwise be in flight until the job times out."""
+    storage = {"storage_tier": "tests.storage.memory_tier:MemoryTier", "num_storage_chunks": 100}
+    stack, tokens = make(sync_load=True, **storage)
+    stack.drain()
+    planner = stack.offload._storage
+    keys = list(planner._stored)
+    assert keys
+    planner._stored.clear()
+    planner.offer(keys)  # so that the step whose load fails has a cascade
+    break_segment(stack)
+    request = stack.serve("b", tokens, max_tokens=1)
+    assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    stack.drain()
+    stats = stack.offload.stats()
+    assert (stats.num_timed_out_jobs, stats.num_jobs_in_flight) == (0, 0)
+    stack.check_end()

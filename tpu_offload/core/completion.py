@@ -46,11 +46,9 @@ class Completion:
         if job.account:
             self._staging.release(job.account, job.wire.num_staging_blocks, job.direction)
             if timed_out:  # under an account of its own: its request may reserve again
-                self._staging.reserve_late(_late_account(job), job.wire.num_staging_blocks, job.direction)
-        if job.keys and not job.kind.writes_host:
-            # A cascade has chunks of any prefixes, and pins each.
-            for keys in [(key,) for key in job.keys] if job.kind.of_storage else [job.keys]:
-                self._index.unpin(keys, sweep=False)
+                self._staging.reserve_late(late_account(job), job.wire.num_staging_blocks, job.direction)
+        if job.keys and not job.kind.writes_host and not job.kind.of_storage:
+            self._index.unpin(job.keys, sweep=False)
         if job.pool_blocks and not (timed_out and job.kind.writes_host):
             self._pool.release(job.pool_blocks)
         if timed_out:
@@ -69,7 +67,7 @@ class Completion:
     def release_late(self, job: Job) -> None:
         """Releases what a job that timed out still holds: no worker copies anything of it any more."""
         if job.account:
-            self._staging.release(_late_account(job), job.wire.num_staging_blocks, job.direction)
+            self._staging.release(late_account(job), job.wire.num_staging_blocks, job.direction)
         if job.kind.writes_host:
             if job.slots:
                 self._index.end_quarantine(job.slots)
@@ -77,5 +75,6 @@ class Completion:
                 self._pool.release(job.pool_blocks)
 
 
-def _late_account(job: Job) -> str:
+def late_account(job: Job) -> str:
+    """The holder of the staging blocks of a job that timed out."""
     return f"late job {job.job_id}"

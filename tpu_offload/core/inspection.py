@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 from tpu_offload import hashing
+from tpu_offload.core.completion import late_account
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import TierEvent, TierEventKind
 from tpu_offload.core.index import Changes, ChunkIndex, ChunkState
@@ -65,7 +66,7 @@ def check_invariants(
     storage.check_invariants()
     saves.check_invariants(requests.values())
     held: dict[tuple[str, Direction], int] = {}  # staging blocks by account
-    pins: dict[ChunkKey, int] = swap.pins() + storage.pins()
+    pins: dict[ChunkKey, int] = dict(swap.pins())
     pending: list[ChunkKey] = storage.pending()
     loads: list[Job | WaitingLoad] = [*queue]
     num_late, late_slots = 0, storage.late_slots()
@@ -81,6 +82,7 @@ def check_invariants(
         assert requests[waiting.request_id].load is waiting, "a queued load that no request waits for"
     for job in context.jobs.late(*TRANSFERS):
         num_late += job.wire.num_staging_blocks
+        assert buffer.held(late_account(job), job.direction) == job.wire.num_staging_blocks
         if job.direction is Direction.SAVE:
             late_slots += job.slots[: len(job.keys)]
     promises = [(request, request.promise) for request in requests.values() if request.promise]
@@ -91,7 +93,6 @@ def check_invariants(
         assert not any(index.state(key) is ChunkState.PENDING for key in keys), "a load of a chunk that is not saved"
     assert sum(held.values()) + num_late == buffer.num_reserved
     assert all(buffer.held(account, direction) == n for (account, direction), n in held.items())
-    index.check_holds(pins=pins, pending=set(pending))
+    index.check_holds(pins=pins, pending=set(pending), quarantined=late_slots)
     counts = context.counts
     assert counts.matched_tokens <= counts.found_tokens <= counts.looked_up_tokens, "found what was not looked up"
-    assert len(late_slots) == index.num_quarantined_slots, "a quarantined slot that no copy may write"

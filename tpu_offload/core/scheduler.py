@@ -378,7 +378,7 @@ class OffloadScheduler:
         """Applies one worker's report.
 
         An invalid report is ignored and counted. Results that match no job in flight (late, duplicate, unknown) are
-        counted and otherwise ignored, except that they may free memory of a save that timed out.
+        counted and otherwise ignored, except that they may release what a job that timed out still holds.
 
         Raises:
           ConfigError: with the first reports of a worker that was not made for this scheduler: there are more workers

@@ -11,7 +11,8 @@ more than `num_storage_chunks`. A deletion is sent as a cascade without chunks.
 
 import dataclasses
 import itertools
-from collections import Counter, OrderedDict
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from typing import final
 
@@ -22,6 +23,8 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import ChunkKey, JobKind, JobState
+
+_logger = logging.getLogger(__name__)
 
 _KINDS = (JobKind.PROMOTE, JobKind.CASCADE)
 _ACCOUNT = "storage"  # for the circuit breakers
@@ -103,12 +106,12 @@ class StoragePlanner:
             # No room, an earlier chunk is not stored, or the hashes are not chained.
             self._counts.num_dropped_promotions += not room
             return
-        slots = self._index.allocate(
-            request.use,
-            keys,
-            indices,
-            protected=_protected(keys, indices, end, is_whole=len(missing) == end - missing[0]),
-        )
+        protected = _protected(keys, indices, end, is_whole=len(missing) == end - missing[0])
+        try:
+            slots = self._index.allocate(request.use, keys, indices, protected=protected)
+        except Exception:  # of a custom eviction policy; the lookup that asked for this has succeeded
+            _logger.exception("a promotion from storage is dropped: the eviction policy failed")
+            slots = []
         if not slots:
             self._counts.num_dropped_promotions += 1
             return
@@ -143,6 +146,7 @@ class StoragePlanner:
             self._plan_cascade(now_s)
 
     def _plan_cascade(self, now_s: float) -> None:
+        # No pins: the workers read the slots in this very step, in program order before a later step can write them.
         keys: list[ChunkKey] = []
         slots: list[int] = []
         room = self._cascade_room()
@@ -152,7 +156,6 @@ class StoragePlanner:
             if not found:
                 self._counts.dropped_cascade_chunks += 1
                 continue
-            self._index.pin((key,))
             self._to_delete.pop(key, None)
             keys.append(key)
             slots += found
@@ -172,11 +175,10 @@ class StoragePlanner:
     def reset(self) -> None:
         """The stored KV is invalid, or a worker has lost its shard: deletes all of it and fails the jobs in flight."""
         self._candidates.clear()
-        if self._to_delete:
-            self._to_delete.update(self._stored)
-            self._stored.clear()
-        else:  # O(1)
+        if len(self._to_delete) < len(self._stored):  # O(the smaller of them)
             self._to_delete, self._stored = self._stored, self._to_delete
+        self._to_delete.update(self._stored)
+        self._stored.clear()
         for job in self._jobs.of(*_KINDS):
             job.mark_failed("storage was cleared")
 
@@ -198,11 +200,8 @@ class StoragePlanner:
         return max(0, room if self._reads.closed else min(room, 1))
 
     def _cascade_room(self) -> int:
-        """Chunks that may be written now. At least half of what may be in flight is left to promotions.
-
-        A cascade pins its chunks: at most a quarter of the host tier, so that saves find slots.
-        """
-        in_flight = min(self._max_in_flight // 2, max(1, self._index.num_slots // 4)) - len(self._writing)
+        """Chunks that may be written now. At least half of what may be in flight is left to promotions."""
+        in_flight = self._max_in_flight // 2 - len(self._writing)
         both = self._max_in_flight - len(self._writing) - len(self._promoting)
         room = min(_MAX_CASCADES, in_flight, both, self._room())
         return room if self._writes.closed else min(room, 1)
@@ -312,10 +311,6 @@ class StoragePlanner:
             num_open_breakers=stats.num_open_breakers + sum(not breaker.closed for breaker in breakers),
         )
 
-    def pins(self) -> Counter[ChunkKey]:
-        """Chunks that cascades have pinned."""
-        return Counter(key for job in self._jobs.of(JobKind.CASCADE) for key in job.keys)
-
     def pending(self) -> list[ChunkKey]:
         """Chunks that promotions have made PENDING."""
         return [key for job in self._jobs.of(JobKind.PROMOTE) for key in job.keys]
@@ -328,7 +323,7 @@ class StoragePlanner:
         """Raises AssertionError unless the sets agree with the jobs in flight. For tests."""
         jobs = self._jobs.of(JobKind.CASCADE)
         assert self._promoting == set(self.pending())
-        assert dict.fromkeys(self._writing, 1) == self.pins(), "two cascades write one chunk"
+        assert sorted(self._writing) == sorted(key for job in jobs for key in job.keys), "two cascades write one chunk"
         assert self._num_deleting == sum(len(job.wire.deleted_keys) for job in jobs)
         assert self._room() >= 0, "storage holds more than it may"
         assert not self._writing & self._stored.keys()

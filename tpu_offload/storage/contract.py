@@ -36,8 +36,8 @@ class StorageTier(abc.ABC):
 
     `write`, `read` and `delete` may block. Several I/O threads call them concurrently, never the thread that dispatches
     the model. Writes and deletions of one key are never concurrent. A read may be concurrent with them only after it
-    timed out; its result is ignored then. An exception fails the chunks of that call only; while calls keep failing,
-    they are suspended for increasing intervals.
+    timed out or storage was cleared; its result is ignored then. An exception fails the chunks of that call only; while
+    calls keep failing, they are suspended for increasing intervals.
     """
 
     def __init__(self, spec: StorageSpec) -> None:

@@ -130,6 +130,11 @@ class StorageCopies:
         return bool(self._num_in_io or self._landing)
 
     @property
+    def is_landing(self) -> bool:
+        """Whether a chunk that was read is being written to its slot."""
+        return bool(self._landing)
+
+    @property
     def hbm_nbytes(self) -> int:
         """Most bytes of HBM that copies take on each device: those of one program, since they run one by one."""
         return max(copier.hbm_nbytes for copier in self._copiers)
@@ -278,6 +283,7 @@ class StorageCopies:
                 return
             memory.mark(segment_id, slice(first, first + self._blocks_per_chunk), lost=False)
             start += copier.payload_nbytes
+        item.data = None  # the arrays have their own copy, or keep the buffer
         self._landing.append((item, tokens))
 
     def _end_landing(self, item: _Item, tokens: Sequence[jax.Array]) -> None:

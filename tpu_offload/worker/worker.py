@@ -273,7 +273,9 @@ class OffloadWorker:
         elif promotions:
             self._storage.promote(promotions)
         if self._tier is not None:
-            self._tier.begin(plan, kv_caches, fuse=fuse, urgent=urgent)
+            # A segment that a promotion is being written to must not go into the pass: it may be lost.
+            is_landing = self._storage is not None and self._storage.is_landing
+            self._tier.begin(plan, kv_caches, fuse=fuse and not is_landing, urgent=urgent)
         if self._swap is not None and ins:
             self._swap.swap(ins, kv_caches)
 
@@ -449,7 +451,8 @@ class OffloadWorker:
 
     def _collect(self) -> None:
         for copies in self._copies():
-            copies.collect()
+            if copies is not self._storage or self._tier is None or not self._tier.awaits_pass:
+                copies.collect()
 
     def _copies(self) -> list[StorageCopies | TierCopies | SwapCopies]:
         return [copies for copies in (self._storage, self._tier, self._swap) if copies is not None]

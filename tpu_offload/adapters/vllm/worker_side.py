@@ -236,8 +236,8 @@ class WorkerSide:
         return tokens.tainted
 
     def _cancel_saves(self, error: str) -> None:
-        """Reports the saves of the plan as cancelled, which the circuit breaker does not count as failures."""
-        saves = self._plan.of(JobKind.SAVE)
+        """Reports what the end of the step would have started as cancelled, which is no failure to circuit breakers."""
+        saves = self._plan.of(JobKind.SAVE, JobKind.CASCADE)
         if saves:
             results = tuple(JobResult(job_id=job.job_id, state=JobState.CANCELLED, error=error) for job in saves)
             self._collect()

@@ -301,10 +301,17 @@ class ChunkIndex:
         self._slots.check_invariants([self._tree.slot_of[key] for key in self._tree.slot_of])
         self._policy.check_invariants(self._tree.leaves(), self._evictor)
 
-    def check_holds(self, *, pins: dict[ChunkKey, int], pending: set[ChunkKey]) -> None:
-        """Raises AssertionError unless pins end at exactly these chunks, this often, and these are PENDING."""
+    def check_holds(
+        self, *, pins: dict[ChunkKey, int], pending: set[ChunkKey], quarantined: Iterable[int] | None = None
+    ) -> None:
+        """Raises AssertionError unless pins end at exactly these chunks, this often, and these are PENDING.
+
+        Nor if the slots in quarantine are not exactly `quarantined`, unless that is None.
+        """
         assert self._states.pins == pins
         assert self._states.pending() == pending
+        if quarantined is not None:
+            assert self._slots.quarantined == set(quarantined), "a quarantined slot that no copy may write"
 
     def _insert_with_holes(
         self, use: Use, keys: Sequence[ChunkKey], indices: Sequence[int], slots: Sequence[int]

@@ -90,6 +90,11 @@ class SlotAllocator:
         """Slots that a late copy may still write."""
         return len(self._quarantined)
 
+    @property
+    def quarantined(self) -> frozenset[int]:
+        """Those slots. For tests."""
+        return frozenset(self._quarantined)
+
     def grow(self, num_slots: int) -> None:
         """Raises the number of usable slots to `num_slots`, which is more than there are."""
         self.num_usable = num_slots
