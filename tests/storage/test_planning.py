@@ -617,23 +617,25 @@ def test_late_results_change_nothing():
     assert after.promoted_chunks == before.promoted_chunks
 
 
-def test_an_eviction_policy_that_raises_costs_a_promotion_and_no_lookup():
+def test_a_match_whose_eviction_policy_raises_promises_nothing():
     engine = away(num_host_chunks=8)
     shared = [*A[: 2 * BLOCK_SIZE], *prompt(5)]
     engine.fill(shared)  # its first two chunks are found, and those of A after them are in storage
     scheduler = engine.scheduler
-    before = scheduler.stats()
 
     def evict(num_chunks, residents):
         raise RuntimeError("injected")
 
-    scheduler._index._policy.evict = evict
-    found = engine.match("a", A)
-    assert found.state is HIT
-    assert found.num_tokens == 2 * BLOCK_SIZE
-    after = scheduler.stats()
-    assert after.num_dropped_promotions == before.num_dropped_promotions + 1
-    assert scheduler.plan_step().of(JobKind.PROMOTE) == ()
+    policy = scheduler._index._policy
+    policy.evict = evict
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.match("a", A)
+    assert scheduler._context.index._states.pins == {}
     scheduler.check_invariants()
+    del policy.evict
+    assert engine.match("a", A).state is ARRIVING
+    scheduler.release("a")
+    engine.rest()
+    assert engine.match("a", A).num_tokens == 4 * BLOCK_SIZE - 1
     scheduler.release("a")
     scheduler.check_invariants()

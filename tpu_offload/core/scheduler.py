@@ -164,7 +164,8 @@ class OffloadScheduler:
           the same. MISS if `num_computed_tokens` is not at a block boundary.
         Raises:
           RequestError: the request is waiting for a load, an argument is invalid, or the hashes differ from those of
-            an earlier match of this request; nothing was changed.
+            an earlier match of this request; nothing was changed. With a storage tier also what an eviction policy
+            raises; nothing is promised then.
         """
         num_tokens, num_computed_tokens = check_match(
             request_id, block_hashes, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens, limits=limits
@@ -187,7 +188,11 @@ class OffloadScheduler:
         self._requests[request_id] = request
         self._saves.clear_offer(request)  # it may be granted other blocks
         self._saves.observe(request, len(request.keys))
-        self._storage.promote(request)
+        try:
+            self._storage.promote(request)
+        except BaseException:  # a custom eviction policy may raise anything
+            self._loads.release(request)
+            raise
         return self._loads.answer(request, num_found, storage=self._storage)
 
     def release(self, request_id: str) -> None:

@@ -11,7 +11,6 @@ more than `num_storage_chunks`. A deletion is sent as a cascade without chunks.
 
 import dataclasses
 import itertools
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from typing import final
@@ -23,8 +22,6 @@ from tpu_offload.core.jobs import Job
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import ChunkKey, JobKind, JobState
-
-_logger = logging.getLogger(__name__)
 
 _KINDS = (JobKind.PROMOTE, JobKind.CASCADE)
 _ACCOUNT = "storage"  # for the circuit breakers
@@ -107,11 +104,7 @@ class StoragePlanner:
             self._counts.num_dropped_promotions += not room
             return
         protected = _protected(keys, indices, end, is_whole=len(missing) == end - missing[0])
-        try:
-            slots = self._index.allocate(request.use, keys, indices, protected=protected)
-        except Exception:  # of a custom eviction policy; the lookup that asked for this has succeeded
-            _logger.exception("a promotion from storage is dropped: the eviction policy failed")
-            slots = []
+        slots = self._index.allocate(request.use, keys, indices, protected=protected)
         if not slots:
             self._counts.num_dropped_promotions += 1
             return
