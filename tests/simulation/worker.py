@@ -27,6 +27,7 @@ from tpu_offload.worker.plan_gate import PlanGate
 _FINISHED, _FAILED, _CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
 NUM_KINDS = 8  # kinds of faults; above 1 some blocks are still copied, and all but 4 report which failed
 PARTIAL = (2, 3, 5, 6, 7)  # kinds of faults that still copy some blocks
+FIRST_INCARNATION = 1  # 0 means unknown
 FAULTY = ("save", "load", "swap")  # kinds of copies that can fail
 
 
@@ -47,7 +48,7 @@ class SimWorker:
         self.stages_saves = bool(setup.staged >> 2 * worker_id & 1)
         self.stages_loads = bool(setup.staged >> 2 * worker_id & 2)
         self.hbm = [list(junk.block(setup.block_size)) for _ in range(setup.num_blocks)]
-        self.incarnation = 1  # 0 means unknown
+        self.incarnation = FIRST_INCARNATION
         self.step = 0
         self.stalled_until = 0
         self.loses_caches = False  # at the next plan

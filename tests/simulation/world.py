@@ -15,7 +15,7 @@ from tests.simulation.memory import Junk, Violation
 from tests.simulation.model import Model
 from tests.simulation.request import Phase, TokenSpan
 from tests.simulation.trace import Action, Setup
-from tests.simulation.worker import SimWorker
+from tests.simulation.worker import FIRST_INCARNATION, SimWorker
 from tpu_offload import JobKind, KVLayout, LayerGroup, LayerGroupKind, OffloadConfig, OffloadScheduler, StepPlan
 
 TIMEOUT_S = 10.0
@@ -132,7 +132,8 @@ class World:
                 worker.begin_step(step.plan, self.num_steps)
                 if worker.worker_id in self.repeats:
                     worker.begin_step(step.plan, self.num_steps)
-            self.model.check_flights(worker, step.open_jobs)
+                # A late one writes no load before it begins another plan, which repeats the cancellations.
+                self.model.check_flights(worker, step.open_jobs)
         # A step on lost caches reads undefined values, and what it computes is undefined on all workers.
         caches_lost = any(self._lost_caches_since(worker, step) for worker in self.workers)
         self.counts["steps on lost caches"] += caches_lost
@@ -155,8 +156,8 @@ class World:
     def _lost_caches_since(self, worker: SimWorker, step: Dispatched) -> bool:
         """Whether a worker's caches are not those that the step was planned for."""
         known, now = step.cache_epochs[worker.worker_id], worker.gate.epoch
-        # (0, 0): it had not reported yet, and this is its first incarnation.
-        return known != (now.incarnation, now.num_losses) and (known != (0, 0) or now.num_losses > 0)
+        # (0, 0): no report of its first incarnation had arrived yet.
+        return (known if known != (0, 0) else (FIRST_INCARNATION, 0)) != (now.incarnation, now.num_losses)
 
     def _deliver_late_plans(self, plan: StepPlan) -> None:
         """Delivers plans that later ones have overtaken."""

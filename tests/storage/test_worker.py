@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 import types
 
 import jax
@@ -17,6 +18,8 @@ from tests.worker.engine import (
     PATHS,
     Engine,
     Poisoned,
+    Slow,
+    forward,
     wait_until_rebuilt,
 )
 from tpu_offload.config import OffloadConfig
@@ -390,6 +393,74 @@ def test_a_write_that_takes_the_segment_along_is_a_failure_and_a_loss(when):
     engine.step(loads=[again])
     assert engine.done(again).state is FINISHED
     np.testing.assert_array_equal(engine.host_bytes()[2:4], engine.stored[key_of(1)])
+
+
+def fused_engine():
+    """One chunk in storage, and saves inside the forward pass."""
+    engine = StorageEngine("fused")
+    engine.fill(range(4))
+    cascade = engine.cascade((1, 0))
+    engine.step(saves=[cascade])
+    engine.expect_stored(cascade)
+    assert engine.done(cascade).state is FINISHED
+    return engine
+
+
+def make_landings_slow(engine, monkeypatch):
+    """From now on what is written into slots does not end before its tokens, which are returned, are set ready."""
+    slow, land = [], engine.storage._land
+
+    def slowly(item):
+        land(item)
+        item, tokens = engine.storage._landing[-1]
+        slow.extend(Slow(token) for token in tokens)
+        engine.storage._landing[-1] = item, slow[-len(tokens) :]
+
+    monkeypatch.setattr(engine.storage, "_land", slowly)
+    return slow
+
+
+def test_no_segment_goes_into_the_forward_pass_while_a_promotion_is_written(monkeypatch):
+    engine = fused_engine()
+    promote = engine.promote((1, 3))
+    slow = make_landings_slow(engine, monkeypatch)
+    engine.step(loads=[promote])
+    while not engine.storage.is_landing:
+        engine.worker.poll()
+    num_fused = engine.num_fused
+    save = engine.save([4, 5, 6, 7], [0, 1, 2, 3])
+    engine.step(saves=[save])
+    engine.expect_saved(save)
+    assert engine.num_fused == num_fused, "the save went by another path"
+    for token in slow:
+        token.ready = True
+    engine.expect_promoted(promote)
+    assert set(engine.states().values()) == {FINISHED}
+    engine.check()
+
+
+def test_no_promotion_is_written_while_the_forward_pass_has_a_segment(monkeypatch):
+    engine = fused_engine()
+    engine.step_id += 1
+    promote = engine.promote((1, 3))
+    save = engine.save([4, 5, 6, 7], [0, 1, 2, 3])
+    plan = StepPlan(step_id=engine.step_id, jobs=(promote, save))
+    engine.caches = engine.worker.begin_step(plan, engine.caches, fuse=True)
+    fused = engine.worker.fused_step()
+    assert fused.inputs is not None
+    while not engine.storage._io.done:
+        time.sleep(0.001)
+    looks, collect = [], engine.worker._collect
+    monkeypatch.setattr(engine.worker, "_collect", lambda: (looks.append(1), collect()))
+    engine.worker.poll(wait=True)
+    assert len(looks) < 5, "it spins until the pass is back"
+    assert engine.storage._io.done, "read, and left for later"
+    engine.caches, outcome = forward(engine.caches, *fused)
+    engine.worker.end_step(plan, engine.caches, outcome)
+    engine.expect_saved(save)
+    engine.expect_promoted(promote)
+    assert set(engine.states().values()) == {FINISHED}
+    engine.check()
 
 
 BAD = [

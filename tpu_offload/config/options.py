@@ -215,8 +215,8 @@ class OffloadConfig(pydantic.BaseModel):
         gt=0,
         le=2**20,
         allow_inf_nan=False,
-        description="At most so many GB of host memory hold chunks on their way to and from storage, beside the host "
-        "tier; at least one chunk each way. Chunks that are being copied into the host tier take twice their size.",
+        description="Limit in GB of host memory for chunks on their way to and from storage, beside the host tier; at "
+        "least one chunk each way. A chunk that is being copied into the host tier briefly takes twice its size.",
     )
     job_timeout_s: float = Field(
         60.0,

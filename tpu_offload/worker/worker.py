@@ -450,9 +450,13 @@ class OffloadWorker:
                 self._jobs.drop_ref([job.job_id], error)
 
     def _collect(self) -> None:
-        for copies in self._copies():
-            if copies is not self._storage or self._tier is None or not self._tier.awaits_pass:
-                copies.collect()
+        for copies in self._collectable():
+            copies.collect()
+
+    def _collectable(self) -> list[StorageCopies | TierCopies | SwapCopies]:
+        """All copies, but not storage while a forward pass may have the segment that it would write."""
+        awaits_pass = self._tier is not None and self._tier.awaits_pass
+        return [copies for copies in self._copies() if not (awaits_pass and copies is self._storage)]
 
     def _copies(self) -> list[StorageCopies | TierCopies | SwapCopies]:
         return [copies for copies in (self._storage, self._tier, self._swap) if copies is not None]
@@ -461,9 +465,12 @@ class OffloadWorker:
         """Waits until `poll` can make progress; False if no copy lets it, or the time is up."""
         if self._tier is not None and self._tier.awaits_begin:
             return False
-        timeout_s = max(0.0, until_s - time.monotonic())
-        waiting_on = [array for copies in self._copies() for array in copies.waiting_on()]
-        if self._storage is not None and self._storage.has_flights:
+        timeout_s = until_s - time.monotonic()
+        if timeout_s <= 0.0:
+            return False
+        collectable = self._collectable()
+        waiting_on = [array for copies in collectable for array in copies.waiting_on()]
+        if self._storage in collectable and self._storage.has_flights:
             # Storage may take long, and a load that has arrived needs a begin_step.
             loads = self._tier.waiting_on(all_of_them=True) if self._tier else []
             wait_for_any([*waiting_on, *loads], timeout_s=timeout_s)
