@@ -79,21 +79,21 @@ def programs_of(monkeypatch, platform, nbytes):
     program = programs.direct_save(spec)
     monkeypatch.setattr(TransferSpec, "platform", platform)
     monkeypatch.setattr(programs.Program, "compile", lambda self: Compiled(nbytes))
-    return CompiledPrograms(spec, num_blocks=2), spec, lambda: program
+    return CompiledPrograms(spec, num_blocks=2), spec, lambda _: program
 
 
 def test_what_takes_more_than_it_may_is_refused_with_the_figures(monkeypatch):
-    compiled, spec, build = programs_of(monkeypatch, "tpu", 2**20)
-    with pytest.raises(CompileError, match="direct_save takes 1048576 bytes of HBM per device") as caught:
+    compiled, spec, build = programs_of(monkeypatch, "tpu", 2**23)
+    with pytest.raises(CompileError, match="direct_save takes 8388608 bytes of HBM per device") as caught:
         compiled.get("save", build)
     assert "\n" not in str(caught.value)
-    for said in ("[12, 4, 8, 2, 6]", "at most 524288", f"blocks of {spec.block_nbytes_per_device}"):
+    for said in ("[12, 4, 8, 2, 6]", "at most 4194304", f"blocks of {spec.block_nbytes_per_device}"):
         assert said in str(caught.value)
 
 
 def test_hbm_is_what_was_compiled_where_the_backend_tells(monkeypatch):
     compiled, _, build = programs_of(monkeypatch, "tpu", 4711)
-    assert compiled.hbm_nbytes == 512 * 1024  # what it may be
+    assert compiled.hbm_nbytes == 4 * 2**20  # what it may be
     compiled.get("save", build)
     assert compiled.hbm_nbytes == 4711
 

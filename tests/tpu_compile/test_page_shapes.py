@@ -25,11 +25,21 @@ CASES = [
     ("v6e:2x2", "head 64, int4", 1, 100, DIRECT),
     ("v6e:2x2", "[N, block, heads, 128], float8", 1, 520, DIRECT),
     ("v6e:2x2", "head 64, row-major", 1, 520, DIRECT),
+    ("v6e:2x2", "head 64, row-major, blocks of 128", 1, 2000, DIRECT),
+    ("v6e:2x2", "head 64, blocks of 128", 1, 2000, ALL_PROGRAMS),
+    ("v6e:2x2", "latent 576, blocks of 128", 1, 520, DIRECT),
+    ("v6e:2x2", "head 64, blocks of 32", 1, 520, DIRECT),
     ("v6e:2x2", "head 32, as replay's model", 1, 512, ALL_PROGRAMS),
     ("v5e:2x2", "head 64, float8", 1, 520, ALL_PROGRAMS),
     ("v5e:2x2", "vLLM-TPU, convolution state", 1, 100, DIRECT),
     ("v5p:2x2x1", "[N, block, heads, 64]", 1, 20_000, ALL_PROGRAMS),
     ("v5p:2x2x1", "[N, everything]", 1, 520, DIRECT),
+    ("v5p:2x2x1", "head 64", 1, 520, DIRECT),
+    ("v5p:2x2x1", "head 64, int8", 1, 520, DIRECT),
+    ("v5p:2x2x1", "head 64, float8, row-major", 1, 520, DIRECT),
+    ("v5p:2x2x1", "latent 576", 1, 520, DIRECT),
+    ("v5p:2x2x1", "head 96, blocks of 128", 1, 2000, DIRECT),
+    ("v5p:2x2x1", "head 64, float32, blocks of 128", 1, 2000, DIRECT),
     ("tpu7x:2x2x1", "head 96", 4, 1000, DIRECT),
     ("tpu7x:2x2x1", "latent 576, row-major", 1, 520, DIRECT),
 ]
@@ -40,7 +50,7 @@ def measured(compiler, topology):
     shapes = {pages.name: pages for pages in PAGES}
     chosen = [c for c in CASES if c[0] == topology]
     cases = [
-        case(shapes[name], topology, tp, num_blocks=num_blocks, programs=programs, num_layers=4)
+        case(shapes[name], topology, tp, num_blocks=num_blocks, programs=programs)
         for _, name, tp, num_blocks, programs in chosen
     ]
     results = iter(compiler.compile(cases))

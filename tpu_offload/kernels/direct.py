@@ -46,11 +46,11 @@ class DirectCopier(Copier):
 
     @functools.cached_property
     def _save(self) -> Any:
-        return self._programs.get(Direction.SAVE, lambda: programs.direct_save(self._spec))
+        return self._programs.get(Direction.SAVE, programs.direct_save)
 
     @functools.cached_property
     def _load(self) -> Any:
-        return self._programs.get(Direction.LOAD, lambda: programs.direct_load(self._spec))
+        return self._programs.get(Direction.LOAD, programs.direct_load)
 
     @property
     def hbm_nbytes(self) -> int:

@@ -52,8 +52,10 @@ class SlotCopier:
 
     @property
     def payload_format(self) -> str:
-        """Identifies the byte layout of a payload: dtypes, shapes and sharding."""
-        return repr([(struct.dtype.name, struct.shape, _shards(struct)[0]) for struct in self._structs])
+        """Identifies the byte layout of a payload: dtypes, shapes, sharding, and the order of a page's elements."""
+        layout = self._spec.cache_layout
+        order = layout.major_to_minor if self._spec.flat and layout is not None else ()
+        return repr([(struct.dtype.name, struct.shape, _shards(struct)[0], order) for struct in self._structs])
 
     def compile(self) -> None:
         """Compiles the programs now instead of on first use."""
@@ -61,11 +63,11 @@ class SlotCopier:
 
     @property
     def _read(self) -> Any:
-        return self._programs.get("read", lambda: programs.read_slot(self._spec, self._num_blocks))
+        return self._programs.get("read", lambda spec: programs.read_slot(spec, self._num_blocks))
 
     @property
     def _write(self) -> Any:
-        return self._programs.get("write", lambda: programs.write_slot(self._spec, self._num_blocks))
+        return self._programs.get("write", lambda spec: programs.write_slot(spec, self._num_blocks))
 
     # On the thread that dispatches.
 

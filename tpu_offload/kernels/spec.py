@@ -48,6 +48,7 @@ class TransferSpec:
       segment_blocks: blocks that fit into one segment of the host pool.
       capacity: most blocks that one dispatch copies; for staged and fused copies the staging budget.
       stripes: the layers in each stripe of a segment.
+      in_turn: whether a block's pages are written one after another, which takes less HBM where blocks share tiles.
     """
 
     num_layers: int
@@ -59,6 +60,7 @@ class TransferSpec:
     segment_blocks: int
     capacity: int
     stripes: tuple[LayerRange, ...]
+    in_turn: bool = False
 
     @classmethod
     def from_caches(

@@ -132,7 +132,7 @@ class StagedCopier(Copier):
         self._free_blocks += len(staging)
 
     def _program(self, build: Any, bucket: int) -> Any:
-        return self._programs.get((build, bucket), lambda: build(self._spec, bucket))
+        return self._programs.get((build, bucket), lambda spec: build(spec, bucket))
 
     def _host_staging(self, bucket: int) -> jax.Array:
         if self._free[bucket]:

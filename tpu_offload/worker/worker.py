@@ -422,7 +422,7 @@ class OffloadWorker:
 
         The temporaries of the programs, as compiled, and the staging buffer if a path uses it. The bounds of these
         temporaries are two blocks for direct copies, whatever their number, one block for staged ones, and two blocks
-        of the largest layer group for swaps; each on TPU at least half a MiB. The bounds are reported until the
+        of the largest layer group for swaps; each on TPU at least 4 MiB. The bounds are reported until the
         programs are compiled (with `skip_jax_precompile`, at their first use), and on CPU, where the compiler counts
         host memory.
         """
