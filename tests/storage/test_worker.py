@@ -1,6 +1,7 @@
 """The worker's half of storage, on real arrays: every bit through storage and back, faults, and that nothing waits."""
 
 import dataclasses
+import itertools
 import threading
 import time
 import types
@@ -408,7 +409,8 @@ def fused_engine():
 
 def make_landings_slow(engine, monkeypatch):
     """From now on what is written into slots does not end before its tokens, which are returned, are set ready."""
-    slow, land = [], engine.storage._land
+    slow: list[Slow] = []
+    land = engine.storage._land
 
     def slowly(item):
         land(item)
@@ -450,10 +452,10 @@ def test_no_promotion_is_written_while_the_forward_pass_has_a_segment(monkeypatc
     assert fused.inputs is not None
     while not engine.storage._io.done:
         time.sleep(0.001)
-    looks, collect = [], engine.worker._collect
-    monkeypatch.setattr(engine.worker, "_collect", lambda: (looks.append(1), collect()))
+    looks, collect = itertools.count(), engine.worker._collect
+    monkeypatch.setattr(engine.worker, "_collect", lambda: (next(looks), collect()))
     engine.worker.poll(wait=True)
-    assert len(looks) < 5, "it spins until the pass is back"
+    assert next(looks) < 5, "it spins until the pass is back"
     assert engine.storage._io.done, "read, and left for later"
     engine.caches, outcome = forward(engine.caches, *fused)
     engine.worker.end_step(plan, engine.caches, outcome)
