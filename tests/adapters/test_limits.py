@@ -21,6 +21,9 @@ pytestmark = pytest.mark.vllm
         ({"tpu_offload.max_save_tokens": 16, "other": 3}, RequestLimits(max_save_tokens=16)),
         ({"max_offload_tokens": 16, "max_load_tokens": 0}, RequestLimits(max_save_tokens=16, max_load_tokens=0)),
         ({"max_offload_tokens": 16, "tpu_offload.max_save_tokens": 8}, RequestLimits(max_save_tokens=8)),
+        ({"max_offload_tokens": 0, "tpu_offload.max_save_tokens": 8}, RequestLimits(max_save_tokens=0)),
+        ({"max_load_tokens": None, "tpu_offload.max_load_tokens": 8}, RequestLimits(max_load_tokens=8)),
+        ({"cache": False, "offload": {"tpu_offload.cache": False}}, None),
         ({"tpu_offload.priority": -2, "tpu_offload.max_load_tokens": None}, RequestLimits(priority=-2)),
     ],
     ids=str,
@@ -39,6 +42,12 @@ def test_reads(params, limits):
         ({"tpu_offload.cache": 0}, "cache=0; expected True or False"),
         ({"tpu_offload.cache": "no"}, "cache='no'; expected True or False"),
         ({"tpu_offload.skip_save": True, "tpu_offload.cache": False}, "'tpu_offload.skip_save' is unknown; expected"),
+        ({"max_offload_tokens": "no", "tpu_offload.max_save_tokens": 8}, "max_save_tokens='no'"),
+        ({"tpu_offload.max_load_tokens": "no", "max_load_tokens": 8}, "max_load_tokens='no'"),
+        ({"tpu_offload": {"cache": False}}, "'tpu_offload' is unknown; expected"),
+        ({"tpu_offload_cache": False}, "'tpu_offload_cache' is unknown"),
+        ({"TPU-OFFLOAD.cache": False}, "'TPU-OFFLOAD.cache' is unknown"),
+        ({" tpu_offload.cache": False}, "' tpu_offload.cache' is unknown"),
         (["tpu_offload.cache"], "['tpu_offload.cache'] is not an object"),
     ],
     ids=str,
@@ -50,6 +59,13 @@ def test_invalid_params_keep_the_request_out_of_the_host_tier(params, message):
     assert message in line
     assert "r7" in line
     assert "\n" not in line
+
+
+def test_a_request_id_cannot_write_a_line_of_its_own():
+    lines: list[str] = []
+    read_limits("a\nERROR forged " + 5000 * "y", {"tpu_offload.cache": "no"}, lines.append)
+    assert "\n" not in lines[0]
+    assert len(lines[0]) < 300
 
 
 def test_warnings_are_rate_limited(caplog):

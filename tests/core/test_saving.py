@@ -506,7 +506,7 @@ def test_hashes_that_are_not_chained_are_not_saved(caplog) -> None:
         )
         assert plan.empty
     assert [record.getMessage() for record in caplog.records] == [
-        "request a: the same block hash is used for blocks with different prefixes; expected hashes of all tokens up "
+        "request 'a': the same block hash is used for blocks with different prefixes; expected hashes of all tokens up "
         "to the end of each block (BlockHasher makes them). Nothing more of this request is saved (1 requests so far)"
     ]
     plan = engine.scheduler.plan_step([ScheduledRequest(request_id="b", block_hashes=[one, two, three], **offer)])

@@ -19,8 +19,9 @@ _NAMES |= {_PREFIX + field.name: field.name for field in dataclasses.fields(Requ
 def read_limits(request_id: str, params: Any, log: Callable[[str], None]) -> RequestLimits | None:
     """Reads the limits of a request; None if it has none.
 
-    A request with an invalid value or an unknown `tpu_offload.` entry is served, but bypasses the host tier: the client
-    may have meant to keep it out. A warning names the entry.
+    A request with an invalid value, or an unknown entry that begins like `tpu_offload`, is served, but bypasses the
+    host tier: the client may have meant to keep it out. A warning names the entry. Of two names of one limit the
+    smaller value holds.
 
     Args:
       request_id: for the warning.
@@ -32,14 +33,24 @@ def read_limits(request_id: str, params: Any, log: Callable[[str], None]) -> Req
     try:
         if not isinstance(params, dict):
             raise RequestError(f"{params!r:.100} is not an object; expected entries by name")
-        unknown = [name for name in params if str(name).startswith(_PREFIX) and name not in _NAMES]
+        unknown = [name for name in params if name not in _NAMES and _is_meant_for_us(name)]
         if unknown:
             raise RequestError(f"{unknown[0]!r:.100} is unknown; expected {', '.join(sorted(_NAMES))}")
-        values = {field: params[name] for name, field in _NAMES.items() if name in params}
+        values: dict[str, Any] = {}
+        for name, field in _NAMES.items():
+            if name in params:
+                value = getattr(RequestLimits(**{field: params[name]}), field)  # raises if it is invalid
+                both = [v for v in (values.get(field), value) if v is not None]
+                values[field] = min(both, default=None)
         return RequestLimits(**values) if values else None
     except RequestError as e:
-        log(f"kv_transfer_params of request {request_id}: {e}; nothing of it is saved or loaded")
+        # The client may have chosen the id: no line of the log may end in it.
+        log(f"kv_transfer_params of request {request_id!r:.100}: {e}; nothing of it is saved or loaded")
         return RequestLimits(cache=False)
+
+
+def _is_meant_for_us(name: Any) -> bool:
+    return str(name).strip().lower().replace("-", "_").startswith(_PREFIX.rstrip("."))
 
 
 @final

@@ -108,7 +108,7 @@ class RunnerTokens:
         self._tainted.add(request_id)
         blocks = state.block_ids[0][first // self._block_size :] if state is not None else ()
         self._newly_tainted[request_id] = tuple(blocks)
-        self._log_once("tainted", logging.ERROR, f"{reason} (request {request_id}); nothing more of it is saved")
+        self._log_once("tainted", logging.ERROR, f"{reason} (request {request_id!r:.100}); nothing more of it is saved")
 
     def _log_once(self, event: str, level: int, line: str) -> None:
         if event not in self._logged:

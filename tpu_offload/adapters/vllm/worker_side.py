@@ -305,7 +305,7 @@ class WorkerSide:
         caches, and the host tier is reset: blocks saved since may depend on these, and later loads on those.
         """
         _logger.error(
-            "tpu_offload: the load of request %s failed after it was used: %s. Tokens that it has generated may be "
+            "tpu_offload: the load of request %.100r failed after it was used: %s. Tokens that it has generated may be "
             "wrong; the host tier and the prefix cache are emptied",
             job.request_id,
             error,
