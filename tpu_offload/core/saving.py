@@ -399,9 +399,9 @@ class SavePlanner:
         self._num_unchained += 1
         if self._num_unchained.bit_count() == 1:  # 1, 2, 4, 8, ...: such an engine would log it for each request
             _logger.error(
-                "request %.100r: the same block hash is used for blocks with different prefixes; expected hashes of all "
-                "tokens up to the end of each block (BlockHasher makes them). Nothing more of this request is saved "
-                "(%d requests so far)",
+                "request %.100r: the same block hash is used for blocks with different prefixes; expected hashes of "
+                "all tokens up to the end of each block (BlockHasher makes them). Nothing more of this request is "
+                "saved (%d requests so far)",
                 request.request_id,
                 self._num_unchained,
             )
