@@ -1,8 +1,11 @@
 """Programs that the compiler rejects or that exceed their HBM bound, and the HBM that is reported."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
+from jax.experimental.layout import Layout
 
 from tests.caches import random_caches
 from tests.jobs import copy_job
@@ -89,6 +92,24 @@ def test_what_takes_more_than_it_may_is_refused_with_the_figures(monkeypatch):
     assert "\n" not in str(caught.value)
     for said in ("[12, 4, 8, 2, 6]", "at most 4194304", f"blocks of {spec.block_nbytes_per_device}"):
         assert said in str(caught.value)
+
+
+def test_where_blocks_share_tiles_the_program_that_writes_in_turn_is_tried(monkeypatch):
+    _, spec, build = programs_of(monkeypatch, "tpu", 0)
+    spec = dataclasses.replace(spec, cache_layout=Layout((1, 2, 3, 4, 0), ((8, 128),)))
+    assert spec.blocks_together > 1
+    program = dataclasses.replace(build(spec), name="direct_load")
+    asked = []
+
+    def build_and_note(spec):
+        asked.append(spec.in_turn)
+        monkeypatch.setattr(programs.Program, "compile", lambda self: Compiled(2**20 if spec.in_turn else 2**23))
+        return program
+
+    compiled = CompiledPrograms(spec, num_blocks=2)
+    assert compiled.get("load", build_and_note).temp_size_in_bytes == 2**20
+    assert compiled.hbm_nbytes == 2**20
+    assert asked == [False, True]
 
 
 def test_hbm_is_what_was_compiled_where_the_backend_tells(monkeypatch):

@@ -32,6 +32,9 @@ def bound_nbytes(spec: TransferSpec, *, num_blocks: int) -> int:
     return max(num_blocks_nbytes, _MIN_NBYTES) if spec.platform == "tpu" else num_blocks_nbytes
 
 
+_WRITE_CACHES = ("direct_load", "scatter")  # what `TransferSpec.in_turn` changes
+
+
 @final
 class CompiledPrograms:
     """Compiles each program once, at start or on first use.
@@ -75,7 +78,7 @@ class CompiledPrograms:
     def _compile_within_bound(self, build: Callable[[TransferSpec], Program]) -> Any:
         program = build(self._spec)
         compiled, taken = self._compile(program)
-        if taken > self._bound and self._spec.blocks_together > 1:
+        if taken > self._bound and self._spec.blocks_together > 1 and program.name in _WRITE_CACHES:
             in_turn = self._compile(build(dataclasses.replace(self._spec, in_turn=True)))
             compiled, taken = min((compiled, taken), in_turn, key=lambda found: found[1])
         self._taken.append(taken)

@@ -1,7 +1,7 @@
 """Reads one block from the caches and writes one block into them, page by page.
 
 In segments and staging arrays a page has the shape `TransferSpec.pool_page`. Off TPU that is the caches' own page
-shape, and a page is a slice. On TPU a page may be rows of 128 elements, for two reasons found with the compiler:
+shape, and a page is a slice. On TPU a page may be rows of 128 elements, for reasons found with the compiler:
 
 - An array `[blocks, layers, *page_shape]` whose last axis is not a multiple of 128 gets a layout with the first axis
   last, in host memory too. To copy one block the compiler then transposes all of it, and all caches with it. Rows of

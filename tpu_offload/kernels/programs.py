@@ -339,12 +339,15 @@ def _pool_to_caches(
 
     def body(i: Any, carry: Any) -> Any:
         caches, count = carry
-        out = []
+        out: Caches = []
         for stripe, pieces in zip(stripes, copies, strict=True):
             for first, end in pieces:
                 layers = first - pieces[0][0], end - pieces[0][0]
-                pages = jax.device_put(_read(stripe, rows[i], layers), Space.Device)
-                out += write_block(caches[first:end], pages, block_ids[i], spec)
+                row, block_id = rows[i], block_ids[i]
+                if spec.in_turn and out:  # as `write_block` does within a stripe
+                    row, block_id, out[-1] = lax.optimization_barrier((row, block_id, out[-1]))
+                pages = jax.device_put(_read(stripe, row, layers), Space.Device)
+                out += write_block(caches[first:end], pages, block_id, spec)
         return out, count + 1
 
     caches, count = lax.fori_loop(0, num_blocks, body, (cpu_carrier(kv_caches, spec), jnp.int32(0)))
