@@ -40,3 +40,30 @@ def random_like(rng, struct):
 def pointers(array):
     """Where the array's shards are in memory."""
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+def logical_pages(pool, spec):
+    """The pages in a pool as the caches have them, however `kernels.pages` stores them; written without its code.
+
+    Args:
+      pool: np carrier[n, layers, *pool_page].
+      spec: of the caches.
+    Returns:
+      np carrier[n, layers, *page_shape].
+    """
+    if not spec.flat:
+        return pool
+    pages = np.zeros((*pool.shape[:2], *spec.page_shape), pool.dtype)
+    order = [axis - 1 for axis in spec.cache_layout.major_to_minor if axis]
+    kind = spec.cache_sharding.memory_kind or "device"
+    rows_of = spec.pool_sharding(kind).devices_indices_map(pool.shape)
+    for device, index in spec.block_sharding(kind).devices_indices_map(pages.shape).items():
+        shape = pages[index].shape[2:]
+        in_memory = [shape[axis] for axis in order]
+        rows = pool[rows_of[device]].reshape(*pool.shape[:2], -1)[..., : math.prod(shape)]
+        width, height = in_memory[-1], math.prod(in_memory[:-1])
+        if spec.blocks_together == 1 and width < 128 and 128 % width == 0 and height % (128 // width) == 0:
+            side_by_side = rows.reshape(*pool.shape[:2], -1, 128)
+            rows = np.concatenate(np.split(side_by_side, 128 // width, axis=-1), axis=2)
+        pages[index] = rows.reshape(*pool.shape[:2], *in_memory).transpose(0, 1, *(2 + i for i in np.argsort(order)))
+    return pages

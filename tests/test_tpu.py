@@ -22,6 +22,14 @@ def test_round_trip(path, dtype):
     Engine(path, dtype=dtype).check_round_trip()
 
 
+# Of four tokens, as the stand-in for an engine counts: pages as vLLM-TPU's, and those that are rows of 128 in the pool.
+@pytest.mark.parametrize("page_shape", [(4, 8, 2, 128), (4, 8, 2, 64), (4, 8, 192), (4, 576)], ids=str)
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_round_trip_of_pages_that_engines_have(path, dtype, page_shape):
+    Engine(path, dtype=dtype, page_shape=page_shape).check_round_trip()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swap_round_trip(dtype):
     test_swap.test_every_bit_comes_back(dtype, num_devices=1)

@@ -170,8 +170,8 @@ class KVLayout:
     def fingerprint(self) -> bytes:
         """16 bytes that differ whenever bytes saved under one layout cannot be used under the other.
 
-        The sharding is not part of it: the host tier belongs to one process, and a chunk's contents do not depend on
-        how they are sharded.
+        The sharding is not part of it, because the host tier belongs to one process. What leaves the process is also
+        identified by its order and by the part that each device has (`kernels.SlotCopier.payload_format`).
         """
         groups = [(g.kind.value, g.layer_ids, g.page_shape, g.dtype, g.window) for g in self.groups]
         text = repr(("tpu_offload-layout-2", self.model, self.block_size, groups))

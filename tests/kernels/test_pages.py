@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.layout import Layout
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tpu_offload.kernels import TransferSpec
+from tests.caches import logical_pages
+from tpu_offload.kernels import SlotCopier, TransferSpec
 from tpu_offload.kernels.pages import read_block, write_block
 
 NUM_LAYERS = 3
@@ -33,16 +35,36 @@ CASES = [
 ]
 
 
-def make(monkeypatch, shape, dtype, order, num_blocks):
+# The same, split over eight devices along the page's axis 1, or as `axes` says.
+SHARDED_CASES = [
+    ((16, 8, 2, 64), "bfloat16", (1, 2, 3, 4, 0), 300),
+    ((3, 8, 2, 40), "float32", (1, 2, 3, 4, 0), 200),  # padding in each shard's rows
+    ((128, 8, 2, 64), "bfloat16", (0, 2, 3, 4, 1), 7),
+    ((16, 8, 2, 64), "bfloat16", (0, 1, 2, 3, 4), 7),
+    ((3, 8, 1, 64), "bfloat16", (0, 1, 2, 3, 4), 7),
+    ((16, 8, 2, 48), "int8", (2, 0, 1, 3, 4), 7),
+    ((16, 512), "bfloat16", (0, 1, 2), 7),  # the last axis is split
+    ((16, 512), "bfloat16", (1, 2, 0), 140),
+    ((5, 8, 9), "uint8", (3, 1, 0, 2), 40),
+]
+MESHES = [
+    (None, None, "model"),
+    (None, "data", "model"),
+    (None, None, ("model", "data")),
+    (None, "model", None, "data"),
+]
+
+
+def make(monkeypatch, shape, dtype, order, num_blocks, sharding=None):
     """The spec of such caches on a TPU, and caches with random bits, NaNs among them."""
     rng = np.random.default_rng(3)
     dtype = np.dtype(jax.numpy.dtype(dtype))
     bits = [rng.integers(0, 256, (num_blocks, *shape, dtype.itemsize), np.uint8) for _ in range(NUM_LAYERS)]
-    caches = [jax.numpy.asarray(b.view(dtype)[..., 0]) for b in bits]
+    sharding = sharding or SingleDeviceSharding(jax.devices()[0])
+    caches = [jax.device_put(b.view(dtype)[..., 0], sharding) for b in bits]
     spec = TransferSpec.from_caches(caches, segment_blocks=4, capacity=4)
     monkeypatch.setattr(TransferSpec, "platform", "tpu")
     spec = dataclasses.replace(spec, cache_layout=Layout(order, ((8, 128),)))
-    assert spec.flat
     return spec, caches
 
 
@@ -50,44 +72,93 @@ def as_bytes(array):
     return np.array(array).view(np.uint8)
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
-@pytest.mark.parametrize(("shape", "dtype", "order", "num_blocks"), CASES)
-def test_a_block_comes_back_and_no_other_is_touched(monkeypatch, shape, dtype, order, num_blocks, in_turn):
-    spec, caches = make(monkeypatch, shape, dtype, order, num_blocks)
-    spec = dataclasses.replace(spec, in_turn=in_turn)
-    read = jax.jit(lambda caches, i: read_block(caches, i, spec))
+def check_round_trips(spec, caches):
+    """Blocks go to the pool and into other places; the rows are what they are documented to be."""
+    num_blocks = caches[0].shape[0]
+    pool_sharding = spec.pool_sharding(spec.cache_sharding.memory_kind)
+    read = jax.jit(lambda caches, i: read_block(caches, i, spec), out_shardings=pool_sharding)
     write = jax.jit(lambda caches, pages, i: write_block(caches, pages, i, spec))
     before = [as_bytes(cache) for cache in caches]
     for source, target in itertools.pairwise([0, num_blocks - 1, num_blocks // 2, 1, 1]):
         pages = read(caches, np.int32(source))
         assert pages.shape == (1, NUM_LAYERS, *spec.pool_page)
         assert pages.dtype == spec.carrier
+        found = as_bytes(logical_pages(np.asarray(pages), spec))
+        np.testing.assert_array_equal(found[0], [cache[source] for cache in before])
         caches = write(caches, pages, np.int32(target))
         for cache, expected in zip(caches, before, strict=True):
+            assert cache.sharding.is_equivalent_to(spec.cache_sharding, cache.ndim)
             expected[target] = expected[source]
             np.testing.assert_array_equal(as_bytes(cache), expected)
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize(("shape", "dtype", "order", "num_blocks"), CASES)
-def test_rows_hold_each_byte_of_the_page_and_zeros(monkeypatch, shape, dtype, order, num_blocks):
+def test_a_block_comes_back_and_no_other_is_touched(monkeypatch, shape, dtype, order, num_blocks, in_turn):
+    spec, caches = make(monkeypatch, shape, dtype, order, num_blocks)
+    assert spec.flat
+    check_round_trips(dataclasses.replace(spec, in_turn=in_turn), caches)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "order", "num_blocks"), SHARDED_CASES)
+def test_each_device_copies_its_own_shard(monkeypatch, shape, dtype, order, num_blocks):
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("model",)), PartitionSpec(None, None, "model"))
+    spec, caches = make(monkeypatch, shape, dtype, order, num_blocks, sharding)
+    assert spec.flat
+    check_round_trips(dataclasses.replace(spec, in_turn=True), caches)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("order", "axis_type"), [((1, 2, 3, 4, 0), AxisType.Auto), ((0, 2, 3, 4, 1), AxisType.Explicit)]
+)
+def test_meshes_of_two_axes_in_any_order_of_devices(monkeypatch, axes, order, axis_type):
+    devices = np.array(jax.devices()[:8])[::-1].reshape(2, 4)
+    mesh = Mesh(devices, ("data", "model"), axis_types=(axis_type,) * 2)
+    spec, caches = make(monkeypatch, (4, 8, 2, 32), "bfloat16", order, 130, NamedSharding(mesh, PartitionSpec(*axes)))
+    check_round_trips(spec, caches)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_page_in_any_order(monkeypatch, seed):
+    rng = np.random.default_rng(seed)
+    num_axes = int(rng.integers(1, 5))
+    shape = tuple(int(rng.choice([1, 2, 3, 5, 8, 16, 32, 40, 64, 96, 128, 200])) for _ in range(num_axes))
+    while math.prod(shape) > 4_000:
+        shape = tuple(max(1, length // 2) for length in shape)
+    order = tuple(int(i) for i in rng.permutation(num_axes + 1))
+    num_blocks = int(rng.choice([2, 3, 7, 8, 9, 50, 127, 128, 129, 140]))
+    dtype = str(rng.choice(["bfloat16", "float32", "int8", "float8_e4m3fn", "uint8", "float16"]))
+    spec, caches = make(monkeypatch, shape, dtype, order, num_blocks)
+    check_round_trips(dataclasses.replace(spec, in_turn=bool(seed % 2)), caches)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "order", "num_blocks"), CASES)
+def test_rows_are_padded_with_zeros(monkeypatch, shape, dtype, order, num_blocks):
     spec, caches = make(monkeypatch, shape, dtype, order, num_blocks)
     pages = np.asarray(read_block(caches, np.int32(1), spec))
     assert pages.shape[-1] == 128
-    for i, cache in enumerate(caches):
-        page = np.asarray(cache[1]).view(pages.dtype).ravel()
-        rows = pages[0, i].ravel()
-        assert not rows[page.size :].any()
-        np.testing.assert_array_equal(np.sort(rows[: page.size]), np.sort(page))
+    for i in range(NUM_LAYERS):
+        assert not pages[0, i].ravel()[math.prod(shape) :].any()
 
 
-def test_a_page_is_in_the_order_of_the_memory(monkeypatch):
-    spec, caches = make(monkeypatch, (128, 2, 3), "uint16", (0, 2, 3, 1), 4)
-    rows = np.asarray(read_block(caches, np.int32(2), spec))[0, 0].reshape(-1, 128)
-    np.testing.assert_array_equal(rows[:6], np.asarray(caches[0])[2].transpose(1, 2, 0).reshape(6, 128))
+class NoSegments:
+    """An arena without segments."""
+
+    def segment(self, segment_id):
+        raise AssertionError(segment_id)
+
+    def replace(self, segment_id, segment):
+        raise AssertionError(segment_id)
 
 
-def test_a_padded_page_has_its_halves_side_by_side(monkeypatch):
-    spec, caches = make(monkeypatch, (8, 64), "uint16", (0, 1, 2), 4)
-    rows = np.asarray(read_block(caches, np.int32(2), spec))[0, 0].reshape(-1, 128)
-    page = np.asarray(caches[0])[2]
-    np.testing.assert_array_equal(rows[: math.prod(page.shape) // 128], np.concatenate([page[:4], page[4:]], axis=1))
+def test_payloads_of_other_orders_and_shards_have_other_formats(monkeypatch):
+    devices = jax.devices()[:2]
+    orders = [(1, 2, 3, 4, 0), (2, 1, 3, 4, 0)]
+    splits = [(None, None, "model"), (None, None, None, "model")]
+    formats = set()
+    for order, split, of_devices in itertools.product(orders, splits, [devices, devices[::-1]]):
+        sharding = NamedSharding(Mesh(np.array(of_devices), ("model",)), PartitionSpec(*split))
+        spec, _ = make(monkeypatch, (4, 8, 2, 64), "bfloat16", order, 130, sharding)
+        formats.add(SlotCopier(spec, NoSegments(), blocks_per_chunk=1).payload_format)
+    assert len(formats) == 8

@@ -175,15 +175,14 @@ def measure(case: Case) -> list[dict[str, Any]]:
 
 
 def library_figures(name: str, spec: Any, case: Case) -> dict[str, Any]:
-    """The figures of the program that the library would use: see `CompiledPrograms`."""
-    from tpu_offload.kernels.compiled import bound_nbytes
+    """The figures of the program that the library would use, and its bound."""
+    from tpu_offload.kernels.compiled import bound_nbytes, compile_program
 
-    found = figures(build(name, spec, case), case)
     bound = bound_nbytes(spec, num_blocks=2 if name.startswith("direct") else 1)
-    if name in ALL_PROGRAMS and found["temp_nbytes"] > bound and spec.blocks_together > 1:
-        in_turn = figures(build(name, dataclasses.replace(spec, in_turn=True), case), case)
-        found = min(found, in_turn, key=lambda f: int(f["temp_nbytes"]))
-    return found
+    start = time.monotonic()
+    compiled, _ = compile_program(spec, lambda spec: build(name, spec, case), bound=bound)
+    compile_s = time.monotonic() - start
+    return {"bound_nbytes": bound, "compile_s": compile_s, **figures(compiled, case)}
 
 
 def describe(case: Case) -> tuple[Any, str, int]:
@@ -241,13 +240,10 @@ def build(name: str, spec: Any, case: Case) -> Any:
     return program
 
 
-def figures(program: Any, case: Case) -> dict[str, Any]:
-    """Compiles one program and reads what the compiler says of it, and its schedule."""
+def figures(compiled: Any, case: Case) -> dict[str, Any]:
+    """What the compiler says of a program, and its schedule."""
     from tests.tpu_compile.schedule import read_schedule
 
-    start = time.monotonic()
-    compiled = program.compile()
-    compile_s = time.monotonic() - start
     memory = compiled.memory_analysis()
     text = compiled.as_text()
     page = math.prod(case.page_shape) // case.tp
@@ -266,7 +262,6 @@ def figures(program: Any, case: Case) -> dict[str, Any]:
         "host_output_nbytes": memory.host_output_size_in_bytes,
         "host_alias_nbytes": memory.host_alias_size_in_bytes,
         "code_nbytes": memory.generated_code_size_in_bytes,
-        "compile_s": compile_s,
         "num_dmas": len(schedule.dmas),  # a loop's are counted once: they are those of one block
         "dma_nbytes": min((dma.num_elements * itemsize for dma in schedule.dmas), default=0),
         "max_dmas_in_flight": schedule.max_in_flight,

@@ -65,6 +65,13 @@ PAGES = (
     Pages("vLLM-TPU, head 128, blocks of 128", (128, 8, 2, 128)),
     Pages("head 64, blocks of 32", (32, 8, 2, 64), num_layers=16),
     Pages("head 64, blocks of 64", (64, 8, 2, 64)),
+    Pages("head 64, 48 layers", (16, 8, 2, 64), tp=(1,), num_layers=48),
+    Pages("head 64, blocks of 32, 48 layers", (32, 8, 2, 64), tp=(1,), num_layers=48),
+    Pages("head 64, blocks of 64, 48 layers", (64, 8, 2, 64), tp=(1,), num_layers=48),
+    Pages("head 192, 32 layers", (16, 8, 2, 192), tp=(1,), num_layers=32),
+    Pages("latent 576, blocks of 64, 48 layers", (64, 576), tp=(1,), num_layers=48),
+    Pages("head 64, int8, blocks of 32, 32 layers", (32, 8, 2, 64), "int8", tp=(1,), num_layers=32),
+    Pages("head 64, float8, blocks of 64, 32 layers", (64, 4, 4, 64), "float8_e5m2", tp=(1,), num_layers=32),
     Pages("head 64, blocks of 128", (128, 8, 2, 64), num_layers=32),
     Pages("head 96, blocks of 128", (128, 8, 2, 96)),
     Pages("head 192, blocks of 128", (128, 8, 2, 192)),
@@ -91,9 +98,3 @@ def case(pages: Pages, topology: str, tp: int = 1, *, num_blocks: int = 520, **m
     sizes: dict[str, Any] = {"num_layers": pages.num_layers, "segment_blocks": 31, "capacity": 16, "bucket": 5} | more
     shape: dict[str, Any] = {"dtype": pages.dtype, "page_shape": pages.shape, "order": pages.order}
     return Case(topology, tp, num_blocks=num_blocks, **shape, **sizes)
-
-
-def bound_nbytes(result: dict[str, Any]) -> int:
-    """What a program may take: the library's own bound, for what `harness.measure` says of it."""
-    num_blocks = 2 if result["program"].startswith("direct") else 1
-    return max(num_blocks * int(result["block_nbytes"]), 4 * 1024 * 1024)

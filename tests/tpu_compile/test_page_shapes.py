@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 
 from tests.tpu_compile.harness import ALL_PROGRAMS
-from tests.tpu_compile.page_shapes import PAGES, bound_nbytes, case
+from tests.tpu_compile.page_shapes import PAGES, case
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which has the TPU compiler, is not installed"
@@ -61,7 +61,7 @@ def measured(compiler, topology):
 def test_copies_stay_within_their_bound(compiler, which):
     for result in measured(compiler, which[0])[which[:4]]:
         name = result["program"]
-        assert result["temp_nbytes"] <= bound_nbytes(result), name
+        assert result["temp_nbytes"] <= result["bound_nbytes"], name
         assert result["host_temp_nbytes"] == 0, name
         assert result["collectives"] == [], name
 

@@ -6,7 +6,7 @@ import time
 import jax
 import numpy as np
 
-from tests.caches import random_array, random_caches
+from tests.caches import PAGE_SHAPE, logical_pages, random_array, random_caches
 from tests.jobs import copy_job, host_block_ids
 from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import TransferError
@@ -60,10 +60,20 @@ def forward(caches, segment, inputs):
 class Engine:
     """A worker with its caches, and numpy copies of what both should hold; `path` is one of PATHS."""
 
-    def __init__(self, path="direct", *, dtype="bfloat16", num_devices=1, wait=True, offers_fused=True, **settings):
+    def __init__(
+        self,
+        path="direct",
+        *,
+        dtype="bfloat16",
+        num_devices=1,
+        wait=True,
+        offers_fused=True,
+        page_shape=PAGE_SHAPE,
+        **settings,
+    ):
         self.save_path, self.load_path = split_path(path)
         self.rng = np.random.default_rng(5)
-        self.caches = random_caches(self.rng, dtype=dtype, num_devices=num_devices)
+        self.caches = random_caches(self.rng, dtype=dtype, num_devices=num_devices, page_shape=page_shape)
         self.layout = KVLayout.from_caches(self.caches, block_size=4)
         settings = {
             "num_staging_blocks": 6,
@@ -219,8 +229,12 @@ class Engine:
         return {job_id: result.state for job_id, result in self.drain().items()}
 
     def host_bytes(self):
-        segments = [np.concatenate([reference.as_bytes(part) for part in s], axis=1) for s in self.segments]
+        segments = [np.concatenate([self.page_bytes(part) for part in s], axis=1) for s in self.segments]
         return np.concatenate(segments)[:NUM_HOST_BLOCKS]
+
+    def page_bytes(self, pool):
+        """The bytes of the pages in an array of the pool, in the order in which the caches have them."""
+        return reference.as_bytes(logical_pages(np.asarray(pool), self.spec))
 
     def expect_what_is_there(self):
         """From here on: whatever was done until now was right."""

@@ -248,7 +248,7 @@ class Life:
             if segment_id in pool._lost or any(part.is_deleted() for part in segment):
                 assert self.live, "a segment is lost, and no result is left to report it"
             else:
-                found = np.concatenate([reference.as_bytes(np.asarray(part)[row]) for part in segment])
+                found = np.concatenate([self.engine.page_bytes(np.asarray(part)[row : row + 1])[0] for part in segment])
                 np.testing.assert_array_equal(found, self.engine.host[place])
 
     def end(self) -> None:

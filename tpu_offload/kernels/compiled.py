@@ -9,6 +9,7 @@ may share, so a program beyond the bound is logged and used. On CPU it is host m
 includes a copy of float8 caches, see `programs`), so `hbm_nbytes` reports the bound instead.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable
@@ -26,13 +27,35 @@ _logger = logging.getLogger(__name__)
 _MIN_NBYTES = 4 * 1024 * 1024
 
 
+_WRITE_CACHES = ("direct_load", "scatter")  # what `TransferSpec.in_turn` changes
+
+
 def bound_nbytes(spec: TransferSpec, *, num_blocks: int) -> int:
     """Bytes of HBM that a program may take on each device: `num_blocks` blocks, and on TPU at least 4 MiB."""
     num_blocks_nbytes = num_blocks * spec.block_nbytes_per_device
     return max(num_blocks_nbytes, _MIN_NBYTES) if spec.platform == "tpu" else num_blocks_nbytes
 
 
-_WRITE_CACHES = ("direct_load", "scatter")  # what `TransferSpec.in_turn` changes
+def compile_program(spec: TransferSpec, build: Callable[[TransferSpec], Program], *, bound: int) -> tuple[Any, int]:
+    """Compiles a program; if it takes more than it may, also with `TransferSpec.in_turn` where that can take less.
+
+    Args:
+      spec: what the program copies.
+      build: makes the program for a spec.
+      bound: bytes of HBM that it may take on each device.
+    Returns:
+      The compiled program and the bytes of HBM that it takes, which may be more than `bound`; 0 where the backend does
+      not tell.
+    Raises:
+      CompileError: the compiler rejects it.
+    """
+    program = build(spec)
+    compiled, taken = _compile(program, spec)
+    if taken > bound and spec.blocks_together > 1 and program.name in _WRITE_CACHES:
+        with contextlib.suppress(CompileError):
+            in_turn = _compile(build(dataclasses.replace(spec, in_turn=True)), spec)
+            return min((compiled, taken), in_turn, key=lambda found: found[1])
+    return compiled, taken
 
 
 @final
@@ -76,46 +99,40 @@ class CompiledPrograms:
         return compiled
 
     def _compile_within_bound(self, build: Callable[[TransferSpec], Program]) -> Any:
-        program = build(self._spec)
-        compiled, taken = self._compile(program)
-        if taken > self._bound and self._spec.blocks_together > 1 and program.name in _WRITE_CACHES:
-            in_turn = self._compile(build(dataclasses.replace(self._spec, in_turn=True)))
-            compiled, taken = min((compiled, taken), in_turn, key=lambda found: found[1])
+        spec = self._spec
+        compiled, taken = compile_program(spec, build, bound=self._bound)
         self._taken.append(taken)
         if taken > self._bound:
             message = (
-                f"{program.name} takes {taken} bytes of HBM per device for {self._described()}, expected at most "
-                f"{self._bound}, for blocks of {self._spec.block_nbytes_per_device}; {self._way_out()}"
+                f"{build(spec).name} takes {taken} bytes of HBM per device for {_described(spec)}, expected at most "
+                f"{self._bound}, for blocks of {spec.block_nbytes_per_device}; {_way_out(spec)}"
             )
-            if self._spec.platform == "tpu":
+            if spec.platform == "tpu":
                 raise CompileError(message)
             _logger.warning("%s", message)
         return compiled
 
-    def _compile(self, program: Program) -> tuple[Any, int]:
-        """The compiled program, and the bytes of HBM that it takes; 0 where the backend does not tell."""
-        try:
-            compiled = program.compile()
-        except Exception as e:
-            reason = next(iter(str(e).splitlines()), "")
-            raise CompileError(
-                f"the compiler refuses {program.name} for {self._described()}: {type(e).__name__}: {reason}; "
-                f"{self._way_out()}"
-            ) from e
-        return compiled, self._taken_by(compiled)
 
-    def _taken_by(self, compiled: Any) -> int:
-        memory = None if self._spec.platform == "cpu" else compiled.memory_analysis()
-        return 0 if memory is None else int(memory.temp_size_in_bytes)
+def _compile(program: Program, spec: TransferSpec) -> tuple[Any, int]:
+    try:
+        compiled = program.compile()
+    except Exception as e:
+        reason = f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
+        raise CompileError(
+            f"the compiler refuses {program.name} for {_described(spec)}: {reason}; {_way_out(spec)}"
+        ) from e
+    memory = None if spec.platform == "cpu" else compiled.memory_analysis()
+    return compiled, 0 if memory is None else int(memory.temp_size_in_bytes)
 
-    def _described(self) -> str:
-        spec = self._spec
-        order = f" in memory order {spec.cache_layout.major_to_minor}" if spec.cache_layout is not None else ""
-        return f"{spec.num_layers} KV caches {spec.dtype.name}{[spec.num_blocks, *spec.page_shape]}{order}"
 
-    def _way_out(self) -> str:
-        last = self._spec.page_shape[-1]
-        padded = f", or pad the last axis of the page from {last} to a multiple of 128" if last % 128 else ""
-        if self._spec.blocks_together == 1:
-            return f"set TPU_OFFLOAD_HOST_GB=0 and TPU_OFFLOAD_SWAP_GB=0 for no copies{padded}"
-        return f"make the caches with {row_major(1 + len(self._spec.page_shape))}{padded}"
+def _described(spec: TransferSpec) -> str:
+    order = f" in memory order {spec.cache_layout.major_to_minor}" if spec.cache_layout is not None else ""
+    return f"{spec.num_layers} KV caches {spec.dtype.name}{[spec.num_blocks, *spec.page_shape]}{order}"
+
+
+def _way_out(spec: TransferSpec) -> str:
+    last = spec.page_shape[-1]
+    padded = f", or pad the last axis of the page from {last} to a multiple of 128" if last % 128 else ""
+    if spec.blocks_together == 1:
+        return f"set TPU_OFFLOAD_HOST_GB=0 and TPU_OFFLOAD_SWAP_GB=0 for no copies{padded}"
+    return f"use blocks of 128 tokens, or make the caches with {row_major(1 + len(spec.page_shape))}{padded}"

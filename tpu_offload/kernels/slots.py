@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from tpu_offload.kernels import programs
 from tpu_offload.kernels.compiled import CompiledPrograms
 from tpu_offload.kernels.copier import ArenaView, fetch_early
-from tpu_offload.kernels.spec import TransferSpec
+from tpu_offload.kernels.spec import DEVICE_MEMORY_KIND, TransferSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Payload = list[jax.Array]
@@ -52,10 +52,12 @@ class SlotCopier:
 
     @property
     def payload_format(self) -> str:
-        """Identifies the byte layout of a payload: dtypes, shapes, sharding, and the order of a page's elements."""
-        layout = self._spec.cache_layout
-        order = layout.major_to_minor if self._spec.flat and layout is not None else ()
-        return repr([(struct.dtype.name, struct.shape, _shards(struct)[0], order) for struct in self._structs])
+        """Identifies the byte layout of a payload: dtypes, shapes, each device's part of a page and its order."""
+        spec = self._spec
+        order = spec.cache_layout.major_to_minor if spec.flat and spec.cache_layout is not None else ()
+        parts = spec.block_sharding(DEVICE_MEMORY_KIND).addressable_devices_indices_map((1, 1, *spec.page_shape))
+        by_device = [parts[device] for device in sorted(parts, key=_device_id)]
+        return repr(([(struct.dtype.name, struct.shape) for struct in self._structs], by_device, order))
 
     def compile(self) -> None:
         """Compiles the programs now instead of on first use."""
@@ -116,5 +118,9 @@ class SlotCopier:
 def _shards(struct: jax.ShapeDtypeStruct) -> tuple[Sequence[int], int, list[Any]]:
     """The shape and the bytes of a shard, and the devices of this process that hold one, by id."""
     shape = struct.sharding.shard_shape(struct.shape)
-    devices = sorted(struct.sharding.addressable_devices, key=lambda device: device.id)
+    devices = sorted(struct.sharding.addressable_devices, key=_device_id)
     return shape, math.prod(shape) * np.dtype(struct.dtype).itemsize, devices
+
+
+def _device_id(device: Any) -> int:
+    return int(device.id)
