@@ -94,10 +94,34 @@ def test_what_takes_more_than_it_may_is_refused_with_the_figures(monkeypatch):
         assert said in str(caught.value)
 
 
-def test_where_blocks_share_tiles_the_program_that_writes_in_turn_is_tried(monkeypatch):
-    _, spec, build = programs_of(monkeypatch, "tpu", 0)
+def sharing_tiles(spec):
     spec = dataclasses.replace(spec, cache_layout=Layout((1, 2, 3, 4, 0), ((8, 128),)))
     assert spec.blocks_together > 1
+    return spec
+
+
+def test_a_program_that_writes_in_turn_and_is_refused_leaves_the_plain_one(monkeypatch):
+    _, spec, build = programs_of(monkeypatch, "tpu", 0)
+    spec = sharing_tiles(spec)
+
+    def build_one(spec):
+        def compile_it(self):
+            if spec.in_turn:
+                raise RuntimeError("it crashed")
+            return Compiled(2**23)
+
+        monkeypatch.setattr(programs.Program, "compile", compile_it)
+        return dataclasses.replace(build(spec), name="scatter")
+
+    with pytest.raises(
+        CompileError, match="scatter takes 8388608 bytes.*TPU_OFFLOAD_LOAD_PATH=direct or blocks of 128"
+    ):
+        CompiledPrograms(spec, num_blocks=1).get("load", build_one)
+
+
+def test_where_blocks_share_tiles_the_program_that_writes_in_turn_is_tried(monkeypatch):
+    _, spec, build = programs_of(monkeypatch, "tpu", 0)
+    spec = sharing_tiles(spec)
     program = dataclasses.replace(build(spec), name="direct_load")
     asked = []
 

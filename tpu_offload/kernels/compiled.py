@@ -103,9 +103,10 @@ class CompiledPrograms:
         compiled, taken = compile_program(spec, build, bound=self._bound)
         self._taken.append(taken)
         if taken > self._bound:
+            program = build(spec)
             message = (
-                f"{build(spec).name} takes {taken} bytes of HBM per device for {_described(spec)}, expected at most "
-                f"{self._bound}, for blocks of {spec.block_nbytes_per_device}; {_way_out(spec)}"
+                f"{program.name} takes {taken} bytes of HBM per device for {_described(spec)}, expected at most "
+                f"{self._bound}, for blocks of {spec.block_nbytes_per_device}; {_way_out(program, spec)}"
             )
             if spec.platform == "tpu":
                 raise CompileError(message)
@@ -119,7 +120,7 @@ def _compile(program: Program, spec: TransferSpec) -> tuple[Any, int]:
     except Exception as e:
         reason = f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
         raise CompileError(
-            f"the compiler refuses {program.name} for {_described(spec)}: {reason}; {_way_out(spec)}"
+            f"the compiler refuses {program.name} for {_described(spec)}: {reason}; {_way_out(program, spec)}"
         ) from e
     memory = None if spec.platform == "cpu" else compiled.memory_analysis()
     return compiled, 0 if memory is None else int(memory.temp_size_in_bytes)
@@ -130,9 +131,13 @@ def _described(spec: TransferSpec) -> str:
     return f"{spec.num_layers} KV caches {spec.dtype.name}{[spec.num_blocks, *spec.page_shape]}{order}"
 
 
-def _way_out(spec: TransferSpec) -> str:
+def _way_out(program: Program, spec: TransferSpec) -> str:
     last = spec.page_shape[-1]
     padded = f", or pad the last axis of the page from {last} to a multiple of 128" if last % 128 else ""
     if spec.blocks_together == 1:
         return f"set TPU_OFFLOAD_HOST_GB=0 and TPU_OFFLOAD_SWAP_GB=0 for no copies{padded}"
-    return f"use blocks of 128 tokens, or make the caches with {row_major(1 + len(spec.page_shape))}{padded}"
+    direct = {"gather": "TPU_OFFLOAD_SAVE_PATH=direct or ", "scatter": "TPU_OFFLOAD_LOAD_PATH=direct or "}
+    return (
+        f"use {direct.get(program.name, '')}blocks of 128 tokens, or make the caches with "
+        f"{row_major(1 + len(spec.page_shape))}{padded}"
+    )
