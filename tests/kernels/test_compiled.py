@@ -113,9 +113,7 @@ def test_a_program_that_writes_in_turn_and_is_refused_leaves_the_plain_one(monke
         monkeypatch.setattr(programs.Program, "compile", compile_it)
         return dataclasses.replace(build(spec), name="scatter")
 
-    with pytest.raises(
-        CompileError, match="scatter takes 8388608 bytes.*TPU_OFFLOAD_LOAD_PATH=direct or blocks of 128"
-    ):
+    with pytest.raises(CompileError, match=r"scatter takes 8388608 .*LOAD_PATH=direct or blocks of 128"):
         CompiledPrograms(spec, num_blocks=1).get("load", build_one)
 
 
