@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.vllm_cpu.vllm_client import Client, Load, Turn
 from scripts.vllm_cpu.vllm_server import MODEL, OURS, Folder, Server, ServerError
+from tpu_offload.cli.command import run_process
 
 TALKS = ("cold", "warm", "unique", "overload")
 WORKLOADS = (*TALKS, "prefix")
@@ -327,4 +328,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

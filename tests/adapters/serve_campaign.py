@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from scripts.vllm_cpu.vllm_client import Client, Load, RequestFailed, Turn, answers
 from scripts.vllm_cpu.vllm_server import BLOCK_SIZE, OURS, Folder, Server, ServerError
+from tpu_offload.cli.command import run_process
 
 FAULTS = {"load raises": 0.1, "load raises and takes the KV caches": 0.02}
 _CLEAN_BLOCKS = 400
@@ -183,4 +184,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process(main)

@@ -14,7 +14,7 @@ from tests.caches import logical_pages
 from tpu_offload.kernels import SlotCopier, TransferSpec
 from tpu_offload.kernels.pages import read_block, write_block
 
-NUM_LAYERS = 3
+NUM_LAYERS = 2
 # Page shape, dtype, order of the caches' axes from major to minor, number of blocks.
 CASES = [
     ((16, 2, 2, 64), "bfloat16", (1, 2, 3, 4, 0), 300),  # 128 blocks in a tile, and fewer at the end
@@ -73,7 +73,7 @@ def as_bytes(array):
 
 
 def check_round_trips(spec, caches):
-    """Blocks go to the pool and into other places; the rows are what they are documented to be."""
+    """Blocks go to the pool and into other places. Returns the rows of the last one, which are as documented."""
     num_blocks = caches[0].shape[0]
     pool_sharding = spec.pool_sharding(spec.cache_sharding.memory_kind)
     read = jax.jit(lambda caches, i: read_block(caches, i, spec), out_shardings=pool_sharding)
@@ -90,14 +90,18 @@ def check_round_trips(spec, caches):
             assert cache.sharding.is_equivalent_to(spec.cache_sharding, cache.ndim)
             expected[target] = expected[source]
             np.testing.assert_array_equal(as_bytes(cache), expected)
+    return np.asarray(pages)
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize(("shape", "dtype", "order", "num_blocks"), CASES)
-def test_a_block_comes_back_and_no_other_is_touched(monkeypatch, shape, dtype, order, num_blocks, in_turn):
+def test_a_block_comes_back_and_no_other_is_touched(monkeypatch, shape, dtype, order, num_blocks):
     spec, caches = make(monkeypatch, shape, dtype, order, num_blocks)
     assert spec.flat
-    check_round_trips(dataclasses.replace(spec, in_turn=in_turn), caches)
+    pages = check_round_trips(spec, caches)
+    assert pages.shape[-1] == 128
+    assert not pages.reshape(NUM_LAYERS, -1)[:, math.prod(shape) :].any()
+    if spec.blocks_together > 1:
+        check_round_trips(dataclasses.replace(spec, in_turn=True), caches)
 
 
 @pytest.mark.parametrize(("shape", "dtype", "order", "num_blocks"), SHARDED_CASES)
@@ -119,7 +123,7 @@ def test_meshes_of_two_axes_in_any_order_of_devices(monkeypatch, axes, order, ax
     check_round_trips(spec, caches)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_any_page_in_any_order(monkeypatch, seed):
     rng = np.random.default_rng(seed)
     num_axes = int(rng.integers(1, 5))
@@ -131,15 +135,6 @@ def test_any_page_in_any_order(monkeypatch, seed):
     dtype = str(rng.choice(["bfloat16", "float32", "int8", "float8_e4m3fn", "uint8", "float16"]))
     spec, caches = make(monkeypatch, shape, dtype, order, num_blocks)
     check_round_trips(dataclasses.replace(spec, in_turn=bool(seed % 2)), caches)
-
-
-@pytest.mark.parametrize(("shape", "dtype", "order", "num_blocks"), CASES)
-def test_rows_are_padded_with_zeros(monkeypatch, shape, dtype, order, num_blocks):
-    spec, caches = make(monkeypatch, shape, dtype, order, num_blocks)
-    pages = np.asarray(read_block(caches, np.int32(1), spec))
-    assert pages.shape[-1] == 128
-    for i in range(NUM_LAYERS):
-        assert not pages[0, i].ravel()[math.prod(shape) :].any()
 
 
 class NoSegments:
