@@ -183,7 +183,7 @@ class SchedulerAlone:
         plan, layout = metadata.plan, None
         if self.is_new:
             page = (self.args.block_size, 1, 2, 1)
-            group = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0,), page, "float32")
+            group = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), page, "float32")
             layout = KVLayout(self.args.block_size, (group,))
         report = finish_jobs(plan, num_host_chunks=self.args.host_blocks)
         message = ReportMessage((report,), layout) if report.results or self.is_new else None

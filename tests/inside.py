@@ -4,8 +4,13 @@ from tpu_offload.worker import OffloadWorker
 from tpu_offload.worker.group_copies import GroupCopies
 
 
-def tier_group(worker: OffloadWorker) -> GroupCopies:
-    """The host tier's copies of the one layer group."""
+def tier_groups(worker: OffloadWorker) -> list[GroupCopies]:
+    """The host tier's copies, by page group."""
     assert worker._tier is not None
-    (group,) = worker._tier._groups
+    return worker._tier._groups
+
+
+def tier_group(worker: OffloadWorker) -> GroupCopies:
+    """The host tier's copies of the one page group."""
+    (group,) = tier_groups(worker)
     return group

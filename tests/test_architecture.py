@@ -186,6 +186,7 @@ PUBLIC = [
     "OffloadScheduler",
     "OffloadStats",
     "OffloadWorker",
+    "PageGroup",
     "RequestError",
     "RequestLimits",
     "RequestSwap",

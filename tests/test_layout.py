@@ -11,9 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.caches import random_caches
 from tpu_offload.errors import LayoutError
-from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind, PageGroup
 
-GROUP = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1, 2), (16, 4, 2, 64), "bfloat16")
+def uniform(*, layer_ids=(0, 1, 2), page_shape=(16, 4, 2, 64), dtype="bfloat16"):
+    return LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, layer_ids, page_shape, dtype)
+
+
+GROUP = uniform()
 BASE = KVLayout(16, (GROUP,), model="m")
 
 
@@ -39,12 +43,30 @@ def test_from_caches():
 )
 def test_bytes(dtype, itemsize):
     layout = KVLayout.from_caches([cache(dtype=jnp.dtype(dtype))] * 3, block_size=16)
-    (group,) = layout.groups
-    assert group.dtype == dtype
-    assert group.page_nbytes == 16 * 4 * 2 * 64 * itemsize
+    ((pages,),) = (group.page_groups for group in layout.groups)
+    assert pages.dtype == dtype
+    assert pages.page_nbytes == 16 * 4 * 2 * 64 * itemsize
     assert (
-        layout.block_nbytes == layout.block_nbytes_per_device == layout.block_nbytes_per_host == 3 * group.page_nbytes
+        layout.block_nbytes == layout.block_nbytes_per_device == layout.block_nbytes_per_host == 3 * pages.page_nbytes
     )
+
+
+def test_layers_with_other_pages_are_another_page_group():
+    """As Gemma-4's layers, whose heads have two sizes, or caches beside which the scales of their numbers are kept."""
+    wide, scales = cache((8, 16, 2, 2, 128)), cache((8, 16, 4), jnp.float32)
+    layout = KVLayout.from_caches([cache(), wide, cache(), scales, wide], block_size=16)
+    (group,) = layout.groups
+    assert group.page_groups == (
+        PageGroup((0, 2), (16, 4, 2, 64), "bfloat16"),
+        PageGroup((1, 4), (16, 2, 2, 128), "bfloat16"),
+        PageGroup((3,), (16, 4), "float32"),
+    )
+    assert group.layer_ids == (0, 1, 2, 3, 4)
+    assert layout.windows == (0,) * 5
+    assert layout.block_nbytes == 4 * 16 * 4 * 2 * 64 * 2 + 16 * 4 * 4
+    moved = KVLayout.from_caches([wide, cache(), cache(), scales, wide], block_size=16)
+    assert moved.fingerprint() != layout.fingerprint()
+    layout.check_tier()
 
 
 def test_sharded_heads_split_the_bytes():
@@ -66,9 +88,8 @@ def test_replicated_caches_take_every_device_and_every_copy():
     [
         (lambda: [], "no KV cache arrays"),
         (lambda: [cache((8,))], r"shape \(8,\)"),
-        (lambda: [cache(), cache((8, 16, 2, 2, 64))], "KV cache 1 is"),
-        (lambda: [cache(), cache(dtype=jnp.float32)], "KV cache 1 is float32"),
-        (lambda: [cache(), cache(where=sharding(None, None, "model", num_devices=2))], "one shape, dtype and sharding"),
+        (lambda: [cache(), cache((9, 16, 2, 2, 64))], "KV cache 1 has 9 blocks"),
+        (lambda: [cache(), cache(where=sharding(None, None, "model", num_devices=2))], "one sharding in a layer group"),
         (lambda: [cache(where=sharding("model", num_devices=2))], "block axis .* is sharded"),
     ],
 )
@@ -82,7 +103,7 @@ def test_caches_that_cannot_be_described(caches, message):
     [
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"groups": ()}, "got no layer groups"),
-        ({"groups": (dataclasses.replace(GROUP, layer_ids=()),)}, "no layers"),
+        ({"groups": (uniform(layer_ids=()),)}, "no layers"),
         ({"num_shards": 0}, "num_shards"),
         ({"num_local_devices": 0}, "num_local_devices"),
     ],
@@ -97,9 +118,9 @@ def test_an_invalid_layout(change, message):
     [
         {"model": "other"},
         {"block_size": 32},
-        {"groups": (dataclasses.replace(GROUP, layer_ids=(0, 1)),)},
-        {"groups": (dataclasses.replace(GROUP, page_shape=(16, 2, 4, 64)),)},  # the same bytes in another order
-        {"groups": (dataclasses.replace(GROUP, dtype="float16"),)},
+        {"groups": (uniform(layer_ids=(0, 1)),)},
+        {"groups": (uniform(page_shape=(16, 2, 4, 64)),)},  # the same bytes in another order
+        {"groups": (uniform(dtype="float16"),)},
         {"groups": (dataclasses.replace(GROUP, window=64),)},
     ],
 )
@@ -113,7 +134,7 @@ def test_layers_of_one_window_are_a_group():
     assert (full.kind, full.layer_ids, full.window) == (LayerGroupKind.FULL_ATTENTION, (0, 2), 0)
     assert (window.kind, window.layer_ids, window.window) == (LayerGroupKind.SLIDING_WINDOW, (1,), 32)
     assert layout.windows == (0, 32, 0)
-    assert layout.group_nbytes_per_host(full) == 2 * layout.group_nbytes_per_host(window) == 2 * full.page_nbytes
+    assert layout.group_nbytes_per_host(full) == 2 * layout.group_nbytes_per_host(window) == full.block_nbytes
 
 
 def test_the_host_tier_refuses_windows_in_one_line():
@@ -130,7 +151,7 @@ def test_the_host_tier_refuses_windows_in_one_line():
     [
         (lambda: [cache()] * 2, [0], r"windows=\[0\] for 2 KV caches; expected one per layer"),
         (lambda: [cache()] * 2, [0, -1], r"windows=\[0, -1\] for 2 KV caches"),
-        (lambda: [cache(), cache((5, 16, 4, 2, 64))], [32, 32], "expected one shape"),
+        (lambda: [cache(), cache((5, 16, 4, 2, 64))], [32, 32], "expected one number of blocks"),
         (
             lambda: [cache(), cache(where=sharding(None, None, "model", num_devices=2))],
             [0, 32],
@@ -149,7 +170,7 @@ def test_fingerprint_does_not_depend_on_the_sharding():
 
 def test_fingerprint_golden():
     """A golden value: chunks stored under one value cannot be read under another."""
-    assert BASE.fingerprint().hex() == "7eab60554e569b0345d0ed08802b28a2"
+    assert BASE.fingerprint().hex() == "772f433f542115524e4384aca66ddef8"
 
 
 def test_numpy_integers_give_the_same_layout():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from tpu_offload.hashing import BlockHasher
     from tpu_offload.kernels import FusedCopies, FusedInputs, FusedOutcome, FusedStep
-    from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+    from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind, PageGroup
     from tpu_offload.metrics import OffloadStats, StatsCollector
     from tpu_offload.types import (
         BlockHash,
@@ -96,6 +96,7 @@ _MODULES = {
     "KVLayout": "tpu_offload.layout",
     "LayerGroup": "tpu_offload.layout",
     "LayerGroupKind": "tpu_offload.layout",
+    "PageGroup": "tpu_offload.layout",
     "LayoutError": "tpu_offload.errors",
     "Match": "tpu_offload.core.engine_api",
     "MatchState": "tpu_offload.core.engine_api",
@@ -161,6 +162,7 @@ __all__ = [
     "OffloadScheduler",
     "OffloadStats",
     "OffloadWorker",
+    "PageGroup",
     "RequestError",
     "RequestLimits",
     "RequestSwap",

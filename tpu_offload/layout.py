@@ -22,29 +22,24 @@ class LayerGroupKind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers that share one block table.
+class PageGroup:
+    """Layers of a layer group whose pages have one shape and dtype: they are copied together.
 
     Attributes:
-      kind: how the group's blocks are used.
-      layer_ids: positions of the group's arrays in the list of KV caches.
+      layer_ids: positions of the arrays in the list of KV caches.
       page_shape: global shape of one layer's slice of a block, for tpu-inference
         `(block_size, 2 * kv_heads / packing, packing, head_dim)`.
       dtype: numpy name of the element type, such as `bfloat16`.
-      window: tokens that a token attends to, itself included; 0 with full attention.
     """
 
-    kind: LayerGroupKind
     layer_ids: tuple[int, ...]
     page_shape: tuple[int, ...]
     dtype: str
-    window: int = 0
 
     def __post_init__(self) -> None:
         # The fingerprint hashes the repr of these, so they must be plain integers.
         object.__setattr__(self, "layer_ids", _integers("layer_ids", self.layer_ids))
         object.__setattr__(self, "page_shape", _integers("page_shape", self.page_shape))
-        object.__setattr__(self, "window", _integer("window", self.window))
 
     @property
     def num_layers(self) -> int:
@@ -60,6 +55,49 @@ class LayerGroup:
     def block_nbytes(self) -> int:
         """Bytes of one block, all layers of the group, over all devices."""
         return self.num_layers * self.page_nbytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share one block table.
+
+    Attributes:
+      kind: how the group's blocks are used.
+      page_groups: its layers by page shape and dtype. Most models have one; Gemma-4, whose layers have two head sizes,
+        has two.
+      window: tokens that a token attends to, itself included; 0 with full attention.
+    """
+
+    kind: LayerGroupKind
+    page_groups: tuple[PageGroup, ...]
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "page_groups", tuple(self.page_groups))
+        object.__setattr__(self, "window", _integer("window", self.window))
+
+    @classmethod
+    def uniform(
+        cls,
+        kind: LayerGroupKind,
+        layer_ids: tuple[int, ...],
+        page_shape: tuple[int, ...],
+        dtype: str,
+        *,
+        window: int = 0,
+    ) -> "LayerGroup":
+        """A group whose pages all have one shape; arguments as for `PageGroup`."""
+        return cls(kind, (PageGroup(layer_ids, page_shape, dtype),), window)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Positions of the group's arrays in the list of KV caches, ascending."""
+        return tuple(sorted(i for pages in self.page_groups for i in pages.layer_ids))
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block, all layers of the group, over all devices."""
+        return sum(pages.block_nbytes for pages in self.page_groups)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,7 +131,7 @@ class KVLayout:
         if self.num_shards < 1 or self.num_local_devices < 1:
             raise LayoutError(f"{self.num_shards=} and {self.num_local_devices=} must be at least 1")
         for group in self.groups:
-            if not group.layer_ids:
+            if not group.page_groups or not all(pages.layer_ids for pages in group.page_groups):
                 raise LayoutError("a layer group has no layers; expected at least one KV cache array")
 
     @classmethod
@@ -107,9 +145,10 @@ class KVLayout:
           block_size: tokens in a block.
           model: name or revision of the weights.
           windows: per layer, the number of tokens that a token attends to, 0 for all; empty if every layer has full
-            attention. Layers with the same window form a group.
+            attention. Layers with the same window form a layer group, those with the same page shape and dtype in it a
+            page group.
         Raises:
-          LayoutError: no caches, different shapes or dtypes within a group, or a sharded block axis.
+          LayoutError: no caches, different shardings or numbers of blocks within a group, or a sharded block axis.
         """
         if isinstance(kv_caches, Mapping) or hasattr(kv_caches, "shape") or not isinstance(kv_caches, Iterable):
             raise LayoutError(f"KV caches are a {type(kv_caches).__name__}; expected a list with one array per layer")
@@ -173,38 +212,50 @@ class KVLayout:
         The sharding is not part of it, because the host tier belongs to one process. What leaves the process is also
         identified by its order and by the part that each device has (`kernels.SlotCopier.payload_format`).
         """
-        groups = [(g.kind.value, g.layer_ids, g.page_shape, g.dtype, g.window) for g in self.groups]
-        text = repr(("tpu_offload-layout-2", self.model, self.block_size, groups))
+        groups = [
+            (group.kind.value, group.window, [(p.layer_ids, p.page_shape, p.dtype) for p in group.page_groups])
+            for group in self.groups
+        ]
+        text = repr(("tpu_offload-layout-3", self.model, self.block_size, groups))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window: int) -> tuple[LayerGroup, int, int]:
     """A group, the number of devices that a page of it is sharded over, and the number of devices of this process."""
     first = kv_caches[layer_ids[0]]
-    if len(first.shape) < 2:
-        raise LayoutError(f"KV cache of shape {tuple(first.shape)}; expected [num_blocks, *page_shape]")
+    layers_of: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for i in layer_ids:
         cache = kv_caches[i]
-        if cache.shape != first.shape or cache.dtype != first.dtype or cache.sharding != first.sharding:
+        if len(cache.shape) < 2:
+            raise LayoutError(f"KV cache {i} has the shape {tuple(cache.shape)}; expected [num_blocks, *page_shape]")
+        if cache.shape[0] != first.shape[0] or cache.sharding != first.sharding:
             raise LayoutError(
-                f"KV cache {i} is {cache.dtype}{list(cache.shape)}, cache {layer_ids[0]} is "
-                f"{first.dtype}{list(first.shape)}; expected one shape, dtype and sharding in a layer group"
+                f"KV cache {i} has {cache.shape[0]} blocks and the sharding {cache.sharding}, cache {layer_ids[0]} "
+                f"{first.shape[0]} and {first.sharding}; expected one number of blocks and one sharding in a layer group"
             )
-    shard_shape = first.sharding.shard_shape(first.shape)
-    if shard_shape[0] != first.shape[0]:
+        layers_of.setdefault((tuple(cache.shape[1:]), np.dtype(cache.dtype).name), []).append(i)
+    shards = {_num_shards(kv_caches[ids[0]]) for ids in layers_of.values()}
+    if len(shards) != 1:
         raise LayoutError(
-            f"the block axis of the KV cache is sharded ({first.shape[0]} blocks, {shard_shape[0]} per device); "
-            "expected all blocks on every device: data-parallel caches are not supported"
+            f"pages of the shapes {[list(shape) for shape, _ in layers_of]} are split over {sorted(shards)} devices; "
+            "expected one number"
         )
     group = LayerGroup(
         kind=LayerGroupKind.SLIDING_WINDOW if window else LayerGroupKind.FULL_ATTENTION,
-        layer_ids=layer_ids,
-        page_shape=tuple(first.shape[1:]),
-        dtype=np.dtype(first.dtype).name,
+        page_groups=tuple(PageGroup(tuple(ids), shape, dtype) for (shape, dtype), ids in layers_of.items()),
         window=window,
     )
-    num_shards = math.prod(first.shape) // math.prod(shard_shape)
-    return group, num_shards, len(first.sharding.addressable_devices)
+    return group, shards.pop(), len(first.sharding.addressable_devices)
+
+
+def _num_shards(cache: Any) -> int:
+    shard_shape = cache.sharding.shard_shape(cache.shape)
+    if shard_shape[0] != cache.shape[0]:
+        raise LayoutError(
+            f"the block axis of the KV cache is sharded ({cache.shape[0]} blocks, {shard_shape[0]} per device); "
+            "expected all blocks on every device: data-parallel caches are not supported"
+        )
+    return math.prod(cache.shape) // math.prod(shard_shape)
 
 
 def _integer(name: str, value: Any) -> int:

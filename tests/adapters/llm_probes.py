@@ -161,4 +161,6 @@ def _weight(index: int, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
     if len(shape) == 1:
         return np.full(shape, 2.0 if "q_norm" in name or "k_norm" in name else 1.0, dtype)
     scale = 0.5 if "embed" in name else 1 / 16  # a small residual, so that attention has an effect
+    if "embed" in name and "language_model" in name:
+        scale /= 16  # Gemma multiplies embeddings by the root of their length
     return np.asarray(scale * jax.random.normal(jax.random.key(index), shape, dtype))

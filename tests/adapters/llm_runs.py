@@ -7,6 +7,7 @@ vLLM takes most of a minute and a run some seconds, so a test sends its runs to 
 
 A run:
 
+    model       one of MODELS; without it, qwen3
     engine      arguments of `LLM` over `ENGINE`
     connector   null, or arguments of `KVTransferConfig` over those of our connector
     env         TPU_OFFLOAD_* of this run
@@ -39,14 +40,31 @@ from tests.adapters.llm_probes import (
     set_random_weights,
     simulated_hbm,
 )
-from tests.inside import tier_group
+from tests.inside import tier_group, tier_groups
 
-MODEL = {
+QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 1024,
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
     "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
     "tie_word_embeddings": False, "use_sliding_window": False, "max_window_layers": 2,
+}  # fmt: skip
+_GEMMA4_TEXT = {
+    "model_type": "gemma4_text", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
+    "layer_types": 2 * ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 40,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "global_head_dim": 256,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "vocab_size": 1024,
+    "vocab_size_per_layer_input": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": QWEN3,
+    # Two page shapes in one KV cache group.
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4", "text_config": _GEMMA4_TEXT,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+        "vision_config": None, "audio_config": None,
+    },
 }  # fmt: skip
 ENGINE = {
     "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 4,
@@ -227,6 +245,7 @@ class EngineRun:
             "has_jobs": side.has_jobs,
             "has_flights": self.worker.has_flights,
             "num_host_chunks": self.worker.num_host_chunks,
+            "num_page_groups": len(tier_groups(self.worker)),
         }
 
     def shuffle_host_memory(self) -> None:
@@ -234,10 +253,12 @@ class EngineRun:
         import jax
         import numpy as np
 
-        pool = tier_group(self.worker).memory.arena
-        pool.wait_until_allocated()
-        for i, segment in enumerate(pool._segments):
-            pool.replace(i, [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment])
+        for group in tier_groups(self.worker):
+            pool = group.memory.arena
+            pool.wait_until_allocated()
+            for i, segment in enumerate(pool._segments):
+                moved = [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment]
+                pool.replace(i, moved)
 
     def break_loads(self, times: int, method: str = "load") -> None:
         """Has the next loads fail, in this method of the copier."""
@@ -370,7 +391,7 @@ def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
         outcome["end"] = engine_run.drain()
         left = [weakref.ref(engine_run.runner), weakref.ref(engine_run.runner.kv_caches[0])]
         if engine_run.connector is not None:
-            left.append(weakref.ref(tier_group(engine_run.worker).memory.arena))
+            left.append(weakref.ref(tier_groups(engine_run.worker)[0].memory.arena))
         del engine_run, llm
         gc.collect()
         return outcome | {"freed": [ref() is None for ref in left], "log": log}
@@ -403,11 +424,14 @@ def main() -> None:
     import cpu_shim
 
     cpu_shim.install()
-    with tempfile.TemporaryDirectory() as model:
-        (Path(model) / "config.json").write_text(json.dumps(MODEL))
+    with tempfile.TemporaryDirectory() as models:
+        for name, config in MODELS.items():
+            Path(models, name).mkdir()
+            Path(models, name, "config.json").write_text(json.dumps(config))
         for number, line in enumerate(sys.stdin):
             try:
-                outcome = run(json.loads(line), model)
+                spec = json.loads(line)
+                outcome = run(spec, str(Path(models, spec.get("model", "qwen3"))))
             except Exception as e:
                 logging.getLogger("vllm").exception("a run failed")
                 outcome = {"error": f"in a step: {_one_line(e)}"}

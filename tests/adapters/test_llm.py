@@ -91,6 +91,35 @@ SETUPS = {
 }
 
 
+MIXED_SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "defaults": ({}, {"skip_jax_precompile": False}),
+    "staged": ({}, STAGED),
+    "async scheduling, answers saved": (ASYNC, {"decode_save": True}),
+    "two devices": ({"tensor_parallel_size": 2}, {"num_cpu_chunks": 60}),
+}
+
+
+@pytest.mark.parametrize(("engine", "settings"), MIXED_SETUPS.values(), ids=MIXED_SETUPS)
+def test_layers_with_two_page_shapes(process, engine, settings):
+    """As Gemma-4 has them: heads of 128 in its sliding layers, of 256 in the others."""
+    spec = {"model": "gemma4", "engine": engine, "steps": conversations()}
+    right = process.run(spec | {"engine": engine | NO_PREEMPTION})
+    assert right["error"] is None
+    outcome = process.run(spec | {"connector": ours(**settings)})
+    assert outcome["error"] is None
+    assert answers(outcome) == answers(right)
+    assert outcome["end"]["num_page_groups"] == 2
+    assert outcome["end"]["stats"]["loaded_tokens"] > 0
+    assert_nothing_leaked(outcome)
+
+
+def test_wrong_kv_of_two_page_shapes_would_be_noticed(process):
+    steps = [GENERATE, *EMPTY_HBM, {"do": "shuffle_host_memory"}, GENERATE]
+    outcome = process.run({"model": "gemma4", "engine": NO_PREEMPTION, "connector": ours(), "steps": steps})
+    first, second = answers(outcome)
+    assert first != second
+
+
 @pytest.mark.parametrize(("engine", "env", "settings", "counted"), SETUPS.values(), ids=SETUPS)
 def test_answers_equal_those_without_a_connector(process, plain, engine, env, settings, counted):
     steps = conversations()

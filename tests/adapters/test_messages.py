@@ -42,7 +42,7 @@ def test_plans_and_reports_survive_pickling():
 
 
 def test_reports_add_up_in_any_order_and_keep_the_layout():
-    layout = KVLayout(8, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (8, 2, 8), "int8"),))
+    layout = KVLayout(8, (LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (8, 2, 8), "int8"),))
     first, second = ReportMessage(REPORTS[:1], layout), ReportMessage(REPORTS[1:])
     assert first.aggregate(second) == ReportMessage(REPORTS, layout)
     assert second.aggregate(first) == ReportMessage(REPORTS[::-1], layout)

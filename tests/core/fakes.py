@@ -28,7 +28,7 @@ from tpu_offload.core.policies import EvictionPolicy
 from tpu_offload.types import BlockHash, Direction, JobKind
 
 BLOCK_SIZE = 4
-LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (4, 2, 2, 8), "bfloat16"),))
+LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (4, 2, 2, 8), "bfloat16"),))
 POISON = b"poison"
 
 

@@ -65,7 +65,7 @@ class World:
         self.repeats: list[int] = []  # workers that receive the next plan twice
         self.late: dict[int, int] = {}  # by worker: it receives the next plan after this many others
         self.late_plans: list[tuple[int, int, StepPlan]] = []  # worker, number of plans before it, plan
-        group = LayerGroup(LayerGroupKind.FULL_ATTENTION, (0, 1), (setup.block_size, 2, 2, 8), "bfloat16")
+        group = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (setup.block_size, 2, 2, 8), "bfloat16")
         layout = KVLayout(setup.block_size, (group,))
         self.scheduler = _make_scheduler(setup, layout, lambda: self.now_s)
         self.workers = [SimWorker(i, setup, junk) for i in range(setup.num_workers)]

@@ -208,7 +208,7 @@ def check_memory(model: ModelConfig, engine: EngineConfig) -> None:
 def layout_of(model: ModelConfig, engine: EngineConfig) -> KVLayout:
     """The layout of the engine's caches."""
     pages = model.page_shape(engine.block_size)
-    group = LayerGroup(LayerGroupKind.FULL_ATTENTION, tuple(range(model.num_layers)), pages, model.kv_dtype)
+    group = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, tuple(range(model.num_layers)), pages, model.kv_dtype)
     return KVLayout(engine.block_size, (group,), model=model.name)
 
 

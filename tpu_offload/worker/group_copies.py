@@ -1,4 +1,4 @@
-"""The copies between the KV caches of one layer group and one host store, from their dispatch to their end.
+"""The copies between the KV caches of one page group and one host store, from their dispatch to their end.
 
 Each dispatched copy is a flight. It ends when its token is ready, which `collect` checks; a job ends with its last
 flight (see `worker.jobs`). If a failed program destroys a segment of host memory, the segment is marked as lost, and
@@ -38,7 +38,7 @@ class GroupCopies:
     Args:
       group_id: the layer group, by its index in `KVLayout.groups`.
       store: the host store.
-      layer_ids: positions of the group's arrays in the list of KV caches.
+      layer_ids: positions of the page group's arrays in the list of KV caches.
       memory: the host memory.
       copiers: the copier of each direction.
       jobs: the worker's jobs in flight.
@@ -183,7 +183,7 @@ class GroupCopies:
                 self._jobs.mark_written(job_ids)
 
     def _own(self, kv_caches: Caches) -> Caches:
-        """The arrays of the group."""
+        """The arrays of the page group."""
         if len(self._layer_ids) == len(kv_caches):
             return kv_caches
         return [kv_caches[i] for i in self._layer_ids]

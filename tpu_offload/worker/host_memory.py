@@ -69,7 +69,7 @@ def plan_swap_pool(
 @final
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The segments of one store and layer group, and which of their places hold nothing.
+    """The segments of one store and page group, and which of their places hold nothing.
 
     Attributes:
       spec: what is copied.

@@ -1,20 +1,23 @@
 """How much of the staging buffer the copies of one worker hold, and how much more they may take.
 
-A staging block counts as one whatever its layer group, as in the scheduler's budget. The scheduler plans within the
-budget; how a load is cut into pieces within its reservation is decided here.
+A staging block counts as one whatever its layer group, as in the scheduler's budget. The page groups of a layer group
+stage the same blocks, each its share of the bytes: a block counts until the last of them has copied it. The scheduler
+plans within the budget; how a load is cut into pieces within its reservation is decided here.
 
 In lockstep nothing here depends on which flights have ended: that differs between hosts, and what they dispatch must
 not.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 import numpy as np
 
 from tpu_offload.kernels import Flight
 from tpu_offload.worker.backlog import BackloggedLoad
+
+type Flights = Iterable[Sequence[Sequence[Flight]]]
 
 
 @final
@@ -23,11 +26,11 @@ class StagingUsage:
 
     Args:
       num_blocks: the staging budget.
-      flights: the flights of the host tier.
+      flights: the flights of the host tier, by layer group and page group.
       lockstep: the caches span hosts.
     """
 
-    def __init__(self, num_blocks: int, *, flights: Callable[[], Iterable[Flight]], lockstep: bool) -> None:
+    def __init__(self, num_blocks: int, *, flights: Callable[[], Flights], lockstep: bool) -> None:
         self._num_blocks = num_blocks
         self._flights = flights
         self._lockstep = lockstep
@@ -47,9 +50,12 @@ class StagingUsage:
         allowed = load.job.num_staging_blocks or self._num_blocks
         if self._lockstep:
             return allowed - sum(size for piece_step_id, size in load.pieces if piece_step_id > step_id - 2)
-        staged = (flight.moves.job_ids for flight in self._flights() if flight.num_staged)
-        return allowed - sum(int(np.count_nonzero(job_ids == load.job.job_id)) for job_ids in staged)
+        job_id = load.job.job_id
+        return allowed - self._sum(lambda f: int(np.count_nonzero(f.moves.job_ids == job_id)) if f.num_staged else 0)
 
     @property
     def _num_held(self) -> int:
-        return sum(flight.num_staged for flight in self._flights())
+        return self._sum(lambda flight: flight.num_staged)
+
+    def _sum(self, blocks_of: Callable[[Flight], int]) -> int:
+        return sum(max(sum(map(blocks_of, flights)) for flights in page_groups) for page_groups in self._flights())

@@ -54,7 +54,7 @@ class _Item:
       positions: of the chunk or keys in the job, as in `JobResult.failed_blocks`.
       keys: the chunk's key, or those to delete.
       slot: the chunk's; None for a deletion.
-      payload: for a cascade, the copy of the slot, per layer group; dropped once it is packed.
+      payload: for a cascade, the copy of the slot, per page group; dropped once it is packed.
       data: for a promotion, the bytes, once they are read.
       error: in one line; empty if nothing failed.
     """
@@ -78,7 +78,7 @@ class StorageCopies:
       config: the settings, with a storage tier.
       layout: what a block is made of.
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shardings are read.
-      memories: per layer group, the host tier.
+      memories: per page group, the host tier.
       jobs: the worker's jobs.
       worker_id: for the tier.
     Raises:

@@ -5,6 +5,7 @@ would gain nothing, and two blocks of HBM are enough.
 """
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -41,7 +42,7 @@ class SwapCopies:
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
       jobs: the worker's jobs in flight.
       available: bytes of host memory that the host tier leaves.
-      tier: per layer group, the copies that read the host tier; empty without one.
+      tier: per page group, the copies that read the host tier; empty without one.
       clock: seconds, monotonic.
       wrap_copier: see `OffloadWorker`.
     """
@@ -67,9 +68,13 @@ class SwapCopies:
         pools = plan_swap_pool(config, layout, kv_caches, available)
         if not all(num_blocks for num_blocks, _ in pools):
             return
-        for group_id, (group, (num_blocks, segments)) in enumerate(zip(layout.groups, pools, strict=True)):
-            caches = [kv_caches[i] for i in group.layer_ids]
-            num_segments, segment_blocks = segments
+        page_groups = [
+            (group_id, pages.layer_ids, *pool)
+            for group_id, (group, pool) in enumerate(zip(layout.groups, pools, strict=True))
+            for pages in group.page_groups
+        ]
+        for group_id, layer_ids, num_blocks, (num_segments, segment_blocks) in page_groups:
+            caches = [kv_caches[i] for i in layer_ids]
             capacity = min(_MAX_BLOCKS, caches[0].shape[0])
             spec = TransferSpec.from_caches(caches, segment_blocks=segment_blocks, capacity=capacity)
             memory = HostMemory.allocate(
@@ -80,7 +85,7 @@ class SwapCopies:
                 GroupCopies(
                     group_id=group_id,
                     store=HostStore.SWAP_POOL,
-                    layer_ids=group.layer_ids,
+                    layer_ids=layer_ids,
                     memory=memory,
                     copiers=dict.fromkeys(Direction, copier),
                     jobs=jobs,
@@ -94,7 +99,10 @@ class SwapCopies:
     @property
     def num_blocks_ready(self) -> tuple[int, ...]:
         """Per layer group, the blocks of the pool that are allocated; grows to the size of the pool."""
-        return tuple(group.memory.num_blocks_ready for group in self._groups)
+        ready: dict[int, int] = {}
+        for group in self._groups:
+            ready[group.group_id] = min(group.memory.num_blocks_ready, ready.get(group.group_id, sys.maxsize))
+        return tuple(ready.values())
 
     @property
     def has_flights(self) -> bool:
@@ -144,9 +152,8 @@ class SwapCopies:
 
     def take_lost(self) -> tuple[tuple[int, int, int], ...]:
         """Ranges (group_id, first, end) of blocks of the pool lost since the last call."""
-        return tuple(
-            (group.group_id, first, end) for group in self._groups for first, end in group.memory.arena.take_lost()
-        )
+        lost = {(group.group_id, *places) for group in self._groups for places in group.memory.arena.take_lost()}
+        return tuple(sorted(lost))  # what one page group has lost is useless in the others
 
     def close(self) -> None:
         """Frees the pool. The caller has waited for the copies in flight."""
@@ -178,9 +185,9 @@ class SwapCopies:
         if wait_for_all(tokens, timeout_s=self._timeout_s):
             self._jobs.set_copy_s(job.job_id, self._clock() - start_s)
 
-    def _source(self, part: CopyPart) -> GroupCopies | None:
+    def _sources(self, part: CopyPart) -> list[GroupCopies]:
         groups = self._tier if part.store is HostStore.HOST_TIER else self._groups
-        return groups[part.group_id] if 0 <= part.group_id < len(groups) else None
+        return [group for group in groups if group.group_id == part.group_id]
 
     def _job_error(self, job: CopyJob) -> str:
         """Why a job cannot be started, in one line; empty if it can."""
@@ -188,13 +195,13 @@ class SwapCopies:
         if error:
             return error
         for part in job.parts:
-            source = self._source(part)
-            if source is None or job.direction not in source.copiers:
+            sources = self._sources(part)
+            if not sources or job.direction not in sources[0].copiers:
                 return (
                     f"a {job.kind.value} of layer group {part.group_id} of {part.store.value}: this worker has no such "
                     "memory, or only reads it"
                 )
-            error = source.part_error(part, job.direction)
+            error = next(filter(None, (source.part_error(part, job.direction) for source in sources)), "")
             if error:
                 return error
         return ""

@@ -1,21 +1,21 @@
 """The host tier of one process: dispatches saves, loads in pieces, and the copies inside the forward pass.
 
 This module decides which blocks are copied in which step, within the staging budget and `max_load_gb_per_step`. The
-copies of each layer group are in `worker.group_copies`.
+copies of each page group are in `worker.group_copies`.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, final
 
 import jax
 
-from tpu_offload.config import CopyPath, OffloadConfig
+from tpu_offload.config import ENV_PREFIX, CopyPath, OffloadConfig
+from tpu_offload.errors import ConfigError
 from tpu_offload.kernels import (
     BySegment,
     Copier,
     DirectCopier,
-    Flight,
     FusedOutcome,
     FusedPlanner,
     FusedStep,
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 Caches = list[jax.Array]
 Batches = list[tuple[GroupCopies, BySegment]]
-"""Blocks to copy, by layer group and segment."""
+"""Blocks to copy, by page group and segment."""
 
 
 @final
@@ -81,7 +81,7 @@ class TierCopies:
         self._step_id = -1  # rises with every `begin` and `resume`
         # Hosts that share one model must dispatch in the same order, although readiness differs between them.
         self._lockstep = not kv_caches[0].sharding.is_fully_addressable
-        self._staging = StagingUsage(staging_blocks, flights=self._flights, lockstep=self._lockstep)
+        page_groups = [(i, pages.layer_ids) for i, group in enumerate(layout.groups) for pages in group.page_groups]
         specs = [
             TransferSpec.from_caches(
                 caches,
@@ -89,17 +89,26 @@ class TierCopies:
                 # No staged dispatch copies more blocks than the cache has, however large the budget.
                 capacity=min(staging_blocks, caches[0].shape[0]),
             )
-            for caches in ([kv_caches[i] for i in group.layer_ids] for group in layout.groups)
+            for caches in ([kv_caches[i] for i in layer_ids] for _, layer_ids in page_groups)
         ]
-        self.paths = choose_paths(config, specs[0], fused=fused)  # before memory is allocated: it may raise
+        self.paths = _choose_paths(config, specs, fused=fused)  # before memory is allocated: it may raise
+        # One for each page group; those of a layer group copy the same blocks to the same places.
         self._groups = [
-            self._make_group(config, group_id, group.layer_ids, spec, num_segments=num_segments, num_chunks=num_chunks)
-            for group_id, (group, spec) in enumerate(zip(layout.groups, specs, strict=True))
+            self._make_group(config, group_id, layer_ids, spec, num_segments=num_segments, num_chunks=num_chunks)
+            for (group_id, layer_ids), spec in zip(page_groups, specs, strict=True)
         ]
+        self._groups_of = [
+            [group for group in self._groups if group.group_id == group_id] for group_id in range(len(layout.groups))
+        ]
+        self._staging = StagingUsage(
+            staging_blocks,
+            flights=lambda: [[group.flights for group in groups] for groups in self._groups_of],
+            lockstep=self._lockstep,
+        )
         self._stages = any(group.copiers[Direction.LOAD].stages for group in self._groups)
         self._fused: ForwardPassCopies | None = None
         if CopyPath.FUSED in self.paths.values():
-            assert len(self._groups) == 1, "fused copies support one layer group"
+            assert len(self._groups) == 1, "fused copies support one page group"
             blocks_per_chunk = config.blocks_per_chunk
             sizes = fused_sizes(specs[0].capacity, blocks_per_chunk=blocks_per_chunk, buckets=config.block_size_buckets)
             sizes_of = {d: sizes if path is CopyPath.FUSED else () for d, path in self.paths.items()}
@@ -136,11 +145,11 @@ class TierCopies:
         )
 
     def memories(self) -> list[HostMemory]:
-        """Per layer group, the host memory."""
+        """Per page group, the host memory."""
         return [group.memory for group in self._groups]
 
     def sources(self) -> list[GroupCopies]:
-        """Per layer group, the copies with which swap-ins read the host tier, on the direct path."""
+        """Per page group, the copies with which swap-ins read the host tier, on the direct path."""
         return [group.reader(self._direct(group)) for group in self._groups]
 
     def _direct(self, group: GroupCopies) -> Copier:
@@ -184,7 +193,8 @@ class TierCopies:
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
         """Ranges (first, end) of slots lost since the last call."""
-        return tuple(lost for group in self._groups for lost in group.memory.arena.take_lost())
+        # What one page group has lost is useless in the others.
+        return tuple(sorted({lost for group in self._groups for lost in group.memory.arena.take_lost()}))
 
     def wait_until_allocated(self) -> None:
         """Blocks until the pool is allocated or its allocation has failed."""
@@ -321,14 +331,15 @@ class TierCopies:
         if error:
             return error
         for part in job.parts:
-            if part.store is not HostStore.HOST_TIER or not 0 <= part.group_id < len(self._groups):
+            if part.store is not HostStore.HOST_TIER or not 0 <= part.group_id < len(self._groups_of):
                 return (
                     f"a {job.kind.value} of layer group {part.group_id} in {part.store.value}; this worker has "
-                    f"{len(self._groups)} in {HostStore.HOST_TIER.value}"
+                    f"{len(self._groups_of)} in {HostStore.HOST_TIER.value}"
                 )
-            error = self._groups[part.group_id].part_error(part, job.direction)
-            if error:
-                return error
+            for group in self._groups_of[part.group_id]:
+                error = group.part_error(part, job.direction)
+                if error:
+                    return error
         return ""
 
     def _by_group(self, jobs: Sequence[CopyJob]) -> Batches:
@@ -373,10 +384,6 @@ class TierCopies:
         )
         return job_ids, pieces
 
-    def _flights(self) -> Iterator[Flight]:
-        for group in self._groups:
-            yield from group.flights
-
     def _room(self, load: BackloggedLoad) -> int:
         return self._staging.room_of(load, step_id=self._step_id)
 
@@ -395,7 +402,12 @@ class TierCopies:
     def _fail_lost_loads(self) -> None:
         """Fails loads whose host memory is lost, before other chunks are written there, which they would read."""
         for load in self._backlog:
-            if any(self._groups[group_id].memory.lost[places].any() for group_id, places in load.places_left()):
+            lost = (
+                group.memory.lost[places].any()
+                for group_id, places in load.places_left()
+                for group in self._groups_of[group_id]
+            )
+            if any(lost):
                 self._backlog.fail(load.job.job_id, "the host memory of its chunks was lost")
         self._end_failed_loads()
 
@@ -415,3 +427,14 @@ class TierCopies:
         self._jobs.cancel(job_id, unwritten=is_left or any(job_id in flight.moves.job_ids for flight in loads))
         if is_left:
             self._jobs.drop_ref([job_id])
+
+
+def _choose_paths(config: OffloadConfig, specs: Sequence[TransferSpec], *, fused: bool) -> dict[Direction, CopyPath]:
+    """The path of each direction, for all page groups; see `choose_paths`."""
+    if len(specs) > 1 and CopyPath.FUSED in (config.save_path, config.load_path):
+        raise ConfigError(
+            f"{ENV_PREFIX}SAVE_PATH={config.save_path.value} and {ENV_PREFIX}LOAD_PATH={config.load_path.value} for "
+            f"pages of {len(specs)} shapes; fused copies support one: set direct or staged"
+        )
+    largest = max(specs, key=lambda spec: spec.block_nbytes_per_device)
+    return choose_paths(config, largest, fused=fused and len(specs) == 1)

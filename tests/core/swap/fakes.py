@@ -23,7 +23,7 @@ from tpu_offload import (
 from tpu_offload.types import BlockHash, Direction, JobKind
 
 FULL = LAYOUT.groups[0]
-WINDOW = LayerGroup(LayerGroupKind.SLIDING_WINDOW, (2,), FULL.page_shape, FULL.dtype, window=8)
+WINDOW = LayerGroup.uniform(LayerGroupKind.SLIDING_WINDOW, (2,), (4, 2, 2, 8), "bfloat16", window=8)
 HYBRID = KVLayout(BLOCK_SIZE, (FULL, WINDOW))
 WINDOWS_ONLY = KVLayout(BLOCK_SIZE, (WINDOW,))
 FINISHED, FAILED = JobState.FINISHED, JobState.FAILED
