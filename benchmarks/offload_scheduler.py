@@ -17,7 +17,8 @@ from tpu_offload import (
 )
 
 BLOCK_SIZE = 16
-LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), (BLOCK_SIZE, 8, 2, 128), "bfloat16"),))
+_GROUP = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0,), (BLOCK_SIZE, 8, 2, 128), "bfloat16")
+LAYOUT = KVLayout(BLOCK_SIZE, (_GROUP,))
 
 
 def computed(

@@ -13,6 +13,7 @@ from tests.caches import random_caches
 from tpu_offload.errors import LayoutError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind, PageGroup
 
+
 def uniform(*, layer_ids=(0, 1, 2), page_shape=(16, 4, 2, 64), dtype="bfloat16"):
     return LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, layer_ids, page_shape, dtype)
 

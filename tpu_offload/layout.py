@@ -231,7 +231,8 @@ def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window
         if cache.shape[0] != first.shape[0] or cache.sharding != first.sharding:
             raise LayoutError(
                 f"KV cache {i} has {cache.shape[0]} blocks and the sharding {cache.sharding}, cache {layer_ids[0]} "
-                f"{first.shape[0]} and {first.sharding}; expected one number of blocks and one sharding in a layer group"
+                f"{first.shape[0]} and {first.sharding}; expected one number of blocks and one sharding in a layer "
+                "group"
             )
         layers_of.setdefault((tuple(cache.shape[1:]), np.dtype(cache.dtype).name), []).append(i)
     shards = {_num_shards(kv_caches[ids[0]]) for ids in layers_of.values()}
@@ -249,13 +250,13 @@ def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window
 
 
 def _num_shards(cache: Any) -> int:
-    shard_shape = cache.sharding.shard_shape(cache.shape)
+    shard_shape: tuple[int, ...] = cache.sharding.shard_shape(cache.shape)
     if shard_shape[0] != cache.shape[0]:
         raise LayoutError(
             f"the block axis of the KV cache is sharded ({cache.shape[0]} blocks, {shard_shape[0]} per device); "
             "expected all blocks on every device: data-parallel caches are not supported"
         )
-    return math.prod(cache.shape) // math.prod(shard_shape)
+    return int(math.prod(cache.shape) // math.prod(shard_shape))
 
 
 def _integer(name: str, value: Any) -> int:

@@ -137,6 +137,32 @@ def simulated_hbm(nbytes: int | None) -> Any:
         utils.hbm_usage_bytes = usage
 
 
+def share_models() -> None:
+    """Engines of one model run its same jitted functions, so that these are traced and lowered once a process.
+
+    Loading a model makes functions of its own for each engine, and clears the caches of jax. Weights, KV caches and
+    everything else are an engine's own.
+    """
+    import jax
+    from tpu_inference.runner import tpu_runner
+
+    load, loaded = tpu_runner.get_model, {}
+
+    def get_model(vllm_config: Any, rng: Any, mesh: Any, *args: Any, **kwargs: Any) -> Any:
+        config = vllm_config.model_config
+        key = (
+            config.model, str(config.dtype), str(vllm_config.cache_config.cache_dtype), mesh,
+            str(vllm_config.speculative_config), args, str(kwargs),
+        )  # fmt: skip
+        if key not in loaded:
+            loaded[key] = load(vllm_config, rng, mesh, *args, **kwargs), vllm_config.quant_config
+        model, vllm_config.quant_config = loaded[key]
+        return model
+
+    tpu_runner.get_model = get_model
+    jax.clear_caches = lambda: None
+
+
 def set_random_weights(runner: Any) -> None:
     """Sets random weights with which the next token depends on all tokens before it.
 

@@ -38,6 +38,7 @@ from tests.adapters.llm_probes import (
     count_calls,
     environment_of,
     set_random_weights,
+    share_models,
     simulated_hbm,
 )
 from tests.inside import tier_group, tier_groups
@@ -50,8 +51,8 @@ QWEN3 = {
     "tie_word_embeddings": False, "use_sliding_window": False, "max_window_layers": 2,
 }  # fmt: skip
 _GEMMA4_TEXT = {
-    "model_type": "gemma4_text", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
-    "layer_types": 2 * ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 40,
+    "model_type": "gemma4_text", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "layer_types": 2 * ["sliding_attention", "full_attention"], "sliding_window": 40,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "global_head_dim": 256,
     "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "vocab_size": 1024,
     "vocab_size_per_layer_input": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "pad_token_id": 0,
@@ -424,6 +425,7 @@ def main() -> None:
     import cpu_shim
 
     cpu_shim.install()
+    share_models()
     with tempfile.TemporaryDirectory() as models:
         for name, config in MODELS.items():
             Path(models, name).mkdir()

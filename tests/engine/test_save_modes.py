@@ -45,23 +45,35 @@ def plain():
     }
 
 
+FUSED = {"save_path": "fused", "load_path": "fused", "block_size_buckets": (1, 2, 4)}
+IN_A_TIGHT_HBM: list[tuple[str, dict[str, Any]]] = [
+    *((mode, {}) for mode in MODES[1:]),
+    ("eviction", {"save_after_sightings": 2}),
+    ("compute,eviction", {"save_after_sightings": 2, "decode_save": True}),
+    ("eviction,preemption", FUSED),
+    ("eviction", {"blocks_per_chunk": 3}),
+    ("eviction,preemption", {"num_cpu_chunks": 20}),
+    ("compute,eviction", {"num_cpu_chunks": 20, "blocks_per_chunk": 2}),
+]
+IN_A_CROWD: list[tuple[str, dict[str, Any]]] = [
+    ("preemption", {}),
+    ("compute,eviction,preemption", {}),
+    ("compute,eviction", {"save_after_sightings": 2, "decode_save": True}),
+    ("eviction,preemption", {"save_path": "staged", "load_path": "staged"}),
+    ("eviction,preemption", FUSED),
+    ("compute,eviction,preemption", {"save_path": "fused", "load_path": "staged"}),
+    ("eviction,preemption", {"staging_buffer_tokens": 16}),
+    ("compute,eviction", {"num_cpu_chunks": 20, "blocks_per_chunk": 2}),
+]
+
+
 @pytest.mark.parametrize(
-    ("save_on", "changes"),
+    ("config", "max_tokens", "save_on", "changes"),
     [
-        *((mode, {}) for mode in MODES[1:]),
-        ("eviction", {"save_after_sightings": 2}),
-        ("compute,eviction", {"save_after_sightings": 2, "decode_save": True}),
-        ("eviction,preemption", {"save_path": "staged", "load_path": "staged"}),
-        ("eviction,preemption", {"save_path": "fused", "load_path": "fused", "block_size_buckets": (1, 2, 4)}),
-        ("compute,eviction,preemption", {"save_path": "fused", "load_path": "staged"}),
-        ("eviction", {"blocks_per_chunk": 3}),
-        ("eviction,preemption", {"staging_buffer_tokens": 16}),
-        ("eviction,preemption", {"num_cpu_chunks": 20}),
-        ("compute,eviction", {"num_cpu_chunks": 20, "blocks_per_chunk": 2}),
+        *(pytest.param(TIGHT, 6, *case, id=f"tight-{case}") for case in IN_A_TIGHT_HBM),
+        *(pytest.param(CROWDED, 30, *case, id=f"crowded and async-{case}") for case in IN_A_CROWD),
     ],
-    ids=str,
 )
-@pytest.mark.parametrize(("config", "max_tokens"), [(TIGHT, 6), (CROWDED, 30)], ids=["tight", "crowded and async"])
 def test_tokens_are_the_same(plain, config, max_tokens, save_on, changes):
     engine_config = dataclasses.replace(config, async_scheduling=config is CROWDED)
     engine = Engine(TINY, engine_config, offload=make_offload(save_on, **changes))

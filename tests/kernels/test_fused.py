@@ -49,9 +49,8 @@ def segment_bytes(segment):
     return np.concatenate([reference.as_bytes(stripe) for stripe in segment], axis=1)
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_stripes", "blocks_per_chunk"), [(1, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("num_devices", "num_stripes", "blocks_per_chunk"), [(1, 1, 1), (8, 3, 2), (1, 2, 3)])
 def test_bits_survive_and_nothing_else_changes(dtype, num_devices, num_stripes, blocks_per_chunk):
     rng = np.random.default_rng(1)
     caches = random_caches(rng, dtype=dtype, num_devices=num_devices, num_layers=4)

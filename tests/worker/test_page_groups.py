@@ -1,5 +1,7 @@
 """Layer groups whose layers have pages of several shapes or dtypes: each job copies all of them, bit for bit."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,17 @@ import pytest
 from tests.caches import random_array, random_caches
 from tests.jobs import copy_job
 from tests.worker.engine import CANCELLED, FAILED, FINISHED, Clock
-from tpu_offload import CachesLostError, ConfigError, CopyJob, CopyPart, HostStore, JobKind, OffloadConfig, StepPlan
+from tpu_offload import (
+    CachesLostError,
+    ConfigError,
+    CopyJob,
+    CopyPart,
+    HostStore,
+    JobKind,
+    JobState,
+    OffloadConfig,
+    StepPlan,
+)
 from tpu_offload.kernels import reference
 from tpu_offload.layout import KVLayout
 from tpu_offload.worker import OffloadWorker
@@ -29,10 +41,11 @@ class Engine:
     def __init__(self, path="direct", *, num_devices=1, broken=(), pages=PAGES, **settings):
         self.rng = np.random.default_rng(7)
         self.caches = [
-            random_caches(self.rng, dtype=d, num_devices=num_devices, num_blocks=NUM_BLOCKS, num_layers=1, page_shape=s)[
-                0
-            ]
-            for s, d in pages
+            cache
+            for shape, dtype in pages
+            for cache in random_caches(
+                self.rng, dtype=dtype, num_devices=num_devices, num_blocks=NUM_BLOCKS, num_layers=1, page_shape=shape
+            )
         ]
         self.layout = KVLayout.from_caches(self.caches, block_size=4)
         self.broken, self.arenas = set(broken), []
@@ -85,9 +98,7 @@ class Engine:
     def step(self, *jobs, forward=False, cancel=()):
         """One step. With `forward` the forward pass writes new bytes into all caches, before the saves."""
         self.step_id += 1
-        plan = StepPlan(
-            step_id=self.step_id, jobs=jobs, cancelled_job_ids=tuple(cancel), next_job_id=self.num_jobs + 1
-        )
+        plan = StepPlan(step_id=self.step_id, jobs=jobs, cancelled_job_ids=tuple(cancel), next_job_id=self.num_jobs + 1)
         self.caches = self.worker.begin_step(plan, self.caches)
         if forward:
             new = [random_array(self.rng, c.shape, c.dtype) for c in self.caches]
@@ -97,7 +108,7 @@ class Engine:
 
     def results(self):
         """Steps until nothing is in flight; results by job id."""
-        results = {}
+        results: dict[int, Any] = {}
         for _ in range(100):
             report = self.worker.poll(wait=True)
             results |= {result.job_id: result for result in report.results}
@@ -142,7 +153,7 @@ def test_random_jobs(path, num_devices):
     pages = PAGES if num_devices == 1 else [(s, d) for s, d in PAGES if s[1] % 2 == 0 and len(s) > 2]
     engine = Engine(path, num_devices=num_devices, pages=pages)
     written: list[int] = []
-    states = {}
+    states: dict[int, JobState] = {}
     for _ in range(30):
         blocks = engine.rng.permutation(NUM_BLOCKS).tolist()
         size = int(engine.rng.integers(1, 6))

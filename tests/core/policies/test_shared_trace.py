@@ -12,7 +12,7 @@ from tpu_offload.sim.belady import belady_hits
 from tpu_offload.sim.trace import Trace, read_traces
 
 TRACE = Path(__file__).parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
-SHARES = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2]
+SHARES = [0.005, 0.01, 0.02, 0.1]
 TEXTBOOK_SHARES = [0.005, 0.02, 0.1]
 OTHERS = [name for name in POLICIES if name != DEFAULT_POLICY]
 
