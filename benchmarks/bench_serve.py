@@ -246,12 +246,7 @@ def measure(args: argparse.Namespace, variants: list[str], report: dict[str, Any
                         parts |= measure_round(folder, variant, args, num_blocks)
                     except ServerError as e:
                         report["refused"][variant] = str(e)
-                        print(
-                            f"{variant} is skipped:\
-                        {e}",
-                            file=sys.stderr,
-                            flush=True,
-                        )
+                        print(f"{variant} is skipped: {e}", file=sys.stderr, flush=True)
                         break
                 for workload, one in parts.items():
                     one["differing"] = sum(a != b for a, b in zip(one.pop("answers"), right[workload], strict=True))
