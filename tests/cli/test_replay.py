@@ -74,8 +74,9 @@ def test_chat(tmp_path, capsys):
     assert report["argv"][0] == "replay"
 
 
-@pytest.mark.parametrize("buckets", ["", "1,2"])
-@pytest.mark.parametrize("directions", [("SAVE",), ("LOAD",), ("SAVE", "LOAD")], ids="+".join)
+@pytest.mark.parametrize(
+    ("directions", "buckets"), [(("SAVE",), ""), (("LOAD",), "1,2"), (("SAVE", "LOAD"), "1,2")], ids=str
+)
 def test_fused_paths(tmp_path, monkeypatch, directions, buckets):
     """The embedded engine supports them, and the copies measured afterwards have a rate too."""
     path = tmp_path / "r.json"
