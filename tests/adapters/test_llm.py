@@ -372,6 +372,18 @@ def test_too_little_hbm(process, plain):
         assert answers(outcome) == answers(plain([GENERATE], {}))
 
 
+@pytest.mark.parametrize(("model", "mib"), [("qwen3", 20), ("gemma4", 40)])
+def test_vllm_gets_as_many_blocks_as_without_a_connector(process, model, mib):
+    by_memory = {"num_gpu_blocks_override": 0, "gpu_memory_utilization": 0.9}
+    spec = {"model": model, "engine": by_memory, "hbm_nbytes": mib << 20, "steps": [GENERATE]}
+    process.run(spec | {"steps": []})  # loads the weights, which later engines share
+    alone = process.run(spec)
+    ours_too = process.run(spec | {"connector": ours(num_cpu_chunks=16)})
+    assert (alone["error"], ours_too["error"]) == (None, None)
+    assert alone["end"]["num_blocks"] == ours_too["end"]["num_blocks"] > 20
+    assert answers(alone) == answers(ours_too)
+
+
 def test_metrics_events_and_name(process):
     engine = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
     steps = [GENERATE, *EMPTY_HBM, GENERATE, {"do": "drain"}]

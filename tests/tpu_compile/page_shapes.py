@@ -30,6 +30,7 @@ PAGES = (
     # vLLM-TPU: [block, 2 * heads / packing, packing, head], heads padded to 128, K and V of 64 side by side.
     Pages("vLLM-TPU, head 128", (16, 8, 2, 128)),
     Pages("vLLM-TPU, head 256", (16, 4, 2, 256)),
+    Pages("vLLM-TPU, Gemma-4's head 512", (16, 4, 2, 512)),
     Pages("vLLM-TPU, head 64", (16, 4, 2, 128)),
     Pages("vLLM-TPU, head 128, float8", (16, 4, 4, 128), "float8_e4m3fn", num_layers=16),
     Pages("vLLM-TPU, head 64, float8", (16, 4, 4, 128), "float8_e5m2", num_layers=16),

@@ -40,6 +40,7 @@ CASES = [
     ("v5p:2x2x1", "latent 576", 1, 520, DIRECT),
     ("v5p:2x2x1", "head 96, blocks of 128", 1, 2000, DIRECT),
     ("v5p:2x2x1", "head 64, float32, blocks of 128", 1, 2000, DIRECT),
+    ("tpu7x:2x2x1", "vLLM-TPU, Gemma-4's head 512", 4, 1000, DIRECT),
     ("tpu7x:2x2x1", "head 96", 4, 1000, DIRECT),
     ("tpu7x:2x2x1", "state of 64 x 64", 1, 520, ("direct_load",)),  # written in turn
     ("tpu7x:2x2x1", "latent 576, row-major", 1, 520, DIRECT),
