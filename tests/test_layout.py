@@ -115,6 +115,20 @@ def test_an_invalid_layout(change, message):
 
 
 @pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda pages: LayerGroup(GROUP.kind, pages), "expected a sequence of PageGroup"),
+        (lambda pages: LayerGroup(GROUP.kind, pages.layer_ids), "expected a sequence of PageGroup"),
+        (lambda pages: KVLayout(16, (pages,)), "expected a sequence of LayerGroup"),
+        (lambda pages: KVLayout(16, (LayerGroup(GROUP.kind, (pages, pages)),)), "expected each layer once"),
+    ],
+)
+def test_page_groups_in_the_wrong_place(make, message):
+    with pytest.raises(LayoutError, match=message):
+        make(GROUP.page_groups[0])
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"model": "other"},

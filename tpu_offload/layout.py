@@ -73,7 +73,10 @@ class LayerGroup:
     window: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "page_groups", tuple(self.page_groups))
+        given = self.page_groups
+        if not isinstance(given, Sequence) or not all(isinstance(pages, PageGroup) for pages in given):
+            raise LayoutError(f"page_groups={one_line(given)}; expected a sequence of PageGroup")
+        object.__setattr__(self, "page_groups", tuple(given))
         object.__setattr__(self, "window", _integer("window", self.window))
 
     @classmethod
@@ -131,6 +134,10 @@ class KVLayout:
         if self.num_shards < 1 or self.num_local_devices < 1:
             raise LayoutError(f"{self.num_shards=} and {self.num_local_devices=} must be at least 1")
         for group in self.groups:
+            if not isinstance(group, LayerGroup):
+                raise LayoutError(f"groups={one_line(self.groups)}; expected a sequence of LayerGroup")
+            if len(set(group.layer_ids)) != len(group.layer_ids):
+                raise LayoutError(f"layers {list(group.layer_ids)} of a group; expected each layer once")
             if not group.page_groups or not all(pages.layer_ids for pages in group.page_groups):
                 raise LayoutError("a layer group has no layers; expected at least one KV cache array")
 
@@ -145,8 +152,8 @@ class KVLayout:
           block_size: tokens in a block.
           model: name or revision of the weights.
           windows: per layer, the number of tokens that a token attends to, 0 for all; empty if every layer has full
-            attention. Layers with the same window form a layer group, those with the same page shape and dtype in it a
-            page group.
+            attention. Layers with the same window form a layer group. In it, those with the same page shape and dtype
+            form a page group.
         Raises:
           LayoutError: no caches, different shardings or numbers of blocks within a group, or a sharded block axis.
         """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from tests.adapters.engine_config import kv_cache_config, make_config
 from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, SMALL, Stack, make_stack
@@ -129,6 +129,19 @@ def test_windows_without_full_attention_are_refused():
     groups = [KVCacheGroupSpec(["layer"], sliding())]
     with pytest.raises(ConfigError, match="SlidingWindowSpec, expected full attention"):
         read_config(config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+
+
+def of_two_head_sizes(spec):
+    specs = {"a": spec, "b": dataclasses.replace(spec, head_size=16)}
+    groups = [KVCacheGroupSpec(["a", "b"], UniformTypeKVCacheSpecs(block_size=BLOCK_SIZE, kv_cache_specs=specs))]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_layers_with_heads_of_two_sizes_are_served_if_their_attention_is_full():
+    full = kv_cache_config(8).kv_cache_groups[0].kv_cache_spec
+    assert read_config(config(), of_two_head_sizes(full)).enabled
+    with pytest.raises(ConfigError, match="is SlidingWindowSpec, expected full attention"):
+        read_config(config(), of_two_head_sizes(sliding()))
 
 
 def test_blocks_of_another_size_are_refused():

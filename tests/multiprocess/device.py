@@ -49,28 +49,28 @@ class Device:
         values.setflags(write=False)
         return values
 
-    def make_caches(self, num_blocks: int) -> list[jax.Array]:
-        """Caches with arbitrary bytes in every block."""
+    def make_caches(self, num_blocks: int, *, mixed: bool = False) -> list[jax.Array]:
+        """Caches with arbitrary bytes in every block; `mixed`: with pages of two shapes, in two page groups."""
         base = np.stack([self.content(10**6 + i) for i in range(num_blocks)], 1).view(_DTYPE)
         shape = num_blocks, *self.page_shape
+        merged = *shape[:3], shape[3] * shape[4]
+        layers = [layer.reshape(merged if mixed and i % 2 else shape) for i, layer in enumerate(base)]
         return [
-            jax.make_array_from_callback(shape, self._cache_sharding, lambda i, layer=layer: layer[i])  # type: ignore[misc]
-            for layer in base
+            jax.make_array_from_callback(layer.shape, self._cache_sharding, lambda i, layer=layer: layer[i])  # type: ignore[misc]
+            for layer in layers
         ]
 
     def renew(self, caches: Sequence[jax.Array]) -> list[jax.Array]:
         """Replaces the caches by zeros on this process, without communication."""
-        shape, shard_shape = caches[0].shape, caches[0].sharding.shard_shape(caches[0].shape)
         for cache in caches:
             if not cache.is_deleted():
                 cache.delete()
-        zeros = np.zeros(shard_shape, _DTYPE)
-        return [
-            jax.make_array_from_single_device_arrays(
-                shape, self._cache_sharding, [jax.device_put(zeros, device) for device in jax.local_devices()]
-            )
-            for _ in caches
-        ]
+        renewed: list[jax.Array] = []
+        for shape in [cache.shape for cache in caches]:
+            zeros = np.zeros(self._cache_sharding.shard_shape(shape), _DTYPE)
+            shards = [jax.device_put(zeros, device) for device in jax.local_devices()]
+            renewed.append(jax.make_array_from_single_device_arrays(shape, self._cache_sharding, shards))
+        return renewed
 
     def forward(
         self, caches: list[jax.Array], writes: Mapping[int, int], *, garbage: bool
@@ -99,7 +99,8 @@ class Device:
             for shard in cache.addressable_shards:
                 data = np.asarray(shard.data).view(np.uint16)
                 for block_id, seed in expected.items():
-                    if not np.array_equal(data[block_id], self.content(seed)[layer][shard.index[1:]]):
+                    wanted = self.content(seed)[layer].reshape(cache.shape[1:])
+                    if not np.array_equal(data[block_id], wanted[shard.index[1:]]):
                         wrong.append((layer, block_id, str(shard.device)))
         return tuple(wrong)
 
@@ -120,7 +121,7 @@ def _forward(caches: list[Any], data: Any, ids: Any, num_writes: Any, flags: Any
         written = []
         for layer, cache in enumerate(caches):
             old = jax.lax.dynamic_slice_in_dim(cache, ids[i], 1, 0)
-            new = jnp.where(i < num_writes, data[i, layer][None], old)
+            new = jnp.where(i < num_writes, data[i, layer].reshape(old.shape), old)
             written.append(jax.lax.dynamic_update_slice_in_dim(cache, new, ids[i], 0))
         return written
 

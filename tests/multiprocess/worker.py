@@ -45,7 +45,7 @@ class WorkerRun:
         self.setup = setup
         self.rank = rank
         self.device = device
-        self.caches = device.make_caches(setup.num_blocks)
+        self.caches = device.make_caches(setup.num_blocks, mixed=setup.seed % 2 == 1)
         self.layout = KVLayout.from_caches(self.caches, block_size=device.page_shape[0])
         self.log = DispatchLog(setup.faults.get(rank, Faults()), random.Random(f"{setup.seed} faults of {rank}"))
         self.num_losses = 0

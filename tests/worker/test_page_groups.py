@@ -1,5 +1,6 @@
 """Layer groups whose layers have pages of several shapes or dtypes: each job copies all of them, bit for bit."""
 
+import threading
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import pytest
 
 from tests.caches import random_array, random_caches
 from tests.jobs import copy_job
-from tests.worker.engine import CANCELLED, FAILED, FINISHED, Clock
+from tests.storage.memory_tier import NAME
+from tests.worker.engine import CANCELLED, FAILED, FINISHED, Clock, Poisoned
 from tpu_offload import (
     CachesLostError,
     ConfigError,
@@ -22,11 +24,13 @@ from tpu_offload import (
 )
 from tpu_offload.kernels import reference
 from tpu_offload.layout import KVLayout
+from tpu_offload.memory import host_arena
+from tpu_offload.types import ChunkKey
 from tpu_offload.worker import OffloadWorker
 from tpu_offload.worker.arrays import wait_for_all
 
 NUM_BLOCKS, NUM_PLACES = 12, 16
-# Layers with two head sizes, as Gemma-4 has them, among each other; and the scales of quantized ones.
+# Interleaved layers with two head sizes, as in Gemma-4, and scales of quantized numbers.
 PAGES = [((4, 8, 2, 6), "bfloat16"), ((4, 4, 2, 10), "bfloat16"), ((4, 8, 2, 6), "bfloat16"), ((4, 8), "float32")]
 PATHS = ["direct", "staged", "staged saves, direct loads"]
 
@@ -292,7 +296,137 @@ def test_request_swap(num_devices):
     assert ready >= 5
 
 
+def key(number):
+    return ChunkKey(bytes([number]) * 16 + b"key")
+
+
+def chunk_job(engine, kind, *chunks):
+    engine.num_jobs += 1
+    return CopyJob(job_id=engine.num_jobs, kind=kind, chunks=tuple((key(number), slot) for number, slot in chunks))
+
+
+# Parts of a payload that leave the next ones unaligned.
+ODD_PAGES = [((4, 3), "int8"), ((4, 8), "float32"), ((3, 1), "int8"), ((4, 4, 2, 10), "bfloat16")]
+
+
+@pytest.mark.parametrize("pages", [PAGES, ODD_PAGES], ids=["pages", "odd pages"])
+def test_chunks_go_to_storage_and_come_back_into_other_slots(pages):
+    engine = Engine(pages=pages, storage_tier=NAME, num_storage_chunks=16)
+    save = engine.job(JobKind.SAVE, range(6), [0, 1, 2, 3, 14, 15])
+    engine.step(save, forward=True)
+    engine.expect(save)
+    cascade = chunk_job(engine, JobKind.CASCADE, (1, 0), (2, 1), (3, 7))
+    engine.step(cascade)
+    assert set(engine.states().values()) == {FINISHED}
+    stored = [pool[[14, 15, 0, 1, 2, 3]] for pool in engine.host]
+    save = engine.job(JobKind.SAVE, range(6, 12), [0, 1, 2, 3, 14, 15])
+    engine.step(save, forward=True)
+    engine.expect(save)
+    promote = chunk_job(engine, JobKind.PROMOTE, (3, 0), (1, 5), (2, 7))
+    engine.step(promote)
+    assert set(engine.states().values()) == {FINISHED}
+    for pool, chunks in zip(engine.host, stored, strict=True):
+        pool[[0, 1, 10, 11, 14, 15]] = chunks
+    load = engine.job(JobKind.LOAD, range(8), [0, 1, 10, 11, 14, 15, 2, 3])
+    engine.step(load)
+    engine.expect(load)
+    assert engine.states() == {load.job_id: FINISHED}
+    engine.check()
+    engine.worker.close()
+
+
+def test_a_promotion_that_fails_on_its_way_still_finds_what_is_lost(monkeypatch):
+    """Its write into one page group fails on the device, after the next one could not be dispatched."""
+    engine = Engine(storage_tier=NAME, num_storage_chunks=16)
+    save = engine.job(JobKind.SAVE, range(12), range(12))
+    engine.step(save)
+    cascade = chunk_job(engine, JobKind.CASCADE, (1, 0))
+    engine.step(cascade)
+    assert set(engine.states().values()) == {FINISHED}
+    first, second, *_ = engine.worker._storage._copiers
+
+    def fail(*args):
+        raise RuntimeError("injected")
+
+    write = first.write
+    monkeypatch.setattr(first, "write", lambda *args: (write(*args), Poisoned())[1])
+    monkeypatch.setattr(second, "write", fail)
+    promote = chunk_job(engine, JobKind.PROMOTE, (1, 7))
+    engine.step(promote)
+    results: dict[int, JobState] = {}
+    lost: list[tuple[int, int]] = []
+    while engine.worker.has_flights:
+        report = engine.worker.poll(wait=True)
+        results |= {result.job_id: result.state for result in report.results}
+        lost += report.lost_slots
+        engine.step()
+    assert results == {promote.job_id: FAILED}
+    assert lost == [(6, 8)]
+    engine.worker.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_swap_in_reads_both_stores(path):
+    engine = Engine(path, swap_gb=0.001)
+    save = engine.job(JobKind.SAVE, [3, 4], [6, 1])
+    engine.step(save)
+    engine.expect(save)
+    swap_out = engine.swap(JobKind.SWAP_OUT, [9], [7])
+    engine.step(swap_out)
+    assert set(engine.states().values()) == {FINISHED}
+    swapped = [cache[9].copy() for cache in engine.expected]
+    engine.step(forward=True)
+    parts = (
+        CopyPart(group_id=0, store=HostStore.HOST_TIER, block_ids=(0, 1), host_block_ids=(6, 1)),
+        CopyPart(group_id=0, store=HostStore.SWAP_POOL, block_ids=(2,), host_block_ids=(7,)),
+    )
+    for job_id, state in ((90, FINISHED), (91, FAILED)):
+        swap_in = CopyJob(job_id=job_id, kind=JobKind.SWAP_IN, request_id="r", parts=parts)
+        engine.num_jobs = job_id
+        engine.step(swap_in)
+        if state is FINISHED:
+            for cache, pool, block in zip(engine.expected, engine.host, swapped, strict=True):
+                cache[[0, 1]], cache[2] = pool[[6, 1]], block
+        assert engine.states() == {job_id: state}
+        engine.check()
+        engine.worker._tier._groups[-1].memory.check_segment(1, lost=True)  # in the last page group only
+    engine.worker.close()
+
+
+def test_a_load_that_is_cancelled_between_page_groups():
+    engine = Engine("staged")
+    save = engine.job(JobKind.SAVE, [0, 1], [0, 1])
+    engine.step(save)
+    engine.results()
+    load = engine.job(JobKind.LOAD, [2, 3], [0, 1])
+    engine.step(load)
+    groups = engine.worker._tier._groups
+    wait_for_all([flight.waiting_on for group in groups for flight in group.flights], timeout_s=60)
+    groups[0].resume(engine.caches, step_id=99)
+    engine.step(cancel=[load.job_id])
+    assert engine.worker._jobs.take_written() == ()
+    assert engine.states() == {load.job_id: CANCELLED}
+
+
+def test_memory_that_one_page_group_cannot_have_is_not_taken_by_the_others(monkeypatch):
+    real, allowed = host_arena.pinned_zeros, threading.Event()
+
+    def allocate(struct):
+        if struct.dtype == np.float32:  # the last page group
+            allowed.set()
+            raise MemoryError("no more")
+        allowed.wait(60)
+        return real(struct)
+
+    monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
+    engine = Engine()
+    assert engine.worker._tier.num_chunks_ready == 0
+    assert max(len(group.memory.arena._segments) for group in engine.worker._tier._groups) <= 1
+
+
 @pytest.mark.parametrize("settings", [{"save_path": "fused"}, {"load_path": "fused"}])
 def test_fused_copies_are_refused_in_one_line(settings):
-    with pytest.raises(ConfigError, match="pages of 3 shapes; fused copies support one: set direct or staged"):
+    with pytest.raises(
+        ConfigError, match="pages of 3 shapes or dtypes; fused copies support one: set direct or staged"
+    ):
         Engine(**settings)

@@ -25,7 +25,7 @@ Payload = list[jax.Array]
 
 @final
 class SlotCopier:
-    """Reads and writes the slots of one layer group.
+    """Reads and writes the slots of one page group.
 
     Args:
       spec: what is in a segment.

@@ -89,7 +89,7 @@ class TransferSpec:
             if layout_of(cache) != layout:
                 raise LayoutError(
                     f"KV cache {i} has the layout {layout_of(cache)} in device memory, cache 0 {layout}; expected one "
-                    "in a layer group: make all of them with the same jax.experimental.layout.Format"
+                    "in a page group: make all of them with the same jax.experimental.layout.Format"
                 )
         spec = cls(
             num_layers=len(kv_caches),

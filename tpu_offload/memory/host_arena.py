@@ -6,8 +6,10 @@ reports how many chunks they hold. Nothing is freed before `close`. A program th
 was donated to it: that segment is allocated again, and its chunks are lost.
 """
 
+import dataclasses
 import logging
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -106,6 +108,13 @@ def _unshareable_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, An
     return zeros
 
 
+@dataclasses.dataclass(slots=True)
+class SegmentLimit:
+    """How many segments arenas that belong together may have; allocating threads lower it when memory runs out."""
+
+    num_segments: int = sys.maxsize
+
+
 class HostArena:
     """Segments of pinned host memory, each a list of arrays that programs take by donation and replace.
 
@@ -116,10 +125,17 @@ class HostArena:
       num_segments: segments to allocate.
       chunks_per_segment: chunks in one segment.
       num_chunks: chunks in total; at most `num_segments * chunks_per_segment`.
+      limit: shared by arenas that are only usable together: where one cannot allocate, the others stop.
     """
 
     def __init__(
-        self, segment: Sequence[jax.ShapeDtypeStruct], *, num_segments: int, chunks_per_segment: int, num_chunks: int
+        self,
+        segment: Sequence[jax.ShapeDtypeStruct],
+        *,
+        num_segments: int,
+        chunks_per_segment: int,
+        num_chunks: int,
+        limit: SegmentLimit | None = None,
     ) -> None:
         self._chunks_per_segment = chunks_per_segment
         self._num_chunks = num_chunks
@@ -133,7 +149,7 @@ class HostArena:
         # It is a daemon, so that an exiting engine does not wait for memory that it will not use.
         self._thread = threading.Thread(
             target=_allocate,
-            args=(self._structs, num_segments, self._segments, self._stop),
+            args=(self._structs, num_segments, self._segments, self._stop, limit or SegmentLimit()),
             name="tpu_offload-host-pool",
             daemon=True,
         )
@@ -209,16 +225,21 @@ class HostArena:
 
 
 def _allocate(
-    structs: Sequence[jax.ShapeDtypeStruct], num_segments: int, segments: list[Segment], stop: threading.Event
+    structs: Sequence[jax.ShapeDtypeStruct],
+    num_segments: int,
+    segments: list[Segment],
+    stop: threading.Event,
+    limit: SegmentLimit,
 ) -> None:
-    """Appends segments until all are allocated, an allocation fails, or `stop` is set."""
+    """Appends segments until all are allocated, an allocation fails here or at the same limit, or `stop` is set."""
     for i in range(num_segments):
-        if stop.is_set():
+        if stop.is_set() or i >= limit.num_segments:
             return
         try:
             segments.append([pinned_zeros(struct) for struct in structs])
         except (MemoryError, RuntimeError) as e:  # JaxRuntimeError is a RuntimeError
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+            limit.num_segments = min(limit.num_segments, i)
             _logger.warning(
                 "host pool: segment %d of %d could not be allocated (%s); continuing with %d",
                 i + 1,

@@ -30,7 +30,7 @@ class ForwardPassCopies:
     """All methods are called by the thread that dispatches the model.
 
     Args:
-      group: the copies of the only layer group.
+      group: the copies of the only page group.
       planner: selects what fits into a step.
       jobs: the worker's jobs in flight.
       staging_blocks: most blocks that a step may hold in HBM, both directions together.

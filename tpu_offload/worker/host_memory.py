@@ -12,6 +12,7 @@ from tpu_offload.kernels import Flight, TransferSpec
 from tpu_offload.layout import KVLayout
 from tpu_offload.memory import (
     HostArena,
+    SegmentLimit,
     cap_chunks,
     plan_segments,
     plan_shared_segments,
@@ -87,13 +88,16 @@ class HostMemory:
     lost: np.ndarray[Any, np.dtype[np.bool_]]
 
     @classmethod
-    def allocate(cls, spec: TransferSpec, *, num_segments: int, chunks_per_segment: int, num_chunks: int) -> Self:
+    def allocate(
+        cls, spec: TransferSpec, *, num_segments: int, chunks_per_segment: int, num_chunks: int, limit: SegmentLimit
+    ) -> Self:
         """Starts the allocation in the background; see `HostArena`."""
         arena = HostArena(
             spec.segment_structs(),
             num_segments=num_segments,
             chunks_per_segment=chunks_per_segment,
             num_chunks=num_chunks,
+            limit=limit,
         )
         return cls(
             spec,

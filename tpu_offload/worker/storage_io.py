@@ -279,17 +279,20 @@ class StorageCopies:
                 tokens.append(copier.write(segment_id, first, payload))
             except Exception as e:
                 memory.check_segment(segment_id, lost=False)
-                self._end(item, error_line(e))
-                return
+                item.error = error_line(e)
+                break
             memory.mark(segment_id, slice(first, first + self._blocks_per_chunk), lost=False)
             start += copier.payload_nbytes
         item.data = None  # the arrays have their own copy, or keep the buffer
-        self._landing.append((item, tokens))
+        if tokens:  # even of a chunk that failed in a later page group: they tell whether segments are lost
+            self._landing.append((item, tokens))
+        else:
+            self._end(item, item.error)
 
     def _end_landing(self, item: _Item, tokens: Sequence[jax.Array]) -> None:
         assert item.slot is not None
-        error = ""
-        for memory, token in zip(self._memories, tokens, strict=True):
+        error = item.error
+        for memory, token in zip(self._memories, tokens, strict=False):  # fewer, if the chunk failed on its way
             segment_id, first = self._place(item.slot, memory)
             try:
                 end = int(np.asarray(token))

@@ -14,6 +14,7 @@ import jax
 from tpu_offload.config import OffloadConfig
 from tpu_offload.kernels import DirectCopier, TransferSpec
 from tpu_offload.layout import KVLayout
+from tpu_offload.memory import SegmentLimit
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import wait_for_all
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, unwrapped
@@ -69,16 +70,21 @@ class SwapCopies:
         if not all(num_blocks for num_blocks, _ in pools):
             return
         page_groups = [
-            (group_id, pages.layer_ids, *pool)
+            (group_id, pages.layer_ids, limit, *pool)
             for group_id, (group, pool) in enumerate(zip(layout.groups, pools, strict=True))
+            for limit in [SegmentLimit()]
             for pages in group.page_groups
         ]
-        for group_id, layer_ids, num_blocks, (num_segments, segment_blocks) in page_groups:
+        for group_id, layer_ids, limit, num_blocks, (num_segments, segment_blocks) in page_groups:
             caches = [kv_caches[i] for i in layer_ids]
             capacity = min(_MAX_BLOCKS, caches[0].shape[0])
             spec = TransferSpec.from_caches(caches, segment_blocks=segment_blocks, capacity=capacity)
             memory = HostMemory.allocate(
-                spec, num_segments=num_segments, chunks_per_segment=segment_blocks, num_chunks=num_blocks
+                spec,
+                num_segments=num_segments,
+                chunks_per_segment=segment_blocks,
+                num_chunks=num_blocks,
+                limit=limit,
             )
             copier = wrap_copier(DirectCopier(spec, memory.arena), memory.arena)
             self._groups.append(

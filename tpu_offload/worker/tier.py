@@ -27,7 +27,7 @@ from tpu_offload.kernels import (
     make_copiers,
 )
 from tpu_offload.layout import KVLayout
-from tpu_offload.memory import pinned_zeros
+from tpu_offload.memory import SegmentLimit, pinned_zeros
 from tpu_offload.types import CopyJob, Direction, HostStore, JobKind, StepPlan
 from tpu_offload.worker.backlog import BackloggedLoad, LoadBacklog
 from tpu_offload.worker.forward_pass import ForwardPassCopies
@@ -93,8 +93,10 @@ class TierCopies:
         ]
         self.paths = _choose_paths(config, specs, fused=fused)  # before memory is allocated: it may raise
         # One for each page group; those of a layer group copy the same blocks to the same places.
+        limit = SegmentLimit()
+        pool = {"num_segments": num_segments, "num_chunks": num_chunks}
         self._groups = [
-            self._make_group(config, group_id, layer_ids, spec, num_segments=num_segments, num_chunks=num_chunks)
+            self._make_group(config, group_id, layer_ids, spec, limit=limit, **pool)
             for (group_id, layer_ids), spec in zip(page_groups, specs, strict=True)
         ]
         self._groups_of = [
@@ -127,9 +129,14 @@ class TierCopies:
         *,
         num_segments: int,
         num_chunks: int,
+        limit: SegmentLimit,
     ) -> GroupCopies:
         memory = HostMemory.allocate(
-            spec, num_segments=num_segments, chunks_per_segment=self.segment_chunks, num_chunks=num_chunks
+            spec,
+            num_segments=num_segments,
+            chunks_per_segment=self.segment_chunks,
+            num_chunks=num_chunks,
+            limit=limit,
         )
         copiers = make_copiers(self.paths, spec, memory.arena, allocate=pinned_zeros, buckets=config.block_size_buckets)
         wrapped = {copier: self._wrap_copier(copier, memory.arena) for copier in copiers.values()}
@@ -430,11 +437,11 @@ class TierCopies:
 
 
 def _choose_paths(config: OffloadConfig, specs: Sequence[TransferSpec], *, fused: bool) -> dict[Direction, CopyPath]:
-    """The path of each direction, for all page groups; see `choose_paths`."""
+    """The path of each direction, for all page groups; `auto` is decided by the one with the largest blocks."""
     if len(specs) > 1 and CopyPath.FUSED in (config.save_path, config.load_path):
         raise ConfigError(
-            f"{ENV_PREFIX}SAVE_PATH={config.save_path.value} and {ENV_PREFIX}LOAD_PATH={config.load_path.value} for "
-            f"pages of {len(specs)} shapes; fused copies support one: set direct or staged"
+            f"{ENV_PREFIX}SAVE_PATH={config.save_path.value}, {ENV_PREFIX}LOAD_PATH={config.load_path.value} for pages "
+            f"of {len(specs)} shapes or dtypes; fused copies support one: set direct or staged"
         )
     largest = max(specs, key=lambda spec: spec.block_nbytes_per_device)
     return choose_paths(config, largest, fused=fused and len(specs) == 1)

@@ -379,7 +379,8 @@ class OffloadWorker:
             last.num_host_chunks, last.num_swap_blocks, last.oldest_job_id, last.num_cache_losses, last.setup
         ):  # fmt: skip
             return last
-        # A segment is lost only when a job fails, so without results there is no loss to report.
+        # A segment is lost only when a job fails, so without results there is no loss to report yet. A loss in one page
+        # group may come before the job's result; until then the checks of jobs refuse its places.
         lost = self._tier.take_lost() if self._tier else ()
         lost_swap = self._swap.take_lost() if self._swap else ()
         results = self._jobs.take_results()
@@ -422,9 +423,9 @@ class OffloadWorker:
 
         The temporaries of the programs, as compiled, and the staging buffer if a path uses it. The bounds of these
         temporaries are two blocks for direct copies, whatever their number, one block for staged ones, and two blocks
-        of the largest layer group for swaps; each on TPU at least 4 MiB. The bounds are reported until the
-        programs are compiled (with `skip_jax_precompile`, at their first use), and on CPU, where the compiler counts
-        host memory.
+        of the largest page group for swaps; each on TPU at least 4 MiB for each page group. The bounds are reported
+        until the programs are compiled (with `skip_jax_precompile`, at their first use), and on CPU, where the compiler
+        counts host memory.
         """
         return sum(copies.hbm_nbytes for copies in self._copies())
 

@@ -89,7 +89,7 @@ def _problems_of_settings(vllm_config: "VllmConfig", config: OffloadConfig) -> I
 
 def _problems_of_caches(kv_cache_config: "KVCacheConfig", *, block_size: int) -> Iterator[str]:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    kinds = ", ".join(type(spec).__name__ for spec in specs)
+    kinds = ", ".join(dict.fromkeys(type(layer).__name__ for spec in specs for layer in _layer_specs(spec)))
     if len(specs) != 1:
         yield (
             f"the model has {len(specs)} KV cache groups ({kinds}), expected one: hybrid models are not supported; "
