@@ -161,7 +161,9 @@ def check_workers(num_workers: int, *, num_processes: int) -> None:
         )
 
 
-def check_hbm(usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: int, utilization: float) -> None:
+def check_hbm(
+    usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: int, utilization: float, stages: bool
+) -> None:
     """Checks that every device has enough free HBM for copies.
 
     tpu-inference gives the KV cache all of `--gpu-memory-utilization` and reserves HBM for its own connector only.
@@ -171,6 +173,7 @@ def check_hbm(usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: in
       needed: bytes that copies need on each device.
       block_nbytes: bytes of one block on each device.
       utilization: `--gpu-memory-utilization`.
+      stages: whether a copy path is staged, so that a smaller staging buffer, or another path, would help.
     Raises:
       ConfigError: a device has too little free HBM.
     """
@@ -185,11 +188,10 @@ def check_hbm(usage: Sequence[tuple[int, int]], *, needed: int, block_nbytes: in
         return
     # One block more, because the remainder of the KV cache's share below a whole block differs at another size.
     lower = max(0.0, utilization - (needed - free + block_nbytes) / limit)
-    staged = needed > 2 * block_nbytes  # direct copies take two blocks, beside a staging buffer and its block
     fitting = _rounded_down(max(0, free - 3 * block_nbytes) / _GB)
     smaller = (
         f", or TPU_OFFLOAD_STAGING_BUFFER_GB to at most {fitting}, or the copy paths to direct, which needs two blocks"
-        if staged
+        if stages
         else ""
     )
     raise ConfigError(

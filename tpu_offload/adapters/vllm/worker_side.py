@@ -29,6 +29,7 @@ from tpu_offload import (
     CachesLostError,
     ConfigError,
     CopyJob,
+    CopyPath,
     JobKind,
     JobResult,
     JobState,
@@ -100,11 +101,13 @@ class WorkerSide:
         worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id)
         from tpu_inference import utils
 
+        setup = worker.poll().setup
         check_hbm(
             utils.hbm_usage_bytes(runner.devices),
             needed=worker.hbm_nbytes,
             block_nbytes=layout.block_nbytes_per_device,
             utilization=vllm_config.cache_config.gpu_memory_utilization,
+            stages=setup is not None and CopyPath.STAGED.value in (setup.save_path, setup.load_path),
         )
         self._runner, self._worker = runner, worker
         self._tokens = RunnerTokens(runner, restore=config.patch_runner, block_size=layout.block_size)
