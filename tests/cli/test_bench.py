@@ -149,6 +149,7 @@ def test_wrong_flag(small_buffers, tmp_path, monkeypatch, capsys, flags, expecte
 def test_a_path_that_fails_is_one_line_of_the_report(small_buffers, tmp_path, monkeypatch, capsys):
     """A path may not work on some machine; the others are still measured."""
     path = tmp_path / "p.json"
+    jax.clear_caches()  # another test may have traced this very step
     monkeypatch.setattr("tpu_offload.kernels.StagedCopier.load", lambda *args: 1 / 0)
     monkeypatch.setattr("tpu_offload.kernels.fused.FusedCopies._stage", lambda *args: 1 / 0)
     assert bench("--num-blocks", "1", "--output", str(path)) == 0
