@@ -18,7 +18,7 @@ class LayerGroupKind(enum.Enum):
     """How the layers of a group use their blocks. Hybrid models have several groups."""
 
     FULL_ATTENTION = "full_attention"  # one block per `block_size` tokens
-    SLIDING_WINDOW = "sliding_window"  # blocks for the last tokens only, in a ring
+    SLIDING_WINDOW = "sliding_window"  # blocks for the last tokens only
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,11 +109,14 @@ class KVLayout:
 
     Attributes:
       block_size: tokens in a block.
-      groups: the layer groups, full attention first. The host tier supports one group, of full attention; request swap
-        supports any number.
+      groups: the layer groups, full attention first. Groups may share their arrays, as in vLLM: a block then belongs to
+        one of them at a time. The host tier supports one group of full attention, and groups with sliding windows that
+        share its arrays; request swap supports any.
       num_shards: devices that a page is sharded over (1 if replicated or on one device).
       num_local_devices: devices of this process, each with its shard.
       model: name or revision of the weights; part of the fingerprint, so that models never share a chunk.
+      null_block: what block tables of groups with windows have where the request holds no block any more; None if they
+        never have such entries.
     """
 
     block_size: int
@@ -121,10 +124,13 @@ class KVLayout:
     num_shards: int = 1
     num_local_devices: int = 1
     model: str = ""
+    null_block: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_shards", "num_local_devices"):
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        if self.null_block is not None:
+            object.__setattr__(self, "null_block", _integer("null_block", self.null_block))
         if type(self.model) is not str:
             raise LayoutError(f"model={one_line(self.model)}; expected text")
         if self.block_size < 1:
@@ -187,12 +193,39 @@ class KVLayout:
 
     def check_tier(self) -> None:
         """Raises LayoutError unless the host tier supports this layout."""
-        if len(self.groups) > 1 or self.groups[0].kind is not LayerGroupKind.FULL_ATTENTION:
+        first, others = self.groups[0], self.groups[1:]
+        if first.kind is not LayerGroupKind.FULL_ATTENTION or any(
+            group.kind is not LayerGroupKind.SLIDING_WINDOW or group.page_groups != first.page_groups
+            for group in others
+        ):
             kinds = ", ".join(group.kind.value for group in self.groups)
             raise LayoutError(
-                f"the KV caches have the layer groups {kinds}; the host tier supports one, with full attention: "
-                "set TPU_OFFLOAD_HOST_GB=0 (request swap works without it)"
+                f"the KV caches have the layer groups {kinds}; the host tier supports one with full attention, and "
+                "groups with sliding windows that share its arrays: set TPU_OFFLOAD_HOST_GB=0 (request swap works "
+                "without it)"
             )
+
+    def with_windows(self, windows: Sequence[int], *, null_block: int | None = None) -> "KVLayout":
+        """This layout, of one group, with groups of layers that have a sliding window and share its arrays.
+
+        Args:
+          windows: the window of each group, in tokens, a token itself included.
+          null_block: see the class.
+        """
+        if len(self.groups) != 1:
+            raise LayoutError(f"the layout has {len(self.groups)} layer groups; expected one, to share its arrays")
+        shared = self.groups[0].page_groups
+        groups = tuple(LayerGroup(LayerGroupKind.SLIDING_WINDOW, shared, window) for window in windows)
+        return dataclasses.replace(self, groups=(*self.groups, *groups), null_block=null_block)
+
+    @property
+    def window_groups(self) -> tuple[LayerGroup, ...]:
+        """The layer groups with a sliding window, in their order."""
+        return tuple(group for group in self.groups if group.kind is LayerGroupKind.SLIDING_WINDOW)
+
+    def window_blocks(self, group: LayerGroup) -> int:
+        """Blocks before a block boundary that the tokens after it still attend to."""
+        return -(-(group.window - 1) // self.block_size)
 
     def group_nbytes_per_host(self, group: LayerGroup) -> int:
         """Bytes of host memory that one block of a group takes in this process."""
@@ -200,8 +233,8 @@ class KVLayout:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of one block of every group, all layers, over all devices."""
-        return sum(group.block_nbytes for group in self.groups)
+        """Bytes of one block in all arrays, over all devices: of every group, unless groups share their arrays."""
+        return sum({group.layer_ids: group.block_nbytes for group in self.groups}.values())
 
     @property
     def block_nbytes_per_device(self) -> int:

@@ -123,6 +123,12 @@ class OffloadStats:
     load_s: float = _counter(
         "seconds", "Duration of finished loads, from dispatch to observed completion on the slowest worker."
     )
+    num_dropped_checkpoints: int = _counter(
+        "checkpoints",
+        "Checkpoints (the sliding-window blocks at a boundary) that were not saved: no room for them or for the chunks "
+        "before them, or saves suspended. The engine frees these blocks in the next step, so there is no second try.",
+        family="dropped_checkpoints",
+    )
     dropped_save_blocks: int = _counter(
         "blocks",
         "Blocks never saved: no room in the staging buffer or the host tier while their request held them, or saves "
@@ -144,6 +150,15 @@ class OffloadStats:
     )
     num_resident_chunks: int = _gauge("chunks", "Chunks in the host tier, including unfinished saves.")
     num_evicted_chunks: int = _counter("chunks", "Chunks evicted from the host tier to make room.")
+    num_checkpoints: int = _gauge(
+        "checkpoints",
+        "Boundaries in the host tier at which a request can go on: all sliding-window blocks before them are there, or "
+        "being saved. 0 for a model without sliding windows.",
+    )
+    num_window_chunks: int = _gauge("chunks", "Slots of the host tier that the checkpoints take.")
+    num_evicted_checkpoints: int = _counter(
+        "checkpoints", "Checkpoints evicted from the host tier to make room, by themselves or with their prefix."
+    )
     num_quarantined_chunks: int = _gauge(
         "chunks",
         "Slots of the host tier that are not reused yet because a timed-out copy may still write them. Should return "

@@ -39,6 +39,7 @@ class TierContext:
       swap_breakers: of swaps out and of swaps in.
       backoff: chunks whose copies failed.
       counts: the counters that components increment.
+      window_chunks: per window group, how many chunks cover its window.
     """
 
     config: OffloadConfig
@@ -54,6 +55,7 @@ class TierContext:
     swap_breakers: Mapping[Direction, CircuitBreaker]
     backoff: ChunkBackoff
     counts: OffloadStats
+    window_chunks: tuple[int, ...]
 
     @classmethod
     def make(
@@ -77,7 +79,8 @@ class TierContext:
             policy = find_policy(config.eviction_policy)
         else:
             check_maker(policy, what="policy")
-        index = ChunkIndex(PriorityPolicy(policy), record=record_events)
+        window_chunks = _window_chunks(config, layout) if config.enabled else ()
+        index = ChunkIndex(PriorityPolicy(policy), record=record_events, window_chunks=window_chunks)
         swap_pool = SwapPool(num_groups=len(layout.groups))
         counts = OffloadStats()
         completion = Completion(
@@ -103,6 +106,7 @@ class TierContext:
             swap_breakers=_breakers(config, clock, saves="swaps out", loads="swaps in"),
             backoff=ChunkBackoff(retry_s=config.breaker_retry_s, clock=clock),
             counts=counts,
+            window_chunks=window_chunks,
         )
 
     @property
@@ -112,13 +116,27 @@ class TierContext:
 
     @property
     def num_groups(self) -> int:
-        """Layer groups; each has its own block table, and its own part of a chunk's slot."""
+        """Layer groups; each has its own block table."""
         return len(self.layout.groups)
+
+    @property
+    def num_full_groups(self) -> int:
+        """Those with full attention, which come first; each has its own part of a chunk's slot."""
+        return self.num_groups - len(self.window_chunks)
+
+    @property
+    def window_group_ids(self) -> range:
+        """Those with a sliding window, whose chunks have slots of their own."""
+        return range(self.num_full_groups, self.num_groups)
 
     @property
     def blocks_per_chunk(self) -> int:
         """Blocks in a chunk."""
         return self.config.blocks_per_chunk
+
+
+def _window_chunks(config: OffloadConfig, layout: KVLayout) -> tuple[int, ...]:
+    return tuple(-(-layout.window_blocks(group) // config.blocks_per_chunk) for group in layout.window_groups)
 
 
 def _breakers(

@@ -27,7 +27,7 @@ class EarlySaves:
         self._policy = policy
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
-        self._num_groups = context.num_groups
+        self._num_full_groups = context.num_full_groups
         self._requests: list[RequestState] = []
 
     def __len__(self) -> int:
@@ -42,22 +42,23 @@ class EarlySaves:
         requests, self._requests = self._requests, []
         return requests
 
-    def preempt(self, request: RequestState, held: ScheduledRequest) -> bool:
-        """A request is preempted; returns whether its blocks are saved.
+    def preempt(self, request: RequestState, held: ScheduledRequest) -> RequestState | None:
+        """A request is preempted; returns what stands for it in the coming plan, None if its blocks are not saved.
 
         Raises:
           RequestError: `held` is invalid; nothing was changed.
         """
         if not self._policy.saves_on(SaveEvent.PREEMPTION):
-            return False
+            return None
         num_tokens = held.num_computed_tokens
         if request.load is not None:  # blocks of a load in flight may be half written
             num_tokens = min(num_tokens, request.load.num_valid_tokens)
-        num_blocks = min(len(held.block_hashes), *map(len, held.block_tables))
+        given = held.block_tables[: self._num_full_groups]
+        num_blocks = min(len(held.block_hashes), *map(len, given))
         num_chunks = self._num_chunks(request.limits.num_savable_tokens(num_tokens), num_blocks)
         request.check_same(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         end = num_chunks * self._blocks_per_chunk
-        tables: list[Ids] = [read_ids(request.request_id, table, end=end) for table in held.block_tables]
+        tables: list[Ids] = [read_ids(request.request_id, table, end=end) for table in given]
         if num_chunks > len(request.keys):
             request.extend_keys(held.block_hashes, blocks_per_chunk=self._blocks_per_chunk)
         saved = copy.copy(request)
@@ -66,7 +67,7 @@ class EarlySaves:
         saved.num_offered_chunks = num_chunks
         saved.num_saved_chunks = saved.num_tried_chunks = saved.num_deferred_chunks = 0
         self._requests.append(saved)
-        return True
+        return saved
 
     def evict(self, prefix: CachedPrefix, request: RequestState) -> None:
         """The prefix cache evicts the last block of a prefix.
@@ -88,7 +89,7 @@ class EarlySaves:
         if len(hashes) < num_chunks * size:
             raise RequestError(f"a cached prefix has {len(hashes)} block hashes; expected {num_chunks * size}")
         request.extend_keys(hashes, blocks_per_chunk=size)
-        tails = [self._tail(prefix, group_id, hashes, request) for group_id in range(self._num_groups)]
+        tails = [self._tail(prefix, group_id, hashes, request) for group_id in range(self._num_full_groups)]
         num_left = min(map(len, tails))
         num_gone_blocks = len(hashes) - num_left
         request.block_tables = [[-1] * num_gone_blocks + tail[:num_left][::-1] for tail in tails]

@@ -7,7 +7,7 @@ from tpu_offload import hashing
 from tpu_offload.core.completion import late_account
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import TierEvent, TierEventKind
-from tpu_offload.core.index import Changes, ChunkIndex, ChunkState
+from tpu_offload.core.index import Changes, Checkpoint, ChunkIndex, ChunkState
 from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.load_queue import LoadQueue
 from tpu_offload.core.saving import SavePlanner
@@ -47,6 +47,9 @@ def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap, stora
         num_host_chunks=index.num_slots,
         num_resident_chunks=len(index),
         num_evicted_chunks=index.num_evicted,
+        num_checkpoints=index.num_checkpoints,
+        num_window_chunks=index.num_window_chunks,
+        num_evicted_checkpoints=index.num_evicted_checkpoints,
         num_jobs_in_flight=len(context.jobs) + len(queue),
         num_quarantined_chunks=index.num_quarantined_slots,
         num_breaker_openings=sum(breaker.num_opened for breaker in breakers),
@@ -69,11 +72,14 @@ def check_invariants(
     pins: dict[ChunkKey, int] = dict(swap.pins())
     pending: list[ChunkKey] = storage.pending()
     loads: list[Job | WaitingLoad] = [*queue]
+    window_slots: set[int] = set()  # of window chunks that are being saved
     num_late, late_slots = 0, storage.late_slots()
     for job in context.jobs.of(*TRANSFERS):
         account = job.account, job.direction
         held[account] = held.get(account, 0) + job.wire.num_staging_blocks
-        if job.direction is Direction.SAVE:
+        if job.saves_windows:
+            window_slots.update(job.slots)
+        elif job.direction is Direction.SAVE:
             pending += job.keys
         else:
             loads.append(job)
@@ -84,13 +90,19 @@ def check_invariants(
         num_late += job.wire.num_staging_blocks
         assert buffer.held(late_account(job), job.direction) == job.wire.num_staging_blocks
         if job.direction is Direction.SAVE:
-            late_slots += job.slots[: len(job.keys)]
+            late_slots += job.slots
+    holds: dict[Checkpoint, int] = {}
     promises = [(request, request.promise) for request in requests.values() if request.promise]
     for request, promise in promises:
         held[request.account, Direction.LOAD] = promise.num_staging_blocks
     for keys in (*(load.keys for load in loads), *(promise.keys for _, promise in promises)):
         pins[keys[-1]] = pins.get(keys[-1], 0) + 1
         assert not any(index.state(key) is ChunkState.PENDING for key in keys), "a load of a chunk that is not saved"
+    for checkpoint in (*(load.checkpoint for load in loads), *(promise.checkpoint for _, promise in promises)):
+        assert (checkpoint is None) == (not context.window_chunks), "a load with window groups has a checkpoint"
+        if checkpoint is not None:
+            holds[checkpoint] = holds.get(checkpoint, 0) + 1
+    index.check_checkpoints(holds=holds, pending=window_slots)
     assert sum(held.values()) + num_late == buffer.num_reserved
     assert all(buffer.held(account, direction) == n for (account, direction), n in held.items())
     index.check_holds(pins=pins, pending=set(pending), quarantined=late_slots)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import final
 
 from tpu_offload.core.breaker import CircuitBreaker
+from tpu_offload.core.index import Checkpoint
 from tpu_offload.layout import KVLayout
 from tpu_offload.types import ChunkKey, CopyJob, CopyPart, Direction, JobKind, JobResult, JobState
 
@@ -17,9 +18,9 @@ _ORDER = {kind: number for number, kind in enumerate(JobKind)}
 
 
 def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, num_blocks: int) -> tuple[int, ...]:
-    """Host pool places of `num_blocks` consecutive blocks in the chunks in `slots`, from block `first` of the first."""
+    """Host pool places of `num_blocks` consecutive blocks in the chunks in `slots`, from block `first` of these on."""
     if blocks_per_chunk == 1:
-        return tuple(slots[:num_blocks])
+        return tuple(slots[first : first + num_blocks])
     places = (slot * blocks_per_chunk + j for slot in slots for j in range(blocks_per_chunk))
     return tuple(itertools.islice(places, first, first + num_blocks))
 
@@ -37,6 +38,7 @@ class Job:
       slots: their slots.
       pool_blocks: places in the swap pool that it reads or writes, per layer group; held.
       num_valid_tokens: for a load, the request's tokens that were in HBM before it.
+      checkpoint: for a load with window groups, the checkpoint that it reads; held.
       nbytes: bytes that move, over all devices.
       breaker: records the outcome.
       deadline_s: time after which it counts as failed.
@@ -63,6 +65,7 @@ class Job:
     breaker: CircuitBreaker
     deadline_s: float
     waiting_for: set[int]
+    checkpoint: Checkpoint | None = None
     state: JobState = JobState.PLANNED
     all_failed: bool = False
     failed_blocks: set[int] = dataclasses.field(default_factory=set)
@@ -91,6 +94,11 @@ class Job:
     def num_blocks(self) -> int:
         """Blocks that move."""
         return self.wire.num_blocks
+
+    @property
+    def saves_windows(self) -> bool:
+        """Whether it saves window chunks, which have slots and no keys of their own."""
+        return bool(self.slots) and not self.keys
 
     @property
     def consequence(self) -> str:
@@ -136,6 +144,7 @@ class WaitingLoad:
       slots: the chunks' slots in the host tier.
       num_valid_tokens: the request's tokens that were in HBM before it.
       num_staging_blocks: staging blocks that it holds; 0 if it needs none, or waits for some.
+      checkpoint: the checkpoint that it reads; held. None without window groups.
       waits_until_s: time after which it stops waiting for staging blocks.
       failed_blocks: positions of blocks that can no longer be copied.
       all_failed: none of its blocks can be used.
@@ -150,6 +159,7 @@ class WaitingLoad:
     num_valid_tokens: int
     num_staging_blocks: int
     waits_until_s: float
+    checkpoint: Checkpoint | None = None
     failed_blocks: set[int] = dataclasses.field(default_factory=set)
     all_failed: bool = False
     error: str = ""
@@ -237,6 +247,7 @@ class JobTable:
         slots: tuple[int, ...] = (),
         pool_blocks: tuple[tuple[int, ...], ...] = (),
         num_valid_tokens: int = 0,
+        checkpoint: Checkpoint | None = None,
         deleted_keys: tuple[ChunkKey, ...] = (),
         nbytes: int = 0,
     ) -> Job:
@@ -246,7 +257,7 @@ class JobTable:
           kind: its kind.
           parts: what moves.
           request: its request's id; for a save that several share or a storage job, a label for log lines.
-          breaker, deadline_s, account, keys, slots, pool_blocks, num_valid_tokens: see `Job`.
+          breaker, deadline_s, account, keys, slots, pool_blocks, num_valid_tokens, checkpoint: see `Job`.
           num_staging_blocks, deleted_keys: see `CopyJob`.
           nbytes: bytes of a storage job; those of the parts are computed.
         """
@@ -269,6 +280,7 @@ class JobTable:
             slots=slots,
             pool_blocks=pool_blocks,
             num_valid_tokens=num_valid_tokens,
+            checkpoint=checkpoint,
             nbytes=nbytes or sum([len(part.block_ids) * self._block_nbytes[part.group_id] for part in parts]),
             breaker=breaker,
             deadline_s=deadline_s,

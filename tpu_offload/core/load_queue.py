@@ -90,6 +90,7 @@ class LoadQueue:
             keys=load.keys,
             slots=load.slots,
             num_valid_tokens=load.num_valid_tokens,
+            checkpoint=load.checkpoint,
             num_staging_blocks=load.num_staging_blocks,
             breaker=self._breaker,
             deadline_s=now_s + self._timeout_s * num_pieces,

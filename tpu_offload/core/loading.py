@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tpu_offload.core.block_tables import read_ids
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import MISS, FailedLoad, Match, MatchState, RequestLimits
-from tpu_offload.core.index import ChunkState
+from tpu_offload.core.index import Checkpoint, ChunkState
 from tpu_offload.core.jobs import WaitingLoad, host_blocks
 from tpu_offload.core.request_state import Promise, RequestState
 from tpu_offload.core.tiering import StoragePlanner
@@ -28,7 +28,10 @@ class LoadPlanner:
         self._backoff = context.backoff
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
-        self._num_groups = context.num_groups
+        self._num_full_groups = context.num_full_groups
+        self._window_group_ids = context.window_group_ids
+        self._window_blocks = tuple(map(context.layout.window_blocks, context.layout.window_groups))
+        self._null_block = context.layout.null_block
         self._config = context.config
         self._counts = context.counts
         self._clock = context.clock
@@ -61,16 +64,20 @@ class LoadPlanner:
         self._start_over(request, num_computed_tokens)
         if not is_at_block:
             return 0
-        slots, num_wanted = self._look_up(
+        slots, num_wanted, checkpoint = self._look_up(
             request, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens, had_failed_load=had_failed_load
         )
         if not num_wanted:
             return 0
-        num_blocks, num_staging_blocks = self._reserve(request, num_wanted, can_wait=can_wait)
+        first_block = num_computed_tokens // self._block_size
+        num_window_blocks = 0
+        if checkpoint is not None:
+            windows = self._window_ranges(first_block, first_block + num_wanted)
+            num_window_blocks = sum(map(len, windows))
+        num_blocks, num_staging_blocks = self._reserve(request, num_wanted, num_window_blocks, can_wait=can_wait)
         request.num_cut_load_blocks = num_wanted - num_blocks
         if not num_blocks:
             return 0
-        first_block = num_computed_tokens // self._block_size
         end_block = first_block + num_blocks
         keys = request.keys[self._chunk(first_block) : self._chunk(end_block - 1) + 1]
         self._index.pin(keys)
@@ -82,20 +89,24 @@ class LoadPlanner:
             keys=keys,
             slots=tuple(slots[: len(keys)]),
             num_staging_blocks=num_staging_blocks,
+            checkpoint=checkpoint,
         )
+        if checkpoint is not None:
+            self._index.hold_checkpoint(checkpoint)
         return request.promise.num_tokens
 
     def _look_up(
         self, request: RequestState, *, num_tokens: int, num_computed_tokens: int, had_failed_load: bool
-    ) -> tuple[list[int], int]:
+    ) -> tuple[list[int], int, Checkpoint | None]:
         """Finds the prefix behind the computed tokens, and notes in the request what was looked up and found.
 
         Returns:
-          The slots of the chunks found, and how many of their blocks the request can use.
+          The slots of the chunks found, how many of their blocks the request can use, and with window groups the
+          checkpoint at the end of these.
         """
         if not request.limits.cache:
             request.num_found_chunks = 0
-            return [], 0
+            return [], 0, None
         first_chunk = self._chunk(num_computed_tokens // self._block_size)
         if request.use.num_in_hbm != first_chunk:
             request.use = dataclasses.replace(request.use, num_in_hbm=first_chunk)
@@ -105,6 +116,12 @@ class LoadPlanner:
         end_chunk = first_chunk + len(slots)
         request.num_found_chunks = min(end_chunk, len(request.keys))
         request.num_looked_up_tokens = num_tokens - num_computed_tokens
+        checkpoint = None
+        if self._window_group_ids:
+            checkpoint, end_chunk = self._last_checkpoint(
+                request, first_chunk, end_chunk, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens
+            )
+            del slots[end_chunk - first_chunk :]
         num_found = self._num_loadable(end_chunk * self._blocks_per_chunk, num_tokens) - num_computed_tokens
         num_blocks = max(0, -(-num_found // self._block_size))
         if request.limits.max_load_tokens is not None:
@@ -113,9 +130,35 @@ class LoadPlanner:
             num_blocks = min(num_blocks, allowed)
             request.num_looked_up_tokens = min(request.num_looked_up_tokens, allowed * self._block_size)
         if not slots or not num_blocks:
-            return [], 0
+            return [], 0, None
         request.num_found_tokens = min(num_found, num_blocks * self._block_size)
-        return slots, num_blocks
+        return slots, num_blocks, checkpoint
+
+    def _last_checkpoint(
+        self, request: RequestState, first: int, end: int, *, num_tokens: int, num_computed_tokens: int
+    ) -> tuple[Checkpoint | None, int]:
+        """The last checkpoint after the computed tokens at which a request can continue, and its boundary in chunks.
+
+        Args:
+          request: the request.
+          first: the chunk in which its computed tokens end.
+          end: the end of its chunks in the host tier.
+          num_tokens, num_computed_tokens: as in `match`.
+        """
+        size = self._blocks_per_chunk * self._block_size
+        most = (num_tokens - 1) // size
+        if request.limits.max_load_tokens is not None:
+            most = min(most, (num_computed_tokens + request.limits.max_load_tokens) // size)
+        most = min(most, end)
+        found = self._index.find_checkpoint(request.keys, first, most)
+        checkpoint, boundary, request.awaits_checkpoint = found
+        request.num_checkpoint_chunks = boundary
+        request.junction_chunk = most if most > boundary else 0
+        return checkpoint, boundary
+
+    def _window_ranges(self, first_block: int, end_block: int) -> list[range]:
+        """Per window group, the blocks that a load of these blocks of the request needs."""
+        return [range(max(first_block, end_block - num_blocks), end_block) for num_blocks in self._window_blocks]
 
     def _num_loadable(self, end_block: int, num_tokens: int) -> int:
         """Tokens in HBM once the blocks before `end_block` are loaded.
@@ -124,17 +167,23 @@ class LoadPlanner:
         """
         return min(end_block * self._block_size, num_tokens - 1)
 
-    def _reserve(self, request: RequestState, num_wanted: int, *, can_wait: bool) -> tuple[int, int]:
+    def _reserve(
+        self, request: RequestState, num_wanted: int, num_window_blocks: int, *, can_wait: bool
+    ) -> tuple[int, int]:
         """How many blocks a load may have, and the staging blocks reserved for it; 0 blocks if it may not be planned.
 
-        With `can_wait`, a load without free staging blocks is granted all the same, and waits for them.
+        With `can_wait`, a load without free staging blocks is granted all the same, and waits for them. A load that ends
+        at a checkpoint is granted whole.
         """
         if not self._breaker.admits(request.account):
             return 0, 0
-        num_blocks = num_wanted if self._breaker.closed else min(num_wanted, self._blocks_per_chunk)
+        is_whole = self._breaker.closed or self._window_group_ids
+        num_blocks = num_wanted if is_whole else min(num_wanted, self._blocks_per_chunk)
         if not self._staging.stages(Direction.LOAD):
             return num_blocks, 0
-        num_staging_blocks = self._staging.reserve_load(request.account, num_blocks * self._num_groups)
+        num_staging_blocks = self._staging.reserve_load(
+            request.account, num_blocks * self._num_full_groups + num_window_blocks
+        )
         request.awaits_staging = not num_staging_blocks
         return (num_blocks if num_staging_blocks or can_wait else 0), num_staging_blocks
 
@@ -146,7 +195,8 @@ class LoadPlanner:
             # It holds no KV that a reset or a loss of the caches could have invalidated while it was waiting.
             request.can_save = True
         request.num_cut_load_blocks = request.num_looked_up_tokens = request.num_found_tokens = 0
-        request.awaits_staging = False
+        request.awaits_staging = request.awaits_checkpoint = False
+        request.num_checkpoint_chunks = request.junction_chunk = 0
         request.at_load_limit = not request.limits.cache
 
     def answer(self, request: RequestState, num_tokens: int, *, storage: StoragePlanner) -> Match:
@@ -156,6 +206,8 @@ class LoadPlanner:
             limit_s = self._config.load_wait_s
         elif self._ends_at_a_pending_chunk(request):
             limit_s = storage.wait_s(request.keys[request.num_found_chunks], self._config.save_wait_s)
+        elif request.awaits_checkpoint:
+            limit_s = self._config.save_wait_s
         if limit_s:
             now_s = self._clock()
             if request.arriving_since_s is None:
@@ -185,6 +237,8 @@ class LoadPlanner:
         promise, request.promise, request.revoked = request.promise, None, None
         if promise is not None:
             self._index.unpin(promise.keys)
+            if promise.checkpoint is not None:
+                self._index.release_checkpoint(promise.checkpoint)
             self._staging.release(request.account, promise.num_staging_blocks, Direction.LOAD)
             self._breaker.cancel_probe(request.account)
 
@@ -212,18 +266,22 @@ class LoadPlanner:
         """Turns the promise into a load of its first `num_loaded_tokens` tokens and releases the rest."""
         promise = request.promise
         promised = promise.num_tokens if promise else 0
-        if promise is None or not 0 < num_loaded_tokens <= promised:
+        least = promised if promise is not None and promise.checkpoint is not None else 1
+        if promise is None or not least <= num_loaded_tokens <= promised:
             raise RequestError(
                 f"request {request.request_id} admits {num_loaded_tokens} loaded tokens; "
-                f"expected 0 to the {promised} promised"
+                f"expected {'0 or' if least > 1 else '0 to'} the {promised} promised"
             )
         num_blocks = -(-num_loaded_tokens // self._block_size)
         end_block = promise.first_block + num_blocks
         for table in tables:
             if len(table) < end_block:
                 raise RequestError(f"request {request.request_id} has {len(table)} blocks; its load needs {end_block}")
-        block_ids = [read_ids(request.request_id, table, promise.first_block, end_block) for table in tables]
-        num_staging_blocks = min(num_blocks * self._num_groups, promise.num_staging_blocks)
+        full_tables = tables[: self._num_full_groups]
+        block_ids = [read_ids(request.request_id, table, promise.first_block, end_block) for table in full_tables]
+        window_parts = self._window_parts(request, promise, tables, end_block)
+        num_window_blocks = sum([len(part.block_ids) for part in window_parts])
+        num_staging_blocks = min(num_blocks * self._num_full_groups + num_window_blocks, promise.num_staging_blocks)
         self._staging.release(request.account, promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)
         first_chunk, end_chunk = self._chunk(promise.first_block), self._chunk(end_block - 1) + 1
         keys = promise.keys
@@ -245,6 +303,7 @@ class LoadPlanner:
                     CopyPart(group_id=group_id, block_ids=tuple(ids), host_block_ids=host_ids)
                     for group_id, ids in enumerate(block_ids)
                 ]
+                + window_parts
             ),
             request_id=request.request_id,
             account=request.account,
@@ -253,10 +312,51 @@ class LoadPlanner:
             num_valid_tokens=promise.first_block * self._block_size,
             num_staging_blocks=num_staging_blocks,
             waits_until_s=waits_until_s,
+            checkpoint=promise.checkpoint,
         )
+        if promise.checkpoint is not None:
+            self._index.use_checkpoint(promise.checkpoint, len(keys))
         if promise.lost:
             load.all_failed, load.error = True, "the host memory of its chunks was lost"
         return load
+
+    def _window_parts(
+        self, request: RequestState, promise: Promise, tables: Sequence[Sequence[int]], end_block: int
+    ) -> list[CopyPart]:
+        """What a load copies of its checkpoint: per window group, the blocks that are not in HBM yet.
+
+        Raises:
+          RequestError: a block table has no block there.
+        """
+        checkpoint = promise.checkpoint
+        if checkpoint is None:
+            return []
+        parts, size, first_slot = [], self._blocks_per_chunk, 0
+        for group_id, blocks, num_chunks in zip(
+            self._window_group_ids,
+            self._window_ranges(promise.first_block, end_block),
+            checkpoint.num_chunks,
+            strict=True,
+        ):
+            block_ids = read_ids(request.request_id, tables[group_id], blocks.start, blocks.stop)
+            if self._null_block in block_ids:
+                raise RequestError(
+                    f"request {request.request_id} has no block in layer group {group_id} at "
+                    f"{blocks.start + block_ids.index(self._null_block)}; its load needs {blocks.start} to "
+                    f"{blocks.stop - 1}"
+                )
+            first_chunk = end_block // size - num_chunks
+            slots = checkpoint.slots[first_slot : first_slot + num_chunks].tolist()
+            host_ids = host_blocks(
+                slots,
+                blocks_per_chunk=size,
+                first=blocks.start - first_chunk * size,
+                num_blocks=len(blocks),
+            )
+            first_slot += num_chunks
+            if block_ids:
+                parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
+        return parts
 
     def _chunk(self, block: int) -> int:
         return block // self._blocks_per_chunk

@@ -208,8 +208,12 @@ class ReportHandler:
 
     def _mark_promises_lost(self, first: int, end: int) -> None:
         for request in self._requests.values():
-            if request.promise and overlaps(request.promise.slots, first, end):
-                request.promise.lost = True
+            promise = request.promise
+            if promise is not None and (
+                overlaps(promise.slots, first, end)
+                or (promise.checkpoint is not None and overlaps(promise.checkpoint.slots, first, end))
+            ):
+                promise.lost = True
 
 
 def _paths(setup: WorkerSetup) -> Iterator[tuple[Direction, CopyPath]]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tpu_offload.core.block_tables import Ids, read_hashes
 from tpu_offload.core.engine_api import NO_LIMITS, RequestLimits
+from tpu_offload.core.index import Checkpoint
 from tpu_offload.core.jobs import Job, WaitingLoad
 from tpu_offload.core.policies import Use
 from tpu_offload.errors import RequestError
@@ -25,6 +26,7 @@ class Promise:
       keys: the chunks that hold those blocks; pinned.
       slots: their slots.
       num_staging_blocks: staging blocks that the load holds; 0 if it needs none, or will wait for some.
+      checkpoint: the window chunks at its end; held. None without window groups.
       lost: the host memory of some chunks is gone; the load will fail.
     """
 
@@ -34,6 +36,7 @@ class Promise:
     keys: Sequence[ChunkKey]
     slots: tuple[int, ...]
     num_staging_blocks: int
+    checkpoint: Checkpoint | None = None
     lost: bool = False
 
 
@@ -61,6 +64,10 @@ class RequestState:
       num_looked_up_tokens: tokens that its last match looked up, until that is counted (see `OffloadStats`).
       num_found_tokens: how many of these it found.
       num_saved_chunks: leading chunks that are in the host tier or being saved, as last seen.
+      num_checkpoint_chunks: the last boundary at which its window blocks were saved or loaded, or dropped.
+      junction_chunk: where its last match would have found a longer prefix, had there been a checkpoint; else 0.
+      awaits_checkpoint: whether one is being saved that its last match could have used.
+      rolling: the checkpoint at the end of its tokens, which its next one supersedes.
       num_deferred_chunks: chunks after those for which the last plan had no room; drops if the request ends now.
       backoff_until_s: before this time a chunk on offer backs off, and no plan tries to save the request.
       at_load_limit: whether its last match promised all that its limits allow.
@@ -90,6 +97,10 @@ class RequestState:
     num_looked_up_tokens: int = 0
     num_found_tokens: int = 0
     num_saved_chunks: int = 0
+    num_checkpoint_chunks: int = 0
+    junction_chunk: int = 0
+    awaits_checkpoint: bool = False
+    rolling: Checkpoint | None = None
     num_deferred_chunks: int = 0
     backoff_until_s: float = 0.0
     at_load_limit: bool = False
@@ -153,6 +164,7 @@ class RequestState:
         self.namespace = namespace
         self.keys = []
         self.num_found_chunks = self.num_saved_chunks = self.num_deferred_chunks = 0
+        self.rolling = None
         self.can_save = False
 
     def mark_caches_lost(self) -> None:

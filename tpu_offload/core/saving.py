@@ -10,6 +10,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tpu_offload.core.block_tables import Ids, plain, read_changes
+from tpu_offload.core.checkpoint_saves import CheckpointSaves, WindowTail
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.early_saves import EarlySaves, num_worth_saving
 from tpu_offload.core.engine_api import ScheduledRequest
@@ -33,7 +34,7 @@ class _Batch:
     """The chunks of one save job, as they are collected.
 
     Attributes:
-      tables: per layer group, blocks of HBM.
+      tables: per group with full attention, blocks of HBM.
       keys: the chunks in them.
       slots: the chunks' slots in the host tier.
       request_ids: the requests that hold the blocks.
@@ -74,13 +75,15 @@ class Offer(NamedTuple):
     Attributes:
       num_chunks: how many leading chunks should be in the host tier after the coming step.
       hashes: those that name the chunks whose keys are not known yet.
-      changes: per layer group, how many leading blocks are unchanged, and the blocks after those, up to the end of the
-        chunks.
+      changes: per group with full attention, how many leading blocks are unchanged, and the blocks after those, up to
+        the end of the chunks.
+      tails: window blocks at the boundaries of its checkpoints.
     """
 
     num_chunks: int
     hashes: list[BlockHash]
     changes: list[tuple[int, Ids]]
+    tails: list[WindowTail]
 
 
 Offers = Mapping[str, tuple[RequestState, Offer]]
@@ -114,6 +117,8 @@ class SavePlanner:
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_groups = context.num_groups
+        self._num_full_groups = context.num_full_groups
+        self._checkpoints = CheckpointSaves(context)
         # Requests with something to save, by account. All others cost a step nothing.
         self._unsaved: dict[str, RequestState] = {}
         self.early = EarlySaves(context, policy)
@@ -153,7 +158,7 @@ class SavePlanner:
             num_prompt_tokens=scheduled.num_prompt_tokens, num_computed_tokens=scheduled.num_computed_tokens
         )
         # Plain loops: an engine may name hundreds of requests in each step.
-        block_hashes, tables = scheduled.block_hashes, scheduled.block_tables
+        block_hashes, tables = scheduled.block_hashes, scheduled.block_tables[: self._num_full_groups]
         num_blocks = min(request.limits.num_savable_tokens(num_tokens) // self._block_size, len(block_hashes))
         for table in tables:
             if len(table) < num_blocks:
@@ -180,7 +185,9 @@ class SavePlanner:
                     f"request {request.request_id} has {len(block_hashes)} block hashes, of which "
                     f"{num_known + len(hashes)} chunks of {size} could be read; expected {num_chunks}"
                 )
-        return Offer(num_chunks, hashes, changes)
+        has_tails = self._saves_on_compute and self._checkpoints.enabled
+        tails = self._checkpoints.read(request, scheduled, num_chunks) if has_tails else []
+        return Offer(num_chunks, hashes, changes, tails)
 
     def offer(self, offers: Offers) -> None:
         """Takes the offers of a step. Each stands until its request is named again, or forgotten."""
@@ -189,7 +196,7 @@ class SavePlanner:
             self._requests[request.request_id] = request
 
     def _offer(self, request: RequestState, offer: Offer) -> None:
-        num_chunks, hashes, changes = offer
+        num_chunks, hashes, changes, tails = offer
         if hashes:
             request.add_keys(hashes)
         tables = request.block_tables
@@ -206,6 +213,8 @@ class SavePlanner:
         worth = num_worth_saving(self._policy, request, num_chunks) if self._saves_on_compute else 0
         request.num_offered_chunks = worth
         self._mark_unsaved(request)
+        if tails:
+            self._checkpoints.add(JobKind.SAVE, request, [tail for tail in tails if tail.boundary <= worth])
 
     def observe(self, request: RequestState, num_chunks: int) -> None:
         """Has the policy observe the leading chunks of a request, each once; their keys are known."""
@@ -222,6 +231,7 @@ class SavePlanner:
     def reset(self) -> None:
         """Drops the early saves, and what the policy has observed: keys change."""
         self.early.clear()
+        self._checkpoints.clear()
         self._num_observed.clear()
 
     def clear_offer(self, request: RequestState) -> None:
@@ -232,7 +242,11 @@ class SavePlanner:
 
     def preempt(self, request: RequestState, held: ScheduledRequest) -> None:
         """A request gives up its blocks and will return: saves them early, if the policy saves at preemption."""
-        if self.early.preempt(request, held):
+        saved = self.early.preempt(request, held)
+        if saved is not None:
+            if self._checkpoints.enabled:
+                tails = self._checkpoints.read_end(saved, held, saved.num_offered_chunks)
+                self._checkpoints.add(JobKind.EARLY_SAVE, saved, tails)
             request.num_deferred_chunks = 0  # not dropped yet
             self.clear_offer(request)
 
@@ -242,10 +256,10 @@ class SavePlanner:
         Higher priorities come before lower ones. O(1) when there is nothing to save. Plans all early saves, which
         cannot be retried, and of the others at most `MAX_CHUNKS_PER_PLAN` chunks.
         """
-        if not self._unsaved and not self.early:
+        if not self._unsaved and not self.early and not self._checkpoints:
             self._staging.end_plan(saves_wait=False)
             return
-        staging_room = self._staging.room_for_saves() // (self._blocks_per_chunk * self._num_groups)
+        staging_room = self._staging.room_for_saves() // (self._blocks_per_chunk * self._num_full_groups)
         room = staging_room if self._breaker.closed else min(staging_room, 1)
         admitted = self._breaker.admits(_ACCOUNT)
         num_early = num_saved = num_deferred = 0
@@ -264,6 +278,8 @@ class SavePlanner:
                 else:
                     del self._unsaved[request.account]
             self._counts.deferred_save_blocks += num_deferred * self._blocks_per_chunk
+        if self._checkpoints:
+            self._checkpoints.plan(deadline_s=deadline_s)
         is_short = num_deferred > 0 and num_early + num_saved == staging_room
         self._staging.end_plan(saves_wait=is_short)
 
@@ -407,7 +423,7 @@ class SavePlanner:
             )
 
     def _new_batch(self) -> _Batch:
-        return _Batch([[] for _ in range(self._num_groups)])
+        return _Batch([[] for _ in range(self._num_full_groups)])
 
     def _plan_job(self, kind: JobKind, batch: _Batch, *, deadline_s: float) -> None:
         num_blocks, others = len(batch.tables[0]), len(batch.request_ids) - 1
@@ -424,7 +440,7 @@ class SavePlanner:
             account=_ACCOUNT,
             keys=tuple(batch.keys),
             slots=tuple(batch.slots),
-            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks * self._num_groups),
+            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks * self._num_full_groups),
             breaker=self._breaker,
             deadline_s=deadline_s,
         )

@@ -40,6 +40,7 @@ class Transfers:
         self._counts = context.counts
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
+        self._num_full_groups = context.num_full_groups
         self._to_cancel: dict[int, set[int]] = {}  # by job id, the workers that may still run it
         self._loaded: list[str] = []
         self._failed_loads: list[FailedLoad] = []
@@ -78,6 +79,8 @@ class Transfers:
         if isinstance(load, WaitingLoad):  # no worker knows of it: it ends here
             self._queue.remove(load)
             self._index.unpin(load.keys)
+            if load.checkpoint is not None:
+                self._index.release_checkpoint(load.checkpoint)
         else:
             load.detached = True
             self._to_cancel[load.job_id] = load.waiting_for
@@ -100,9 +103,13 @@ class Transfers:
             self._to_cancel[job.job_id] = job.waiting_for
         bad = self._bad_chunks(job)
         too_often = self._record_outcome(job, [job.keys[i] for i in bad])
-        if job.direction is Direction.SAVE:
+        if job.saves_windows:
+            self._end_window_save(job)
+        elif job.direction is Direction.SAVE:
             self._end_save(job, bad)
         else:
+            if job.checkpoint is not None and len(bad) < len(job.keys) and job.failed_blocks:
+                self._index.drop_checkpoint(job.checkpoint)  # its window chunks may be what cannot be read
             # A failure may be transient, so a chunk is retried once. After a timeout the next load may take as long.
             self.mark_lost(self._index.invalidate(job.keys if job.state is JobState.TIMED_OUT else too_often))
             if not job.detached:
@@ -182,9 +189,14 @@ class Transfers:
 
     def _fail_in(self, first: int, end: int) -> None:
         for job in (*self._jobs.of(*TRANSFERS), *self._queue):
-            if overlaps(job.slots, first, end):
+            error = "the host memory of its chunks was lost"
+            if job.checkpoint is not None or (isinstance(job, Job) and job.saves_windows):
+                read = () if job.checkpoint is None else job.checkpoint.slots
+                if overlaps(job.slots, first, end) or overlaps(read, first, end):
+                    job.all_failed, job.error = True, job.error or error
+            elif overlaps(job.slots, first, end):
                 gone = {i for i, slot in enumerate(job.slots) if first <= slot < end}
-                job.error = job.error or "the host memory of its chunks was lost"
+                job.error = job.error or error
                 job.failed_blocks.update(i for i in range(job.num_blocks) if self._chunk_of(job, i) in gone)
 
     def mark_lost(self, keys: Sequence[ChunkKey]) -> None:
@@ -217,16 +229,17 @@ class Transfers:
         self._failed_loads.append(FailedLoad(request_id=load.request_id, num_valid_tokens=load.num_valid_tokens))
 
     def _chunk_of(self, job: Job | WaitingLoad, position: int) -> int:
-        """The chunk, by its number in the job, of a block. A load may begin inside a chunk."""
+        """The chunk, by its number in the job, of a block of full attention. A load may begin inside a chunk."""
         position %= _blocks_per_group(job)
         first_block = job.num_valid_tokens // self._block_size
         return (first_block % self._blocks_per_chunk + position) // self._blocks_per_chunk
 
     def _bad_chunks(self, job: Job) -> list[int]:
         """The chunks that were not copied, by their numbers in the job."""
-        if job.all_failed:
+        if job.all_failed or job.saves_windows:
             return list(range(len(job.keys)))
-        return sorted({self._chunk_of(job, position) for position in job.failed_blocks})
+        num_blocks = _blocks_per_group(job) * self._num_full_groups
+        return sorted({self._chunk_of(job, position) for position in job.failed_blocks if position < num_blocks})
 
     def _record_outcome(self, job: Job, bad: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Updates the backoff of a job's chunks; returns those that have failed too often."""
@@ -249,6 +262,18 @@ class Transfers:
         self._index.complete(keys, [job.slots[i] for i in bad], success=False, quarantine=quarantine)
         self.mark_lost(keys)
 
+    def _end_window_save(self, job: Job) -> None:
+        """Publishes the window chunks whose bytes every worker has, and drops the checkpoints of the others."""
+        size = self._blocks_per_chunk
+        bad = set(range(len(job.slots)) if job.all_failed else (position // size for position in job.failed_blocks))
+        good = [slot for i, slot in enumerate(job.slots) if i not in bad]
+        if good:
+            self._index.complete_checkpoint(good, success=True)
+        if bad:
+            quarantine = job.state is JobState.TIMED_OUT
+            slots = [job.slots[i] for i in sorted(bad)]
+            self._index.complete_checkpoint(slots, success=False, quarantine=quarantine)
+
     def _publish(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         self._index.complete(keys, slots, success=True)
         if self._on_saved is not None:
@@ -264,7 +289,8 @@ class Transfers:
             return
         self._had_failed_loads.add(request_id)
         # The blocks before the first failed one are valid.
-        num_loaded = 0 if job.all_failed else min(position % _blocks_per_group(job) for position in job.failed_blocks)
+        is_void = job.all_failed or job.checkpoint is not None  # a checkpoint is of use as a whole
+        num_loaded = 0 if is_void else min(position % _blocks_per_group(job) for position in job.failed_blocks)
         self._counts.loaded_tokens += num_loaded * self._block_size
         self._failed_loads.append(
             FailedLoad(request_id=request_id, num_valid_tokens=job.num_valid_tokens + num_loaded * self._block_size)

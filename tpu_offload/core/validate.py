@@ -5,7 +5,8 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from tpu_offload.config import OffloadConfig
+from tpu_offload.config import OffloadConfig, SaveEvent
+from tpu_offload.config.environment import env_name
 from tpu_offload.core.block_tables import check_sequence, read_tables
 from tpu_offload.core.engine_api import CachedPrefix, RequestLimits, ScheduledRequest
 from tpu_offload.errors import ConfigError, RequestError
@@ -24,6 +25,7 @@ def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -
     Raises:
       ConfigError: one has another type, or there is no worker.
       LayoutError: the host tier is on and does not support the layout.
+      ConfigError: a setting does not support its sliding-window groups.
     """
     for given, kind in ((config, OffloadConfig), (layout, KVLayout)):
         if not isinstance(given, kind):
@@ -33,7 +35,23 @@ def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -
         raise ConfigError(f"num_workers={one_line(num_workers)}; expected at least 1")
     if config.enabled:
         layout.check_tier()
+        if layout.window_groups:
+            _check_windows(config)
     return count
+
+
+def _check_windows(config: OffloadConfig) -> None:
+    """Raises ConfigError if a setting does not support sliding-window groups."""
+    if config.storage_chunks:
+        raise ConfigError(
+            f"{env_name('storage_tier')}={config.storage_tier}: the model has layer groups with sliding windows, which "
+            "storage does not support; unset it"
+        )
+    if SaveEvent.HBM_EVICTION in config.save_on:
+        raise ConfigError(
+            f"{env_name('save_on')} has {SaveEvent.HBM_EVICTION.value}: the model has layer groups with sliding "
+            "windows, whose blocks are gone when HBM evicts a prefix; expected compute, preemption or both"
+        )
 
 
 def report_error(report: Any, *, num_workers: int, num_groups: int, max_swap_blocks: int) -> str:

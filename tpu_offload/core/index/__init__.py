@@ -7,12 +7,14 @@ One `ChunkIndex` is made of parts that know nothing of it, each with data of its
   lookup.py       where a prefix ends in the tree, without a look at each chunk
   states.py       which chunks are not READY yet or no longer, and which are pinned
   eviction.py     what a policy sees of the tree, and evicts from it
+  checkpoints.py  window chunks at the boundaries where a request can go on, and the slots that they share
   changes.py      what lookups began and ceased to find, for the tier's events
 """
 
 from tpu_offload.core.index.changes import Changes
+from tpu_offload.core.index.checkpoints import Checkpoint
 from tpu_offload.core.index.chunk_index import ChunkIndex
 from tpu_offload.core.index.slots import overlaps
 from tpu_offload.core.index.states import ChunkState
 
-__all__ = ["Changes", "ChunkIndex", "ChunkState", "overlaps"]
+__all__ = ["Changes", "Checkpoint", "ChunkIndex", "ChunkState", "overlaps"]

@@ -5,6 +5,10 @@ chunk that another resident chunk follows is not evicted either, so every reside
 is a failed copy: its chunk is removed at once, and later chunks of its prefix may stay resident. Lookups reach them
 again when a request saves the missing chunk; otherwise they age and are evicted.
 
+With window groups, a prefix can be used up to a checkpoint only (see `checkpoints`). Both share the slots. When slots
+are short, window chunks are evicted if they have more than their share, which is their part of the chunks that were
+saved and loaded of late; otherwise chunks of full attention. Chunks that no checkpoint follows any more go first.
+
 No call takes long, however many chunks there are. `clear` starts with new containers, and large losses are worked off a
 slice at a time; `tidy`, which is called in every step, finishes both.
 """
@@ -14,6 +18,7 @@ from typing import final
 
 from tpu_offload.core.chunk_table import Discarded
 from tpu_offload.core.index.changes import ChangeLog, Changes
+from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable
 from tpu_offload.core.index.eviction import Evictor
 from tpu_offload.core.index.lookup import missing_chunks, resident_slots
 from tpu_offload.core.index.prefix_tree import PrefixTree
@@ -36,15 +41,20 @@ class ChunkIndex:
     Args:
       policy: decides which chunk is evicted. The index owns it from here on.
       record: records what `take_changes` returns.
+      window_chunks: per window group, how many chunks cover its window.
     """
 
-    def __init__(self, policy: EvictionPolicy, *, record: bool = False) -> None:
+    def __init__(self, policy: EvictionPolicy, *, record: bool = False, window_chunks: Sequence[int] = ()) -> None:
         self._policy = policy
         self._tree = PrefixTree()
         self._states = ChunkStates(self._tree)
         self._slots = SlotAllocator()
         self._changes = ChangeLog() if record else None
-        self._evictor = Evictor(self._tree, self._states, self._slots, changes=self._changes)
+        self._checkpoints = CheckpointTable(self._slots, window_chunks)
+        self._evictor = Evictor(
+            self._tree, self._states, self._slots, changes=self._changes, on_evict=self._checkpoints.drop_at
+        )
+        self._num_used = [0, 0]  # chunks of full attention and of windows that were saved and loaded of late
         self._lost_slots: list[range] = []  # lookups end there; their chunks are still to be invalidated
         self._discarded = Discarded()
 
@@ -67,6 +77,21 @@ class ChunkIndex:
     def num_evicted(self) -> int:
         """Chunks evicted so far."""
         return self._evictor.num_evicted
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints, READY or being saved."""
+        return len(self._checkpoints)
+
+    @property
+    def num_window_chunks(self) -> int:
+        """Slots that hold chunks of window groups."""
+        return self._checkpoints.num_slots
+
+    @property
+    def num_evicted_checkpoints(self) -> int:
+        """Checkpoints evicted so far, by themselves or with their prefix."""
+        return self._checkpoints.num_dropped
 
     @property
     def has_lost_slots(self) -> bool:
@@ -174,15 +199,13 @@ class ChunkIndex:
           Slots for as many of them as possible, from the first on; those chunks are PENDING now. Evicts exactly the
           chunks that these slots need, and none when there are none.
         """
-        num_short = len(indices) - len(self._slots.free)
-        if num_short > 0:
-            self._evictor.protected = protected
-            self._policy.evict(num_short, self._evictor)
-            self._evictor.protected = ()
+        if len(indices) > len(self._slots.free):
+            self._make_room(len(indices), protected)
         slots = self._slots.free.take(len(indices))
         num_chunks = len(slots)
         if not num_chunks:
             return slots
+        self._count_used(0, num_chunks)
         if self._discarded:  # new chunks take no more memory than discarded ones give back
             self._discarded.free(4 * num_chunks)
         if (highest := max(slots)) >= len(self._tree.keys):
@@ -225,6 +248,59 @@ class ChunkIndex:
             self._states.coverage_changed()
             self.sweep()
 
+    # Checkpoints.
+
+    def find_checkpoint(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[Checkpoint | None, int, bool]:
+        """See `CheckpointTable.find`."""
+        return self._checkpoints.find(keys, first, end)
+
+    def checkpoint(self, key: ChunkKey) -> Checkpoint | None:
+        """See `CheckpointTable.get`."""
+        return self._checkpoints.get(key)
+
+    def begin_checkpoint(
+        self, keys: Sequence[ChunkKey], end: int, *, max_chunks: int
+    ) -> tuple[Checkpoint, list[tuple[int, int, int]]] | None:
+        """Begins the save of the checkpoint after `end` resident chunks of a prefix; see `CheckpointTable.begin`."""
+        own = (keys[end - 1],)
+        begun = self._checkpoints.begin(
+            keys, end, max_chunks=max_chunks, take=lambda num_slots: self._take(num_slots, own)
+        )
+        if begun is not None:
+            self._count_used(1, len(begun[1]))
+        return begun
+
+    def complete_checkpoint(self, slots: Sequence[int], *, success: bool, quarantine: bool = False) -> None:
+        """See `CheckpointTable.complete`."""
+        self._checkpoints.complete(slots, success=success, quarantine=quarantine)
+
+    def supersede_checkpoint(self, earlier: Checkpoint, *, by: Checkpoint) -> None:
+        """See `CheckpointTable.supersede`."""
+        self._checkpoints.supersede(earlier, by=by)
+
+    def hold_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """See `CheckpointTable.hold`."""
+        self._checkpoints.hold(checkpoint)
+
+    def release_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """See `CheckpointTable.release`."""
+        self._checkpoints.release(checkpoint)
+
+    def use_checkpoint(self, checkpoint: Checkpoint, num_chunks: int) -> None:
+        """A request loads a checkpoint, and `num_chunks` chunks of full attention before it."""
+        checkpoint.was_loaded = True
+        self._checkpoints.touch(checkpoint)
+        self._count_used(0, num_chunks)
+        self._count_used(1, len(checkpoint.slots))
+
+    def touch_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """A request would have saved this checkpoint."""
+        self._checkpoints.touch(checkpoint)
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Its bytes cannot be read: lookups find it no more."""
+        self._checkpoints.drop(checkpoint)
+
     def end_quarantine(self, slots: Iterable[int]) -> None:
         """No copy will write these slots any more: they are free."""
         self._slots.end_quarantine(slots)
@@ -239,6 +315,7 @@ class ChunkIndex:
         slots = range(first, min(end, len(self._tree.keys)))
         if slots:
             self._lost_slots.append(slots)
+        self._checkpoints.lose(first, end)
         return self._invalidate_lost()
 
     def invalidate(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
@@ -267,12 +344,12 @@ class ChunkIndex:
         kept = self._states.clear()
         if self._changes is not None:
             self._discarded.add(self._changes.clear())
-        for container in (*self._tree.clear(kept), *self._policy.clear()):
+        for container in (*self._tree.clear(kept), *self._policy.clear(), *self._checkpoints.clear()):
             self._discarded.add(container)
         for keys, parent in self._tree.paths():
             self._policy.insert(_CLEARED, keys, parent)
         self._lost_slots = []
-        self._slots.clear(kept)
+        self._slots.clear(kept | self._checkpoints.occupied())
 
     def tidy(self) -> list[ChunkKey]:
         """Continues the work that large losses and `clear` deferred, for 3 ms at most.
@@ -298,7 +375,10 @@ class ChunkIndex:
         """Raises AssertionError unless tree, states, slots and policy agree. O(chunks + slots)."""
         self._tree.check_invariants()
         self._states.check_invariants()
-        self._slots.check_invariants([self._tree.slot_of[key] for key in self._tree.slot_of])
+        self._checkpoints.check_invariants()
+        self._slots.check_invariants(
+            [*(self._tree.slot_of[key] for key in self._tree.slot_of), *self._checkpoints.occupied()]
+        )
         self._policy.check_invariants(self._tree.leaves(), self._evictor)
 
     def check_holds(
@@ -312,6 +392,66 @@ class ChunkIndex:
         assert self._states.pending() == pending
         if quarantined is not None:
             assert self._slots.quarantined == set(quarantined), "a quarantined slot that no copy may write"
+
+    def check_checkpoints(self, *, holds: dict[Checkpoint, int], pending: set[int]) -> None:
+        """See `CheckpointTable.check_holds`."""
+        self._checkpoints.check_holds(holds=holds, pending=pending)
+
+    def _take(self, num_slots: int, protected: Container[ChunkKey]) -> list[int]:
+        """Takes this many free slots, evicting where it must; none if there are fewer."""
+        free = self._slots.free
+        if num_slots > len(free):
+            self._make_room(num_slots, protected)
+        return free.take(num_slots) if num_slots <= len(free) else []
+
+    def _make_room(self, num_slots: int, protected: Container[ChunkKey]) -> None:
+        """Evicts until this many slots are free, or nothing more can be evicted."""
+        num_window = self._checkpoints.num_slots
+        if num_window * sum(self._num_used) > self._slots.num_usable * self._num_used[1]:
+            self._evict_checkpoints(num_slots, protected)
+        num_short = num_slots - len(self._slots.free)
+        if num_short > 0:
+            self._evictor.protected = protected
+            self._policy.evict(num_short, self._evictor)
+            self._evictor.protected = ()
+            if num_window:
+                self._evict_checkpoints(num_slots, protected)
+
+    def _evict_checkpoints(self, num_slots: int, protected: Container[ChunkKey]) -> None:
+        """Evicts checkpoints, and the chunks that no request can use without them, until this many slots are free."""
+        free = self._slots.free
+        while len(free) < num_slots and (checkpoint := self._checkpoints.evict_one(protected)) is not None:
+            key: ChunkKey | None = checkpoint.key
+            while key is not None and len(free) < num_slots and key not in protected and self._is_useless(key):
+                key = self._evict(key)
+
+    def _is_useless(self, key: ChunkKey) -> bool:
+        """Whether a chunk can be evicted, and neither another chunk nor a checkpoint follows it."""
+        slot = self._tree.slot_of.get(key)
+        return (
+            slot is not None
+            and self._evictor.is_leaf(key)
+            and key not in self._states.pins
+            and slot not in self._states.unready
+            and key not in self._checkpoints
+        )
+
+    def _evict(self, key: ChunkKey) -> ChunkKey | None:
+        """Evicts one chunk for another reason than the policy's; returns the one before it, if that is resident."""
+        slot, parent = self._tree.remove(key)
+        self._slots.free_first((slot,))
+        self._policy.remove(key, parent)
+        self._evictor.num_evicted += 1
+        if self._changes is not None:
+            self._changes.add((key,), found=False)
+        return parent
+
+    def _count_used(self, kind: int, num_chunks: int) -> None:
+        """Counts chunks of full attention (0) or of windows (1) that were saved or loaded; earlier ones count less."""
+        used = self._num_used
+        used[kind] += num_chunks
+        if sum(used) > 4 * self._slots.num_usable:
+            used[:] = used[0] // 2, used[1] // 2
 
     def _insert_with_holes(
         self, use: Use, keys: Sequence[ChunkKey], indices: Sequence[int], slots: Sequence[int]
@@ -331,6 +471,7 @@ class ChunkIndex:
         self._states.removed(slot)
         self._slots.release(slot)
         self._policy.remove(key, parent)
+        self._checkpoints.drop_at((key,))
 
     def _invalidate_lost(self) -> list[ChunkKey]:
         """Invalidates chunks in lost slots, `MAX_REMOVED` of them at most."""

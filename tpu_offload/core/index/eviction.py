@@ -4,7 +4,7 @@ A chunk that is pinned, protected or not READY is not evicted, nor is one that a
 are evicted from their tails, so no slot ever holds a chunk that no lookup can reach.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from typing import final
 
 from tpu_offload.core.index.changes import ChangeLog
@@ -24,18 +24,26 @@ class Evictor(Residents):
       states: which of them are pinned or not READY.
       slots: takes the slots of evicted chunks.
       changes: records evictions, if there is one.
+      on_evict: called with evicted chunks.
     Attributes:
       protected: chunks that are not evicted now, nor those before them.
       num_evicted: chunks evicted so far.
     """
 
     def __init__(
-        self, tree: PrefixTree, states: ChunkStates, slots: SlotAllocator, *, changes: ChangeLog | None
+        self,
+        tree: PrefixTree,
+        states: ChunkStates,
+        slots: SlotAllocator,
+        *,
+        changes: ChangeLog | None,
+        on_evict: Callable[[Sequence[ChunkKey]], None],
     ) -> None:
         self._tree = tree
         self._states = states
         self._slots = slots
         self._changes = changes
+        self._on_evict = on_evict
         self.protected: Container[ChunkKey] = ()
         self.num_evicted = 0
 
@@ -88,6 +96,7 @@ class Evictor(Residents):
             tree.remove_tail(evicted, freed[-1])
             self._slots.free.put_first(freed)
             self.num_evicted += len(evicted)
+            self._on_evict(evicted)
             if self._changes is not None:
                 self._changes.add(evicted, found=False)
         return len(evicted), stopped_at

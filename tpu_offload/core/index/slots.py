@@ -29,6 +29,8 @@ class FreeSlots:
     def take(self, num_slots: int) -> list[int]:
         """Hands out `num_slots` slots, or all there are."""
         stack = self._stack
+        if not num_slots:
+            return []
         if num_slots <= len(stack):
             taken = stack[: -num_slots - 1 : -1]
             del stack[-num_slots:]
@@ -125,6 +127,18 @@ class SlotAllocator:
         """A slot has lost its chunk, though not to eviction: it is handed out last, and not while quarantined."""
         if slot not in self._quarantined:
             self._put_last(slot)
+
+    def free_first(self, slots: Iterable[int]) -> None:
+        """Slots have lost what they held to eviction: they are handed out first, unless quarantined or unusable."""
+        usable: list[int] = []
+        for slot in slots:
+            if slot in self._quarantined:
+                continue
+            if slot < self.num_usable:
+                usable.append(slot)
+            else:
+                self._unusable.append(range(slot, slot + 1))
+        self.free.put_first(usable[::-1])
 
     def clear(self, occupied: set[int]) -> None:
         """All slots but the `occupied` and the quarantined ones lose their chunks. O(those), however many slots."""

@@ -1,0 +1,358 @@
+"""Sliding-window groups in the host tier: which checkpoints are saved, found, shared, evicted and lost."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.core.fakes import BLOCK_SIZE, FakeWorker, tokens
+from tests.core.window_engine import WindowEngine
+from tpu_offload import ConfigError, LayoutError, RequestError, RequestLimits
+from tpu_offload.types import Direction, JobKind
+
+
+def num_saved_blocks(engine: WindowEngine) -> tuple[int, int]:
+    """Blocks of full attention and of windows in all plans so far."""
+    parts = [part for plan in engine.plans for job in plan.of(JobKind.SAVE, JobKind.EARLY_SAVE) for part in job.parts]
+    full = sum(len(part.block_ids) for part in parts if part.group_id == 0)
+    return full, sum(len(part.block_ids) for part in parts) - full
+
+
+def test_a_prompt_is_loaded_up_to_its_last_block_boundary() -> None:
+    engine = WindowEngine((9, 5))
+    assert engine.serve("a", tokens(42)) == 0
+    # 9 tokens need 2 blocks before a boundary, 5 tokens need 1.
+    assert num_saved_blocks(engine) == (10, 3)
+    assert engine.serve("b", tokens(42)) == 40
+    load = next(job for plan in engine.plans for job in plan.of(JobKind.LOAD))
+    assert [(part.group_id, len(part.block_ids)) for part in load.parts] == [(0, 10), (1, 2), (2, 1)]
+    assert num_saved_blocks(engine) == (10, 3), "it is all there"
+
+
+def test_one_token_is_left_to_compute() -> None:
+    engine = WindowEngine()
+    engine.serve("a", tokens(40))
+    assert engine.serve("b", tokens(40)) == 36, "the boundary after the last token is past it"
+    assert engine.serve("c", tokens(41)) == 40, "the end of the first prompt is a boundary as well"
+
+
+def test_prompts_computed_in_pieces_leave_one_checkpoint() -> None:
+    engine = WindowEngine()
+    engine.serve("a", tokens(42), at_a_time=6)
+    assert num_saved_blocks(engine) == (10, 3)
+    assert engine.serve("b", tokens(42)) == 40
+
+
+def test_a_shared_prefix_gets_its_checkpoint_with_the_second_request() -> None:
+    engine = WindowEngine()
+    shared = tokens(40)
+    assert engine.serve("a", shared + tokens(20, start=1000)) == 0
+    assert engine.serve("b", shared + tokens(20, start=2000)) == 0, "no checkpoint where the prompts part"
+    assert engine.serve("c", shared + tokens(20, start=3000)) == 40
+    assert engine.serve("d", shared + tokens(20, start=3000)) == 56
+
+
+def test_only_what_HBM_lacks_is_loaded() -> None:
+    engine = WindowEngine((9, 5))
+    engine.serve("a", tokens(42))
+    assert engine.serve("b", tokens(42), num_in_hbm=36) == 4
+    load = next(job for plan in engine.plans for job in plan.of(JobKind.LOAD))
+    assert [(part.group_id, len(part.block_ids)) for part in load.parts] == [(0, 1), (1, 1), (2, 1)]
+    assert engine.serve("c", tokens(42), num_in_hbm=40) == 0
+
+
+def test_generated_tokens_have_one_checkpoint_which_moves() -> None:
+    engine = WindowEngine((9, 5), decode_save=True)
+    request = engine.add("a", tokens(18))
+    assert request is not None
+    engine.step({"a": 18})
+    for token in range(30):
+        assert engine.generate(request, token)
+        engine.step({"a": 1})
+        engine.settle()
+    stats = engine.scheduler.stats()
+    assert stats.num_checkpoints == 2, "at the end of the prompt, and of what was generated"
+    assert stats.num_window_chunks == 3 + 3
+    # A block a group for each boundary: neighbours share the others.
+    assert num_saved_blocks(engine) == (12, 3 + 2 * 8)
+    turn = [*request.tokens, *tokens(10, start=500)]
+    engine.remove("a")
+    assert engine.serve("b", turn) == 48
+
+
+def test_a_preempted_request_returns_to_where_it_was() -> None:
+    engine = WindowEngine(save_on="preemption")
+    request = engine.add("a", tokens(50))
+    assert request is not None
+    engine.step({"a": 26})
+    engine.remove("a", preempt=True)
+    engine.settle()
+    assert num_saved_blocks(engine) == (6, 3)
+    assert engine.serve("a", tokens(50)) == 24
+
+
+def test_a_checkpoint_whose_blocks_the_engine_has_freed_is_not_saved() -> None:
+    engine = WindowEngine((5,))
+    request = engine.add("a", tokens(42))
+    assert request is not None
+    for _ in range(7):
+        engine.step({"a": 6})
+        held = engine.held(request)
+        assert len(held.block_tables[1]) == len(held.block_tables[0])
+    engine.settle()
+    assert engine.scheduler.stats().num_dropped_checkpoints == 0
+    request.tables[1][9] = 0
+    assert engine.scheduler.stats().num_checkpoints == 1
+
+
+def test_the_load_limit_ends_at_a_checkpoint() -> None:
+    engine = WindowEngine()
+    engine.serve("a", tokens(22))
+    engine.serve("b", tokens(42))
+    for limit, loaded in ((None, 40), (40, 40), (39, 20), (20, 20), (19, 0)):
+        request = engine.add("c", tokens(42), limits=RequestLimits(max_load_tokens=limit))
+        assert request is not None
+        assert request.num_computed == loaded, limit
+        engine.settle()
+        engine.remove("c")
+
+
+def test_part_of_a_hybrid_load_cannot_be_admitted() -> None:
+    engine = WindowEngine()
+    engine.serve("a", tokens(42))
+    hashes: list[Any] = []
+    engine.hasher.extend(hashes, tokens(42))
+    assert engine.scheduler.match("b", hashes, num_tokens=42, num_computed_tokens=0).num_tokens == 40
+    tables = [list(range(1, 12)), list(range(12, 23)), list(range(23, 34))]
+    with pytest.raises(RequestError, match="admits 36 loaded tokens; expected 0 or the 40 promised"):
+        engine.scheduler.admit("b", tables, num_loaded_tokens=36)
+    tables[1][9] = 0
+    with pytest.raises(RequestError, match="has no block in layer group 1 at 9; its load needs 8 to 9"):
+        engine.scheduler.admit("b", tables, num_loaded_tokens=40)
+    engine.scheduler.release("b")
+    engine.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("failed_blocks", [(), (0,), (10,), (12,)])
+def test_a_failed_load_fails_as_a_whole(failed_blocks) -> None:
+    engine = WindowEngine((9, 5))
+    engine.serve("a", tokens(42))
+    request = engine.add("b", tokens(42))
+    assert request is not None
+    engine.step()
+    engine.apply(engine.workers[0], engine.workers[0].finish(fail=True, failed_blocks=failed_blocks))
+    assert (request.num_computed, request.loading) == (0, False)
+    engine.scheduler.check_invariants()
+    engine.step({"b": 42})
+    engine.settle()
+    engine.remove("b")
+    assert engine.serve("c", tokens(42)) == 40, "it was saved again, or tried again"
+
+
+@pytest.mark.parametrize("failed_blocks", [(), (0,), (2,)])
+def test_a_failed_save_of_windows_leaves_no_checkpoint(failed_blocks) -> None:
+    engine = WindowEngine((9, 5))
+    engine.add("a", tokens(42))
+    engine.step({"a": 42})
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(1))
+    engine.apply(worker, worker.finish(1, fail=True, failed_blocks=failed_blocks))
+    engine.scheduler.check_invariants()
+    stats = engine.scheduler.stats()
+    assert (stats.num_checkpoints, stats.num_window_chunks, stats.num_resident_chunks) == (0, 0, 10)
+    engine.remove("a")
+    assert engine.serve("b", tokens(42)) == 0
+    assert engine.serve("c", tokens(42)) == 40
+
+
+def test_lost_slots_of_windows_are_not_loaded() -> None:
+    engine = WindowEngine((9, 5))
+    engine.serve("a", tokens(42))
+    save = next(job for plan in engine.plans for job in plan.of(JobKind.SAVE) if job.parts[0].group_id)
+    slot = save.parts[0].host_block_ids[0]
+    engine.workers[0].lose(slot, slot + 1, blocks_per_chunk=1)
+    engine.apply(engine.workers[0], [])
+    assert engine.serve("b", tokens(42)) == 0
+    assert engine.serve("c", tokens(42)) == 40
+    engine.scheduler.check_invariants()
+
+
+def test_a_reset_drops_checkpoints_and_keeps_what_a_load_reads() -> None:
+    engine = WindowEngine((9, 5))
+    engine.serve("a", tokens(42))
+    engine.add("b", tokens(42))
+    engine.step()
+    engine.scheduler.reset()
+    engine.scheduler.check_invariants()
+    engine.settle()
+    assert engine.scheduler.stats().num_window_chunks == 0
+    engine.remove("b")
+    assert engine.serve("c", tokens(42)) == 0
+
+
+def test_what_no_request_can_use_is_evicted_first() -> None:
+    """Two prompts fill the tier; a third takes the slots of the first, and what is left of it is found by none."""
+    engine = WindowEngine((5,), num_cpu_chunks=16, workers=[FakeWorker(num_host_chunks=16)])
+    engine.serve("a", tokens(26))
+    engine.serve("b", tokens(26, start=100))
+    assert engine.scheduler.stats().num_resident_chunks == 12
+    engine.serve("c", tokens(14, start=200))
+    assert engine.serve("b2", tokens(26, start=100)) == 24
+    assert engine.serve("c2", tokens(14, start=200)) == 12
+    engine.scheduler.check_invariants()
+
+
+def test_windows_take_the_share_of_the_tier_that_requests_use() -> None:
+    engine = WindowEngine((33,), num_cpu_chunks=64, num_blocks=400)
+    for i in range(40):  # 5 chunks of full attention and 5 of windows each
+        engine.serve(f"r{i}", tokens(22, start=1000 * i))
+    stats = engine.scheduler.stats()
+    assert stats.num_resident_chunks + stats.num_window_chunks <= 64
+    assert 26 <= stats.num_window_chunks <= 38, "about half"
+    found = sum(bool(engine.serve(f"again{i}", tokens(22, start=1000 * i))) for i in range(34, 40))
+    assert found == 6, "the last six are whole"
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"save_on": "eviction"},
+            r"TPU_OFFLOAD_SAVE_ON has eviction: .* gone when HBM evicts a prefix; expected compute, preemption",
+        ),
+        ({"storage_tier": "memory", "num_storage_chunks": 4}, "TPU_OFFLOAD_STORAGE_TIER=memory: .*; unset it"),
+    ],
+)
+def test_settings_without_window_groups_are_refused(settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WindowEngine(**settings)
+
+
+def test_windows_are_described_from_one_group() -> None:
+    layout = WindowEngine().layout
+    with pytest.raises(LayoutError, match="has 3 layer groups; expected one"):
+        layout.with_windows((8,))
+    assert layout.block_nbytes == layout.groups[0].block_nbytes, "the groups share their arrays"
+    assert [layout.window_blocks(group) for group in layout.window_groups] == [2, 1]
+
+
+class RandomLife:
+    """One seed decides everything: shared prefixes, step sizes, aborts, faults, losses and delays."""
+
+    def __init__(self, seed: int, **settings: Any) -> None:
+        self.rng = rng = random.Random(seed)
+        num_slots = rng.choice([8, 20, 60])
+        workers = [
+            FakeWorker(i, num_host_chunks=num_slots, staged=rng.random() < 0.5) for i in range(rng.randint(1, 2))
+        ]
+        self.blocks_per_chunk = rng.choice([1, 1, 1, 2])
+        windows = rng.choice([(9,), (5,), (9, 5), (17, 9), (12, 3), (1, 40)])
+        path = rng.choice(["staged", "staged", "direct"])
+        self.engine = WindowEngine(
+            windows,
+            num_blocks=rng.randint(40, 160),
+            workers=workers,
+            seed=seed,
+            save_path=path,
+            load_path=path,
+            blocks_per_chunk=self.blocks_per_chunk,
+            num_staging_blocks=rng.randint(6, 40),
+            num_cpu_chunks=num_slots,
+            decode_save=rng.random() < 0.5,
+            save_on=rng.choice(["compute", "compute", "compute,preemption"]),
+            job_timeout_s=20.0,
+            **settings,
+        )
+        self.undelivered: list[list[Any]] = [[] for _ in workers]
+        self.fault_rate = rng.choice([0.0, 0.2])
+        self.loss_rate = rng.choice([0.0, 0.0, 0.05])
+        self.num_requests = self.num_loaded = self.num_checked = 0
+
+    def prompt(self) -> list[int]:
+        prompt: list[int] = []
+        for _ in range(self.rng.randint(1, 4)):  # a walk in a small tree of shared prefixes
+            prompt += [1000 * len(prompt) + self.rng.randint(0, 1)] * self.rng.randint(2, 5) * BLOCK_SIZE
+        return prompt[: len(prompt) - self.rng.randint(0, 3)]
+
+    def arrive(self) -> None:
+        self.num_requests += 1
+        prompt, in_hbm = self.prompt(), 0
+        if self.rng.random() < 0.3:
+            in_hbm = self.rng.randrange(len(prompt)) // BLOCK_SIZE * BLOCK_SIZE
+        request = self.engine.add(f"r{self.num_requests}", prompt, num_in_hbm=in_hbm)
+        if request is not None:
+            self.num_loaded += request.num_computed - in_hbm
+
+    def step(self) -> None:
+        engine, rng = self.engine, self.rng
+        computed = {}
+        for request in engine.requests.values():
+            left = len(request.tokens) - request.num_computed
+            if not request.loading and left and rng.random() < 0.8:
+                computed[request.request_id] = rng.randint(1, left)
+        engine.clock.now_s += rng.choice([0.1, 0.1, 5.0])
+        _, results = engine.step(computed)
+        for i, worker in enumerate(engine.workers):
+            if rng.random() < self.loss_rate:
+                first = rng.randrange(worker.num_host_chunks)
+                worker.lose(first, rng.randint(first + 1, worker.num_host_chunks), blocks_per_chunk=self.blocks_per_chunk)
+            self.undelivered[i] += results[i]
+            if rng.random() < 0.6:
+                fail = rng.random() < self.fault_rate
+                self.undelivered[i] += worker.finish(rng.randint(0, len(worker.in_flight)), fail=fail)
+            if rng.random() < 0.7:
+                rng.shuffle(self.undelivered[i])
+                batch, self.undelivered[i] = self.undelivered[i], []
+                engine.apply(worker, batch)
+
+    def run(self, num_steps: int) -> None:
+        engine, rng = self.engine, self.rng
+        for _ in range(num_steps):
+            if rng.random() < 0.5:
+                self.arrive()
+            for request in engine.requests.values():
+                if request.num_computed == len(request.tokens) and rng.random() < 0.5:
+                    engine.generate(request, rng.randint(0, 1))
+            if engine.requests and rng.random() < 0.3:
+                gone = engine.remove(rng.choice(sorted(engine.requests)), preempt=rng.random() < 0.3)
+                if rng.random() < 0.5:
+                    engine.add(gone.request_id, gone.tokens)
+            if rng.random() < 0.01:
+                engine.scheduler.reset()
+            self.step()
+            engine.scheduler.check_invariants()
+            for request in engine.requests.values():
+                if not request.loading:
+                    self.num_checked += engine.check_bytes(request)
+        for i, worker in enumerate(engine.workers):
+            engine.apply(worker, self.undelivered[i])
+        engine.settle()
+        for request_id in list(engine.requests):
+            engine.remove(request_id)
+        engine.settle()
+        stats = engine.scheduler.stats()
+        assert (stats.staging_reserved_blocks, stats.num_jobs_in_flight) == (0, 0)
+        assert stats.staging_peak_blocks <= stats.staging_budget_blocks
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_run(seed) -> None:
+    life = RandomLife(seed)
+    life.run(100)
+    assert life.num_checked > 50
+
+
+def test_the_random_runs_do_load_evict_drop_and_fail() -> None:
+    totals = dict.fromkeys(("loaded", "windows", "evicted", "dropped", "failed", "timed_out"), 0)
+    for seed in range(20):
+        life = RandomLife(1000 + seed)
+        life.run(100)
+        stats = life.engine.scheduler.stats()
+        loads = [job for plan in life.engine.plans for job in plan.jobs if job.direction is Direction.LOAD]
+        totals["windows"] += sum(len(part.block_ids) for job in loads for part in job.parts[1:])
+        totals["loaded"] += stats.loaded_blocks
+        totals["evicted"] += stats.num_evicted_checkpoints
+        totals["dropped"] += stats.num_dropped_checkpoints
+        totals["failed"] += stats.num_failed_jobs
+        totals["timed_out"] += stats.num_timed_out_jobs
+    assert all(count > 10 for count in totals.values()), totals

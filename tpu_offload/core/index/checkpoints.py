@@ -1,0 +1,318 @@
+"""Checkpoints: the sliding-window blocks with which a request can go on after a chunk of its prefix.
+
+Layers with a sliding window need the last blocks before a token only. So their groups are not saved for all of a
+prefix, but at chunk boundaries where a request is likely to continue. A checkpoint has, for each window group, the
+chunks that cover the window before its boundary. Checkpoints of near boundaries share what they have in common: a
+window chunk is stored once, in a slot of the host pool, and freed with the last checkpoint that contains it.
+
+A checkpoint is READY once all of its window chunks are saved. It is dropped as a whole, because no part of it is of
+use: the least recently used one when slots are short, and the one at a full-attention chunk that is evicted or lost.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import NewType, final
+
+from tpu_offload.core.chunk_table import ChunkTable, Entries
+from tpu_offload.core.index.slots import SlotAllocator
+from tpu_offload.types import ChunkKey
+
+WindowKey = NewType("WindowKey", bytes)
+"""Names the chunk of a window group: the key of the full-attention chunk of the same tokens, and the group's number."""
+
+
+@final
+class Checkpoint:
+    """The window chunks of one boundary.
+
+    Attributes:
+      key: the last chunk of full attention before the boundary.
+      slots: slots of the window chunks, group after group, in token order.
+      num_chunks: how many of them each window group has.
+      num_pending: those that are being saved.
+      num_holds: loads that read it, or may.
+      superseded: an earlier checkpoint of the same request, which is dropped when this one is READY; None if it stays.
+      was_loaded: whether a request has loaded it.
+    """
+
+    __slots__ = ("key", "num_chunks", "num_holds", "num_pending", "slots", "superseded", "was_loaded")
+
+    def __init__(self, key: ChunkKey, slots: "array[int]", num_chunks: tuple[int, ...]) -> None:
+        self.key = key
+        self.slots = slots
+        self.num_chunks = num_chunks
+        self.num_pending = self.num_holds = 0
+        self.superseded: Checkpoint | None = None
+        self.was_loaded = False
+
+
+@final
+class CheckpointTable:
+    """All checkpoints, by the chunk before their boundary, least recently used first.
+
+    Args:
+      slots: gives and takes the slots of window chunks; shared with the chunks of full attention.
+      window_chunks: per window group, how many chunks cover its window.
+    """
+
+    def __init__(self, slots: SlotAllocator, window_chunks: Sequence[int]) -> None:
+        self._slots = slots
+        self._window_chunks = tuple(window_chunks)
+        self._table: OrderedDict[ChunkKey, Checkpoint] = OrderedDict()
+        self._slot_of: ChunkTable[int] = ChunkTable()  # by window key
+        self._key_of: dict[int, WindowKey] = {}  # by slot
+        # By slot: the checkpoints that contain it, while they are resident or held, and the save that writes it.
+        self._num_refs: array[int] = array("i")
+        self._pending: dict[int, list[Checkpoint]] = {}  # by slot that is being written
+        self._lost: set[int] = set()  # slots whose bytes are lost, until no checkpoint contains them
+        self._held: set[Checkpoint] = set()
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._table
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether there are window groups at all."""
+        return bool(self._window_chunks)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that window chunks take."""
+        return len(self._key_of)
+
+    def occupied(self) -> set[int]:
+        """Those slots. O(their number)."""
+        return set(self._key_of)
+
+    def find(self, keys: Sequence[ChunkKey], first: int, end: int) -> tuple[Checkpoint | None, int, bool]:
+        """The last READY checkpoint at a boundary after `first` chunks of a prefix, and after `end` at most.
+
+        Returns:
+          The checkpoint, None if there is none; its boundary, in chunks; and whether one at a later boundary, or any if
+          none is READY, is being saved.
+        """
+        table, is_pending = self._table, False
+        if not table:
+            return None, first, False
+        for boundary in range(end, first, -1):
+            checkpoint = table.get(keys[boundary - 1])
+            if checkpoint is None:
+                continue
+            if self._lost and not self._lost.isdisjoint(checkpoint.slots):
+                self.drop(checkpoint)
+            elif checkpoint.num_pending:
+                is_pending = True
+            else:
+                return checkpoint, boundary, is_pending
+        return None, first, is_pending
+
+    def get(self, key: ChunkKey) -> Checkpoint | None:
+        """The checkpoint after this chunk, READY or being saved; None if there is none that can become READY."""
+        checkpoint = self._table.get(key)
+        if checkpoint is not None and self._lost and not self._lost.isdisjoint(checkpoint.slots):
+            self.drop(checkpoint)
+            return None
+        return checkpoint
+
+    def num_chunks(self, end: int) -> tuple[int, ...]:
+        """How many chunks a checkpoint after `end` chunks has in each window group."""
+        return tuple([min(end, num_chunks) for num_chunks in self._window_chunks])
+
+    def begin(
+        self, keys: Sequence[ChunkKey], end: int, *, max_chunks: int, take: Callable[[int], list[int]]
+    ) -> tuple[Checkpoint, list[tuple[int, int, int]]] | None:
+        """Begins the save of the checkpoint after `end` chunks of a prefix. There is none yet.
+
+        Args:
+          keys: the prefix.
+          end: the boundary.
+          max_chunks: how many window chunks may be saved for it.
+          take: takes this many free slots, or none if there are fewer; it may evict other checkpoints.
+        Returns:
+          The checkpoint, and what has to be saved for it: group (0 for the first window group), number of the chunk in
+          the prefix, and slot. None, and no checkpoint has begun, if more must be saved or there are too few slots.
+        """
+        key, num_chunks = keys[end - 1], self.num_chunks(end)
+        assert key not in self._table, "a checkpoint is saved twice"
+        chunks = [(g, i) for g, num in enumerate(num_chunks) for i in range(end - num, end)]
+        names = [WindowKey(keys[i] + bytes((g,))) for g, i in chunks]
+        known = [self._known(name) for name in names]
+        shared = [slot for slot in known if slot is not None]
+        if len(known) - len(shared) > max_chunks:
+            return None
+        self._ref(shared)  # before others are evicted
+        free = take(len(known) - len(shared)) if len(shared) < len(known) else []
+        if len(free) < len(known) - len(shared):
+            self._unref(shared)
+            return None
+        if free and (short := max(free) + 1 - len(self._num_refs)) > 0:
+            self._num_refs.frombytes(bytes(4 * (short + len(self._num_refs) // 2)))
+        new = iter(free)
+        slots = array("i", [next(new) if slot is None else slot for slot in known])
+        checkpoint = Checkpoint(key, slots, num_chunks)
+        saved = []
+        for (group, number), name, before, slot in zip(chunks, names, known, slots, strict=True):
+            if before is None:
+                self._slot_of[ChunkKey(name)], self._key_of[slot] = slot, name
+                self._pending[slot] = []
+                self._num_refs[slot] = 2  # of the checkpoint, and of the save
+                saved.append((group, number, slot))
+            if slot in self._pending:
+                self._pending[slot].append(checkpoint)
+                checkpoint.num_pending += 1
+        self._table[key] = checkpoint
+        return checkpoint, saved
+
+    def complete(self, slots: Sequence[int], *, success: bool, quarantine: bool = False) -> None:
+        """Ends the save of window chunks.
+
+        Args:
+          slots: theirs.
+          success: every worker has their bytes. Otherwise all checkpoints that contain one of them are dropped.
+          quarantine: without success: late copies may still write these slots.
+        """
+        if quarantine and not success:
+            self._slots.quarantine(slots)
+        for slot in slots:
+            for checkpoint in self._pending.pop(slot):
+                checkpoint.num_pending -= 1
+                if not success:
+                    self.drop(checkpoint)
+                elif not checkpoint.num_pending and checkpoint.superseded is not None:
+                    superseded, checkpoint.superseded = checkpoint.superseded, None
+                    self.supersede(superseded, by=checkpoint)
+        self._unref(slots)
+
+    def supersede(self, earlier: Checkpoint, *, by: Checkpoint) -> None:
+        """Drops an earlier checkpoint of the same request once a later one is READY, unless a request loaded it."""
+        if by.num_pending:
+            by.superseded = earlier
+        elif self._is_resident(by) and not (earlier.was_loaded or earlier.num_holds):
+            self.drop(earlier)
+
+    def touch(self, checkpoint: Checkpoint) -> None:
+        """A request used it."""
+        if self._is_resident(checkpoint):
+            self._table.move_to_end(checkpoint.key)
+
+    def hold(self, checkpoint: Checkpoint) -> None:
+        """A load may read it: its slots keep their contents until `release`, even if it is dropped."""
+        checkpoint.num_holds += 1
+        self._held.add(checkpoint)
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Ends one hold."""
+        assert checkpoint.num_holds > 0, "released more often than held"
+        checkpoint.num_holds -= 1
+        if not checkpoint.num_holds:
+            self._held.remove(checkpoint)
+            if not self._is_resident(checkpoint):
+                self._unref(checkpoint.slots)
+
+    def drop(self, checkpoint: Checkpoint) -> None:
+        """Lookups find it no more; frees the slots that nothing else needs, once nothing holds it."""
+        if not self._is_resident(checkpoint):
+            return
+        del self._table[checkpoint.key]
+        if not checkpoint.num_holds:
+            self._unref(checkpoint.slots)
+
+    def drop_at(self, keys: Iterable[ChunkKey]) -> None:
+        """Drops the checkpoints after these chunks, which are no longer resident."""
+        table = self._table
+        if table:
+            for key in keys:
+                if key in table:
+                    self.num_dropped += 1
+                    self.drop(table[key])
+
+    def evict_one(self, protected: Container[ChunkKey]) -> Checkpoint | None:
+        """Drops the least recently used checkpoint that nothing holds, saves or protects; None if there is none."""
+        for checkpoint in self._table.values():
+            if not (checkpoint.num_holds or checkpoint.num_pending or checkpoint.key in protected):
+                self.num_dropped += 1
+                self.drop(checkpoint)
+                return checkpoint
+        return None
+
+    def lose(self, first: int, end: int) -> None:
+        """The bytes in slots `first` to `end - 1` are lost. Their checkpoints are dropped when they are next looked up.
+
+        The saves that write them fail by themselves.
+        """
+        end = min(end, len(self._num_refs))
+        self._lost.update(slot for slot in range(first, end) if self._num_refs[slot] and slot not in self._pending)
+
+    def clear(self) -> list[Entries]:
+        """Drops all. What loads hold or saves write keeps its slots. O(those).
+
+        Returns:
+          What held the others, for the caller to free incrementally. The caller frees their slots.
+        """
+        discarded: list[Entries] = [self._table, *self._slot_of.parts, self._key_of]
+        key_of, num_slots = self._key_of, len(self._num_refs)
+        for checkpoints in self._pending.values():
+            checkpoints.clear()
+        self._table, self._slot_of, self._key_of = OrderedDict(), ChunkTable(), {}
+        self._num_refs = array("i", bytes(4 * num_slots))
+        for slots in (self._pending, *(checkpoint.slots for checkpoint in self._held)):
+            for slot in slots:
+                self._num_refs[slot] += 1
+                self._key_of[slot] = key_of[slot]
+        self._lost.intersection_update(self._key_of)
+        return discarded
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless references, keys and pending slots agree. O(window chunks)."""
+        refs = dict.fromkeys(self._pending, 1)
+        alive = {*self._table.values(), *self._held}
+        for checkpoint in alive:
+            assert checkpoint.num_chunks and sum(checkpoint.num_chunks) == len(checkpoint.slots)
+            for slot in checkpoint.slots:
+                refs[slot] = refs.get(slot, 0) + 1
+        assert {slot: num for slot, num in enumerate(self._num_refs) if num} == refs, "a slot is counted wrongly"
+        assert self._key_of.keys() == refs.keys()
+        assert all(self._key_of[self._slot_of[ChunkKey(name)]] == name for name in self._slot_of)
+        assert all(key == checkpoint.key for key, checkpoint in self._table.items())
+        pending: dict[Checkpoint, int] = {}
+        for checkpoints in self._pending.values():
+            for checkpoint in checkpoints:
+                pending[checkpoint] = pending.get(checkpoint, 0) + 1
+        assert all(checkpoint.num_pending == pending.get(checkpoint, 0) for checkpoint in alive)
+        assert self._held == {checkpoint for checkpoint in alive if checkpoint.num_holds}
+
+    def check_holds(self, *, holds: dict[Checkpoint, int], pending: set[int]) -> None:
+        """Raises AssertionError unless exactly these holds exist, and these slots are being written."""
+        assert {checkpoint: checkpoint.num_holds for checkpoint in self._held} == holds
+        assert self._pending.keys() == pending
+
+    def _is_resident(self, checkpoint: Checkpoint) -> bool:
+        return self._table.get(checkpoint.key) is checkpoint
+
+    def _known(self, name: WindowKey) -> int | None:
+        """The slot of a window chunk that another checkpoint has; None if there is none, or its bytes are lost."""
+        slot = self._slot_of.get(ChunkKey(name))
+        return None if slot is None or slot in self._lost else slot
+
+    def _ref(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._num_refs[slot] += 1
+
+    def _unref(self, slots: Iterable[int]) -> None:
+        """Removes one reference of each slot, and frees those that have none left."""
+        freed: list[int] = []
+        num_refs = self._num_refs
+        for slot in slots:
+            num_refs[slot] -= 1
+            if not num_refs[slot]:
+                name = ChunkKey(self._key_of.pop(slot))
+                if self._slot_of.get(name) == slot:
+                    del self._slot_of[name]
+                self._lost.discard(slot)
+                freed.append(slot)
+        self._slots.free_first(freed)
