@@ -86,6 +86,7 @@ def test_a_preempted_request_returns_to_where_it_was() -> None:
     assert request is not None
     engine.step({"a": 26})
     engine.remove("a", preempt=True)
+    engine.step()
     engine.settle()
     assert num_saved_blocks(engine) == (6, 3)
     assert engine.serve("a", tokens(50)) == 24

@@ -120,7 +120,7 @@ class WindowEngine:
             return None
         request = WindowRequest(request_id, list(tokens), hashes, [], num_computed, len(tokens), found > 0)
         for group in range(len(self.windows)):
-            first = self.first_visible(group, num_computed)
+            first = self.first_visible(group, num_in_hbm)  # as a failed load needs it
             table = [NULL if i < first else self.grant() for i in range(num_blocks)]
             request.tables.append(table)
             for worker in self.workers:  # what a prefix cache in HBM has
@@ -195,15 +195,7 @@ class WindowEngine:
             request = self.requests[failed.request_id]
             request.loading = False
             request.num_computed = failed.num_valid_tokens
-            self.refill(request)
         return update
-
-    def refill(self, request: WindowRequest) -> None:
-        """Computing anew from further back needs the window blocks there."""
-        for group, table in enumerate(request.tables):
-            for i in range(self.first_visible(group, request.num_computed), len(table)):
-                if table[i] == NULL:
-                    table[i] = self.grant()
 
     def settle(self) -> None:
         """Finishes all jobs, on all workers, until none is in flight."""

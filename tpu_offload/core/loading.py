@@ -152,7 +152,6 @@ class LoadPlanner:
         most = min(most, end)
         found = self._index.find_checkpoint(request.keys, first, most)
         checkpoint, boundary, request.awaits_checkpoint = found
-        request.num_checkpoint_chunks = boundary
         request.junction_chunk = most if most > boundary else 0
         return checkpoint, boundary
 
