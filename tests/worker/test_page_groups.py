@@ -1,7 +1,9 @@
 """Layer groups whose layers have pages of several shapes or dtypes: each job copies all of them, bit for bit."""
 
 import dataclasses
+import logging
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -342,6 +344,28 @@ def test_memory_that_one_page_group_cannot_have_is_not_taken_by_the_others(monke
     engine = Engine()
     assert engine.worker._tier.num_chunks_ready == 0
     assert max(len(group.memory.arena._segments) for group in engine.groups) <= 1
+
+
+def test_closing_stops_every_allocation_before_it_waits_for_the_first(monkeypatch, caplog):
+    real, is_closing = host_arena.pinned_zeros, threading.Event()
+    stops: list[threading.Event] = []
+
+    def allocate(struct):
+        is_closing.wait(60)
+        until_s = time.monotonic() + 30
+        while not all(stop.is_set() for stop in stops) and time.monotonic() < until_s:
+            time.sleep(0.001)
+        return real(struct)
+
+    monkeypatch.setattr(host_arena, "pinned_zeros", allocate)
+    monkeypatch.setattr(host_arena, "_MAX_WAIT_S", 20.0)
+    engine = Engine(wait=False, swap_gb=0.001)
+    stops += [group.memory.arena._stop for group in (*engine.groups, *engine.worker._swap._groups)]
+    assert len(stops) == 6
+    is_closing.set()
+    with caplog.at_level(logging.ERROR):
+        engine.worker.close()
+    assert caplog.messages == []
 
 
 def test_direct_copies_of_all_page_groups_take_two_blocks_of_hbm():

@@ -161,6 +161,11 @@ class SwapCopies:
         lost = {(group.group_id, *places) for group in self._groups for places in group.memory.arena.take_lost()}
         return tuple(sorted(lost))  # what one page group has lost is useless in the others
 
+    def stop_growing(self) -> None:
+        """Stops the allocation of the pool, without waiting for it."""
+        for group in self._groups:
+            group.memory.arena.stop_growing()
+
     def close(self) -> None:
         """Frees the pool. The caller has waited for the copies in flight."""
         for copies in self._all():

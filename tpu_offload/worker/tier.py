@@ -205,6 +205,11 @@ class TierCopies:
         for group in self._groups:
             group.memory.arena.wait_until_allocated()
 
+    def stop_growing(self) -> None:
+        """Stops the allocation of the pool, without waiting for it."""
+        for group in self._groups:
+            group.memory.arena.stop_growing()
+
     def close(self) -> None:
         """Frees the pool. The caller has waited for the copies in flight."""
         self._backlog.clear()
