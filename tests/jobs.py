@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from tpu_offload.types import CopyJob, CopyPart, JobKind
+from tpu_offload.types import ChunkKey, CopyJob, CopyPart, JobKind
 
 
 def copy_job(
@@ -20,6 +20,23 @@ def copy_job(
     part = CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=tuple(host_block_ids))
     return CopyJob(
         job_id=job_id, kind=kind, parts=(part,), request_id=request_id, num_staging_blocks=num_staging_blocks
+    )
+
+
+def key_of(name: int) -> ChunkKey:
+    """The key of a chunk that a test names by a number."""
+    return ChunkKey(bytes([name]) * 16 + b"key")
+
+
+def storage_job(
+    job_id: int, kind: JobKind, chunks: Iterable[tuple[int, int]], *, deleted: Iterable[int] = ()
+) -> CopyJob:
+    """A cascade or promotion of chunks (name, slot)."""
+    return CopyJob(
+        job_id=job_id,
+        kind=kind,
+        chunks=tuple((key_of(name), slot) for name, slot in chunks),
+        deleted_keys=tuple(key_of(name) for name in deleted),
     )
 
 

@@ -105,6 +105,7 @@ def test_caches_that_cannot_be_described(caches, message):
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"groups": ()}, "got no layer groups"),
         ({"groups": (uniform(layer_ids=()),)}, "no layers"),
+        ({"groups": (LayerGroup(GROUP.kind, ()),)}, "no layers"),
         ({"num_shards": 0}, "num_shards"),
         ({"num_local_devices": 0}, "num_local_devices"),
     ],

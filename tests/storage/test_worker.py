@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.jobs import key_of, storage_job
 from tests.storage.memory_tier import FAULTY, NAME
 from tests.worker.engine import (
     BLOCKS_PER_CHUNK,
@@ -27,14 +28,10 @@ from tpu_offload.config import OffloadConfig
 from tpu_offload.errors import ConfigError
 from tpu_offload.kernels import reference
 from tpu_offload.layout import KVLayout
-from tpu_offload.types import ChunkKey, CopyJob, JobKind, JobState, StepPlan
+from tpu_offload.types import CopyJob, JobKind, JobState, StepPlan
 from tpu_offload.worker import OffloadWorker, storage_io
 
 SIZE = BLOCKS_PER_CHUNK
-
-
-def key_of(name):
-    return ChunkKey(bytes([name]) * 16 + b"key")
 
 
 class StorageEngine(Engine):
@@ -54,11 +51,7 @@ class StorageEngine(Engine):
         return self.storage._io.tier
 
     def move(self, kind, chunks, deleted=()):
-        self.next_job_id += 1
-        chunks = tuple((key_of(name), slot) for name, slot in chunks)
-        return CopyJob(
-            job_id=self.next_job_id, kind=kind, chunks=chunks, deleted_keys=tuple(key_of(name) for name in deleted)
-        )
+        return storage_job(self.new_job_id(), kind, chunks, deleted=deleted)
 
     def cascade(self, *chunks, deleted=()):
         return self.move(JobKind.CASCADE, chunks, deleted)

@@ -57,8 +57,66 @@ def forward(caches, segment, inputs):
     return out, copies.finish()
 
 
-class Engine:
-    """A worker with its caches, and numpy copies of what both should hold; `path` is one of PATHS."""
+class EngineBase:
+    """A worker with KV caches, and numpy copies of what these should hold: what the engines of the tests share."""
+
+    def __init__(self, rng, caches, layout, settings, **arguments):
+        self.rng, self.caches, self.layout = rng, caches, layout
+        self.clock = Clock()
+        config = OffloadConfig.create(**{"skip_jax_precompile": True} | settings)
+        self.worker = OffloadWorker(config, layout, caches, worker_id=3, clock=self.clock, available=2**30, **arguments)
+        self.num_jobs = 0
+        self.expected = [reference.as_bytes(cache) for cache in caches]
+
+    def new_job_id(self):
+        self.num_jobs += 1
+        return self.num_jobs
+
+    def in_lockstep(self):
+        """As on hosts that share a model."""
+        tier = self.worker._tier
+        for part in (tier, tier._staging, *tier._groups):
+            part._lockstep = True
+
+    def step(self):
+        """A step with no jobs."""
+        raise NotImplementedError
+
+    def scribble(self):
+        """What a forward pass does: new bytes in all caches, which donates them."""
+        new = [random_array(self.rng, c.shape, c.dtype) for c in self.caches]
+
+        def overwrite(old, new):
+            return [jax.lax.dynamic_update_slice(o, n, (0,) * o.ndim) for o, n in zip(old, new, strict=True)]
+
+        write = jax.jit(overwrite, donate_argnums=0, out_shardings=[cache.sharding for cache in self.caches])
+        self.caches = write(self.caches, new)
+        self.expected = [reference.as_bytes(n) for n in new]
+
+    def drain(self):
+        """Steps until nothing is in flight; results by job id."""
+        results = {}
+        for _ in range(100):
+            report = self.worker.poll(wait=True)
+            assert report.worker_id == 3
+            for result in report.results:
+                assert result.job_id not in results
+                results[result.job_id] = result
+            if not self.worker.has_flights:
+                return results
+            self.step()
+        raise AssertionError("the worker never comes to rest")
+
+    def states(self):
+        return {job_id: result.state for job_id, result in self.drain().items()}
+
+    def check_caches(self):
+        for cache, wanted in zip(self.caches, self.expected, strict=True):
+            np.testing.assert_array_equal(reference.as_bytes(cache), wanted)
+
+
+class Engine(EngineBase):
+    """The usual one: pages of one shape, and a numpy copy of the host tier; `path` is one of PATHS."""
 
     def __init__(
         self,
@@ -72,40 +130,32 @@ class Engine:
         **settings,
     ):
         self.save_path, self.load_path = split_path(path)
-        self.rng = np.random.default_rng(5)
-        self.caches = random_caches(self.rng, dtype=dtype, num_devices=num_devices, page_shape=page_shape)
-        self.layout = KVLayout.from_caches(self.caches, block_size=4)
+        rng = np.random.default_rng(5)
+        caches = random_caches(rng, dtype=dtype, num_devices=num_devices, page_shape=page_shape)
+        layout = KVLayout.from_caches(caches, block_size=4)
         settings = {
             "num_staging_blocks": 6,
             "num_cpu_chunks": NUM_CHUNKS,
             "blocks_per_chunk": BLOCKS_PER_CHUNK,
             # Not a whole number of chunks: 4.5 of them.
-            "host_segment_gb": 4.5 * BLOCKS_PER_CHUNK * self.layout.block_nbytes / 2**30,
+            "host_segment_gb": 4.5 * BLOCKS_PER_CHUNK * layout.block_nbytes / 2**30,
             "save_path": self.save_path,
             "load_path": self.load_path,
-            "skip_jax_precompile": True,
         } | settings
         if "fused" in path:
             settings["block_size_buckets"] = (1, 2, 4)  # one or two chunks a step
-        self.clock = Clock()
-        config = OffloadConfig.create(**settings)
-        self.worker = OffloadWorker(
-            config, self.layout, self.caches, worker_id=3, clock=self.clock, available=2**30, fused=offers_fused
-        )
+        super().__init__(rng, caches, layout, settings, fused=offers_fused)
         if wait and self.tier:
             self.pool.wait_until_allocated()
             self.memory.lost[:] = False  # what was never saved is zeros, and may be loaded here
         self.step_id = 0
-        self.next_job_id = 0
         self.sent_below = 0
         self.num_fused = 0
-        self.expected = [reference.as_bytes(cache) for cache in self.caches]
         self.host = np.zeros((NUM_HOST_BLOCKS, len(self.caches), *self.expected[0].shape[1:]), np.uint8)
 
     def job(self, direction, block_ids, host_block_ids):
-        self.next_job_id += 1
         kind = JobKind.SAVE if direction is Direction.SAVE else JobKind.LOAD
-        return copy_job(self.next_job_id, kind, block_ids, host_block_ids)
+        return copy_job(self.new_job_id(), kind, block_ids, host_block_ids)
 
     def save(self, block_ids, host_block_ids):
         return self.job(Direction.SAVE, block_ids, host_block_ids)
@@ -123,10 +173,6 @@ class Engine:
     def group(self):
         (group,) = self.tier._groups
         return group
-
-    def in_lockstep(self):
-        """As on hosts that share a model."""
-        self.tier._lockstep = self.group._lockstep = True
 
     @property
     def flights(self):
@@ -183,36 +229,11 @@ class Engine:
         self.caches, outcome = forward(self.caches, *fused)
         self.worker.end_step(plan, self.caches, outcome)
 
-    def scribble(self):
-        """What a forward pass does: new bytes in all caches, which donates them."""
-        new = [random_array(self.rng, c.shape, c.dtype) for c in self.caches]
-
-        def overwrite(old, new):
-            return [jax.lax.dynamic_update_slice(o, n, (0,) * o.ndim) for o, n in zip(old, new, strict=True)]
-
-        write = jax.jit(overwrite, donate_argnums=0, out_shardings=[cache.sharding for cache in self.caches])
-        self.caches = write(self.caches, new)
-        self.expected = [reference.as_bytes(n) for n in new]
-
     def expect_saved(self, job):
         self.host = reference.save(self.host, self.expected, job.block_ids, host_block_ids(job))
 
     def expect_loaded(self, job):
         self.expected = reference.load(self.expected, self.host, job.block_ids, host_block_ids(job))
-
-    def drain(self):
-        """Steps until nothing is in flight; results by job id."""
-        results = {}
-        for _ in range(100):
-            report = self.worker.poll(wait=True)
-            assert report.worker_id == 3
-            for result in report.results:
-                assert result.job_id not in results
-                results[result.job_id] = result
-            if not self.worker.has_flights:
-                return results
-            self.step()
-        raise AssertionError("the worker never comes to rest")
 
     def check_round_trip(self):
         """Saves four blocks and loads them into others: every bit is where it should be."""
@@ -224,9 +245,6 @@ class Engine:
         self.expect_loaded(load)
         assert self.states() == {load.job_id: FINISHED}
         self.check()
-
-    def states(self):
-        return {job_id: result.state for job_id, result in self.drain().items()}
 
     def host_bytes(self):
         segments = [np.concatenate([self.page_bytes(part) for part in s], axis=1) for s in self.segments]
@@ -243,8 +261,7 @@ class Engine:
 
     def check(self):
         np.testing.assert_array_equal(self.host_bytes(), self.host)
-        for cache, wanted in zip(self.caches, self.expected, strict=True):
-            np.testing.assert_array_equal(reference.as_bytes(cache), wanted)
+        self.check_caches()
 
 
 FINISHED, FAILED, CANCELLED = JobState.FINISHED, JobState.FAILED, JobState.CANCELLED
@@ -269,11 +286,11 @@ def broken(error, *, takes=None):
 
 
 def ending_with(save, token):
-    """A copier's `save` with another token."""
+    """A copier's `save` or `resume_save` with another token."""
 
     def method(*args):
         flight = save(*args)
-        flight.waiting_on = token
+        (flight or args[0]).waiting_on = token
         return flight
 
     return method

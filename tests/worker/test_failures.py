@@ -189,7 +189,7 @@ def test_every_job_of_a_plan_has_its_end_when_the_caches_are_lost(path):
     assert not engine.worker.has_flights
     other = Engine(path)
     other.worker.close()
-    other.worker, other.step_id, other.next_job_id = engine.worker, 1, 4
+    other.worker, other.step_id, other.num_jobs = engine.worker, 1, 4
     del engine.loader.load
     other.check_round_trip()
 

@@ -38,11 +38,10 @@ def filled(path, *, max_load_blocks=0, **settings):
 
 def long_load(engine, num_blocks=NUM_BLOCKS, *, num_staging_blocks=0):
     """A load of scattered places in all segments."""
-    engine.next_job_id += 1
     places = np.random.default_rng(3).permutation(16)[:num_blocks].tolist()
     blocks = tuple(range(num_blocks))
     return copy_job(
-        engine.next_job_id,
+        engine.new_job_id(),
         JobKind.LOAD,
         blocks,
         places,

@@ -4,12 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from tests.caches import DTYPES, random_array, random_caches
+from tests.caches import DTYPES, random_caches
 from tests.jobs import copy_job
-from tests.worker.engine import FAILED, FINISHED, Clock, Poisoned, broken, ending_with, wait_until_rebuilt
+from tests.worker.engine import FAILED, FINISHED, EngineBase, Poisoned, broken, ending_with, wait_until_rebuilt
 from tpu_offload import CopyJob, CopyPart, HostStore, JobKind, KVLayout, OffloadConfig, OffloadWorker, StepPlan
 from tpu_offload.errors import TransferError
-from tpu_offload.kernels import reference
 from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
 
@@ -17,44 +16,39 @@ NUM_BLOCKS = (12, 7)  # of the layers with full attention, and of those with a w
 POOL, TIER = HostStore.SWAP_POOL, HostStore.HOST_TIER
 
 
-class Engine:
-    """A worker with a swap pool, its caches, and numpy copies of what the caches should hold."""
+class Engine(EngineBase):
+    """With a swap pool."""
 
     def __init__(self, *, hybrid=False, dtype="bfloat16", num_devices=1, tier=False, pool_blocks=10, **settings):
-        self.rng = np.random.default_rng(3)
-        self.caches = random_caches(self.rng, dtype=dtype, num_devices=num_devices)
+        rng = np.random.default_rng(3)
+        caches = random_caches(rng, dtype=dtype, num_devices=num_devices)
         self.windows: tuple[int, ...] = ()
         if hybrid:
-            few = random_caches(self.rng, dtype=dtype, num_devices=num_devices, num_blocks=NUM_BLOCKS[1], num_layers=2)
-            self.caches, self.windows = [self.caches[0], few[0], self.caches[1], few[1]], (0, 8, 0, 8)
-        self.layout = KVLayout.from_caches(self.caches, block_size=4, windows=self.windows)
+            few = random_caches(rng, dtype=dtype, num_devices=num_devices, num_blocks=NUM_BLOCKS[1], num_layers=2)
+            caches, self.windows = [caches[0], few[0], caches[1], few[1]], (0, 8, 0, 8)
+        layout = KVLayout.from_caches(caches, block_size=4, windows=self.windows)
         self.hbm_nbytes = sum(
-            num_blocks * self.layout.group_nbytes_per_host(group)
-            for num_blocks, group in zip(NUM_BLOCKS, self.layout.groups, strict=False)
+            num_blocks * layout.group_nbytes_per_host(group)
+            for num_blocks, group in zip(NUM_BLOCKS, layout.groups, strict=False)
         )
         settings = {
             "swap_gb": self.hbm_nbytes * pool_blocks / 12 / 2**30,
             # Segments of three blocks of the first group.
-            "host_segment_gb": 3.5 * self.layout.group_nbytes_per_host(self.layout.groups[0]) / 2**30,
+            "host_segment_gb": 3.5 * layout.group_nbytes_per_host(layout.groups[0]) / 2**30,
             "num_cpu_chunks": 8 if tier else 0,
-            "skip_jax_precompile": True,
         } | settings
-        self.worker = OffloadWorker(
-            OffloadConfig.create(**settings), self.layout, self.caches, clock=Clock(), available=2**30
-        )
+        super().__init__(rng, caches, layout, settings)
         self.worker.wait_until_allocated()
         self.report = self.worker.poll()
         self.groups = self.worker._swap._groups
-        self.expected = [reference.as_bytes(cache) for cache in self.caches]
-        self.num_jobs = 0
 
     def job(self, kind, *parts):
-        self.num_jobs += 1
+        job_id = self.new_job_id()
         copied = [
             CopyPart(group_id=group, store=store, block_ids=tuple(blocks), host_block_ids=tuple(places))
             for group, store, blocks, places in parts
         ]
-        return CopyJob(job_id=self.num_jobs, kind=kind, request_id=f"r{self.num_jobs}", parts=tuple(copied))
+        return CopyJob(job_id=job_id, kind=kind, request_id=f"r{job_id}", parts=tuple(copied))
 
     def out(self, *parts):
         return self.job(JobKind.SWAP_OUT, *parts)
@@ -69,17 +63,6 @@ class Engine:
             self.scribble()
         self.worker.end_step(plan, self.caches)
 
-    def scribble(self):
-        """What a forward pass does: new bytes in all caches, which donates them."""
-        new = [random_array(self.rng, cache.shape, cache.dtype) for cache in self.caches]
-
-        def overwrite(old, new):
-            return [jax.lax.dynamic_update_slice(o, n, (0,) * o.ndim) for o, n in zip(old, new, strict=True)]
-
-        write = jax.jit(overwrite, donate_argnums=0, out_shardings=[cache.sharding for cache in self.caches])
-        self.caches = write(self.caches, new)
-        self.expected = [reference.as_bytes(n) for n in new]
-
     def pages(self, group, blocks):
         """The bytes that those blocks should hold now."""
         layers = self.layout.groups[group].layer_ids
@@ -88,20 +71,6 @@ class Engine:
     def expect(self, group, blocks, pages):
         for layer, page in zip(self.layout.groups[group].layer_ids, pages, strict=True):
             self.expected[layer][list(blocks)] = page
-
-    def results(self):
-        """Of all jobs in flight."""
-        results = {result.job_id: result for result in self.worker.poll(wait=True).results}
-        while self.worker.has_flights:
-            results |= {result.job_id: result for result in self.worker.poll(wait=True).results}
-        return results
-
-    def states(self):
-        return {job_id: result.state for job_id, result in self.results().items()}
-
-    def check(self):
-        for cache, expected in zip(self.caches, self.expected, strict=True):
-            np.testing.assert_array_equal(reference.as_bytes(cache), expected)
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
@@ -112,12 +81,12 @@ def test_every_bit_comes_back(dtype, num_devices):
     pages = engine.pages(0, blocks)
     engine.step(outs=[engine.out((0, POOL, blocks, places))], scribble=True)
     assert engine.states() == {1: FINISHED}
-    engine.check()
+    engine.check_caches()
     targets = [1, 2, 4, 6, 10]
     engine.step(ins=[engine.back((0, POOL, targets, places))])
     engine.expect(0, targets, pages)
     assert engine.states() == {2: FINISHED}
-    engine.check()
+    engine.check_caches()
     engine.worker.close()
 
 
@@ -129,7 +98,7 @@ def test_what_is_swapped_out_is_read_before_the_step_writes():
         engine.step(outs=[engine.out((0, POOL, [0, 1, 2], [4, 5, 6]))], scribble=True)
         engine.step(ins=[engine.back((0, POOL, [8, 7, 6], [4, 5, 6]))])
         engine.expect(0, [8, 7, 6], pages)
-        engine.check()
+        engine.check_caches()
     assert set(engine.states().values()) == {FINISHED}
 
 
@@ -143,10 +112,10 @@ def test_blocks_change_hands_within_a_step():
         outs=[engine.out((0, POOL, [0, 1], [2, 3]))], ins=[engine.back((0, POOL, [0, 1], [0, 1]))], scribble=False
     )
     engine.expect(0, [0, 1], first)
-    engine.check()
+    engine.check_caches()
     engine.step(ins=[engine.back((0, POOL, [4, 5], [2, 3]))])
     engine.expect(0, [4, 5], second)
-    engine.check()
+    engine.check_caches()
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
@@ -159,7 +128,7 @@ def test_layer_groups_have_pools_of_their_own(num_devices):
     engine.expect(0, [1, 0, 3], full)
     engine.expect(1, [5, 4, 1], ring)  # in ring order
     assert set(engine.states().values()) == {FINISHED}
-    engine.check()
+    engine.check_caches()
 
 
 @pytest.mark.parametrize("load_path", ["direct", "staged"])
@@ -173,7 +142,7 @@ def test_a_request_comes_back_from_the_tier_and_the_pool(load_path):
     engine.expect(0, [0, 1], pages)
     engine.expect(0, [2], own)
     assert engine.states() == {2: FINISHED}
-    engine.check()
+    engine.check_caches()
 
 
 @pytest.mark.parametrize(
@@ -193,11 +162,11 @@ def test_a_request_comes_back_from_the_tier_and_the_pool(load_path):
 def test_what_cannot_be_fails_alone(part, message):
     engine = Engine(tier=True)
     engine.step(outs=[engine.out(part), engine.out((0, POOL, [1], [1]))])
-    results = engine.results()
+    results = engine.drain()
     assert results[1].state is FAILED
     assert message in results[1].error
     assert results[2].state is FINISHED
-    engine.check()
+    engine.check_caches()
 
 
 def test_a_copy_that_raises_fails_its_job_and_no_other():
@@ -207,7 +176,7 @@ def test_a_copy_that_raises_fails_its_job_and_no_other():
     engine.step(outs=[engine.out((0, POOL, [0], [0]))])
     del copier.save
     engine.step(outs=[engine.out((0, POOL, [1], [1]))])
-    results = engine.results()
+    results = engine.drain()
     assert (results[1].state, results[1].error) == (FAILED, "RuntimeError: INTERNAL: one")
     assert results[2].state is FINISHED
 
@@ -229,11 +198,11 @@ def test_a_lost_segment_is_told_and_its_contents_are_never_given(when, monkeypat
     # 10 blocks in segments of 3: the first has 0 to 2
     assert report.lost_swap_blocks == ((0, 0, 3),)
     engine.step(ins=[engine.back((0, POOL, [5], [0])), engine.back((0, POOL, [6], [4]))])
-    results = engine.results()
+    results = engine.drain()
     assert "segment 0 of swap_pool was lost, or never written: host block 0 is empty" in results[3].error
     assert results[4].state is FINISHED
     engine.expect(0, [6], engine.pages(0, [1]))
-    engine.check()
+    engine.check_caches()
 
 
 def test_a_lost_segment_comes_back_empty_and_works_again():
@@ -248,9 +217,9 @@ def test_a_lost_segment_comes_back_empty_and_works_again():
     engine.step(outs=[engine.out((0, POOL, [3], [2]))])
     engine.step(ins=[engine.back((0, POOL, [4], [2])), engine.back((0, POOL, [5], [0]))])
     engine.expect(0, [4], pages)
-    results = engine.results()
+    results = engine.drain()
     assert [results[i].state for i in (2, 3, 4)] == [FINISHED, FINISHED, FAILED]  # place 0 holds zeros
-    engine.check()
+    engine.check_caches()
 
 
 def test_a_copy_back_that_takes_the_caches_is_the_one_error_that_leaves():
@@ -266,7 +235,7 @@ def test_a_copy_that_does_less_than_asked_has_failed():
     copier = engine.groups[0].copiers[Direction.SAVE]
     copier.save = ending_with(copier.save, jax.numpy.int32(1))
     engine.step(outs=[engine.out((0, POOL, [0, 1], [0, 1]))])
-    assert "the device copied 1 of 2 blocks" in engine.results()[1].error
+    assert "the device copied 1 of 2 blocks" in engine.drain()[1].error
 
 
 def test_a_repeated_job_is_ignored(caplog):
@@ -284,7 +253,7 @@ def test_some_copies_are_measured():
     for _ in range(40):
         jobs = engine.out((0, POOL, [0], [0])), engine.back((0, POOL, [1], [0]))
         engine.step(outs=jobs[:1], ins=jobs[1:])
-        results = engine.results()
+        results = engine.drain()
         for job in jobs:
             measured[job.direction].append(results[job.job_id].copy_s > 0)
     for which in measured.values():

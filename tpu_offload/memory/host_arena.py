@@ -215,8 +215,12 @@ class HostArena:
         lost, self._unreported_losses = tuple(self._unreported_losses), []
         return lost
 
+    def stop_growing(self) -> None:
+        """Stops allocation after the current segment, without waiting for it."""
+        self._stop.set()
+
     def close(self) -> None:
-        """Stops allocation after the current segment and frees the memory. Idempotent."""
+        """Stops allocation, waits for the current segment, and frees the memory. Idempotent."""
         self._finalizer()
 
     def _range(self, segment_id: int) -> str:

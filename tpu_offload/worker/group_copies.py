@@ -288,3 +288,8 @@ class GroupCopies:
             or flight.phase is Phase.COPYING
             or not (self._lockstep or flight.direction is Direction.LOAD)
         ]
+
+
+def page_groups_of(groups: Iterable[GroupCopies], group_id: int) -> list[GroupCopies]:
+    """Those of one layer group; none if there is no such group."""
+    return [group for group in groups if group.group_id == group_id]

@@ -9,7 +9,7 @@ not.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import final
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy as np
 from tpu_offload.kernels import Flight
 from tpu_offload.worker.backlog import BackloggedLoad
 
-type Flights = Iterable[Sequence[Sequence[Flight]]]
+type Flights = Iterable[tuple[int, Iterable[Flight]]]
+"""Per page group, its layer group and the flights."""
 
 
 @final
@@ -26,7 +27,7 @@ class StagingUsage:
 
     Args:
       num_blocks: the staging budget.
-      flights: the flights of the host tier, by layer group and page group.
+      flights: the flights of the host tier.
       lockstep: the caches span hosts.
     """
 
@@ -58,4 +59,7 @@ class StagingUsage:
         return self._sum(lambda flight: flight.num_staged)
 
     def _sum(self, blocks_of: Callable[[Flight], int]) -> int:
-        return sum(max(sum(map(blocks_of, flights)) for flights in page_groups) for page_groups in self._flights())
+        held: dict[int, int] = {}
+        for group_id, flights in self._flights():
+            held[group_id] = max(held.get(group_id, 0), sum(map(blocks_of, flights)))
+        return sum(held.values())

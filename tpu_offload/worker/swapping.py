@@ -17,7 +17,7 @@ from tpu_offload.layout import KVLayout
 from tpu_offload.memory import SegmentLimit
 from tpu_offload.types import CopyJob, CopyPart, Direction, HostStore
 from tpu_offload.worker.arrays import wait_for_all
-from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, unwrapped
+from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, page_groups_of, unwrapped
 from tpu_offload.worker.host_memory import HostMemory, plan_swap_pool
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.validate import job_error
@@ -161,6 +161,11 @@ class SwapCopies:
         lost = {(group.group_id, *places) for group in self._groups for places in group.memory.arena.take_lost()}
         return tuple(sorted(lost))  # what one page group has lost is useless in the others
 
+    def stop_growing(self) -> None:
+        """Stops the allocation of the pool, without waiting for it."""
+        for group in self._groups:
+            group.memory.arena.stop_growing()
+
     def close(self) -> None:
         """Frees the pool. The caller has waited for the copies in flight."""
         for copies in self._all():
@@ -192,8 +197,7 @@ class SwapCopies:
             self._jobs.set_copy_s(job.job_id, self._clock() - start_s)
 
     def _sources(self, part: CopyPart) -> list[GroupCopies]:
-        groups = self._tier if part.store is HostStore.HOST_TIER else self._groups
-        return [group for group in groups if group.group_id == part.group_id]
+        return page_groups_of(self._tier if part.store is HostStore.HOST_TIER else self._groups, part.group_id)
 
     def _job_error(self, job: CopyJob) -> str:
         """Why a job cannot be started, in one line; empty if it can."""

@@ -31,7 +31,7 @@ from tpu_offload.memory import SegmentLimit, pinned_zeros
 from tpu_offload.types import CopyJob, Direction, HostStore, JobKind, StepPlan
 from tpu_offload.worker.backlog import BackloggedLoad, LoadBacklog
 from tpu_offload.worker.forward_pass import ForwardPassCopies
-from tpu_offload.worker.group_copies import GroupCopies, WrapCopier
+from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, page_groups_of
 from tpu_offload.worker.host_memory import HostMemory
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.staging import StagingUsage
@@ -99,12 +99,9 @@ class TierCopies:
             self._make_group(config, group_id, layer_ids, spec, limit=limit, **pool)
             for (group_id, layer_ids), spec in zip(page_groups, specs, strict=True)
         ]
-        self._groups_of = [
-            [group for group in self._groups if group.group_id == group_id] for group_id in range(len(layout.groups))
-        ]
         self._staging = StagingUsage(
             staging_blocks,
-            flights=lambda: [[group.flights for group in groups] for groups in self._groups_of],
+            flights=lambda: ((group.group_id, group.flights) for group in self._groups),
             lockstep=self._lockstep,
         )
         self._stages = any(group.copiers[Direction.LOAD].stages for group in self._groups)
@@ -207,6 +204,11 @@ class TierCopies:
         """Blocks until the pool is allocated or its allocation has failed."""
         for group in self._groups:
             group.memory.arena.wait_until_allocated()
+
+    def stop_growing(self) -> None:
+        """Stops the allocation of the pool, without waiting for it."""
+        for group in self._groups:
+            group.memory.arena.stop_growing()
 
     def close(self) -> None:
         """Frees the pool. The caller has waited for the copies in flight."""
@@ -338,12 +340,13 @@ class TierCopies:
         if error:
             return error
         for part in job.parts:
-            if part.store is not HostStore.HOST_TIER or not 0 <= part.group_id < len(self._groups_of):
+            groups = page_groups_of(self._groups, part.group_id) if part.store is HostStore.HOST_TIER else []
+            if not groups:
                 return (
                     f"a {job.kind.value} of layer group {part.group_id} in {part.store.value}; this worker has "
-                    f"{len(self._groups_of)} in {HostStore.HOST_TIER.value}"
+                    f"{len({group.group_id for group in self._groups})} in {HostStore.HOST_TIER.value}"
                 )
-            for group in self._groups_of[part.group_id]:
+            for group in groups:
                 error = group.part_error(part, job.direction)
                 if error:
                     return error
@@ -412,7 +415,7 @@ class TierCopies:
             lost = (
                 group.memory.lost[places].any()
                 for group_id, places in load.places_left()
-                for group in self._groups_of[group_id]
+                for group in page_groups_of(self._groups, group_id)
             )
             if any(lost):
                 self._backlog.fail(load.job.job_id, "the host memory of its chunks was lost")

@@ -408,9 +408,8 @@ class OffloadWorker:
 
     def wait_until_allocated(self) -> None:
         """Blocks until all host memory is allocated or allocation has failed; for warm-up, benchmarks and tests."""
-        for copies in (self._tier, self._swap):
-            if copies is not None:
-                copies.wait_until_allocated()
+        for pool in self._pools():
+            pool.wait_until_allocated()
 
     @property
     def has_flights(self) -> bool:
@@ -439,6 +438,8 @@ class OffloadWorker:
             num_left = sum(not is_ready(array) for array in waiting_on)
             _logger.error("closing with %d copies still in flight after %g s", num_left, self._timeout_s)
         self._jobs.clear()
+        for pool in self._pools():  # all of them, before the first is waited for
+            pool.stop_growing()
         for copies in self._copies():
             copies.close()
 
@@ -461,6 +462,9 @@ class OffloadWorker:
 
     def _copies(self) -> list[StorageCopies | TierCopies | SwapCopies]:
         return [copies for copies in (self._storage, self._tier, self._swap) if copies is not None]
+
+    def _pools(self) -> list[TierCopies | SwapCopies]:
+        return [copies for copies in (self._tier, self._swap) if copies is not None]
 
     def _wait_for_one(self, until_s: float) -> bool:
         """Waits until `poll` can make progress; False if no copy lets it, or the time is up."""

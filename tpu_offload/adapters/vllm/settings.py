@@ -4,16 +4,16 @@ Whatever could fail silently is rejected at start, by both sides, with a message
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import is_full_attention_spec, iter_layer_specs
 
 from tpu_offload import ConfigError, CopyPath, OffloadConfig, SaveEvent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _logger = logging.getLogger(__name__)
 _GB = 2**30
@@ -89,13 +89,13 @@ def _problems_of_settings(vllm_config: "VllmConfig", config: OffloadConfig) -> I
 
 def _problems_of_caches(kv_cache_config: "KVCacheConfig", *, block_size: int) -> Iterator[str]:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    kinds = ", ".join(dict.fromkeys(type(layer).__name__ for spec in specs for layer in _layer_specs(spec)))
+    kinds = ", ".join(dict.fromkeys(type(layer).__name__ for spec in specs for layer in iter_layer_specs(spec)))
     if len(specs) != 1:
         yield (
             f"the model has {len(specs)} KV cache groups ({kinds}), expected one: hybrid models are not supported; "
             "for sliding windows remove --no-disable-hybrid-kv-cache-manager, which makes them one group"
         )
-    elif not all(isinstance(spec, FullAttentionSpec) for spec in _layer_specs(specs[0])):
+    elif not is_full_attention_spec(specs[0]):
         yield (
             f"the KV cache is {kinds}, expected full attention: blocks that leave a window or hold a state cannot be "
             "found again by their prefix; run this model without the connector"
@@ -105,11 +105,6 @@ def _problems_of_caches(kv_cache_config: "KVCacheConfig", *, block_size: int) ->
             f"the KV cache has blocks of {specs[0].block_size} tokens and the scheduler of {block_size}; set "
             f"--block-size to {specs[0].block_size}"
         )
-
-
-def _layer_specs(spec: "KVCacheSpec") -> Iterable["KVCacheSpec"]:
-    """The specs of a group's layers: they differ where heads have several sizes, as in Gemma-4."""
-    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def _problems_of_parallelism(vllm_config: "VllmConfig") -> Iterator[str]:
