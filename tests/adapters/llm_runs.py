@@ -67,11 +67,23 @@ _GEMMA3 = {
     "bos_token_id": 1, "eos_token_id": 2, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
     "tie_word_embeddings": True,
 }  # fmt: skip
+_QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 8, "layer_types": 2 * [*3 * ["linear_attention"], "full_attention"],
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+    "mamba_ssm_dtype": "float32", "attn_output_gate": True, "vocab_size": 1024, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 2048, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
     # Sliding windows and full attention: three KV cache groups of two layers each.
     "gemma3": _GEMMA3,
     "gemma3, half the window": _GEMMA3 | {"sliding_window": 32},
+    # Gated delta nets and full attention: three KV cache groups of states and one of blocks.
+    "qwen3.5": _QWEN3_5,
     # Two page shapes in one KV cache group.
     "gemma4": {
         "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4", "text_config": _GEMMA4_TEXT,
