@@ -1,9 +1,11 @@
 """These tests need vLLM, and are not collected without it; `scripts/test-vllm` runs them."""
 
+import json
 import os
 
 import pytest
 
+from tests.adapters.llm_client import Process
 from tests.conftest import HAS_VLLM
 from tests.kept_programs import KeptPrograms
 
@@ -43,6 +45,31 @@ class KeptVLLM:
         return programs, {"VLLM_XLA_CACHE_PATH": str(folder), "VLLM_CACHE_ROOT": str(self._cache.mkdir("vllm"))}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def kept_vllm(tmp_path_factory, pytestconfig):
     return KeptVLLM(tmp_path_factory, pytestconfig.cache)
+
+
+@pytest.fixture(scope="session")
+def process(tmp_path_factory, kept_vllm):
+    """The process of `llm_runs`. Its start takes longer than most runs, so the modules share it."""
+    child = Process(tmp_path_factory.mktemp("vllm-home"), kept_vllm.settings)
+    yield child
+    if not child.has_hung:
+        kept_vllm.publish()
+    child.close()
+
+
+@pytest.fixture(scope="session")
+def plain(process):
+    """Outcomes of an engine without a connector for the same steps; each is run once."""
+    known = {}
+
+    def get(steps, engine, model="qwen3"):
+        key = json.dumps([steps, engine, model])
+        if key not in known:
+            known[key] = process.run({"model": model, "engine": engine, "steps": steps})
+            assert known[key]["error"] is None
+        return known[key]
+
+    return get

@@ -149,14 +149,16 @@ def share_models() -> None:
     load, loaded = tpu_runner.get_model, {}
 
     def get_model(vllm_config: Any, rng: Any, mesh: Any, *args: Any, **kwargs: Any) -> Any:
-        config = vllm_config.model_config
+        config, layers = vllm_config.model_config, vllm_config.compilation_config.static_forward_context
         key = (
             config.model, str(config.dtype), str(vllm_config.cache_config.cache_dtype), mesh,
             str(vllm_config.speculative_config), args, str(kwargs),
         )  # fmt: skip
         if key not in loaded:
-            loaded[key] = load(vllm_config, rng, mesh, *args, **kwargs), vllm_config.quant_config
-        model, vllm_config.quant_config = loaded[key]
+            model = load(vllm_config, rng, mesh, *args, **kwargs)
+            loaded[key] = model, vllm_config.quant_config, dict(layers)
+        model, vllm_config.quant_config, known_layers = loaded[key]
+        layers.update(known_layers)  # attention layers of a PyTorch model, of which the KV cache is planned
         return model
 
     tpu_runner.get_model = get_model
@@ -170,23 +172,28 @@ def set_random_weights(runner: Any) -> None:
     """
     import jax
 
-    weights, tree = jax.tree_util.tree_flatten_with_path(runner.state)
-    leaves = [
-        jax.device_put(_weight(index, jax.tree_util.keystr(path), weight.shape, weight.dtype), weight.sharding)
-        for index, (path, weight) in enumerate(weights)
-    ]
-    runner.state = jax.tree_util.tree_unflatten(tree, leaves)
-    runner.state_leaves = tuple(leaves)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(runner.state)
+    is_torch = isinstance(runner.state, dict)
+    # A small residual, so that attention has an effect. Gemma multiplies embeddings by the root of their length, 16.
+    embedding = 0.5 / 16 if runner.model_config.hf_config.model_type.startswith("gemma") else 0.5
+    weights = []
+    for index, (path, leaf) in enumerate(leaves):
+        name, neutral = jax.tree_util.keystr(path), 1.0
+        if is_torch and leaf.ndim == 1:
+            neutral = float(leaf[0])  # 0 for a norm that adds 1
+        scale = embedding if "embed" in name else 1 / 16
+        is_buffer = is_torch and not name.endswith(".weight']")
+        weight = leaf if is_buffer else _weight(index, name, leaf.shape, leaf.dtype, scale, neutral)
+        weights.append(jax.device_put(weight, leaf.sharding))
+    runner.state = jax.tree_util.tree_unflatten(tree, weights)
+    runner.refresh_state_leaves()
 
 
 @functools.cache
-def _weight(index: int, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+def _weight(index: int, name: str, shape: tuple[int, ...], dtype: Any, scale: float, neutral: float) -> Any:
     import jax
     import numpy as np
 
     if len(shape) == 1:
-        return np.full(shape, 2.0 if "q_norm" in name or "k_norm" in name else 1.0, dtype)
-    scale = 0.5 if "embed" in name else 1 / 16  # a small residual, so that attention has an effect
-    if "embed" in name and "language_model" in name:
-        scale /= 16  # Gemma multiplies embeddings by the root of their length
+        return np.full(shape, neutral + ("q_norm" in name or "k_norm" in name), dtype)
     return np.asarray(scale * jax.random.normal(jax.random.key(index), shape, dtype))

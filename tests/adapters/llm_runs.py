@@ -58,8 +58,32 @@ _GEMMA4_TEXT = {
     "vocab_size_per_layer_input": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
 }  # fmt: skip
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 6, "layer_types": 2 * ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128,
+    "query_pre_attn_scalar": 128, "vocab_size": 1024, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
+    "rope_theta": 10000.0, "rope_local_base_freq": 10000.0, "torch_dtype": "bfloat16", "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 8, "layer_types": 2 * [*3 * ["linear_attention"], "full_attention"],
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+    "mamba_ssm_dtype": "float32", "attn_output_gate": True, "vocab_size": 1024, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 2048, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": QWEN3,
+    # Sliding windows and full attention: three KV cache groups of two layers each.
+    "gemma3": _GEMMA3,
+    "gemma3, half the window": _GEMMA3 | {"sliding_window": 32},
+    # Gated delta nets and full attention: three KV cache groups of states and one of blocks.
+    "qwen3.5": _QWEN3_5,
     # Two page shapes in one KV cache group.
     "gemma4": {
         "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4", "text_config": _GEMMA4_TEXT,
@@ -248,6 +272,44 @@ class EngineRun:
             "num_host_chunks": self.worker.num_host_chunks,
             "num_page_groups": len(tier_groups(self.worker)),
         }
+
+    def kv_layout(self) -> dict[str, Any]:
+        """KV cache groups as the scheduler has them, and the arrays of the worker."""
+        import jax
+
+        index = self.runner.layer_name_to_kvcache_index
+        return {
+            "num_blocks": self._scheduler.kv_cache_config.num_blocks,
+            "groups": [
+                {
+                    "spec": type(group.kv_cache_spec).__name__,
+                    "window": getattr(group.kv_cache_spec, "sliding_window", None),
+                    "block_size": group.kv_cache_spec.block_size,
+                    "layers": group.layer_names,
+                    "arrays": [index[name] for name in group.layer_names],
+                }
+                for group in self._scheduler.kv_cache_config.kv_cache_groups
+            ],
+            "arrays": [
+                [[str(array.dtype), *array.shape] for array in jax.tree.leaves(caches)]
+                for caches in self.runner.kv_caches
+            ],
+        }
+
+    def scramble_hbm(self, group: int) -> int:
+        """Exchanges the contents of the blocks that vLLM's prefix cache has of a KV cache group. Returns their number."""
+        import jax
+        import numpy as np
+        from vllm.v1.core.kv_cache_utils import get_group_id
+
+        pool = self._scheduler.kv_cache_manager.block_pool
+        known = [block for block in pool.blocks if block.block_hash and get_group_id(block.block_hash) == group]
+        rows = np.array([block.block_id for block in known], np.int32)
+        for i, array in enumerate(self.runner.kv_caches):
+            values = np.asarray(array).copy()
+            values[rows] = values[np.roll(rows, 1)]
+            self.runner.kv_caches[i] = jax.device_put(values, array.sharding)
+        return len(rows)
 
     def shuffle_host_memory(self) -> None:
         """Moves the contents of every block in the host pool to the next one."""

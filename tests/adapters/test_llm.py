@@ -1,39 +1,14 @@
 """The connector in a whole vLLM engine with a tiny model, which `llm_runs` runs in another process."""
 
-import json
 import re
 from typing import Any
 
 import pytest
 
-from tests.adapters.llm_client import Process, conversations, ours, tokens
+from tests.adapters.llm_client import conversations, ours, tokens
 from tpu_offload.metrics import METRICS, SWAP_FIELDS
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def process(tmp_path_factory, kept_vllm):
-    child = Process(tmp_path_factory.mktemp("vllm-home"), kept_vllm.settings)
-    yield child
-    if not child.has_hung:
-        kept_vllm.publish()
-    child.close()
-
-
-@pytest.fixture(scope="module")
-def plain(process):
-    """Outcomes of an engine without a connector for the same steps; each is run once."""
-    known = {}
-
-    def get(steps, engine):
-        key = json.dumps([steps, engine])
-        if key not in known:
-            known[key] = process.run({"engine": engine, "steps": steps})
-            assert known[key]["error"] is None
-        return known[key]
-
-    return get
 
 
 PROMPTS = [tokens("kind", 32) + tokens(f"prompt {i}", 50 + i) for i in range(6)]

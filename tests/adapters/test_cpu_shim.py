@@ -1,0 +1,119 @@
+"""The jnp stand-in for the kernel of gated delta nets, compared with a slow reference."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scripts.vllm_cpu.cpu_shim import fused_conv1d_gdn
+
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 8, 16, 4
+WIDTH = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+ROWS = 12  # of the state arrays
+SIZES = {"n_kq": KEY_HEADS, "n_v": VALUE_HEADS, "d_k": KEY_DIM, "d_v": VALUE_DIM, "kernel_size": TAPS}
+
+
+def _sequence(qkv, b, a, weights, state):
+    """The recurrence of the Gated Delta Networks paper in float64, as it is written: with matrices, head by head.
+
+    S_t = S_{t-1} (alpha_t (I - beta_t k_t k_t^T)) + beta_t v_t k_t^T, o_t = S_t q_t.
+
+    References:
+      Yang, Kautz, Hatamizadeh: Gated Delta Networks: Improving Mamba2 with Delta Rule, 2024, equation 10.
+    """
+    past, before = state
+    history, out = np.concatenate([past, qkv]), []
+    matrices = [before[head].T for head in range(VALUE_HEADS)]
+    for t in range(len(qkv)):
+        mixed = np.array([history[t : t + TAPS, c] @ weights["taps"][c] for c in range(WIDTH)]) + weights["bias"]
+        mixed = mixed / (1 + np.exp(-mixed))
+        queries, keys = mixed[: 2 * KEY_HEADS * KEY_DIM].reshape(2, KEY_HEADS, KEY_DIM)
+        values = mixed[2 * KEY_HEADS * KEY_DIM :].reshape(VALUE_HEADS, VALUE_DIM)
+        row = []
+        for head in range(VALUE_HEADS):
+            shared = head * KEY_HEADS // VALUE_HEADS
+            q, k = (x[shared] / np.sqrt(x[shared] @ x[shared] + 1e-6) for x in (queries, keys))
+            alpha = np.exp(-np.exp(weights["a_log"][head]) * np.log1p(np.exp(a[t, head] + weights["dt_bias"][head])))
+            beta = 1 / (1 + np.exp(-b[t, head]))
+            matrices[head] = matrices[head] @ (alpha * (np.eye(KEY_DIM) - beta * np.outer(k, k)))
+            matrices[head] = matrices[head] + beta * np.outer(values[head], k)
+            row.append(matrices[head] @ q / np.sqrt(KEY_DIM))
+        out.append(np.concatenate(row))
+    return np.array(out), (history[len(qkv) :], np.stack([m.T for m in matrices]))
+
+
+class Batch:
+    """Sequences of these (computed tokens, new tokens), with padding behind them, and state arrays full of NaN."""
+
+    def __init__(self, lengths, seed=0, num_requests=6, num_tokens=40):
+        random = np.random.default_rng(seed)
+        self.lengths, self.weights = lengths, {
+            "taps": random.normal(size=(WIDTH, TAPS)), "bias": random.normal(size=WIDTH),
+            "a_log": random.normal(size=VALUE_HEADS), "dt_bias": random.normal(size=VALUE_HEADS),
+        }  # fmt: skip
+        self.qkv = random.normal(size=(num_tokens, WIDTH))
+        self.b, self.a = random.normal(size=(2, num_tokens, VALUE_HEADS))
+        rows = random.permutation(np.arange(1, ROWS))
+        self.reads, self.writes = rows[: len(lengths)], rows[-len(lengths) :]
+        self.writes[0] = self.reads[0]  # as between two boundaries of blocks
+        self.conv = np.full((ROWS, TAPS - 1, WIDTH), np.nan)
+        self.states = np.full((ROWS, VALUE_HEADS, KEY_DIM, VALUE_DIM), np.nan)
+        for (computed, _), row in zip(lengths, self.reads, strict=True):
+            if computed:
+                self.conv[row] = random.normal(size=self.conv[row].shape)
+                self.states[row] = random.normal(size=self.states[row].shape)
+        self._num_requests = num_requests
+
+    def run(self, dtype=jnp.float32):
+        def padded(values, fill=0):
+            return jnp.array([*values, *[fill] * (self._num_requests - len(self.lengths))], jnp.int32)
+
+        new = [count for _, count in self.lengths]
+        starts = jnp.array(np.cumsum([0, *new, *[0] * (self._num_requests - len(new))]), jnp.int32)
+        num_decodes = sum(1 for computed, count in self.lengths if computed and count == 1)
+        weights: dict[str, Any] = {name: jnp.array(x, jnp.float32) for name, x in self.weights.items()}
+        (conv, states), out = jax.jit(fused_conv1d_gdn, static_argnames=tuple(SIZES))(
+            jnp.array(self.qkv, dtype), jnp.array(self.b, dtype), jnp.array(self.a, dtype), jnp.array(self.conv, dtype),
+            jnp.array(self.states, jnp.float32), weights["taps"][:, None], weights["bias"], weights["a_log"],
+            weights["dt_bias"], starts, padded(self.writes),
+            jnp.array([num_decodes, num_decodes, len(self.lengths)], jnp.int32),
+            padded([computed + count for computed, count in self.lengths]), padded(self.reads), **SIZES,
+        )  # fmt: skip
+        assert (out.dtype, conv.dtype, states.dtype) == (dtype, dtype, jnp.float32)
+        return np.asarray(out, np.float64), np.asarray(conv, np.float64), np.asarray(states)
+
+    def expected(self):
+        out, conv, states, start = np.zeros((len(self.qkv), VALUE_HEADS * VALUE_DIM)), self.conv, self.states, 0
+        conv, states = conv.copy(), states.copy()
+        for (computed, count), read, write in zip(self.lengths, self.reads, self.writes, strict=True):
+            state = (self.conv[read], self.states[read])
+            if not computed:
+                state = (np.zeros_like(state[0]), np.zeros_like(state[1]))
+            at = slice(start, start + count)
+            out[at], (conv[write], states[write]) = _sequence(self.qkv[at], self.b[at], self.a[at], self.weights, state)
+            start += count
+        return out, conv, states
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[(0, 7)], [(9, 1)], [(0, 1), (0, 2)], [(5, 1), (3, 1), (16, 9), (0, 20)], [(1, 1), (0, 30), (32, 2)]],
+    ids=["prompt", "decode", "short prompts", "all kinds", "more"],
+)
+def test_equal_to_the_reference(lengths):
+    batch = Batch(lengths)
+    for got, expected in zip(batch.run(), batch.expected(), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)  # NaN only in the same places
+
+
+def test_a_result_does_not_depend_on_the_rest_of_the_batch():
+    """Nor on how many steps a prompt takes: bit for bit, with inputs in bfloat16, as the engine has them."""
+    whole, parts = Batch([(0, 24)]), Batch([(0, 9), (9, 15)])
+    parts.reads = np.array([parts.reads[0], parts.writes[0]])  # the second goes on where the first ended
+    out, conv, states = whole.run(jnp.bfloat16)
+    got = parts.run(jnp.bfloat16)
+    np.testing.assert_array_equal(got[0], out)
+    np.testing.assert_array_equal(got[1][parts.writes[1]], conv[whole.writes[0]])
+    np.testing.assert_array_equal(got[2][parts.writes[1]], states[whole.writes[0]])
