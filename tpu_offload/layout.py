@@ -219,6 +219,12 @@ class KVLayout:
         return dataclasses.replace(self, groups=(*self.groups, *groups), null_block=null_block)
 
     @property
+    def first_with_arrays(self) -> tuple[int, ...]:
+        """Per layer group, the first group with the same arrays: itself unless groups share them."""
+        arrays = [group.layer_ids for group in self.groups]
+        return tuple(map(arrays.index, arrays))
+
+    @property
     def window_groups(self) -> tuple[LayerGroup, ...]:
         """The layer groups with a sliding window, in their order."""
         return tuple(group for group in self.groups if group.kind is LayerGroupKind.SLIDING_WINDOW)

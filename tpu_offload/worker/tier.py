@@ -4,6 +4,7 @@ This module decides which blocks are copied in which step, within the staging bu
 copies of each page group are in `worker.group_copies`.
 """
 
+import dataclasses
 import logging
 from collections.abc import Collection, Sequence
 from typing import Any, final
@@ -81,7 +82,14 @@ class TierCopies:
         self._step_id = -1  # rises with every `begin` and `resume`
         # Hosts that share one model must dispatch in the same order, although readiness differs between them.
         self._lockstep = not kv_caches[0].sharding.is_fully_addressable
-        page_groups = [(i, pages.layer_ids) for i, group in enumerate(layout.groups) for pages in group.page_groups]
+        # Layer groups that share arrays share the pool: to a copy, a block is a row of these arrays, whosever it is.
+        self._pool_of = layout.first_with_arrays
+        page_groups = [
+            (i, pages.layer_ids)
+            for i, group in enumerate(layout.groups)
+            if self._pool_of[i] == i
+            for pages in group.page_groups
+        ]
         specs = [
             TransferSpec.from_caches(
                 caches,
@@ -91,7 +99,7 @@ class TierCopies:
             )
             for caches in ([kv_caches[i] for i in layer_ids] for _, layer_ids in page_groups)
         ]
-        self.paths = _choose_paths(config, specs, fused=fused)  # before memory is allocated: it may raise
+        self.paths = _choose_paths(config, specs, num_groups=len(layout.groups), fused=fused)  # before memory is allocated: it may raise
         # One for each page group; those of a layer group copy the same blocks to the same places.
         limit = SegmentLimit()
         pool = {"num_segments": num_segments, "num_chunks": num_chunks}
@@ -326,6 +334,9 @@ class TierCopies:
                 _logger.warning("job %d is in flight already; the duplicate is ignored", job.job_id)
                 continue
             error = self._job_error(job)
+            if not error:
+                job = self._in_pools(job)
+                error = job_error(job)  # a block of two groups
             parts = () if error else job.parts
             self._jobs.start(job.job_id, parts, writes_caches=job.direction is Direction.LOAD)
             if error:
@@ -334,17 +345,26 @@ class TierCopies:
                 accepted.append(job)
         return accepted
 
+    def _in_pools(self, job: CopyJob) -> CopyJob:
+        """A valid job with the parts of all layer groups that share a pool under the first of these."""
+        pool_of = self._pool_of
+        if all(pool_of[part.group_id] == part.group_id for part in job.parts):
+            return job
+        parts = tuple(dataclasses.replace(part, group_id=pool_of[part.group_id]) for part in job.parts)
+        return dataclasses.replace(job, parts=parts)
+
     def _job_error(self, job: CopyJob) -> str:
         """Why a job cannot be started, in one line; empty if it can."""
         error = job_error(job)
         if error:
             return error
         for part in job.parts:
-            groups = page_groups_of(self._groups, part.group_id) if part.store is HostStore.HOST_TIER else []
+            is_known = part.store is HostStore.HOST_TIER and 0 <= part.group_id < len(self._pool_of)
+            groups = page_groups_of(self._groups, self._pool_of[part.group_id]) if is_known else []
             if not groups:
                 return (
                     f"a {job.kind.value} of layer group {part.group_id} in {part.store.value}; this worker has "
-                    f"{len({group.group_id for group in self._groups})} in {HostStore.HOST_TIER.value}"
+                    f"{len(self._pool_of)} in {HostStore.HOST_TIER.value}"
                 )
             for group in groups:
                 error = group.part_error(part, job.direction)
@@ -439,12 +459,15 @@ class TierCopies:
             self._jobs.drop_ref([job_id])
 
 
-def _choose_paths(config: OffloadConfig, specs: Sequence[TransferSpec], *, fused: bool) -> dict[Direction, CopyPath]:
+def _choose_paths(
+    config: OffloadConfig, specs: Sequence[TransferSpec], *, num_groups: int, fused: bool
+) -> dict[Direction, CopyPath]:
     """The path of each direction, for all page groups; `auto` is decided by the one with the largest blocks."""
-    if len(specs) > 1 and CopyPath.FUSED in (config.save_path, config.load_path):
+    if (len(specs) > 1 or num_groups > 1) and CopyPath.FUSED in (config.save_path, config.load_path):
+        what = f"pages of {len(specs)} shapes or dtypes" if len(specs) > 1 else f"{num_groups} layer groups"
         raise ConfigError(
-            f"{ENV_PREFIX}SAVE_PATH={config.save_path.value}, {ENV_PREFIX}LOAD_PATH={config.load_path.value} for pages "
-            f"of {len(specs)} shapes or dtypes; fused copies support one: set direct or staged"
+            f"{ENV_PREFIX}SAVE_PATH={config.save_path.value}, {ENV_PREFIX}LOAD_PATH={config.load_path.value} for "
+            f"{what}; fused copies support one: set direct or staged"
         )
     largest = max(specs, key=lambda spec: spec.block_nbytes_per_device)
-    return choose_paths(config, largest, fused=fused and len(specs) == 1)
+    return choose_paths(config, largest, fused=fused and len(specs) == num_groups == 1)
