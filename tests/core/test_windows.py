@@ -1,13 +1,14 @@
 """Sliding-window groups in the host tier: which checkpoints are saved, found, shared, evicted and lost."""
 
+import dataclasses
 import random
 from typing import Any
 
 import pytest
 
 from tests.core.fakes import BLOCK_SIZE, FakeWorker, tokens
-from tests.core.window_engine import WindowEngine
-from tpu_offload import ConfigError, LayoutError, RequestError, RequestLimits
+from tests.core.window_engine import WindowEngine, window_layout
+from tpu_offload import ConfigError, LayerGroup, LayerGroupKind, LayoutError, RequestError, RequestLimits
 from tpu_offload.types import Direction, JobKind
 
 
@@ -215,7 +216,7 @@ def test_windows_take_the_share_of_the_tier_that_requests_use() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("settings", "message"),
     [
         (
             {"save_on": "eviction"},
@@ -229,12 +230,16 @@ def test_settings_without_window_groups_are_refused(settings, message) -> None:
         WindowEngine(**settings)
 
 
-def test_windows_are_described_from_one_group() -> None:
-    layout = WindowEngine().layout
-    with pytest.raises(LayoutError, match="has 3 layer groups; expected one"):
-        layout.with_windows((8,))
+def test_groups_that_share_arrays_take_the_memory_of_one() -> None:
+    layout = window_layout((9, 5))
+    layout.check_tier()
     assert layout.block_nbytes == layout.groups[0].block_nbytes, "the groups share their arrays"
     assert [layout.window_blocks(group) for group in layout.window_groups] == [2, 1]
+    own = LayerGroup.uniform(LayerGroupKind.SLIDING_WINDOW, (2, 3), (4, 2, 2, 8), "bfloat16", window=9)
+    apart = dataclasses.replace(layout, groups=(layout.groups[0], own))
+    assert apart.block_nbytes == 2 * layout.block_nbytes
+    with pytest.raises(LayoutError, match="groups with sliding windows that share its arrays"):
+        apart.check_tier()
 
 
 class RandomLife:
@@ -296,7 +301,8 @@ class RandomLife:
         for i, worker in enumerate(engine.workers):
             if rng.random() < self.loss_rate:
                 first = rng.randrange(worker.num_host_chunks)
-                worker.lose(first, rng.randint(first + 1, worker.num_host_chunks), blocks_per_chunk=self.blocks_per_chunk)
+                end = rng.randint(first + 1, worker.num_host_chunks)
+                worker.lose(first, end, blocks_per_chunk=self.blocks_per_chunk)
             self.undelivered[i] += results[i]
             if rng.random() < 0.6:
                 fail = rng.random() < self.fault_rate

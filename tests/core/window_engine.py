@@ -8,6 +8,9 @@ from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, Clock, FakeWorker
 from tpu_offload import (
     BlockHasher,
     JobResult,
+    KVLayout,
+    LayerGroup,
+    LayerGroupKind,
     OffloadConfig,
     OffloadScheduler,
     RequestLimits,
@@ -33,6 +36,13 @@ class WindowRequest:
     loading: bool = False
 
 
+def window_layout(windows: tuple[int, ...], layout: KVLayout = LAYOUT) -> KVLayout:
+    """A layout of one group with groups of sliding windows that share its arrays."""
+    pages = layout.groups[0].page_groups
+    groups = [LayerGroup(LayerGroupKind.SLIDING_WINDOW, pages, window) for window in windows]
+    return dataclasses.replace(layout, groups=(*layout.groups, *groups), null_block=NULL)
+
+
 class WindowEngine:
     """Computes prompts in steps of any size. Frees window blocks before a step, as vLLM does.
 
@@ -48,9 +58,10 @@ class WindowEngine:
         num_blocks: int = 200,
         workers: list[FakeWorker] | None = None,
         seed: int = 0,
+        layout: KVLayout | None = None,
         **settings: Any,
     ) -> None:
-        self.layout = LAYOUT.with_windows(windows, null_block=NULL)
+        self.layout = layout or window_layout(windows)
         self.windows = (0, *windows)
         self.clock = Clock()
         self.workers = workers or [FakeWorker()]
@@ -124,8 +135,8 @@ class WindowEngine:
             table = [NULL if i < first else self.grant() for i in range(num_blocks)]
             request.tables.append(table)
             for worker in self.workers:  # what a prefix cache in HBM has
-                for i in range(first, num_in_hbm // BLOCK_SIZE):
-                    worker.hbm[table[i]] = self.name(hashes[i], group)
+                cached = range(first, num_in_hbm // BLOCK_SIZE)
+                worker.hbm.update([(table[i], self.name(hashes[i], group)) for i in cached])
         self.scheduler.admit(request_id, request.tables, num_loaded_tokens=found)
         self.requests[request_id] = request
         return request

@@ -171,8 +171,8 @@ class LoadPlanner:
     ) -> tuple[int, int]:
         """How many blocks a load may have, and the staging blocks reserved for it; 0 blocks if it may not be planned.
 
-        With `can_wait`, a load without free staging blocks is granted all the same, and waits for them. A load that ends
-        at a checkpoint is granted whole.
+        With `can_wait`, a load without free staging blocks is granted all the same, and waits for them. A load that
+        ends at a checkpoint is granted whole.
         """
         if not self._breaker.admits(request.account):
             return 0, 0

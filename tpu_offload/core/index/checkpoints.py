@@ -272,12 +272,12 @@ class CheckpointTable:
         refs = dict.fromkeys(self._pending, 1)
         alive = {*self._table.values(), *self._held}
         for checkpoint in alive:
-            assert checkpoint.num_chunks and sum(checkpoint.num_chunks) == len(checkpoint.slots)
+            assert sum(checkpoint.num_chunks) == len(checkpoint.slots)
             for slot in checkpoint.slots:
                 refs[slot] = refs.get(slot, 0) + 1
         assert {slot: num for slot, num in enumerate(self._num_refs) if num} == refs, "a slot is counted wrongly"
         assert self._key_of.keys() == refs.keys()
-        assert all(self._key_of[self._slot_of[ChunkKey(name)]] == name for name in self._slot_of)
+        assert all(self._key_of[self._slot_of[name]] == WindowKey(name) for name in self._slot_of)
         assert all(key == checkpoint.key for key, checkpoint in self._table.items())
         pending: dict[Checkpoint, int] = {}
         for checkpoints in self._pending.values():

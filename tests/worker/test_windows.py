@@ -1,0 +1,183 @@
+"""Sliding-window groups from the scheduler to the bytes: a real worker copies blocks of groups that share arrays."""
+
+import hashlib
+import random
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.caches import random_caches
+from tests.core.fakes import POISON, tokens
+from tests.core.test_windows import RandomLife
+from tests.core.window_engine import WindowEngine, window_layout
+from tpu_offload import (
+    ConfigError,
+    CopyJob,
+    CopyPart,
+    JobKind,
+    JobResult,
+    JobState,
+    KVLayout,
+    OffloadConfig,
+    OffloadWorker,
+    StepPlan,
+    StepReport,
+)
+from tpu_offload.kernels import reference
+
+PAGE_SHAPE = (4, 4, 2, 4)
+NUM_LAYERS = 2
+
+
+@jax.jit
+def write_blocks(caches, pages, block_ids):
+    return [cache.at[block_ids].set(page) for cache, page in zip(caches, pages, strict=True)]
+
+
+class NamedBlocks:
+    """Blocks on a device as if they held names: each name stands for random pages of its own."""
+
+    def __init__(self, caches: list[jax.Array]) -> None:
+        self.caches = caches
+        self.names: dict[bytes, bytes] = {}  # by the digest of the pages
+
+    def pages(self, name: bytes) -> np.ndarray[Any, Any]:
+        rng = np.random.default_rng(list(hashlib.blake2b(name, digest_size=8).digest()))
+        pages = rng.standard_normal((NUM_LAYERS, *PAGE_SHAPE)).astype(self.caches[0].dtype)
+        self.names[self.digest(pages)] = name
+        return pages
+
+    @staticmethod
+    def digest(pages: np.ndarray[Any, Any]) -> bytes:
+        return hashlib.blake2b(pages.tobytes(), digest_size=8).digest()
+
+    def __getitem__(self, block_id: int) -> bytes:
+        pages = np.stack([reference.as_bytes(cache)[block_id] for cache in self.caches])
+        return self.names.get(self.digest(pages), POISON)
+
+    def update(self, writes: list[tuple[int, bytes]]) -> None:
+        last = dict(writes)
+        if not last:
+            return
+        size = 1 << (len(last) - 1).bit_length()  # few shapes to compile
+        ids = (list(last) * size)[:size]
+        pages = np.stack([self.pages(last[block_id]) for block_id in ids], axis=1)
+        self.caches[:] = write_blocks(self.caches, list(pages), np.array(ids))
+
+
+class RealWorker:
+    """An `OffloadWorker` with the calls of `FakeWorker`."""
+
+    worker_id = 0
+
+    def __init__(self, layout: KVLayout, caches: list[jax.Array], **settings: Any) -> None:
+        self.blocks = NamedBlocks(caches)
+        config = OffloadConfig.create(**({"skip_jax_precompile": True} | settings))
+        self.worker = OffloadWorker(config, layout, caches, available=2**30)
+        self.worker.wait_until_allocated()
+
+    @property
+    def hbm(self) -> Any:
+        return self.blocks
+
+    @hbm.setter
+    def hbm(self, blocks: Any) -> None:
+        """The engine begins with blocks that hold nothing, as these do."""
+
+    @property
+    def in_flight(self) -> list[str]:
+        return ["copies"] if self.worker.has_flights else []
+
+    def begin_step(self, plan: StepPlan) -> list[JobResult]:
+        self.blocks.caches[:] = self.worker.begin_step(plan, list(self.blocks.caches))
+        return []
+
+    def end_step(self, plan: StepPlan) -> None:
+        self.worker.end_step(plan, list(self.blocks.caches))
+
+    def finish(self, num_jobs: int | None = None, *, fail: bool = False) -> list[JobResult]:
+        return []
+
+    def report(self, results: list[JobResult] | None = None) -> StepReport:
+        return self.worker.poll(wait=True)
+
+
+def real_engine(path: str, windows: tuple[int, ...] = (9, 5), **settings: Any) -> WindowEngine:
+    caches = random_caches(
+        np.random.default_rng(1), num_blocks=80, num_layers=NUM_LAYERS, page_shape=PAGE_SHAPE, dtype="float32"
+    )
+    staging = {"num_staging_blocks": 32, "num_cpu_chunks": 40, "host_segment_gb": 1e-5}
+    settings = {"save_path": path, "load_path": path} | staging | settings
+    layout = window_layout(windows, KVLayout.from_caches(caches, block_size=4))
+    worker: Any = RealWorker(layout, caches, **settings)
+    return WindowEngine(windows, num_blocks=80, workers=[worker], layout=layout, **settings)
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_groups_that_share_arrays_are_saved_and_loaded(path) -> None:
+    engine = real_engine(path)
+    assert engine.serve("a", tokens(42)) == 0
+    assert engine.serve("b", tokens(42)) == 40
+    assert engine.serve("c", tokens(42), num_in_hbm=36) == 4
+    stats = engine.scheduler.stats()
+    assert (stats.num_resident_chunks, stats.num_window_chunks, stats.num_failed_jobs) == (10, 3, 0)
+
+
+class RealLife(RandomLife):
+    """The random lives of the scheduler's tests, with a real worker that neither fails nor is late."""
+
+    def __init__(self, seed: int, path: str) -> None:
+        self.rng = rng = random.Random(seed)
+        self.blocks_per_chunk = rng.choice([1, 1, 2])
+        self.engine = real_engine(
+            path,
+            rng.choice([(9,), (9, 5), (12, 3)]),
+            num_cpu_chunks=rng.choice([10, 24]),
+            blocks_per_chunk=self.blocks_per_chunk,
+            num_staging_blocks=rng.randint(8, 30),
+            decode_save=rng.random() < 0.5,
+            save_on="compute,preemption",
+        )
+        self.undelivered = [[]]
+        self.fault_rate = self.loss_rate = 0.0
+        self.num_requests = self.num_loaded = self.num_checked = 0
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_run(seed, path) -> None:
+    life = RealLife(seed, path)
+    life.run(60)
+    assert life.num_checked > 100
+    assert life.engine.scheduler.stats().num_failed_jobs == 0
+
+
+def test_the_random_runs_do_load() -> None:
+    lives = [RealLife(seed, "direct") for seed in range(3)]
+    for life in lives:
+        life.run(60)
+    assert sum(life.num_loaded for life in lives) > 50
+
+
+def test_a_block_of_two_groups_is_refused() -> None:
+    engine = real_engine("direct")
+    parts = (
+        CopyPart(group_id=0, block_ids=(3, 4), host_block_ids=(0, 1)),
+        CopyPart(group_id=2, block_ids=(4,), host_block_ids=(2,)),
+    )
+    worker: Any = engine.workers[0]
+    worker.begin_step(StepPlan(step_id=10**6, jobs=(CopyJob(job_id=99, kind=JobKind.LOAD, parts=parts),)))
+    (result,) = worker.report().results
+    assert result.state is JobState.FAILED
+    assert "writes one place twice" in result.error or "never written" in result.error
+    other = CopyPart(group_id=3, block_ids=(4,), host_block_ids=(2,))
+    worker.begin_step(StepPlan(step_id=10**6 + 1, jobs=(CopyJob(job_id=100, kind=JobKind.LOAD, parts=(other,)),)))
+    (result,) = worker.report().results
+    assert "layer group 3 in host_tier; this worker has 3" in result.error
+
+
+def test_fused_copies_are_refused() -> None:
+    with pytest.raises(ConfigError, match="for 3 layer groups; fused copies support one: set direct or staged"):
+        real_engine("fused")
