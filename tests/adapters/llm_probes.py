@@ -149,9 +149,10 @@ def share_models() -> None:
     load, loaded = tpu_runner.get_model, {}
 
     def get_model(vllm_config: Any, rng: Any, mesh: Any, *args: Any, **kwargs: Any) -> Any:
-        config, layers = vllm_config.model_config, vllm_config.compilation_config.static_forward_context
+        config, cache = vllm_config.model_config, vllm_config.cache_config
+        layers = vllm_config.compilation_config.static_forward_context
         key = (
-            config.model, str(config.dtype), str(vllm_config.cache_config.cache_dtype), mesh,
+            config.model, str(config.dtype), str(cache.cache_dtype), cache.mamba_cache_mode, cache.block_size, mesh,
             str(vllm_config.speculative_config), args, str(kwargs),
         )  # fmt: skip
         if key not in loaded:
@@ -181,9 +182,9 @@ def set_random_weights(runner: Any) -> None:
         name, neutral = jax.tree_util.keystr(path), 1.0
         if is_torch and leaf.ndim == 1:
             neutral = float(leaf[0])  # 0 for a norm that adds 1
-        scale = embedding if "embed" in name else 1 / 16
-        is_buffer = is_torch and not name.endswith(".weight']")
-        weight = leaf if is_buffer else _weight(index, name, leaf.shape, leaf.dtype, scale, neutral)
+        scale = embedding if "embed" in name else 0.5 if "conv1d" in name else 1 / 16
+        is_weight = not is_torch or name.endswith((".weight']", ".A_log']"))
+        weight = _weight(index, name, leaf.shape, leaf.dtype, scale, neutral) if is_weight else leaf
         weights.append(jax.device_put(weight, leaf.sharding))
     runner.state = jax.tree_util.tree_unflatten(tree, weights)
     runner.refresh_state_leaves()
@@ -194,6 +195,8 @@ def _weight(index: int, name: str, shape: tuple[int, ...], dtype: Any, scale: fl
     import jax
     import numpy as np
 
+    if name.endswith(".A_log']"):
+        return np.full(shape, -4.0, dtype)  # a state that lasts for tens of tokens
     if len(shape) == 1:
         return np.full(shape, neutral + ("q_norm" in name or "k_norm" in name), dtype)
     return np.asarray(scale * jax.random.normal(jax.random.key(index), shape, dtype))

@@ -297,18 +297,26 @@ class EngineRun:
         }
 
     def scramble_hbm(self, group: int) -> int:
-        """Exchanges the contents of the blocks that vLLM's prefix cache has of a KV cache group. Returns their number."""
+        """Exchanges what the layers of a KV cache group have in the blocks of vLLM's prefix cache. Returns their number."""
         import jax
         import numpy as np
         from vllm.v1.core.kv_cache_utils import get_group_id
+        from vllm.v1.kv_cache_interface import MambaSpec
 
-        pool = self._scheduler.kv_cache_manager.block_pool
-        known = [block for block in pool.blocks if block.block_hash and get_group_id(block.block_hash) == group]
+        spec, pool = self._scheduler.kv_cache_config.kv_cache_groups[group], self._scheduler.kv_cache_manager.block_pool
+        if isinstance(spec.kv_cache_spec, MambaSpec):  # all groups of states have the blocks of the first
+            known = [block for block in pool.mamba_pool.blocks if block.block_hash]
+        else:
+            known = [block for block in pool.blocks if block.block_hash and get_group_id(block.block_hash) == group]
         rows = np.array([block.block_id for block in known], np.int32)
-        for i, array in enumerate(self.runner.kv_caches):
+
+        def scrambled(array: Any) -> Any:
             values = np.asarray(array).copy()
             values[rows] = values[np.roll(rows, 1)]
-            self.runner.kv_caches[i] = jax.device_put(values, array.sharding)
+            return jax.device_put(values, array.sharding)
+
+        for i in {self.runner.layer_name_to_kvcache_index[name] for name in spec.layer_names}:
+            self.runner.kv_caches[i] = jax.tree.map(scrambled, self.runner.kv_caches[i])
         return len(rows)
 
     def shuffle_host_memory(self) -> None:
@@ -434,6 +442,8 @@ def _one_line(error: BaseException) -> str:
 
 def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
     """One run from start to end."""
+    import jax
+
     gc.collect()
     with (
         environment_of(spec.get("env", {})),
@@ -452,7 +462,7 @@ def run(spec: dict[str, Any], model: str) -> dict[str, Any]:
             getattr(engine_run, step["do"])(**{k: v for k, v in step.items() if k != "do"}) for step in spec["steps"]
         ]
         outcome["end"] = engine_run.drain()
-        left = [weakref.ref(engine_run.runner), weakref.ref(engine_run.runner.kv_caches[0])]
+        left = [weakref.ref(engine_run.runner), weakref.ref(jax.tree.leaves(engine_run.runner.kv_caches)[0])]
         if engine_run.connector is not None:
             left.append(weakref.ref(tier_groups(engine_run.worker)[0].memory.arena))
         del engine_run, llm

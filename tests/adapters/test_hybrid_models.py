@@ -6,18 +6,22 @@ from tests.adapters.llm_client import conversations, tokens
 
 pytestmark = pytest.mark.vllm
 
-WINDOW = 64  # of the model "gemma3", in tokens
 BLOCK = 16
+WINDOW = 64  # of the model "gemma3", in tokens
+GROUPS = {"gemma3": 3, "qwen3.5": 4}
 MANY_BLOCKS = {"num_gpu_blocks_override": 400}
-FEW_BLOCKS = {"num_gpu_blocks_override": 36}  # 34 are the least for one request of 256 tokens, and the null block
+# With windows vLLM wants 34 blocks for one request of 256 tokens, without them 17.
+FEW_BLOCKS = {"gemma3": {"num_gpu_blocks_override": 36}, "qwen3.5": {"num_gpu_blocks_override": 20}}
 NO_PREFIX_CACHE = {"enable_prefix_caching": False}
 CHUNKED = {"max_num_batched_tokens": 32}
 ASYNC = {"async_scheduling": True}
 
 CONVERSATIONS = conversations(max_tokens=12)
-DOCUMENT = tokens("document", 160)  # 10 blocks, of which a window spans 5
+DOCUMENT = tokens("document", 160)
 PROMPTS = [DOCUMENT + tokens(f"question {i}", 20 + i) for i in range(4)]
 ONE_BY_ONE = [{"do": "generate", "prompts": [prompt]} for prompt in PROMPTS]
+
+models = pytest.mark.parametrize("model", GROUPS)
 
 
 def answers(outcome):
@@ -28,35 +32,63 @@ def num_cached(outcome):
     return [sum(step["cached"]) for step in outcome["steps"] if isinstance(step, dict) and "cached" in step]
 
 
-def test_groups_and_arrays(process):
-    outcome = process.run({"model": "gemma3", "engine": MANY_BLOCKS, "steps": [{"do": "kv_layout"}]})
+def layout_of(process, model):
+    """Groups as (kind, window, block size), their arrays, the first layer of each, and the arrays as (dtype, *shape)."""
+    outcome = process.run({"model": model, "engine": MANY_BLOCKS, "steps": [{"do": "kv_layout"}]})
     assert outcome["error"] is None
     (layout,) = outcome["steps"]
-    groups = [(group["spec"], group["window"], group["block_size"]) for group in layout["groups"]]
-    window = ("SlidingWindowSpec", WINDOW, BLOCK)
-    assert groups == [window, window, ("FullAttentionSpec", None, BLOCK)]
-    # Layer j of every group is in array j: a block id names the same rows whatever the group.
-    assert [group["arrays"] for group in layout["groups"]] == 3 * [[0, 1]]
-    layers = [name.split(".")[2] for group in layout["groups"] for name in group["layers"]]
-    assert layers == ["0", "3", "1", "4", "2", "5"]
-    assert layout["arrays"] == 2 * [[["bfloat16", layout["num_blocks"], BLOCK, 2, 2, 128]]]
     assert layout["num_blocks"] == 400
+    groups = layout["groups"]
+    layers = [[int(name.split(".")[2]) for name in group["layers"]] for group in groups]
+    kinds = [(group["spec"], group["window"], group["block_size"]) for group in groups]
+    return kinds, layers, [group["arrays"] for group in groups], layout["arrays"]
 
 
-def test_prefix_caching_does_not_change_answers(plain):
+def test_groups_of_windows_share_arrays_with_full_attention(process):
+    kinds, layers, indices, arrays = layout_of(process, "gemma3")
+    window = ("SlidingWindowSpec", WINDOW, BLOCK)
+    assert kinds == [window, window, ("FullAttentionSpec", None, BLOCK)]
+    assert layers == [[0, 3], [1, 4], [2, 5]]
+    # Layer j of every group is in array j: a block id names the same rows whatever the group.
+    assert indices == 3 * [[0, 1]]
+    assert arrays == 2 * [[["bfloat16", 400, BLOCK, 2, 2, 128]]]
+
+
+def test_groups_of_states_have_arrays_of_their_own(process):
+    kinds, layers, indices, arrays = layout_of(process, "qwen3.5")
+    assert kinds == [*3 * [("MambaSpec", None, BLOCK)], ("FullAttentionSpec", None, BLOCK)]
+    assert layers == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert indices == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    num_states = 65  # two prompts of 256 tokens at every boundary
+    state = [["bfloat16", num_states, 3, 256], ["float32", num_states, 4, 32, 32]]
+    assert arrays == 6 * [state] + 2 * [[["bfloat16", 400, BLOCK, 2, 2, 128]]]
+
+
+@models
+def test_prefix_caching_does_not_change_answers(plain, model):
     for steps in (ONE_BY_ONE, CONVERSATIONS):
-        cached, computed = (plain(steps, MANY_BLOCKS | more, "gemma3") for more in ({}, NO_PREFIX_CACHE))
+        cached, computed = (plain(steps, MANY_BLOCKS | more, model) for more in ({}, NO_PREFIX_CACHE))
         assert answers(cached) == answers(computed)
         assert sum(num_cached(cached)) > 0 == sum(num_cached(computed))
-    # vLLM keeps windows only where a prompt ends, or where a second one was seen to branch off.
-    assert num_cached(plain(ONE_BY_ONE, MANY_BLOCKS, "gemma3")) == [0, 0, len(DOCUMENT), len(DOCUMENT)]
+    # vLLM keeps windows and states only where a prompt ends, or where a second one was seen to branch off.
+    assert num_cached(plain(ONE_BY_ONE, MANY_BLOCKS, model)) == [0, 0, len(DOCUMENT), len(DOCUMENT)]
 
 
-@pytest.mark.parametrize("engine", [CHUNKED, {}, ASYNC], ids=["chunked prefill", "preemption", "async scheduling"])
-def test_scheduling_does_not_change_answers(plain, engine):
-    expected = plain(CONVERSATIONS, MANY_BLOCKS | NO_PREFIX_CACHE, "gemma3")
-    outcome = plain(CONVERSATIONS, FEW_BLOCKS | engine, "gemma3")
+@models
+@pytest.mark.parametrize("more", [{}, CHUNKED], ids=["preemption", "preemption and chunked prefill"])
+def test_preemption_does_not_change_answers(plain, model, more):
+    expected = plain(CONVERSATIONS, MANY_BLOCKS | NO_PREFIX_CACHE, model)
+    outcome = plain(CONVERSATIONS, FEW_BLOCKS[model] | more, model)
     assert answers(outcome) == answers(expected)
+    assert outcome["end"]["num_preemptions"] > 0 == expected["end"]["num_preemptions"]
+    assert outcome["end"]["num_free_blocks"] == outcome["end"]["num_blocks"] - 1
+
+
+@models
+@pytest.mark.parametrize("more", [CHUNKED, ASYNC], ids=["chunked prefill", "async scheduling"])
+def test_scheduling_does_not_change_answers(plain, model, more):
+    expected = plain(CONVERSATIONS, MANY_BLOCKS | NO_PREFIX_CACHE, model)
+    assert answers(plain(CONVERSATIONS, MANY_BLOCKS | more, model)) == answers(expected)
 
 
 def test_the_window_is_applied(plain):
@@ -67,14 +99,13 @@ def test_the_window_is_applied(plain):
     assert [a == b for a, b in zip(whole, half, strict=True)] == [True, True, False, False, False]
 
 
-@pytest.mark.parametrize("group", range(3))
-def test_wrong_kv_of_any_group_is_noticed(process, plain, group):
+@pytest.mark.parametrize(("model", "group"), [(model, group) for model in GROUPS for group in range(GROUPS[model])])
+def test_wrong_kv_of_any_group_is_noticed(process, plain, model, group):
     ask = {"do": "generate", "prompts": PROMPTS}
-    outcome = process.run(
-        {"model": "gemma3", "engine": MANY_BLOCKS, "steps": [ask, {"do": "scramble_hbm", "group": group}, ask]}
-    )
+    steps = [ask, {"do": "scramble_hbm", "group": group}, ask]
+    outcome = process.run({"model": model, "engine": MANY_BLOCKS, "steps": steps})
     first, num_scrambled, second = outcome["steps"]
     assert num_scrambled > 1
-    assert first["tokens"] == answers(plain([ask], MANY_BLOCKS | NO_PREFIX_CACHE, "gemma3"))[0]
+    assert first["tokens"] == answers(plain([ask], MANY_BLOCKS | NO_PREFIX_CACHE, model))[0]
     assert min(second["cached"]) >= len(DOCUMENT)
     assert all(a != b for a, b in zip(first["tokens"], second["tokens"], strict=True))
