@@ -134,7 +134,7 @@ class RealLife(RandomLife):
         self.engine = real_engine(
             path,
             rng.choice([(9,), (9, 5), (12, 3)]),
-            num_cpu_chunks=rng.choice([10, 24]),
+            num_cpu_chunks=rng.choice([12, 40]),
             blocks_per_chunk=self.blocks_per_chunk,
             num_staging_blocks=rng.randint(8, 30),
             decode_save=rng.random() < 0.5,

@@ -11,7 +11,7 @@ vLLM's calls and the library's:
     update_state_after_alloc        admit
     build_connector_meta            preempt or release what was not admitted, plan_step, take_update
     update_connector_output         apply; rollback of requests with invalid blocks, or reset
-    request_finished                finish
+    request_finished (_all_groups)  finish
     reset_cache, take_events        reset, take_events
 
     worker role                     OffloadWorker
@@ -19,7 +19,7 @@ vLLM's calls and the library's:
     bind_connector_metadata         (receives the plan)
     start_load_kv                   begin_step, resume_loads
     wait_for_save                   end_step
-    get_finished                    poll, take_written_loads
+    get_transfer_results            poll, take_written_loads
     build_connector_worker_meta     (returns the report of the last poll)
     get_block_ids_with_load_errors  (invalid blocks of failed loads)
     shutdown                        close
@@ -41,13 +41,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tpu_offload.adapters.vllm.messages import PlanMessage
 from tpu_offload.adapters.vllm.scheduler_side import SchedulerSide
-from tpu_offload.adapters.vllm.settings import count_workers, read_config, warn_if_failed_loads_end_requests
+from tpu_offload.adapters.vllm.settings import (
+    count_workers,
+    group_order,
+    read_config,
+    warn_if_failed_loads_end_requests,
+)
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
 from tpu_offload.adapters.vllm.worker_side import WorkerSide
 
@@ -65,7 +72,7 @@ if TYPE_CHECKING:
 
 
 @final
-class TPUOffloadConnector(KVConnectorBase_V1):
+class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV cache of prompts in host memory. vLLM creates one for each role.
 
     Raises:
@@ -87,6 +94,7 @@ class TPUOffloadConnector(KVConnectorBase_V1):
                 config,
                 block_size=vllm_config.cache_config.block_size,
                 num_workers=count_workers(),
+                group_order=group_order(kv_cache_config),
                 record_events=events is not None and events.enable_kv_cache_events,
             )
         else:
@@ -145,6 +153,13 @@ class TPUOffloadConnector(KVConnectorBase_V1):
         self.scheduler_side.finish(request.request_id)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class; called in place of `request_finished`."""
+        self.scheduler_side.finish(request.request_id)
+        return False, None
+
     def reset_cache(self) -> bool:
         """See the base class."""
         self.scheduler_side.reset()
@@ -196,6 +211,13 @@ class TPUOffloadConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """See the base class."""
         return None, self.worker_side.take_finished_recving()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See the base class. Names failed loads of models with several KV cache groups; others by their blocks."""
+        finished_recving = self.worker_side.take_finished_recving()
+        return KVConnectorTransferResults(
+            finished_recving=finished_recving, failed_recving=self.worker_side.take_failed_recving()
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See the base class."""

@@ -106,8 +106,9 @@ class RunnerTokens:
             return
         state = getattr(self._runner, "requests", {}).get(request_id)
         self._tainted.add(request_id)
-        blocks = state.block_ids[0][first // self._block_size :] if state is not None else ()
-        self._newly_tainted[request_id] = tuple(blocks)
+        tables = state.block_ids if state is not None else ()  # per KV cache group; 0 is vLLM's null block
+        blocks = {block_id for table in tables for block_id in table[first // self._block_size :]} - {0}
+        self._newly_tainted[request_id] = tuple(sorted(blocks))
         self._log_once("tainted", logging.ERROR, f"{reason} (request {request_id!r:.100}); nothing more of it is saved")
 
     def _log_once(self, event: str, level: int, line: str) -> None:

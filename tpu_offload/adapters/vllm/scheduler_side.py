@@ -70,6 +70,7 @@ class SchedulerSide:
       config: the settings.
       block_size: tokens in a block.
       num_workers: processes that hold a part of the caches.
+      group_order: vLLM's KV cache groups in the library's order.
       record_events: whether `take_events` is called.
       clock: monotonic seconds.
     Raises:
@@ -82,6 +83,7 @@ class SchedulerSide:
         *,
         block_size: int,
         num_workers: int,
+        group_order: Sequence[int] = (0,),
         record_events: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -89,6 +91,8 @@ class SchedulerSide:
         self._config = config
         self._policy = find_policy(config.eviction_policy)  # here, so that an error ends the engine at start
         self._block_size = block_size
+        self._group_order = tuple(group_order)
+        self._is_reordered = self._group_order != (0,)
         self._record_events = record_events
         self._clock = clock
         self._warn_of_limits = RateLimitedWarnings(clock=clock)
@@ -179,7 +183,7 @@ class SchedulerSide:
         self._rollback.admit(request_id)
         self._promised.discard(request_id)
         if self._offload is not None:
-            self._offload.admit(request_id, block_tables, num_loaded_tokens=num_loaded_tokens)
+            self._offload.admit(request_id, self._ordered(block_tables), num_loaded_tokens=num_loaded_tokens)
 
     def plan(self, output: "SchedulerOutput") -> PlanMessage:
         """Ends a pass: returns the plan for the step that it scheduled."""
@@ -407,8 +411,13 @@ class SchedulerSide:
             num_computed_tokens = entry.request.num_computed_tokens + num_scheduled_tokens
             if num_computed_tokens >= entry.next_offer_tokens:
                 assert tables is not None, "a step without block tables"
-                changed.append(self._offer(entry, tables.resolve_block_ids(request_id), num_computed_tokens))
+                block_tables = self._ordered(tables.resolve_block_ids(request_id))
+                changed.append(self._offer(entry, block_tables, num_computed_tokens))
         return changed
+
+    def _ordered(self, block_tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """vLLM's block tables in the order of the library's layer groups."""
+        return [block_tables[i] for i in self._group_order] if self._is_reordered else block_tables
 
     def _offer(
         self, entry: _ActiveRequest, block_tables: Sequence[Sequence[int]], num_computed_tokens: int

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import is_full_attention_spec, iter_layer_specs
+from vllm.v1.kv_cache_interface import SlidingWindowSpec, is_full_attention_spec, iter_layer_specs
 
 from tpu_offload import ConfigError, CopyPath, OffloadConfig, SaveEvent
 
@@ -39,6 +39,9 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     problem = next(_problems(vllm_config, kv_cache_config, config), None)
     if problem is not None:
         raise ConfigError(f"tpu_offload: {problem}")
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        # vLLM cannot recover from a failed load of several groups before a step.
+        config = config.model_copy(update={"sync_load": False})
     if config.sync_load is None:
         # The device runs a direct load between two steps in either case, so a waiting request would save nothing. A
         # staged load overlaps with the steps.
@@ -90,21 +93,42 @@ def _problems_of_settings(vllm_config: "VllmConfig", config: OffloadConfig) -> I
 def _problems_of_caches(kv_cache_config: "KVCacheConfig", *, block_size: int) -> Iterator[str]:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     kinds = ", ".join(dict.fromkeys(type(layer).__name__ for spec in specs for layer in iter_layer_specs(spec)))
-    if len(specs) != 1:
+    full = [spec for spec in specs if is_full_attention_spec(spec)]
+    others = [spec for spec in specs if not is_full_attention_spec(spec)]
+    if not full:
         yield (
-            f"the model has {len(specs)} KV cache groups ({kinds}), expected one: hybrid models are not supported; "
-            "for sliding windows remove --no-disable-hybrid-kv-cache-manager, which makes them one group"
+            f"the KV cache is {kinds}, expected layers with full attention: blocks that leave a window or hold a state "
+            "cannot be found again by their prefix; run this model without the connector"
         )
-    elif not is_full_attention_spec(specs[0]):
+    elif not all(isinstance(spec, SlidingWindowSpec) for spec in others):
         yield (
-            f"the KV cache is {kinds}, expected full attention: blocks that leave a window or hold a state cannot be "
-            "found again by their prefix; run this model without the connector"
+            f"the model has KV cache groups of {kinds}, expected full attention and sliding windows: states are not "
+            "supported; run this model without the connector"
         )
-    elif specs[0].block_size != block_size:
+    elif len(full) > 1:
         yield (
-            f"the KV cache has blocks of {specs[0].block_size} tokens and the scheduler of {block_size}; set "
-            f"--block-size to {specs[0].block_size}"
+            f"the model has {len(full)} KV cache groups with full attention, expected one: set "
+            "--disable-hybrid-kv-cache-manager, which makes one group of all layers"
         )
+    for spec in specs:
+        if spec.block_size != block_size:
+            yield (
+                f"the KV cache has blocks of {spec.block_size} tokens and the scheduler of {block_size}; set "
+                f"--block-size to {spec.block_size}"
+            )
+
+
+def group_order(kv_cache_config: "KVCacheConfig") -> tuple[int, ...]:
+    """vLLM's KV cache groups in the library's order: the one with full attention first."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return tuple(sorted(range(len(specs)), key=lambda i: not is_full_attention_spec(specs[i])))
+
+
+def windows(kv_cache_config: "KVCacheConfig") -> tuple[int, ...]:
+    """Per KV cache group, in the library's order, its sliding window in tokens; 0 with full attention."""
+    groups = kv_cache_config.kv_cache_groups
+    specs = [groups[i].kv_cache_spec for i in group_order(kv_cache_config)]
+    return tuple(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in specs)
 
 
 def _problems_of_parallelism(vllm_config: "VllmConfig") -> Iterator[str]:

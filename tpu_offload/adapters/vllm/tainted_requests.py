@@ -5,7 +5,7 @@ keeps their blocks in HBM under the hashes of its own tokens, so they are evicte
 before the next one is scheduled. A request that has found some of them is tainted from there on as well.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
@@ -73,27 +73,30 @@ class TaintedRequests:
         tainted, self._tainted_block_ids = self._tainted_block_ids, set()
         # Requests share blocks at admission; those of a newly tainted request may be shared already.
         checked = requests if tainted or not self._first_tainted.keys().isdisjoint(admitted) else admitted
-        tables = {r: self._manager.get_block_ids(r)[0] for r in {*checked, *self._first_tainted} if r in requests}
+        tables = {r: self._manager.get_block_ids(r) for r in {*checked, *self._first_tainted} if r in requests}
         for request_id in admitted:
             self._num_evicted.pop(request_id, None)
         for request_id, first in self._first_tainted.items():
-            tainted.update(tables.get(request_id, ())[first:])
+            tainted |= _blocks_from(tables.get(request_id, ()), first)
         num_before = -1
         while num_before < len(tainted):
             num_before = len(tainted)
             for request_id in checked:
                 if request_id in self._first_tainted:
                     continue
-                table = tables[request_id]
-                num_good = next((i for i, block_id in enumerate(table) if block_id in tainted), len(table))
-                if num_good < len(table):
-                    self._first_tainted[request_id] = num_good
-                    tainted.update(table[num_good:])
+                first_bad = [
+                    next(i for i, block_id in enumerate(table) if block_id in tainted)
+                    for table in tables[request_id]
+                    if not tainted.isdisjoint(table)
+                ]
+                if first_bad:
+                    self._first_tainted[request_id] = min(first_bad)
+                    tainted |= _blocks_from(tables[request_id], min(first_bad))
                     newly_tainted.append(request_id)
         for request_id, first in self._first_tainted.items():
             if request_id in tables:
                 evicted = self._num_evicted.get(request_id, 0) - _MARGIN
-                self._evict(tables[request_id][max(first, evicted) :])
+                self._evict(_blocks_from(tables[request_id], max(first, evicted)))
                 self._num_evicted[request_id] = requests[request_id].num_computed_tokens // self._block_size
         return newly_tainted
 
@@ -101,3 +104,8 @@ class TaintedRequests:
         """Evicts blocks from vLLM's prefix cache."""
         num_blocks = self._manager.block_pool.num_gpu_blocks
         self._manager.evict_blocks({block_id for block_id in block_ids if 0 <= block_id < num_blocks})
+
+
+def _blocks_from(tables: Sequence[Sequence[int]], first: int) -> set[int]:
+    """The blocks from position `first` on, of all KV cache groups; without vLLM's null block, which is no request's."""
+    return {block_id for table in tables for block_id in table[first:]} - {0}

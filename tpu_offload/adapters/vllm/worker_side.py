@@ -40,13 +40,14 @@ from tpu_offload import (
 )
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
-from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config
+from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config, windows
 from tpu_offload.worker.arrays import renew
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _logger = logging.getLogger(__name__)
+_NULL_BLOCK = 0  # vLLM's block of no request
 _IDLE_WAIT_S = 0.002
 _IDLE_POLL_S = 0.0001
 
@@ -69,7 +70,9 @@ class WorkerSide:
         self._reported_loads: dict[int, CopyJob] = {}
         self._background_job_ids: set[int] = set()  # those that vLLM waits for; a step has computed on the others
         self._finished_recving: set[str] = set()
+        self._failed_recving: set[str] = set()
         self._invalid_block_ids: set[int] = set()
+        self._has_groups = False  # several KV cache groups: vLLM takes failed loads by request, not by block
         self._reports: list[StepReport] = []
         self._last_report = StepReport(worker_id=0, results=(), num_host_chunks=0)
         self._last_status: tuple[Any, ...] = ()
@@ -94,9 +97,7 @@ class WorkerSide:
                 "tpu_offload: some layers have a state instead of a KV cache; expected attention only: run this "
                 "model without the connector"
             )
-        layout = KVLayout.from_caches(
-            caches, block_size=vllm_config.cache_config.block_size, model=vllm_config.model_config.model
-        )
+        layout = _describe_caches(runner)
         self._worker_id = _process_index()
         worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id)
         from tpu_inference import utils
@@ -115,6 +116,7 @@ class WorkerSide:
         self._num_steps_ahead = int(vllm_config.scheduler_config.async_scheduling)
         self._last_invalid_step_id = -1
         self._layout = layout
+        self._has_groups = len(layout.groups) > 1
         self._cache_layouts = [cache.format.layout for cache in caches]
         self._last_status = ()
         _logger.info(
@@ -196,6 +198,11 @@ class WorkerSide:
         finished, self._finished_recving = self._finished_recving, set()
         return finished
 
+    def take_failed_recving(self) -> set[str]:
+        """Requests among the finished whose load has failed, since the last call; only with several groups."""
+        failed, self._failed_recving = self._failed_recving, set()
+        return failed
+
     def take_invalid_block_ids(self) -> set[int]:
         """Blocks that a load has not filled, since the last call."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
@@ -225,6 +232,7 @@ class WorkerSide:
         self._reported_loads.clear()
         self._background_job_ids.clear()
         self._finished_recving.clear()
+        self._failed_recving.clear()
         self._invalid_block_ids.clear()
         self._computed_on_invalid = self._needs_reset = False
         self._reports.clear()
@@ -253,6 +261,8 @@ class WorkerSide:
     def _with_caches(self, dispatch: Callable[[list[jax.Array]], list[jax.Array]]) -> bool:
         """Calls the library's worker with the caches. Returns False if they were lost and replaced by new ones."""
         runner = self._runner
+        if self._has_groups:
+            return self._with_grouped_caches(dispatch)
         try:
             runner.kv_caches = dispatch(runner.kv_caches)
         except CachesLostError as e:
@@ -266,6 +276,21 @@ class WorkerSide:
             self._background_job_ids.clear()
             self._invalidate(range(num_blocks))
             return False
+        return True
+
+    def _with_grouped_caches(self, dispatch: Callable[[list[jax.Array]], list[jax.Array]]) -> bool:
+        """As `_with_caches`, but ends the engine if the caches are lost: vLLM cannot recompute several groups.
+
+        Raises:
+          CachesLostError: the caches are lost.
+        """
+        try:
+            self._runner.kv_caches = dispatch(self._runner.kv_caches)
+        except CachesLostError as e:
+            raise CachesLostError(
+                f"tpu_offload: {e}. The model has several KV cache groups, for which vLLM cannot compute requests anew "
+                "in new caches: restart the engine"
+            ) from e
         return True
 
     def _invalidate(self, block_ids: Iterable[int]) -> None:
@@ -307,6 +332,11 @@ class WorkerSide:
         which has not been observed. Tokens already returned cannot be recalled. Otherwise it is handled like lost
         caches, and the host tier is reset: blocks saved since may depend on these, and later loads on those.
         """
+        if self._has_groups:
+            raise CachesLostError(
+                f"tpu_offload: the load of request {job.request_id!r:.100} failed after it was used: {error}. The "
+                "model has several KV cache groups, for which vLLM cannot compute requests anew: restart the engine"
+            )
         _logger.error(
             "tpu_offload: the load of request %.100r failed after it was used: %s. Tokens that it has generated may be "
             "wrong; the host tier and the prefix cache are emptied",
@@ -329,11 +359,41 @@ class WorkerSide:
           positions: positions in `job.block_ids` of the blocks that were not copied; empty for all.
         """
         invalid = [job.block_ids[i] for i in positions] or job.block_ids
-        if job.job_id in self._background_job_ids:  # nothing has computed on them
+        if self._has_groups:
+            self._failed_recving.add(job.request_id)
+        elif job.job_id in self._background_job_ids:  # nothing has computed on them
             self._invalid_block_ids.update(invalid)
         else:
             self._invalidate(invalid)
         self._mark_received(job)
+
+
+def _describe_caches(runner: Any) -> KVLayout:
+    """The layout of a runner's caches.
+
+    Raises:
+      ConfigError: KV cache groups do not share their arrays.
+      LayoutError: these caches are not supported.
+    """
+    vllm_config, config = runner.vllm_config, runner.kv_cache_config
+    caches, all_windows = runner.kv_caches, windows(config)
+    groups: list[tuple[int, range]] = []
+    if len(all_windows) > 1:
+        array_of = runner.layer_name_to_kvcache_index
+        arrays = [{array_of[name] for name in group.layer_names} for group in config.kv_cache_groups]
+        if max(map(len, arrays)) < len(caches) or any(own != set(range(len(own))) for own in arrays):
+            raise ConfigError(
+                f"tpu_offload: the layers of the KV cache groups are in the arrays {[sorted(own) for own in arrays]}; "
+                f"expected groups that share the {len(caches)} arrays, from 0 on: set --disable-hybrid-kv-cache-manager"
+            )
+        groups = [(window, range(len(caches))) for window in all_windows]
+    return KVLayout.from_caches(
+        caches,
+        block_size=vllm_config.cache_config.block_size,
+        model=vllm_config.model_config.model,
+        groups=groups,
+        null_block=_NULL_BLOCK if groups else None,
+    )
 
 
 def _process_index() -> int:
