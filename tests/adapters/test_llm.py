@@ -347,7 +347,7 @@ def test_too_little_hbm(process, plain):
         assert answers(outcome) == answers(plain([GENERATE], {}))
 
 
-@pytest.mark.parametrize(("model", "mib"), [("qwen3", 20), ("gemma4", 40)])
+@pytest.mark.parametrize(("model", "mib"), [("qwen3", 20), ("gemma4", 40), ("gemma3", 40)])
 def test_vllm_gets_as_many_blocks_as_without_a_connector(process, model, mib):
     by_memory = {"num_gpu_blocks_override": 0, "gpu_memory_utilization": 0.9}
     spec = {"model": model, "engine": by_memory, "hbm_nbytes": mib << 20, "steps": [GENERATE]}
