@@ -2,12 +2,14 @@
 
 import dataclasses
 import enum
+import functools
 from collections import OrderedDict, deque
 from typing import Any
 
 import numpy as np
 
 NOT_STATE = {"_num_requests_seen"}  # numbers that are never used twice, and may be skipped
+_PLAIN = (type(None), bool, int, float, str, bytes, enum.Enum, type)
 
 
 def snapshot(root: Any, *, leave_out: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -19,7 +21,7 @@ def snapshot(root: Any, *, leave_out: frozenset[str] = frozenset()) -> dict[str,
     seen: dict[int, str] = {}
 
     def walk(path: str, value: Any) -> None:
-        if value is None or isinstance(value, (bool, int, float, str, bytes, enum.Enum, type)):
+        if isinstance(value, _PLAIN):
             values[path] = value
             return
         if id(value) in seen:
@@ -39,15 +41,21 @@ def snapshot(root: Any, *, leave_out: frozenset[str] = frozenset()) -> dict[str,
             return
         if isinstance(value, (list, tuple, deque)):
             seen[id(value)] = path
+            if all(isinstance(item, _PLAIN) for item in value):
+                values[path] = (type(value).__name__, *value)
+                return
             values[path] = (type(value).__name__, len(value))
             for i, item in enumerate(value):
+                if type(item) is dict and not item:
+                    continue  # most parts of a `ChunkTable`; the length of the list tells that they are there
                 walk(f"{path}[{i}]", item)
             return
         if type(value).__module__.startswith("tpu_offload"):
             seen[id(value)] = path
             values[path] = type(value).__name__
-            for name in sorted(_fields(value) - NOT_STATE - leave_out):
-                walk(f"{path}.{name}", getattr(value, name))
+            for name in _fields(value):
+                if name not in leave_out:
+                    walk(f"{path}.{name}", getattr(value, name))
             return
         values[path] = f"{type(value).__name__} {id(value)}"
 
@@ -61,11 +69,17 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [f"{path}: {before.get(path, '-')} is now {after.get(path, '-')}" for path in paths]
 
 
-def _fields(value: Any) -> set[str]:
-    names = set(getattr(value, "__dict__", ()))
-    if dataclasses.is_dataclass(value):
-        names |= {field.name for field in dataclasses.fields(value)}
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
+def _fields(value: Any) -> list[str]:
+    declared = _declared(type(value))  # type: ignore[arg-type]  # classes are hashable
+    names = {*declared, *getattr(value, "__dict__", ())} - NOT_STATE
+    return [name for name in sorted(names) if hasattr(value, name)]
+
+
+@functools.cache
+def _declared(cls: type) -> set[str]:
+    """The fields and slots of a class."""
+    names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
         names |= {slots} if isinstance(slots, str) else set(slots)
-    return {name for name in names if hasattr(value, name)}
+    return names

@@ -16,7 +16,7 @@ from tests.simulation.memory import Violation, kv
 from tests.simulation.request import Request
 from tests.simulation.trace import Setup
 from tests.simulation.worker import SimWorker
-from tpu_offload import BlockHash, ChunkKey, JobState, OffloadScheduler, StepPlan, StepReport
+from tpu_offload import BlockHash, ChunkKey, JobState, OffloadScheduler, OffloadStats, StepPlan, StepReport
 from tpu_offload.core.breaker import BreakerState
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import Direction, JobKind
@@ -270,9 +270,8 @@ class Model:
             self.key_in[slots[0]] = self.last_key_in[slots[0]] = key
             self.counts["stored chunks"] += 1
 
-    def check(self) -> None:
-        """Checks budgets and deadlines after a step."""
-        stats = self.scheduler.stats()
+    def check(self, stats: OffloadStats) -> None:
+        """Checks budgets and deadlines after a step, with the scheduler's statistics."""
         held = sum(job.num_staging_blocks for job in (*self.jobs.values(), *self.late.values()))
         reserved, may_hold_more = stats.staging_reserved_blocks, bool(self.promises or self.admitted)
         if held > reserved or (held < reserved and not may_hold_more):

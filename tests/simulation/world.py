@@ -121,9 +121,10 @@ class World:
             if worker.worker_id not in self.dead:
                 channel.send(report, self.num_steps)
         self.scheduler.check_invariants()
-        model.check()
+        stats = self.scheduler.stats()
+        model.check(stats)
         self.counts["steps with all workers dead"] += len(self.dead) == len(self.workers)
-        self.counts["steps with slots in quarantine"] += self.scheduler.stats().num_quarantined_chunks > 0
+        self.counts["steps with slots in quarantine"] += stats.num_quarantined_chunks > 0
 
     def _execute(self, step: Dispatched) -> None:
         """The workers execute a step that was planned now or some steps ago."""
@@ -255,10 +256,12 @@ class World:
                 raise Violation(f"long after the last fault, {moved} blocks of a new prompt are {what}")
 
     def _is_quiet(self) -> bool:
-        stats = self.scheduler.stats()
-        if self.scheduler.has_jobs or stats.num_jobs_in_flight or any(w.flights for w in self.workers):
+        if self.scheduler.has_jobs or any(w.flights for w in self.workers):
             return False
         if self.late_plans or any(not step.plan.empty for step in self.steps_in_flight):
+            return False
+        stats = self.scheduler.stats()
+        if stats.num_jobs_in_flight:
             return False
         held = stats.staging_reserved_blocks, stats.num_quarantined_chunks, stats.swap_held_blocks
         return self._may_hold() or not any(held)
