@@ -18,7 +18,7 @@ class LayerGroupKind(enum.Enum):
     """How the layers of a group use their blocks. Hybrid models have several groups."""
 
     FULL_ATTENTION = "full_attention"  # one block per `block_size` tokens
-    SLIDING_WINDOW = "sliding_window"  # blocks for the last tokens only, in a ring
+    SLIDING_WINDOW = "sliding_window"  # blocks for the last tokens only
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class PageGroup:
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers that share one block table.
+
+    Groups may share arrays: then one pool of blocks serves them, and a block belongs to one of them at a time.
 
     Attributes:
       kind: how the group's blocks are used.
@@ -143,23 +145,31 @@ class KVLayout:
 
     @classmethod
     def from_caches(
-        cls, kv_caches: Sequence[Any], *, block_size: int, model: str = "", windows: Sequence[int] = ()
+        cls,
+        kv_caches: Sequence[Any],
+        *,
+        block_size: int,
+        model: str = "",
+        windows: Sequence[int] = (),
+        groups: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> "KVLayout":
-        """Describes caches, one array per layer.
+        """Describes caches, one array per layer, or per layer of a group if the layer groups share them.
 
         Args:
-          kv_caches: per layer, an array or shape struct `[num_blocks, *page_shape]` with a sharding.
+          kv_caches: arrays or shape structs `[num_blocks, *page_shape]` with a sharding.
           block_size: tokens in a block.
           model: name or revision of the weights.
           windows: per layer, the number of tokens that a token attends to, 0 for all; empty if every layer has full
             attention. Layers with the same window form a layer group. In it, those with the same page shape and dtype
             form a page group.
+          groups: in place of `windows`, per layer group its window and the positions of its arrays. Several groups may
+            name the same arrays, see `LayerGroup`.
         Raises:
-          LayoutError: no caches, different shardings or numbers of blocks within a group, or a sharded block axis.
+          LayoutError: no caches, groups that leave out an array, different shardings or numbers of blocks within a group, or a sharded block axis.
         """
         if isinstance(kv_caches, Mapping) or hasattr(kv_caches, "shape") or not isinstance(kv_caches, Iterable):
             raise LayoutError(f"KV caches are a {type(kv_caches).__name__}; expected a list with one array per layer")
-        kv_caches, windows = list(kv_caches), _integers("windows", windows)
+        kv_caches, windows, groups = list(kv_caches), _integers("windows", windows), _read_groups(groups)
         if not kv_caches:
             raise LayoutError("got no KV cache arrays; expected one per layer")
         for i, cache in enumerate(kv_caches):
@@ -169,21 +179,22 @@ class KVLayout:
             raise LayoutError(
                 f"windows={list(windows)} for {len(kv_caches)} KV caches; expected one per layer, in tokens, or 0"
             )
+        if groups and (windows or {i for _, ids in groups for i in ids} != set(range(len(kv_caches)))):
+            raise LayoutError(
+                f"groups={groups} and windows={windows} for {len(kv_caches)} KV caches; expected each of them in a group, "
+                "and no windows"
+            )
         windows = windows or (0,) * len(kv_caches)
-        layers_of = {window: tuple(i for i, w in enumerate(windows) if w == window) for window in sorted(set(windows))}
-        described = [_describe_group(kv_caches, layer_ids, window) for window, layer_ids in layers_of.items()]
+        groups = groups or tuple(
+            (window, tuple(i for i, w in enumerate(windows) if w == window)) for window in sorted(set(windows))
+        )
+        described = [_describe_group(kv_caches, layer_ids, window) for window, layer_ids in groups]
         sharded = {(num_shards, num_devices) for _, num_shards, num_devices in described}
         if len(sharded) != 1:
             raise LayoutError(f"layer groups are sharded differently: {sorted(sharded)}; expected one sharding")
         _, num_shards, num_devices = described[0]
-        groups = tuple(group for group, _, _ in described)
-        return cls(block_size, groups, num_shards=num_shards, num_local_devices=num_devices, model=model)
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """The window of each layer, as for `from_caches`."""
-        windows = {layer_id: group.window for group in self.groups for layer_id in group.layer_ids}
-        return tuple(window for _, window in sorted(windows.items()))
+        layer_groups = tuple(group for group, _, _ in described)
+        return cls(block_size, layer_groups, num_shards=num_shards, num_local_devices=num_devices, model=model)
 
     def check_tier(self) -> None:
         """Raises LayoutError unless the host tier supports this layout."""
@@ -254,6 +265,18 @@ def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window
         window=window,
     )
     return group, shards.pop(), len(first.sharding.addressable_devices)
+
+
+def _read_groups(groups: Any) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The argument of `from_caches` as integers."""
+    try:
+        pairs = [(window, layer_ids) for window, layer_ids in groups]
+    except Exception as e:  # a caller's object may raise anything
+        raise LayoutError(f"groups={one_line(groups)}; expected pairs of a window and the positions of arrays") from e
+    read = tuple((_integer("a window", window), _integers("layer_ids", layer_ids)) for window, layer_ids in pairs)
+    if any(window < 0 or not layer_ids for window, layer_ids in read):
+        raise LayoutError(f"groups={read}; expected windows in tokens, or 0, each with the positions of its arrays")
+    return read
 
 
 def _num_shards(cache: Any) -> int:

@@ -15,8 +15,10 @@ from tpu_offload.worker.tier import TierCopies
 
 def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
     """Raises LayoutError unless the layout describes these caches."""
-    windows = layout.windows if len(layout.windows) == len(kv_caches) else ()  # else they differ in any case
-    found = KVLayout.from_caches(kv_caches, block_size=layout.block_size, model=layout.model, windows=windows)
+    groups = [(group.window, group.layer_ids) for group in layout.groups]
+    if {i for _, layer_ids in groups for i in layer_ids} != set(range(len(kv_caches))):
+        groups = []  # they differ in any case
+    found = KVLayout.from_caches(kv_caches, block_size=layout.block_size, model=layout.model, groups=groups)
     if found != layout:
         raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")
 
