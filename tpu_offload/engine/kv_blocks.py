@@ -129,10 +129,7 @@ class KVBlocks:
         found = self._nothing()
         for group_id in range(len(found)):
             first = self._num_skipped(group_id, sequence.num_computed_tokens)
-            blocks: dict[int, int] = {}
-            if self._prefix_caching and not sequence.is_stale:
-                cached = (self._manager.get(group_id, block_hash) for block_hash in sequence.block_hashes[first:num_full])
-                blocks = {i: block_id for i, block_id in enumerate(cached, first) if block_id is not None}
+            blocks = {} if sequence.is_stale else self._cached(sequence, group_id, first, num_full)
             for sample in samples:
                 if sample.is_stale != sequence.is_stale:
                     continue
@@ -188,16 +185,18 @@ class KVBlocks:
           active: as in `grant`.
         Returns:
           The blocks to copy. None, with nothing granted, if there are too few blocks or a window of the leader has left
-          one behind that is needed.
+          one behind that is needed and not cached.
         """
         num_reused = len(sequence.tokens) - 1
         num_shared, end = num_reused // self._block_size, self._num_blocks(num_reused)
         shared = self._nothing()
         for group_id, table in enumerate(leader.block_tables):
             first = self._num_skipped(group_id, num_reused)
-            if NULL_BLOCK in table[first:end]:
+            shared[group_id] = dict(enumerate(table[first:num_shared], first)) | (
+                self._cached(sequence, group_id, first, min(num_shared, table.count(NULL_BLOCK)))
+            )
+            if NULL_BLOCK in (*shared[group_id].values(), *table[num_shared:end]):
                 return None
-            shared[group_id] = dict(enumerate(table[first:num_shared], first))
         if not self.grant(sequence, len(sequence.tokens), start=num_reused, shared=shared, active=active):
             return None
         tables = zip(leader.block_tables, sequence.block_tables, strict=True)
@@ -291,12 +290,13 @@ class KVBlocks:
           num_valid_tokens: leading tokens whose KV is in place once the steps dispatched so far have run, and whose
             full blocks are hashed. A hit can end after them.
         """
-        end = first = num_valid_tokens // self._block_size
-        while first > 0 and self._manager.get(0, sequence.block_hashes[first - 1]) is None:
-            first -= 1
-        self._cache(sequence, 0, first, end)
-        for group_id, window_blocks in self._window_blocks.items():
-            self._cache(sequence, group_id, max(0, end - window_blocks), end)
+        if self._prefix_caching and not sequence.is_stale:
+            end = first = num_valid_tokens // self._block_size
+            while first > 0 and self._manager.get(0, sequence.block_hashes[first - 1]) is None:
+                first -= 1
+            self._cache(sequence, 0, first, end)
+            for group_id, window_blocks in self._window_blocks.items():
+                self._cache(sequence, group_id, max(0, end - window_blocks), end)
         tables, sequence.block_tables = sequence.block_tables, []
         rows = itertools.zip_longest(*tables, fillvalue=NULL_BLOCK)
         self._manager.free([block_id for row in rows for block_id in row if block_id != NULL_BLOCK])
@@ -333,6 +333,13 @@ class KVBlocks:
         assert num_skipped >= least, "a block outside the window is held"
 
     # Inside.
+
+    def _cached(self, sequence: Sequence, group_id: int, first: int, end: int) -> dict[int, int]:
+        """Blocks of the prefix cache with the same KV as those of a sequence, by position."""
+        if not self._prefix_caching:
+            return {}
+        blocks = (self._manager.get(group_id, block_hash) for block_hash in sequence.block_hashes[first:end])
+        return {i: block_id for i, block_id in enumerate(blocks, first) if block_id is not None}
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
