@@ -192,9 +192,10 @@ class KVBlocks:
         shared = self._nothing()
         for group_id, table in enumerate(leader.block_tables):
             first = self._num_skipped(group_id, num_reused)
-            shared[group_id] = dict(enumerate(table[first:num_shared], first)) | (
-                self._cached(sequence, group_id, first, min(num_shared, table.count(NULL_BLOCK)))
-            )
+            shared[group_id] = dict(enumerate(table[first:num_shared], first))
+            if not leader.is_stale:
+                end_left_behind = min(num_shared, table.count(NULL_BLOCK))
+                shared[group_id] |= self._cached(sequence, group_id, first, end_left_behind)
             if NULL_BLOCK in (*shared[group_id].values(), *table[num_shared:end]):
                 return None
         if not self.grant(sequence, len(sequence.tokens), start=num_reused, shared=shared, active=active):
