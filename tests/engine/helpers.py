@@ -7,6 +7,8 @@ import numpy as np
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, Request, RequestOutput, SamplingParams
 
 TINY = ModelConfig(vocab_size=96, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48)
+# Three layer groups, of full attention and of two windows, that share one array.
+WINDOWED = dataclasses.replace(TINY, num_layers=3, sliding_window=10, window_layers=(0, 2))
 SMALL_ENGINE = EngineConfig(block_size=4, num_blocks=64, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=32)
 
 

@@ -30,11 +30,13 @@ class Lab:
         """Bits of the KV, `[layers, tokens, ...]`, and the logits after each chunk, by position."""
         config, rng = self.config, np.random.default_rng(seed)
         self.runner.kv_caches = [jnp.full_like(cache, jnp.nan) for cache in self.runner.kv_caches]
-        blocks = rng.permutation(config.num_blocks).tolist() if seed is not None else list(range(config.num_blocks))
+        blocks = list(range(1, config.num_blocks + 1))
+        if seed is not None:
+            rng.shuffle(blocks)
         per_request = -(-len(tokens) // config.block_size)
         logits, start = {}, 0
         for n in chunks:
-            runs = [TokenSpan(tokens[start : start + n], start, blocks[:per_request], GREEDY)]
+            runs = [TokenSpan(tokens[start : start + n], start, [blocks[:per_request]], GREEDY)]
             if seed is not None:
                 runs += self._neighbours(rng, blocks[per_request:], config.max_num_batched_tokens - n)
             order = rng.permutation(len(runs)) if seed is not None else [0]
@@ -54,7 +56,7 @@ class Lab:
             if n > budget:
                 break
             own = blocks[i * 4 : i * 4 + 4]
-            runs.append(TokenSpan(rng.integers(0, MODEL.vocab_size, n).tolist(), 0, own, GREEDY))
+            runs.append(TokenSpan(rng.integers(0, MODEL.vocab_size, n).tolist(), 0, [own], GREEDY))
             budget -= n
         return runs
 

@@ -1,9 +1,11 @@
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tpu_offload.engine.block_manager import BlockManager
+from tpu_offload.engine.block_manager import NULL_BLOCK, BlockManager
 from tpu_offload.types import BlockHash
 
 NUM_BLOCKS = 6
@@ -69,10 +71,48 @@ def test_refusals_change_nothing():
     manager.allocate(1)
     with pytest.raises(ValueError, match="2 blocks asked for, 1 of 2 are free"):
         manager.allocate(2)
-    with pytest.raises(ValueError, match="block 1 is freed but not held"):
-        manager.free([1])
+    with pytest.raises(ValueError, match="block 2 is freed but not held"):
+        manager.free([2])
     manager.check_invariants()
     assert manager.num_free == 1
+
+
+def test_layer_groups_are_cached_apart():
+    manager = BlockManager(4, num_groups=2)
+    first, second = manager.allocate(2)
+    assert manager.register(first, h(1), group_id=0)
+    assert manager.lookup([h(1)], group_id=1) == []
+    assert not manager.register(first, h(1), group_id=1), "a block belongs to one group at a time"
+    assert manager.register(second, h(1), group_id=1)
+    assert [manager.get(g, h(1)) for g in (0, 1)] == [first, second]
+    manager.free([first, second])
+    manager.allocate(3)  # evicts the one that was freed first
+    assert [manager.get(g, h(1)) for g in (0, 1)] == [first, None]
+
+
+def test_the_null_block_is_never_allocated():
+    manager = BlockManager(3)
+    assert sorted(manager.allocate(3)) == [1, 2, 3]
+    with pytest.raises(ValueError, match="block 0 is freed but not held"):
+        manager.free([NULL_BLOCK])
+
+
+@pytest.mark.parametrize("harm", ["held by nobody", "null held", "null cached", "wrong holders"])
+def test_the_invariants_can_fail(harm):
+    manager = BlockManager(3)
+    manager.allocate(1)
+    holders = {1: 1}
+    manager.check_invariants(holders)
+    if harm == "held by nobody":
+        del manager._free[2]
+    elif harm == "null held":
+        manager._ref_counts[NULL_BLOCK] = 1
+    elif harm == "null cached":
+        manager.register(NULL_BLOCK, h(1))
+    else:
+        holders = {1: 2}
+    with pytest.raises(AssertionError):
+        manager.check_invariants(holders)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -80,9 +120,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.manager = BlockManager(NUM_BLOCKS)
+        self.manager = BlockManager(NUM_BLOCKS, num_groups=2)
         self.held: list[list[int]] = []
-        self.contents: dict[int, BlockHash] = {}
+        self.contents: dict[int, tuple[int, BlockHash]] = {}
 
     @rule(n=st.integers(0, NUM_BLOCKS + 1))
     def allocate(self, n):
@@ -98,22 +138,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.held.append(block_ids)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), i=st.integers(0, 7))
-    def register(self, data, i):
+    @rule(data=st.data(), g=st.integers(0, 1), i=st.integers(0, 7))
+    def register(self, data, g, i):
         run = data.draw(st.sampled_from(self.held))
         if run:
             block_id = data.draw(st.sampled_from(run))
-            if block_id not in self.contents and h(i) not in self.contents.values():
-                self.contents[block_id] = h(i)
-            self.manager.register(block_id, h(i))
+            new = block_id not in self.contents and (g, h(i)) not in self.contents.values()
+            if new:
+                self.contents[block_id] = g, h(i)
+            assert self.manager.register(block_id, h(i), group_id=g) == new
 
-    @rule(wanted=st.lists(st.integers(0, 7), unique=True))
-    def share_cached(self, wanted):
-        block_ids = self.manager.lookup([h(i) for i in wanted])
+    @rule(g=st.integers(0, 1), wanted=st.lists(st.integers(0, 7), unique=True))
+    def share_cached(self, g, wanted):
+        block_ids = self.manager.lookup([h(i) for i in wanted], group_id=g)
         for block_id, i in zip(block_ids, wanted, strict=False):
-            assert self.contents[block_id] == h(i)
+            assert self.contents[block_id] == (g, h(i))
         if len(block_ids) < len(wanted):
-            assert h(wanted[len(block_ids)]) not in self.contents.values()
+            assert (g, h(wanted[len(block_ids)])) not in self.contents.values()
         self.manager.share(block_ids)
         self.held.append(block_ids)
 
@@ -124,7 +165,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        self.manager.check_invariants()
+        self.manager.check_invariants(Counter(b for run in self.held for b in run))
         in_use = {b for run in self.held for b in run}
         assert self.manager.num_free == NUM_BLOCKS - len(in_use)
 

@@ -29,10 +29,10 @@ def test_logits_agree_with_dense_reference(kv_dtype, tolerance):
     runner = ModelRunner(config, engine_config)
     tokens = random_tokens(1, 150)
     expected = dense_logits(config, tokens)
-    blocks = np.random.default_rng(0).permutation(24)[:19].tolist()
+    blocks = np.random.default_rng(0).permutation(np.arange(1, 25))[:19].tolist()
     # Chunks that end inside query tiles, row tiles, blocks and key tiles, then decoding.
     for start, end in [(0, 64), (64, 101), (101, 145), (145, 146), (146, 147), (147, 150)]:
-        logits = np.asarray(runner.step([TokenSpan(tokens[start:end], start, blocks, GREEDY)]).logits[0])
+        logits = np.asarray(runner.step([TokenSpan(tokens[start:end], start, [blocks], GREEDY)]).logits[0])
         np.testing.assert_allclose(logits, expected[end - 1], atol=tolerance * np.abs(expected).max())
 
 

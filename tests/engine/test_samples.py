@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve
+from tests.engine.helpers import SMALL_ENGINE, TINY, WINDOWED, make_request, random_tokens, serve
 from tests.engine.test_scheduler import make_scheduler, step
 from tpu_offload import OffloadConfig, RequestError
 from tpu_offload.engine import Engine, FinishReason, SamplingParams
 from tpu_offload.engine.sequence import Phase, Sequence
 
-WINDOWED = dataclasses.replace(TINY, num_layers=3, sliding_window=10, window_layers=(1,))
 PROMPT = random_tokens(0, 22)  # five blocks and two tokens
 
 
@@ -66,11 +65,14 @@ def test_the_prompt_is_computed_and_held_once(model, caching):
     first, second, third = scheduler._active
     assert first is leader
     for fork in (second, third):
-        assert fork.block_ids[:5] == leader.block_ids[:5]
-        assert fork.block_ids[5] != leader.block_ids[5]  # the partial block is copied, because it is written to
+        assert fork.block_tables[0][:5] == leader.block_tables[0][:5]
+        assert fork.block_tables[0][5] != leader.block_tables[0][5]  # the partial block is copied, because it is written to
         assert (fork.prompt_tokens.computed, fork.prompt_tokens.hbm) == (1, 21)
-        assert not set(fork.window_block_ids) & set(leader.window_block_ids)
-    assert scheduler._blocks.num_free[0] == 64 - 5 - 3
+        for own, others in zip(fork.block_tables[1:], leader.block_tables[1:], strict=True):
+            assert own[3:5] == others[3:5]
+            assert own[5] != others[5]
+    windows = 0 if model is TINY else 2 * (3 + 3)  # blocks 2 to 4 of each, which are shared, and the last ones
+    assert scheduler._blocks.num_free == 64 - 5 - 3 - windows
 
 
 def test_forks_that_do_not_fit_wait():
@@ -94,7 +96,7 @@ def test_if_a_leader_is_aborted_the_next_sample_computes_the_prompt():
     for _ in range(4):
         step(scheduler)
     assert [sample.phase for sample in samples[1:]] == [Phase.RUNNING, Phase.RUNNING]
-    assert samples[2].block_ids[:14] == samples[1].block_ids[:14]
+    assert samples[2].block_tables[0][:14] == samples[1].block_tables[0][:14]
 
 
 def test_a_fork_does_not_share_what_its_leader_is_computing_again():
@@ -110,7 +112,7 @@ def test_a_fork_does_not_share_what_its_leader_is_computing_again():
         step(scheduler)
     assert leader.phase is Phase.RUNNING
     assert leader.num_computed_tokens < 40
-    assert not set(fork.block_ids) & set(leader.block_ids)
+    assert fork.block_tables == []
     while fork.phase is not Phase.RUNNING:
         step(scheduler)
     assert fork.prompt_tokens.hbm in (0, 39)
@@ -133,11 +135,11 @@ def test_a_shared_prompt_is_swapped_out_once():
 @pytest.mark.parametrize("model", [TINY, WINDOWED], ids=["full", "windows"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "none"])
 def test_samples_that_were_away_share_their_prompt_again(model, caching):
-    config = dataclasses.replace(SMALL_ENGINE, enable_prefix_caching=caching, num_blocks=48)
+    config = dataclasses.replace(SMALL_ENGINE, enable_prefix_caching=caching, num_blocks=48 if model is TINY else 72)
     offload = OffloadConfig.create(swap_gb=0.01, swap_mode="swap", num_cpu_chunks=0, skip_jax_precompile=True)
     engine = Engine(model, config, offload=offload)
     engine.wait_for_host_memory()
-    request = make_request("a", random_tokens(3, 40), max_tokens=24, temperature=1.0, n=3)
+    request = make_request("a", random_tokens(3, 41), max_tokens=24, temperature=1.0, n=3)
     engine.add_request(request)
     for _ in range(6):
         engine.step()
@@ -146,27 +148,39 @@ def test_samples_that_were_away_share_their_prompt_again(model, caching):
     for sequence in list(scheduler._active):
         scheduler._preempt(sequence)
     engine._launch([])
-    scheduler._blocks._full._block_of.clear()  # as if others had overwritten everything
-    scheduler._blocks._full._hash_of.clear()
+    scheduler._blocks.invalidate()  # as if others had overwritten everything
     outputs: dict[Any, Any] = {}
     shared = 0
     while engine.has_unfinished:
         outputs |= {o.index: o for o in engine.step() if o.finished}
         engine.check_invariants()
-        tables = [s.block_ids[:10] for s in scheduler._active if s.phase is Phase.RUNNING]
+        tables = [s.block_tables[0][:10] for s in scheduler._active if s.phase is Phase.RUNNING]
         shared = max(shared, len(tables) if len(tables) > 1 and all(table == tables[0] for table in tables) else 0)
     assert shared == 3
     assert [outputs[i].tokens for i in range(3)] == [tokens for tokens, _ in alone(model, request)]
     assert engine.offload_stats().num_swapped_in == 3
 
 
-def test_a_fork_too_late_for_the_ring_computes_the_prompt_itself():
-    """Its leader has overwritten keys that the prompt's last token attends to."""
-    engine = Engine(WINDOWED, dataclasses.replace(SMALL_ENGINE, max_num_seqs=2, max_num_batched_tokens=4))
+@pytest.mark.parametrize(("caching", "num_computed"), [(True, 2), (False, 22)])
+def test_a_fork_too_late_for_its_leaders_windows(caching, num_computed):
+    """They have left behind what the prompt's last token attends to; the prefix cache has kept its full blocks."""
+    config = dataclasses.replace(SMALL_ENGINE, max_num_seqs=2, max_num_batched_tokens=4, enable_prefix_caching=caching)
+    engine = Engine(WINDOWED, config)
     late = make_request("late", PROMPT, max_tokens=60, temperature=1.0, seed=3, n=2)
     outputs = serve_samples(engine, make_request("first", PROMPT[:5], max_tokens=30), late)
     assert [outputs["late", i].tokens for i in range(2)] == [tokens for tokens, _ in alone(WINDOWED, late)]
-    assert outputs["late", 1].stats.prompt_tokens.computed == 22
+    assert outputs["late", 1].stats.prompt_tokens.computed == num_computed
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("num_prompt", range(17, 25))
+def test_forks_find_what_the_leader_has_just_freed(asynchronous, num_prompt):
+    """Its first token may have moved its windows past a block that the prompt's last token attends to."""
+    engine = Engine(WINDOWED, dataclasses.replace(SMALL_ENGINE, async_scheduling=asynchronous))
+    request = make_request("a", PROMPT[:num_prompt] + PROMPT[: num_prompt - 22], max_tokens=20, temperature=1.0, n=3)
+    outputs = serve_samples(engine, request)
+    assert [outputs["a", i].tokens for i in range(3)] == [tokens for tokens, _ in alone(WINDOWED, request)]
+    assert [outputs["a", i].stats.prompt_tokens.computed for i in (1, 2)] == [1, 1]
 
 
 def test_aborting_a_request_ends_all_its_samples():
@@ -193,13 +207,3 @@ def test_n_is_checked():
     for n in wrong:
         with pytest.raises(ValueError, match=f"n={n}; expected at least 1"):
             SamplingParams(1, n=n)
-
-
-def test_full_rings_keep_no_blocks_spare():
-    """By default there are window blocks for `max_num_seqs` full rings, so that many sequences fit."""
-    engine = Engine(WINDOWED, dataclasses.replace(SMALL_ENGINE, max_num_seqs=3, num_blocks=200))
-    for i in range(3):
-        engine.add_request(make_request(f"r{i}", random_tokens(i, 90), max_tokens=30))
-    for _ in range(12):
-        engine.step()
-    assert engine.stats().num_active == 3

@@ -16,7 +16,7 @@ CONFIG = EngineConfig(max_num_seqs=4, num_blocks=8, max_model_len=64, max_num_ba
 def draw(logits, params: list[SamplingParams], *, positions=None):
     """Samples one token for each row of `logits`, f32[rows, vocab_size]."""
     positions = positions or [0] * len(params)
-    runs = [TokenSpan([0], position, [0, 1, 2, 3], p) for p, position in zip(params, positions, strict=True)]
+    runs = [TokenSpan([0], position, [[1, 2, 3, 4]], p) for p, position in zip(params, positions, strict=True)]
     inputs = pack(runs, CONFIG, TINY)
     padded = np.zeros((len(inputs.seeds), logits.shape[-1]), np.float32)
     padded[: len(logits)] = logits
@@ -68,11 +68,11 @@ def test_logprobs_ignore_temperature_and_neighbours():
     expected = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
     tokens = np.arange(40, dtype=np.int32)
     config = dataclasses.replace(CONFIG, max_num_seqs=40, max_num_batched_tokens=40)
-    inputs = pack([TokenSpan([0], 0, [0], random_params(s, temperature=s, top_k=3)) for s in range(40)], config, TINY)
+    inputs = pack([TokenSpan([0], 0, [[1]], random_params(s, temperature=s, top_k=3)) for s in range(40)], config, TINY)
     logits, tokens = np.resize(logits, (len(inputs.seeds), 50)), np.resize(tokens, len(inputs.seeds))
     got = np.asarray(jax.jit(logprobs)(logits, tokens, inputs))[:40]
     np.testing.assert_allclose(got, expected[np.arange(40), tokens[:40]], rtol=1e-5)
-    alone = pack([TokenSpan([0], 0, [0], SamplingParams(1))], CONFIG, TINY)
+    alone = pack([TokenSpan([0], 0, [[1]], SamplingParams(1))], CONFIG, TINY)
     for row in (0, 7, 39):
         first = np.asarray(jax.jit(logprobs)(logits[row].repeat(32).reshape(50, 32).T, tokens[row].repeat(32), alone))
         assert first[0] == got[row]

@@ -106,10 +106,10 @@ def test_blocks_are_findable_only_after_the_step_that_computes_them():
     scheduler = make_scheduler(max_num_batched_tokens=64)
     first, second = add(scheduler, "a", 24, seed=1), add(scheduler, "b", 24, seed=1)
     assert step(scheduler) == {"a": 24, "b": 24}
-    assert not set(first.block_ids) & set(second.block_ids)
+    assert not set(first.block_tables[0]) & set(second.block_tables[0])
     third = add(scheduler, "c", 24, seed=1)
     step(scheduler)
-    assert third.block_ids[:5] == first.block_ids[:5]
+    assert third.block_tables[0][:5] == first.block_tables[0][:5]
 
 
 def test_salts_do_not_share():

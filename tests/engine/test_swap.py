@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
+from tests.engine.helpers import SMALL_ENGINE, TINY, WINDOWED, make_request, random_tokens, serve, tokens_of
 from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
 from tpu_offload import LayoutError, OffloadConfig, StepReport
 from tpu_offload.engine import Engine, FinishReason
@@ -46,7 +46,7 @@ def pressed(*, num_blocks=9, num_old=16):
 def test_a_swapped_request_keeps_its_computed_tokens():
     scheduler, offload, old, new = pressed()
     assert new.num_computed_tokens == len(new.tokens) - 1
-    assert new.block_ids == []
+    assert new.block_tables == []
     assert (new.num_preemptions, new.num_swaps, scheduler.num_swapped) == (1, 1, 1)
     scheduler.finish("old")
     assert step(scheduler) == {}  # it cannot return: its KV is lost, and the next update reports that
@@ -113,7 +113,7 @@ def test_a_victim_being_swapped_in_is_swapped_out_again():
     step(scheduler)
     assert new.phase is Phase.RETURNING
     scheduler._preempt(new)
-    assert (new.phase, new.block_ids) == (Phase.SWAPPED, [])
+    assert (new.phase, new.block_tables) == (Phase.SWAPPED, [])
     assert (new.num_preemptions, new.num_swaps) == (2, 1)
     scheduler.check_invariants()
 
@@ -176,9 +176,9 @@ def test_blocks_recomputed_by_others_are_shared():
     offload.can.add("new")
     step(scheduler)
     (event,) = [event for event in offload.events if event[0] == "swap_in"]
-    assert event[2] == dict(enumerate(twin.block_ids[:3]))
+    assert event[2] == dict(enumerate(twin.block_tables[0][:3]))
     scheduler.end_swap_in("new")
-    assert new.block_ids[:3] == twin.block_ids[:3]
+    assert new.block_tables[0][:3] == twin.block_tables[0][:3]
     scheduler.check_invariants()
 
 
@@ -187,18 +187,17 @@ def test_a_prefix_computed_during_the_swap_in_is_deduplicated():
     scheduler, offload, _, new = pressed(num_blocks=16, num_old=44)
     scheduler.finish("old")
     offload.can.add("new")
-    scheduler._blocks._full._block_of.clear()  # as if all of it had been evicted from HBM
-    scheduler._blocks._full._hash_of.clear()
+    scheduler._blocks.invalidate()  # as if all of it had been evicted from HBM
     step(scheduler)
     prompt = new.request.prompt_tokens
     twin = Sequence(make_request("twin", (*prompt, 1, 2), max_tokens=5), 0.0, [*prompt, 1, 2])
     scheduler.add(twin)
     step(scheduler)
-    assert not set(new.block_ids) & set(twin.block_ids)
-    num_free = scheduler._blocks.num_free[0]
+    assert not set(new.block_tables[0]) & set(twin.block_tables[0])
+    num_free = scheduler._blocks.num_free
     scheduler.end_swap_in("new")
-    assert new.block_ids[:3] == twin.block_ids[:3]
-    assert scheduler._blocks.num_free[0] == num_free + 3
+    assert new.block_tables[0][:3] == twin.block_tables[0][:3]
+    assert scheduler._blocks.num_free == num_free + 3
     scheduler.check_invariants()
 
 
@@ -375,6 +374,5 @@ def test_rates_are_measured_while_serving(asynchronous):
 
 
 def test_a_model_with_windows_needs_the_tier_turned_off():
-    model = dataclasses.replace(TINY, sliding_window=10, window_layers=(1,))
-    with pytest.raises(LayoutError, match=r"layer groups full_attention, sliding_window; .* set TPU_OFFLOAD_HOST_GB=0"):
-        Engine(model, TIGHT, offload=swap_config(num_cpu_chunks=8))
+    with pytest.raises(LayoutError, match=r"layer groups full_attention, sliding_window, sliding_window; .* set TPU_OFFLOAD_HOST_GB=0"):
+        Engine(WINDOWED, TIGHT, offload=swap_config(num_cpu_chunks=8))

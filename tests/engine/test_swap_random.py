@@ -9,16 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
+from tests.engine.helpers import SMALL_ENGINE, TINY, WINDOWED, make_request, random_tokens
 from tpu_offload import OffloadConfig, OffloadStats, RequestLimits
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.memory import host_arena
 from tpu_offload.types import Direction
 
-WINDOWED = dataclasses.replace(TINY, num_layers=3, sliding_window=10, window_layers=(1,))
 MODELS = {"full": TINY, "windows": WINDOWED}
-UNLIMITED = dataclasses.replace(SMALL_ENGINE, num_blocks=400, max_num_seqs=6)
-TIGHT = dataclasses.replace(UNLIMITED, num_blocks=34)
+TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=34, max_num_seqs=6)
+UNLIMITED = dataclasses.replace(TIGHT, num_blocks=400, enable_prefix_caching=False)
 COUNTS: Counter[Any] = Counter()
 
 
@@ -86,7 +85,8 @@ def run_random(model, expected, seed, *, pool_blocks, asynchronous, tier, fault_
     With several rounds they are repeated, some with limits, and the cache is sometimes reset.
     """
     rng = random.Random(seed)
-    config = dataclasses.replace(TIGHT, async_scheduling=asynchronous)
+    num_blocks = 60 if model is WINDOWED else TIGHT.num_blocks
+    config = dataclasses.replace(TIGHT, async_scheduling=asynchronous, num_blocks=num_blocks)
     nbytes = pool_blocks * 1.01 * 4 * TIGHT.block_size * 2 * TINY.num_kv_heads * TINY.head_dim  # 2 layers of 2 bytes
     engine = Engine(
         model,

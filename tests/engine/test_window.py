@@ -1,4 +1,4 @@
-"""Layers with a sliding window: equal to a dense reference, and the same bits for every schedule and ring."""
+"""Layers with a sliding window: equal to a dense reference, and the same bits for every schedule and block table."""
 
 import dataclasses
 from typing import Any
@@ -12,67 +12,65 @@ from tests.engine.dense import dense_logits
 from tests.engine.helpers import SMALL_ENGINE, TINY, random_tokens
 from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams, attention
 from tpu_offload.engine.batch import TokenSpan, pack
-from tpu_offload.engine.config import num_blocks_of, window_ring_blocks
+from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.runner import ModelRunner
 from tpu_offload.errors import ConfigError
 
 GREEDY = SamplingParams(1)
 TOKENS = random_tokens(0, 300)  # three tiles of keys
-WINDOWED = dataclasses.replace(TINY, num_layers=3, kv_dtype="float32", sliding_window=20, window_layers=(0, 2))
-ENGINE = EngineConfig(block_size=16, num_blocks=64, max_num_seqs=3, max_model_len=320, max_num_batched_tokens=40)
+# Three groups of two layers, in no order.
+WINDOWED = dataclasses.replace(TINY, num_layers=6, kv_dtype="float32", sliding_window=20, window_layers=(0, 1, 3, 5))
+ENGINE = EngineConfig(block_size=16, num_blocks=76, max_num_seqs=3, max_model_len=320, max_num_batched_tokens=40)
 # Windows: shorter than a block, one block, not a multiple of it, past the first tile, past the sequence.
 SHAPES = [(1, 16), (5, 16), (16, 16), (37, 8), (150, 16), (400, 16)]
 
 
 class Lab:
-    """Computes tokens in given chunks; before every step all KV outside the windows is NaN."""
+    """Computes tokens in given chunks; before every step all KV outside the windows is NaN, in the null block too."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         self.model, self.engine = model, engine
         self.runner = ModelRunner(model, engine)
-        self.ring_blocks = window_ring_blocks(model, engine)
-        self.num_window_blocks = num_blocks_of(model, engine)[1]
+        self.windows = model.group_windows
 
     def compute(self, chunks, *, seed=None, tokens=TOKENS):
         """Bits of the KV, `[layers, tokens, ...]`, and of logits and log-probability after each chunk, by position.
 
-        With a seed, batched with random requests, and with ring blocks replaced once no token can see them.
+        With a seed, batched with random requests, which overwrite the blocks that no token can see any more.
         """
         rng = np.random.default_rng(seed)
-        blocks = rng.permutation(self.engine.num_blocks) if seed is not None else np.arange(self.engine.num_blocks)
-        blocks, other_blocks = np.split(blocks, [-(-len(tokens) // self.engine.block_size)])
-        ring, kv, outputs, start = np.arange(self.ring_blocks), [], {}, 0
+        blocks = np.arange(1, self.engine.num_blocks + 1)
+        if seed is not None:
+            rng.shuffle(blocks)
+        num_positions = -(-len(tokens) // self.engine.block_size)
+        *tables, unused = np.split(blocks, num_positions * np.arange(1, len(self.windows) + 1))
+        kv, outputs, start = [], {}, 0
         self._put([np.full(cache.shape, np.nan, cache.dtype) for cache in self.runner.kv_caches])
         for n in chunks:
             end = start + n
+            firsts = [self._first_seen(start, window) // self.engine.block_size for window in self.windows]
+            used = [
+                [*[NULL_BLOCK] * first, *table[first : -(-end // self.engine.block_size)].tolist()]
+                for first, table in zip(firsts, tables, strict=True)
+            ]
             runs = []
             if seed is not None:
-                ring, other_ring = self._move(rng, ring, start)
-                runs = self._neighbours(rng, other_blocks, other_ring, self.engine.max_num_batched_tokens - n)
-            used = ring[: -(-end // self.engine.block_size)].tolist()
+                free = np.concatenate([unused, *(t[:first] for t, first in zip(tables, firsts, strict=True))])
+                runs = self._neighbours(rng, rng.permutation(free), self.engine.max_num_batched_tokens - n)
             row = int(rng.integers(len(runs) + 1))
-            runs.insert(row, TokenSpan(tokens[start:end], start, blocks.tolist(), GREEDY, used))
+            runs.insert(row, TokenSpan(tokens[start:end], start, used, GREEDY))
             output = self.runner.step(runs)
             outputs[end] = bits(output.logits[row]), bits(output.logprobs[row])
-            kv.append(self._read_and_poison(start, end, blocks, ring))
+            kv.append(self._read_and_poison(start, end, tables))
             start = end
         assert start == len(tokens)
         return np.concatenate(kv, axis=1), outputs
 
-    def _seen(self, start):
-        """Positions before `start` that a token at `start` attends to in a windowed layer."""
-        return np.arange(max(0, start - self.model.sliding_window + 1), start)
+    def _first_seen(self, position, window):
+        """The first token that one at `position` attends to."""
+        return max(0, position - window + 1) if window else 0
 
-    def _move(self, rng, ring, start):
-        """The ring with other blocks at entries that are not read, and the remaining blocks."""
-        live = np.unique(self._seen(start) // self.engine.block_size % self.ring_blocks)
-        spare = rng.permutation(np.setdiff1d(np.arange(self.num_window_blocks), ring[live]))
-        dead = np.setdiff1d(np.arange(self.ring_blocks), live)
-        ring = ring.copy()
-        ring[dead] = spare[: len(dead)]
-        return ring, spare[len(dead) :]
-
-    def _neighbours(self, rng, blocks, ring, budget):
+    def _neighbours(self, rng, blocks, budget):
         """Another request in the middle of its generation, whose past KV is NaN."""
         n = int(rng.integers(budget + 1))
         if n == 0:
@@ -80,25 +78,22 @@ class Lab:
         tokens = rng.integers(0, self.model.vocab_size, n).tolist()
         position = int(rng.integers(self.engine.max_model_len - n))
         # The remaining blocks, repeated: its own KV may be garbage.
-        full_blocks = np.resize(blocks, self.engine.max_model_len // self.engine.block_size)
-        return [TokenSpan(tokens, position, full_blocks.tolist(), GREEDY, np.resize(ring, self.ring_blocks).tolist())]
+        table = np.resize(blocks, self.engine.max_model_len // self.engine.block_size).tolist()
+        return [TokenSpan(tokens, position, [table] * len(self.windows), GREEDY)]
 
-    def _read_and_poison(self, start, end, blocks, ring):
+    def _read_and_poison(self, start, end, tables):
         """Returns the chunk's KV as f32 bits; sets all KV that token `end` does not attend to to NaN."""
-        read, kept = [], []
-        for i, cache in enumerate(np.asarray(c) for c in self.runner.kv_caches):
-            window = self.model.window_of(i)
-
-            def slots(positions, window=window):
-                b = positions // self.engine.block_size
-                return ring[b % self.ring_blocks] if window else blocks[b], positions % self.engine.block_size
-
-            read.append(cache[slots(np.arange(start, end))])
-            seen = slots(self._seen(end) if window else np.arange(end))
-            kept.append(np.full_like(cache, np.nan))
-            kept[-1][seen] = cache[seen]
+        caches = [np.asarray(cache) for cache in self.runner.kv_caches]
+        kept = [np.full_like(cache, np.nan) for cache in caches]
+        read = {}
+        for layers, window, table in zip(self.model.layer_groups, self.windows, tables, strict=True):
+            chunk, seen = np.arange(start, end), np.arange(self._first_seen(end, window), end)
+            for cache, keep, layer in zip(caches, kept, layers, strict=True):
+                read[layer] = cache[table[chunk // self.engine.block_size], chunk % self.engine.block_size]
+                places = table[seen // self.engine.block_size], seen % self.engine.block_size
+                keep[places] = cache[places]
         self._put(kept)
-        return bits(np.stack(read))
+        return bits(np.stack([read[layer] for layer in range(self.model.num_layers)]))
 
     def _put(self, caches):
         self.runner.kv_caches = [jax.device_put(cache, jax.devices()[0]) for cache in caches]
@@ -126,10 +121,8 @@ def assert_same_bits(result, reference):
 
 
 def windowed(window, block_size, **sizes):
-    return (
-        dataclasses.replace(WINDOWED, sliding_window=window),
-        dataclasses.replace(ENGINE, block_size=block_size, **sizes),
-    )
+    sizes = {"block_size": block_size, "num_blocks": 4 * -(-len(TOKENS) // block_size)} | sizes
+    return dataclasses.replace(WINDOWED, sliding_window=window), dataclasses.replace(ENGINE, **sizes)
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
@@ -163,7 +156,7 @@ def test_chunks_neighbours_and_places_change_no_bits(lab, one_by_one, seed):
 
 
 def test_other_block_sizes_and_budgets_change_no_bits():
-    """Also other rings. At the widths of the default model, because XLA's matrix multiplication depends on them."""
+    """At the widths of the default model, because XLA's matrix multiplication depends on them."""
     wide = dataclasses.replace(ModelConfig(), num_layers=2, sliding_window=37, window_layers=(0,))
     reference = Lab(wide, ENGINE).compute([1] * len(TOKENS))
     sizes: dict[str, Any] = {"block_size": 8, "num_blocks": 90, "max_num_batched_tokens": 100, "max_num_seqs": 5}
@@ -175,24 +168,27 @@ def test_other_block_sizes_and_budgets_change_no_bits():
 def test_the_window_and_its_layers_show_in_the_logits():
     """The comparisons above are not of a model that ignores its windows."""
     expected = dense_logits(WINDOWED, TOKENS[:60])[-1]
-    for change in ({"sliding_window": 21}, {"sliding_window": 19}, {"window_layers": (0,)}, {"window_layers": (2,)}):
+    for change in ({"sliding_window": 21}, {"sliding_window": 19}, {"window_layers": (0, 1, 3, 4)}):
         other = dense_logits(dataclasses.replace(WINDOWED, **change), TOKENS[:60])[-1]
         assert np.abs(other - expected).max() > 1e-2 * np.abs(expected).max(), change
 
 
-def test_long_generation_wraps_around_the_ring_many_times():
+def test_long_generation_in_few_blocks():
+    """A window's blocks are reused in turn, as the allocator does for a request alone."""
     model, engine = windowed(7, 4, max_num_batched_tokens=6)
-    ring_blocks = window_ring_blocks(model, engine)
-    assert ring_blocks == 4
+    model = dataclasses.replace(model, num_layers=2, window_layers=(1,))
     runner = ModelRunner(model, engine)
     tokens, logits = list(TOKENS[:6]), []
-    run = TokenSpan(tokens[:6], 0, range(64), GREEDY, [9, 2])
-    while len(tokens) < 10 * ring_blocks * engine.block_size:
+    full, turns = range(50, 100), [9, 2, 5]
+    run = TokenSpan(tokens[:6], 0, [full, [9, 2]], GREEDY)
+    while len(tokens) < 120:
         output = runner.step([run])
         logits.append(np.asarray(output.logits[0]))
         tokens.append(int(output.tokens[0]))
-        ring = [9, 2, 5, 0][: -(-len(tokens) // engine.block_size)]
-        run = TokenSpan(tokens[-1:], len(tokens) - 1, range(64), GREEDY, ring)
+        first = max(0, len(tokens) - 1 - 6) // 4
+        window = [NULL_BLOCK] * first + [turns[i % 3] for i in range(first, -(-len(tokens) // 4))]
+        assert len(set(window[first:])) == len(window[first:])
+        run = TokenSpan(tokens[-1:], len(tokens) - 1, [full, window], GREEDY)
     expected = dense_logits(model, tokens)[5:-1]
     assert len(set(tokens)) > 10
     np.testing.assert_allclose(np.stack(logits), expected, atol=1e-4 * np.abs(expected).max())
@@ -200,15 +196,17 @@ def test_long_generation_wraps_around_the_ring_many_times():
 
 def attend(position, num_queries, *, score):
     """f32[num_queries] of one head, with all scores equal to `score` and a key's position as its value."""
-    run = TokenSpan(TOKENS[:num_queries], position, [0] * 20, GREEDY, [4, 1, 3, 0, 2])
-    inputs = jax.tree.map(jnp.asarray, pack([run], ENGINE, WINDOWED))
+    table = np.arange(1, 21)[::-1]
     positions = np.arange(max(0, position - 19), position + num_queries)
-    blocks = np.array(run.window_block_ids)[positions // 16 % 5]
-    cache = np.full((5, 16, 2, 1, 1), np.nan, np.float32)
-    cache[blocks, positions % 16, 0] = 1.0
-    cache[blocks, positions % 16, 1] = positions[:, None, None]
+    table = np.where(np.isin(np.arange(20), positions // 16), table, NULL_BLOCK)
+    run = TokenSpan(TOKENS[:num_queries], position, [[9] * 20, table.tolist(), [8] * 20], GREEDY)
+    inputs = jax.tree.map(jnp.asarray, pack([run], ENGINE, WINDOWED))
+    cache = np.full((21, 16, 2, 1, 1), np.nan, np.float32)
+    cache[table[positions // 16], positions % 16, 0] = 1.0
+    cache[table[positions // 16], positions % 16, 1] = positions[:, None, None]
     q = jnp.full((len(inputs.tokens), 1, 1, 1), score)
-    return np.asarray(attention.paged_attention(q, jnp.asarray(cache), inputs, window=20))[:num_queries, 0, 0, 0]
+    attended = attention.paged_attention(q, jnp.asarray(cache), inputs, group_id=1, window=20)
+    return np.asarray(attended)[:num_queries, 0, 0, 0]
 
 
 @pytest.mark.parametrize("score", [-1e30, -1e3, 0.0, 1e3, 1e30])
@@ -236,68 +234,40 @@ def test_only_tiles_that_hold_keys_of_the_window_are_visited(monkeypatch, positi
     assert len(visited) == num_tiles
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 5])
-@pytest.mark.parametrize("window", [1, 2, 4, 5, 9])
-@pytest.mark.parametrize("budget", [1, 3, 4, 8])
-def test_a_ring_holds_what_the_largest_step_reads_and_writes(block_size, window, budget):
-    model = dataclasses.replace(WINDOWED, sliding_window=window)
-    engine = EngineConfig(block_size=block_size, max_num_seqs=1, max_num_batched_tokens=budget, max_model_len=1000)
-    num_blocks = {
-        (start + budget - 1) // block_size - (start - window + 1) // block_size + 1 for start in range(window, 60)
-    }
-    assert window_ring_blocks(model, engine) == max(num_blocks)
+def test_layer_groups_share_the_arrays():
+    assert WINDOWED.layer_groups == ((2, 4), (0, 3), (1, 5))
+    assert WINDOWED.group_windows == (0, 20, 20)
+    shapes = [cache.shape for cache in ModelRunner(WINDOWED, ENGINE).kv_caches]
+    assert shapes == [(1 + ENGINE.num_blocks, *WINDOWED.page_shape(16))] * 2
 
 
-def test_a_ring_is_no_longer_than_the_longest_request():
-    assert window_ring_blocks(WINDOWED, dataclasses.replace(ENGINE, max_model_len=17)) == 2
-    assert window_ring_blocks(TINY, ENGINE) == 0
+def test_a_model_without_windows_is_one_group():
+    assert (TINY.layer_groups, TINY.group_windows) == (((0, 1),), (0,))
+    inputs = pack([TokenSpan([1], 0, [[3]], GREEDY)], SMALL_ENGINE, TINY)
+    assert inputs.block_tables.shape == (1, SMALL_ENGINE.max_num_seqs, 32)
 
 
-def test_each_group_of_layers_has_its_blocks():
-    assert WINDOWED.layer_groups == ((1,), (0, 2))
-    assert [WINDOWED.window_of(i) for i in range(3)] == [20, 0, 20]
-    assert num_blocks_of(WINDOWED, ENGINE) == (64, 3 * 5)
-    engine = dataclasses.replace(ENGINE, num_window_blocks=6)
-    assert num_blocks_of(WINDOWED, engine) == (64, 6)
-    shapes = [cache.shape for cache in ModelRunner(WINDOWED, engine).kv_caches]
-    assert shapes == [(n, *WINDOWED.page_shape(16)) for n in (6, 64, 6)]
-
-
-def test_a_model_without_windows_packs_nothing_for_them():
-    assert TINY.layer_groups == ((0, 1),)
-    assert num_blocks_of(TINY, SMALL_ENGINE) == (64,)
-    inputs = pack([TokenSpan([1], 0, [3], GREEDY)], SMALL_ENGINE, TINY)
-    assert inputs.window_tables.size == inputs.window_write_blocks.size == 0
-
-
-def test_a_ring_too_short_for_its_span_is_an_assertion():
-    with pytest.raises(AssertionError, match="17"):
-        pack([TokenSpan(TOKENS[:17], 0, [0, 1], GREEDY, [0])], ENGINE, WINDOWED)
+def test_a_token_without_a_block_is_an_assertion():
+    for tables in ([[1, 2], [1], [1, 2]], [[1, 2], [1, NULL_BLOCK], [1, 2]]):
+        with pytest.raises(AssertionError, match="a token has no block"):
+            pack([TokenSpan(TOKENS[:17], 0, tables, GREEDY)], ENGINE, WINDOWED)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"sliding_window": -1}, "sliding_window=-1; expected at least 1, or 0 for none"),
-        ({"sliding_window": 0}, r"sliding_window=0 with window_layers=\(0, 2\); expected both or neither"),
+        ({"sliding_window": 0}, r"sliding_window=0 with window_layers=\(0, 1, 3, 5\); expected both or neither"),
         ({"window_layers": ()}, r"sliding_window=20 with window_layers=\(\); expected both or neither"),
-        ({"window_layers": (2, 0)}, r"window_layers=\(2, 0\); expected layer ids from 0 to 2, ascending, none twice"),
-        ({"window_layers": (1, 1)}, r"window_layers=\(1, 1\); expected layer ids from 0 to 2"),
-        ({"window_layers": (1, 3)}, r"window_layers=\(1, 3\); expected layer ids from 0 to 2"),
-        ({"window_layers": (-1, 1)}, r"window_layers=\(-1, 1\); expected layer ids from 0 to 2"),
-        ({"window_layers": (0, 1, 2)}, "are all the layers; expected at least one with full attention"),
+        ({"window_layers": (2, 0)}, r"window_layers=\(2, 0\); expected layer ids from 0 to 5, ascending, none twice"),
+        ({"window_layers": (1, 1)}, r"window_layers=\(1, 1\); expected layer ids from 0 to 5"),
+        ({"window_layers": (1, 6)}, r"window_layers=\(1, 6\); expected layer ids from 0 to 5"),
+        ({"window_layers": (-1, 1)}, r"window_layers=\(-1, 1\); expected layer ids from 0 to 5"),
+        ({"window_layers": tuple(range(6))}, "are all the layers; expected at least one with full attention"),
+        ({"window_layers": (1,)}, "1 window_layers beside 5 layers with full .* expected a multiple of 5 window_layers"),
+        ({"num_layers": 7}, "4 window_layers beside 3 layers with full .* groups of 3, which share arrays"),
     ],
 )
 def test_impossible_windows_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(WINDOWED, **change)
-
-
-def test_too_few_window_blocks_are_refused():
-    with pytest.raises(ConfigError, match="num_window_blocks=-1; expected at least 1, or 0"):
-        EngineConfig(num_window_blocks=-1)
-    engine = dataclasses.replace(ENGINE, num_window_blocks=4)
-    assert num_blocks_of(TINY, engine) == (64,)
-    for build in (num_blocks_of, ModelRunner):
-        with pytest.raises(ConfigError, match=r"num_window_blocks=4 is under the 5 blocks .* set .* to at least 5"):
-            build(WINDOWED, engine)

@@ -13,9 +13,9 @@ multiplication chooses its order by the shape of its operands, so equal tokens n
   row is an exact no-op for it: exp(-inf) adds 0 and the running maximum stays. So it does not
   matter which masked tiles a loop visits, before a row's first key or after its last.
 
-Layers with a sliding window keep a request's blocks in a ring (`config.window_ring_blocks`), and
-their loop starts at the tile with the first key that any of its queries sees. Places of the ring
-that lie outside what the queries see hold older tokens, newer ones, or none.
+In layers with a sliding window the loop starts at the tile with the first key that any of its
+queries sees. Blocks before it have been freed: the table has the null block in their places, and
+what is read from there is ignored.
 
 The loops have dynamic trip counts: cost follows the real context, and one program serves every step.
 
@@ -61,7 +61,7 @@ def map_row_tiles(fn: Callable[..., Any], num_rows: jax.Array, *arrays: jax.Arra
     return lax.fori_loop(0, (num_rows + ROW_TILE - 1) // ROW_TILE, one_tile, out)
 
 
-def write_kv(cache: jax.Array, kv: jax.Array, inputs: StepInputs, *, window: int = 0) -> jax.Array:
+def write_kv(cache: jax.Array, kv: jax.Array, inputs: StepInputs, *, group_id: int = 0) -> jax.Array:
     """Stores the step's keys and values in their blocks.
 
     One small update a token, in place, and only for real tokens: a scatter of bfloat16 would convert
@@ -71,9 +71,9 @@ def write_kv(cache: jax.Array, kv: jax.Array, inputs: StepInputs, *, window: int
       cache: `[num_blocks, *page_shape]`, updated in place when the caller donates it.
       kv: `[rows, *page_shape[1:]]` of the same dtype.
       inputs: says which block and offset each row belongs to.
-      window: as in `paged_attention`.
+      group_id: the layer group.
     """
-    write_blocks = inputs.window_write_blocks if window else inputs.write_blocks
+    write_blocks = inputs.write_blocks[group_id]
 
     def one_token(t: jax.Array, cache: jax.Array) -> jax.Array:
         row = lax.dynamic_index_in_dim(kv, t, keepdims=True)[None]
@@ -83,7 +83,9 @@ def write_kv(cache: jax.Array, kv: jax.Array, inputs: StepInputs, *, window: int
     return written
 
 
-def paged_attention(q: jax.Array, cache: jax.Array, inputs: StepInputs, *, window: int = 0) -> jax.Array:
+def paged_attention(
+    q: jax.Array, cache: jax.Array, inputs: StepInputs, *, group_id: int = 0, window: int = 0
+) -> jax.Array:
     """Causal attention of the step's tokens over their sequences' blocks.
 
     Reads back what `write_kv` stored, for this step's tokens too: a key that was rounded to the
@@ -93,12 +95,13 @@ def paged_attention(q: jax.Array, cache: jax.Array, inputs: StepInputs, *, windo
       q: f32[rows, kv_heads, group, head_dim], rotated and scaled.
       cache: `[num_blocks, *page_shape]`, holding the KV of this step.
       inputs: the tiles and block tables.
+      group_id: the layer group.
       window: the last tokens that a token attends to, itself included; 0 for all of them.
     Returns:
       f32[rows, kv_heads, group, head_dim]; rows that hold no token are garbage.
     """
     _, kv_heads, group, head_dim = q.shape
-    block_tables = inputs.window_tables if window else inputs.block_tables
+    block_tables = inputs.block_tables[group_id]
 
     def one_q_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         tile = lax.dynamic_slice_in_dim(q, inputs.tile_starts[i], Q_TILE)
@@ -133,10 +136,7 @@ def _attend_tile(
     first_key = jnp.maximum(position - window + 1, 0) if window else 0
 
     def one_kv_tile(j: jax.Array, carry: list[_Running]) -> list[_Running]:
-        if window:
-            block_ids = block_table[(j * num_tile_blocks + jnp.arange(num_tile_blocks)) % len(block_table)]
-        else:
-            block_ids = lax.dynamic_slice_in_dim(block_table, j * num_tile_blocks, num_tile_blocks)
+        block_ids = lax.dynamic_slice_in_dim(block_table, j * num_tile_blocks, num_tile_blocks)
         pages = jnp.concatenate([lax.dynamic_index_in_dim(cache, block_ids[n]) for n in range(num_tile_blocks)])
         kv = pages.reshape(num_keys, len(queries), 2, head_dim).astype(jnp.float32)
         key_positions = j * num_keys + jnp.arange(num_keys)

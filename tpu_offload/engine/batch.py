@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_offload.engine.config import EngineConfig, ModelConfig, window_ring_blocks
+from tpu_offload.engine.block_manager import NULL_BLOCK
+from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.request import SamplingParams
 
 ROW_TILE = 32  # rows of a dense matmul; at 64 a decode step takes a third longer and a prefill no less
@@ -15,7 +16,7 @@ Q_TILE = 16  # queries of one sequence in a tile; a decoding sequence wastes all
 KV_TILE = 128  # keys in a tile, rounded up to whole blocks
 
 
-_PER_ROW = ("tokens", "positions", "write_blocks", "write_offsets")
+_PER_ROW = ("tokens", "positions", "write_offsets")
 _PER_TILE = ("tile_starts", "tile_positions", "tile_lens", "tile_rows")
 _PER_SAMPLE = {
     "sample_rows": np.int32,
@@ -43,16 +44,14 @@ class StepInputs:
       tokens: i32[rows], token ids; a request's tokens are consecutive.
       last_rows: i32[rows], the row of the previous step's sampled tokens to take the token from; -1 to use `tokens`.
       positions: i32[rows], position of each token in its request.
-      write_blocks: i32[rows], block that takes the token's KV.
+      write_blocks: i32[groups, rows], per layer group the block that takes the token's KV.
       write_offsets: i32[rows], place in that block.
       num_tiles: i32 scalar, query tiles; each is up to `Q_TILE` tokens of one request, in row order.
       tile_starts: i32[tiles], first row of the tile.
       tile_positions: i32[tiles], position of that row's token.
       tile_lens: i32[tiles], tokens in the tile.
       tile_rows: i32[tiles], the request's row in `block_tables`.
-      block_tables: i32[max_num_seqs, max_blocks], blocks of each request.
-      window_write_blocks: i32[rows], as `write_blocks`, of the windowed layers; i32[0] without them.
-      window_tables: i32[max_num_seqs, ring_blocks], ring of each request; i32[max_num_seqs, 0] without them.
+      block_tables: i32[groups, max_num_seqs, max_blocks], per layer group the blocks of each request by position.
       num_samples: i32 scalar, requests in the batch.
       sample_rows: i32[samples], row of each request's last token.
       sample_positions: i32[samples], position of the token to be sampled.
@@ -73,8 +72,6 @@ class StepInputs:
     tile_lens: jax.Array
     tile_rows: jax.Array
     block_tables: jax.Array
-    window_write_blocks: jax.Array
-    window_tables: jax.Array
     num_samples: jax.Array
     sample_rows: jax.Array
     sample_positions: jax.Array
@@ -90,19 +87,17 @@ class TokenSpan:
     Attributes:
       tokens: token ids.
       position: position of the first one; KV of all before it is in the blocks.
-      block_ids: the request's blocks, enough for `position + len(tokens)` tokens.
+      block_tables: per layer group, the request's blocks by position, enough for `position + len(tokens)` tokens; with
+        a window, the null block for those that the span does not see.
       sampling: how the token after the span is chosen.
-      window_block_ids: the request's blocks of the windowed layers, by place in their ring (see
-        `window_ring_blocks`); enough for the span, empty for a model without such layers.
       last_row: if the last token was sampled by the previous step and may still be in flight: its row in that step's
         output; the id in `tokens` is ignored then. Else -1.
     """
 
     tokens: Sequence[int]
     position: int
-    block_ids: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
     sampling: SamplingParams
-    window_block_ids: Sequence[int] = ()
     last_row: int = -1
 
 
@@ -112,35 +107,30 @@ def pack(spans: Sequence[TokenSpan], config: EngineConfig, model_config: ModelCo
     Args:
       spans: at most `max_num_seqs`, together at most `max_num_batched_tokens` tokens; none is empty.
       config: gives the shapes.
-      model_config: for the windowed layers.
+      model_config: gives the layer groups.
     """
     rows = round_up(config.max_num_batched_tokens + Q_TILE, ROW_TILE)  # a query tile may reach past the last token
     num_tiles = config.max_num_batched_tokens // Q_TILE + config.max_num_seqs
     samples = round_up(config.max_num_seqs, ROW_TILE)
     width = round_up(-(-config.max_model_len // config.block_size), kv_tile_blocks(config.block_size))
-    ring_blocks = window_ring_blocks(model_config, config)
-    tables: Any = np.zeros((config.max_num_seqs, width), np.int32)
-    rings: Any = np.zeros((config.max_num_seqs, ring_blocks), np.int32)
+    num_groups = len(model_config.layer_groups)
+    tables: Any = np.full((num_groups, config.max_num_seqs, width), NULL_BLOCK, np.int32)
+    write_blocks: Any = np.full((num_groups, rows), NULL_BLOCK, np.int32)
     a: dict[str, Any] = {name: np.zeros(rows, np.int32) for name in _PER_ROW}
     a["last_rows"] = np.full(rows, -1, np.int32)
-    a["window_write_blocks"] = np.zeros(rows if ring_blocks else 0, np.int32)
     a |= {name: np.zeros(num_tiles, np.int32) for name in _PER_TILE}
     a |= {name: np.zeros(samples, dtype) for name, dtype in _PER_SAMPLE.items()}
 
     row = tile = 0
     for i, span in enumerate(spans):
         n = len(span.tokens)
-        tables[i, : len(span.block_ids)] = span.block_ids
+        for table, block_ids in zip(tables[:, i], span.block_tables, strict=True):
+            table[: len(block_ids)] = block_ids
         at, positions = slice(row, row + n), np.arange(span.position, span.position + n)
         a["tokens"][at], a["positions"][at] = span.tokens, positions
         a["last_rows"][row + n - 1] = span.last_row
-        a["write_blocks"][at] = tables[i, positions // config.block_size]
+        write_blocks[:, at] = tables[:, i, positions // config.block_size]
         a["write_offsets"][at] = positions % config.block_size
-        if ring_blocks:
-            places = positions // config.block_size % ring_blocks
-            assert places.max() < len(span.window_block_ids), (span.position, n, span.window_block_ids)
-            rings[i, : len(span.window_block_ids)] = span.window_block_ids
-            a["window_write_blocks"][at] = rings[i, places]
 
         offsets = np.arange(0, n, Q_TILE)
         at = slice(tile, tile + len(offsets))
@@ -152,12 +142,13 @@ def pack(spans: Sequence[TokenSpan], config: EngineConfig, model_config: ModelCo
         a["temperatures"][i], a["top_ks"][i], a["seeds"][i] = (
             span.sampling.temperature, span.sampling.top_k, span.sampling.seed
         )  # fmt: skip
+    assert (write_blocks[:, :row] != NULL_BLOCK).all(), "a token has no block"
     counts: dict[str, Any] = {
         "num_tokens": np.int32(row),
         "num_tiles": np.int32(tile),
         "num_samples": np.int32(len(spans)),
     }
-    return StepInputs(block_tables=tables, window_tables=rings, **counts, **a)
+    return StepInputs(block_tables=tables, write_blocks=write_blocks, **counts, **a)
 
 
 def round_up(n: int, multiple: int) -> int:

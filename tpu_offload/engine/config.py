@@ -1,4 +1,4 @@
-"""Frozen, validated configs of model and engine, and sizes derived from both."""
+"""Frozen, validated configs of model and engine."""
 
 import dataclasses
 import math
@@ -30,7 +30,8 @@ class ModelConfig:
       kv_dtype: element type of the KV cache; the arithmetic itself is float32.
       sliding_window: in `window_layers`, the last tokens that a token attends to, itself included;
         0 for a model without such layers.
-      window_layers: layers with sliding-window attention, ascending; at least one layer is not among them.
+      window_layers: layers with sliding-window attention, ascending; a multiple of the number of the other layers, so
+        that they can be divided into groups of as many layers (see `layer_groups`).
       seed: of the random weights.
     """
 
@@ -77,6 +78,12 @@ class ModelConfig:
             )
         if len(layers) == self.num_layers:
             raise ConfigError(f"window_layers={layers} are all the layers; expected at least one with full attention")
+        num_full = self.num_layers - len(layers)
+        if len(layers) % num_full:
+            raise ConfigError(
+                f"{len(layers)} window_layers beside {num_full} layers with full attention cannot be divided into groups "
+                f"of {num_full}, which share arrays; expected a multiple of {num_full} window_layers"
+            )
 
     @property
     def kv_packing(self) -> int:
@@ -90,13 +97,23 @@ class ModelConfig:
 
     @property
     def layer_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Layers that share block ids: those with full attention, then the windowed ones if there are any."""
-        full = tuple(i for i in range(self.num_layers) if i not in self.window_layers)
-        return (full, self.window_layers) if self.window_layers else (full,)
+        """Layers that share a block table: those with full attention, then as many windowed ones per group.
 
-    def window_of(self, layer: int) -> int:
-        """The last tokens that a token attends to in this layer; 0 for all of them."""
-        return self.sliding_window if layer in self.window_layers else 0
+        Layer `j` of every group uses KV cache array `j`. A block belongs to one group at a time.
+        """
+        full = tuple(i for i in range(self.num_layers) if i not in self.window_layers)
+        num_window_groups = len(self.window_layers) // len(full)
+        return full, *(self.window_layers[g::num_window_groups] for g in range(num_window_groups))
+
+    @property
+    def group_windows(self) -> tuple[int, ...]:
+        """Per layer group, the last tokens that a token attends to; 0 for all of them."""
+        return 0, *[self.sliding_window] * (len(self.layer_groups) - 1)
+
+    @property
+    def num_arrays(self) -> int:
+        """KV cache arrays: layers per group."""
+        return len(self.layer_groups[0])
 
     def page_shape(self, block_size: int) -> tuple[int, int, int, int]:
         """One layer's slice of a block, as tpu-inference lays it out.
@@ -118,23 +135,20 @@ class EngineConfig:
 
     Attributes:
       block_size: tokens in a KV block.
-      num_blocks: blocks in HBM for the layers with full attention.
-      num_window_blocks: blocks in HBM for the windowed layers, if the model has any; 0 for a full ring
-        for each of `max_num_seqs` requests.
+      num_blocks: blocks in HBM, for all layer groups together; the null block, which no request holds, is not counted.
       max_num_seqs: most requests that hold blocks at a time.
       max_model_len: longest prompt plus output, in tokens.
       max_num_batched_tokens: tokens computed in one step; longer prompts are computed in chunks.
-      enable_prefix_caching: whether blocks in HBM are reused for equal prefixes. Always off with windowed layers.
+      enable_prefix_caching: whether blocks in HBM are reused for equal prefixes.
       num_spare_blocks: an admission watermark: blocks that must stay free for each sequence that holds blocks when
-        another one is admitted or swapped in; none for a full ring. With 0 as many sequences as possible run at a time,
-        and some are soon preempted.
+        another one is admitted or swapped in, in each layer group whose window it does not fill yet. With 0 as many
+        sequences as possible run at a time, and some are soon preempted.
       async_scheduling: whether a step is dispatched before the tokens of the previous step are read, so that the device
         does not wait for the host.
     """
 
     block_size: int = 16
     num_blocks: int = 512
-    num_window_blocks: int = 0
     max_num_seqs: int = 16
     max_model_len: int = 4096
     max_num_batched_tokens: int = 256
@@ -147,55 +161,11 @@ class EngineConfig:
             _check_positive(name, getattr(self, name))
         if self.num_spare_blocks < 0:
             raise ConfigError(f"num_spare_blocks={self.num_spare_blocks}; expected 0 or more")
-        if self.num_window_blocks < 0:
-            raise ConfigError(
-                f"num_window_blocks={self.num_window_blocks}; expected at least 1, or 0 to size it by max_num_seqs"
-            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is under max_num_seqs={self.max_num_seqs}: "
                 "a step could not hold one token of each request"
             )
-
-
-def window_ring_blocks(model: ModelConfig, engine: EngineConfig) -> int:
-    """Blocks in the ring that holds one request's KV of the windowed layers.
-
-    Block `b` of the request is entry `b % window_ring_blocks`. The KV of a step is written before any of it is read, so
-    the ring must hold the tokens of the largest step plus those that the step's first token attends to, at any offset
-    within a block.
-
-    Returns:
-      At most the blocks of `max_model_len` tokens; 0 for a model without windowed layers.
-    """
-    if not model.sliding_window:
-        return 0
-    num_tokens = model.sliding_window - 1 + engine.max_num_batched_tokens
-    ring_blocks = _num_blocks(num_tokens - 1, engine.block_size) + 1
-    return min(ring_blocks, _num_blocks(engine.max_model_len, engine.block_size))
-
-
-def num_blocks_of(model: ModelConfig, engine: EngineConfig) -> tuple[int, ...]:
-    """Blocks in HBM of each group of layers, in the order of `ModelConfig.layer_groups`.
-
-    Raises:
-      ConfigError: there are fewer blocks for the windowed layers than one request needs.
-    """
-    if not model.window_layers:
-        return (engine.num_blocks,)
-    ring_blocks = window_ring_blocks(model, engine)
-    num_window_blocks = engine.num_window_blocks or engine.max_num_seqs * ring_blocks
-    if num_window_blocks < ring_blocks:
-        raise ConfigError(
-            f"num_window_blocks={num_window_blocks} is under the {ring_blocks} blocks of one request's ring "
-            f"(sliding_window={model.sliding_window}, max_num_batched_tokens={engine.max_num_batched_tokens}); "
-            f"set num_window_blocks to at least {ring_blocks}"
-        )
-    return engine.num_blocks, num_window_blocks
-
-
-def _num_blocks(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tpu_offload import BlockHasher, CachesLostError, KVLayout, OffloadConfig, OffloadStats, RequestError
 from tpu_offload.engine.batch import TokenSpan
-from tpu_offload.engine.config import EngineConfig, ModelConfig, num_blocks_of, window_ring_blocks
+from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.offloading import Offloading, Seams
 from tpu_offload.engine.request import FinishReason, Request, RequestOutput
 from tpu_offload.engine.runner import ModelRunner, StepOutput
@@ -72,19 +72,14 @@ class Engine:
             self._runner.kv_caches,
             block_size=engine_config.block_size,
             model=model_config.name,
-            windows=[model_config.window_of(i) for i in range(model_config.num_layers)],
+            groups=[(window, range(model_config.num_arrays)) for window in model_config.group_windows],
         )
         self._offload: Offloading | None = None
         if offload is not None and (offload.enabled or offload.swap_gb != 0):
             self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock, seams=seams)
         hasher = BlockHasher(layout.fingerprint(), block_size=engine_config.block_size)
         self._scheduler = Scheduler(
-            engine_config,
-            hasher,
-            offload=self._offload,
-            num_window_blocks=sum(num_blocks_of(model_config, engine_config)[1:]),
-            ring_blocks=window_ring_blocks(model_config, engine_config),
-            window_tokens=model_config.sliding_window,
+            engine_config, hasher, offload=self._offload, windows=model_config.group_windows
         )
         self._samples: dict[str, list[Sequence]] = {}  # unfinished ones, by request
         self._in_flight: _InFlight | None = None
@@ -283,9 +278,7 @@ class Engine:
             rows = (row for row, other in enumerate(self._in_flight.batch) if other.sequence is sequence)
             source = next(rows)
             tokens = [*tokens, 0]
-        return TokenSpan(
-            tokens, scheduled.start, sequence.block_ids, sequence.sampling, sequence.window_block_ids, last_row=source
-        )
+        return TokenSpan(tokens, scheduled.start, sequence.block_tables, sequence.sampling, last_row=source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,19 +1,45 @@
 """Block tables of all layer groups: grants, shares and releases blocks.
 
-Layers with full attention need one block per `block_size` tokens. Layers with a sliding window need a ring of blocks:
-the block of token `t` is entry `t // block_size % ring_blocks`, and older tokens are overwritten. Full-attention blocks
-can be shared and cached by hash; ring blocks cannot, because their contents change.
+A sequence has one block table for each layer group, by position: token `t` is in block `t // block_size`. A layer with
+full attention needs all blocks. A layer with a sliding window needs the last ones; older ones are freed while the
+sequence runs, and the table has the null block in their places.
+
+A prefix hit of `n` blocks needs blocks 0 to `n - 1` of the group with full attention and, of each group with a window,
+the `window_blocks` ones before the hit's end, which the next tokens attend to. So a window's blocks are worth caching
+only where hits are likely to end: at the last block boundary below the last token of a prompt, for requests with the
+same prompt; and at the last boundary of what a sequence has computed when it is released, for the next turn of its
+conversation. All others are freed without a hash, to be reused first. For the second boundary a running sequence keeps
+a window's blocks from that before its last block boundary on, which is at most one more than its next token attends to.
+
+References:
+  vLLM, hybrid KV cache manager: groups of one size that share arrays, and sparse caching of windows.
 """
 
-from collections.abc import Callable
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from typing import final
 
 from tpu_offload import BlockHash, CachedPrefix
-from tpu_offload.engine.block_manager import BlockManager
+from tpu_offload.engine.block_manager import NULL_BLOCK, BlockManager
 from tpu_offload.engine.sequence import Origin, Sequence
 
-type BlockCopy = tuple[int, int, int]  # layer group, block to read, block to write
+type BlockCopy = tuple[int, int]  # block to read, block to write
+type FoundBlocks = List[dict[int, int]]  # per layer group, blocks by position
+
+
+def num_skipped_blocks(num_computed_tokens: int, *, window: int, block_size: int) -> int:
+    """Leading blocks of a layer group that are not needed any more after so many computed tokens.
+
+    Neither a later token attends to them, nor the next token of a prefix hit that ends at the last block boundary.
+    """
+    return max(0, num_computed_tokens // block_size - _window_blocks(window, block_size)) if window else 0
+
+
+def _window_blocks(window: int, block_size: int) -> int:
+    """Blocks before a block boundary that the token after it attends to."""
+    return -(-(window - 1) // block_size)
 
 
 @final
@@ -21,15 +47,14 @@ class KVBlocks:
     """Grants blocks of HBM to sequences.
 
     Args:
-      num_blocks: blocks for layers with full attention.
+      num_blocks: blocks, for all layer groups.
       block_size: tokens in a block.
-      num_window_blocks: blocks for layers with a window; 0 if there are none.
-      ring_blocks: most window blocks that a sequence needs.
-      window_tokens: tokens that a token attends to in those layers, itself included.
+      windows: per layer group, the tokens that a token attends to, itself included; 0 for all. Only the first group has
+        full attention.
+      max_step_tokens: most tokens that a step computes.
       num_spare_blocks: see `EngineConfig`.
-      prefix_caching: whether full blocks are cached by hash. Always off with windows: a prefix is useless without its
-        rings.
-      on_evict: called for each cached prefix whose last block is about to be evicted.
+      prefix_caching: whether full blocks are cached by hash.
+      on_evict: called for each cached prefix whose last block of full attention is about to be evicted.
     """
 
     def __init__(
@@ -37,163 +62,213 @@ class KVBlocks:
         *,
         num_blocks: int,
         block_size: int,
-        num_window_blocks: int = 0,
-        ring_blocks: int = 0,
-        window_tokens: int = 0,
+        windows: List[int] = (0,),
+        max_step_tokens: int,
         num_spare_blocks: int = 1,
         prefix_caching: bool = True,
         on_evict: Callable[[CachedPrefix], None] | None = None,
     ) -> None:
         self._block_size = block_size
-        self._ring_blocks = ring_blocks
-        self._window_tokens = window_tokens
+        self._windows = tuple(windows)
+        self._window_blocks = {g: _window_blocks(window, block_size) for g, window in enumerate(windows) if window}
+        self._max_step_tokens = max_step_tokens
         self._num_spare_blocks = num_spare_blocks
-        self._prefix_caching = prefix_caching and not ring_blocks
+        self._prefix_caching = prefix_caching
         self._on_evict = on_evict
-        # Per cached block, the sequence that it was computed for and its index there. Only with `on_evict`.
+        # Per cached block of full attention, the sequence that it was computed for and its index there. Only with
+        # `on_evict`.
         self._origins: dict[int, tuple[Origin, int]] = {}
-        self._full = BlockManager(num_blocks, on_evict=self._evict if on_evict else None)
-        self._window = BlockManager(num_window_blocks)
+        self._manager = BlockManager(
+            num_blocks, num_groups=len(self._windows), on_evict=self._evict if on_evict else None
+        )
 
-    def num_blocks(self, num_tokens: int) -> tuple[int, int]:
-        """Blocks needed for the KV of `num_tokens` tokens, per layer group."""
-        full = -(-num_tokens // self._block_size)
-        return full, min(full, self._ring_blocks)
+    def most_blocks(self, num_tokens: int) -> int:
+        """Most blocks that a sequence holds until the KV of `num_tokens` tokens is computed."""
+        full = self._num_blocks(num_tokens)
+        step = self._num_blocks(self._max_step_tokens + self._block_size - 1)
+        return full + sum(min(full, window_blocks + step) for window_blocks in self._window_blocks.values())
 
-    def missing(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """Of these, the blocks that a sequence lacks."""
-        full, window = self.num_blocks(num_tokens)
-        return max(0, full - len(sequence.block_ids)), max(0, window - len(sequence.window_block_ids))
-
-    @property
-    def num_free(self) -> tuple[int, int]:
-        """Free blocks per layer group, including cached ones without a reference."""
-        return self._full.num_free, self._window.num_free
+    def missing(self, sequence: Sequence, num_tokens: int, *, start: int) -> int:
+        """Blocks that a sequence lacks for `num_tokens` tokens; arguments as for `grant`."""
+        return sum(max(0, end - first) for first, end in self._to_fill(sequence, num_tokens, start))
 
     @property
-    def total(self) -> tuple[int, int]:
-        """All blocks, per layer group."""
-        return self._full.num_blocks, self._window.num_blocks
+    def num_free(self) -> int:
+        """Free blocks, including cached ones without a reference."""
+        return self._manager.num_free
 
-    def find_prefix(self, hashes: List[BlockHash]) -> list[int]:
-        """The cached blocks of the longest cached prefix."""
-        return self._full.lookup(hashes) if self._prefix_caching else []
+    @property
+    def total(self) -> int:
+        """All blocks."""
+        return self._manager.num_blocks
 
-    def live(self, sequence: Sequence, samples: List[Sequence]) -> dict[int, int]:
-        """Copies of a sequence's full blocks that are in HBM, apart from its own: index in its table -> block id.
+    def find_prefix(self, hashes: List[BlockHash]) -> FoundBlocks:
+        """The cached blocks of the longest prefix of which each layer group has what it needs."""
+        if not self._prefix_caching:
+            return self._nothing()
+        full = self._manager.lookup(hashes)
+        num_blocks, before = len(full), -1
+        while num_blocks != before:
+            before = num_blocks
+            for group_id in self._window_blocks:
+                num_blocks = self._cached_end(group_id, hashes[:num_blocks])
+        found: FoundBlocks = [dict(enumerate(full[:num_blocks]))]
+        for group_id, window_blocks in self._window_blocks.items():
+            first = max(0, num_blocks - window_blocks)
+            found.append(dict(enumerate(self._manager.lookup(hashes[first:num_blocks], group_id=group_id), first)))
+        return found
+
+    def live(self, sequence: Sequence, samples: List[Sequence]) -> FoundBlocks:
+        """Copies of a sequence's full blocks that are in HBM, apart from its own.
 
         Args:
           sequence: the sequence.
           samples: running sequences of the same prompt. Those that differ from it in `is_stale` are ignored.
         """
         num_full = sequence.num_computed_tokens // self._block_size
-        found = {}
-        if self._prefix_caching and not sequence.is_stale:
-            blocks = enumerate(map(self._full.get, sequence.block_hashes[:num_full]))
-            found = {i: block_id for i, block_id in blocks if block_id is not None}
-        for sample in samples:
-            if sample.is_stale != sequence.is_stale:
-                continue
-            computed = min(sequence.num_prompt_tokens, sequence.num_computed_tokens, sample.num_computed_tokens)
-            found = dict(enumerate(sample.block_ids[: computed // self._block_size])) | found
-        own = sequence.block_ids
-        return {i: block_id for i, block_id in found.items() if i >= len(own) or own[i] != block_id}
+        found = self._nothing()
+        for group_id in range(len(found)):
+            first = self._num_skipped(group_id, sequence.num_computed_tokens)
+            blocks = {} if sequence.is_stale else self._cached(sequence, group_id, first, num_full)
+            for sample in samples:
+                if sample.is_stale != sequence.is_stale:
+                    continue
+                computed = min(sequence.num_prompt_tokens, sequence.num_computed_tokens, sample.num_computed_tokens)
+                table = sample.block_tables[group_id][first : computed // self._block_size]
+                blocks = {i: block_id for i, block_id in enumerate(table, first) if block_id != NULL_BLOCK} | blocks
+            own = sequence.block_tables[group_id] if sequence.block_tables else []
+            found[group_id] = {i: block_id for i, block_id in blocks.items() if i >= len(own) or own[i] != block_id}
+        return found
 
     def grant(
-        self, sequence: Sequence, num_tokens: int, *, shared: dict[int, int] | None = None, active: List[Sequence] = ()
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        *,
+        start: int,
+        shared: FoundBlocks = (),
+        active: List[Sequence] = (),
     ) -> bool:
         """Grants a sequence all blocks that it lacks for `num_tokens` tokens, or none; returns whether it did.
+
+        With full attention it gets all of them at once, so that a prompt never runs out of blocks halfway; with a
+        window those for the next step.
 
         Args:
           sequence: gets the blocks.
           num_tokens: tokens whose KV must fit.
-          shared: for a sequence without blocks: held or cached blocks to share, by index in its table.
-          active: sequences for each of which `num_spare_blocks` must stay free; none for a full ring.
+          start: the leading ones that need not be computed, by the next step or a later one.
+          shared: for a sequence without blocks: held or cached blocks to share.
+          active: sequences for which blocks must stay free, see `EngineConfig.num_spare_blocks`.
         """
-        shared = shared or {}
-        full, window = self.missing(sequence, num_tokens)
-        full -= len(shared)
-        spare = self._num_spare_blocks * len(active)
-        if not self._full.can_allocate(full + spare, cached=list(shared.values())):
+        to_fill = self._to_fill(sequence, num_tokens, start)
+        cached = [block_id for blocks in shared for block_id in blocks.values()]
+        num_new = sum(max(0, end - first) for first, end in to_fill) - len(cached)
+        if not self._manager.can_allocate(num_new + self._num_spare(active), cached=cached):
             return False
-        spare = self._num_spare_blocks * sum(len(other.window_block_ids) < self._ring_blocks for other in active)
-        if window and not self._window.can_allocate(window + spare):
-            return False
-        self._full.share(list(shared.values()))
-        new = iter(self._full.allocate(full))
-        start = len(sequence.block_ids)
-        sequence.block_ids += [
-            shared[i] if i in shared else next(new) for i in range(start, start + full + len(shared))
-        ]
-        sequence.window_block_ids += self._window.allocate(window)
+        self._manager.share(cached)
+        new = iter(self._manager.allocate(num_new))
+        tables = sequence.block_tables = sequence.block_tables or [[] for _ in self._windows]
+        for table, (first, end), found in zip(tables, to_fill, shared or self._nothing(), strict=True):
+            table += [NULL_BLOCK] * (first - len(table))
+            table += [found[i] if i in found else next(new) for i in range(first, end)]
         return True
 
     def fork(self, sequence: Sequence, leader: Sequence, *, active: List[Sequence]) -> list[BlockCopy] | None:
         """Grants another sample of a prompt blocks with the KV of the prompt except its last token.
 
-        Full blocks are shared. The partial block and the ring are copied.
+        Full blocks are shared. The partial one of each layer group is copied.
 
         Args:
           sequence: has no blocks, and only the tokens of the prompt.
           leader: has computed the prompt and still holds its blocks.
           active: as in `grant`.
         Returns:
-          The blocks to copy. None, with nothing granted, if there are too few blocks or the leader's ring has already
-          overwritten what is needed.
+          The blocks to copy. None, with nothing granted, if there are too few blocks or a window of the leader has left
+          one behind that is needed and not cached.
         """
         num_reused = len(sequence.tokens) - 1
-        num_shared = num_reused // self._block_size
-        if self._ring_blocks and not self._ring_holds(leader, num_reused):
+        num_shared, end = num_reused // self._block_size, self._num_blocks(num_reused)
+        shared = self._nothing()
+        for group_id, table in enumerate(leader.block_tables):
+            first = self._num_skipped(group_id, num_reused)
+            shared[group_id] = dict(enumerate(table[first:num_shared], first))
+            if not leader.is_stale:
+                end_left_behind = min(num_shared, table.count(NULL_BLOCK))
+                shared[group_id] |= self._cached(sequence, group_id, first, end_left_behind)
+            if NULL_BLOCK in (*shared[group_id].values(), *table[num_shared:end]):
+                return None
+        if not self.grant(sequence, len(sequence.tokens), start=num_reused, shared=shared, active=active):
             return None
-        shared = dict(enumerate(leader.block_ids[:num_shared]))
-        if not self.grant(sequence, len(sequence.tokens), shared=shared, active=active):
-            return None
-        full, window = self.num_blocks(num_reused)
-        copies = [(0, leader.block_ids[i], sequence.block_ids[i]) for i in range(num_shared, full)]
-        return copies + [(1, leader.window_block_ids[i], sequence.window_block_ids[i]) for i in range(window)]
-
-    def _ring_holds(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether a ring still has all tokens that the token after the first `num_tokens` attends to.
-
-        A ring has room for the window plus the largest step, so it does until the sequence has advanced by as many
-        tokens as a step may compute.
-        """
-        newest = (sequence.num_computed_tokens - 1) // self._block_size
-        oldest_needed = max(0, num_tokens - self._window_tokens + 1) // self._block_size
-        return newest - self._ring_blocks < oldest_needed
+        tables = zip(leader.block_tables, sequence.block_tables, strict=True)
+        return [(source[i], target[i]) for source, target in tables for i in range(num_shared, end)]
 
     def register(self, sequence: Sequence, first: int, end: int) -> None:
-        """Adds full blocks whose KV is in place to the prefix cache.
+        """Adds full blocks whose KV is in place to the prefix cache; of a window those before the end of the prompt."""
+        self._cache(sequence, 0, first, end)
+        for group_id in self._window_blocks:
+            self._cache_before_prompt_end(sequence, group_id, first, end)
+
+    def _cache_before_prompt_end(self, sequence: Sequence, group_id: int, first: int, end: int) -> None:
+        """Caches what a hit at the last block boundary below the last token of the prompt needs of a window."""
+        boundary = (sequence.num_prompt_tokens - 1) // self._block_size
+        first = max(first, boundary - self._window_blocks[group_id])
+        self._cache(sequence, group_id, first, min(end, boundary))
+
+    def _cache(self, sequence: Sequence, group_id: int, first: int, end: int) -> None:
+        """Adds blocks to the prefix cache.
 
         Not those of a stale sequence: what it computes after a reset depends on KV from before it.
         """
-        if self._prefix_caching and not sequence.is_stale:
-            for i in range(first, end):
-                block_id = sequence.block_ids[i]
-                if self._full.register(block_id, sequence.block_hashes[i]) and self._on_evict:
-                    self._origins[block_id] = sequence.origin, i
+        if not self._prefix_caching or sequence.is_stale:
+            return
+        table = sequence.block_tables[group_id]
+        for i in range(first, end):
+            block_id = table[i]
+            if block_id == NULL_BLOCK:  # with async scheduling a window may be ahead of the step that has ended
+                continue
+            added = self._manager.register(block_id, sequence.block_hashes[i], group_id=group_id)
+            if added and self._on_evict and group_id == 0:
+                self._origins[block_id] = sequence.origin, i
+
+    def release_skipped(self, sequences: Iterable[Sequence]) -> None:
+        """Frees the blocks that running sequences do not need any more.
+
+        Steps in flight may read them: what later owners write comes after that in program order.
+        """
+        for group_id in self._window_blocks:
+            for sequence in sequences:
+                table = sequence.block_tables[group_id]
+                end = first = self._num_skipped(group_id, sequence.num_computed_tokens)
+                while first > 0 and table[first - 1] != NULL_BLOCK:
+                    first -= 1
+                if first < end:
+                    self._cache_before_prompt_end(sequence, group_id, first, end)
+                    self._manager.free(table[first:end])
+                    table[first:end] = [NULL_BLOCK] * (end - first)
 
     def deduplicate(self, sequence: Sequence, samples: List[Sequence]) -> None:
         """Like `register`, for all full blocks of a sequence that was swapped in.
 
         Where an equal block is in HBM by now, that one is shared and the sequence's own is freed.
         """
-        for i, live in self.live(sequence, samples).items():
-            self._full.share([live])
-            self._full.free([sequence.block_ids[i]])
-            sequence.block_ids[i] = live
+        for table, found in zip(sequence.block_tables, self.live(sequence, samples), strict=True):
+            for i, live in found.items():
+                self._manager.share([live])
+                self._manager.free([table[i]])
+                table[i] = live
         self.register(sequence, 0, sequence.num_computed_tokens // self._block_size)
 
     def invalidate(self) -> None:
         """Empties the prefix cache."""
-        self._full.invalidate()
+        self._manager.invalidate()
         self._origins.clear()
 
     def _evict(self, block_ids: List[int]) -> None:
         """Reports the prefixes that end with these blocks; one that loses several blocks once, with the longest."""
         assert self._on_evict is not None
         longest: dict[int, int] = {}
-        for block_id in block_ids:
+        for block_id in filter(self._origins.__contains__, block_ids):
             origin, number = self._origins.pop(block_id)
             if number < longest.get(id(origin), -1):
                 continue
@@ -202,27 +277,101 @@ class KVBlocks:
                 CachedPrefix(
                     block_hashes=origin.block_hashes,
                     num_blocks=number + 1,
-                    block_of=lambda group_id, block_hash: self._full.get(block_hash),
+                    block_of=self._manager.get,
                     num_prompt_tokens=origin.num_prompt_tokens,
                     limits=origin.limits,
                 )
             )
 
-    def release(self, sequence: Sequence) -> None:
-        """Frees a sequence's blocks; what they cache stays findable until they are granted again."""
-        self._full.free(sequence.block_ids)
-        self._window.free(sequence.window_block_ids)
-        sequence.block_ids, sequence.window_block_ids = [], []
+    def release(self, sequence: Sequence, *, num_valid_tokens: int) -> None:
+        """Frees a sequence's blocks; what they cache stays findable until they are granted again.
+
+        Args:
+          sequence: the sequence.
+          num_valid_tokens: leading tokens whose KV is in place once the steps dispatched so far have run, and whose
+            full blocks are hashed. A hit can end after them.
+        """
+        if self._prefix_caching and not sequence.is_stale:
+            end = first = num_valid_tokens // self._block_size
+            while first > 0 and self._manager.get(0, sequence.block_hashes[first - 1]) is None:
+                first -= 1
+            self._cache(sequence, 0, first, end)
+            for group_id, window_blocks in self._window_blocks.items():
+                self._cache(sequence, group_id, max(0, end - window_blocks), end)
+        tables, sequence.block_tables = sequence.block_tables, []
+        rows = itertools.zip_longest(*tables, fillvalue=NULL_BLOCK)
+        self._manager.free([block_id for row in rows for block_id in row if block_id != NULL_BLOCK])
 
     def check_invariants(self, active: List[Sequence]) -> None:
         """Raises AssertionError unless exactly the blocks of these sequences are held. For tests."""
-        for manager, tables in (
-            (self._full, [sequence.block_ids for sequence in active]),
-            (self._window, [sequence.window_block_ids for sequence in active]),
-        ):
-            manager.check_invariants()
-            assert manager.num_free == manager.num_blocks - len({block for table in tables for block in table})
-        stale = [block for sequence in active if sequence.is_stale for block in sequence.block_ids]
-        assert not any(map(self._full.is_registered, stale)), "KV from before a reset is in the prefix cache"
-        rings = [block for sequence in active for block in sequence.window_block_ids]
-        assert len(rings) == len(set(rings)), "two sequences write into one ring"
+        holders: Counter[int] = Counter()
+        owners: dict[int, tuple[int, int]] = {}
+        for sequence in active:
+            for group_id, table in enumerate(sequence.block_tables):
+                self._check_window(sequence, group_id)
+                for i, block_id in enumerate(table):
+                    if block_id == NULL_BLOCK:
+                        continue
+                    holders[block_id] += 1
+                    owner = owners.setdefault(block_id, (group_id, i))
+                    assert owner == (group_id, i), f"block {block_id} is owned twice"
+                    key = self._manager.key_of(block_id)
+                    assert key is None or not sequence.is_stale, "KV from before a reset is in the prefix cache"
+                    assert key in (None, (group_id, *sequence.block_hashes[i : i + 1])), "found by another's hash"
+        self._manager.check_invariants(holders)
+        for sequence in active:
+            for table in sequence.block_tables:
+                written = table[sequence.num_computed_tokens // self._block_size :]
+                assert all(holders[block_id] == 1 for block_id in written), "two sequences write into one block"
+
+    def _check_window(self, sequence: Sequence, group_id: int) -> None:
+        """Blocks from the first one needed on are held; those before it are not, but for the last step's."""
+        table, computed = sequence.block_tables[group_id], sequence.num_computed_tokens
+        num_skipped = table.count(NULL_BLOCK)
+        assert set(table[:num_skipped]) <= {NULL_BLOCK}, "a window has a hole"
+        assert num_skipped <= self._num_skipped(group_id, computed), "a block was freed that is still needed"
+        least = self._num_skipped(group_id, max(0, computed - self._max_step_tokens))
+        assert num_skipped >= least, "a block outside the window is held"
+
+    # Inside.
+
+    def _cached(self, sequence: Sequence, group_id: int, first: int, end: int) -> dict[int, int]:
+        """Blocks of the prefix cache with the same KV as those of a sequence, by position."""
+        if not self._prefix_caching:
+            return {}
+        blocks = (self._manager.get(group_id, block_hash) for block_hash in sequence.block_hashes[first:end])
+        return {i: block_id for i, block_id in enumerate(blocks, first) if block_id is not None}
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _num_skipped(self, group_id: int, num_computed_tokens: int) -> int:
+        return num_skipped_blocks(num_computed_tokens, window=self._windows[group_id], block_size=self._block_size)
+
+    def _nothing(self) -> list[dict[int, int]]:
+        return [{} for _ in self._windows]
+
+    def _to_fill(self, sequence: Sequence, num_tokens: int, start: int) -> list[tuple[int, int]]:
+        """Per layer group, the first position to grant a block for, and the end; see `grant`."""
+        tables = sequence.block_tables
+        ranges = [(len(tables[0]) if tables else 0, self._num_blocks(num_tokens))]
+        for group_id in self._window_blocks:
+            first = max(len(tables[group_id]) if tables else 0, self._num_skipped(group_id, start))
+            ranges.append((first, self._num_blocks(min(num_tokens, start + self._max_step_tokens))))
+        return ranges
+
+    def _num_spare(self, active: List[Sequence]) -> int:
+        """Blocks that must stay free for the growth of these sequences."""
+        growing = len(active)
+        for window_blocks in self._window_blocks.values():
+            growing += sum(other.num_computed_tokens // self._block_size <= window_blocks for other in active)
+        return growing * self._num_spare_blocks
+
+    def _cached_end(self, group_id: int, hashes: List[BlockHash]) -> int:
+        """The end of the longest prefix that has cached all of a window's blocks before it."""
+        end = first = len(hashes)
+        while first > max(0, end - self._window_blocks[group_id]):
+            first -= 1
+            if self._manager.get(group_id, hashes[first]) is None:
+                end = first
+        return end

@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
         """Computes the step's tokens and stores their KV.
 
         Args:
-          kv_caches: per layer, kv_dtype[num_blocks of its group, *page_shape]; donate them, they are updated.
+          kv_caches: per layer of a group, kv_dtype[num_blocks + 1, *page_shape]; donate them, they are updated.
           inputs: the batch.
           copies: what the offload library moves under the layers' compute; the caller finishes it.
         Returns:
@@ -115,13 +115,16 @@ class Decoder(nnx.Module):
           caches.
         """
         x = self.embed(inputs.tokens)
-        caches = []
-        for i, (layer, cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
+        caches = list(kv_caches)
+        groups, windows = self.config.layer_groups, self.config.group_windows
+        places = {layer: (group_id, j) for group_id, layers in enumerate(groups) for j, layer in enumerate(layers)}
+        last_uses = {max(layers) for layers in zip(*groups, strict=True)}  # of each array
+        for i, layer in enumerate(self.layers):
+            group_id, j = places[i]
             q, kv = map_row_tiles(layer.project, inputs.num_tokens, x, inputs.positions)
-            window = self.config.window_of(i)
-            cache = write_kv(cache, kv, inputs, window=window)
-            attended = paged_attention(q, cache, inputs, window=window)
+            caches[j] = write_kv(caches[j], kv, inputs, group_id=group_id)
+            attended = paged_attention(q, caches[j], inputs, group_id=group_id, window=windows[group_id])
             x = map_row_tiles(layer.finish, inputs.num_tokens, x, attended)
-            x, cache = copies.after_layer(i, x, cache)
-            caches.append(cache)
+            if i in last_uses:
+                x, caches[j] = copies.after_layer(j, x, caches[j])
         return map_row_tiles(self.logits, inputs.num_samples, x[inputs.sample_rows]), caches

@@ -35,6 +35,7 @@ from tpu_offload import (
     StepReport,
     Update,
 )
+from tpu_offload.engine.kv_blocks import num_skipped_blocks
 from tpu_offload.engine.sequence import Phase, ScheduledTokens, Sequence
 
 _NEVER = 2**30 - 1  # more tokens than any request has; integers of this size compare fastest
@@ -62,7 +63,7 @@ class Offloading:
     Args:
       config: the library's settings.
       layout: the geometry of the caches.
-      kv_caches: per layer, the HBM cache.
+      kv_caches: the HBM caches.
       clock: monotonic seconds.
       seams: for tests.
     """
@@ -79,7 +80,7 @@ class Offloading:
         seams = seams or Seams()
         self._relay = seams.relay
         self._block_size = layout.block_size
-        self._num_groups = len(layout.groups)
+        self._windows = [group.window for group in layout.groups]
         self._decode_save = config.decode_save
         self._saves_on_compute = SaveEvent.COMPUTE in config.save_on
         self._saves_on_eviction = SaveEvent.HBM_EVICTION in config.save_on and config.enabled
@@ -129,7 +130,7 @@ class Offloading:
             num_computed_tokens=sequence.num_computed_tokens,
             limits=sequence.request.limits,
         )
-        self._scheduler.admit(sequence.sequence_id, self._tables(sequence), num_loaded_tokens=found.num_tokens)
+        self._scheduler.admit(sequence.sequence_id, sequence.block_tables, num_loaded_tokens=found.num_tokens)
         self._watch(sequence)
         return found.num_tokens
 
@@ -161,7 +162,7 @@ class Offloading:
             return True
         swapped = sequence.phase is Phase.RUNNING and self._scheduler.swap.swap_out(
             name,
-            self._tables(sequence),
+            self._in_use(sequence),
             () if sequence.is_stale else sequence.block_hashes,
             num_computed_tokens=sequence.num_computed_tokens,
         )
@@ -194,13 +195,12 @@ class Offloading:
 
         Args:
           sequence: one for which `can_swap_in` is true.
-          present: numbers of its blocks that already hold their KV.
+          present: numbers of its blocks of full attention that already hold their KV.
         Returns:
           Whether it has to wait until `poll` names it.
         """
         self._watch(sequence)
-        block_ids = self._tables(sequence)
-        return self._scheduler.swap.swap_in(sequence.sequence_id, block_ids, present=present)
+        return self._scheduler.swap.swap_in(sequence.sequence_id, self._in_use(sequence), present=present)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Reports the cost of recompute: a step that computed mostly prompts, with this many prompt tokens."""
@@ -277,14 +277,17 @@ class Offloading:
         sequence.next_offer_tokens = next_offer
         return held
 
-    def _tables(self, sequence: Sequence) -> list[list[int]]:
-        """Per layer group, its blocks."""
-        return [sequence.block_ids, sequence.window_block_ids][: self._num_groups]
+    def _in_use(self, sequence: Sequence) -> list[list[int]]:
+        """Per layer group, the blocks with computed tokens that it still needs, in token order: no null blocks."""
+        num_tokens, block_size = sequence.num_computed_tokens, self._block_size
+        end = -(-num_tokens // block_size)
+        starts = [num_skipped_blocks(num_tokens, window=window, block_size=block_size) for window in self._windows]
+        return [table[start:end] for table, start in zip(sequence.block_tables, starts, strict=True)]
 
     def _held(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
         return ScheduledRequest(
             request_id=sequence.sequence_id,
-            block_tables=self._tables(sequence),
+            block_tables=sequence.block_tables,
             block_hashes=sequence.block_hashes,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=min(num_computed_tokens, len(sequence.tokens)),  # without a token that is in flight

@@ -13,7 +13,7 @@ from jax import lax
 
 from tpu_offload import FusedCopies, FusedInputs, FusedOutcome, FusedStep
 from tpu_offload.engine.batch import StepInputs, TokenSpan, pack
-from tpu_offload.engine.config import EngineConfig, ModelConfig, num_blocks_of
+from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.model import Decoder
 from tpu_offload.engine.sampling import logprobs, sample
 
@@ -78,26 +78,16 @@ class ModelRunner:
       engine_config: number and size of the blocks, and the bounds of a batch.
 
     Attributes:
-      kv_caches: per layer, kv_dtype[num_blocks of its group, *page_shape], see `num_blocks_of`. Any other donor (the
-        offload worker) must store the new ones here before the next step.
-
-    Raises:
-      ConfigError: the blocks for windowed layers are too few for one request.
+      kv_caches: per layer of a layer group, kv_dtype[num_blocks + 1, *page_shape]; all groups share them, and the
+        first block is the null block. Any other donor (the offload worker) must store the new ones here before the
+        next step.
     """
 
     def __init__(self, model_config: ModelConfig, engine_config: EngineConfig) -> None:
         self._model_config, self._engine_config = model_config, engine_config
         self._weights = nnx.state(Decoder(model_config))
         self._programs: dict[tuple[int, int], Any] = {}  # by numbers of saved and loaded runs
-        num_blocks = {
-            layer: n
-            for group, n in zip(model_config.layer_groups, num_blocks_of(model_config, engine_config), strict=True)
-            for layer in group
-        }
-        self._cache_shapes = [
-            (num_blocks[layer], *model_config.page_shape(engine_config.block_size))
-            for layer in range(model_config.num_layers)
-        ]
+        self._cache_shape = engine_config.num_blocks + 1, *model_config.page_shape(engine_config.block_size)
         self.kv_caches: list[jax.Array] = []
         self.renew_caches()
         self._last_tokens = jax.device_put(jnp.zeros_like(self._pack([]).top_ks), jax.devices()[0])
@@ -111,7 +101,9 @@ class ModelRunner:
         # the step once more.
         device = jax.devices()[0]
         dtype = self._model_config.kv_dtype
-        self.kv_caches = [jax.device_put(jnp.zeros(shape, dtype), device) for shape in self._cache_shapes]
+        self.kv_caches = [
+            jax.device_put(jnp.zeros(self._cache_shape, dtype), device) for _ in range(self._model_config.num_arrays)
+        ]
 
     def step(self, spans: Sequence[TokenSpan], fused: FusedStep | None = None) -> StepOutput:
         """Dispatches the computation of the spans' tokens and KV, and of one token after each span.
@@ -132,23 +124,19 @@ class ModelRunner:
         self._last_tokens = tokens
         return StepOutput(tokens, chances, logits, copied)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Dispatches copies of blocks within HBM, in this order.
 
         Args:
-          copies: layer group, block to read, block to write.
+          copies: block to read, block to write.
         """
-        for group_id, layers in enumerate(self._model_config.layer_groups):
-            moves = [(source, target) for group, source, target in copies if group == group_id]
-            for start in range(0, len(moves), _MAX_COPIES):
-                self._copy_blocks(layers, moves[start : start + _MAX_COPIES])
+        for start in range(0, len(copies), _MAX_COPIES):
+            self._copy_blocks(copies[start : start + _MAX_COPIES])
 
-    def _copy_blocks(self, layers: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         ids = np.zeros((2, _MAX_COPIES), np.int32)
-        ids[:, : len(moves)] = np.array(moves, np.int32).reshape(-1, 2).T
-        caches = _copy_blocks([self.kv_caches[i] for i in layers], ids[0], ids[1], np.int32(len(moves)))
-        for i, cache in zip(layers, caches, strict=True):
-            self.kv_caches[i] = cache
+        ids[:, : len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
+        self.kv_caches = _copy_blocks(self.kv_caches, ids[0], ids[1], np.int32(len(copies)))
 
     def warm_up(self, fused_shapes: Sequence[FusedStep] = ()) -> None:
         """Compiles the step program by running it with no tokens; the caches keep their contents.
@@ -159,8 +147,7 @@ class ModelRunner:
         last_tokens = self._last_tokens  # a step may be in flight
         self.step([]).tokens.block_until_ready()
         self._last_tokens = last_tokens
-        for layers in self._model_config.layer_groups:
-            self._copy_blocks(layers, [])
+        self._copy_blocks([])
         for fused in fused_shapes:
             self._program(fused)
 

@@ -18,9 +18,11 @@ sampled token is appended when it arrives, in whatever phase the sequence is the
 import bisect
 import operator
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 
 from tpu_offload import BlockHasher, Candidate, choose_victims
 from tpu_offload.engine.config import EngineConfig
+from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.kv_blocks import BlockCopy, KVBlocks
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request
@@ -36,9 +38,7 @@ class Scheduler:
       config: sizes.
       hasher: hashes full blocks.
       offload: the offloading glue; None without offloading.
-      num_window_blocks: blocks for layers with a sliding window; 0 if there are none.
-      ring_blocks: most window blocks that a sequence needs.
-      window_tokens: tokens that a token attends to in those layers.
+      windows: per layer group, the tokens that a token attends to; 0 for all. The first group has full attention.
     """
 
     def __init__(
@@ -47,9 +47,7 @@ class Scheduler:
         hasher: BlockHasher,
         *,
         offload: Offloading | None,
-        num_window_blocks: int = 0,
-        ring_blocks: int = 0,
-        window_tokens: int = 0,
+        windows: List[int] = (0,),
     ) -> None:
         self._config = config
         self._hasher = hasher
@@ -57,9 +55,8 @@ class Scheduler:
         self._blocks = KVBlocks(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
-            num_window_blocks=num_window_blocks,
-            ring_blocks=ring_blocks,
-            window_tokens=window_tokens,
+            windows=windows,
+            max_step_tokens=config.max_num_batched_tokens,
             num_spare_blocks=config.num_spare_blocks,
             prefix_caching=config.enable_prefix_caching,
             on_evict=offload.evict if offload and offload.saves_on_eviction else None,
@@ -108,9 +105,9 @@ class Scheduler:
         if total > config.max_model_len:
             return f"{asked} exceed max_model_len={config.max_model_len}"
         # The KV of the last token is never needed.
-        for needed, there in zip(self._blocks.num_blocks(total - 1), self._blocks.total, strict=True):
-            if needed > there:
-                return f"{asked} need {needed} blocks of {config.block_size} tokens, HBM has {there}"
+        needed = self._blocks.most_blocks(total - 1)
+        if needed > self._blocks.total:
+            return f"{asked} need {needed} blocks of {config.block_size} tokens, HBM has {self._blocks.total}"
         return ""
 
     def has(self, sequence_id: str) -> bool:
@@ -156,6 +153,7 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Chooses the next batch: running sequences first, then waiting ones while tokens and blocks last."""
+        self._blocks.release_skipped([s for s in self._active if s.phase is Phase.RUNNING])
         has_preempted = self._make_room()
         self._awaits_storage = False
         batch: Batch = []
@@ -163,7 +161,8 @@ class Scheduler:
         for sequence in self._active:
             num_tokens = min(sequence.num_next_tokens, budget)
             if sequence.phase is Phase.RUNNING and num_tokens > 0:
-                granted = self._blocks.grant(sequence, sequence.num_computed_tokens + sequence.num_next_tokens)
+                start = sequence.num_computed_tokens
+                granted = self._blocks.grant(sequence, start + sequence.num_next_tokens, start=start)
                 assert granted, "_make_room has made too little room"
                 self._hash(sequence)
                 batch.append(self._start(sequence, num_tokens))
@@ -287,7 +286,7 @@ class Scheduler:
         assert len(self._sequences) == len(self._active) + len(self._waiting) + len(forked)
         assert all(sequence.phase.holds_blocks for sequence in self._active)
         assert all(sequence.phase in (Phase.WAITING, Phase.SWAPPED) for sequence in self._waiting)
-        assert not any(sequence.block_ids or sequence.window_block_ids for sequence in (*self._waiting, *forked))
+        assert not any(sequence.block_tables for sequence in (*self._waiting, *forked))
         for sequences in (self._active, self._waiting):
             assert sequences == sorted(sequences, key=_order)
         for fork in forked:
@@ -323,13 +322,14 @@ class Scheduler:
         # At least one token is left to compute, whose step samples the next.
         num_reusable = (len(sequence.tokens) - 1) // self._config.block_size
         cached = self._blocks.find_prefix(sequence.block_hashes[:num_reusable])
-        num_cached_tokens = len(cached) * self._config.block_size
+        num_cached_tokens = len(cached[0]) * self._config.block_size
         if self._offload and self._offload.awaits_storage(sequence, num_computed_tokens=num_cached_tokens):
             self._awaits_storage = True
             return False
         # Without spare blocks for the active sequences, this one would be preempted as soon as they grow.
-        shared = dict(enumerate(cached))
-        if not self._blocks.grant(sequence, len(sequence.tokens), shared=shared, active=self._active):
+        if not self._blocks.grant(
+            sequence, len(sequence.tokens), start=num_cached_tokens, shared=cached, active=self._active
+        ):
             return False
         sequence.advance(num_cached_tokens, source="hbm")
         sequence.num_loading_tokens = self._offload.start_load(sequence) if self._offload else 0
@@ -363,8 +363,11 @@ class Scheduler:
         if not self._offload.can_swap_in(sequence):
             return False
         self._hash(sequence)
-        present = self._blocks.live(sequence, self._samples(sequence))
-        if not self._blocks.grant(sequence, sequence.num_tokens, shared=present, active=self._active):
+        # Of windows all blocks are copied: the library knows only those of full attention by their hashes.
+        present, *others = self._blocks.live(sequence, self._samples(sequence))
+        shared = [present, *({} for _ in others)]
+        start = sequence.num_computed_tokens
+        if not self._blocks.grant(sequence, sequence.num_tokens, start=start, shared=shared, active=self._active):
             return False
         if self._offload.swap_in(sequence, present=present):
             sequence.phase = Phase.RETURNING
@@ -387,17 +390,23 @@ class Scheduler:
     def _make_room(self) -> bool:
         """Preempts the sequences whose blocks the others need; returns whether there were any."""
         missing = [
-            self._blocks.missing(s, s.num_computed_tokens + s.num_next_tokens) if s.phase is Phase.RUNNING else (0, 0)
+            self._blocks.missing(s, s.num_computed_tokens + s.num_next_tokens, start=s.num_computed_tokens)
+            if s.phase is Phase.RUNNING
+            else 0
             for s in self._active
         ]
-        num_free = self._blocks.num_free
-        if all(sum(needed) <= free for needed, free in zip(zip(*missing, strict=True), num_free, strict=False)):
+        if sum(missing) <= self._blocks.num_free:
             return False
+        # One table for all layer groups: their blocks come from one pool.
         candidates = [
-            Candidate(request_id=s.sequence_id, block_tables=(s.block_ids, s.window_block_ids), num_new_blocks=needed)
-            for s, needed in zip(self._active, missing, strict=True)
+            Candidate(
+                request_id=s.sequence_id,
+                block_tables=[[block_id for table in s.block_tables for block_id in table if block_id != NULL_BLOCK]],
+                num_new_blocks=[num_missing],
+            )
+            for s, num_missing in zip(self._active, missing, strict=True)
         ]
-        for sequence_id in choose_victims(candidates, num_free=num_free):
+        for sequence_id in choose_victims(candidates, num_free=[self._blocks.num_free]):
             self._preempt(self._sequences[sequence_id])
         return True
 
@@ -422,7 +431,11 @@ class Scheduler:
 
     def _release_blocks(self, sequence: Sequence) -> None:
         self._active.remove(sequence)
-        self._blocks.release(sequence)
+        num_valid_tokens = 0
+        if sequence.phase is Phase.RUNNING:
+            self._hash(sequence)
+            num_valid_tokens = min(sequence.num_computed_tokens, len(sequence.tokens))
+        self._blocks.release(sequence, num_valid_tokens=num_valid_tokens)
 
     def _release_forks(self, sequence: Sequence) -> None:
         """Unblocks the forks, because the prompt is computed, or this sequence will never compute it."""

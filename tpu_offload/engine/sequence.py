@@ -52,8 +52,8 @@ class Sequence:
       index: index of the sample.
       arrival: position in the order of all requests.
       phase: its phase.
-      block_ids: its blocks of the layers with full attention, in token order.
-      window_block_ids: its blocks of the layers with a sliding window, a ring.
+      block_tables: per layer group, its blocks by position, and the null block where a window has left one behind;
+        empty while it holds no blocks.
       block_hashes: hashes of its full blocks, in token order.
       num_computed_tokens: leading tokens whose KV is computed by the steps dispatched so far: in its blocks, or
         swapped out.
@@ -79,8 +79,7 @@ class Sequence:
     index: int = 0
     arrival: int = 0
     phase: Phase = Phase.WAITING
-    block_ids: list[int] = dataclasses.field(default_factory=list)
-    window_block_ids: list[int] = dataclasses.field(default_factory=list)
+    block_tables: list[list[int]] = dataclasses.field(default_factory=list)
     block_hashes: list[BlockHash] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0
