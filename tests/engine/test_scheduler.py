@@ -20,12 +20,14 @@ class FakeOffloading:
         self.num_tokens = num_tokens
         self.events: list[tuple[Any, ...]] = []
 
-    def awaits_storage(self, sequence, *, num_computed_tokens):
-        return False
+    def look_up(self, sequence, *, num_computed_tokens):
+        return min(self.num_tokens, len(sequence.tokens) - 1 - num_computed_tokens)
 
-    def start_load(self, sequence):
+    def release(self, sequence):
+        self.events.append(("release", sequence.request_id))
+
+    def start_load(self, sequence, num_tokens):
         self.events.append(("start_load", sequence.request_id))
-        return min(self.num_tokens, len(sequence.tokens) - 1 - sequence.num_computed_tokens)
 
     def preempt(self, sequence):
         self.events.append(("preempt", sequence.request_id))

@@ -9,6 +9,7 @@ import numpy as np
 
 from tpu_offload import BlockHasher, CachesLostError, KVLayout, OffloadConfig, OffloadStats, RequestError
 from tpu_offload.engine.batch import TokenSpan
+from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.offloading import Offloading, Seams
 from tpu_offload.engine.request import FinishReason, Request, RequestOutput
@@ -73,14 +74,13 @@ class Engine:
             block_size=engine_config.block_size,
             model=model_config.name,
             groups=[(window, range(model_config.num_arrays)) for window in model_config.group_windows],
+            null_block=NULL_BLOCK,
         )
         self._offload: Offloading | None = None
         if offload is not None and (offload.enabled or offload.swap_gb != 0):
             self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock, seams=seams)
         hasher = BlockHasher(layout.fingerprint(), block_size=engine_config.block_size)
-        self._scheduler = Scheduler(
-            engine_config, hasher, offload=self._offload, windows=model_config.group_windows
-        )
+        self._scheduler = Scheduler(engine_config, hasher, offload=self._offload, windows=model_config.group_windows)
         self._samples: dict[str, list[Sequence]] = {}  # unfinished ones, by request
         self._in_flight: _InFlight | None = None
         self._last_end_s = 0.0

@@ -162,6 +162,11 @@ class KVBlocks:
           active: sequences for which blocks must stay free, see `EngineConfig.num_spare_blocks`.
         """
         to_fill = self._to_fill(sequence, num_tokens, start)
+        # Of a window, blocks before `start` may be cached that are not needed there.
+        shared = [
+            {i: block_id for i, block_id in blocks.items() if i >= first}
+            for blocks, (first, _) in zip(shared, to_fill, strict=False)
+        ]
         cached = [block_id for blocks in shared for block_id in blocks.values()]
         num_new = sum(max(0, end - first) for first, end in to_fill) - len(cached)
         if not self._manager.can_allocate(num_new + self._num_spare(active), cached=cached):
@@ -230,6 +235,13 @@ class KVBlocks:
             added = self._manager.register(block_id, sequence.block_hashes[i], group_id=group_id)
             if added and self._on_evict and group_id == 0:
                 self._origins[block_id] = sequence.origin, i
+
+    def can_continue(self, sequence: Sequence, num_computed_tokens: int) -> bool:
+        """Whether a sequence has the blocks to compute from there on: no window was granted for a later start."""
+        return all(
+            sequence.block_tables[group_id].count(NULL_BLOCK) <= self._num_skipped(group_id, num_computed_tokens)
+            for group_id in self._window_blocks
+        )
 
     def release_skipped(self, sequences: Iterable[Sequence]) -> None:
         """Frees the blocks that running sequences do not need any more.
@@ -322,11 +334,13 @@ class KVBlocks:
         for sequence in active:
             for table in sequence.block_tables:
                 written = table[sequence.num_computed_tokens // self._block_size :]
-                assert all(holders[block_id] == 1 for block_id in written), "two sequences write into one block"
+                assert all(holders[block_id] == 1 for block_id in written if block_id != NULL_BLOCK), (
+                    "two sequences write into one block"
+                )
 
     def _check_window(self, sequence: Sequence, group_id: int) -> None:
         """Blocks from the first one needed on are held; those before it are not, but for the last step's."""
-        table, computed = sequence.block_tables[group_id], sequence.num_computed_tokens
+        table, computed = sequence.block_tables[group_id], sequence.num_computed_tokens + sequence.num_loading_tokens
         num_skipped = table.count(NULL_BLOCK)
         assert set(table[:num_skipped]) <= {NULL_BLOCK}, "a window has a hole"
         assert num_skipped <= self._num_skipped(group_id, computed), "a block was freed that is still needed"

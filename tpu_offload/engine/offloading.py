@@ -1,6 +1,6 @@
 """How an engine uses tpu_offload: all calls to the library in one place.
 
-The scheduler calls `start_load` when it admits a sequence, `preempt` or `finish` when it takes the sequence's blocks,
+The scheduler calls `look_up` and `start_load` when it admits a sequence, `preempt` or `finish` when it takes the sequence's blocks,
 and `can_swap_in` and `swap_in` to resume one that `preempt` has swapped out. Its block pool calls `evict` before it
 grants cached blocks. The engine calls the following once a step, even if nothing is computed:
 
@@ -91,17 +91,16 @@ class Offloading:
         self._has_storage = config.storage_chunks > 0
         self._worker = OffloadWorker(config, layout, kv_caches, clock=clock, fused=True, wrap_copier=seams.wrap_copier)
 
-    def awaits_storage(self, sequence: Sequence, *, num_computed_tokens: int) -> bool:
-        """Whether more of a sequence is arriving, so that it should wait for a bounded time.
-
-        Only with a storage tier: otherwise this engine does not wait for blocks that are being saved.
+    def look_up(self, sequence: Sequence, *, num_computed_tokens: int) -> int | None:
+        """Looks up the host tier beyond the blocks found in HBM. Then call `start_load` or `release`.
 
         Args:
           sequence: not admitted yet.
           num_computed_tokens: its leading tokens that are in HBM.
+        Returns:
+          Tokens that can be loaded. None if more are arriving, so that the sequence should wait for a bounded time.
+          Only with a storage tier: otherwise this engine does not wait for blocks that are being saved.
         """
-        if not self._has_storage:
-            return False
         found = self._scheduler.match(
             sequence.sequence_id,
             sequence.block_hashes,
@@ -109,30 +108,24 @@ class Offloading:
             num_computed_tokens=num_computed_tokens,
             limits=sequence.request.limits,
         )
+        if self._has_storage and found.state is MatchState.ARRIVING:
+            self.release(sequence)
+            return None
+        return found.num_tokens
+
+    def release(self, sequence: Sequence) -> None:
+        """There are no blocks for the sequence: it is looked up again later."""
         self._scheduler.release(sequence.sequence_id)
-        return found.state is MatchState.ARRIVING
 
-    def start_load(self, sequence: Sequence) -> int:
-        """Looks up the host tier beyond the blocks found in HBM, and starts the load.
-
-        This engine grants blocks for all known tokens before the lookup. An engine that looks up first calls
-        `OffloadScheduler.release` if it cannot grant the blocks then.
+    def start_load(self, sequence: Sequence, num_tokens: int) -> None:
+        """Starts the load of tokens that `look_up` has found.
 
         Args:
           sequence: has its blocks.
-        Returns:
-          Tokens that will be loaded. If not 0, the request must not run before `poll` names it.
+          num_tokens: tokens to load. If not 0, the sequence must not run before `poll` names it.
         """
-        found = self._scheduler.match(
-            sequence.sequence_id,
-            sequence.block_hashes,
-            num_tokens=len(sequence.tokens),
-            num_computed_tokens=sequence.num_computed_tokens,
-            limits=sequence.request.limits,
-        )
-        self._scheduler.admit(sequence.sequence_id, sequence.block_tables, num_loaded_tokens=found.num_tokens)
+        self._scheduler.admit(sequence.sequence_id, sequence.block_tables, num_loaded_tokens=num_tokens)
         self._watch(sequence)
-        return found.num_tokens
 
     @property
     def saves_on_eviction(self) -> bool:

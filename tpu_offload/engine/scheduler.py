@@ -224,6 +224,13 @@ class Scheduler:
         sequence = self._sequences[sequence_id]
         assert sequence.phase is Phase.LOADING, f"load of {sequence_id} ended while {sequence.phase.value}"
         num_loaded = sequence.num_loading_tokens
+        if num_valid_tokens is not None and not self._blocks.can_continue(sequence, num_valid_tokens):
+            if self._offload:
+                self._offload.abandon(sequence)
+            self._release_blocks(sequence)
+            bisect.insort(self._waiting, sequence, key=_order)
+            self._restart(sequence)
+            return
         if num_valid_tokens is not None:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_valid_tokens)
             num_loaded = num_valid_tokens - sequence.num_computed_tokens
@@ -323,16 +330,20 @@ class Scheduler:
         num_reusable = (len(sequence.tokens) - 1) // self._config.block_size
         cached = self._blocks.find_prefix(sequence.block_hashes[:num_reusable])
         num_cached_tokens = len(cached[0]) * self._config.block_size
-        if self._offload and self._offload.awaits_storage(sequence, num_computed_tokens=num_cached_tokens):
+        num_found = self._offload.look_up(sequence, num_computed_tokens=num_cached_tokens) if self._offload else 0
+        if num_found is None:
             self._awaits_storage = True
             return False
         # Without spare blocks for the active sequences, this one would be preempted as soon as they grow.
-        if not self._blocks.grant(
-            sequence, len(sequence.tokens), start=num_cached_tokens, shared=cached, active=self._active
-        ):
+        start = num_cached_tokens + num_found
+        if not self._blocks.grant(sequence, len(sequence.tokens), start=start, shared=cached, active=self._active):
+            if self._offload:
+                self._offload.release(sequence)
             return False
         sequence.advance(num_cached_tokens, source="hbm")
-        sequence.num_loading_tokens = self._offload.start_load(sequence) if self._offload else 0
+        sequence.num_loading_tokens = num_found
+        if self._offload:
+            self._offload.start_load(sequence, num_found)
         sequence.phase = Phase.LOADING if sequence.num_loading_tokens else Phase.RUNNING
         return True
 
@@ -353,7 +364,7 @@ class Scheduler:
         sequence.is_stale = leader.is_stale
         sequence.advance(len(sequence.tokens) - 1, source="hbm")
         if self._offload:
-            self._offload.start_load(sequence)
+            self._offload.start_load(sequence, 0)
         sequence.phase = Phase.RUNNING
         return True
 
