@@ -117,7 +117,7 @@ class Bench:
         start = time.perf_counter()
         for at in range(0, num_tokens, self.args.max_num_batched_tokens):
             end = min(num_tokens, at + self.args.max_num_batched_tokens)
-            run = TokenSpan(self.tokens[at:end], at, blocks, GREEDY)
+            run = TokenSpan(self.tokens[at:end], at, [blocks], GREEDY)
             output = self.runner.step([run])
         output.tokens.block_until_ready()
         return time.perf_counter() - start

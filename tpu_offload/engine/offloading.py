@@ -1,8 +1,8 @@
 """How an engine uses tpu_offload: all calls to the library in one place.
 
-The scheduler calls `look_up` and `start_load` when it admits a sequence, `preempt` or `finish` when it takes the sequence's blocks,
-and `can_swap_in` and `swap_in` to resume one that `preempt` has swapped out. Its block pool calls `evict` before it
-grants cached blocks. The engine calls the following once a step, even if nothing is computed:
+The scheduler calls `look_up` and `start_load` when it admits a sequence, `preempt` or `finish` when it takes the
+sequence's blocks, and `can_swap_in` and `swap_in` to resume one that `preempt` has swapped out. Its block pool calls
+`evict` before it grants cached blocks. The engine calls the following once a step, even if nothing is computed:
 
     plan, kv_caches = offloading.before_forward(batch, kv_caches)
     ... dispatch the forward pass with offloading.fused_step() ...
