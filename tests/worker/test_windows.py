@@ -10,8 +10,8 @@ import pytest
 
 from tests.caches import random_caches
 from tests.core.fakes import POISON, tokens
-from tests.core.test_windows import RandomLife
 from tests.core.window_engine import WindowEngine, window_layout
+from tests.core.window_lives import RandomLife
 from tpu_offload import (
     ConfigError,
     CopyJob,

@@ -1,0 +1,139 @@
+"""Random lives of a scheduler with sliding-window groups, of one or two workers, and a campaign of many.
+
+python -m tests.core.window_lives --seeds 10000
+"""
+
+import argparse
+import logging
+import random
+from typing import Any
+
+from tests.core.fakes import BLOCK_SIZE, FakeWorker
+from tests.core.window_engine import WindowEngine
+
+
+class RandomLife:
+    """One seed decides everything: shared prefixes, step sizes, aborts, faults, losses and delays."""
+
+    def __init__(self, seed: int, **settings: Any) -> None:
+        self.rng = rng = random.Random(seed)
+        num_slots = rng.choice([8, 20, 60])
+        workers = [
+            FakeWorker(i, num_host_chunks=num_slots, staged=rng.random() < 0.5) for i in range(rng.randint(1, 2))
+        ]
+        self.blocks_per_chunk = rng.choice([1, 1, 1, 2])
+        windows = rng.choice([(9,), (5,), (9, 5), (17, 9), (12, 3), (1, 40)])
+        path = rng.choice(["staged", "staged", "direct"])
+        self.engine = WindowEngine(
+            windows,
+            num_blocks=rng.randint(40, 160),
+            workers=workers,
+            seed=seed,
+            save_path=path,
+            load_path=path,
+            blocks_per_chunk=self.blocks_per_chunk,
+            num_staging_blocks=rng.randint(6, 40),
+            num_cpu_chunks=num_slots,
+            decode_save=rng.random() < 0.5,
+            save_on=rng.choice(["compute", "compute", "compute,preemption"]),
+            job_timeout_s=20.0,
+            **settings,
+        )
+        self.undelivered: list[list[Any]] = [[] for _ in workers]
+        self.fault_rate = rng.choice([0.0, 0.2])
+        self.loss_rate = rng.choice([0.0, 0.0, 0.05])
+        self.num_requests = self.num_loaded = self.num_checked = 0
+
+    def prompt(self) -> list[int]:
+        prompt: list[int] = []
+        for _ in range(self.rng.randint(1, 4)):  # a walk in a small tree of shared prefixes
+            prompt += [1000 * len(prompt) + self.rng.randint(0, 1)] * self.rng.randint(2, 5) * BLOCK_SIZE
+        return prompt[: len(prompt) - self.rng.randint(0, 3)]
+
+    def arrive(self) -> None:
+        self.num_requests += 1
+        prompt, in_hbm = self.prompt(), 0
+        if self.rng.random() < 0.3:
+            in_hbm = self.rng.randrange(len(prompt)) // BLOCK_SIZE * BLOCK_SIZE
+        request = self.engine.add(f"r{self.num_requests}", prompt, num_in_hbm=in_hbm)
+        if request is not None:
+            self.num_loaded += request.num_computed - in_hbm
+
+    def step(self) -> None:
+        engine, rng = self.engine, self.rng
+        computed = {}
+        for request in engine.requests.values():
+            left = len(request.tokens) - request.num_computed
+            if not request.loading and left and rng.random() < 0.8:
+                computed[request.request_id] = rng.randint(1, left)
+        engine.clock.now_s += rng.choice([0.1, 0.1, 5.0])
+        _, results = engine.step(computed)
+        for i, worker in enumerate(engine.workers):
+            if rng.random() < self.loss_rate:
+                first = rng.randrange(worker.num_host_chunks)
+                end = rng.randint(first + 1, worker.num_host_chunks)
+                worker.lose(first, end, blocks_per_chunk=self.blocks_per_chunk)
+            self.undelivered[i] += results[i]
+            if rng.random() < 0.6:
+                fail = rng.random() < self.fault_rate
+                self.undelivered[i] += worker.finish(rng.randint(0, len(worker.in_flight)), fail=fail)
+            if rng.random() < 0.7:
+                rng.shuffle(self.undelivered[i])
+                batch, self.undelivered[i] = self.undelivered[i], []
+                engine.apply(worker, batch)
+
+    def run(self, num_steps: int) -> None:
+        engine, rng = self.engine, self.rng
+        for _ in range(num_steps):
+            if rng.random() < 0.5:
+                self.arrive()
+            for request in engine.requests.values():
+                if request.num_computed == len(request.tokens) and rng.random() < 0.5:
+                    engine.generate(request, rng.randint(0, 1))
+            if engine.requests and rng.random() < 0.3:
+                gone = engine.remove(rng.choice(sorted(engine.requests)), preempt=rng.random() < 0.3)
+                if rng.random() < 0.5:
+                    engine.add(gone.request_id, gone.tokens)
+            if rng.random() < 0.01:
+                engine.scheduler.reset()
+            self.step()
+            engine.scheduler.check_invariants()
+            for request in engine.requests.values():
+                if not request.loading:
+                    self.num_checked += engine.check_bytes(request)
+        for i, worker in enumerate(engine.workers):
+            engine.apply(worker, self.undelivered[i])
+        engine.settle()
+        for request_id in list(engine.requests):
+            engine.remove(request_id)
+        engine.settle()
+        stats = engine.scheduler.stats()
+        assert (stats.staging_reserved_blocks, stats.num_jobs_in_flight) == (0, 0)
+        assert stats.staging_peak_blocks <= stats.staging_budget_blocks
+
+
+def main() -> None:
+    """Runs many lives; raises AssertionError at the first wrong block, naming the seed."""
+    parser = argparse.ArgumentParser(description="Random lives of a scheduler with sliding-window groups.")
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first-seed", type=int, default=100_000)
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    num_checked = num_loaded = 0
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        life = RandomLife(seed)
+        try:
+            life.run(args.steps)
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {e}") from e
+        num_checked += life.num_checked
+        num_loaded += life.num_loaded
+    print(
+        f"{args.seeds} lives, {args.seeds * args.steps} steps: {num_loaded} tokens loaded, {num_checked} blocks "
+        "checked, none wrong"
+    )
+
+
+if __name__ == "__main__":
+    main()
