@@ -155,7 +155,7 @@ def test_random_run(seed, path) -> None:
 
 
 def test_the_random_runs_do_load() -> None:
-    lives = [RealLife(seed, "direct") for seed in range(3)]
+    lives = [RealLife(seed, "direct") for seed in range(8)]
     for life in lives:
         life.run(60)
     assert sum(life.num_loaded for life in lives) > 50
