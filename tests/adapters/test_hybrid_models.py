@@ -75,6 +75,14 @@ def test_prefix_caching_does_not_change_answers(plain, model):
 
 
 @models
+def test_prefix_caching_on_two_devices(plain, model):
+    engine = MANY_BLOCKS | {"tensor_parallel_size": 2}
+    cached, computed = (plain(ONE_BY_ONE, engine | more, model) for more in ({}, NO_PREFIX_CACHE))
+    assert answers(cached) == answers(computed)
+    assert num_cached(cached) == [0, 0, len(DOCUMENT), len(DOCUMENT)]
+
+
+@models
 @pytest.mark.parametrize("more", [{}, CHUNKED], ids=["preemption", "preemption and chunked prefill"])
 def test_preemption_does_not_change_answers(plain, model, more):
     expected = plain(CONVERSATIONS, MANY_BLOCKS | NO_PREFIX_CACHE, model)
