@@ -297,7 +297,7 @@ class EngineRun:
         }
 
     def scramble_hbm(self, group: int) -> int:
-        """Exchanges what the layers of a KV cache group have in the blocks of vLLM's prefix cache. Returns their number."""
+        """Exchanges the contents of the blocks of a KV cache group in vLLM's prefix cache. Returns their number."""
         import jax
         import numpy as np
         from vllm.v1.core.kv_cache_utils import get_group_id

@@ -108,6 +108,30 @@ def test_equal_to_the_reference(lengths):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)  # NaN only in the same places
 
 
+def test_equal_to_the_reference_of_tpu_inference():
+    """Which has no convolution, and reads and writes one state."""
+    from tpu_inference.kernels.gdn.reference.ragged_gated_delta_rule_ref import ragged_gated_delta_rule
+
+    batch = Batch([(4, 1), (9, 7), (0, 12)])
+    batch.reads = batch.writes
+    batch.weights["taps"][:], batch.weights["bias"][:] = np.eye(TAPS)[-1], 0
+    for row, (computed, _) in zip(batch.writes, batch.lengths, strict=True):
+        batch.conv[row] = 0
+        batch.states[row] = np.random.default_rng(row).normal(size=batch.states[row].shape) if computed else np.nan
+    batch.states[0] = 0  # it also writes the null state
+    out, _, states = batch.run()
+    num_tokens = sum(count for _, count in batch.lengths)
+    inputs = {name: jnp.array(x, jnp.float32) for name, x in batch.weights.items()}
+    known, expected = ragged_gated_delta_rule(
+        *(jnp.array(x, jnp.float32) for x in (batch.qkv, batch.b, batch.a, batch.states)),
+        inputs["a_log"], inputs["dt_bias"], jnp.array([0, 1, 8, 20]), jnp.array(batch.writes),
+        jnp.array([1, 1, 3]), jnp.array([True, True, False]),
+        n_kq=KEY_HEADS, n_v=VALUE_HEADS, d_k=KEY_DIM, d_v=VALUE_DIM,
+    )  # fmt: skip
+    np.testing.assert_allclose(out[:num_tokens], expected[:num_tokens], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(states[batch.writes], known[batch.writes], rtol=1e-4, atol=1e-5)
+
+
 def test_a_result_does_not_depend_on_the_rest_of_the_batch():
     """Nor on how many steps a prompt takes: bit for bit, with inputs in bfloat16, as the engine has them."""
     whole, parts = Batch([(0, 24)]), Batch([(0, 9), (9, 15)])

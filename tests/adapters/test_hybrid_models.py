@@ -10,8 +10,8 @@ BLOCK = 16
 WINDOW = 64  # of the model "gemma3", in tokens
 GROUPS = {"gemma3": 3, "qwen3.5": 4}
 MANY_BLOCKS = {"num_gpu_blocks_override": 400}
-# With windows vLLM wants 34 blocks for one request of 256 tokens, without them 17.
-FEW_BLOCKS = {"gemma3": {"num_gpu_blocks_override": 36}, "qwen3.5": {"num_gpu_blocks_override": 20}}
+# Little more than vLLM wants for one request of 256 tokens.
+FEW_BLOCKS = {"gemma3": {"num_gpu_blocks_override": 36}, "qwen3.5": {"num_gpu_blocks_override": 24}}
 NO_PREFIX_CACHE = {"enable_prefix_caching": False}
 CHUNKED = {"max_num_batched_tokens": 32}
 ASYNC = {"async_scheduling": True}
@@ -33,7 +33,7 @@ def num_cached(outcome):
 
 
 def layout_of(process, model):
-    """Groups as (kind, window, block size), their arrays, the first layer of each, and the arrays as (dtype, *shape)."""
+    """By group: (kind, window, block size), numbers of its layers, and their arrays; and (dtype, *shape) by array."""
     outcome = process.run({"model": model, "engine": MANY_BLOCKS, "steps": [{"do": "kv_layout"}]})
     assert outcome["error"] is None
     (layout,) = outcome["steps"]
@@ -72,6 +72,14 @@ def test_prefix_caching_does_not_change_answers(plain, model):
         assert sum(num_cached(cached)) > 0 == sum(num_cached(computed))
     # vLLM keeps windows and states only where a prompt ends, or where a second one was seen to branch off.
     assert num_cached(plain(ONE_BY_ONE, MANY_BLOCKS, model)) == [0, 0, len(DOCUMENT), len(DOCUMENT)]
+
+
+@models
+def test_prefix_caching_on_two_devices(plain, model):
+    engine = MANY_BLOCKS | {"tensor_parallel_size": 2}
+    cached, computed = (plain(ONE_BY_ONE, engine | more, model) for more in ({}, NO_PREFIX_CACHE))
+    assert answers(cached) == answers(computed)
+    assert num_cached(cached) == [0, 0, len(DOCUMENT), len(DOCUMENT)]
 
 
 @models
