@@ -154,6 +154,7 @@ class OffloadStats:
         "checkpoints",
         "Boundaries in the host tier at which a request can go on: all sliding-window blocks before them are there, or "
         "being saved. 0 for a model without sliding windows.",
+        family="resident_checkpoints",
     )
     num_window_chunks: int = _gauge("chunks", "Slots of the host tier that the checkpoints take.")
     num_evicted_checkpoints: int = _counter(
