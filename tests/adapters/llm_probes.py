@@ -138,10 +138,9 @@ def simulated_hbm(nbytes: int | None) -> Any:
 
 
 def share_models() -> None:
-    """Engines of one model run its same jitted functions, so that these are traced and lowered once a process.
+    """Engines of one model share its jitted functions, so that these are traced and lowered once a process.
 
-    Loading a model makes functions of its own for each engine, and clears the caches of jax. Weights, KV caches and
-    everything else are an engine's own.
+    tpu-inference makes them anew for each engine. Weights, KV caches and everything else are an engine's own.
     """
     import jax
     from tpu_inference.runner import tpu_runner
@@ -149,12 +148,9 @@ def share_models() -> None:
     load, loaded = tpu_runner.get_model, {}
 
     def get_model(vllm_config: Any, rng: Any, mesh: Any, *args: Any, **kwargs: Any) -> Any:
-        config, cache = vllm_config.model_config, vllm_config.cache_config
         layers = vllm_config.compilation_config.static_forward_context
-        key = (
-            config.model, str(config.dtype), str(cache.cache_dtype), cache.mamba_cache_mode, cache.block_size, mesh,
-            str(vllm_config.speculative_config), args, str(kwargs),
-        )  # fmt: skip
+        # vLLM's hash covers whatever the computation depends on: model, dtypes, sizes, speculation, parallelism.
+        key = vllm_config.compute_hash(), mesh, args, str(kwargs)
         if key not in loaded:
             model = load(vllm_config, rng, mesh, *args, **kwargs)
             loaded[key] = model, vllm_config.quant_config, dict(layers)
@@ -163,6 +159,8 @@ def share_models() -> None:
         return model
 
     tpu_runner.get_model = get_model
+    # tpu-inference calls it when an engine has loaded its weights, to free the programs that loading has compiled. It
+    # would drop those of the shared functions, too.
     jax.clear_caches = lambda: None
 
 
