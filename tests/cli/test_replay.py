@@ -74,6 +74,21 @@ def test_chat(tmp_path, capsys):
     assert report["argv"][0] == "replay"
 
 
+def test_a_model_with_sliding_windows(tmp_path):
+    path = tmp_path / "r.json"
+    layers = ("--num-layers", "4", "--max-num-batched-tokens", "32")
+    assert replay("--model", "hybrid", *layers, "--requests", "9", "--turns", "3", "--json", str(path)) == 0
+    report = json.loads(path.read_text())
+    assert report["outputs_identical"] is True
+    assert report["model"]["window_layers"] == [0, 1, 2]
+    assert report["offload"]["prompt_tokens"]["host"] > 0
+
+
+def test_layers_that_cannot_be_divided(error_of):
+    error = error_of("replay", "--model", "hybrid", "--num-layers", "6")
+    assert "--model hybrid with --num-layers 6; expected a multiple of 4" in error
+
+
 @pytest.mark.parametrize(
     ("directions", "buckets"), [(("SAVE",), ""), (("LOAD",), "1,2"), (("SAVE", "LOAD"), "1,2")], ids=str
 )
@@ -175,7 +190,7 @@ def test_offloading_turned_off_by_a_variable(monkeypatch, capsys, tmp_path):
         ("--trace x --tokens-per-block 513", "513 is not in the range 1<=x<=512"),
         ("--trace no-such-file", "cannot read no-such-file: No such file"),
         ("--json no-such-folder/r.json", "cannot write no-such-folder/r.json: there is no directory"),
-        ("--num-blocks 3", "--num-blocks 3 holds 48 tokens"),
+        ("--num-blocks 3", "--num-blocks 3 is under the"),
         ("--num-blocks 2000000000", "GB of memory are free"),
         ("--num-heads 3", "num_heads=3 is not a multiple of num_kv_heads=2"),
         ("--kv-dtype complex64", "kv_dtype='complex64'"),

@@ -12,7 +12,7 @@ from tpu_offload.cli.options import Decorator, FiniteFloat, input_file, number, 
 from tpu_offload.cli.output import output_file, write_json
 from tpu_offload.engine import ModelConfig
 from tpu_offload.measure import device_errors, environment
-from tpu_offload.replay.setup import ServingOptions
+from tpu_offload.replay.setup import MODELS, ServingOptions
 
 ENGINE_FLAGS = ("block_size", "max_num_batched_tokens", "num_spare_blocks", "async_scheduling")
 MODEL_FLAGS = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff")
@@ -60,6 +60,13 @@ def serving_flags(defaults: Mapping[str, object]) -> Decorator:
         number("--num-kv-heads", f"model: key and value heads ({defaults['num_kv_heads']})"),
         number("--head-dim", f"model: width of a head ({defaults['head_dim']})"),
         number("--d-ff", f"model: width of the feed-forward layer ({defaults['d_ff']})"),
+        option(
+            "--model",
+            click.Choice(list(MODELS)),
+            None,
+            "model: full attention, or windows of 64 tokens in three of four layers (full)",
+            default="full",
+        ),
         option("--kv-dtype", str, "NAME", f"model: type of the KV cache ({_KV_DTYPE})", default=_KV_DTYPE),
         option("--json", output_file, "FILE", "write everything measured to FILE"),
     )
@@ -80,10 +87,12 @@ def serving_options(flags: Mapping[str, Any], *, engine: Mapping[str, int], mode
       engine: defaults of `ENGINE_FLAGS`.
       model: defaults of the model's sizes.
     """
-    rest = {name: value for name, value in flags.items() if name not in (*ENGINE_FLAGS, *MODEL_FLAGS, "kv_dtype")}
+    own = (*ENGINE_FLAGS, *MODEL_FLAGS, "kv_dtype", "model")
+    rest = {name: value for name, value in flags.items() if name not in own}
     sizes: dict[str, Any] = {name: engine[name] if flags[name] is None else flags[name] for name in ENGINE_FLAGS}
     given = {name: flags[name] for name in MODEL_FLAGS if flags[name] is not None}
     model = dataclasses.replace(model, **given, kv_dtype=flags["kv_dtype"], seed=flags["seed"])
+    model = MODELS[flags["model"]](model)
     return ServingOptions(**rest, **sizes, model=model)
 
 

@@ -42,7 +42,7 @@ def size_setup(options: ServingOptions, offload: OffloadConfig) -> Setup:
     """
     workload = build_workload(options)
     concurrency = options.concurrency or DEFAULT_CONCURRENCY
-    needed = blocks_per_request(workload, options.block_size)
+    needed = blocks_per_request(workload, options)
     num_unique_blocks = workload.num_unique_blocks(options.block_size)
     # Enough for the requests in flight but too small for the workload; if both are not possible, the latter.
     num_blocks = options.num_blocks or max(needed, min(needed * concurrency, num_unique_blocks // 2))
@@ -54,8 +54,9 @@ def size_setup(options: ServingOptions, offload: OffloadConfig) -> Setup:
             num_unique_blocks,
         )
     if offload.num_cpu_chunks is None and offload.host_gb is None:
-        # Not the default of 1024 chunks: a replay knows what it needs.
-        offload = offload.model_copy(update={"num_cpu_chunks": -(-num_unique_blocks // offload.blocks_per_chunk)})
+        # Not the default of 1024 chunks: a replay knows what it needs, windows included if they were all kept.
+        num_host_blocks = num_unique_blocks * len(options.model.group_windows)
+        offload = offload.model_copy(update={"num_cpu_chunks": -(-num_host_blocks // offload.blocks_per_chunk)})
     return dataclasses.replace(setup, offload=offload)
 
 

@@ -90,7 +90,7 @@ def build_comparison(options: ServingOptions, offload: OffloadConfig, *, num_rou
     workload = build_workload(options, default="decode")
     concurrency = options.concurrency or min(DEFAULT_CONCURRENCY, options.max_num_batched_tokens)
     offload, notes = _settings(offload)
-    needed = blocks_per_request(workload, options.block_size)
+    needed = blocks_per_request(workload, options)
     in_flight = min(concurrency, len(workload.conversations))
     num_prompt_tokens = in_flight * sum(workload.prompt_lens) / workload.num_requests
     num_blocks = options.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / options.block_size))

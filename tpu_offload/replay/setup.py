@@ -17,7 +17,7 @@ from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.copy_profile import CopyProfile
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
 from tpu_offload.errors import InputError
-from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind
+from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind, PageGroup
 from tpu_offload.memory import available_nbytes
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.replay.serving import ServedRun, serve
@@ -33,6 +33,27 @@ from tpu_offload.replay.workloads import (
 DEFAULT_NUM_CHAT_REQUESTS = 160
 DEFAULT_NUM_DECODE_REQUESTS = 256
 DEFAULT_NUM_TURNS = 10
+_WINDOW = 64
+_LAYERS_PER_FULL = 4
+
+
+def hybrid(model: ModelConfig) -> ModelConfig:
+    """A model with sliding windows in three of four layers.
+
+    Raises:
+      InputError: its layers cannot be divided so.
+    """
+    if model.num_layers % _LAYERS_PER_FULL:
+        raise InputError(
+            f"--model hybrid with --num-layers {model.num_layers}; expected a multiple of {_LAYERS_PER_FULL}: one layer "
+            "with full attention after three with sliding windows"
+        )
+    windows = tuple(i for i in range(model.num_layers) if i % _LAYERS_PER_FULL != _LAYERS_PER_FULL - 1)
+    return dataclasses.replace(model, sliding_window=_WINDOW, window_layers=windows)
+
+
+MODELS: dict[str, Callable[[ModelConfig], ModelConfig]] = {"full": lambda model: model, "hybrid": hybrid}
+"""What `--model` makes of the model's sizes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +94,13 @@ class Setup:
 _TOKEN_NBYTES = 128  # host memory for a prompt token, in all lists that hold it
 
 
-def blocks_per_request(workload: Workload, block_size: int) -> int:
-    """Number of blocks of the longest request."""
-    return -(-workload.longest_request // block_size)
+def blocks_per_request(workload: Workload, options: ServingOptions) -> int:
+    """Most blocks that the longest request holds, of all layer groups."""
+    full = -(-workload.longest_request // options.block_size)
+    num_blocks = full
+    for window in options.model.group_windows[1:]:  # those of the window, and those of a step
+        num_blocks += min(full, -(-(window + options.max_num_batched_tokens) // options.block_size) + 1)
+    return num_blocks
 
 
 def build_setup(
@@ -93,11 +118,11 @@ def build_setup(
       InputError: HBM is too small for a request, or host memory is too small for HBM.
       ConfigError: two sizes contradict each other.
     """
-    needed, longest = blocks_per_request(workload, options.block_size), workload.longest_request
+    needed, longest = blocks_per_request(workload, options), workload.longest_request
     if num_blocks < needed:
         raise InputError(
-            f"--num-blocks {num_blocks} holds {num_blocks * options.block_size} tokens and the longest request of "
-            f"{workload.name} has {longest}; set it to at least {needed}"
+            f"--num-blocks {num_blocks} is under the {needed} blocks of {options.block_size} tokens that the longest "
+            f"request of {workload.name}, {longest} tokens, needs; set it to at least {needed}"
         )
     model = options.model
     assert model.vocab_size >= NUM_TOKENS
@@ -191,7 +216,7 @@ def check_memory(model: ModelConfig, engine: EngineConfig) -> None:
     """Raises InputError on a CPU if the sizes need more memory than is free (the kernel would kill the process)."""
     if jax.default_backend() != "cpu":
         return
-    kv_nbytes = engine.num_blocks * model.num_layers * _page_nbytes(model, engine.block_size)
+    kv_nbytes = engine.num_blocks * model.num_arrays * _page_nbytes(model, engine.block_size)
     layer = 2 * model.d_model * (model.num_heads + model.num_kv_heads) * model.head_dim + 3 * model.d_model * model.d_ff
     weight_nbytes = 4 * (model.num_layers * layer + 2 * model.vocab_size * model.d_model)
     activation_nbytes = 4 * engine.max_num_batched_tokens * (model.d_model + 2 * model.d_ff)
@@ -207,9 +232,10 @@ def check_memory(model: ModelConfig, engine: EngineConfig) -> None:
 
 def layout_of(model: ModelConfig, engine: EngineConfig) -> KVLayout:
     """The layout of the engine's caches."""
-    pages = model.page_shape(engine.block_size)
-    group = LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, tuple(range(model.num_layers)), pages, model.kv_dtype)
-    return KVLayout(engine.block_size, (group,), model=model.name)
+    pages = (PageGroup(tuple(range(model.num_arrays)), model.page_shape(engine.block_size), model.kv_dtype),)
+    kinds = LayerGroupKind.FULL_ATTENTION, LayerGroupKind.SLIDING_WINDOW
+    groups = tuple(LayerGroup(kinds[window > 0], pages, window) for window in model.group_windows)
+    return KVLayout(engine.block_size, groups, model=model.name)
 
 
 def describe(setup: Setup) -> dict[str, Any]:
