@@ -58,7 +58,7 @@ def build_plan(options: ServingOptions, offload: OffloadConfig, *, seconds: int)
     """
     workload = _mixed_workload(options)
     concurrency = options.concurrency or DEFAULT_CONCURRENCY
-    needed = blocks_per_request(workload, options.block_size)
+    needed = blocks_per_request(workload, options)
     in_flight = min(concurrency, len(workload.conversations))
     num_prompt_tokens = in_flight * sum(workload.prompt_lens) / workload.num_requests
     num_blocks = options.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / options.block_size))
