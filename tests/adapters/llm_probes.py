@@ -138,10 +138,9 @@ def simulated_hbm(nbytes: int | None) -> Any:
 
 
 def share_models() -> None:
-    """Engines of one model run its same jitted functions, so that these are traced and lowered once a process.
+    """Engines of one model share its jitted functions, so that these are traced and lowered once a process.
 
-    Loading a model makes functions of its own for each engine, and clears the caches of jax. Weights, KV caches and
-    everything else are an engine's own.
+    tpu-inference makes them anew for each engine. Weights, KV caches and everything else are an engine's own.
     """
     import jax
     from tpu_inference.runner import tpu_runner
@@ -149,9 +148,11 @@ def share_models() -> None:
     load, loaded = tpu_runner.get_model, {}
 
     def get_model(vllm_config: Any, rng: Any, mesh: Any, *args: Any, **kwargs: Any) -> Any:
-        config = vllm_config.model_config
+        # All that the traced functions depend on; the hash covers the model's own settings, max_model_len among them.
+        # That of the whole `vllm_config` also differs with settings that they do not depend on.
+        caches = vllm_config.cache_config
         key = (
-            config.model, str(config.dtype), str(vllm_config.cache_config.cache_dtype), mesh,
+            vllm_config.model_config.compute_hash(), str(caches.cache_dtype), caches.block_size, mesh,
             str(vllm_config.speculative_config), args, str(kwargs),
         )  # fmt: skip
         if key not in loaded:
@@ -160,6 +161,8 @@ def share_models() -> None:
         return model
 
     tpu_runner.get_model = get_model
+    # tpu-inference calls it when an engine has loaded its weights, to free the programs that loading has compiled. It
+    # would drop those of the shared functions, too.
     jax.clear_caches = lambda: None
 
 
