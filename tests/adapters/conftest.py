@@ -25,7 +25,9 @@ class KeptVLLM:
     """
 
     def __init__(self, tmp_path_factory, cache):
-        self._make_folder, self._cache = tmp_path_factory.mktemp, cache
+        self._make_folder = tmp_path_factory.mktemp
+        make_kept = cache.mkdir if cache else tmp_path_factory.mktemp  # no cache with -p no:cacheprovider
+        self._kept_programs, self._kept_properties = make_kept("programs"), make_kept("vllm")
         self._programs, self.settings = self._start()
 
     def settings_of_another(self):
@@ -38,11 +40,11 @@ class KeptVLLM:
 
     def _start(self):
         folder = self._make_folder("xla")
-        programs = KeptPrograms(folder, self._cache.mkdir("programs"))
+        programs = KeptPrograms(folder, self._kept_programs)
         programs.exchange()
-        return programs, {"VLLM_XLA_CACHE_PATH": str(folder), "VLLM_CACHE_ROOT": str(self._cache.mkdir("vllm"))}
+        return programs, {"VLLM_XLA_CACHE_PATH": str(folder), "VLLM_CACHE_ROOT": str(self._kept_properties)}
 
 
 @pytest.fixture(scope="module")
 def kept_vllm(tmp_path_factory, pytestconfig):
-    return KeptVLLM(tmp_path_factory, pytestconfig.cache)
+    return KeptVLLM(tmp_path_factory, getattr(pytestconfig, "cache", None))
