@@ -168,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 row = [model, "prompts and answers" if decode_save else "prompts", name]
                 row += [f"{found[f'{what}_nbytes'] / 2**30:.2f}" for what in ("saved", "loaded", "kept")]
                 rows.append([*row, f"{found['computed_tokens']:,}"])
-    print_table(["model", "saved", "layer groups", "saved GiB", "loaded GiB", "kept GiB", "tokens computed"], rows)
+    headers = ["model", "saved", "layer groups", "saved GiB", "loaded GiB", "kept GiB", "tokens computed"]
+    print_table(f"a conversation of {args.turns} turns", headers, rows, num_labels=3)
     write_json(args, question="bytes of a conversation with sliding windows", results=results)
     return 0
 

@@ -149,8 +149,13 @@ def share_models() -> None:
 
     def get_model(vllm_config: Any, rng: Any, mesh: Any, *args: Any, **kwargs: Any) -> Any:
         layers = vllm_config.compilation_config.static_forward_context
-        # vLLM's hash covers whatever the computation depends on: model, dtypes, sizes, speculation, parallelism.
-        key = vllm_config.compute_hash(), mesh, args, str(kwargs)
+        # All that the traced functions depend on; the hash covers the model's own settings, max_model_len among them.
+        # That of the whole `vllm_config` also differs with settings that they do not depend on.
+        caches = vllm_config.cache_config
+        key = (
+            vllm_config.model_config.compute_hash(), str(caches.cache_dtype), caches.block_size,
+            caches.mamba_cache_mode, mesh, str(vllm_config.speculative_config), args, str(kwargs),
+        )  # fmt: skip
         if key not in loaded:
             model = load(vllm_config, rng, mesh, *args, **kwargs)
             loaded[key] = model, vllm_config.quant_config, dict(layers)
