@@ -76,6 +76,7 @@ class WindowEngine:
         self.hasher = BlockHasher(self.layout.fingerprint(), block_size=BLOCK_SIZE)
         self.rng = random.Random(seed)
         self.free_blocks = list(range(1, num_blocks))
+        self.given_back: set[int] = set()  # since the last plan, which may save what they hold
         self.requests: dict[str, WindowRequest] = {}
         self.plans: list[StepPlan] = []
         for worker in self.workers:
@@ -106,11 +107,18 @@ class WindowEngine:
 
     # Requests.
 
-    def grant(self) -> int:
-        return self.free_blocks.pop()
+    def grant(self, *, cached: bool = False) -> int:
+        """A free block; one that the prefix cache in HBM has had is none that was given back just now."""
+        if not cached:
+            return self.free_blocks.pop()
+        block = next(block for block in reversed(self.free_blocks) if block not in self.given_back)
+        self.free_blocks.remove(block)
+        return block
 
     def release(self, blocks: list[int]) -> None:
-        self.free_blocks += [block for block in blocks if block != NULL]
+        held = [block for block in blocks if block != NULL]
+        self.free_blocks += held
+        self.given_back.update(held)
         self.rng.shuffle(self.free_blocks)
 
     def add(
@@ -119,6 +127,8 @@ class WindowEngine:
         """Matches and admits a request whose first `num_in_hbm` tokens HBM has; None if blocks are short."""
         hashes: list[BlockHash] = []
         self.hasher.extend(hashes, tokens)
+        if len(self.free_blocks) - len(self.given_back) < num_in_hbm // BLOCK_SIZE * len(self.windows):
+            num_in_hbm = 0
         found = self.scheduler.match(
             request_id, hashes, num_tokens=len(tokens), num_computed_tokens=num_in_hbm, limits=limits
         ).num_tokens
@@ -130,13 +140,15 @@ class WindowEngine:
             self.scheduler.release(request_id)
             return None
         request = WindowRequest(request_id, list(tokens), hashes, [], num_computed, len(tokens), found > 0)
-        for group in range(len(self.windows)):
+        for group in range(len(self.windows)):  # what a prefix cache in HBM has
             first = self.first_visible(group, num_in_hbm)  # as a failed load needs it
-            table = [NULL if i < first else self.grant() for i in range(num_blocks)]
-            request.tables.append(table)
-            for worker in self.workers:  # what a prefix cache in HBM has
-                cached = range(first, num_in_hbm // BLOCK_SIZE)
-                worker.hbm.update([(table[i], self.name(hashes[i], group)) for i in cached])
+            cached = [self.grant(cached=True) for _ in range(first, num_in_hbm // BLOCK_SIZE)]
+            request.tables.append([NULL] * first + cached)
+            for worker in self.workers:
+                names = [self.name(block_hash, group) for block_hash in hashes[first:]]
+                worker.hbm.update(list(zip(cached, names, strict=False)))
+        for table in request.tables:
+            table += [self.grant() for _ in range(len(table), num_blocks)]
         self.scheduler.admit(request_id, request.tables, num_loaded_tokens=found)
         self.requests[request_id] = request
         return request
@@ -188,6 +200,7 @@ class WindowEngine:
             if request.num_computed // BLOCK_SIZE > start // BLOCK_SIZE:
                 scheduled.append(self.held(request))
         plan = self.scheduler.plan_step(scheduled)
+        self.given_back.clear()
         self.plans.append(plan)
         results = []
         for worker in self.workers:
