@@ -181,6 +181,16 @@ def test_traffic(main, capsys, tmp_path):
     assert 0 < read.num_unique_blocks < read.num_blocks
 
 
+def test_windows(run):
+    said, report = run("bench_windows", "--models gpt-oss-120b --turns 4 --prompt-tokens 300 --answer-tokens 100")
+    assert "a conversation of 4 turns" in said
+    for result in report["results"]:
+        windows, full = result["windows"], result["full_length"]
+        assert windows["computed_tokens"] == full["computed_tokens"] < 4 * 400
+        assert 0 < windows["loaded_nbytes"] < full["loaded_nbytes"]
+        assert windows["kept_nbytes"] <= windows["saved_nbytes"] < full["saved_nbytes"] == full["kept_nbytes"]
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_input_is_answered_in_one_line_before_the_work(main, script, capsys, tmp_path):
     if script == "bench_serve":
