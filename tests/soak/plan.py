@@ -66,7 +66,7 @@ def build_plan(options: ServingOptions, offload: OffloadConfig, *, seconds: int)
     small = _make_small(offload, setup)
     for size in (small.staging_blocks, small.host_chunks):
         size(layout_of(setup.model, setup.engine))
-    return Plan(setup, _by_path(small), seconds, options.seed)
+    return Plan(setup, _by_path(small, fused=not setup.model.window_layers), seconds, options.seed)
 
 
 def _mixed_workload(options: ServingOptions) -> Workload:
@@ -100,12 +100,12 @@ def _make_small(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
     return offload.model_copy(update=changes)
 
 
-def _by_path(offload: OffloadConfig) -> dict[str, OffloadConfig]:
-    """One engine per copy path; a single engine if a variable sets the path."""
+def _by_path(offload: OffloadConfig, *, fused: bool) -> dict[str, OffloadConfig]:
+    """One engine per copy path, without fused ones for a model with windows; a single one if a variable sets it."""
     if {"save_path", "load_path"} & offload.model_fields_set:
         paths: Sequence[tuple[CopyPath, CopyPath]] = [(offload.save_path, offload.load_path)]
     else:
-        paths = _PATHS
+        paths = [path for path in _PATHS if fused or CopyPath.FUSED not in path]
     return {
         f"{save.value} saves, {load.value} loads": offload.model_copy(update={"save_path": save, "load_path": load})
         for save, load in paths
