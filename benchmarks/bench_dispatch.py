@@ -110,7 +110,7 @@ class Bench:
         sequences = self.make_sequences(num_running)
         glue = self.make_glue(sequences, decode_save=False)
         everyone = [
-            computed(s.request_id, s.block_ids, s.block_hashes, s.num_prompt_tokens, s.num_computed_tokens)
+            computed(s.request_id, s.block_tables[0], s.block_hashes, s.num_prompt_tokens, s.num_computed_tokens)
             for s in sequences
         ]
         for one in everyone:
@@ -164,7 +164,7 @@ class Bench:
             self.num_requests += 1
             request = Request(f"idle{self.num_requests}", prompt, SamplingParams(max_tokens=100_000))
             sequence = Sequence(request, 0.0, [*prompt, *range(10_000)], phase=Phase.RUNNING)
-            sequence.block_ids = [2 * i % self.args.cache_blocks, (2 * i + 1) % self.args.cache_blocks]
+            sequence.block_tables = [[2 * i % self.args.cache_blocks, (2 * i + 1) % self.args.cache_blocks]]
             sequence.block_hashes = [BlockHash(self.rng.randbytes(16)) for _ in range(2)]
             sequence.num_computed_tokens = 2 * BLOCK_SIZE + i % BLOCK_SIZE
             sequences.append(sequence)

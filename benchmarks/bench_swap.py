@@ -69,7 +69,8 @@ class Bench:
         """Measures each part once, in seconds."""
         swap = self.scheduler.swap
         num_blocks = -(-num_tokens // self.args.block_size)
-        blocks, target = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))
+        blocks = list(range(1, num_blocks + 1))
+        target = list(range(num_blocks + 1, 2 * num_blocks + 1))
         hashes = [BlockHash(os.urandom(16)) for _ in blocks]  # new blocks, in no cache
         name = f"r{self.num_requests}"
         self.num_requests += 1
@@ -117,7 +118,7 @@ class Bench:
         start = time.perf_counter()
         for at in range(0, num_tokens, self.args.max_num_batched_tokens):
             end = min(num_tokens, at + self.args.max_num_batched_tokens)
-            run = TokenSpan(self.tokens[at:end], at, blocks, GREEDY)
+            run = TokenSpan(self.tokens[at:end], at, [blocks], GREEDY)
             output = self.runner.step([run])
         output.tokens.block_until_ready()
         return time.perf_counter() - start

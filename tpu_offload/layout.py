@@ -165,11 +165,13 @@ class KVLayout:
           groups: in place of `windows`, per layer group its window and the positions of its arrays. Several groups may
             name the same arrays, see `LayerGroup`.
         Raises:
-          LayoutError: no caches, groups that leave out an array, different shardings or numbers of blocks within a group, or a sharded block axis.
+          LayoutError: no caches, groups that leave out an array, different shardings or numbers of blocks within a
+            group, or a sharded block axis.
         """
         if isinstance(kv_caches, Mapping) or hasattr(kv_caches, "shape") or not isinstance(kv_caches, Iterable):
             raise LayoutError(f"KV caches are a {type(kv_caches).__name__}; expected a list with one array per layer")
-        kv_caches, windows, groups = list(kv_caches), _integers("windows", windows), _read_groups(groups)
+        kv_caches, windows = list(kv_caches), _integers("windows", windows)
+        given = _read_groups(groups)
         if not kv_caches:
             raise LayoutError("got no KV cache arrays; expected one per layer")
         for i, cache in enumerate(kv_caches):
@@ -179,16 +181,16 @@ class KVLayout:
             raise LayoutError(
                 f"windows={list(windows)} for {len(kv_caches)} KV caches; expected one per layer, in tokens, or 0"
             )
-        if groups and (windows or {i for _, ids in groups for i in ids} != set(range(len(kv_caches)))):
+        if given and (windows or {i for _, ids in given for i in ids} != set(range(len(kv_caches)))):
             raise LayoutError(
-                f"groups={groups} and windows={windows} for {len(kv_caches)} KV caches; expected each of them in a group, "
-                "and no windows"
+                f"groups={given} and windows={windows} for {len(kv_caches)} KV caches; expected each of them in a "
+                "group, and no windows"
             )
         windows = windows or (0,) * len(kv_caches)
-        groups = groups or tuple(
+        layers_of = given or tuple(
             (window, tuple(i for i, w in enumerate(windows) if w == window)) for window in sorted(set(windows))
         )
-        described = [_describe_group(kv_caches, layer_ids, window) for window, layer_ids in groups]
+        described = [_describe_group(kv_caches, layer_ids, window) for window, layer_ids in layers_of]
         sharded = {(num_shards, num_devices) for _, num_shards, num_devices in described}
         if len(sharded) != 1:
             raise LayoutError(f"layer groups are sharded differently: {sorted(sharded)}; expected one sharding")

@@ -78,9 +78,7 @@ class Engine:
         if offload is not None and (offload.enabled or offload.swap_gb != 0):
             self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock, seams=seams)
         hasher = BlockHasher(layout.fingerprint(), block_size=engine_config.block_size)
-        self._scheduler = Scheduler(
-            engine_config, hasher, offload=self._offload, windows=model_config.group_windows
-        )
+        self._scheduler = Scheduler(engine_config, hasher, offload=self._offload, windows=model_config.group_windows)
         self._samples: dict[str, list[Sequence]] = {}  # unfinished ones, by request
         self._in_flight: _InFlight | None = None
         self._last_end_s = 0.0

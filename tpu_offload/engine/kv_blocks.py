@@ -112,7 +112,7 @@ class KVBlocks:
             before = num_blocks
             for group_id in self._window_blocks:
                 num_blocks = self._cached_end(group_id, hashes[:num_blocks])
-        found: FoundBlocks = [dict(enumerate(full[:num_blocks]))]
+        found = [dict(enumerate(full[:num_blocks]))]
         for group_id, window_blocks in self._window_blocks.items():
             first = max(0, num_blocks - window_blocks)
             found.append(dict(enumerate(self._manager.lookup(hashes[first:num_blocks], group_id=group_id), first)))

@@ -21,8 +21,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as List
 
 from tpu_offload import BlockHasher, Candidate, choose_victims
-from tpu_offload.engine.config import EngineConfig
 from tpu_offload.engine.block_manager import NULL_BLOCK
+from tpu_offload.engine.config import EngineConfig
 from tpu_offload.engine.kv_blocks import BlockCopy, KVBlocks
 from tpu_offload.engine.offloading import Offloading
 from tpu_offload.engine.request import Request
