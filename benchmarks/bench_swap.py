@@ -69,7 +69,8 @@ class Bench:
         """Measures each part once, in seconds."""
         swap = self.scheduler.swap
         num_blocks = -(-num_tokens // self.args.block_size)
-        blocks, target = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))
+        blocks = list(range(1, num_blocks + 1))
+        target = list(range(num_blocks + 1, 2 * num_blocks + 1))
         hashes = [BlockHash(os.urandom(16)) for _ in blocks]  # new blocks, in no cache
         name = f"r{self.num_requests}"
         self.num_requests += 1

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.caches import random_caches
 from tpu_offload.errors import LayoutError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind, PageGroup
+from tpu_offload.worker.setup import check_caches
 
 
 def uniform(*, layer_ids=(0, 1, 2), page_shape=(16, 4, 2, 64), dtype="bfloat16"):
@@ -149,6 +150,39 @@ def test_layers_of_one_window_are_a_group():
     assert (full.kind, full.layer_ids, full.window) == (LayerGroupKind.FULL_ATTENTION, (0, 2), 0)
     assert (window.kind, window.layer_ids, window.window) == (LayerGroupKind.SLIDING_WINDOW, (1,), 32)
     assert layout.group_nbytes_per_host(full) == 2 * layout.group_nbytes_per_host(window) == full.block_nbytes
+
+
+def test_layer_groups_may_share_arrays():
+    caches = [cache()] * 2
+    layout = KVLayout.from_caches(caches, block_size=16, groups=[(0, (0, 1)), (32, range(2)), (32, [0, 1])])
+    assert [(group.window, group.layer_ids) for group in layout.groups] == [(0, (0, 1)), (32, (0, 1)), (32, (0, 1))]
+    assert [group.kind for group in layout.groups] == [
+        LayerGroupKind.FULL_ATTENTION, LayerGroupKind.SLIDING_WINDOW, LayerGroupKind.SLIDING_WINDOW
+    ]  # fmt: skip
+    check_caches(layout, caches)
+    one_group = KVLayout.from_caches(caches, block_size=16)
+    assert one_group == KVLayout.from_caches(caches, block_size=16, groups=[(0, (0, 1))])
+    assert len({one.fingerprint() for one in (layout, one_group)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([(0, (0,))], r"groups=\(\(0, \(0,\)\),\) .* for 2 KV caches; expected each of them in a group"),
+        ([(0, (0, 1, 2))], "for 2 KV caches; expected each of them in a group"),
+        ([(0, (0, 1)), (-1, (0, 1))], "expected windows in tokens, or 0"),
+        ([(0, (0, 1)), (8, ())], "each with the positions of its arrays"),
+        ([(0, (0, 0, 1))], "expected each layer once"),
+        ([0, 1], "expected pairs of a window and the positions of arrays"),
+        ([(0.5, (0, 1))], "a window=0.5; expected an integer"),
+        (3, "groups=3; expected pairs"),
+    ],
+)
+def test_invalid_groups(groups, message):
+    with pytest.raises(LayoutError, match=message):
+        KVLayout.from_caches([cache()] * 2, block_size=16, groups=groups)
+    with pytest.raises(LayoutError, match="and no windows"):
+        KVLayout.from_caches([cache()] * 2, block_size=16, windows=[0, 8], groups=[(0, (0, 1))])
 
 
 def test_the_host_tier_refuses_windows_in_one_line():

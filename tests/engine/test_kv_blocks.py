@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.helpers import SMALL_ENGINE, make_request, random_tokens
 from tests.engine.test_scheduler import add, make_scheduler, step, step_until
+from tpu_offload import BlockHash
 from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.kv_blocks import KVBlocks, num_skipped_blocks
 from tpu_offload.engine.scheduler import Scheduler
@@ -133,8 +134,8 @@ def test_a_preempted_request_finds_what_it_had_computed():
 def test_evicting_one_block_of_a_window_shortens_the_hit():
     scheduler = hybrid(10, 10, num_blocks=40)
     serve_alone(scheduler, "first", TOKENS[:30], max_tokens=12)
-    hasher, hashes = BlockHasher(b"model", block_size=BLOCK_SIZE), []
-    hasher.extend(hashes, list(TOKENS[:30]))
+    hashes: list[BlockHash] = []
+    BlockHasher(b"model", block_size=BLOCK_SIZE).extend(hashes, list(TOKENS[:30]))
     blocks = scheduler._blocks
     assert [list(found) for found in blocks.find_prefix(hashes)] == [list(range(7)), [4, 5, 6], [4, 5, 6]]
     block_id = blocks._manager.get(2, hashes[5])
@@ -196,7 +197,7 @@ class Contents:
         for source, target in copies:
             for offset in range(BLOCK_SIZE):
                 self.places[target, offset] = self.places.get((source, offset))
-        for group_id, window in enumerate(self.windows):
+        for group_id in range(len(self.windows)):
             for run in batch:
                 for position in range(run.start, run.end):
                     tokens = hash((run.sequence.request.cache_salt, *run.sequence.tokens[: position + 1]))
@@ -288,8 +289,8 @@ class RandomLife:
             if window:
                 cached = {(group_id, block_hash) for block_hash in blocks._manager._block_of[group_id]}
                 assert cached <= self.reachable, "no hit needs what is cached of a window"
-        hashes, text = [], list(self.rng.choice(self.texts))
-        BlockHasher(b"model", block_size=BLOCK_SIZE).extend(hashes, text)
+        hashes: list[BlockHash] = []
+        BlockHasher(b"model", block_size=BLOCK_SIZE).extend(hashes, list(self.rng.choice(self.texts)))
         found = blocks.find_prefix(hashes)
         assert [sorted(by_position) for by_position in found] == naive_prefix(blocks, self.windows, hashes)
         for group_id, by_position in enumerate(found):

@@ -73,7 +73,8 @@ def test_the_prompt_is_computed_and_held_once(model, caching):
         for own, others in zip(fork.block_tables[1:], leader.block_tables[1:], strict=True):
             assert own[3:5] == others[3:5]
             assert own[5] != others[5]
-    windows = 0 if model is TINY else 2 * (3 + 3)  # blocks 2 to 4 of each, which are shared, and the last ones
+    # blocks 2 to 4 of each, which are shared, and the last ones
+    windows = 0 if model is TINY else 2 * (3 + 3)
     assert scheduler._blocks.num_free == 64 - 5 - 3 - windows
 
 

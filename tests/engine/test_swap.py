@@ -371,10 +371,3 @@ def test_rates_are_measured_while_serving(asynchronous):
         stats.swapped_out_nbytes
         == stats.swapped_out_blocks * engine._offload._worker._swap._groups[0].memory.spec.block_nbytes_per_device
     )
-
-
-def test_a_model_with_windows_needs_the_tier_turned_off():
-    with pytest.raises(
-        LayoutError, match=r"layer groups full_attention, sliding_window, sliding_window; .* set TPU_OFFLOAD_HOST_GB=0"
-    ):
-        Engine(WINDOWED, TIGHT, offload=swap_config(num_cpu_chunks=8))

@@ -264,10 +264,7 @@ def test_a_token_without_a_block_is_an_assertion():
         ({"window_layers": (1, 6)}, r"window_layers=\(1, 6\); expected layer ids from 0 to 5"),
         ({"window_layers": (-1, 1)}, r"window_layers=\(-1, 1\); expected layer ids from 0 to 5"),
         ({"window_layers": tuple(range(6))}, "are all the layers; expected at least one with full attention"),
-        (
-            {"window_layers": (1,)},
-            "1 window_layers beside 5 layers with full .* expected a multiple of 5 window_layers",
-        ),
+        ({"window_layers": (1,)}, "1 window_layers beside 5 layers .* expected a multiple of 5 window_layers"),
         ({"num_layers": 7}, "4 window_layers beside 3 layers with full .* groups of 3, which share arrays"),
     ],
 )

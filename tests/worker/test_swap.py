@@ -19,17 +19,20 @@ POOL, TIER = HostStore.SWAP_POOL, HostStore.HOST_TIER
 class Engine(EngineBase):
     """With a swap pool."""
 
-    def __init__(self, *, hybrid=False, dtype="bfloat16", num_devices=1, tier=False, pool_blocks=10, **settings):
+    def __init__(
+        self, *, hybrid=False, groups=(), dtype="bfloat16", num_devices=1, tier=False, pool_blocks=10, **settings
+    ):
         rng = np.random.default_rng(3)
         caches = random_caches(rng, dtype=dtype, num_devices=num_devices)
         self.windows: tuple[int, ...] = ()
         if hybrid:
             few = random_caches(rng, dtype=dtype, num_devices=num_devices, num_blocks=NUM_BLOCKS[1], num_layers=2)
             caches, self.windows = [caches[0], few[0], caches[1], few[1]], (0, 8, 0, 8)
-        layout = KVLayout.from_caches(caches, block_size=4, windows=self.windows)
+        layout = KVLayout.from_caches(caches, block_size=4, windows=self.windows, groups=groups)
+        counted = layout.groups[:1] if groups else layout.groups  # of groups that share arrays the first
         self.hbm_nbytes = sum(
             num_blocks * layout.group_nbytes_per_host(group)
-            for num_blocks, group in zip(NUM_BLOCKS, layout.groups, strict=False)
+            for num_blocks, group in zip(NUM_BLOCKS, counted, strict=False)
         )
         settings = {
             "swap_gb": self.hbm_nbytes * pool_blocks / 12 / 2**30,
@@ -122,11 +125,29 @@ def test_blocks_change_hands_within_a_step():
 def test_layer_groups_have_pools_of_their_own(num_devices):
     engine = Engine(hybrid=True, num_devices=num_devices)
     assert engine.report.num_swap_blocks == (10, 5)  # the same share of each
-    full, ring = engine.pages(0, [11, 4, 2]), engine.pages(1, [6, 0, 3])
+    full, window = engine.pages(0, [11, 4, 2]), engine.pages(1, [6, 0, 3])
     engine.step(outs=[engine.out((0, POOL, [11, 4, 2], [0, 1, 9]), (1, POOL, [6, 0, 3], [4, 1, 0]))], scribble=True)
     engine.step(ins=[engine.back((0, POOL, [1, 0, 3], [0, 1, 9]), (1, POOL, [5, 4, 1], [4, 1, 0]))])
     engine.expect(0, [1, 0, 3], full)
-    engine.expect(1, [5, 4, 1], ring)  # in ring order
+    engine.expect(1, [5, 4, 1], window)  # in the order of its places
+    assert set(engine.states().values()) == {FINISHED}
+    engine.check_caches()
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_layer_groups_that_share_arrays(num_devices):
+    """A block of each is copied as a row of all arrays, from and to the group's own pool."""
+    groups = [(0, (0, 1, 2)), (8, (0, 1, 2)), (8, (0, 1, 2))]
+    engine = Engine(groups=groups, num_devices=num_devices, swap_gb="auto")
+    assert engine.report.num_swap_blocks == (8, 8, 8)  # together twice the 12 blocks of the KV cache
+    full, first, second = engine.pages(0, [11, 4, 2]), engine.pages(1, [6, 0]), engine.pages(2, [3])
+    outs = engine.out((0, POOL, [11, 4, 2], [0, 1, 7]), (1, POOL, [6, 0], [7, 0]), (2, POOL, [3], [0]))
+    engine.step(outs=[outs], scribble=True)
+    ins = engine.back((0, POOL, [1, 0, 3], [0, 1, 7]), (1, POOL, [5, 4], [7, 0]), (2, POOL, [9], [0]))
+    engine.step(ins=[ins])
+    engine.expect(0, [1, 0, 3], full)
+    engine.expect(1, [5, 4], first)
+    engine.expect(2, [9], second)
     assert set(engine.states().values()) == {FINISHED}
     engine.check_caches()
 

@@ -81,8 +81,8 @@ class ModelConfig:
         num_full = self.num_layers - len(layers)
         if len(layers) % num_full:
             raise ConfigError(
-                f"{len(layers)} window_layers beside {num_full} layers with full attention cannot be divided into groups "
-                f"of {num_full}, which share arrays; expected a multiple of {num_full} window_layers"
+                f"{len(layers)} window_layers beside {num_full} layers with full attention cannot be divided into "
+                f"groups of {num_full}, which share arrays; expected a multiple of {num_full} window_layers"
             )
 
     @property
