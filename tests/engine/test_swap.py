@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from tests.engine.helpers import SMALL_ENGINE, TINY, WINDOWED, make_request, random_tokens, serve, tokens_of
+from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve, tokens_of
 from tests.engine.test_scheduler import FakeOffloading, add, make_scheduler, step, step_until
-from tpu_offload import LayoutError, OffloadConfig, StepReport
+from tpu_offload import OffloadConfig, StepReport
 from tpu_offload.engine import Engine, FinishReason
 from tpu_offload.engine.sequence import Phase, Sequence
 

@@ -45,8 +45,8 @@ def hybrid(model: ModelConfig) -> ModelConfig:
     """
     if model.num_layers % _LAYERS_PER_FULL:
         raise InputError(
-            f"--model hybrid with --num-layers {model.num_layers}; expected a multiple of {_LAYERS_PER_FULL}: one layer "
-            "with full attention after three with sliding windows"
+            f"--model hybrid with --num-layers {model.num_layers}; expected a multiple of {_LAYERS_PER_FULL}: one "
+            "layer with full attention after three with sliding windows"
         )
     windows = tuple(i for i in range(model.num_layers) if i % _LAYERS_PER_FULL != _LAYERS_PER_FULL - 1)
     return dataclasses.replace(model, sliding_window=_WINDOW, window_layers=windows)
