@@ -1,8 +1,8 @@
 """What does a conversation cost with sliding-window layers: bytes saved and loaded a turn, and kept in the host tier?
 
 The scheduler plans a conversation of many turns; HBM has lost everything between two turns. The bytes in its plans are
-counted. Beside it, the same with full-length layer groups, as vLLM has them for a connector without `SupportsHMA`: every
-token is kept in every group. No bytes are copied, so any model's shape will do.
+counted. Beside it, the same with full-length layer groups, as vLLM has them for a connector without `SupportsHMA`:
+every token is kept in every group. No bytes are copied, so any model's shape will do.
 
   python benchmarks/bench_windows.py --json windows.json
 """

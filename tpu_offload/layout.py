@@ -215,6 +215,9 @@ class KVLayout:
     def check_tier(self) -> None:
         """Raises LayoutError unless the host tier supports this layout."""
         first, others = self.groups[0], self.groups[1:]
+        for group in others:
+            if group.kind is LayerGroupKind.SLIDING_WINDOW and group.window < 1:
+                raise LayoutError(f"a layer group with a sliding window of {group.window} tokens; expected at least 1")
         if first.kind is not LayerGroupKind.FULL_ATTENTION or any(
             group.kind is not LayerGroupKind.SLIDING_WINDOW or group.page_groups != first.page_groups
             for group in others

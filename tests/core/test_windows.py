@@ -263,3 +263,180 @@ def test_the_random_runs_do_load_evict_drop_and_fail() -> None:
         totals["failed"] += stats.num_failed_jobs
         totals["timed_out"] += stats.num_timed_out_jobs
     assert all(count > 10 for count in totals.values()), totals
+
+
+class Raised(Exception):
+    """What a custom eviction policy may raise."""
+
+
+def raise_once(engine: WindowEngine, monkeypatch: pytest.MonkeyPatch, *, calls: int) -> None:
+    """Has the index raise when it makes room for the `calls`-th time from now on."""
+    index, left = engine.scheduler._index, [calls]
+    make_room = index._make_room
+
+    def raising(*args: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Raised
+        make_room(*args)
+
+    monkeypatch.setattr(index, "_make_room", raising)
+
+
+def full_tier(windows: tuple[int, ...]) -> WindowEngine:
+    engine = WindowEngine(windows, num_cpu_chunks=16, workers=[FakeWorker(num_host_chunks=16)])
+    engine.serve("x", tokens(50, start=900))
+    return engine
+
+
+def test_a_plan_that_raised_leaves_nothing_to_save_of_windows(monkeypatch) -> None:
+    """The engine may free these blocks before the next plan."""
+    engine = full_tier((5,))
+    engine.add("a", tokens(26))
+    raise_once(engine, monkeypatch, calls=1)
+    with pytest.raises(Raised):
+        engine.step({"a": 26})
+    plan = engine.scheduler.plan_step([])
+    assert {part.group_id for job in plan.jobs for part in job.parts} == {0}
+
+
+def test_a_policy_that_raises_for_windows_leaks_no_slot(monkeypatch) -> None:
+    engine = full_tier((5, 9))
+    engine.add("a", tokens(18))
+    engine.add("b", tokens(18, start=300))
+    raise_once(engine, monkeypatch, calls=4)  # two for the chunks of full attention, then for the second checkpoint
+    with pytest.raises(Raised):
+        engine.step({"a": 18, "b": 18})
+    engine.scheduler.check_invariants()
+    for request_id in ("a", "b"):
+        engine.remove(request_id)
+    engine.step()
+    engine.settle()
+
+
+def test_a_window_chunk_that_cannot_be_read_is_written_again(monkeypatch) -> None:
+    """Although another checkpoint has it too."""
+    engine = WindowEngine((9,))
+    engine.serve("a", tokens(42))
+    engine.serve("b", tokens(46))
+    engine.add("c", tokens(42))
+    engine.step()
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(fail=True, failed_blocks=(11,)))
+    engine.step({"c": 42})
+    engine.settle()
+    engine.remove("c")
+    slots = [part.host_block_ids for plan in engine.plans for job in plan.of(JobKind.LOAD) for part in job.parts[1:]]
+    assert engine.serve("d", tokens(42)) == 40
+    again = [part.host_block_ids for plan in engine.plans for job in plan.of(JobKind.LOAD) for part in job.parts[1:]]
+    assert again[-1][-1] != slots[0][-1]
+    assert again[-1][0] == slots[0][0]
+
+
+@pytest.mark.parametrize("when", ["promised", "waiting"])
+def test_a_load_whose_window_slots_are_lost_fails(when) -> None:
+    engine = WindowEngine((9, 5))
+    engine.serve("a", tokens(42))
+    worker = engine.workers[0]
+    save = next(job for plan in engine.plans for job in plan.of(JobKind.SAVE) if job.parts[0].group_id)
+    slot = save.parts[0].host_block_ids[0]
+    match = engine.scheduler.match
+
+    def lose() -> None:
+        worker.lose(slot, slot + 1, blocks_per_chunk=1)
+        engine.scheduler.apply(worker.report())
+
+    def match_and_lose(*args: Any, **kwargs: Any) -> Any:
+        found = match(*args, **kwargs)
+        lose()
+        return found
+
+    if when == "promised":
+        engine.scheduler.match = match_and_lose  # type: ignore[method-assign]
+    request = engine.add("b", tokens(42))
+    assert request is not None
+    if when == "waiting":
+        lose()
+    engine.step()
+    engine.apply(worker, worker.finish())
+    assert (request.num_computed, request.loading) == (0, False)
+
+
+def test_a_checkpoint_that_cannot_fit_evicts_nothing() -> None:
+    engine = WindowEngine((200,), num_blocks=600, num_staging_blocks=200)
+    for i in range(3):
+        engine.serve(f"small {i}", tokens(22, start=1000 * i))
+    engine.serve("large", tokens(170, start=50_000))  # 42 chunks and as many of windows, of 64
+    assert [engine.serve(f"again {i}", tokens(22, start=1000 * i)) for i in range(3)] == [20, 20, 20]
+    assert engine.scheduler.stats().num_dropped_checkpoints == 1
+
+
+def test_an_invalid_table_at_a_preemption_changes_nothing() -> None:
+    engine = WindowEngine(save_on="preemption")
+    request = engine.add("a", tokens(50))
+    assert request is not None
+    engine.step({"a": 26})
+    held = engine.held(request)
+    broken = dataclasses.replace(
+        held, block_tables=[held.block_tables[0], held.block_tables[1][:3], held.block_tables[2]]
+    )
+    with pytest.raises(
+        RequestError, match="has 3 entries in the block table of layer group 1; expected one for each of 6"
+    ):
+        engine.scheduler.preempt("a", held=broken)
+    assert engine.scheduler.plan_step([]).empty
+
+
+def test_the_save_limit_is_a_boundary() -> None:
+    engine = WindowEngine()
+    limits = RequestLimits(max_save_tokens=30)
+    for name, loaded in (("a", 0), ("b", 28)):
+        request = engine.add(name, tokens(30) + tokens(20, start=500), limits=limits)
+        assert request is not None
+        assert request.num_computed == loaded
+        engine.settle()
+        engine.step({name: 50 - loaded})
+        engine.settle()
+        engine.remove(name)
+
+
+def test_window_blocks_that_were_freed_count_as_dropped() -> None:
+    """A chunk of four blocks begins before the window of five tokens does."""
+    engine = WindowEngine((5,), blocks_per_chunk=4)
+    engine.serve("a", tokens(42), at_a_time=5)
+    stats = engine.scheduler.stats()
+    assert (stats.num_checkpoints, stats.num_dropped_checkpoints) == (0, 1)
+    engine.serve("b", tokens(42, start=500))
+    assert engine.scheduler.stats().num_checkpoints == 1
+
+
+def test_parts_of_a_failed_save_are_mapped_to_their_chunks() -> None:
+    engine = WindowEngine((9, 17), blocks_per_chunk=2)
+    engine.add("a", tokens(26))
+    engine.step({"a": 26})
+    worker = engine.workers[0]
+    (save,) = [job for job in engine.plans[-1].of(JobKind.SAVE) if job.parts[0].group_id]
+    assert [len(part.block_ids) for part in save.parts] == [2, 4]
+    engine.apply(worker, worker.finish(1))
+    engine.apply(worker, worker.finish(1, fail=True, failed_blocks=(5,)))
+    engine.scheduler.check_invariants()
+    assert engine.scheduler.stats().num_checkpoints == 0
+    engine.settle()
+
+
+def test_a_window_has_at_least_one_token() -> None:
+    with pytest.raises(LayoutError, match="a sliding window of 0 tokens; expected at least 1"):
+        window_layout((9, 0)).check_tier()
+
+
+def test_checkpoints_that_were_not_evicted_do_not_count(caplog) -> None:
+    engine = WindowEngine((9, 5))
+    engine.add("a", tokens(42))
+    engine.step({"a": 42})
+    worker = engine.workers[0]
+    engine.apply(worker, worker.finish(1, fail=True))
+    engine.settle()
+    assert engine.scheduler.stats().num_evicted_checkpoints == 0
+    WindowEngine((200,), num_cpu_chunks=20, blocks_per_chunk=3)
+    assert "the host tier has 20 chunks, and the windows of this model take 17 at each boundary" in caplog.text
+    assert "the windows take 50 blocks and a chunk 3" in caplog.text

@@ -33,6 +33,7 @@ class WindowRequest:
     tables: list[list[int]]
     num_computed: int = 0
     num_prompt: int = 0
+    num_in_hbm: int = 0
     loading: bool = False
 
 
@@ -139,7 +140,7 @@ class WindowEngine:
         if len(self.free_blocks) < num_blocks * len(self.windows):
             self.scheduler.release(request_id)
             return None
-        request = WindowRequest(request_id, list(tokens), hashes, [], num_computed, len(tokens), found > 0)
+        request = WindowRequest(request_id, list(tokens), hashes, [], num_computed, len(tokens), num_in_hbm, found > 0)
         for group in range(len(self.windows)):  # what a prefix cache in HBM has
             first = self.first_visible(group, num_in_hbm)  # as a failed load needs it
             cached = [self.grant(cached=True) for _ in range(first, num_in_hbm // BLOCK_SIZE)]
@@ -159,7 +160,7 @@ class WindowEngine:
             block_tables=[list(table) for table in request.tables],
             block_hashes=list(request.hashes),
             num_prompt_tokens=request.num_prompt,
-            num_computed_tokens=request.num_computed,
+            num_computed_tokens=request.num_in_hbm if request.loading else request.num_computed,
         )
 
     def remove(self, request_id: str, *, preempt: bool = False) -> WindowRequest:

@@ -15,7 +15,7 @@ from typing import final
 from tpu_offload.core.block_tables import read_ids
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import ScheduledRequest
-from tpu_offload.core.index import ChunkState
+from tpu_offload.core.index import ChunkState, NewChunk
 from tpu_offload.core.jobs import host_blocks
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.errors import RequestError
@@ -30,12 +30,12 @@ class WindowTail:
 
     Attributes:
       boundary: in chunks of the request.
-      tables: per window group, the blocks of the chunks that cover its window.
+      tables: per window group, the blocks of the chunks that cover its window; None if the request has freed some.
       rolls: the boundary is where the computed tokens end, so the next one supersedes it.
     """
 
     boundary: int
-    tables: list[list[int]]
+    tables: list[list[int]] | None
     rolls: bool
 
 
@@ -78,22 +78,20 @@ class CheckpointSaves:
         first = request.num_checkpoint_chunks
         if num_chunks <= first:
             return []
-        prompt_end = max(0, scheduled.num_prompt_tokens - 1) // self._chunk_tokens
+        num_savable = request.limits.num_savable_tokens(scheduled.num_prompt_tokens)
+        prompt_end = min(max(0, scheduled.num_prompt_tokens - 1), num_savable) // self._chunk_tokens
         boundaries = {b for b in (prompt_end, request.junction_chunk) if first < b <= num_chunks}
         if num_chunks > prompt_end:
             boundaries.add(num_chunks)
-        tails = [self._read(request, scheduled, b, rolls=b > prompt_end) for b in sorted(boundaries)]
-        return [tail for tail in tails if tail is not None]
+        return [self._read(request, scheduled, b, rolls=b > prompt_end) for b in sorted(boundaries)]
 
     def read_end(self, request: RequestState, held: ScheduledRequest, num_chunks: int) -> list[WindowTail]:
         """The checkpoint after the first `num_chunks` chunks of a request that is preempted; as `read`."""
-        tail = self._read(request, held, num_chunks, rolls=False) if num_chunks else None
-        return [] if tail is None else [tail]
+        return [self._read(request, held, num_chunks, rolls=False)] if num_chunks else []
 
-    def _read(
-        self, request: RequestState, scheduled: ScheduledRequest, boundary: int, *, rolls: bool
-    ) -> WindowTail | None:
-        end, tables = boundary * self._size, []
+    def _read(self, request: RequestState, scheduled: ScheduledRequest, boundary: int, *, rolls: bool) -> WindowTail:
+        end = boundary * self._size
+        tables: list[list[int]] | None = []
         for group_id, num_chunks in zip(self._group_ids, self._num_chunks, strict=True):
             table = scheduled.block_tables[group_id]
             if len(table) < end:
@@ -103,8 +101,9 @@ class CheckpointSaves:
                 )
             blocks = read_ids(request.request_id, table, max(0, boundary - num_chunks) * self._size, end)
             if self._null_block in blocks:
-                return None
-            tables.append(blocks)
+                tables = None
+            elif tables is not None:
+                tables.append(blocks)
         return WindowTail(boundary, tables, rolls)
 
     def add(self, kind: JobKind, request: RequestState, tails: list[WindowTail]) -> None:
@@ -113,74 +112,103 @@ class CheckpointSaves:
             self._tails.setdefault(kind, []).extend([(request, tail) for tail in tails])
             request.num_checkpoint_chunks = tails[-1].boundary
 
-    def plan(self, *, deadline_s: float) -> None:
-        """Plans the saves of what was collected, after those of the chunks of full attention."""
-        collected, self._tails = self._tails, {}
-        for kind, tails in collected.items():
-            self._plan(kind, tails, deadline_s=deadline_s)
+    def plan(self, room_blocks: int, *, deadline_s: float) -> None:
+        """Plans the saves of what was collected, after those of the chunks of full attention.
 
-    def _plan(self, kind: JobKind, tails: list[tuple[RequestState, WindowTail]], *, deadline_s: float) -> None:
-        room = self._staging.room_for_saves() // self._size
-        blocks: list[list[int]] = [[] for _ in self._group_ids]
-        slots: list[list[int]] = [[] for _ in self._group_ids]
-        for request, tail in tails:
-            saved = self._begin(request, tail, room) if self._breaker.closed else None
-            if saved is None:
-                self._counts.num_dropped_checkpoints += 1
-                continue
-            room -= len(saved)
-            for group, first, slot in saved:
-                blocks[group] += tail.tables[group][first : first + self._size]
-                slots[group].append(slot)
-        if not any(slots):
-            return
-        parts = [
-            CopyPart(
-                group_id=group_id,
-                block_ids=tuple(blocks[group]),
-                host_block_ids=host_blocks(
-                    slots[group], blocks_per_chunk=self._size, num_blocks=len(slots[group]) * self._size
-                ),
-            )
-            for group, group_id in enumerate(self._group_ids)
-            if slots[group]
-        ]
-        num_blocks = sum(map(len, blocks))
+        Args:
+          room_blocks: how many blocks these have left to save.
+          deadline_s: of the jobs.
+        """
+        collected, self._tails = self._tails, {}
+        room = room_blocks // self._size
+        for kind, tails in collected.items():
+            room -= self._plan(kind, tails, room, deadline_s=deadline_s)
+
+    def _plan(
+        self, kind: JobKind, tails: list[tuple[RequestState, WindowTail]], room: int, *, deadline_s: float
+    ) -> int:
+        """Plans one job for these; returns how many chunks it saves, at most `room`."""
+        batch = _Batch([[] for _ in self._group_ids], [[] for _ in self._group_ids])
+        try:
+            for request, tail in tails:
+                saved = self._begin(request, tail, room - batch.num_chunks) if self._breaker.closed else None
+                if saved is None:
+                    self._counts.num_dropped_checkpoints += 1
+                    continue
+                batch.add(request, tail, saved, size=self._size)
+        finally:  # also if an eviction policy raises: a job ends what was begun
+            if batch.num_chunks:
+                self._plan_job(kind, batch, deadline_s=deadline_s)
+        return batch.num_chunks
+
+    def _plan_job(self, kind: JobKind, batch: "_Batch", *, deadline_s: float) -> None:
+        parts, size = [], self._size
+        for group_id, blocks, slots in zip(self._group_ids, batch.blocks, batch.slots, strict=True):
+            if slots:
+                host_ids = host_blocks(slots, blocks_per_chunk=size, num_blocks=len(slots) * size)
+                parts.append(CopyPart(group_id=group_id, block_ids=tuple(blocks), host_block_ids=host_ids))
+        others = len(batch.request_ids) - 1
         job = self._jobs.plan(
             kind,
             tuple(parts),
-            request=tails[0][0].request_id + (f" and {len(tails) - 1} more" if len(tails) > 1 else ""),
+            request=batch.request_ids[0] + (f" and {others} more" if others else ""),
             account=_ACCOUNT,
-            slots=tuple(slot for group in slots for slot in group),
-            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks),
+            slots=tuple(slot for slots in batch.slots for slot in slots),
+            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, batch.num_chunks * size),
             breaker=self._breaker,
             deadline_s=deadline_s,
         )
         self._breaker.begin(job.job_id)
 
-    def _begin(self, request: RequestState, tail: WindowTail, room: int) -> list[tuple[int, int, int]] | None:
-        """Begins one checkpoint.
-
-        Returns:
-          What to save for it: window group, the chunk's first block in the tail's table, slot. None if it is dropped.
-        """
+    def _begin(self, request: RequestState, tail: WindowTail, room: int) -> list[NewChunk] | None:
+        """Begins one checkpoint; returns the chunks to save for it, None if it is dropped."""
         boundary, keys = tail.boundary, request.keys
-        if not request.can_save or request.num_saved_chunks < boundary:
+        if tail.tables is None or not request.can_save or request.num_saved_chunks < boundary:
             return None
         if self._index.state(keys[boundary - 1]) not in (ChunkState.PENDING, ChunkState.READY):
             return None
         checkpoint = self._index.checkpoint(keys[boundary - 1])
-        saved: list[tuple[int, int, int]] = []
         if checkpoint is not None:
             self._index.touch_checkpoint(checkpoint)
-        else:
-            begun = self._index.begin_checkpoint(keys, boundary, max_chunks=room)
-            if begun is None:
-                return None
-            checkpoint, saved = begun
-            if tail.rolls:
-                if request.rolling is not None:
-                    self._index.supersede_checkpoint(request.rolling, by=checkpoint)
-                request.rolling = checkpoint
-        firsts = [boundary - num_chunks for num_chunks in checkpoint.num_chunks]
-        return [(group, (number - firsts[group]) * self._size, slot) for group, number, slot in saved]
+            return []
+        before = request.rolling if tail.rolls else None
+        begun = self._index.begin_checkpoint(keys, boundary, max_chunks=room, before=before)
+        if begun is None:
+            return None
+        checkpoint, saved = begun
+        if tail.rolls:
+            if before is not None:
+                self._index.supersede_checkpoint(before, by=checkpoint)
+            request.rolling = checkpoint
+        return saved
+
+
+@dataclasses.dataclass(slots=True)
+class _Batch:
+    """The window chunks of one save job, as they are collected.
+
+    Attributes:
+      blocks: per window group, blocks of HBM.
+      slots: per window group, the slots of their chunks.
+      request_ids: the requests that hold the blocks.
+    """
+
+    blocks: list[list[int]]
+    slots: list[list[int]]
+    request_ids: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks to save."""
+        return sum(map(len, self.slots))
+
+    def add(self, request: RequestState, tail: WindowTail, saved: list[NewChunk], *, size: int) -> None:
+        """Adds the chunks of one checkpoint."""
+        assert tail.tables is not None, "a window that has been passed is not saved"
+        for chunk in saved:
+            table = tail.tables[chunk.group]
+            first = len(table) - (tail.boundary - chunk.number) * size
+            self.blocks[chunk.group] += table[first : first + size]
+            self.slots[chunk.group].append(chunk.slot)
+        if saved:
+            self.request_ids.append(request.request_id)

@@ -1,6 +1,7 @@
 """The state and the settings that the components of one scheduler share."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from typing import Self, final
 
@@ -18,6 +19,8 @@ from tpu_offload.core.swap_pool import SwapPool
 from tpu_offload.layout import KVLayout
 from tpu_offload.metrics import OffloadStats
 from tpu_offload.types import Direction
+
+_logger = logging.getLogger(__name__)
 
 
 @final
@@ -136,7 +139,25 @@ class TierContext:
 
 
 def _window_chunks(config: OffloadConfig, layout: KVLayout) -> tuple[int, ...]:
-    return tuple(-(-layout.window_blocks(group) // config.blocks_per_chunk) for group in layout.window_groups)
+    size = config.blocks_per_chunk
+    num_chunks = tuple(-(-layout.window_blocks(group) // size) for group in layout.window_groups)
+    needed, there = 2 * sum(num_chunks), config.host_chunks(layout)
+    if needed > there:
+        _logger.warning(
+            "the host tier has %d chunks, and the windows of this model take %d at each boundary: few or no hits; make "
+            "it at least %d chunks (TPU_OFFLOAD_HOST_GB)",
+            there,
+            needed // 2,
+            needed,
+        )
+    if any(layout.window_blocks(group) % size for group in layout.window_groups):
+        _logger.warning(
+            "the windows take %s blocks and a chunk %d: where a step begins within a chunk, windows are not saved; "
+            "set TPU_OFFLOAD_BLOCKS_PER_CHUNK to a number that divides them",
+            ", ".join(str(layout.window_blocks(group)) for group in layout.window_groups),
+            size,
+        )
+    return num_chunks
 
 
 def _breakers(

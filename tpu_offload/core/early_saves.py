@@ -43,7 +43,7 @@ class EarlySaves:
         return requests
 
     def preempt(self, request: RequestState, held: ScheduledRequest) -> RequestState | None:
-        """A request is preempted; returns what stands for it in the coming plan, None if its blocks are not saved.
+        """A request is preempted; returns what stands for it, to be added, or None if its blocks are not saved.
 
         Raises:
           RequestError: `held` is invalid; nothing was changed.
@@ -66,8 +66,11 @@ class EarlySaves:
         saved.block_tables = tables
         saved.num_offered_chunks = num_chunks
         saved.num_saved_chunks = saved.num_tried_chunks = saved.num_deferred_chunks = 0
-        self._requests.append(saved)
         return saved
+
+    def add(self, saved: RequestState) -> None:
+        """The coming plan saves this."""
+        self._requests.append(saved)
 
     def evict(self, prefix: CachedPrefix, request: RequestState) -> None:
         """The prefix cache evicts the last block of a prefix.

@@ -64,7 +64,7 @@ class RequestState:
       num_looked_up_tokens: tokens that its last match looked up, until that is counted (see `OffloadStats`).
       num_found_tokens: how many of these it found.
       num_saved_chunks: leading chunks that are in the host tier or being saved, as last seen.
-      num_checkpoint_chunks: the last boundary at which its window blocks were saved or loaded, or dropped.
+      num_checkpoint_chunks: the last boundary at which its window blocks were to be saved.
       junction_chunk: where its last match would have found a longer prefix, had there been a checkpoint; else 0.
       awaits_checkpoint: whether one is being saved that its last match could have used.
       rolling: the checkpoint at the end of its tokens, which its next one supersedes.

@@ -228,10 +228,14 @@ class SavePlanner:
         """A request ended; the next one of this id counts as another request."""
         self._num_observed.pop(request_id, None)
 
-    def reset(self) -> None:
-        """Drops the early saves, and what the policy has observed: keys change."""
+    def abandon_plan(self) -> None:
+        """Drops what only the coming plan could have saved: the next step may write these blocks."""
         self.early.clear()
         self._checkpoints.clear()
+
+    def reset(self) -> None:
+        """Drops the early saves, and what the policy has observed: keys change."""
+        self.abandon_plan()
         self._num_observed.clear()
 
     def clear_offer(self, request: RequestState) -> None:
@@ -247,6 +251,7 @@ class SavePlanner:
             if self._checkpoints.enabled:
                 tails = self._checkpoints.read_end(saved, held, saved.num_offered_chunks)
                 self._checkpoints.add(JobKind.EARLY_SAVE, saved, tails)
+            self.early.add(saved)
             request.num_deferred_chunks = 0  # not dropped yet
             self.clear_offer(request)
 
@@ -259,7 +264,9 @@ class SavePlanner:
         if not self._unsaved and not self.early and not self._checkpoints:
             self._staging.end_plan(saves_wait=False)
             return
-        staging_room = self._staging.room_for_saves() // (self._blocks_per_chunk * self._num_full_groups)
+        chunk_blocks = self._blocks_per_chunk * self._num_full_groups
+        room_blocks = self._staging.room_for_saves()
+        staging_room = room_blocks // chunk_blocks
         room = staging_room if self._breaker.closed else min(staging_room, 1)
         admitted = self._breaker.admits(_ACCOUNT)
         num_early = num_saved = num_deferred = 0
@@ -279,7 +286,7 @@ class SavePlanner:
                     del self._unsaved[request.account]
             self._counts.deferred_save_blocks += num_deferred * self._blocks_per_chunk
         if self._checkpoints:
-            self._checkpoints.plan(deadline_s=deadline_s)
+            self._checkpoints.plan(room_blocks - (num_early + num_saved) * chunk_blocks, deadline_s=deadline_s)
         is_short = num_deferred > 0 and num_early + num_saved == staging_room
         self._staging.end_plan(saves_wait=is_short)
 

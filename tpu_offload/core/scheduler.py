@@ -366,6 +366,7 @@ class OffloadScheduler:
             cancelled = self._plan_transfers(offers, now_s)
         except BaseException:  # an eviction or save policy may be the engine's own
             self._jobs.fail_planned("planning the step raised an error, so its plan was not sent")
+            self._saves.abandon_plan()
             raise
         self._swap.begin_step()
         plan = StepPlan(

@@ -6,7 +6,7 @@ stay reserved, and the slots of a save in quarantine.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from tpu_offload.core.context import TierContext
@@ -108,8 +108,8 @@ class Transfers:
         elif job.direction is Direction.SAVE:
             self._end_save(job, bad)
         else:
-            if job.checkpoint is not None and len(bad) < len(job.keys) and job.failed_blocks:
-                self._index.drop_checkpoint(job.checkpoint)  # its window chunks may be what cannot be read
+            if job.checkpoint is not None and job.state is not JobState.FINISHED:
+                self._index.lose_window_chunks(self._bad_window_slots(job, too_often=bool(too_often)))
             # A failure may be transient, so a chunk is retried once. After a timeout the next load may take as long.
             self.mark_lost(self._index.invalidate(job.keys if job.state is JobState.TIMED_OUT else too_often))
             if not job.detached:
@@ -240,6 +240,18 @@ class Transfers:
             return list(range(len(job.keys)))
         num_blocks = _blocks_per_group(job) * self._num_full_groups
         return sorted({self._chunk_of(job, position) for position in job.failed_blocks if position < num_blocks})
+
+    def _bad_window_slots(self, job: Job, *, too_often: bool) -> Collection[int]:
+        """The slots of window chunks that a failed load could not read.
+
+        Where it is not known what failed, all of them, once the chunks of full attention have failed too often.
+        """
+        assert job.checkpoint is not None, "a load with window groups has a checkpoint"
+        if job.all_failed:
+            return job.checkpoint.slots if too_often else ()
+        host_ids = [i for part in job.wire.parts for i in part.host_block_ids]
+        num_full = _blocks_per_group(job) * self._num_full_groups
+        return {host_ids[i] // self._blocks_per_chunk for i in job.failed_blocks if i >= num_full}
 
     def _record_outcome(self, job: Job, bad: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Updates the backoff of a job's chunks; returns those that have failed too often."""

@@ -12,7 +12,9 @@ use: the least recently used one when slots are short, and the one at a full-att
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import NewType, final
+from typing import NamedTuple, NewType, final
+
+import numpy as np
 
 from tpu_offload.core.chunk_table import ChunkTable, Entries
 from tpu_offload.core.index.slots import SlotAllocator
@@ -20,6 +22,23 @@ from tpu_offload.types import ChunkKey
 
 WindowKey = NewType("WindowKey", bytes)
 """Names the chunk of a window group: the key of the full-attention chunk of the same tokens, and the group's number."""
+
+
+_SCANNED_AT_ONCE = 512  # boundaries
+
+
+class NewChunk(NamedTuple):
+    """A window chunk to be saved.
+
+    Attributes:
+      group: its window group, 0 for the first.
+      number: the number of the full-attention chunk of the same tokens in the prefix.
+      slot: where its bytes go.
+    """
+
+    group: int
+    number: int
+    slot: int
 
 
 @final
@@ -67,7 +86,7 @@ class CheckpointTable:
         self._pending: dict[int, list[Checkpoint]] = {}  # by slot that is being written
         self._lost: set[int] = set()  # slots whose bytes are lost, until no checkpoint contains them
         self._held: set[Checkpoint] = set()
-        self.num_dropped = 0
+        self.num_evicted = 0
 
     def __len__(self) -> int:
         return len(self._table)
@@ -97,18 +116,15 @@ class CheckpointTable:
           none is READY, is being saved.
         """
         table, is_pending = self._table, False
-        if not table:
-            return None, first, False
-        for boundary in range(end, first, -1):
-            checkpoint = table.get(keys[boundary - 1])
-            if checkpoint is None:
-                continue
-            if self._lost and not self._lost.isdisjoint(checkpoint.slots):
-                self.drop(checkpoint)
-            elif checkpoint.num_pending:
-                is_pending = True
-            else:
-                return checkpoint, boundary, is_pending
+        while table and end > first:
+            start = max(first, end - _SCANNED_AT_ONCE)
+            if not table.keys().isdisjoint(keys[start:end]):
+                for boundary in range(end, start, -1):
+                    checkpoint = self.get(keys[boundary - 1])
+                    if checkpoint is not None and not checkpoint.num_pending:
+                        return checkpoint, boundary, is_pending
+                    is_pending |= checkpoint is not None
+            end = start
         return None, first, is_pending
 
     def get(self, key: ChunkKey) -> Checkpoint | None:
@@ -124,8 +140,14 @@ class CheckpointTable:
         return tuple([min(end, num_chunks) for num_chunks in self._window_chunks])
 
     def begin(
-        self, keys: Sequence[ChunkKey], end: int, *, max_chunks: int, take: Callable[[int], list[int]]
-    ) -> tuple[Checkpoint, list[tuple[int, int, int]]] | None:
+        self,
+        keys: Sequence[ChunkKey],
+        end: int,
+        *,
+        max_chunks: int,
+        take: Callable[[int], list[int]],
+        before: Checkpoint | None = None,
+    ) -> tuple[Checkpoint, list[NewChunk]] | None:
         """Begins the save of the checkpoint after `end` chunks of a prefix. There is none yet.
 
         Args:
@@ -133,20 +155,23 @@ class CheckpointTable:
           end: the boundary.
           max_chunks: how many window chunks may be saved for it.
           take: takes this many free slots, or none if there are fewer; it may evict other checkpoints.
+          before: an earlier checkpoint of this prefix; if it is the one a chunk before, the search is short.
         Returns:
-          The checkpoint, and what has to be saved for it: group (0 for the first window group), number of the chunk in
-          the prefix, and slot. None, and no checkpoint has begun, if more must be saved or there are too few slots.
+          The checkpoint, and what has to be saved for it. None, and no checkpoint has begun, if more must be saved or
+          there are too few slots.
         """
         key, num_chunks = keys[end - 1], self.num_chunks(end)
         assert key not in self._table, "a checkpoint is saved twice"
-        chunks = [(g, i) for g, num in enumerate(num_chunks) for i in range(end - num, end)]
-        names = [WindowKey(keys[i] + bytes((g,))) for g, i in chunks]
-        known = [self._known(name) for name in names]
+        known = self._known_slots(keys, end, num_chunks, before)
         shared = [slot for slot in known if slot is not None]
         if len(known) - len(shared) > max_chunks:
             return None
         self._ref(shared)  # before others are evicted
-        free = take(len(known) - len(shared)) if len(shared) < len(known) else []
+        try:
+            free = take(len(known) - len(shared)) if len(shared) < len(known) else []
+        except BaseException:  # an eviction policy may be the engine's own
+            self._unref(shared)
+            raise
         if len(free) < len(known) - len(shared):
             self._unref(shared)
             return None
@@ -154,18 +179,21 @@ class CheckpointTable:
             self._num_refs.frombytes(bytes(4 * (short + len(self._num_refs) // 2)))
         new = iter(free)
         slots = array("i", [next(new) if slot is None else slot for slot in known])
-        checkpoint = Checkpoint(key, slots, num_chunks)
-        saved = []
-        for (group, number), name, before, slot in zip(chunks, names, known, slots, strict=True):
-            if before is None:
+        checkpoint = self._table[key] = Checkpoint(key, slots, num_chunks)
+        saved: list[NewChunk] = []
+        if free:
+            chunks = [(group, i) for group, num in enumerate(num_chunks) for i in range(end - num, end)]
+            saved = [NewChunk(*chunks[at], slots[at]) for at, slot in enumerate(known) if slot is None]
+            for group, number, slot in saved:
+                name = _name(keys[number], group)
                 self._slot_of[ChunkKey(name)], self._key_of[slot] = slot, name
                 self._pending[slot] = []
                 self._num_refs[slot] = 2  # of the checkpoint, and of the save
-                saved.append((group, number, slot))
-            if slot in self._pending:
-                self._pending[slot].append(checkpoint)
-                checkpoint.num_pending += 1
-        self._table[key] = checkpoint
+        if self._pending:
+            for slot in slots:
+                if slot in self._pending:
+                    self._pending[slot].append(checkpoint)
+                    checkpoint.num_pending += 1
         return checkpoint, saved
 
     def complete(self, slots: Sequence[int], *, success: bool, quarantine: bool = False) -> None:
@@ -222,20 +250,20 @@ class CheckpointTable:
         if not checkpoint.num_holds:
             self._unref(checkpoint.slots)
 
-    def drop_at(self, keys: Iterable[ChunkKey]) -> None:
-        """Drops the checkpoints after these chunks, which are no longer resident."""
+    def evict_at(self, keys: Iterable[ChunkKey]) -> None:
+        """Drops the checkpoints after these chunks, which are being evicted."""
         table = self._table
         if table:
             for key in keys:
                 if key in table:
-                    self.num_dropped += 1
+                    self.num_evicted += 1
                     self.drop(table[key])
 
     def evict_one(self, protected: Container[ChunkKey]) -> Checkpoint | None:
         """Drops the least recently used checkpoint that nothing holds, saves or protects; None if there is none."""
         for checkpoint in self._table.values():
             if not (checkpoint.num_holds or checkpoint.num_pending or checkpoint.key in protected):
-                self.num_dropped += 1
+                self.num_evicted += 1
                 self.drop(checkpoint)
                 return checkpoint
         return None
@@ -245,8 +273,9 @@ class CheckpointTable:
 
         The saves that write them fail by themselves.
         """
-        end = min(end, len(self._num_refs))
-        self._lost.update(slot for slot in range(first, end) if self._num_refs[slot] and slot not in self._pending)
+        used = first + np.array(self._num_refs[first:end], np.int32).nonzero()[0]
+        self._lost.update(used.tolist())
+        self._lost.difference_update(self._pending)
 
     def clear(self) -> list[Entries]:
         """Drops all. What loads hold or saves write keeps its slots. O(those).
@@ -294,10 +323,21 @@ class CheckpointTable:
     def _is_resident(self, checkpoint: Checkpoint) -> bool:
         return self._table.get(checkpoint.key) is checkpoint
 
-    def _known(self, name: WindowKey) -> int | None:
-        """The slot of a window chunk that another checkpoint has; None if there is none, or its bytes are lost."""
-        slot = self._slot_of.get(ChunkKey(name))
-        return None if slot is None or slot in self._lost else slot
+    def _known_slots(
+        self, keys: Sequence[ChunkKey], end: int, num_chunks: tuple[int, ...], before: Checkpoint | None
+    ) -> list[int | None]:
+        """The slots of the window chunks before a boundary that other checkpoints have; None for those to be saved."""
+        known: list[int | None] = []
+        if before is not None and end > 1 and before.key == keys[end - 2] and self._is_resident(before):
+            first = 0
+            for group, (num, num_before) in enumerate(zip(num_chunks, before.num_chunks, strict=True)):
+                known += before.slots[first + num_before + 1 - num : first + num_before] if num else []
+                known += [self._slot_of.get(ChunkKey(_name(keys[end - 1], group)))] if num else []
+                first += num_before
+        else:
+            for group, num in enumerate(num_chunks):
+                known += [self._slot_of.get(ChunkKey(_name(keys[i], group))) for i in range(end - num, end)]
+        return [None if slot in self._lost else slot for slot in known] if self._lost else known
 
     def _ref(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -316,3 +356,8 @@ class CheckpointTable:
                 self._lost.discard(slot)
                 freed.append(slot)
         self._slots.free_first(freed)
+
+
+def _name(key: ChunkKey, group: int) -> WindowKey:
+    """Names a chunk of a window group, by the chunk of full attention of the same tokens."""
+    return WindowKey(key + bytes((group,)))

@@ -18,7 +18,7 @@ from typing import final
 
 from tpu_offload.core.chunk_table import Discarded
 from tpu_offload.core.index.changes import ChangeLog, Changes
-from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable
+from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable, NewChunk
 from tpu_offload.core.index.eviction import Evictor
 from tpu_offload.core.index.lookup import missing_chunks, resident_slots
 from tpu_offload.core.index.prefix_tree import PrefixTree
@@ -52,7 +52,7 @@ class ChunkIndex:
         self._changes = ChangeLog() if record else None
         self._checkpoints = CheckpointTable(self._slots, window_chunks)
         self._evictor = Evictor(
-            self._tree, self._states, self._slots, changes=self._changes, on_evict=self._checkpoints.drop_at
+            self._tree, self._states, self._slots, changes=self._changes, on_evict=self._checkpoints.evict_at
         )
         self._num_used = [0, 0]  # chunks of full attention and of windows that were saved and loaded of late
         self._lost_slots: list[range] = []  # lookups end there; their chunks are still to be invalidated
@@ -91,7 +91,7 @@ class ChunkIndex:
     @property
     def num_evicted_checkpoints(self) -> int:
         """Checkpoints evicted so far, by themselves or with their prefix."""
-        return self._checkpoints.num_dropped
+        return self._checkpoints.num_evicted
 
     @property
     def has_lost_slots(self) -> bool:
@@ -259,12 +259,12 @@ class ChunkIndex:
         return self._checkpoints.get(key)
 
     def begin_checkpoint(
-        self, keys: Sequence[ChunkKey], end: int, *, max_chunks: int
-    ) -> tuple[Checkpoint, list[tuple[int, int, int]]] | None:
+        self, keys: Sequence[ChunkKey], end: int, *, max_chunks: int, before: Checkpoint | None = None
+    ) -> tuple[Checkpoint, list[NewChunk]] | None:
         """Begins the save of the checkpoint after `end` resident chunks of a prefix; see `CheckpointTable.begin`."""
         own = (keys[end - 1],)
         begun = self._checkpoints.begin(
-            keys, end, max_chunks=max_chunks, take=lambda num_slots: self._take(num_slots, own)
+            keys, end, max_chunks=max_chunks, take=lambda num_slots: self._take(num_slots, own), before=before
         )
         if begun is not None:
             self._count_used(1, len(begun[1]))
@@ -297,9 +297,10 @@ class ChunkIndex:
         """A request would have saved this checkpoint."""
         self._checkpoints.touch(checkpoint)
 
-    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Its bytes cannot be read: lookups find it no more."""
-        self._checkpoints.drop(checkpoint)
+    def lose_window_chunks(self, slots: Iterable[int]) -> None:
+        """The window chunks in these slots cannot be read: lookups find no checkpoint that contains one of them."""
+        for slot in slots:
+            self._checkpoints.lose(slot, slot + 1)
 
     def end_quarantine(self, slots: Iterable[int]) -> None:
         """No copy will write these slots any more: they are free."""
@@ -398,9 +399,12 @@ class ChunkIndex:
         self._checkpoints.check_holds(holds=holds, pending=pending)
 
     def _take(self, num_slots: int, protected: Container[ChunkKey]) -> list[int]:
-        """Takes this many free slots, evicting where it must; none if there are fewer."""
+        """Takes this many free slots, evicting where it must; none if there are fewer.
+
+        Never evicts for more than half of the slots: that would mostly be in vain.
+        """
         free = self._slots.free
-        if num_slots > len(free):
+        if num_slots > len(free) and num_slots <= self._slots.num_usable // 2:
             self._make_room(num_slots, protected)
         return free.take(num_slots) if num_slots <= len(free) else []
 
@@ -471,7 +475,9 @@ class ChunkIndex:
         self._states.removed(slot)
         self._slots.release(slot)
         self._policy.remove(key, parent)
-        self._checkpoints.drop_at((key,))
+        checkpoint = self._checkpoints.get(key)
+        if checkpoint is not None:
+            self._checkpoints.drop(checkpoint)
 
     def _invalidate_lost(self) -> list[ChunkKey]:
         """Invalidates chunks in lost slots, `MAX_REMOVED` of them at most."""
