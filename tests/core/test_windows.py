@@ -334,7 +334,7 @@ def test_a_window_chunk_that_cannot_be_read_is_written_again(monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("when", ["promised", "waiting"])
-def test_a_load_whose_window_slots_are_lost_fails(when) -> None:
+def test_a_load_whose_window_slots_are_lost_fails(when, monkeypatch) -> None:
     engine = WindowEngine((9, 5))
     engine.serve("a", tokens(42))
     worker = engine.workers[0]
@@ -352,7 +352,7 @@ def test_a_load_whose_window_slots_are_lost_fails(when) -> None:
         return found
 
     if when == "promised":
-        engine.scheduler.match = match_and_lose  # type: ignore[method-assign]
+        monkeypatch.setattr(engine.scheduler, "match", match_and_lose)
     request = engine.add("b", tokens(42))
     assert request is not None
     if when == "waiting":
@@ -363,10 +363,11 @@ def test_a_load_whose_window_slots_are_lost_fails(when) -> None:
 
 
 def test_a_checkpoint_that_cannot_fit_evicts_nothing() -> None:
-    engine = WindowEngine((200,), num_blocks=600, num_staging_blocks=200)
+    worker = FakeWorker(num_host_chunks=80)
+    engine = WindowEngine((200,), num_blocks=600, num_staging_blocks=200, num_cpu_chunks=80, workers=[worker])
     for i in range(3):
         engine.serve(f"small {i}", tokens(22, start=1000 * i))
-    engine.serve("large", tokens(170, start=50_000))  # 42 chunks and as many of windows, of 64
+    engine.serve("large", tokens(170, start=50_000))  # 42 chunks, and as many of windows: over half of the tier
     assert [engine.serve(f"again {i}", tokens(22, start=1000 * i)) for i in range(3)] == [20, 20, 20]
     assert engine.scheduler.stats().num_dropped_checkpoints == 1
 
@@ -377,12 +378,9 @@ def test_an_invalid_table_at_a_preemption_changes_nothing() -> None:
     assert request is not None
     engine.step({"a": 26})
     held = engine.held(request)
-    broken = dataclasses.replace(
-        held, block_tables=[held.block_tables[0], held.block_tables[1][:3], held.block_tables[2]]
-    )
-    with pytest.raises(
-        RequestError, match="has 3 entries in the block table of layer group 1; expected one for each of 6"
-    ):
+    full, first, second = held.block_tables
+    broken = dataclasses.replace(held, block_tables=[full, first[:3], second])
+    with pytest.raises(RequestError, match="3 entries in the block table of layer group 1; expected one for each of 6"):
         engine.scheduler.preempt("a", held=broken)
     assert engine.scheduler.plan_step([]).empty
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.engine.dense import dense_logits
-from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens
+from tests.engine.helpers import SMALL_ENGINE, TINY, make_request, random_tokens, serve
 from tpu_offload import OffloadConfig
 from tpu_offload.engine import Engine
 
@@ -33,7 +33,8 @@ def first_turns(seed):
 
 def converse(engine, seed, *, check=False):
     """Serves all conversations; each turn continues the first sample of the last one."""
-    requests, outputs = first_turns(seed), {}
+    requests = first_turns(seed)
+    outputs: dict[Any, Any] = {}
     for turn in range(NUM_TURNS):
         for request in requests:
             engine.add_request(request)
@@ -102,6 +103,17 @@ def test_later_turns_compute_only_what_is_new(plain, seed, budget, asynchronous)
             known = sum(dataclasses.astuple(before.prompt_tokens)) + len(outputs[turn - 1, f"c{i}", 0].tokens) - 1
             # With async scheduling a step more may have been computed.
             assert known // 4 * 4 <= sources.hbm <= (known + 1) // 4 * 4
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("num_prompt", [29, 31, 32])
+def test_the_end_of_a_prompt_is_cached_before_its_windows_move_on(num_prompt, asynchronous):
+    config = dataclasses.replace(PLAIN, enable_prefix_caching=True, async_scheduling=asynchronous)
+    engine, prompt = Engine(MODEL, config), random_tokens(1, num_prompt)
+    for name in ("first", "again"):
+        output = serve(engine, [make_request(name, prompt, max_tokens=12)])[name]
+    assert output.stats is not None
+    assert output.stats.prompt_tokens.hbm == (num_prompt - 1) // 4 * 4
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -143,6 +143,21 @@ def test_evicting_one_block_of_a_window_shortens_the_hit():
     assert blocks.find_prefix(hashes) == [{}, {}, {}]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_hit_is_the_longest_that_all_groups_have(seed):
+    """Whatever has been evicted from each of them."""
+    rng = random.Random(seed)
+    windows = (0, 10, 6, 13)
+    blocks = KVBlocks(num_blocks=200, block_size=BLOCK_SIZE, windows=windows, max_step_tokens=8)
+    hashes = [BlockHash(bytes([i])) for i in range(30)]
+    for group_id, block_hash in itertools.product(range(4), hashes[: rng.randint(15, 30)]):
+        (block_id,) = blocks._manager.allocate(1)
+        if rng.random() < 0.8 or not group_id:
+            blocks._manager.register(block_id, block_hash, group_id=group_id)
+    found = blocks.find_prefix(hashes)
+    assert [list(by_position) for by_position in found] == naive_prefix(blocks, windows, hashes)
+
+
 def test_one_pool_serves_all_groups():
     """Long windows need as many blocks as full attention; short ones leave most to it."""
     for window, num_tokens in ((100, 100), (4, 190)):

@@ -169,6 +169,8 @@ class KVBlocks:
         ]
         cached = [block_id for blocks in shared for block_id in blocks.values()]
         num_new = sum(max(0, end - first) for first, end in to_fill) - len(cached)
+        if sequence.block_tables and num_new == 0:  # by far the most frequent
+            return True
         if not self._manager.can_allocate(num_new + self._num_spare(active), cached=cached):
             return False
         self._manager.share(cached)
