@@ -7,6 +7,7 @@ import pytest
 
 from tests.core.fakes import FakeWorker, tokens
 from tests.core.window_engine import WindowEngine, window_layout
+from tests.core.window_faults import FaultyLife
 from tests.core.window_lives import RandomLife
 from tpu_offload import ConfigError, LayerGroup, LayerGroupKind, LayoutError, RequestError, RequestLimits
 from tpu_offload.types import Direction, JobKind
@@ -247,6 +248,11 @@ def test_random_run(seed) -> None:
     life = RandomLife(seed)
     life.run(100)
     assert life.num_checked > 50
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_run_with_restarts_and_lost_caches(seed) -> None:
+    FaultyLife(seed).run(80)
 
 
 def test_the_random_runs_do_load_evict_drop_and_fail() -> None:

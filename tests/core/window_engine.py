@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 from tests.core.fakes import BLOCK_SIZE, LAYOUT, POISON, Clock, FakeWorker
@@ -76,6 +77,7 @@ class WindowEngine:
         )
         self.hasher = BlockHasher(self.layout.fingerprint(), block_size=BLOCK_SIZE)
         self.rng = random.Random(seed)
+        self.between_match_and_admit: Callable[[], None] | None = None
         self.free_blocks = list(range(1, num_blocks))
         self.given_back: set[int] = set()  # since the last plan, which may save what they hold
         self.requests: dict[str, WindowRequest] = {}
@@ -133,6 +135,8 @@ class WindowEngine:
         found = self.scheduler.match(
             request_id, hashes, num_tokens=len(tokens), num_computed_tokens=num_in_hbm, limits=limits
         ).num_tokens
+        if self.between_match_and_admit is not None:
+            self.between_match_and_admit()
         num_computed = num_in_hbm + found
         assert num_computed < len(tokens)
         assert not found or num_computed % BLOCK_SIZE == 0

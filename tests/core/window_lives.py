@@ -112,17 +112,17 @@ class RandomLife:
         assert stats.staging_peak_blocks <= stats.staging_budget_blocks
 
 
-def main() -> None:
+def run_many(life_type: type[RandomLife], doc: str | None) -> None:
     """Runs many lives; raises AssertionError at the first wrong block, naming the seed."""
-    parser = argparse.ArgumentParser(description="Random lives of a scheduler with sliding-window groups.")
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first-seed", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     num_checked = num_loaded = 0
     for seed in range(args.first_seed, args.first_seed + args.seeds):
-        life = RandomLife(seed)
+        life = life_type(seed)
         try:
             life.run(args.steps)
         except Exception as e:
@@ -136,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_many(RandomLife, __doc__)
