@@ -444,3 +444,27 @@ def test_checkpoints_that_were_not_evicted_do_not_count(caplog) -> None:
     WindowEngine((200,), num_cpu_chunks=20, blocks_per_chunk=3)
     assert "the host tier has 20 chunks, and the windows of this model take 17 at each boundary" in caplog.text
     assert "the windows take 50 blocks and a chunk 3" in caplog.text
+
+
+def test_windows_take_the_staging_blocks_that_are_left() -> None:
+    """Of four: one for a preempted request, two for another that is computed, and one for windows."""
+    engine = WindowEngine((5,), save_on="compute,preemption", num_staging_blocks=4)
+    request = engine.add("a", tokens(10))
+    assert request is not None
+    engine.step({"a": 10})
+    engine.settle()
+    for token in range(2):
+        engine.generate(request, token)
+    engine.step({"a": 2})
+    engine.settle()
+    before = engine.scheduler.stats().num_dropped_checkpoints
+    assert engine.add("b", tokens(10, start=500)) is not None
+    engine.remove("a", preempt=True)
+    plan, _ = engine.step({"b": 10})
+    assert [(job.kind, job.num_blocks, job.num_staging_blocks) for job in plan.jobs] == [
+        (JobKind.EARLY_SAVE, 1, 1),
+        (JobKind.EARLY_SAVE, 1, 1),
+        (JobKind.SAVE, 2, 2),
+    ]
+    assert engine.scheduler.stats().num_dropped_checkpoints == before + 1
+    engine.settle()
