@@ -8,13 +8,26 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from tests.adapters.engine_config import kv_cache_config, make_config
 from tests.adapters.scheduler_stack import BLOCK_SIZE, GB, SMALL, Stack, make_stack
 from tpu_offload import ConfigError
 from tpu_offload.adapters.vllm.plugin import CONNECTOR_NAME, register
-from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config
+from tpu_offload.adapters.vllm.settings import (
+    check_hbm,
+    check_workers,
+    count_workers,
+    group_order,
+    read_config,
+    windows,
+)
 from tpu_offload.core.policies import LRUPolicy
 
 pytestmark = pytest.mark.vllm
@@ -118,16 +131,39 @@ def sliding(block_size=BLOCK_SIZE):
     return SlidingWindowSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=32)
 
 
-def test_hybrid_models_are_refused_with_a_remedy():
-    full = kv_cache_config(8).kv_cache_groups[0]
-    groups = [full, KVCacheGroupSpec(["other"], sliding())]
-    with pytest.raises(ConfigError, match=r"2 KV cache groups.*SlidingWindowSpec.*hybrid models are not supported"):
-        read_config(config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
+def grouped(*specs):
+    groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_windows_beside_full_attention_are_loaded_asynchronously():
+    full = kv_cache_config(8).kv_cache_groups[0].kv_cache_spec
+    caches = grouped(sliding(), sliding(), full)
+    assert read_config(config(), caches).sync_load is False
+    given = config(transfer={"kv_connector_extra_config": {"sync_load": True}})
+    with pytest.raises(ConfigError, match=r"TPU_OFFLOAD_SYNC_LOAD=1: .* 3 KV cache groups.*; unset it"):
+        read_config(given, caches)
+    # The library has the group with full attention first.
+    assert group_order(caches) == (2, 0, 1)
+    assert windows(caches) == (0, 32, 32)
+
+
+def test_several_groups_with_full_attention_are_refused_with_a_remedy():
+    full = kv_cache_config(8).kv_cache_groups[0].kv_cache_spec
+    with pytest.raises(ConfigError, match=r"2 KV cache groups with full attention.*--disable-hybrid-kv-cache-manager"):
+        read_config(config(), grouped(full, full, sliding()))
+
+
+def test_states_are_refused():
+    full = kv_cache_config(8).kv_cache_groups[0].kv_cache_spec
+    state = MambaSpec(block_size=BLOCK_SIZE, shapes=((2, 3),), dtypes=(torch.float32,))
+    with pytest.raises(ConfigError, match=r"groups of FullAttentionSpec, MambaSpec, .* states are not supported"):
+        read_config(config(), grouped(full, state))
 
 
 def test_windows_without_full_attention_are_refused():
     groups = [KVCacheGroupSpec(["layer"], sliding())]
-    with pytest.raises(ConfigError, match="SlidingWindowSpec, expected full attention"):
+    with pytest.raises(ConfigError, match="SlidingWindowSpec, expected layers with full attention"):
         read_config(config(), KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))
 
 
@@ -140,7 +176,7 @@ def of_two_head_sizes(spec):
 def test_layers_with_heads_of_two_sizes_are_served_if_their_attention_is_full():
     full = kv_cache_config(8).kv_cache_groups[0].kv_cache_spec
     assert read_config(config(), of_two_head_sizes(full)).enabled
-    with pytest.raises(ConfigError, match="is SlidingWindowSpec, expected full attention"):
+    with pytest.raises(ConfigError, match="is SlidingWindowSpec, expected layers with full attention"):
         read_config(config(), of_two_head_sizes(sliding()))
 
 

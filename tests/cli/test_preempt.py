@@ -181,7 +181,7 @@ def test_nothing_preempted(tmp_path, capsys, chats):
         ("--preempt --turns 2", "--turns 2 has no effect here; it requires --workload chat"),
         ("--preempt --max-tokens 8", "--max-tokens 8 has no effect here; it requires --prompts"),
         ("--preempt --workload decode --trace x", "not allowed with"),
-        ("--preempt --num-blocks 3", "--num-blocks 3 holds 12 tokens"),
+        ("--preempt --num-blocks 3", "--num-blocks 3 is under the"),
         ("--preempt --concurrency 600", "max_num_batched_tokens=512"),
         ("--preempt --json no-such-folder/r.json", "there is no directory"),
     ],

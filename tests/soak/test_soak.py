@@ -139,7 +139,7 @@ def test_a_table_that_grows_is_noticed(tmp_path, monkeypatch, capsys, direct, st
         ("", "SECONDS or --seconds is required"),
         ("5 --preempt", "No such option '--preempt'"),
         ("5 --rounds 2", "No such option '--rounds'"),
-        ("--seconds 5 --num-blocks 3", "--num-blocks 3 holds 48 tokens"),
+        ("--seconds 5 --num-blocks 3", "--num-blocks 3 is under the"),
         ("5 --trace no-such-file", "cannot read no-such-file: No such file"),
         ("5 --workload decode --turns 2", "--turns 2 has no effect here; it requires --workload chat"),
         ("5 --json no-such-folder/r.json", "cannot write no-such-folder/r.json: there is no directory"),

@@ -235,7 +235,8 @@ class SavePlanner:
 
     def reset(self) -> None:
         """Drops the early saves, and what the policy has observed: keys change."""
-        self.abandon_plan()
+        self.early.clear()
+        self._checkpoints.clear()
         self._num_observed.clear()
 
     def clear_offer(self, request: RequestState) -> None:

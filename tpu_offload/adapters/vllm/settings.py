@@ -39,10 +39,9 @@ def read_config(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
     problem = next(_problems(vllm_config, kv_cache_config, config), None)
     if problem is not None:
         raise ConfigError(f"tpu_offload: {problem}")
-    if len(kv_cache_config.kv_cache_groups) > 1:
-        # vLLM cannot recover from a failed load of several groups before a step.
+    if config.sync_load is None and len(kv_cache_config.kv_cache_groups) > 1:
         config = config.model_copy(update={"sync_load": False})
-    if config.sync_load is None:
+    elif config.sync_load is None:
         # The device runs a direct load between two steps in either case, so a waiting request would save nothing. A
         # staged load overlaps with the steps.
         config = config.model_copy(update={"sync_load": config.load_path is CopyPath.DIRECT})
@@ -63,6 +62,12 @@ def _problems(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", confi
     """Yields why this configuration is not supported, in one line each with what to change."""
     yield from _problems_of_settings(vllm_config, config)
     yield from _problems_of_caches(kv_cache_config, block_size=vllm_config.cache_config.block_size)
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    if num_groups > 1 and config.sync_load:
+        yield (
+            f"TPU_OFFLOAD_SYNC_LOAD=1: the model has {num_groups} KV cache groups, and for several vLLM cannot recompute "
+            "what a load has failed to load right before a step; unset it"
+        )
     yield from _problems_of_parallelism(vllm_config)
     additional = vllm_config.additional_config
     if isinstance(additional, dict) and additional.get("enable_continue_decode"):
