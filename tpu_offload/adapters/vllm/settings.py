@@ -65,8 +65,8 @@ def _problems(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", confi
     num_groups = len(kv_cache_config.kv_cache_groups)
     if num_groups > 1 and config.sync_load:
         yield (
-            f"TPU_OFFLOAD_SYNC_LOAD=1: the model has {num_groups} KV cache groups, and for several vLLM cannot recompute "
-            "what a load has failed to load right before a step; unset it"
+            f"TPU_OFFLOAD_SYNC_LOAD=1: the model has {num_groups} KV cache groups, and for several vLLM cannot "
+            "recompute what failed to load right before a step; unset it"
         )
     yield from _problems_of_parallelism(vllm_config)
     additional = vllm_config.additional_config
