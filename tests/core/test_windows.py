@@ -468,3 +468,46 @@ def test_windows_take_the_staging_blocks_that_are_left() -> None:
     ]
     assert engine.scheduler.stats().num_dropped_checkpoints == before + 1
     engine.settle()
+
+
+def test_windows_from_before_a_reset_are_not_saved() -> None:
+    """Although another request has saved the chunks before their boundary since."""
+    engine = WindowEngine()
+    assert engine.add("a", tokens(42)) is not None
+    engine.step({"a": 24})
+    engine.settle()
+    engine.scheduler.reset()
+    assert engine.serve("b", tokens(40) + tokens(18, start=500)) == 0
+    assert engine.scheduler.stats().num_checkpoints == 1
+    engine.step({"a": 18})
+    engine.settle()
+    assert engine.scheduler.stats().num_checkpoints == 1
+    engine.remove("a")
+
+
+def test_a_checkpoint_that_was_loaded_is_not_superseded() -> None:
+    engine = WindowEngine((9, 5), decode_save=True)
+    request = engine.add("a", tokens(18))
+    assert request is not None
+    engine.step({"a": 18})
+    for token in range(6):
+        engine.generate(request, token)
+        engine.step({"a": 1})
+        engine.settle()
+    said = list(request.tokens)
+    assert engine.serve("b", [*said, *tokens(10, start=500)]) == 24
+    for token in range(4):
+        engine.generate(request, token)
+        engine.step({"a": 1})
+        engine.settle()
+    assert engine.serve("c", [*said, *tokens(10, start=600)]) == 24
+    engine.remove("a")
+
+
+def test_a_staged_load_reserves_staging_blocks_for_windows() -> None:
+    engine = WindowEngine((9, 5))
+    engine.serve("a", tokens(42))
+    engine.add("b", tokens(42))
+    assert engine.scheduler.stats().staging_reserved_blocks == 10 + 2 + 1
+    engine.settle()
+    engine.remove("b")

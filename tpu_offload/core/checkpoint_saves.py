@@ -163,7 +163,7 @@ class CheckpointSaves:
     def _begin(self, request: RequestState, tail: WindowTail, room: int) -> list[NewChunk] | None:
         """Begins one checkpoint; returns the chunks to save for it, None if it is dropped."""
         boundary, keys = tail.boundary, request.keys
-        if tail.tables is None or not request.can_save or request.num_saved_chunks < boundary:
+        if tail.tables is None or not request.can_save:
             return None
         if self._index.state(keys[boundary - 1]) not in (ChunkState.PENDING, ChunkState.READY):
             return None

@@ -285,8 +285,6 @@ class CheckpointTable:
         """
         discarded: list[Entries] = [self._table, *self._slot_of.parts, self._key_of]
         key_of, num_slots = self._key_of, len(self._num_refs)
-        for checkpoints in self._pending.values():
-            checkpoints.clear()
         self._table, self._slot_of, self._key_of = OrderedDict(), ChunkTable(), {}
         self._num_refs = array("i", bytes(4 * num_slots))
         for slots in (self._pending, *(checkpoint.slots for checkpoint in self._held)):
