@@ -241,6 +241,10 @@ def finish(engine, outputs=()):
         engine.check_invariants()
     for _ in range(20):
         engine.step()
+    for _ in range(100):  # copies may be slow on a busy machine
+        if not engine.offload_stats().num_jobs_in_flight:
+            break
+        engine._offload.poll(wait=True)
     stats = engine.offload_stats()
     assert (stats.swap_held_blocks, stats.num_jobs_in_flight, stats.num_swapped_requests) == (0, 0, 0)
     assert engine._scheduler._blocks.num_free == engine._scheduler._blocks.total
