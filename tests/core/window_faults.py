@@ -199,11 +199,7 @@ class FaultyLife(RandomLife):
 
     def step(self) -> None:
         engine, rng = self.engine, self.rng
-        computed = {}
-        for request in engine.requests.values():
-            left = len(request.tokens) - request.num_computed
-            if not request.loading and left and rng.random() < 0.8:
-                computed[request.request_id] = rng.randint(1, left)
+        computed = self.tokens_to_compute()
         engine.clock.now_s += rng.choice([0.1, 0.1, 0.5, 5.0])
         _, results = engine.step(computed)
         for worker, undelivered, early in zip(self.workers, self.undelivered, results, strict=True):

@@ -59,13 +59,18 @@ class RandomLife:
         if request is not None:
             self.num_loaded += request.num_computed - in_hbm
 
+    def tokens_to_compute(self) -> dict[str, int]:
+        """How many tokens of which requests the next step computes."""
+        computed = {}
+        for request in self.engine.requests.values():
+            left = len(request.tokens) - request.num_computed
+            if not request.loading and left and self.rng.random() < 0.8:
+                computed[request.request_id] = self.rng.randint(1, left)
+        return computed
+
     def step(self) -> None:
         engine, rng = self.engine, self.rng
-        computed = {}
-        for request in engine.requests.values():
-            left = len(request.tokens) - request.num_computed
-            if not request.loading and left and rng.random() < 0.8:
-                computed[request.request_id] = rng.randint(1, left)
+        computed = self.tokens_to_compute()
         engine.clock.now_s += rng.choice([0.1, 0.1, 5.0])
         _, results = engine.step(computed)
         for i, worker in enumerate(engine.workers):

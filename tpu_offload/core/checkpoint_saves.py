@@ -16,7 +16,7 @@ from tpu_offload.core.block_tables import read_ids
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import ScheduledRequest
 from tpu_offload.core.index import ChunkState, NewChunk
-from tpu_offload.core.jobs import host_blocks
+from tpu_offload.core.jobs import host_blocks, label_of
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.errors import RequestError
 from tpu_offload.types import CopyPart, Direction, JobKind
@@ -147,11 +147,10 @@ class CheckpointSaves:
             if slots:
                 host_ids = host_blocks(slots, blocks_per_chunk=size, num_blocks=len(slots) * size)
                 parts.append(CopyPart(group_id=group_id, block_ids=tuple(blocks), host_block_ids=host_ids))
-        others = len(batch.request_ids) - 1
         job = self._jobs.plan(
             kind,
             tuple(parts),
-            request=batch.request_ids[0] + (f" and {others} more" if others else ""),
+            request=label_of(batch.request_ids),
             account=_ACCOUNT,
             slots=tuple(slot for slots in batch.slots for slot in slots),
             num_staging_blocks=self._staging.reserve_save(_ACCOUNT, batch.num_chunks * size),

@@ -25,6 +25,12 @@ def host_blocks(slots: Sequence[int], *, blocks_per_chunk: int, first: int = 0, 
     return tuple(itertools.islice(places, first, first + num_blocks))
 
 
+def label_of(request_ids: Sequence[str]) -> str:
+    """Names the requests of a shared job, in a log line."""
+    others = len(request_ids) - 1
+    return request_ids[0] + (f" and {others} more" if others else "")
+
+
 @final
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Job:

@@ -14,7 +14,7 @@ from tpu_offload.core.checkpoint_saves import CheckpointSaves, WindowTail
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.early_saves import EarlySaves, num_worth_saving
 from tpu_offload.core.engine_api import ScheduledRequest
-from tpu_offload.core.jobs import host_blocks
+from tpu_offload.core.jobs import host_blocks, label_of
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.core.save_policy import SaveEvent, SavePolicy
 from tpu_offload.core.validate import check_iterable, check_scheduled
@@ -434,7 +434,7 @@ class SavePlanner:
         return _Batch([[] for _ in range(self._num_full_groups)])
 
     def _plan_job(self, kind: JobKind, batch: _Batch, *, deadline_s: float) -> None:
-        num_blocks, others = len(batch.tables[0]), len(batch.request_ids) - 1
+        num_blocks = len(batch.tables[0])
         host_ids = host_blocks(batch.slots, blocks_per_chunk=self._blocks_per_chunk, num_blocks=num_blocks)
         job = self._jobs.plan(
             kind,
@@ -444,7 +444,7 @@ class SavePlanner:
                     for group_id, block_ids in enumerate(batch.tables)
                 ]
             ),
-            request=batch.request_ids[0] + (f" and {others} more" if others else ""),
+            request=label_of(batch.request_ids),
             account=_ACCOUNT,
             keys=tuple(batch.keys),
             slots=tuple(batch.slots),

@@ -42,6 +42,13 @@ def _window_blocks(window: int, block_size: int) -> int:
     return -(-(window - 1) // block_size)
 
 
+def most_blocks(num_tokens: int, *, windows: List[int], block_size: int, max_step_tokens: int) -> int:
+    """Most blocks that a sequence holds until the KV of `num_tokens` tokens is computed; arguments as `KVBlocks`."""
+    full = -(-num_tokens // block_size)
+    step = -(-(max_step_tokens + block_size - 1) // block_size)
+    return full + sum(min(full, _window_blocks(window, block_size) + step) for window in windows if window)
+
+
 @final
 class KVBlocks:
     """Grants blocks of HBM to sequences.
@@ -84,9 +91,12 @@ class KVBlocks:
 
     def most_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence holds until the KV of `num_tokens` tokens is computed."""
-        full = self._num_blocks(num_tokens)
-        step = self._num_blocks(self._max_step_tokens + self._block_size - 1)
-        return full + sum(min(full, window_blocks + step) for window_blocks in self._window_blocks.values())
+        return most_blocks(
+            num_tokens,
+            windows=self._windows,
+            block_size=self._block_size,
+            max_step_tokens=self._max_step_tokens,
+        )
 
     def missing(self, sequence: Sequence, num_tokens: int, *, start: int) -> int:
         """Blocks that a sequence lacks for `num_tokens` tokens; arguments as for `grant`."""

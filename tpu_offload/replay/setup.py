@@ -16,6 +16,7 @@ import jax
 from tpu_offload.config import CopyPath, OffloadConfig
 from tpu_offload.copy_profile import CopyProfile
 from tpu_offload.engine import Engine, EngineConfig, ModelConfig, SamplingParams
+from tpu_offload.engine.kv_blocks import most_blocks
 from tpu_offload.errors import InputError
 from tpu_offload.layout import KVLayout, LayerGroup, LayerGroupKind, PageGroup
 from tpu_offload.memory import available_nbytes
@@ -96,11 +97,12 @@ _TOKEN_NBYTES = 128  # host memory for a prompt token, in all lists that hold it
 
 def blocks_per_request(workload: Workload, options: ServingOptions) -> int:
     """Most blocks that the longest request holds, of all layer groups."""
-    full = -(-workload.longest_request // options.block_size)
-    num_blocks = full
-    for window in options.model.group_windows[1:]:  # those of the window, and those of a step
-        num_blocks += min(full, -(-(window + options.max_num_batched_tokens) // options.block_size) + 1)
-    return num_blocks
+    return most_blocks(
+        workload.longest_request,
+        windows=options.model.group_windows,
+        block_size=options.block_size,
+        max_step_tokens=options.max_num_batched_tokens,
+    )
 
 
 def build_setup(

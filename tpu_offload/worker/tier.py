@@ -99,9 +99,8 @@ class TierCopies:
             )
             for caches in ([kv_caches[i] for i in layer_ids] for _, layer_ids in page_groups)
         ]
-        self.paths = _choose_paths(
-            config, specs, num_groups=len(layout.groups), fused=fused
-        )  # before memory is allocated: it may raise
+        # Before memory is allocated: it may raise.
+        self.paths = _choose_paths(config, specs, num_groups=len(layout.groups), fused=fused)
         # One for each page group; those of a layer group copy the same blocks to the same places.
         limit = SegmentLimit()
         pool = {"num_segments": num_segments, "num_chunks": num_chunks}

@@ -26,6 +26,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
+from tpu_offload.adapters.vllm.block_tables import blocks_from
+
 _logger = logging.getLogger(__name__)
 _LOST_TOKEN = "tpu-inference lost the in-flight token of a request that was not in the next step"
 
@@ -106,8 +108,7 @@ class RunnerTokens:
             return
         state = getattr(self._runner, "requests", {}).get(request_id)
         self._tainted.add(request_id)
-        tables = state.block_ids if state is not None else ()  # per KV cache group; 0 is vLLM's null block
-        blocks = {block_id for table in tables for block_id in table[first // self._block_size :]} - {0}
+        blocks = blocks_from(state.block_ids if state is not None else (), first // self._block_size)
         self._newly_tainted[request_id] = tuple(sorted(blocks))
         self._log_once("tainted", logging.ERROR, f"{reason} (request {request_id!r:.100}); nothing more of it is saved")
 

@@ -5,8 +5,10 @@ keeps their blocks in HBM under the hashes of its own tokens, so they are evicte
 before the next one is scheduled. A request that has found some of them is tainted from there on as well.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, final
+
+from tpu_offload.adapters.vllm.block_tables import blocks_from
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -77,7 +79,7 @@ class TaintedRequests:
         for request_id in admitted:
             self._num_evicted.pop(request_id, None)
         for request_id, first in self._first_tainted.items():
-            tainted |= _blocks_from(tables.get(request_id, ()), first)
+            tainted |= blocks_from(tables.get(request_id, ()), first)
         num_before = -1
         while num_before < len(tainted):
             num_before = len(tainted)
@@ -91,12 +93,12 @@ class TaintedRequests:
                 ]
                 if first_bad:
                     self._first_tainted[request_id] = min(first_bad)
-                    tainted |= _blocks_from(tables[request_id], min(first_bad))
+                    tainted |= blocks_from(tables[request_id], min(first_bad))
                     newly_tainted.append(request_id)
         for request_id, first in self._first_tainted.items():
             if request_id in tables:
                 evicted = self._num_evicted.get(request_id, 0) - _MARGIN
-                self._evict(_blocks_from(tables[request_id], max(first, evicted)))
+                self._evict(blocks_from(tables[request_id], max(first, evicted)))
                 self._num_evicted[request_id] = requests[request_id].num_computed_tokens // self._block_size
         return newly_tainted
 
@@ -104,8 +106,3 @@ class TaintedRequests:
         """Evicts blocks from vLLM's prefix cache."""
         num_blocks = self._manager.block_pool.num_gpu_blocks
         self._manager.evict_blocks({block_id for block_id in block_ids if 0 <= block_id < num_blocks})
-
-
-def _blocks_from(tables: Sequence[Sequence[int]], first: int) -> set[int]:
-    """The blocks from position `first` on, of all KV cache groups; without vLLM's null block, which is no request's."""
-    return {block_id for table in tables for block_id in table[first:]} - {0}

@@ -38,6 +38,7 @@ from tpu_offload import (
     StepPlan,
     StepReport,
 )
+from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
 from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config, windows
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _logger = logging.getLogger(__name__)
-_NULL_BLOCK = 0  # vLLM's block of no request
 _IDLE_WAIT_S = 0.002
 _IDLE_POLL_S = 0.0001
 
@@ -261,11 +261,14 @@ class WorkerSide:
     def _with_caches(self, dispatch: Callable[[list[jax.Array]], list[jax.Array]]) -> bool:
         """Calls the library's worker with the caches. Returns False if they were lost and replaced by new ones."""
         runner = self._runner
-        if self._has_groups:
-            return self._with_grouped_caches(dispatch)
         try:
             runner.kv_caches = dispatch(runner.kv_caches)
         except CachesLostError as e:
+            if self._has_groups:
+                raise CachesLostError(
+                    f"tpu_offload: {e}. The model has several KV cache groups, for which vLLM cannot compute requests "
+                    "anew in new caches: restart the engine"
+                ) from e
             _logger.error("tpu_offload: %s. New caches are made, and all blocks are reported to vLLM as invalid", e)
             num_blocks = runner.kv_caches[0].shape[0]
             runner.kv_caches = renew(runner.kv_caches, layouts=self._cache_layouts)
@@ -276,21 +279,6 @@ class WorkerSide:
             self._background_job_ids.clear()
             self._invalidate(range(num_blocks))
             return False
-        return True
-
-    def _with_grouped_caches(self, dispatch: Callable[[list[jax.Array]], list[jax.Array]]) -> bool:
-        """As `_with_caches`, but ends the engine if the caches are lost: vLLM cannot recompute several groups.
-
-        Raises:
-          CachesLostError: the caches are lost.
-        """
-        try:
-            self._runner.kv_caches = dispatch(self._runner.kv_caches)
-        except CachesLostError as e:
-            raise CachesLostError(
-                f"tpu_offload: {e}. The model has several KV cache groups, for which vLLM cannot compute requests anew "
-                "in new caches: restart the engine"
-            ) from e
         return True
 
     def _invalidate(self, block_ids: Iterable[int]) -> None:
@@ -392,7 +380,7 @@ def _describe_caches(runner: Any) -> KVLayout:
         block_size=vllm_config.cache_config.block_size,
         model=vllm_config.model_config.model,
         groups=groups,
-        null_block=_NULL_BLOCK if groups else None,
+        null_block=NULL_BLOCK if groups else None,
     )
 
 

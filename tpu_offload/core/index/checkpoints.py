@@ -6,7 +6,8 @@ chunks that cover the window before its boundary. Checkpoints of near boundaries
 window chunk is stored once, in a slot of the host pool, and freed with the last checkpoint that contains it.
 
 A checkpoint is READY once all of its window chunks are saved. It is dropped as a whole, because no part of it is of
-use: the least recently used one when slots are short, and the one at a full-attention chunk that is evicted or lost.
+use: the least recently used one when slots are short, one whose bytes are lost or never arrived, and the one at a
+full-attention chunk that is removed.
 """
 
 from array import array
@@ -93,11 +94,6 @@ class CheckpointTable:
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._table
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether there are window groups at all."""
-        return bool(self._window_chunks)
 
     @property
     def num_slots(self) -> int:
