@@ -511,3 +511,17 @@ def test_a_staged_load_reserves_staging_blocks_for_windows() -> None:
     assert engine.scheduler.stats().staging_reserved_blocks == 10 + 2 + 1
     engine.settle()
     engine.remove("b")
+
+
+def test_a_load_that_timed_out_is_not_saved_at_a_preemption() -> None:
+    """Although no update has told the engine yet, which says that it holds what was to be loaded."""
+    engine = WindowEngine(save_on="compute,preemption", job_timeout_s=10.0)
+    engine.serve("a", tokens(42))
+    request = engine.add("b", tokens(42))
+    assert request is not None
+    engine.step()
+    engine.clock.now_s += 20
+    engine.step()
+    held = dataclasses.replace(engine.held(request), num_computed_tokens=40)
+    engine.scheduler.preempt("b", held=held)
+    assert not engine.scheduler.plan_step([]).of(JobKind.EARLY_SAVE)

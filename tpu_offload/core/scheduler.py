@@ -31,6 +31,7 @@ what it would have loaded.
 This file is long because the documentation of every call that an engine makes is here.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -299,6 +300,8 @@ class OffloadScheduler:
             if held.request_id != request_id:
                 raise RequestError(f"request {request_id} is preempted with the blocks of request {held.request_id}")
             if self._enabled:
+                num_valid = self._transfers.num_valid_tokens(request_id, held.num_computed_tokens)
+                held = dataclasses.replace(held, num_computed_tokens=num_valid)
                 self._saves.preempt(self._requests.get_or_new(request_id), held)
         former = self._requests.get(request_id)
         self._forget(request_id)

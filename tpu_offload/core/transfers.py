@@ -139,6 +139,10 @@ class Transfers:
         """A request ended."""
         self._had_failed_loads.discard(request_id)
 
+    def num_valid_tokens(self, request_id: str, num_tokens: int) -> int:
+        """How many of a request's first `num_tokens` tokens are valid: a load may have failed that no update names yet."""
+        return min([num_tokens, *(f.num_valid_tokens for f in self._failed_loads if f.request_id == request_id)])
+
     def forget_news(self, request_id: str) -> None:
         """The request has given its blocks back: the next update does not contain its failed load."""
         if self._failed_loads:
