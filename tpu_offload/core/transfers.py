@@ -140,7 +140,7 @@ class Transfers:
         self._had_failed_loads.discard(request_id)
 
     def num_valid_tokens(self, request_id: str, num_tokens: int) -> int:
-        """How many of a request's first `num_tokens` tokens are valid: a load may have failed that no update names yet."""
+        """How many of a request's first `num_tokens` tokens are valid, if a load has failed that no update names."""
         return min([num_tokens, *(f.num_valid_tokens for f in self._failed_loads if f.request_id == request_id)])
 
     def forget_news(self, request_id: str) -> None:
