@@ -111,10 +111,11 @@ class Faults:
 
     def _lose_swap(self, a: int, b: int) -> None:
         worker = self._worker(a)
-        if worker.pool.num_ready:
-            first = b % worker.pool.num_ready
-            end = first + 1 + mix(b, 1) % (worker.pool.num_ready - first)
-            worker.lose(worker.pool, first, end, size=1)
+        pool = worker.pools[mix(b, 2) % len(worker.pools)]
+        if pool.num_ready:
+            first = b % pool.num_ready
+            end = first + 1 + mix(b, 1) % (pool.num_ready - first)
+            worker.lose(pool, first, end, size=1)
             self._note("lose_swap", f"worker {worker.worker_id} loses blocks {first} to {end - 1} of its swap pool")
 
     def _restart(self, a: int, b: int) -> None:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from tests.jobs import host_block_ids
+from tests.simulation.groups import Group, chunks_of
 from tests.simulation.load_tracker import Loading, LoadTracker
 from tests.simulation.memory import Violation, kv
 from tests.simulation.request import Request
 from tests.simulation.trace import Setup
 from tests.simulation.worker import SimWorker
-from tpu_offload import BlockHash, ChunkKey, JobState, OffloadScheduler, OffloadStats, StepPlan, StepReport
+from tpu_offload import BlockHash, ChunkKey, CopyJob, JobState, OffloadScheduler, OffloadStats, StepPlan, StepReport
 from tpu_offload.core.breaker import BreakerState
+from tpu_offload.core.index import Checkpoint
 from tpu_offload.hashing import last_block_hash
 from tpu_offload.types import Direction, JobKind
 
@@ -41,12 +43,32 @@ class OpenJob:
     deadline_s: float
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Admitted:
+    """A load that was admitted and not sent yet.
+
+    Attributes:
+      since_s: when.
+      slots: slots of the host tier that it reads.
+      parts: per layer group, its blocks and what each of them must hold in the end.
+    """
+
+    since_s: float
+    slots: tuple[int, ...]
+    parts: list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(blocks) for blocks, _ in self.parts)
+
+
 @final
 class Model:
     """The model, and the checks of the scheduler against it.
 
     Args:
       setup: sizes.
+      groups: the layer groups.
       scheduler: the real scheduler.
       workers: the workers, whose memories are checked.
       clock: the simulated time.
@@ -57,12 +79,14 @@ class Model:
     def __init__(
         self,
         setup: Setup,
+        groups: Sequence[Group],
         scheduler: OffloadScheduler,
         workers: list[SimWorker],
         clock: Callable[[], float],
         timeout_s: float,
         log: Callable[[str], None],
     ) -> None:
+        self.groups = groups
         self.scheduler = scheduler
         self.index = scheduler._index
         self.workers = workers
@@ -83,12 +107,11 @@ class Model:
         self.promises: dict[
             str, tuple[int, tuple[int, ...]]
         ] = {}  # position of the first block in its chunk, and slots
-        self.admitted: dict[
-            str, tuple[int, float, tuple[int, ...]]
-        ] = {}  # not sent yet: blocks, time of admission, and slots
+        self.admitted: dict[str, Admitted] = {}
         self.planned_at_s = 0.0
         self.visible: dict[ChunkKey, int] = {}
         self.key_in: dict[int, ChunkKey] = {}
+        self.checkpoints: dict[ChunkKey, Checkpoint] = {}  # the READY ones
         self.last_key_in: dict[int, ChunkKey] = {}  # including removed chunks: a promised one stays in its slot
         self.incarnations: dict[int, int] = {}
         self.num_ready = dict.fromkeys(range(setup.num_workers), 0)  # slots that each worker has reported
@@ -114,18 +137,46 @@ class Model:
                 raise Violation(f"{request.name} is promised chunk {chunk}, which is not visible")
             slots.append(by_hash[block_hash])
             self.loads.check_match(request.name, (block_hash,))
+        if len(self.groups) > 1:
+            slots += self._promised_checkpoint(request, num_cached + num_tokens)
         self.promises[request.name] = first % self.size, tuple(slots)
         self.counts["promises"] += 1
+
+    def _promised_checkpoint(self, request: Request, num_tokens: int) -> Sequence[int]:
+        """The slots of the checkpoint with which a request is to continue after these tokens."""
+        chunk_tokens = self.size * self.block_size
+        if num_tokens % chunk_tokens:
+            raise Violation(f"{request.name} is promised windows up to token {num_tokens}, which is inside a chunk")
+        key = self.checkpoints_by_hash().get(request.hashes[num_tokens // self.block_size - 1])
+        if key is None:
+            raise Violation(f"{request.name} is promised {num_tokens} tokens, where there is no checkpoint")
+        return self.checkpoints[key].slots
+
+    def checkpoints_by_hash(self) -> dict[BlockHash, ChunkKey]:
+        return {last_block_hash(key): key for key in self.checkpoints}
 
     def on_release(self, name: str) -> None:
         self.promises.pop(name, None)
 
-    def on_admit(self, name: str, num_loaded: int) -> None:
-        promise = self.promises.pop(name, None)
+    def on_admit(self, request: Request, tables: Sequence[Sequence[int]], num_cached: int, num_loaded: int) -> None:
+        promise = self.promises.pop(request.name, None)
         if num_loaded and promise is not None:
             first, slots = promise
+            first_block = num_cached // self.block_size
             num_blocks = -(-num_loaded // self.block_size)
-            self.admitted[name] = num_blocks, self.clock(), slots[: -(-(first + num_blocks) // self.size)]
+            if len(self.groups) == 1:
+                slots = slots[: -(-(first + num_blocks) // self.size)]
+            parts = []
+            for group, table in zip(self.groups, tables, strict=True):
+                positions = group.loaded(first_block, first_block + num_blocks)
+                contents = [self._content(group, request.nodes, p) for p in positions]
+                parts.append((tuple(table[p] for p in positions), contents))
+            self.admitted[request.name] = Admitted(self.clock(), slots, parts)
+
+    def _content(self, group: Group, nodes: Sequence[int], position: int) -> tuple[int, ...]:
+        """What the block at a position of a prefix holds in a layer group."""
+        first = position * self.block_size
+        return group.content([kv(node, self.epoch) for node in nodes[first : first + self.block_size]])
 
     def on_gone(self, name: str) -> None:
         self.promises.pop(name, None)
@@ -173,13 +224,21 @@ class Model:
         readers = self._pinned_slots()
         now_s = self.planned_at_s = self.clock()
         for job in plan.of(JobKind.LOAD):
-            num_blocks, since_s, _ = self.admitted.pop(job.request_id, (-1, 0.0, ()))
-            self.counts["loads that waited"] += since_s < now_s - 0.15
-            if num_blocks != job.num_blocks:
-                raise Violation(f"load {job.job_id} of {job.num_blocks} blocks; {job.request_id} admitted {num_blocks}")
+            admitted = self.admitted.pop(job.request_id, None)
+            if admitted is None or admitted.num_blocks != job.num_blocks:
+                wanted = admitted.num_blocks if admitted else None
+                raise Violation(f"load {job.job_id} of {job.num_blocks} blocks; {job.request_id} admitted {wanted}")
+            num_blocks = job.num_blocks
+            self.counts["loads that waited"] += admitted.since_s < now_s - 0.15
+            self._check_load(job, admitted)
             places = [place // self.size for place in host_block_ids(job)]
-            chunks = [last_block_hash(self.last_key_in[slot]) if slot in self.last_key_in else None for slot in places]
-            self.loads.start(job.request_id, Loading(job.job_id, places, chunks, num_blocks))
+            num_full = len(job.parts[0].block_ids)
+            chunks = [
+                last_block_hash(self.last_key_in[slot]) if slot in self.last_key_in else None
+                for slot in places[:num_full]
+            ] + [None] * (num_blocks - num_full)
+            loading = Loading(job.job_id, places, chunks, num_full, is_whole=len(self.groups) > 1)
+            self.loads.start(job.request_id, loading)
             slots = set(places)
             num_staged = job.num_staging_blocks
             if not (0 < num_staged <= num_blocks if self.stages[Direction.LOAD] else num_staged == 0):
@@ -200,9 +259,33 @@ class Model:
             deadline_s, num_staged = now_s + self.timeout_s, job.num_staging_blocks
             self._open(job.job_id, OpenJob(Direction.SAVE, num_staged, slots, self._all_workers(), deadline_s))
         for swap in plan.of(JobKind.SWAP_OUT):
-            for place in (place for part in swap.parts for place in part.host_block_ids):
-                if any(worker.will_write_swap(place) for worker in self.workers):
+            for group_id, place in ((part.group_id, place) for part in swap.parts for place in part.host_block_ids):
+                if any(worker.will_write_swap(group_id, place) for worker in self.workers):
                     raise Violation(f"swap {swap.job_id} writes pool block {place}, which another copy may still write")
+
+    def _check_load(self, job: CopyJob, admitted: Admitted) -> None:
+        """Raises Violation unless a load copies what its request needs, in all layer groups, to its blocks."""
+        parts = {part.group_id: part for part in job.parts}
+        for group, (blocks, contents) in zip(self.groups, admitted.parts, strict=True):
+            part = parts.get(group.group_id)
+            if (part.block_ids if part else ()) != blocks:
+                raise Violation(
+                    f"load {job.job_id} for {job.request_id} writes the blocks {part and part.block_ids} of layer "
+                    f"group {group.group_id}; expected {blocks}"
+                )
+            if part is None:
+                continue
+            self.counts[f"blocks loaded in {group.kind}"] += len(blocks)
+            for worker in self.workers:
+                for place, content in zip(part.host_block_ids, contents, strict=True):
+                    self._check_place(worker, place, content, f"load {job.job_id} of layer group {group.group_id}")
+
+    def _check_place(self, worker: SimWorker, place: int, content: tuple[int, ...], what: str) -> None:
+        """Raises Violation unless a worker's host memory has these bytes, or knows that they are lost."""
+        self.counts["blocks checked in host memory"] += 1
+        host = worker.host
+        if host.places[place] != content and place not in host.lost and place not in host.gone:
+            raise Violation(f"{what}: worker {worker.worker_id} has other bytes in place {place}")
 
     def check_flights(self, worker: SimWorker, open_jobs: Collection[int]) -> None:
         """Raises Violation if a load that had ended when the current plan was made may still write to HBM.
@@ -252,7 +335,52 @@ class Model:
         return tuple(self.visible) if keys is None else keys
 
     def sync_index(self) -> None:
-        """Applies the index's changes, and checks the bytes of chunks that have become visible."""
+        """Applies the index's changes, and checks the bytes of chunks and checkpoints that have become visible."""
+        self._sync_chunks()
+        if len(self.groups) > 1:
+            self._sync_checkpoints()
+
+    def _sync_checkpoints(self) -> None:
+        """Checks the checkpoints that have become READY."""
+        known, table = self.checkpoints, self.index._checkpoints._table
+        self.checkpoints = {key: checkpoint for key, checkpoint in table.items() if not checkpoint.num_pending}
+        for key, checkpoint in self.checkpoints.items():
+            if known.get(key) is not checkpoint:
+                self._check_checkpoint(key, checkpoint)
+                self.counts["checkpoints"] += 1
+
+    def _check_checkpoint(self, key: ChunkKey, checkpoint: Checkpoint) -> None:
+        """Raises Violation unless every worker has all of a checkpoint."""
+        nodes = self._nodes(last_block_hash(key))
+        end = len(nodes) // self.block_size
+        slots = iter(checkpoint.slots)
+        for group in self.groups[1:]:
+            for chunk in chunks_of(group.needed(len(nodes)), self.size):
+                slot = next(slots, -1)
+                if slot < 0:
+                    raise Violation(
+                        f"a checkpoint after {end} blocks has the slots {checkpoint.slots}, which are too few"
+                    )
+                for worker in self.workers:
+                    for j in range(self.size):
+                        content = self._content(group, nodes, chunk * self.size + j)
+                        what = f"a checkpoint after {end} blocks became READY, layer group {group.group_id}"
+                        self._check_place(worker, slot * self.size + j, content, what)
+                    if worker.will_write(slot):
+                        raise Violation(f"slot {slot} is of a READY checkpoint while a copy may still write it")
+        if list(slots):
+            raise Violation(f"a checkpoint after {end} blocks has the slots {checkpoint.slots}, which are too many")
+
+    def _nodes(self, block_hash: BlockHash) -> list[int]:
+        """The nodes of the prefix that ends with a block."""
+        blocks: list[tuple[int, ...]] = []
+        before: BlockHash | None = block_hash
+        while before is not None:
+            nodes, before = self.blocks[before]
+            blocks.append(nodes)
+        return [node for nodes in reversed(blocks) for node in nodes]
+
+    def _sync_chunks(self) -> None:
         changes = [(key, found) for keys, found in self.index.take_changes() for key in self._named(keys)]
         for key, found in changes:
             if not found:
@@ -276,7 +404,7 @@ class Model:
         reserved, may_hold_more = stats.staging_reserved_blocks, bool(self.promises or self.admitted)
         if held > reserved or (held < reserved and not may_hold_more):
             raise Violation(f"{reserved} staging blocks are reserved; jobs hold {held}")
-        for name, (_, since_s, _) in self.admitted.items():
+        for name, since_s in ((name, admitted.since_s) for name, admitted in self.admitted.items()):
             if since_s + self.load_wait_s <= self.planned_at_s and since_s < self.planned_at_s:
                 raise Violation(f"the load of {name} has waited since {since_s:g} s, now is {self.planned_at_s:g} s")
         for worker in self.workers:
@@ -334,12 +462,14 @@ class Model:
     def _pinned_slots(self) -> set[int]:
         """Slots that promises and loads will read."""
         slots = {slot for _, held in self.promises.values() for slot in held}
-        slots |= {slot for _, _, held in self.admitted.values() for slot in held}
+        slots |= {slot for admitted in self.admitted.values() for slot in admitted.slots}
         return slots.union(*(job.slots for job in self.jobs.values() if job.direction is Direction.LOAD))
 
     def _check_writable(self, job_id: int, slot: int, readers: set[int]) -> None:
         if slot in self.key_in:
             raise Violation(f"save {job_id} writes slot {slot}, whose chunk is visible")
+        if any(slot in checkpoint.slots for checkpoint in self.checkpoints.values()):
+            raise Violation(f"save {job_id} writes slot {slot}, which is of a READY checkpoint")
         if slot >= min(self.num_ready.values()):
             raise Violation(f"save {job_id} writes slot {slot}; the workers have reported {self.num_ready} slots")
         if slot in readers:
@@ -356,13 +486,9 @@ class Model:
             raise Violation(f"slot {slot} is visible as two chunks")
         expected = self._contents(key)
         for worker in self.workers:
-            host = worker.host
             places = range(slot * self.size, (slot + 1) * self.size)
             for place, content in zip(places, expected, strict=True):
-                if host.places[place] != content and place not in host.lost and place not in host.gone:
-                    raise Violation(
-                        f"a chunk in slot {slot} became visible, and worker {worker.worker_id} has other bytes there"
-                    )
+                self._check_place(worker, place, content, f"a chunk in slot {slot} became visible")
             if worker.will_write(slot):
                 raise Violation(f"slot {slot} became visible while a copy may still write it")
 

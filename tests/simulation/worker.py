@@ -47,7 +47,8 @@ class SimWorker:
         self.max_swap = setup.num_swap_blocks
         self.stages_saves = bool(setup.staged >> 2 * worker_id & 1)
         self.stages_loads = bool(setup.staged >> 2 * worker_id & 2)
-        self.hbm = [list(junk.block(setup.block_size)) for _ in range(setup.num_blocks)]
+        self.num_groups = 1 + len(setup.windows)
+        self.hbm = [list(junk.block(setup.block_size)) for _ in range(setup.num_blocks + 1)]
         self.incarnation = FIRST_INCARNATION
         self.step = 0
         self.stalled_until = 0
@@ -58,7 +59,9 @@ class SimWorker:
 
     def _start(self) -> None:
         self.host = Memory([self.junk.block(self.block_size) for _ in range(self.max_slots * self.size)])
-        self.pool = Memory([self.junk.block(self.block_size) for _ in range(self.max_swap)])
+        self.pools = [
+            Memory([self.junk.block(self.block_size) for _ in range(self.max_swap)]) for _ in range(self.num_groups)
+        ]
         self.flights: list[Flight] = []
         self.long_loads: dict[int, LongLoad] = {}
         self.results: list[JobResult] = []
@@ -73,7 +76,8 @@ class SimWorker:
         self.growth = growth
         self._start()
         self.host.gone.update(range(len(self.host.places)))
-        self.pool.gone.update(range(len(self.pool.places)))
+        for pool in self.pools:
+            pool.gone.update(range(len(pool.places)))
         if with_hbm:
             self.hbm = [list(self.junk.block(self.block_size)) for _ in self.hbm]
 
@@ -127,14 +131,16 @@ class SimWorker:
             self._end_flights(into_hbm=False)
         if self.long_loads:
             self._end_long_loads()
-        if self.host.num_ready < self.max_slots or self.pool.num_ready < self.max_swap:
+        if self.host.num_ready < self.max_slots or self.pools[0].num_ready < self.max_swap:
             self._grow()
 
     def report(self) -> StepReport:
         """The report of the current step."""
         results, self.results = tuple(self.results), []
         lost, self.host.unreported = tuple(self.host.unreported), []
-        lost_swap, self.pool.unreported = tuple((0, *span) for span in self.pool.unreported), []
+        lost_swap = tuple((i, *span) for i, pool in enumerate(self.pools) for span in pool.unreported)
+        for pool in self.pools:
+            pool.unreported.clear()
         in_flight = [*(flight.job_id for flight in self.flights), *self.long_loads]
         oldest = min(in_flight, default=self.last_job_id + 1)
         return StepReport(
@@ -142,7 +148,7 @@ class SimWorker:
             results=results,
             num_host_chunks=self.host.num_ready,
             lost_slots=lost,
-            num_swap_blocks=(self.pool.num_ready,) if self.max_swap else (),
+            num_swap_blocks=tuple(pool.num_ready for pool in self.pools) if self.max_swap else (),
             lost_swap_blocks=lost_swap,
             oldest_job_id=oldest,
             incarnation=self.incarnation,
@@ -157,13 +163,15 @@ class SimWorker:
             for flight in self.flights
         )
 
-    def will_write_swap(self, place: int) -> bool:
+    def will_write_swap(self, group_id: int, place: int) -> bool:
         """Whether a copy in flight may still write a block of the swap pool."""
-        return any(flight.memory is self.pool and place in flight.writes for flight in self.flights)
+        pool = self.pools[group_id]
+        return any(flight.memory is pool and place in flight.writes for flight in self.flights)
 
     def _grow(self) -> None:
         self.host.num_ready = min(self.max_slots, self.host.num_ready + self.growth)
-        self.pool.num_ready = min(self.max_swap, self.pool.num_ready + self.growth)
+        for pool in self.pools:
+            pool.num_ready = min(self.max_swap, pool.num_ready + self.growth)
 
     # Copies.
 
@@ -245,18 +253,23 @@ class SimWorker:
 
     def _swap_out(self, job: CopyJob) -> None:
         self._accept(job.job_id)
-        for part in job.parts:
-            if self._refuse(job.job_id, part.host_block_ids, self.pool, reads=False):
-                return
+        if any(
+            self._refuse(job.job_id, part.host_block_ids, self.pools[part.group_id], reads=False) for part in job.parts
+        ):
+            return
+        faulty = mix(job.job_id, 11) % len(job.parts)  # the part whose copy may fail
+        for i, part in enumerate(job.parts):
             contents = [tuple(self.hbm[block]) for block in part.block_ids]
-            writes, result = self._copy(job.job_id, part.host_block_ids, contents, self.faults["swap"])
-            self._start_flight(job.job_id, self.pool, writes, result, writes_host=True)
+            faults = self.faults["swap"] if i == faulty else deque()
+            writes, result = self._copy(job.job_id, part.host_block_ids, contents, faults)
+            self._start_flight(job.job_id, self.pools[part.group_id], writes, result, writes_host=True)
+            self.flights[-1].is_piece = i != faulty  # the job has one result
 
     def _swap_in(self, job: CopyJob) -> None:
         self._accept(job.job_id)
         writes: dict[int, tuple[int, ...]] = {}
         for part in job.parts:
-            memory = self.pool if part.store is HostStore.SWAP_POOL else self.host
+            memory = self.pools[part.group_id] if part.store is HostStore.SWAP_POOL else self.host
             if self._refuse(job.job_id, part.host_block_ids, memory, reads=True):
                 return
             self._complete_early(memory, part.host_block_ids)
