@@ -68,7 +68,7 @@ class SimEngine:
         self.prefixes = Prefixes()
         self.hasher = BlockHasher(layout.fingerprint(), block_size=setup.block_size)
         self.groups = groups
-        self.tables = BlockTables(groups, [BlockPool(setup.num_blocks)], self._on_evict)
+        self.tables = BlockTables(groups, [BlockPool(setup.num_blocks), BlockPool(setup.num_rows)], self._on_evict)
         self.requests: dict[str, Request] = {}
         self.ended: list[Request] = []
         self.counts: Counter[str] = Counter()
@@ -171,7 +171,10 @@ class SimEngine:
                     budget -= span.end - span.start
         if number and mix(number, 4242) % 10 == 0:
             self._stop_a_waiting_request(mix(number, 4243))
-        return [span for span in spans if span.request.phase is Phase.RUNNING and span.request.tables]
+        spans = [span for span in spans if span.request.phase is Phase.RUNNING and span.request.tables]
+        for span in spans:
+            self.tables.settle(span.request.tables, span.start, span.end)
+        return spans
 
     def changed_requests(self, spans: list[TokenSpan], number: int) -> list[ScheduledRequest]:
         """The requests for `plan_step`: those in which the step completes a block, and occasionally others."""
@@ -181,23 +184,28 @@ class SimEngine:
             num_full = span.end // self.setup.block_size
             if num_full != request.num_named or (number and mix(number, request.arrival + 900) % 7 == 0):
                 request.num_named = num_full
-                changed.append(self._scheduled(request, span.end))
+                retained: list[int] = []
+                if number and len(self.groups) > 1 and mix(number, request.arrival + 901) % 4 == 0:
+                    retained = [mix(request.arrival, i) % (num_full + 2) * self.setup.block_size for i in range(2)]
+                changed.append(self._scheduled(request, span.end, retained))
         return changed
 
-    def _scheduled(self, request: Request, num_computed: int) -> ScheduledRequest:
+    def _scheduled(self, request: Request, num_computed: int, retained: Sequence[int] = ()) -> ScheduledRequest:
         return ScheduledRequest(
             request_id=request.name,
             block_tables=request.tables,
             block_hashes=request.hashes,
             num_prompt_tokens=request.num_prompt,
             num_computed_tokens=num_computed,
+            retained_tokens=retained,
         )
 
     def reads(self, span: TokenSpan) -> list[Reads]:
         """What the layers of all groups read in a step."""
         request = span.request
         return [
-            group.reads(table, request.kv, span.start) for group, table in zip(self.groups, request.tables, strict=True)
+            group.reads(table, request.kv, span.start, span.end)
+            for group, table in zip(self.groups, request.tables, strict=True)
         ]
 
     def writes(self, spans: list[TokenSpan]) -> list[tuple[int, int, int]]:
@@ -320,6 +328,7 @@ class SimEngine:
         request.num_computed = num_computed
         request.num_loading = 0
         request.phase = Phase.RUNNING
+        self.tables.release_left_over(request.tables, num_computed)
         if not self.tables.can_continue(request.tables, num_computed):
             self.counts["failed loads that a window was granted for"] += 1
             self._preempt(request, swap=False)
@@ -337,13 +346,13 @@ class SimEngine:
         num_tokens = min(known - start, budget)
         if dice >> 4 & 1:
             num_tokens = min(num_tokens, 1 + (dice >> 5) % 7)
-        span = TokenSpan(request, start, start + num_tokens)
+        span = TokenSpan(request, start, self.end_of_step(start, start + num_tokens, dice))
         if span.end == known and self.setup.max_drafts:
             room = request.max_tokens - known
             span.num_drafts = min((dice >> 8) % (self.setup.max_drafts + 1), max(0, room - 1))
             span.num_accepted = (dice >> 12) % (span.num_drafts + 1)
         self.tables.release_passed(request.tables, start)
-        wanted = [group.filled(start, span.end + span.num_drafts) for group in self.groups]
+        wanted = [group.granted(start, span.end + span.num_drafts) for group in self.groups]
         missing = self.tables.num_missing(request.tables, wanted)
         while not self.tables.can_allocate(missing):
             victim = [r for r in self._queue() if r.phase.holds_blocks][-1]
@@ -352,6 +361,11 @@ class SimEngine:
                 return None
         self.tables.fill(request.tables, wanted)
         return span
+
+    def end_of_step(self, start: int, end: int, dice: int) -> int:
+        """Where a step ends that could compute these tokens."""
+        chunk_tokens = self.setup.block_size * self.setup.blocks_per_chunk
+        return min(group.end_of_step(start, end, dice=dice, chunk_tokens=chunk_tokens) for group in self.groups)
 
     def _try_admit(self, request: Request, dice: int) -> bool:
         """Grants blocks to a waiting request; False if it, and those behind it, must wait."""

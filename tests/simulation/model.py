@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
-from tests.jobs import host_block_ids
-from tests.simulation.groups import Group, chunks_of
+from tests.simulation.groups import Group
 from tests.simulation.load_tracker import Loading, LoadTracker
 from tests.simulation.memory import Violation, kv
+from tests.simulation.places import Places
 from tests.simulation.request import Request
 from tests.simulation.trace import Setup
 from tests.simulation.worker import SimWorker
@@ -94,6 +94,7 @@ class Model:
         self.timeout_s = timeout_s
         self.log = log
         self.size = setup.blocks_per_chunk
+        self.places = Places(setup)
         self.block_size = setup.block_size
         self.budget = setup.num_staging_blocks if setup.num_slots else 0
         self.blocks: dict[BlockHash, tuple[tuple[int, ...], BlockHash | None]] = {}
@@ -115,6 +116,7 @@ class Model:
         self.last_key_in: dict[int, ChunkKey] = {}  # including removed chunks: a promised one stays in its slot
         self.incarnations: dict[int, int] = {}
         self.num_ready = dict.fromkeys(range(setup.num_workers), 0)  # slots that each worker has reported
+        self.num_states_ready = dict(self.num_ready)  # likewise, of states
         self.counts: Counter[str] = Counter()
 
     # Calls of the engine.
@@ -231,7 +233,7 @@ class Model:
             num_blocks = job.num_blocks
             self.counts["loads that waited"] += admitted.since_s < now_s - 0.15
             self._check_load(job, admitted)
-            places = [place // self.size for place in host_block_ids(job)]
+            places = [self.places.slot_of(place) for place in self.places.host(job)]
             num_full = len(job.parts[0].block_ids)
             chunks = [
                 last_block_hash(self.last_key_in[slot]) if slot in self.last_key_in else None
@@ -241,7 +243,7 @@ class Model:
             self.loads.start(job.request_id, loading)
             slots = set(places)
             num_staged = job.num_staging_blocks
-            if not (0 < num_staged <= num_blocks if self.stages[Direction.LOAD] else num_staged == 0):
+            if not (0 < num_staged <= self.places.num_staged(job) if self.stages[Direction.LOAD] else num_staged == 0):
                 raise Violation(f"load {job.job_id} of {num_blocks} blocks has {num_staged} staging blocks")
             num_pieces = -(-num_blocks // (num_staged or self.max_load_blocks or num_blocks))
             self.counts["loads in pieces"] += num_pieces > 1
@@ -249,12 +251,12 @@ class Model:
             self._open(job.job_id, OpenJob(Direction.LOAD, num_staged, slots, self._all_workers(), deadline_s))
         self.counts["early saves"] += len(plan.of(JobKind.EARLY_SAVE))
         for job in (*plan.of(JobKind.EARLY_SAVE), *plan.of(JobKind.SAVE)):
-            slots = {place // self.size for place in host_block_ids(job)}
-            if len(slots) * self.size != job.num_blocks:
+            slots = {self.places.slot_of(place) for place in self.places.host(job)}
+            if sum(len(self.places.of_slot(slot)) for slot in slots) != job.num_blocks:
                 raise Violation(f"save {job.job_id} has two chunks for one slot, or half a chunk")
             for slot in slots:
                 self._check_writable(job.job_id, slot, readers)
-            if job.num_staging_blocks != (job.num_blocks if self.stages[Direction.SAVE] else 0):
+            if job.num_staging_blocks != (self.places.num_staged(job) if self.stages[Direction.SAVE] else 0):
                 raise Violation(f"save {job.job_id} of {job.num_blocks} blocks has {job.num_staging_blocks} staged")
             deadline_s, num_staged = now_s + self.timeout_s, job.num_staging_blocks
             self._open(job.job_id, OpenJob(Direction.SAVE, num_staged, slots, self._all_workers(), deadline_s))
@@ -277,7 +279,7 @@ class Model:
                 continue
             self.counts[f"blocks loaded in {group.kind}"] += len(blocks)
             for worker in self.workers:
-                for place, content in zip(part.host_block_ids, contents, strict=True):
+                for place, content in zip(self.places.host_of(part), contents, strict=True):
                     self._check_place(worker, place, content, f"load {job.job_id} of layer group {group.group_id}")
 
     def _check_place(self, worker: SimWorker, place: int, content: tuple[int, ...], what: str) -> None:
@@ -306,8 +308,9 @@ class Model:
             self.sync_index()
             return
         if report.incarnation > known:
-            self.num_ready[worker_id] = 0
+            self.num_ready[worker_id] = self.num_states_ready[worker_id] = 0
         self.num_ready[worker_id] = max(self.num_ready[worker_id], report.num_host_chunks)
+        self.num_states_ready[worker_id] = max(self.num_states_ready[worker_id], report.num_host_states)
         if report.incarnation > known:
             self.loads.lose_slots(0, sys.maxsize)
         for first, end in report.lost_slots:
@@ -355,17 +358,17 @@ class Model:
         end = len(nodes) // self.block_size
         slots = iter(checkpoint.slots)
         for group in self.groups[1:]:
-            for chunk in chunks_of(group.needed(len(nodes)), self.size):
+            for positions in group.pieces(len(nodes), self.size):
                 slot = next(slots, -1)
                 if slot < 0:
                     raise Violation(
                         f"a checkpoint after {end} blocks has the slots {checkpoint.slots}, which are too few"
                     )
                 for worker in self.workers:
-                    for j in range(self.size):
-                        content = self._content(group, nodes, chunk * self.size + j)
+                    for place, position in zip(self.places.of_slot(slot), positions, strict=True):
+                        content = self._content(group, nodes, position)
                         what = f"a checkpoint after {end} blocks became READY, layer group {group.group_id}"
-                        self._check_place(worker, slot * self.size + j, content, what)
+                        self._check_place(worker, place, content, what)
                     if worker.will_write(slot):
                         raise Violation(f"slot {slot} is of a READY checkpoint while a copy may still write it")
         if list(slots):
@@ -470,8 +473,10 @@ class Model:
             raise Violation(f"save {job_id} writes slot {slot}, whose chunk is visible")
         if any(slot in checkpoint.slots for checkpoint in self.checkpoints.values()):
             raise Violation(f"save {job_id} writes slot {slot}, which is of a READY checkpoint")
-        if slot >= min(self.num_ready.values()):
-            raise Violation(f"save {job_id} writes slot {slot}; the workers have reported {self.num_ready} slots")
+        is_state = slot >= self.places.num_slots
+        num_ready = self.num_states_ready if is_state else self.num_ready
+        if slot - self.places.num_slots * is_state >= min(num_ready.values()):
+            raise Violation(f"save {job_id} writes slot {slot}; the workers have reported {num_ready} slots")
         if slot in readers:
             raise Violation(f"save {job_id} writes slot {slot}, which is pinned for a load")
         for other_id, other in self.jobs.items():
@@ -486,8 +491,7 @@ class Model:
             raise Violation(f"slot {slot} is visible as two chunks")
         expected = self._contents(key)
         for worker in self.workers:
-            places = range(slot * self.size, (slot + 1) * self.size)
-            for place, content in zip(places, expected, strict=True):
+            for place, content in zip(self.places.of_slot(slot), expected, strict=True):
                 self._check_place(worker, place, content, f"a chunk in slot {slot} became visible")
             if worker.will_write(slot):
                 raise Violation(f"slot {slot} became visible while a copy may still write it")

@@ -108,6 +108,20 @@ class BlockTables:
         for p in held:
             table[p] = NULL
 
+    def release_left_over(self, tables: Tables, num_computed: int) -> None:
+        """Frees the blocks that a request must not keep when only so many tokens are computed after all."""
+        for group, table in zip(self.groups, tables, strict=True):
+            self.take_out(group, table, group.left_over(num_computed, len(table)))
+
+    def settle(self, tables: Tables, start: int, end: int) -> None:
+        """A step that computes these tokens is certain."""
+        for group, table in zip(self.groups, tables, strict=True):
+            moved = group.moved(start, end)
+            if moved is not None:
+                source, target = moved
+                assert table[target] == NULL, "two blocks where there is one"
+                table[source], table[target] = NULL, table[source]
+
     def can_continue(self, tables: Tables, num_computed: int) -> bool:
         """Whether a request has all blocks that tokens after these depend on."""
         wanted = [group.needed(num_computed) for group in self.groups]

@@ -129,6 +129,8 @@ _RANGES = {
     "blocks_per_chunk": (1, 16),
     "num_workers": (1, MAX_WORKERS),
     "num_blocks": (1, 10_000),
+    "num_rows": (0, 10_000),
+    "num_host_states": (0, 10_000),
     "num_slots": (0, 10_000),
     "num_staging_blocks": (1, 10_000),
     "num_swap_blocks": (0, 10_000),
@@ -156,6 +158,8 @@ class Setup:
       num_workers: workers.
       windows: per layer group with a sliding window, beside the one with full attention, its tokens.
       num_blocks: blocks of HBM, for all layer groups.
+      num_rows: rows of HBM, if there is a layer group of states; else 0.
+      num_host_states: rows of the host tier for them.
       num_slots: slots of the host tier; 0 turns it off.
       num_staging_blocks: the staging budget.
       num_swap_blocks: blocks of the swap pool; 0 turns request swap off.
@@ -188,6 +192,8 @@ class Setup:
     num_workers: int = 1
     windows: tuple[int, ...] = ()
     num_blocks: int = 16
+    num_rows: int = 0
+    num_host_states: int = 0
     num_slots: int = 8
     num_staging_blocks: int = 8
     num_swap_blocks: int = 0
@@ -246,8 +252,15 @@ class Setup:
                 f"num_blocks={self.num_blocks} of {self.block_size} tokens are too few for a request; "
                 f"expected {MIN_TOKENS} tokens or more in each of {num_groups} layer groups"
             )
-        if num_groups > 1 and "eviction" in self.save_on:
-            raise ValueError(f"save_on={self.save_on} with windows={windows}; expected compute, preemption or both")
+        if (windows or self.num_rows) and "eviction" in self.save_on:
+            raise ValueError(f"save_on={self.save_on} with windows or states; expected compute, preemption or both")
+        if self.num_rows and (self.num_rows < 3 or self.max_drafts):
+            raise ValueError(f"num_rows={self.num_rows}, max_drafts={self.max_drafts}; expected 3 or more, and 0")
+        if (self.num_host_states > 0) != (self.num_rows > 0 and self.num_slots > 0):
+            raise ValueError(
+                f"num_host_states={self.num_host_states} with num_rows={self.num_rows} and num_slots={self.num_slots}; "
+                "expected rows in both kinds of memory, or in none"
+            )
 
 
 def _check(name: str, value: Any, good: bool, expected: str, least: float = 0, most: float = 0) -> None:
@@ -308,10 +321,15 @@ def _draw_loading(rng: random.Random) -> dict[str, Any]:
 
 
 def _with_groups(setup: Setup, rng: random.Random) -> Setup:
-    """Half of the runs have layer groups with windows, and then memory for them."""
-    windows = rng.choice([()] * 4 + [_draw_windows(rng, 1)] * 2 + [_draw_windows(rng, 2)] * 2)
-    if not windows:
+    """Half of the runs have other layer groups beside the one with full attention, and then memory for them."""
+    num_windows, has_states = rng.choice([(0, False)] * 8 + [(1, False), (2, False)] * 2 + [(0, True), (1, True)] * 2)
+    if not num_windows and not has_states:
         return setup
+    windows = tuple(rng.choice([1, 2, 3, 4, 5, 6, 7, 9, 9, 13, 17, 50]) for _ in range(num_windows))
+    states: dict[str, Any] = {}
+    if has_states:
+        states["max_drafts"], states["num_rows"] = 0, rng.choice([4, 8, 24])
+        states["num_host_states"] = rng.choice([2, 6, 20]) if setup.num_slots else 0
     events = [event for event in setup.save_on.split(",") if event != "eviction"]
     return dataclasses.replace(
         setup,
@@ -320,11 +338,8 @@ def _with_groups(setup: Setup, rng: random.Random) -> Setup:
         num_blocks=setup.num_blocks * (1 + len(windows)),
         num_slots=setup.num_slots * rng.choice([1, 2, 2]),
         num_staging_blocks=setup.num_staging_blocks * rng.choice([1, 2]),
+        **states,
     )
-
-
-def _draw_windows(rng: random.Random, num_groups: int) -> tuple[int, ...]:
-    return tuple(rng.choice([1, 2, 3, 4, 5, 6, 7, 9, 9, 13, 17, 50]) for _ in range(num_groups))
 
 
 def _draw_actions(rng: random.Random, num_steps: int, focused: dict[str, int]) -> list[Action]:

@@ -6,7 +6,6 @@ The checks during a run find wrong bytes. What is never saved, or never found, h
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tests.simulation.groups import chunks_of
 from tests.simulation.memory import Violation
 
 if TYPE_CHECKING:
@@ -76,10 +75,11 @@ class _Checkpoints:
 
     def __init__(self, world: "World") -> None:
         self._world, self._setup, self._groups = world, world.setup, world.engine.groups
-        most = self._num_chunks(3 * world.setup.block_size * world.setup.blocks_per_chunk)
+        most = self._num_slots(3 * world.setup.block_size * world.setup.blocks_per_chunk)
         # Of short slots or a small staging buffer nothing is expected.
         staged = world.setup.num_staging_blocks // world.setup.blocks_per_chunk
-        self.fit = 8 + 5 * most <= world.setup.num_slots and 3 + 2 * most <= staged
+        has_rows = not world.setup.num_rows or world.setup.num_host_states >= 6
+        self.fit = 8 + 5 * most <= world.setup.num_slots and 3 + 2 * most <= staged and has_rows
 
     def of(self, num_prompt_tokens: int, boundaries: Iterable[int]) -> list[int]:
         """Those of these boundaries, in tokens, whose window blocks are there in the step that completes them."""
@@ -87,8 +87,9 @@ class _Checkpoints:
 
     def num_saved(self, end: int, boundaries: list[int]) -> int:
         """Blocks that are saved of a new prompt with so many tokens in full chunks."""
-        num_windows = sum(map(self._num_chunks, boundaries)) * self._setup.blocks_per_chunk
-        return end // self._setup.block_size + num_windows
+        size = self._setup.blocks_per_chunk
+        pieces = [piece for b in boundaries for group in self._groups[1:] for piece in group.pieces(b, size)]
+        return end // self._setup.block_size + sum(map(len, pieces))
 
     def num_loaded(self, end: int) -> int:
         """Blocks that are loaded of a prefix of so many tokens."""
@@ -101,18 +102,18 @@ class _Checkpoints:
             raise Violation(f"long after the last fault, there are {found} checkpoints; expected {expected}")
 
     def _is_there(self, num_prompt_tokens: int, end: int) -> bool:
-        most = self._setup.max_batch
-        start = end - 1 if end >= num_prompt_tokens else (end - 1) // most * most
+        start = step_end = 0
+        while step_end < end:
+            start, most = step_end, num_prompt_tokens - step_end if step_end < num_prompt_tokens else 1
+            step_end = self._world.engine.end_of_step(start, start + min(most, self._setup.max_batch), 0)
         size = self._setup.blocks_per_chunk
         return all(
-            group.needed(end).start // size * size >= group.needed(start).start
-            for group in self._groups[1:]
-            if group.needed(end)
+            piece.start >= group.needed(start).start for group in self._groups[1:] for piece in group.pieces(end, size)
         )
 
-    def _num_chunks(self, end: int) -> int:
-        """Window chunks of a checkpoint."""
-        return sum(len(chunks_of(group.needed(end), self._setup.blocks_per_chunk)) for group in self._groups[1:])
+    def _num_slots(self, end: int) -> int:
+        """Slots of a checkpoint."""
+        return sum(len(group.pieces(end, self._setup.blocks_per_chunk)) for group in self._groups[1:])
 
 
 def _reset(world: "World") -> None:

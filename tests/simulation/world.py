@@ -4,7 +4,7 @@ import dataclasses
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 from tests.jobs import host_block_ids
 from tests.simulation import leftovers
@@ -327,7 +327,7 @@ def _make_scheduler(setup: Setup, layout: KVLayout, clock: Callable[[], float]) 
             if setup.max_load_blocks
             else 0.0,
             load_wait_s=setup.load_wait_s,
-            num_cpu_chunks=setup.num_slots,
+            **_host_size(setup, layout),
             blocks_per_chunk=setup.blocks_per_chunk,
             decode_save=setup.decode_save,
             save_on=setup.save_on,
@@ -345,6 +345,17 @@ def _make_scheduler(setup: Setup, layout: KVLayout, clock: Callable[[], float]) 
         clock=clock,
         record_events=True,
     )
+
+
+def _host_size(setup: Setup, layout: KVLayout) -> dict[str, Any]:
+    """The settings for a host tier of this size. A row of states is as large as a chunk."""
+    if not setup.num_host_states:
+        return {"num_cpu_chunks": setup.num_slots}
+    num_both = setup.num_slots + setup.num_host_states + 1
+    return {
+        "host_gb": num_both * layout.block_nbytes * setup.blocks_per_chunk / 2**30,
+        "state_share": (setup.num_host_states + 0.5) / num_both,
+    }
 
 
 def _path(setup: Setup, bits: int) -> str:
