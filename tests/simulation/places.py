@@ -15,20 +15,31 @@ class Places:
     """The numbering of one run.
 
     Attributes:
-      num_slots: slots of chunks; those of states come after them.
-      num_host: places in the host tier: `blocks_per_chunk` in each slot of a chunk, one in that of a state.
-      num_hbm: places in HBM: blocks, then rows. The first of both is never used.
-      first_row: the first row.
+      num_slots: slots of chunks; those of states come after them. A chunk has `blocks_per_chunk` places, a state one.
+      first_row: the place in HBM of the first row. As the first block it is never used.
+      state_group: the layer group of states; -1 without one.
     """
 
     def __init__(self, setup: Setup) -> None:
-        self._size = setup.blocks_per_chunk
+        self._size, self._block_size = setup.blocks_per_chunk, setup.block_size
         self.num_slots = setup.num_slots
         self._first_state = setup.num_slots * self._size
-        self.num_host = self._first_state + setup.num_host_states
+        self._num_host_states = setup.num_host_states
         self.first_row = setup.num_blocks + 1
-        self.num_hbm = self.first_row + (setup.num_rows + 1 if setup.num_rows else 0)
+        self._num_rows = setup.num_rows + 1 if setup.num_rows else 0
         self.state_group = 1 + len(setup.windows) if setup.num_rows else -1
+
+    def block_length(self, group_id: int) -> int:
+        """Values in a block of a layer group: one for each token, and one in a row."""
+        return 1 if group_id == self.state_group else self._block_size
+
+    def hbm_sizes(self) -> list[int]:
+        """Values in each place in HBM."""
+        return [self._block_size] * self.first_row + [1] * self._num_rows
+
+    def host_sizes(self) -> list[int]:
+        """Values in each place in the host tier."""
+        return [self._block_size] * self._first_state + [1] * self._num_host_states
 
     def hbm_of(self, part: CopyPart) -> list[int]:
         """Places in HBM of a part's blocks."""

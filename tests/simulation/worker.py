@@ -64,10 +64,11 @@ class SimWorker:
         return self.max_slots, self.max_swap, self.max_states
 
     def _start(self) -> None:
-        self.host = Memory([self.junk.block(self.block_size) for _ in range(self.places.num_host)])
+        self.host = Memory([self.junk.block(size) for size in self.places.host_sizes()])
         self.num_states_ready = 0
         self.pools = [
-            Memory([self.junk.block(self.block_size) for _ in range(self.max_swap)]) for _ in range(self.num_groups)
+            Memory([self.junk.block(self.places.block_length(group_id)) for _ in range(self.max_swap)])
+            for group_id in range(self.num_groups)
         ]
         self.flights: list[Flight] = []
         self.long_loads: dict[int, LongLoad] = {}
@@ -89,8 +90,7 @@ class SimWorker:
             self.hbm = self._empty_hbm()
 
     def _empty_hbm(self) -> list[list[int]]:
-        sizes = (self.block_size if place < self.places.first_row else 1 for place in range(self.places.num_hbm))
-        return [list(self.junk.block(size)) for size in sizes]
+        return [list(self.junk.block(size)) for size in self.places.hbm_sizes()]
 
     def lose_slots(self, first: int, end: int) -> None:
         """Loses slots of the host tier; they are reallocated."""
@@ -104,7 +104,7 @@ class SimWorker:
 
     def _lose(self, memory: Memory, places: Iterable[int]) -> None:
         for place in places:
-            memory.places[place] = self.junk.block(self.block_size)
+            memory.places[place] = self.junk.block(len(memory.places[place]))
             memory.lost.add(place)
 
     # The step.
