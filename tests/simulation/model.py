@@ -34,6 +34,10 @@ class OpenJob:
       slots: slots of the host tier that it reads or writes.
       waiting_for: workers that have not reported it.
       deadline_s: when it times out.
+      num_blocks: blocks that it copies.
+      pieces: of a load, the slot of each block that comes after those of full attention.
+      bad_pieces: those that a worker has named as not copied.
+      is_void: whether a worker has failed without saying what it did not copy.
     """
 
     direction: Direction
@@ -41,6 +45,16 @@ class OpenJob:
     slots: set[int]
     waiting_for: set[int]
     deadline_s: float
+    num_blocks: int = 0
+    pieces: tuple[int, ...] = ()
+    bad_pieces: set[int] = dataclasses.field(default_factory=set)
+    is_void: bool = False
+
+    def fail(self, positions: Collection[int]) -> None:
+        """A worker could not copy the blocks at these positions; none means all."""
+        self.is_void |= not positions
+        num_full = self.num_blocks - len(self.pieces)
+        self.bad_pieces.update(self.pieces[i - num_full] for i in positions if i >= num_full)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -113,6 +127,12 @@ class Model:
         self.visible: dict[ChunkKey, int] = {}
         self.key_in: dict[int, ChunkKey] = {}
         self.checkpoints: dict[ChunkKey, Checkpoint] = {}  # the READY ones
+        self.used_next: dict[str, Checkpoint] = {}  # by request, the one that it was promised last
+        self.used: set[Checkpoint] = set()  # that a request has loaded
+        self.lost_slots: set[int] = set()  # of pieces that a worker has lost or could not read, until written again
+        self.unreadable: set[int] = set()  # of them, those that a load of which only a part failed has named
+        self.num_evicted_checkpoints = self.unexplained = 0
+        self.cache_epochs: dict[int, tuple[int, int]] = {}  # by worker, as last reported
         self.last_key_in: dict[int, ChunkKey] = {}  # including removed chunks: a promised one stays in its slot
         self.incarnations: dict[int, int] = {}
         self.num_ready = dict.fromkeys(range(setup.num_workers), 0)  # slots that each worker has reported
@@ -152,7 +172,11 @@ class Model:
         key = self.checkpoints_by_hash().get(request.hashes[num_tokens // self.block_size - 1])
         if key is None:
             raise Violation(f"{request.name} is promised {num_tokens} tokens, where there is no checkpoint")
-        return self.checkpoints[key].slots
+        checkpoint = self.checkpoints[key]
+        if not self.unreadable.isdisjoint(checkpoint.slots):
+            raise Violation(f"{request.name} is promised a checkpoint with a piece that a load could not read")
+        self.used_next[request.name] = checkpoint
+        return checkpoint.slots
 
     def checkpoints_by_hash(self) -> dict[BlockHash, ChunkKey]:
         return {last_block_hash(key): key for key in self.checkpoints}
@@ -168,6 +192,8 @@ class Model:
             num_blocks = -(-num_loaded // self.block_size)
             if len(self.groups) == 1:
                 slots = slots[: -(-(first + num_blocks) // self.size)]
+            else:
+                self.used.add(self.used_next[request.name])
             parts = []
             for group, table in zip(self.groups, tables, strict=True):
                 positions = group.loaded(first_block, first_block + num_blocks)
@@ -198,6 +224,7 @@ class Model:
         self.promises.clear()
         self.admitted.clear()
         self.loads.reset()
+        self._void_jobs()
         self.sync_index()
         if self.scheduler.swap._pool._block_of:
             raise Violation("the swap pool still finds blocks by hash after the reset")
@@ -210,7 +237,8 @@ class Model:
         """Ends jobs that have timed out by the next plan."""
         now_s = self.clock()
         for job_id in [i for i, job in self.jobs.items() if job.deadline_s <= now_s]:
-            self.late[job_id] = self.jobs.pop(job_id)
+            self.late[job_id] = job = self.jobs.pop(job_id)
+            self.lost_slots |= job.slots if job.direction is Direction.LOAD else set()
             self.loads.fail(job_id, ())
             self.counts["timeouts"] += 1
 
@@ -248,7 +276,9 @@ class Model:
             num_pieces = -(-num_blocks // (num_staged or self.max_load_blocks or num_blocks))
             self.counts["loads in pieces"] += num_pieces > 1
             deadline_s = now_s + self.timeout_s * num_pieces
-            self._open(job.job_id, OpenJob(Direction.LOAD, num_staged, slots, self._all_workers(), deadline_s))
+            opened = OpenJob(Direction.LOAD, num_staged, slots, self._all_workers(), deadline_s)
+            opened.num_blocks, opened.pieces = num_blocks, tuple(places[num_full:])
+            self._open(job.job_id, opened)
         self.counts["early saves"] += len(plan.of(JobKind.EARLY_SAVE))
         for job in (*plan.of(JobKind.EARLY_SAVE), *plan.of(JobKind.SAVE)):
             slots = {self.places.slot_of(place) for place in self.places.host(job)}
@@ -256,6 +286,8 @@ class Model:
                 raise Violation(f"save {job.job_id} has two chunks for one slot, or half a chunk")
             for slot in slots:
                 self._check_writable(job.job_id, slot, readers)
+            self.lost_slots -= slots
+            self.unreadable -= slots
             if job.num_staging_blocks != (self.places.num_staged(job) if self.stages[Direction.SAVE] else 0):
                 raise Violation(f"save {job.job_id} of {job.num_blocks} blocks has {job.num_staging_blocks} staged")
             deadline_s, num_staged = now_s + self.timeout_s, job.num_staging_blocks
@@ -315,12 +347,26 @@ class Model:
             self.loads.lose_slots(0, sys.maxsize)
         for first, end in report.lost_slots:
             self.loads.lose_slots(first, end)
+            self.lost_slots.update(range(first, end))
+        losses = report.incarnation, report.num_cache_losses
+        if report.lost_slots or self.cache_epochs.get(worker_id, losses) != losses:
+            self._void_jobs()
+        self.cache_epochs[worker_id] = losses
         for result in report.results:
             job = self.jobs.get(result.job_id)
             if job and result.state is JobState.FAILED and worker_id in job.waiting_for:
                 self.loads.fail(result.job_id, result.failed_blocks)
+                if job.direction is Direction.LOAD:
+                    self.lost_slots |= job.slots
+                    job.fail(result.failed_blocks)
+            elif job and result.state is JobState.CANCELLED:
+                job.is_void = True
             self._report(result.job_id, worker_id)
         for job_id in [i for i in (*self.jobs, *self.late) if i < report.oldest_job_id]:
+            job = self.jobs.get(job_id)
+            if job and worker_id in job.waiting_for:  # its result is lost
+                job.is_void = True
+                self.lost_slots |= job.slots if job.direction is Direction.LOAD else set()
             self._report(job_id, worker_id)
         self.sync_index()
         if report.incarnation > known and self.visible:
@@ -332,6 +378,11 @@ class Model:
         for group_id, first, end in report.lost_swap_blocks:
             if group_id == 0 and not self.scheduler.swap._pool._hash_of.keys().isdisjoint(range(first, end)):
                 raise Violation(f"some of the lost blocks {first} to {end - 1} of the swap pool are still found")
+
+    def _void_jobs(self) -> None:
+        """Jobs in flight count as failed as a whole."""
+        for job in self.jobs.values():
+            job.is_void = True
 
     def _named(self, keys: Sequence[ChunkKey] | None) -> Sequence[ChunkKey]:
         """The changed keys; None means that all visible keys are removed."""
@@ -351,6 +402,28 @@ class Model:
             if known.get(key) is not checkpoint:
                 self._check_checkpoint(key, checkpoint)
                 self.counts["checkpoints"] += 1
+            if self.index.state(key) is None:
+                raise Violation("a checkpoint has outlived the chunk before it")
+        gone = [checkpoint for key, checkpoint in known.items() if self.checkpoints.get(key) is not checkpoint]
+        self.unexplained += self.index.num_evicted_checkpoints - self.num_evicted_checkpoints
+        self.num_evicted_checkpoints = self.index.num_evicted_checkpoints
+        for checkpoint in gone:
+            self._check_gone(checkpoint)
+        self.unexplained = 0
+
+    def _check_gone(self, checkpoint: Checkpoint) -> None:
+        """Raises Violation unless there is a reason why a READY checkpoint is not there any more."""
+        if checkpoint.key not in self.visible or not self.lost_slots.isdisjoint(checkpoint.slots):
+            return
+        if self.unexplained:  # evicted
+            self.unexplained -= 1
+            return
+        nodes = self._nodes(last_block_hash(checkpoint.key))
+        if not any(self._nodes(last_block_hash(key))[: len(nodes)] == nodes for key in self.checkpoints):
+            raise Violation(f"a checkpoint after {len(nodes)} tokens was dropped before a later one was READY")
+        if checkpoint in self.used:
+            raise Violation(f"a checkpoint after {len(nodes)} tokens was superseded, although a request has loaded it")
+        self.counts["superseded checkpoints"] += 1
 
     def _check_checkpoint(self, key: ChunkKey, checkpoint: Checkpoint) -> None:
         """Raises Violation unless every worker has all of a checkpoint."""
@@ -460,7 +533,9 @@ class Model:
             if job_id in jobs:
                 jobs[job_id].waiting_for.discard(worker_id)
                 if not jobs[job_id].waiting_for:
-                    del jobs[job_id]
+                    job = jobs.pop(job_id)
+                    if jobs is self.jobs and not job.is_void:
+                        self.unreadable |= job.bad_pieces
 
     def _pinned_slots(self) -> set[int]:
         """Slots that promises and loads will read."""
