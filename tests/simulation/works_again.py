@@ -44,8 +44,17 @@ def check_works_again(world: "World") -> None:
     checkpoints.check(len(boundaries))
     _serve(world, prompt, "loaded", checkpoints.num_loaded(max(boundaries, default=0)))
     if 4 * size + 3 <= min(num_fitting, 44):
+        _check_full_prompt(world, checkpoints, size)
         _check_next_turn(world, checkpoints, size)
         _check_third_request(world, checkpoints, size)
+
+
+def _check_full_prompt(world: "World", checkpoints: "_Checkpoints", size: int) -> None:
+    """The same prompt, of two full chunks, continues after the first: its last token is computed."""
+    _reset(world)
+    prompt = [NEW_TOKEN] * (2 * size)
+    _serve(world, prompt)
+    _serve(world, prompt, "loaded", checkpoints.num_loaded(max(checkpoints.of(len(prompt), [size]), default=0)))
 
 
 def _check_next_turn(world: "World", checkpoints: "_Checkpoints", size: int) -> None:
