@@ -130,7 +130,7 @@ class Model:
         self.used_next: dict[str, Checkpoint] = {}  # by request, the one that it was promised last
         self.used: set[Checkpoint] = set()  # that a request has loaded
         self.lost_slots: set[int] = set()  # of pieces that a worker has lost or could not read, until written again
-        self.unreadable: set[int] = set()  # of them, those that a load of which only a part failed has named
+        self.unreadable: set[int] = set()  # of them, those that were reported as lost, or that a failed load named
         self.num_evicted_checkpoints = self.unexplained = 0
         self.cache_epochs: dict[int, tuple[int, int]] = {}  # by worker, as last reported
         self.last_key_in: dict[int, ChunkKey] = {}  # including removed chunks: a promised one stays in its slot
@@ -174,7 +174,7 @@ class Model:
             raise Violation(f"{request.name} is promised {num_tokens} tokens, where there is no checkpoint")
         checkpoint = self.checkpoints[key]
         if not self.unreadable.isdisjoint(checkpoint.slots):
-            raise Violation(f"{request.name} is promised a checkpoint with a piece that a load could not read")
+            raise Violation(f"{request.name} is promised a checkpoint with a piece that cannot be read")
         self.used_next[request.name] = checkpoint
         return checkpoint.slots
 
@@ -348,6 +348,7 @@ class Model:
         for first, end in report.lost_slots:
             self.loads.lose_slots(first, end)
             self.lost_slots.update(range(first, end))
+            self.unreadable.update(range(first, end))
         losses = report.incarnation, report.num_cache_losses
         if report.lost_slots or self.cache_epochs.get(worker_id, losses) != losses:
             self._void_jobs()
