@@ -1,38 +1,19 @@
-"""Copies of the states of linear attention, of the shapes that Qwen3.5 and Qwen3-Next have, by the real TPU compiler.
+"""Copies of the states of linear attention within two rows of HBM, in place, whatever layout the TPU gives them.
 
-A state layer has two arrays, which are two page groups: the last inputs of the convolution, bf16[rows, 3, channels],
-and the recurrent state, f32[rows, heads, 128, 128]. tpu-inference makes both in the default layout of their shape. For
-the convolution that is [3, rows, channels] with 8 rows in a tile, or [rows, 3, channels] padded to 4 if there are few
-rows; a recurrent state is contiguous.
+The shapes in `states`; `benchmarks/bench_tpu_compile.py --states` compiles all of them.
 """
 
-import dataclasses
 import functools
 import importlib.util
 
 import pytest
 
-from tests.tpu_compile.harness import Case
+from tests.tpu_compile.states import ARRAYS, case
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which has the TPU compiler, is not installed"
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """The states of a model, over all devices: state layers, and the pages of both arrays."""
-
-    num_layers: int
-    convolution: tuple[int, ...]
-    recurrent: tuple[int, ...]
-
-
-MODELS = {
-    "Qwen3.5-397B": Model(45, (3, 12288), (64, 128, 128)),
-    "Qwen3-Next-80B": Model(36, (3, 8192), (32, 128, 128)),
-    "Qwen3.5-4B": Model(24, (3, 8192), (32, 128, 128)),
-}
 # Topology, model, devices, rows.
 STATES = [
     ("v5e:2x2", "Qwen3-Next-80B", 4, 257),
@@ -47,32 +28,14 @@ FEW_ROWS = [
     ("v6e:2x2", "Qwen3-Next-80B", 4, 17),
     ("tpu7x:2x2x1", "Qwen3.5-397B", 8, 17),
 ]
-CASES = [(*s, array) for s in STATES for array in ("convolution", "recurrent")]
+CASES = [(*s, array) for s in STATES for array in ARRAYS]
 CASES += [(*s, "convolution") for s in FEW_ROWS]
-
-
-def case(topology, name, tp, rows, array):
-    model = MODELS[name]
-    return Case(
-        topology,
-        tp,
-        dtype="bfloat16" if array == "convolution" else "float32",
-        page_shape=getattr(model, array),
-        num_layers=model.num_layers,
-        num_blocks=rows,
-        segment_blocks=16,  # whole tiles: without padded pages a segment would be laid out in them
-        capacity=rows,
-        bucket=5,
-        programs=("direct_save", "direct_load"),
-        split_axis=2 if array == "convolution" else 1,
-        with_data_axis=True,
-    )
 
 
 @functools.cache
 def measured(compiler, topology):
     chosen = [c for c in CASES if c[0] == topology]
-    results = iter(compiler.compile([case(*c) for c in chosen]))
+    results = iter(compiler.compile([case(*c[:3], c[4], num_rows=c[3]) for c in chosen]))
     return {c: (next(results), next(results)) for c in chosen}
 
 
