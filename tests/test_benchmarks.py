@@ -203,7 +203,7 @@ def test_windows(run):
         assert windows["kept_nbytes"] <= windows["saved_nbytes"] < full["saved_nbytes"] == full["kept_nbytes"]
 
 
-def test_states(run):
+def test_windows_of_a_model_with_states(run):
     said, report = run("bench_windows", "--models qwen3.5-397b --turns 4 --prompt-tokens 900 --answer-tokens 100")
     assert "every block" in said
     row_nbytes = 45 * (3 * 12_288 * 2 + 64 * 128 * 128 * 4)
