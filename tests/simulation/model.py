@@ -345,12 +345,13 @@ class Model:
         self.num_states_ready[worker_id] = max(self.num_states_ready[worker_id], report.num_host_states)
         if report.incarnation > known:
             self.loads.lose_slots(0, sys.maxsize)
-        for first, end in report.lost_slots:
+        lost_slots = self._lost_in(report)
+        for first, end in lost_slots:
             self.loads.lose_slots(first, end)
             self.lost_slots.update(range(first, end))
             self.unreadable.update(range(first, end))
         losses = report.incarnation, report.num_cache_losses
-        if report.lost_slots or self.cache_epochs.get(worker_id, losses) != losses:
+        if lost_slots or self.cache_epochs.get(worker_id, losses) != losses:
             self._void_jobs()
         self.cache_epochs[worker_id] = losses
         for result in report.results:
@@ -372,13 +373,18 @@ class Model:
         self.sync_index()
         if report.incarnation > known and self.visible:
             raise Violation(f"worker {worker_id} has restarted, and {len(self.visible)} chunks are visible")
-        for first, end in report.lost_slots:
+        for first, end in lost_slots:
             for slot in range(first, end):
                 if slot in self.key_in:
                     raise Violation(f"slot {slot} is visible after the report of its loss")
         for group_id, first, end in report.lost_swap_blocks:
             if group_id == 0 and not self.scheduler.swap._pool._hash_of.keys().isdisjoint(range(first, end)):
                 raise Violation(f"some of the lost blocks {first} to {end - 1} of the swap pool are still found")
+
+    def _lost_in(self, report: StepReport) -> list[tuple[int, int]]:
+        """Ranges of slots that a worker has lost, those of states among them."""
+        before = self.places.num_slots
+        return [*report.lost_slots, *((before + first, before + end) for first, end in report.lost_states)]
 
     def _void_jobs(self) -> None:
         """Jobs in flight count as failed as a whole."""

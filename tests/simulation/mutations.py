@@ -536,8 +536,32 @@ MUTATIONS = (
     Mutation(
         "a checkpoint that is being saved is found",
         "CheckpointTable.find",
-        "checkpoint is not None and not _.num_pending",
-        "checkpoint is not None",
+        """
+        if checkpoint is not None and not _.num_pending:
+            return checkpoint, boundary, is_pending
+        """,
+        """
+        if checkpoint is not None:
+            return checkpoint, boundary, is_pending
+        """,
+    ),
+    Mutation(
+        "the last checkpoint is found while it is being saved",
+        "CheckpointTable.find",
+        """
+        if checkpoint is not None and not _.num_pending:
+            return checkpoint, end, False
+        """,
+        """
+        if checkpoint is not None:
+            return checkpoint, end, False
+        """,
+    ),
+    Mutation(
+        "the last checkpoint is found a chunk before its boundary",
+        "CheckpointTable.find",
+        "self.get(keys[end - 1])",
+        "self.get(keys[min(end, len(keys) - 1)])",
     ),
     Mutation(
         "a checkpoint is found a chunk before its boundary",

@@ -156,7 +156,10 @@ class SimWorker:
     def report(self) -> StepReport:
         """The report of the current step."""
         results, self.results = tuple(self.results), []
-        lost, self.host.unreported = tuple(self.host.unreported), []
+        first_state, lost = self.max_slots, self.host.unreported
+        lost_slots = tuple((first, end) for first, end in lost if first < first_state)
+        lost_states = tuple((first - first_state, end - first_state) for first, end in lost if first >= first_state)
+        self.host.unreported = []
         lost_swap = tuple((i, *span) for i, pool in enumerate(self.pools) for span in pool.unreported)
         for pool in self.pools:
             pool.unreported.clear()
@@ -167,7 +170,8 @@ class SimWorker:
             results=results,
             num_host_chunks=self.host.num_ready,
             num_host_states=self.num_states_ready,
-            lost_slots=lost,
+            lost_slots=lost_slots,
+            lost_states=lost_states,
             num_swap_blocks=tuple(pool.num_ready for pool in self.pools) if self.max_swap else (),
             lost_swap_blocks=lost_swap,
             oldest_job_id=oldest,
