@@ -148,6 +148,19 @@ def test_staging_blocks_of_late_jobs_are_held_until_every_worker_has_finished_wi
     engine.scheduler.check_invariants()
 
 
+def test_a_restarted_worker_may_have_more_host_memory_than_before():
+    engine = FakeEngine(workers=[FakeWorker(0), FakeWorker(1)], num_blocks=64, num_staging_blocks=32)
+    for worker_id in range(2):
+        report(engine, worker_id, incarnation=4)
+    for incarnation, num_host_chunks in ((5, 3), (6, 10), (7, 64)):  # it restarts while its pool grows
+        report(engine, 1, incarnation=incarnation, num_host_chunks=num_host_chunks)
+        assert engine.scheduler.stats().num_host_chunks == num_host_chunks
+    report(engine, 0, incarnation=5, num_host_chunks=9)
+    report(engine, 1, incarnation=8, num_host_chunks=20)
+    assert engine.scheduler.stats().num_host_chunks == 9, "the other worker's"
+    engine.scheduler.check_invariants()
+
+
 def test_a_restarted_worker_has_an_empty_tier_and_its_jobs_fail():
     engine = FakeEngine(workers=[FakeWorker(0), FakeWorker(1)], num_blocks=64, num_staging_blocks=32)
     for worker_id in range(2):

@@ -200,6 +200,15 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
+        "the host tier stays small after a restart with more memory than before",
+        "ReportHandler._handle_restart",
+        "self._num_host_chunks[_1] = self._num_host_states[_2] = 0",
+        """
+        self._num_host_chunks[_1] = report.num_host_chunks
+        self._num_host_states[_2] = report.num_host_states
+        """,
+    ),
+    Mutation(
         "jobs of a restarted worker count as ended",
         "ReportHandler._handle_restart",
         "self._transfers.fail_in_flight(_1, ...)",

@@ -241,12 +241,21 @@ class World:
         if not self.setup.num_slots:
             return
         self.log("a long time passes")
-        while min(self.model.num_ready.values()) < self.setup.num_slots:  # it may still be growing
-            self.step(0)
+        self._wait_until_grown()
         self.now_s += 4 * MAX_BACKOFF * self.setup.breaker_retry_s
         for _ in range(10):  # until a worker that restarted at the very end has reported
             self.step(0)
+        self._wait_until_grown()
         check_works_again(self)
+
+    def _wait_until_grown(self) -> None:
+        """Steps until all workers have allocated the host tier."""
+        model, setup = self.model, self.setup
+        while (
+            min(model.num_ready.values()) < setup.num_slots
+            or min(model.num_states_ready.values()) < setup.num_host_states
+        ):
+            self.step(0)
 
     def _is_quiet(self) -> bool:
         if self.scheduler.has_jobs or any(w.flights for w in self.workers):

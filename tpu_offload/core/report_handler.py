@@ -199,10 +199,10 @@ class ReportHandler:
         self._storage.reset()
         # The jobs have not ended: plans made before this report may still reach the new incarnation.
         self._transfers.fail_in_flight(worker_id, why=f"worker {worker_id} has restarted")
-        self._num_host_chunks[worker_id] = report.num_host_chunks
         self._index.shrink(report.num_host_chunks)
-        self._num_host_states[worker_id] = report.num_host_states
         self._index.shrink_states(report.num_host_states)
+        # What it has allocated may be more than before; the rest of the report is applied next and raises these.
+        self._num_host_chunks[worker_id] = self._num_host_states[worker_id] = 0
 
     def _grow_swap_pool(self, report: StepReport) -> None:
         """A block of the swap pool is usable once every worker has it."""
