@@ -70,6 +70,14 @@ def _copy_blocks(kv_caches: list[jax.Array], sources: jax.Array, targets: jax.Ar
     return lax.fori_loop(0, num_blocks, copy, kv_caches)
 
 
+def cache_shapes(model_config: ModelConfig, engine_config: EngineConfig) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of the arrays of `ModelRunner.kv_caches`."""
+    page = engine_config.num_blocks + 1, *model_config.page_shape(engine_config.block_size)
+    num_rows = engine_config.num_state_rows + 1
+    states = [((num_rows, *shape), dtype) for shape, dtype in model_config.state_shapes]
+    return [*[(page, model_config.kv_dtype)] * model_config.num_arrays, *states]
+
+
 class ModelRunner:
     """Runs steps. The caches it holds are donated to each step and replaced by the step's output.
 
@@ -78,16 +86,16 @@ class ModelRunner:
       engine_config: number and size of the blocks, and the bounds of a batch.
 
     Attributes:
-      kv_caches: per layer of a layer group, kv_dtype[num_blocks + 1, *page_shape]; all groups share them, and the
-        first block is the null block. Any other donor (the offload worker) must store the new ones here before the
-        next step.
+      kv_caches: per layer of a layer group with attention, kv_dtype[num_blocks + 1, *page_shape]; all these groups
+        share them, and the first block is the null block. After them, per layer with states, in layer order, two arrays
+        `[num_states + 1, ...]` of `ModelConfig.state_shapes`. Any other donor (the offload worker) must store the new
+        ones here before the next step.
     """
 
     def __init__(self, model_config: ModelConfig, engine_config: EngineConfig) -> None:
         self._model_config, self._engine_config = model_config, engine_config
         self._weights = nnx.state(Decoder(model_config))
         self._programs: dict[tuple[int, int], Any] = {}  # by numbers of saved and loaded runs
-        self._cache_shape = engine_config.num_blocks + 1, *model_config.page_shape(engine_config.block_size)
         self.kv_caches: list[jax.Array] = []
         self.renew_caches()
         self._last_tokens = jax.device_put(jnp.zeros_like(self._pack([]).top_ks), jax.devices()[0])
@@ -100,9 +108,9 @@ class ModelRunner:
         # Committed to a device, like arrays that come back from the offload worker. Uncommitted arrays would compile
         # the step once more.
         device = jax.devices()[0]
-        dtype = self._model_config.kv_dtype
         self.kv_caches = [
-            jax.device_put(jnp.zeros(self._cache_shape, dtype), device) for _ in range(self._model_config.num_arrays)
+            jax.device_put(jnp.zeros(shape, dtype), device)
+            for shape, dtype in cache_shapes(self._model_config, self._engine_config)
         ]
 
     def step(self, spans: Sequence[TokenSpan], fused: FusedStep | None = None) -> StepOutput:
@@ -125,7 +133,7 @@ class ModelRunner:
         return StepOutput(tokens, chances, logits, copied)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Dispatches copies of blocks within HBM, in this order.
+        """Dispatches copies of blocks with KV within HBM, in this order.
 
         Args:
           copies: block to read, block to write.
@@ -136,7 +144,9 @@ class ModelRunner:
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         ids = np.zeros((2, _MAX_COPIES), np.int32)
         ids[:, : len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
-        self.kv_caches = _copy_blocks(self.kv_caches, ids[0], ids[1], np.int32(len(copies)))
+        num_arrays = self._model_config.num_arrays
+        kv, states = self.kv_caches[:num_arrays], self.kv_caches[num_arrays:]
+        self.kv_caches = [*_copy_blocks(kv, ids[0], ids[1], np.int32(len(copies))), *states]
 
     def warm_up(self, fused_shapes: Sequence[FusedStep] = ()) -> None:
         """Compiles the step program by running it with no tokens; the caches keep their contents.
