@@ -9,20 +9,16 @@ import numpy as np
 import pytest
 
 from tests.engine.dense import dense_logits
-from tests.engine.helpers import TINY, random_tokens
+from tests.engine.helpers import STATEFUL, random_tokens
 from tpu_offload.engine import EngineConfig, ModelConfig, SamplingParams
-from tpu_offload.engine.batch import TokenSpan, pack
+from tpu_offload.engine.batch import ROW_TILE, TokenSpan, pack
 from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.runner import ModelRunner
 from tpu_offload.errors import ConfigError
 
 GREEDY = SamplingParams(1)
 TOKENS = random_tokens(0, 150)
-# A group with full attention, one with a window, and one with states.
-MIXED = dataclasses.replace(
-    TINY, num_layers=4, kv_dtype="float32", sliding_window=20, window_layers=(1,), state_layers=(0, 2),
-    num_state_heads=2, state_head_dim=8,
-)  # fmt: skip
+MIXED = dataclasses.replace(STATEFUL, kv_dtype="float32", sliding_window=20)
 ENGINE = EngineConfig(block_size=16, num_blocks=60, max_num_seqs=3, max_model_len=320, max_num_batched_tokens=40)
 
 
@@ -146,6 +142,13 @@ def test_other_block_sizes_and_budgets_change_no_bits():
     other = Lab(wide, dataclasses.replace(ENGINE, **sizes))
     assert_same_bits(other.compute([100, 13, 1, 36], seed=0), reference)
     assert_same_bits(other.compute(random_chunks(np.random.default_rng(1), len(TOKENS), 30), seed=1), reference)
+
+
+def test_steps_of_one_tile_of_rows_change_no_bits(lab, one_by_one):
+    """There XLA could drop the loop over the tiles, and fuse the layers otherwise."""
+    engine = dataclasses.replace(ENGINE, max_num_batched_tokens=9)
+    assert len(pack([], engine, lab.model).tokens) == ROW_TILE
+    assert_same_bits(Lab(lab.model, engine).compute([9] * 16 + [6]), one_by_one)
 
 
 @pytest.mark.parametrize("array", range(4), ids=["conv 0", "state 0", "conv 1", "state 1"])

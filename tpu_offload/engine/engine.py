@@ -69,18 +69,33 @@ class Engine:
         self._vocab_size = model_config.vocab_size
         self._clock = clock
         self._runner = ModelRunner(model_config, engine_config)
+        num_arrays, num_caches = model_config.num_arrays, len(self._runner.kv_caches)
+        groups = [(window, range(num_arrays)) for window in model_config.group_windows]
         layout = KVLayout.from_caches(
             self._runner.kv_caches,
             block_size=engine_config.block_size,
             model=model_config.name,
-            groups=[(window, range(model_config.num_arrays)) for window in model_config.group_windows],
+            groups=[*groups, (1, range(num_arrays, num_caches))] if model_config.state_layers else groups,
             null_block=NULL_BLOCK,
         )
         self._offload: Offloading | None = None
         if offload is not None and (offload.enabled or offload.swap_gb != 0):
-            self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock, seams=seams)
+            self._offload = Offloading(
+                offload,
+                layout,
+                self._runner.kv_caches,
+                clock=clock,
+                has_states=bool(model_config.state_layers),
+                seams=seams,
+            )
         hasher = BlockHasher(layout.fingerprint(), block_size=engine_config.block_size)
-        self._scheduler = Scheduler(engine_config, hasher, offload=self._offload, windows=model_config.group_windows)
+        self._scheduler = Scheduler(
+            engine_config,
+            hasher,
+            offload=self._offload,
+            windows=model_config.group_windows,
+            has_states=bool(model_config.state_layers),
+        )
         self._samples: dict[str, list[Sequence]] = {}  # unfinished ones, by request
         self._in_flight: _InFlight | None = None
         self._last_end_s = 0.0
@@ -278,7 +293,14 @@ class Engine:
             rows = (row for row, other in enumerate(self._in_flight.batch) if other.sequence is sequence)
             source = next(rows)
             tokens = [*tokens, 0]
-        return TokenSpan(tokens, scheduled.start, sequence.block_tables, sequence.sampling, last_row=source)
+        return TokenSpan(
+            tokens,
+            scheduled.start,
+            sequence.block_tables,
+            sequence.sampling,
+            last_row=source,
+            state_rows=scheduled.state_rows,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -167,7 +167,8 @@ class Decoder(nnx.Module):
             if isinstance(layer, StateLayer):
                 at = num_arrays + 2 * self.config.state_layers.index(i)
                 qkv, gates, gate = map_row_tiles(layer.project, inputs.num_tokens, x)
-                mixed, caches[at], caches[at + 1] = layer.mixer.recur(*caches[at : at + 2], qkv, gates, inputs)
+                conv, states = caches[at : at + 2]
+                mixed, caches[at], caches[at + 1] = layer.mixer.recur(conv, states, qkv, gates, inputs)
                 x = map_row_tiles(layer.finish, inputs.num_tokens, x, mixed, gate)
                 continue
             group_id, j = places[i]

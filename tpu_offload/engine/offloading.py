@@ -65,6 +65,7 @@ class Offloading:
       layout: the geometry of the caches.
       kv_caches: the HBM caches.
       clock: monotonic seconds.
+      has_states: whether the last layer group has states.
       seams: for tests.
     """
 
@@ -75,12 +76,14 @@ class Offloading:
         kv_caches: list[jax.Array],
         *,
         clock: Callable[[], float],
+        has_states: bool = False,
         seams: Seams | None = None,
     ) -> None:
         seams = seams or Seams()
         self._relay = seams.relay
         self._block_size = layout.block_size
-        self._windows = [group.window for group in layout.groups]
+        self._has_states = has_states
+        self._windows = [group.window for group in layout.groups][: len(layout.groups) - has_states]
         self._decode_save = config.decode_save
         self._saves_on_compute = SaveEvent.COMPUTE in config.save_on
         self._saves_on_eviction = SaveEvent.HBM_EVICTION in config.save_on and config.enabled
@@ -124,7 +127,7 @@ class Offloading:
           sequence: has its blocks.
           num_tokens: tokens to load. If not 0, the sequence must not run before `poll` names it.
         """
-        self._scheduler.admit(sequence.sequence_id, sequence.block_tables, num_loaded_tokens=num_tokens)
+        self._scheduler.admit(sequence.sequence_id, self._tables(sequence), num_loaded_tokens=num_tokens)
         self._watch(sequence)
 
     @property
@@ -275,12 +278,17 @@ class Offloading:
         num_tokens, block_size = sequence.num_computed_tokens, self._block_size
         end = -(-num_tokens // block_size)
         starts = [num_skipped_blocks(num_tokens, window=window, block_size=block_size) for window in self._windows]
-        return [table[start:end] for table, start in zip(sequence.block_tables, starts, strict=True)]
+        in_use = [table[start:end] for table, start in zip(sequence.block_tables, starts, strict=True)]
+        # Of states the last one only: that at the block boundary before it is for other requests.
+        return [*in_use, [sequence.states[end - 1]] if end else []] if self._has_states else in_use
+
+    def _tables(self, sequence: Sequence) -> list[list[int]]:
+        return [*sequence.block_tables, sequence.state_table] if self._has_states else sequence.block_tables
 
     def _held(self, sequence: Sequence, num_computed_tokens: int) -> ScheduledRequest:
         return ScheduledRequest(
             request_id=sequence.sequence_id,
-            block_tables=sequence.block_tables,
+            block_tables=self._tables(sequence),
             block_hashes=sequence.block_hashes,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=min(num_computed_tokens, len(sequence.tokens)),  # without a token that is in flight
