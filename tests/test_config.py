@@ -32,6 +32,7 @@ GOOD = {
     "staging_buffer_gb": ("0.5", 0.5),
     "num_cpu_chunks": (" 2048 ", 2048),
     "host_gb": ("1.5", 1.5),
+    "state_share": ("0.25", 0.25),
     "host_memory_fraction": ("0.25", 0.25),
     "host_segment_gb": ("0.125", 0.125),
     "eviction_policy": ("s3fifo", EvictionPolicyName.S3FIFO),
@@ -118,6 +119,7 @@ BAD = {
         ("", "one or more of compute, eviction and preemption"),
         ("compute,compute", "without duplicates"),
     ],
+    "state_share": [("0", "greater than 0"), ("1", "less than 1"), ("half", "number")],
     "save_after_sightings": [
         ("0", "greater than or equal to 1"),
         ("16", "less than or equal to 15"),

@@ -19,6 +19,7 @@ class LayerGroupKind(enum.Enum):
 
     FULL_ATTENTION = "full_attention"  # one block per `block_size` tokens
     SLIDING_WINDOW = "sliding_window"  # blocks for the last tokens only
+    STATE = "state"  # one row: the state of linear attention after some token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,11 +64,14 @@ class LayerGroup:
 
     Groups may share arrays: then one pool of blocks serves them, and a block belongs to one of them at a time.
 
+    A block of a group of states is a row: what all of its layers know about the tokens before a position. Entry `p` of
+    its block table is the row after exactly `(p + 1) * block_size` tokens, and the null block where there is none.
+
     Attributes:
       kind: how the group's blocks are used.
       page_groups: its layers by page shape and dtype. Most models have one; Gemma-4, whose layers have two head sizes,
-        has two.
-      window: tokens that a token attends to, itself included; 0 with full attention.
+        has two, and so have states, with a convolution and a recurrent array a layer.
+      window: tokens that a token attends to, itself included; 0 without a sliding window.
     """
 
     kind: LayerGroupKind
@@ -112,12 +116,12 @@ class KVLayout:
     Attributes:
       block_size: tokens in a block.
       groups: the layer groups, full attention first. Groups may share their arrays, as in vLLM: a block then belongs to
-        one of them at a time. The host tier supports one group of full attention, and groups with sliding windows that
-        share its arrays; request swap supports any.
+        one of them at a time. The host tier supports one group of full attention, then groups with sliding windows that
+        share its arrays, then one of states with arrays of its own; request swap supports any.
       num_shards: devices that a page is sharded over (1 if replicated or on one device).
       num_local_devices: devices of this process, each with its shard.
       model: name or revision of the weights; part of the fingerprint, so that models never share a chunk.
-      null_block: what block tables of groups with windows have where the request holds no block any more; None if they
+      null_block: what block tables of groups with windows or states have where the request holds no block; None if they
         never have such entries.
     """
 
@@ -158,6 +162,7 @@ class KVLayout:
         model: str = "",
         windows: Sequence[int] = (),
         groups: Sequence[tuple[int, Sequence[int]]] = (),
+        states: Sequence[int] = (),
         null_block: int | None = None,
     ) -> "KVLayout":
         """Describes caches, one array per layer, or per layer of a group if the layer groups share them.
@@ -171,6 +176,8 @@ class KVLayout:
             form a page group.
           groups: in place of `windows`, per layer group its window and the positions of its arrays. Several groups may
             name the same arrays, see `LayerGroup`.
+          states: positions of the arrays `[num_rows, ...]` that hold states in place of KV. They form the last layer
+            group, and have no place in `groups`.
           null_block: see the class.
         Raises:
           LayoutError: no caches, groups that leave out an array, different shardings or numbers of blocks within a
@@ -179,6 +186,7 @@ class KVLayout:
         if isinstance(kv_caches, Mapping) or hasattr(kv_caches, "shape") or not isinstance(kv_caches, Iterable):
             raise LayoutError(f"KV caches are a {type(kv_caches).__name__}; expected a list with one array per layer")
         kv_caches, windows, given = list(kv_caches), _integers("windows", windows), _read_groups(groups)
+        states = _integers("states", states)
         if not kv_caches:
             raise LayoutError("got no KV cache arrays; expected one per layer")
         for i, cache in enumerate(kv_caches):
@@ -188,16 +196,27 @@ class KVLayout:
             raise LayoutError(
                 f"windows={list(windows)} for {len(kv_caches)} KV caches; expected one per layer, in tokens, or 0"
             )
-        if given and (windows or {i for _, ids in given for i in ids} != set(range(len(kv_caches)))):
+        of_attention = [i for i in range(len(kv_caches)) if i not in states]
+        if len(set(states)) < len(states) or not set(states) <= set(range(len(kv_caches))) or not of_attention:
             raise LayoutError(
-                f"groups={given} and windows={windows} for {len(kv_caches)} KV caches; expected each of them in a "
-                "group, and no windows"
+                f"states={states} for {len(kv_caches)} KV caches; expected the positions of some of them, none twice"
+            )
+        if given and (windows or {i for _, ids in given for i in ids} != set(of_attention)):
+            raise LayoutError(
+                f"groups={given}, windows={windows} and states={states} for {len(kv_caches)} KV caches; expected each "
+                "of them in a group or among the states, and no windows"
             )
         windows = windows or (0,) * len(kv_caches)
         layers_of = given or tuple(
-            (window, tuple(i for i, w in enumerate(windows) if w == window)) for window in sorted(set(windows))
+            (window, tuple(i for i in of_attention if windows[i] == window))
+            for window in sorted({windows[i] for i in of_attention})
         )
-        described = [_describe_group(kv_caches, layer_ids, window) for window, layer_ids in layers_of]
+        kinds = {False: LayerGroupKind.FULL_ATTENTION, True: LayerGroupKind.SLIDING_WINDOW}
+        described = [
+            _describe_group(kv_caches, layer_ids, kinds[window > 0], window=window) for window, layer_ids in layers_of
+        ]
+        if states:
+            described.append(_describe_group(kv_caches, states, LayerGroupKind.STATE))
         sharded = {(num_shards, num_devices) for _, num_shards, num_devices in described}
         if len(sharded) != 1:
             raise LayoutError(f"layer groups are sharded differently: {sorted(sharded)}; expected one sharding")
@@ -218,15 +237,19 @@ class KVLayout:
         for group in others:
             if group.kind is LayerGroupKind.SLIDING_WINDOW and group.window < 1:
                 raise LayoutError(f"a layer group with a sliding window of {group.window} tokens; expected at least 1")
-        if first.kind is not LayerGroupKind.FULL_ATTENTION or any(
-            group.kind is not LayerGroupKind.SLIDING_WINDOW or group.page_groups != first.page_groups
-            for group in others
+        windows = others[:-1] if self.state_group is not None else others
+        arrays = {i for group in self.groups[: len(windows) + 1] for i in group.layer_ids}
+        if (
+            first.kind is not LayerGroupKind.FULL_ATTENTION
+            or any(group.kind is not LayerGroupKind.SLIDING_WINDOW for group in windows)
+            or any(group.page_groups != first.page_groups for group in windows)
+            or (self.state_group is not None and arrays.intersection(self.state_group.layer_ids))
         ):
             kinds = ", ".join(group.kind.value for group in self.groups)
             raise LayoutError(
-                f"the KV caches have the layer groups {kinds}; the host tier supports one with full attention, and "
-                "groups with sliding windows that share its arrays: set TPU_OFFLOAD_HOST_GB=0 (request swap works "
-                "without it)"
+                f"the KV caches have the layer groups {kinds}; the host tier supports one with full attention, then "
+                "groups with sliding windows that share its arrays, then one of states with its own: set "
+                "TPU_OFFLOAD_HOST_GB=0 (request swap works without it)"
             )
 
     @property
@@ -240,6 +263,11 @@ class KVLayout:
         """The layer groups with a sliding window, in their order."""
         return tuple(group for group in self.groups if group.kind is LayerGroupKind.SLIDING_WINDOW)
 
+    @property
+    def state_group(self) -> LayerGroup | None:
+        """The layer group of states, which is the last one; None without states."""
+        return self.groups[-1] if self.groups[-1].kind is LayerGroupKind.STATE else None
+
     def window_blocks(self, group: LayerGroup) -> int:
         """Blocks before a block boundary that the tokens after it still attend to."""
         return -(-(group.window - 1) // self.block_size)
@@ -250,8 +278,12 @@ class KVLayout:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of one block in all arrays, over all devices: of every group, unless groups share their arrays."""
-        return sum({group.layer_ids: group.block_nbytes for group in self.groups}.values())
+        """Bytes of one block in all arrays, over all devices: of every group, unless groups share their arrays.
+
+        States have rows, which are no part of a block.
+        """
+        of_attention = [group for group in self.groups if group.kind is not LayerGroupKind.STATE]
+        return sum({group.layer_ids: group.block_nbytes for group in of_attention}.values())
 
     @property
     def block_nbytes_per_device(self) -> int:
@@ -277,21 +309,27 @@ class KVLayout:
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window: int) -> tuple[LayerGroup, int, int]:
+def _describe_group(
+    kv_caches: Sequence[Any], layer_ids: tuple[int, ...], kind: LayerGroupKind, *, window: int = 0
+) -> tuple[LayerGroup, int, int]:
     """A group, the number of devices that a page of it is sharded over, and the number of devices of this process."""
     first = kv_caches[layer_ids[0]]
+    is_state = kind is LayerGroupKind.STATE
     layers_of: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    sharding_of: dict[tuple[tuple[int, ...], str], Any] = {}
     for i in layer_ids:
         cache = kv_caches[i]
         if len(cache.shape) < 2:
             raise LayoutError(f"KV cache {i} has the shape {tuple(cache.shape)}; expected [num_blocks, *page_shape]")
-        if cache.shape[0] != first.shape[0] or cache.sharding != first.sharding:
+        pages = tuple(cache.shape[1:]), np.dtype(cache.dtype).name
+        # The arrays of a state are sharded over different axes.
+        sharding = sharding_of.setdefault(pages, cache.sharding) if is_state else first.sharding
+        if cache.shape[0] != first.shape[0] or cache.sharding != sharding:
             raise LayoutError(
                 f"KV cache {i} has {cache.shape[0]} blocks and the sharding {cache.sharding}, cache {layer_ids[0]} "
-                f"{first.shape[0]} and {first.sharding}; expected one number of blocks and one sharding in a layer "
-                "group"
+                f"{first.shape[0]} and {sharding}; expected one number of blocks and one sharding in a layer group"
             )
-        layers_of.setdefault((tuple(cache.shape[1:]), np.dtype(cache.dtype).name), []).append(i)
+        layers_of.setdefault(pages, []).append(i)
     shards = {_num_shards(kv_caches[ids[0]]) for ids in layers_of.values()}
     if len(shards) != 1:
         raise LayoutError(
@@ -299,7 +337,7 @@ def _describe_group(kv_caches: Sequence[Any], layer_ids: tuple[int, ...], window
             "expected one number"
         )
     group = LayerGroup(
-        kind=LayerGroupKind.SLIDING_WINDOW if window else LayerGroupKind.FULL_ATTENTION,
+        kind=kind,
         page_groups=tuple(PageGroup(tuple(ids), shape, dtype) for (shape, dtype), ids in layers_of.items()),
         window=window,
     )

@@ -156,7 +156,9 @@ class OffloadStats:
         "being saved. 0 for a model without sliding windows.",
         family="resident_checkpoints",
     )
-    num_window_chunks: int = _gauge("chunks", "Slots of the host tier that the checkpoints take.")
+    num_window_chunks: int = _gauge("chunks", "Slots of the host tier that the windows of checkpoints take.")
+    num_host_states: int = _gauge("states", "Size of the part of the host tier that holds states, on every worker.")
+    num_states: int = _gauge("states", "States in the host tier: one for each checkpoint of a model that has them.")
     num_evicted_checkpoints: int = _counter(
         "checkpoints", "Checkpoints evicted from the host tier to make room, by themselves or with their prefix."
     )

@@ -91,9 +91,9 @@ class CopyPart:
     """Blocks of one layer group that a job moves between HBM and one host store.
 
     Attributes:
-      block_ids: blocks of the group's caches.
+      block_ids: blocks of the group's caches; of a group of states, rows.
       host_block_ids: their places in the store, one for each. In the host tier, block `j` of the chunk in slot `s` is
-        at `s * blocks_per_chunk + j`.
+        at `s * blocks_per_chunk + j`. Rows of states have places of their own, from 0 on.
       group_id: index of the layer group in `KVLayout.groups`.
       store: the host memory.
     """
@@ -317,7 +317,9 @@ class StepReport:
       worker_id: 0 to num_workers - 1.
       results: jobs that ended.
       num_host_chunks: slots of the host pool that are allocated; only grows within an incarnation.
-      lost_slots: ranges (first, end) of slots whose contents were lost since the last report.
+      num_host_states: likewise, rows of the host pool of states; 0 without states.
+      lost_slots: ranges (first, end) of slots whose contents were lost since the last report. Those of states are
+        numbered from the configured number of chunks on (`OffloadConfig.host_chunks`).
       num_swap_blocks: per layer group, allocated blocks of the swap pool; only grows, too. Empty without request swap.
       lost_swap_blocks: ranges (group_id, first, end) of those whose contents were lost since the last report.
       oldest_job_id: no job with a smaller id is or will be in flight on this worker: every one that it received has
@@ -332,6 +334,7 @@ class StepReport:
     worker_id: int
     results: tuple[JobResult, ...]
     num_host_chunks: int
+    num_host_states: int = 0
     lost_slots: tuple[tuple[int, int], ...] = ()
     num_swap_blocks: tuple[int, ...] = ()
     lost_swap_blocks: tuple[tuple[int, int, int], ...] = ()

@@ -5,11 +5,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.jobs import host_block_ids
 from tpu_offload import (
     BlockHasher,
     CachedPrefix,
     CopyJob,
+    CopyPart,
     FailedLoad,
     JobResult,
     JobState,
@@ -30,6 +30,8 @@ from tpu_offload.types import BlockHash, Direction, JobKind
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(BLOCK_SIZE, (LayerGroup.uniform(LayerGroupKind.FULL_ATTENTION, (0, 1), (4, 2, 2, 8), "bfloat16"),))
 POISON = b"poison"
+ROWS = 10**9
+"""Rows of states have numbers of their own; the tables of a `FakeWorker` have them from here on."""
 
 
 class Clock:
@@ -48,34 +50,50 @@ class FakeWorker:
     A save captures its blocks in the step of its plan, as the real worker's program order does.
     """
 
-    def __init__(self, worker_id: int = 0, *, num_host_chunks: int = 64, staged: bool = False) -> None:
+    def __init__(
+        self, worker_id: int = 0, *, num_host_chunks: int = 64, num_host_states: int = 0, staged: bool = False
+    ) -> None:
         self.worker_id = worker_id
         self.num_host_chunks = num_host_chunks
+        self.num_host_states = num_host_states
+        self.state_group_id = -1  # without states
+        self.first_state_slot = 0
         self.staged = staged
         self.hbm: dict[int, bytes] = {}
         self.host: dict[int, bytes] = {}
         self.in_flight: list[tuple[CopyJob, list[bytes]]] = []
         self.lost_slots: list[tuple[int, int]] = []
 
+    def blocks(self, job: CopyJob) -> list[int]:
+        """Blocks in HBM, part after part; rows of states are numbered from `ROWS` on."""
+        return [self._row(part) + block_id for part in job.parts for block_id in part.block_ids]
+
+    def places(self, job: CopyJob) -> list[int]:
+        """Likewise, places in the host tier."""
+        return [self._row(part) + place for part in job.parts for place in part.host_block_ids]
+
+    def _row(self, part: CopyPart) -> int:
+        return ROWS if part.group_id == self.state_group_id else 0
+
     def begin_step(self, plan: StepPlan) -> list[JobResult]:
         results = []
         for job in plan.of(JobKind.EARLY_SAVE):
-            self.in_flight.append((job, [self.hbm[b] for b in job.block_ids]))
+            self.in_flight.append((job, [self.hbm[b] for b in self.blocks(job)]))
         for job_id in plan.cancelled_job_ids:
             for entry in list(self.in_flight):
                 if entry[0].job_id == job_id:
                     self.in_flight.remove(entry)
                     results.append(JobResult(job_id=job_id, state=JobState.CANCELLED))
         for job in plan.of(JobKind.LOAD):
-            content = [self.host[i] for i in host_block_ids(job)]
+            content = [self.host[i] for i in self.places(job)]
             self.in_flight.append((job, content))
             if not self.staged:
-                self.hbm.update(zip(job.block_ids, content, strict=True))
+                self.hbm.update(zip(self.blocks(job), content, strict=True))
         return results
 
     def end_step(self, plan: StepPlan) -> None:
         for job in plan.of(JobKind.SAVE):
-            self.in_flight.append((job, [self.hbm[b] for b in job.block_ids]))
+            self.in_flight.append((job, [self.hbm[b] for b in self.blocks(job)]))
 
     def finish(
         self, num_jobs: int | None = None, *, fail: bool = False, failed_blocks: tuple[int, ...] = ()
@@ -83,12 +101,11 @@ class FakeWorker:
         """Completes the oldest jobs, all by default; those that fail copy all but `failed_blocks`, or nothing."""
         results = []
         for job, content in self.in_flight[:num_jobs]:
-            where, ids = (
-                (self.host, host_block_ids(job)) if job.direction is Direction.SAVE else (self.hbm, job.block_ids)
-            )
+            is_save = job.direction is Direction.SAVE
+            where, ids = (self.host, self.places(job)) if is_save else (self.hbm, self.blocks(job))
             if fail:
                 where.update((ids[i], POISON) for i in failed_blocks or range(len(ids)))
-            if job.direction is Direction.SAVE or self.staged:
+            if is_save or self.staged:
                 copied = [i for i in range(len(ids)) if not fail or (failed_blocks and i not in failed_blocks)]
                 where.update((ids[i], content[i]) for i in copied)
             state = JobState.FAILED if fail else JobState.FINISHED
@@ -106,7 +123,11 @@ class FakeWorker:
 
     def lose(self, first: int, end: int, *, blocks_per_chunk: int) -> None:
         """Zeroes the bytes in these slots; the next report contains the loss."""
-        self.host.update(dict.fromkeys(range(first * blocks_per_chunk, end * blocks_per_chunk), POISON))
+        if self.state_group_id >= 0 and first >= self.first_state_slot:
+            places = range(ROWS + first - self.first_state_slot, ROWS + end - self.first_state_slot)
+        else:
+            places = range(first * blocks_per_chunk, end * blocks_per_chunk)
+        self.host.update(dict.fromkeys(places, POISON))
         self.lost_slots.append((first, end))
 
     def report(self, results: list[JobResult] | None = None) -> StepReport:
@@ -115,6 +136,7 @@ class FakeWorker:
             worker_id=self.worker_id,
             results=tuple(results or ()),
             num_host_chunks=self.num_host_chunks,
+            num_host_states=self.num_host_states,
             lost_slots=lost,
         )
 

@@ -1,4 +1,4 @@
-"""Random lives with window groups under more faults: restarts, lost caches, copies that fail in part, late results.
+"""Random lives with windows and states under more faults: restarts, lost caches, partial failures, late results.
 
 python -m tests.core.window_faults --seeds 1000
 """
@@ -17,8 +17,8 @@ from tpu_offload.types import Direction
 class FaultyWorker(FakeWorker):
     """Runs no plan that was made for other caches, restarts with empty memory, and fails jobs one by one."""
 
-    def __init__(self, worker_id: int, *, num_host_chunks: int, staged: bool) -> None:
-        super().__init__(worker_id, num_host_chunks=num_host_chunks, staged=staged)
+    def __init__(self, worker_id: int, *, num_host_chunks: int, num_host_states: int, staged: bool) -> None:
+        super().__init__(worker_id, num_host_chunks=num_host_chunks, num_host_states=num_host_states, staged=staged)
         self.most_host_chunks = num_host_chunks
         self.incarnation, self.num_cache_losses = 1, 0
         self.next_job_id = 0
@@ -72,6 +72,7 @@ class FaultyWorker(FakeWorker):
             worker_id=self.worker_id,
             results=tuple(results or ()),
             num_host_chunks=self.num_host_chunks,
+            num_host_states=self.num_host_states,
             lost_slots=lost,
             incarnation=self.incarnation,
             num_cache_losses=self.num_cache_losses,
@@ -98,7 +99,7 @@ class FaultyEngine(WindowEngine):
         for request_id in sorted(self.requests):
             request = self.requests.pop(request_id)
             self.scheduler.preempt(request_id)
-            self.release([block for table in request.tables for block in table])
+            self.release_all(request)
 
     def apply(self, worker: FakeWorker, results: list[JobResult]) -> Update:
         update = self.scheduler.apply(worker.report(results))
@@ -118,14 +119,20 @@ class FaultyLife(RandomLife):
         self.rng = rng = random.Random(seed)
         sizes = [rng.choice([8, 12, 20, 60]) for _ in range(rng.randint(1, 3))]
         self.workers = [
-            FaultyWorker(i, num_host_chunks=size, staged=rng.random() < 0.5) for i, size in enumerate(sizes)
+            FaultyWorker(i, num_host_chunks=size, num_host_states=rng.choice([1, 3, 8]), staged=rng.random() < 0.5)
+            for i, size in enumerate(sizes)
         ]
+        self.has_states = rng.random() < 0.4
+        windows = rng.choice([(9,), (5,), (9, 5), (17, 9), (12, 3), (1, 40), (13, 13), (2,), (25,)])
+        if self.has_states and rng.random() < 0.7:
+            windows = ()
         self.blocks_per_chunk = rng.choice([1, 1, 2, 3])
         path = rng.choice(["staged", "direct"])
         workers: Any = self.workers
         self.engine: FaultyEngine = FaultyEngine(
-            rng.choice([(9,), (5,), (9, 5), (17, 9), (12, 3), (1, 40), (13, 13), (2,), (25,)]),
+            windows,
             num_blocks=rng.randint(40, 200),
+            num_rows=rng.randint(6, 40) if self.has_states else 0,
             workers=workers,
             seed=seed,
             save_path=path,
@@ -168,7 +175,7 @@ class FaultyLife(RandomLife):
                 cache=rng.random() < 0.9,
             )
         engine.between_match_and_admit = self.surprise if rng.random() < 0.1 else None
-        request = engine.add(request_id, prompt, num_in_hbm=in_hbm, limits=limits)
+        request = engine.add(request_id, prompt, num_in_hbm=in_hbm, limits=limits, stops=self.stops(prompt))
         engine.between_match_and_admit = None
         if request is not None:
             self.num_loaded += request.num_computed - in_hbm
@@ -183,8 +190,7 @@ class FaultyLife(RandomLife):
 
     def lose_slots(self) -> None:
         worker = self.rng.choice(self.workers)
-        first = self.rng.randrange(worker.num_host_chunks)
-        worker.lose(first, self.rng.randint(first + 1, worker.num_host_chunks), blocks_per_chunk=self.blocks_per_chunk)
+        worker.lose(*self.slots_to_lose(worker), blocks_per_chunk=self.blocks_per_chunk)
         self.deliver(worker, [])
 
     def step_idly(self) -> None:
@@ -248,7 +254,8 @@ class FaultyLife(RandomLife):
         assert engine.scheduler.stats().num_quarantined_chunks == 0
         engine.scheduler.reset()
         engine.scheduler.check_invariants()
-        assert engine.scheduler.stats().num_window_chunks == 0, "a window chunk that nothing holds"
+        stats = engine.scheduler.stats()
+        assert (stats.num_window_chunks, stats.num_states) == (0, 0), "a piece of a checkpoint that nothing holds"
 
 
 if __name__ == "__main__":

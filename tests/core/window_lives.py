@@ -1,4 +1,4 @@
-"""Random lives of a scheduler with sliding-window groups, of one or two workers, and a campaign of many.
+"""Random lives of a scheduler with sliding windows and states, of one or two workers, and a campaign of many.
 
 python -m tests.core.window_lives --seeds 10000
 """
@@ -18,15 +18,20 @@ class RandomLife:
     def __init__(self, seed: int, **settings: Any) -> None:
         self.rng = rng = random.Random(seed)
         num_slots = rng.choice([8, 20, 60])
+        self.has_states = rng.random() < 0.4
         workers = [
-            FakeWorker(i, num_host_chunks=num_slots, staged=rng.random() < 0.5) for i in range(rng.randint(1, 2))
+            FakeWorker(i, num_host_chunks=num_slots, num_host_states=rng.choice([1, 3, 20]), staged=rng.random() < 0.5)
+            for i in range(rng.randint(1, 2))
         ]
         self.blocks_per_chunk = rng.choice([1, 1, 1, 2])
         windows = rng.choice([(9,), (5,), (9, 5), (17, 9), (12, 3), (1, 40)])
+        if self.has_states and rng.random() < 0.7:
+            windows = ()
         path = rng.choice(["staged", "staged", "direct"])
         self.engine = WindowEngine(
             windows,
             num_blocks=rng.randint(40, 160),
+            num_rows=rng.randint(6, 40) if self.has_states else 0,
             workers=workers,
             seed=seed,
             save_path=path,
@@ -50,12 +55,18 @@ class RandomLife:
             prompt += [1000 * len(prompt) + self.rng.randint(0, 1)] * self.rng.randint(2, 5) * BLOCK_SIZE
         return prompt[: len(prompt) - self.rng.randint(0, 3)]
 
+    def stops(self, prompt: list[int]) -> list[int]:
+        """Where prompts part, sometimes."""
+        if not self.has_states or self.rng.random() < 0.5:
+            return []
+        return self.rng.sample(range(BLOCK_SIZE, len(prompt), BLOCK_SIZE), min(2, (len(prompt) - 1) // BLOCK_SIZE))
+
     def arrive(self) -> None:
         self.num_requests += 1
         prompt, in_hbm = self.prompt(), 0
         if self.rng.random() < 0.3:
             in_hbm = self.rng.randrange(len(prompt)) // BLOCK_SIZE * BLOCK_SIZE
-        request = self.engine.add(f"r{self.num_requests}", prompt, num_in_hbm=in_hbm)
+        request = self.engine.add(f"r{self.num_requests}", prompt, num_in_hbm=in_hbm, stops=self.stops(prompt))
         if request is not None:
             self.num_loaded += request.num_computed - in_hbm
 
@@ -75,9 +86,7 @@ class RandomLife:
         _, results = engine.step(computed)
         for i, worker in enumerate(engine.workers):
             if rng.random() < self.loss_rate:
-                first = rng.randrange(worker.num_host_chunks)
-                end = rng.randint(first + 1, worker.num_host_chunks)
-                worker.lose(first, end, blocks_per_chunk=self.blocks_per_chunk)
+                worker.lose(*self.slots_to_lose(worker), blocks_per_chunk=self.blocks_per_chunk)
             self.undelivered[i] += results[i]
             if rng.random() < 0.6:
                 fail = rng.random() < self.fault_rate
@@ -86,6 +95,14 @@ class RandomLife:
                 rng.shuffle(self.undelivered[i])
                 batch, self.undelivered[i] = self.undelivered[i], []
                 engine.apply(worker, batch)
+
+    def slots_to_lose(self, worker: FakeWorker) -> tuple[int, int]:
+        """A range of slots, of chunks or of states."""
+        first, end = 0, worker.num_host_chunks
+        if self.has_states and self.rng.random() < 0.3:
+            first, end = worker.first_state_slot, worker.first_state_slot + worker.num_host_states
+        first = self.rng.randrange(first, end)
+        return first, self.rng.randint(first + 1, end)
 
     def run(self, num_steps: int) -> None:
         engine, rng = self.engine, self.rng

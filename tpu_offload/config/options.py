@@ -74,6 +74,13 @@ class OffloadConfig(pydantic.BaseModel):
         description="Size of the host tier in GB of memory on each host; 0 turns offloading off. Several times the KV "
         "cache in HBM is a good start.",
     )
+    state_share: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Part of the host tier that holds states, for a model with linear attention (Qwen3.5, Qwen3-Next); "
+        "the KV of its other layers gets the rest.",
+    )
     host_memory_fraction: float = Field(
         0.8,
         gt=0,
@@ -447,19 +454,52 @@ class OffloadConfig(pydantic.BaseModel):
     def host_chunks(self, layout: KVLayout) -> int:
         """The configured size of the host tier in chunks, before it is capped by the available memory.
 
+        With states it is the part of `state_share` less: see `host_states`.
+
         Raises:
           ConfigError: it is smaller than one chunk.
         """
         chunk_nbytes = layout.block_nbytes_per_host * self.blocks_per_chunk
-        if self.host_gb is None:
-            return DEFAULT_NUM_CPU_CHUNKS if self.num_cpu_chunks is None else self.num_cpu_chunks
-        num_chunks = int(self.host_gb * _GB) // chunk_nbytes
+        nbytes, share = self._host_nbytes(layout), 1.0
+        if layout.state_group is not None:
+            share -= self.state_share
+            nbytes = int(nbytes * share)
+        num_chunks = nbytes // chunk_nbytes
         if num_chunks < 1 and self.enabled:
-            raise ConfigError(
-                f"{env_name('host_gb')}={self.host_gb} is less than one chunk of {chunk_nbytes} bytes; set it to at "
-                f"least {_round_up(chunk_nbytes / _GB)}, or to 0 to turn offloading off"
-            )
+            raise self._too_small("one chunk", chunk_nbytes, share=share)
         return num_chunks
+
+    def host_states(self, layout: KVLayout) -> int:
+        """The configured size of the host tier's part for states, in rows; 0 for a layout without them.
+
+        Raises:
+          ConfigError: it is smaller than one row.
+        """
+        if layout.state_group is None:
+            return 0
+        row_nbytes = layout.group_nbytes_per_host(layout.state_group)
+        num_rows = int(self._host_nbytes(layout) * self.state_share) // row_nbytes
+        if num_rows < 1 and self.enabled:
+            raise self._too_small("the state of one request", row_nbytes, share=self.state_share)
+        return num_rows
+
+    def _host_nbytes(self, layout: KVLayout) -> int:
+        """The configured size of the host tier."""
+        if self.host_gb is not None:
+            return int(self.host_gb * _GB)
+        num_chunks = DEFAULT_NUM_CPU_CHUNKS if self.num_cpu_chunks is None else self.num_cpu_chunks
+        return num_chunks * layout.block_nbytes_per_host * self.blocks_per_chunk
+
+    def _too_small(self, what: str, nbytes: int, *, share: float) -> ConfigError:
+        """The error of a host tier whose part of this share is smaller than `nbytes`."""
+        given = f"{env_name('host_gb')}={self.host_gb}"
+        if self.host_gb is None:
+            given = f"{env_name('num_cpu_chunks')}={self.num_cpu_chunks or DEFAULT_NUM_CPU_CHUNKS}"
+        part = "" if share == 1 else f"{share:g} of "
+        return ConfigError(
+            f"{part}{given} is less than {what} of {nbytes} bytes; set {env_name('host_gb')} to at least "
+            f"{_round_up(nbytes / share / _GB)}, or to 0 to turn offloading off"
+        )
 
 
 def _round_up(size: float) -> str:

@@ -1,21 +1,24 @@
-"""Which checkpoints are saved: the window blocks at the boundaries where a later request may continue.
+"""Which checkpoints are saved: windows and states at the boundaries where a later request may continue.
 
 Those are the last boundary before the end of a prompt, where the same prompt can continue; what the computed tokens
-reach, where the next turn of a conversation can, if generated tokens are saved; and the point up to which the host tier
-had a request's prefix without a checkpoint, where the third request of a shared prefix can.
+reach, where the next turn of a conversation can, if generated tokens are saved; the point up to which the host tier
+had a request's prefix without a checkpoint, where the third request of a shared prefix can; and what the engine names
+as such (`ScheduledRequest.retained_tokens`).
 
-The engine frees window blocks as soon as no token to come attends to them. So a checkpoint is saved in the very step
-that completes the block before its boundary, together with the chunks of full attention, or never. It is of use only
-behind those chunks, so it is dropped when they find no room.
+The engine frees window blocks as soon as no token to come attends to them, and a later step writes over a state. So a
+checkpoint is saved in the very step that completes the block before its boundary, together with the chunks of full
+attention, or never. It is of use only behind those chunks, so it is dropped when they find no room. A state exists at
+boundaries where a step ends; at the others nothing is saved.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import final
 
 from tpu_offload.core.block_tables import read_ids
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.engine_api import ScheduledRequest
-from tpu_offload.core.index import ChunkState, NewChunk
+from tpu_offload.core.index import ChunkState, NewPiece
 from tpu_offload.core.jobs import host_blocks, label_of
 from tpu_offload.core.request_state import RequestState
 from tpu_offload.errors import RequestError
@@ -25,12 +28,13 @@ _ACCOUNT = "checkpoints"  # holds the staging blocks of their saves
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WindowTail:
-    """The window blocks before a boundary.
+class Tail:
+    """The blocks in HBM that make the checkpoint at a boundary.
 
     Attributes:
       boundary: in chunks of the request.
-      tables: per window group, the blocks of the chunks that cover its window; None if the request has freed some.
+      tables: per window group, the blocks of the chunks that cover its window, and then the row of the state, if there
+        are states; None if the request has freed some.
       rolls: the boundary is where the computed tokens end, so the next one supersedes it.
     """
 
@@ -41,7 +45,7 @@ class WindowTail:
 
 @final
 class CheckpointSaves:
-    """Collects the checkpoints of the coming step, and plans their saves. Does nothing without window groups."""
+    """Collects the checkpoints of the coming step, and plans their saves. Does nothing without windows or states."""
 
     def __init__(self, context: TierContext) -> None:
         layout = context.layout
@@ -53,23 +57,28 @@ class CheckpointSaves:
         self._size = context.blocks_per_chunk
         self._chunk_tokens = context.blocks_per_chunk * context.block_size
         self._null_block = layout.null_block
-        self._group_ids = context.window_group_ids
+        self._window_group_ids = context.window_group_ids
         self._num_chunks = context.window_chunks
-        self._tails: dict[JobKind, list[tuple[RequestState, WindowTail]]] = {}
+        self._state_group_id = context.state_group_id
+        self._first_state = context.first_state_slot
+        self._group_ids = context.checkpoint_group_ids
+        # Blocks of a piece of each: a chunk of a window, or one row.
+        self._sizes = [1 if group_id == self._state_group_id else self._size for group_id in self._group_ids]
+        self._tails: dict[JobKind, list[tuple[RequestState, Tail]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tails)
 
     @property
     def enabled(self) -> bool:
-        """Whether the layout has window groups."""
+        """Whether the layout has windows or states."""
         return bool(self._group_ids)
 
     def clear(self) -> None:
         """Drops what was collected."""
         self._tails.clear()
 
-    def read(self, request: RequestState, scheduled: ScheduledRequest, num_chunks: int) -> list[WindowTail]:
+    def read(self, request: RequestState, scheduled: ScheduledRequest, num_chunks: int) -> list[Tail]:
         """The checkpoints of a request that the coming step makes possible, of its first `num_chunks` chunks.
 
         Raises:
@@ -80,33 +89,57 @@ class CheckpointSaves:
             return []
         num_savable = request.limits.num_savable_tokens(scheduled.num_prompt_tokens)
         prompt_end = min(max(0, scheduled.num_prompt_tokens - 1), num_savable) // self._chunk_tokens
-        boundaries = {b for b in (prompt_end, request.junction_chunk) if first < b <= num_chunks}
+        retained = self._retained(request, scheduled)
+        boundaries = {b for b in (prompt_end, request.junction_chunk, *retained) if first < b <= num_chunks}
         if num_chunks > prompt_end:
             boundaries.add(num_chunks)
-        return [self._read(request, scheduled, b, rolls=b > prompt_end) for b in sorted(boundaries)]
+        tails = [self._read(request, scheduled, b, rolls=b > prompt_end) for b in sorted(boundaries)]
+        return [tail for tail in tails if tail is not None]
 
-    def read_end(self, request: RequestState, held: ScheduledRequest, num_chunks: int) -> list[WindowTail]:
+    def read_end(self, request: RequestState, held: ScheduledRequest, num_chunks: int) -> list[Tail]:
         """The checkpoint after the first `num_chunks` chunks of a request that is preempted; as `read`."""
-        return [self._read(request, held, num_chunks, rolls=False)] if num_chunks else []
+        tail = self._read(request, held, num_chunks, rolls=False) if num_chunks else None
+        return [] if tail is None else [tail]
 
-    def _read(self, request: RequestState, scheduled: ScheduledRequest, boundary: int, *, rolls: bool) -> WindowTail:
+    def _retained(self, request: RequestState, scheduled: ScheduledRequest) -> list[int]:
+        """The boundaries that the engine names, in chunks; those inside a chunk cannot be saved."""
+        if not scheduled.retained_tokens:
+            return []
+        tokens = read_ids(request.request_id, scheduled.retained_tokens)
+        return [num // self._chunk_tokens for num in tokens if num % self._chunk_tokens == 0]
+
+    def _read(self, request: RequestState, scheduled: ScheduledRequest, boundary: int, *, rolls: bool) -> Tail | None:
+        """The tail of one boundary; None if no step ended there, so that it has no state."""
         end = boundary * self._size
+        state: list[int] = []
+        if self._state_group_id is not None:
+            table = self._checked(request, scheduled, self._state_group_id, end)
+            state = read_ids(request.request_id, table, end - 1, end)
+            if state == [self._null_block]:
+                return None
         tables: list[list[int]] | None = []
-        for group_id, num_chunks in zip(self._group_ids, self._num_chunks, strict=True):
-            table = scheduled.block_tables[group_id]
-            if len(table) < end:
-                raise RequestError(
-                    f"request {request.request_id} has {len(table)} entries in the block table of layer group "
-                    f"{group_id}; expected one for each of {end} blocks, those out of the window included"
-                )
+        for group_id, num_chunks in zip(self._window_group_ids, self._num_chunks, strict=True):
+            table = self._checked(request, scheduled, group_id, end)
             blocks = read_ids(request.request_id, table, max(0, boundary - num_chunks) * self._size, end)
             if self._null_block in blocks:
                 tables = None
             elif tables is not None:
                 tables.append(blocks)
-        return WindowTail(boundary, tables, rolls)
+        if tables is not None and state:
+            tables.append(state)
+        return Tail(boundary, tables, rolls)
 
-    def add(self, kind: JobKind, request: RequestState, tails: list[WindowTail]) -> None:
+    def _checked(self, request: RequestState, scheduled: ScheduledRequest, group_id: int, end: int) -> Sequence[int]:
+        """The block table of one group, which has an entry for each of `end` blocks."""
+        table = scheduled.block_tables[group_id]
+        if len(table) < end:
+            raise RequestError(
+                f"request {request.request_id} has {len(table)} entries in the block table of layer group "
+                f"{group_id}; expected one for each of {end} blocks, those that it does not hold included"
+            )
+        return table
+
+    def add(self, kind: JobKind, request: RequestState, tails: list[Tail]) -> None:
         """The coming plan saves these checkpoints if it can, as jobs of this kind."""
         if tails:
             self._tails.setdefault(kind, []).extend([(request, tail) for tail in tails])
@@ -116,7 +149,7 @@ class CheckpointSaves:
         """Plans the saves of what was collected, after those of the chunks of full attention.
 
         Args:
-          room_blocks: how many blocks these have left to save.
+          room_blocks: how many blocks of attention these have left to save; states need none of that room.
           deadline_s: of the jobs.
         """
         collected, self._tails = self._tails, {}
@@ -124,43 +157,44 @@ class CheckpointSaves:
         for kind, tails in collected.items():
             room -= self._plan(kind, tails, room, deadline_s=deadline_s)
 
-    def _plan(
-        self, kind: JobKind, tails: list[tuple[RequestState, WindowTail]], room: int, *, deadline_s: float
-    ) -> int:
-        """Plans one job for these; returns how many chunks it saves, at most `room`."""
-        batch = _Batch([[] for _ in self._group_ids], [[] for _ in self._group_ids])
+    def _plan(self, kind: JobKind, tails: list[tuple[RequestState, Tail]], room: int, *, deadline_s: float) -> int:
+        """Plans one job for these; returns how many window chunks it saves, at most `room`."""
+        batch = _Batch(self._sizes, len(self._window_group_ids))
         try:
             for request, tail in tails:
                 saved = self._begin(request, tail, room - batch.num_chunks) if self._breaker.closed else None
                 if saved is None:
                     self._counts.num_dropped_checkpoints += 1
                     continue
-                batch.add(request, tail, saved, size=self._size)
+                batch.add(request, tail, saved)
         finally:  # also if an eviction policy raises: a job ends what was begun
-            if batch.num_chunks:
+            if any(batch.slots):
                 self._plan_job(kind, batch, deadline_s=deadline_s)
         return batch.num_chunks
 
     def _plan_job(self, kind: JobKind, batch: "_Batch", *, deadline_s: float) -> None:
-        parts, size = [], self._size
-        for group_id, blocks, slots in zip(self._group_ids, batch.blocks, batch.slots, strict=True):
+        parts = []
+        for group_id, size, blocks, slots in zip(self._group_ids, self._sizes, batch.blocks, batch.slots, strict=True):
             if slots:
-                host_ids = host_blocks(slots, blocks_per_chunk=size, num_blocks=len(slots) * size)
+                first = self._first_state if group_id == self._state_group_id else 0
+                places = [slot - first for slot in slots] if first else slots
+                host_ids = host_blocks(places, blocks_per_chunk=size, num_blocks=len(slots) * size)
                 parts.append(CopyPart(group_id=group_id, block_ids=tuple(blocks), host_block_ids=host_ids))
+        num_blocks = batch.num_chunks * self._size  # states are not staged
         job = self._jobs.plan(
             kind,
             tuple(parts),
             request=label_of(batch.request_ids),
             account=_ACCOUNT,
             slots=tuple(slot for slots in batch.slots for slot in slots),
-            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, batch.num_chunks * size),
+            num_staging_blocks=self._staging.reserve_save(_ACCOUNT, num_blocks) if num_blocks else 0,
             breaker=self._breaker,
             deadline_s=deadline_s,
         )
         self._breaker.begin(job.job_id)
 
-    def _begin(self, request: RequestState, tail: WindowTail, room: int) -> list[NewChunk] | None:
-        """Begins one checkpoint; returns the chunks to save for it, None if it is dropped."""
+    def _begin(self, request: RequestState, tail: Tail, room: int) -> list[NewPiece] | None:
+        """Begins one checkpoint; returns the pieces to save for it, None if it is dropped."""
         boundary, keys = tail.boundary, request.keys
         if tail.tables is None or not request.can_save:
             return None
@@ -182,32 +216,38 @@ class CheckpointSaves:
         return saved
 
 
-@dataclasses.dataclass(slots=True)
 class _Batch:
-    """The window chunks of one save job, as they are collected.
+    """The pieces of one save job, as they are collected.
+
+    Args:
+      sizes: per group of a checkpoint, the blocks of a piece.
+      num_windows: how many of these groups are windows; they come first.
 
     Attributes:
-      blocks: per window group, blocks of HBM.
-      slots: per window group, the slots of their chunks.
+      blocks: per group, blocks of HBM.
+      slots: per group, the slots of their pieces.
       request_ids: the requests that hold the blocks.
     """
 
-    blocks: list[list[int]]
-    slots: list[list[int]]
-    request_ids: list[str] = dataclasses.field(default_factory=list)
+    def __init__(self, sizes: Sequence[int], num_windows: int) -> None:
+        self._sizes = sizes
+        self._num_windows = num_windows
+        self.blocks: list[list[int]] = [[] for _ in sizes]
+        self.slots: list[list[int]] = [[] for _ in sizes]
+        self.request_ids: list[str] = []
 
     @property
     def num_chunks(self) -> int:
-        """Chunks to save."""
-        return sum(map(len, self.slots))
+        """Window chunks to save."""
+        return sum(map(len, self.slots[: self._num_windows]))
 
-    def add(self, request: RequestState, tail: WindowTail, saved: list[NewChunk], *, size: int) -> None:
-        """Adds the chunks of one checkpoint."""
+    def add(self, request: RequestState, tail: Tail, saved: list[NewPiece]) -> None:
+        """Adds the pieces of one checkpoint."""
         assert tail.tables is not None, "a window that has been passed is not saved"
-        for chunk in saved:
-            table = tail.tables[chunk.group]
-            first = len(table) - (tail.boundary - chunk.number) * size
-            self.blocks[chunk.group] += table[first : first + size]
-            self.slots[chunk.group].append(chunk.slot)
+        for piece in saved:
+            table, size = tail.tables[piece.group], self._sizes[piece.group]
+            first = len(table) - (tail.boundary - piece.number) * size
+            self.blocks[piece.group] += table[first : first + size]
+            self.slots[piece.group].append(piece.slot)
         if saved:
             self.request_ids.append(request.request_id)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Self, final
 
@@ -43,6 +44,7 @@ class TierContext:
       backoff: chunks whose copies failed.
       counts: the counters that components increment.
       window_chunks: per window group, how many chunks cover its window.
+      has_states: whether the host tier has states.
     """
 
     config: OffloadConfig
@@ -59,6 +61,7 @@ class TierContext:
     backoff: ChunkBackoff
     counts: OffloadStats
     window_chunks: tuple[int, ...]
+    has_states: bool
 
     @classmethod
     def make(
@@ -83,7 +86,13 @@ class TierContext:
         else:
             check_maker(policy, what="policy")
         window_chunks = _window_chunks(config, layout) if config.enabled else ()
-        index = ChunkIndex(PriorityPolicy(policy), record=record_events, window_chunks=window_chunks)
+        has_states = config.enabled and layout.state_group is not None
+        index = ChunkIndex(
+            PriorityPolicy(policy),
+            record=record_events,
+            window_chunks=window_chunks,
+            first_state=config.host_chunks(layout) if has_states else None,
+        )
         swap_pool = SwapPool(num_groups=len(layout.groups))
         counts = OffloadStats()
         completion = Completion(
@@ -110,6 +119,7 @@ class TierContext:
             backoff=ChunkBackoff(retry_s=config.breaker_retry_s, clock=clock),
             counts=counts,
             window_chunks=window_chunks,
+            has_states=has_states,
         )
 
     @property
@@ -125,12 +135,27 @@ class TierContext:
     @property
     def num_full_groups(self) -> int:
         """Those with full attention, which come first; each has its own part of a chunk's slot."""
-        return self.num_groups - len(self.window_chunks)
+        return self.num_groups - len(self.window_chunks) - self.has_states
 
     @property
     def window_group_ids(self) -> range:
         """Those with a sliding window, whose chunks have slots of their own."""
+        return range(self.num_full_groups, self.num_full_groups + len(self.window_chunks))
+
+    @property
+    def state_group_id(self) -> int | None:
+        """The one of states, whose rows have slots of their own; None without states."""
+        return self.num_groups - 1 if self.has_states else None
+
+    @property
+    def checkpoint_group_ids(self) -> range:
+        """Those that checkpoints have pieces of: windows, then states."""
         return range(self.num_full_groups, self.num_groups)
+
+    @property
+    def first_state_slot(self) -> int:
+        """The lowest slot of a state: slots of chunks have smaller numbers. Its place in the pool of states is 0."""
+        return self.config.host_chunks(self.layout) if self.has_states else sys.maxsize
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -139,6 +164,7 @@ class TierContext:
 
 
 def _window_chunks(config: OffloadConfig, layout: KVLayout) -> tuple[int, ...]:
+    """Per window group, how many chunks cover its window; warns of settings with which few checkpoints are kept."""
     size = config.blocks_per_chunk
     num_chunks = tuple(-(-layout.window_blocks(group) // size) for group in layout.window_groups)
     needed, there = 2 * sum(num_chunks), config.host_chunks(layout)

@@ -112,12 +112,17 @@ class ScheduledRequest:
     Attributes:
       request_id: the engine's name for it.
       block_tables: per layer group, its blocks in token order: a list, tuple, row of an array, deque, memory view or
-        any other sequence of integers. Entries past the computed tokens are ignored.
+        any other sequence of integers. Entries past the computed tokens are ignored. In a group of states, entry `p` is
+        the row that has the state after exactly `(p + 1) * block_size` tokens once the step has run, and the null block
+        where there is none.
       block_hashes: hashes of its full blocks whose tokens are known, in order: any sequence of bytes. It must not cover
         a token that is only assumed (a placeholder, an unverified draft).
       num_prompt_tokens: length of the prompt.
       num_computed_tokens: leading tokens whose KV the device holds *after* the coming step. Neither the token that the
         step samples nor rejected draft tokens are among them.
+      retained_tokens: for a model with windows or states, block boundaries, in tokens, at which the engine expects
+        later requests to continue, such as the end of a shared prefix: a checkpoint is saved there, beside those that
+        the library finds worth saving by itself.
     """
 
     request_id: str
@@ -125,6 +130,7 @@ class ScheduledRequest:
     block_hashes: Sequence[BlockHash]
     num_prompt_tokens: int
     num_computed_tokens: int
+    retained_tokens: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,8 @@ def snapshot(context: TierContext, *, queue: LoadQueue, swap: RequestSwap, stora
         num_evicted_chunks=index.num_evicted,
         num_checkpoints=index.num_checkpoints,
         num_window_chunks=index.num_window_chunks,
+        num_host_states=index.num_state_slots,
+        num_states=index.num_states,
         num_evicted_checkpoints=index.num_evicted_checkpoints,
         num_jobs_in_flight=len(context.jobs) + len(queue),
         num_quarantined_chunks=index.num_quarantined_slots,
@@ -77,7 +79,7 @@ def check_invariants(
     for job in context.jobs.of(*TRANSFERS):
         account = job.account, job.direction
         held[account] = held.get(account, 0) + job.wire.num_staging_blocks
-        if job.saves_windows:
+        if job.saves_checkpoints:
             window_slots.update(job.slots)
         elif job.direction is Direction.SAVE:
             pending += job.keys
@@ -99,7 +101,7 @@ def check_invariants(
         pins[keys[-1]] = pins.get(keys[-1], 0) + 1
         assert not any(index.state(key) is ChunkState.PENDING for key in keys), "a load of a chunk that is not saved"
     for checkpoint in (*(load.checkpoint for load in loads), *(promise.checkpoint for _, promise in promises)):
-        assert (checkpoint is None) == (not context.window_chunks), "a load with window groups has a checkpoint"
+        assert (checkpoint is None) == (not context.checkpoint_group_ids), "a load with windows has a checkpoint"
         if checkpoint is not None:
             holds[checkpoint] = holds.get(checkpoint, 0) + 1
     index.check_checkpoints(holds=holds, pending=window_slots)

@@ -44,7 +44,7 @@ class Job:
       slots: their slots.
       pool_blocks: places in the swap pool that it reads or writes, per layer group; held.
       num_valid_tokens: for a load, the request's tokens that were in HBM before it.
-      checkpoint: for a load with window groups, the checkpoint that it reads; held.
+      checkpoint: for a load with windows or states, the checkpoint that it reads; held.
       nbytes: bytes that move, over all devices.
       breaker: records the outcome.
       deadline_s: time after which it counts as failed.
@@ -102,8 +102,8 @@ class Job:
         return self.wire.num_blocks
 
     @property
-    def saves_windows(self) -> bool:
-        """Whether it saves window chunks, which have slots and no keys of their own."""
+    def saves_checkpoints(self) -> bool:
+        """Whether it saves pieces of checkpoints, which have slots and no keys of their own."""
         return bool(self.slots) and not self.keys
 
     @property

@@ -31,6 +31,9 @@ class LoadPlanner:
         self._num_full_groups = context.num_full_groups
         self._window_group_ids = context.window_group_ids
         self._window_blocks = tuple(map(context.layout.window_blocks, context.layout.window_groups))
+        self._state_group_id = context.state_group_id
+        self._first_state = context.first_state_slot
+        self._has_checkpoints = bool(context.checkpoint_group_ids)
         self._null_block = context.layout.null_block
         self._config = context.config
         self._counts = context.counts
@@ -101,7 +104,7 @@ class LoadPlanner:
         """Finds the prefix behind the computed tokens, and notes in the request what was looked up and found.
 
         Returns:
-          The slots of the chunks found, how many of their blocks the request can use, and with window groups the
+          The slots of the chunks found, how many of their blocks the request can use, and with windows or states the
           checkpoint at the end of these.
         """
         if not request.limits.cache:
@@ -117,7 +120,7 @@ class LoadPlanner:
         request.num_found_chunks = min(end_chunk, len(request.keys))
         request.num_looked_up_tokens = num_tokens - num_computed_tokens
         checkpoint = None
-        if self._window_group_ids:
+        if self._has_checkpoints:
             checkpoint, end_chunk = self._last_checkpoint(
                 request, first_chunk, end_chunk, num_tokens=num_tokens, num_computed_tokens=num_computed_tokens
             )
@@ -176,7 +179,7 @@ class LoadPlanner:
         """
         if not self._breaker.admits(request.account):
             return 0, 0
-        is_whole = self._breaker.closed or self._window_group_ids
+        is_whole = self._breaker.closed or self._has_checkpoints
         num_blocks = num_wanted if is_whole else min(num_wanted, self._blocks_per_chunk)
         if not self._staging.stages(Direction.LOAD):
             return num_blocks, 0
@@ -280,6 +283,7 @@ class LoadPlanner:
         block_ids = [read_ids(request.request_id, table, promise.first_block, end_block) for table in full_tables]
         window_parts = self._window_parts(request, promise, tables, end_block)
         num_window_blocks = sum([len(part.block_ids) for part in window_parts])
+        state_parts = self._state_parts(request, promise, tables, end_block)
         num_staging_blocks = min(num_blocks * self._num_full_groups + num_window_blocks, promise.num_staging_blocks)
         self._staging.release(request.account, promise.num_staging_blocks - num_staging_blocks, Direction.LOAD)
         first_chunk, end_chunk = self._chunk(promise.first_block), self._chunk(end_block - 1) + 1
@@ -303,6 +307,7 @@ class LoadPlanner:
                     for group_id, ids in enumerate(block_ids)
                 ]
                 + window_parts
+                + state_parts
             ),
             request_id=request.request_id,
             account=request.account,
@@ -334,16 +339,10 @@ class LoadPlanner:
         for group_id, blocks, num_chunks in zip(
             self._window_group_ids,
             self._window_ranges(promise.first_block, end_block),
-            checkpoint.num_chunks,
-            strict=True,
+            checkpoint.num_pieces,
+            strict=False,  # a state is the last piece
         ):
-            block_ids = read_ids(request.request_id, tables[group_id], blocks.start, blocks.stop)
-            if self._null_block in block_ids:
-                raise RequestError(
-                    f"request {request.request_id} has no block in layer group {group_id} at "
-                    f"{blocks.start + block_ids.index(self._null_block)}; its load needs {blocks.start} to "
-                    f"{blocks.stop - 1}"
-                )
+            block_ids = self._read_held(request, tables[group_id], group_id, blocks)
             first_chunk = end_block // size - num_chunks
             slots = checkpoint.slots[first_slot : first_slot + num_chunks].tolist()
             host_ids = host_blocks(
@@ -356,6 +355,36 @@ class LoadPlanner:
             if block_ids:
                 parts.append(CopyPart(group_id=group_id, block_ids=tuple(block_ids), host_block_ids=host_ids))
         return parts
+
+    def _state_parts(
+        self, request: RequestState, promise: Promise, tables: Sequence[Sequence[int]], end_block: int
+    ) -> list[CopyPart]:
+        """What a load copies of its checkpoint's state: one row.
+
+        Raises:
+          RequestError: as `_window_parts`.
+        """
+        group_id = self._state_group_id
+        if promise.checkpoint is None or group_id is None:
+            return []
+        row = self._read_held(request, tables[group_id], group_id, range(end_block - 1, end_block))
+        place = promise.checkpoint.slots[-1] - self._first_state
+        return [CopyPart(group_id=group_id, block_ids=tuple(row), host_block_ids=(place,))]
+
+    def _read_held(self, request: RequestState, table: Sequence[int], group_id: int, blocks: range) -> list[int]:
+        """The blocks of a table at these positions.
+
+        Raises:
+          RequestError: the request does not hold one of them.
+        """
+        block_ids = read_ids(request.request_id, table, blocks.start, blocks.stop)
+        if self._null_block in block_ids:
+            raise RequestError(
+                f"request {request.request_id} has no block in layer group {group_id} at "
+                f"{blocks.start + block_ids.index(self._null_block)}; its load needs {blocks.start} to "
+                f"{blocks.stop - 1}"
+            )
+        return block_ids
 
     def _chunk(self, block: int) -> int:
         return block // self._blocks_per_chunk

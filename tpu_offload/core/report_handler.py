@@ -47,7 +47,9 @@ class ReportHandler:
         swap: RequestSwap,
     ) -> None:
         self._num_groups = num_groups = len(context.layout.groups)
-        self._max_host_chunks = context.config.host_chunks(context.layout)
+        config, layout = context.config, context.layout
+        self._max_host_chunks, self._max_host_states = config.host_chunks(layout), config.host_states(layout)
+        self._end_slot = self._max_host_chunks + self._max_host_states  # of chunks and of states
         self._max_swap_blocks = context.config.max_swap_blocks(context.layout)
         self._index = context.index
         self._save_policy = save_policy
@@ -61,6 +63,7 @@ class ReportHandler:
         self._workers = workers
         self._num_swap_blocks = dict.fromkeys(range(len(workers)), (0,) * num_groups)
         self._num_host_chunks = dict.fromkeys(range(len(workers)), 0)
+        self._num_host_states = dict.fromkeys(range(len(workers)), 0)
         self._lost_caches: list[int] = []
         self._idempotent: StepReport | None = None  # the last report, if applying it again would change nothing
 
@@ -111,6 +114,9 @@ class ReportHandler:
             self._num_host_chunks[worker_id] = report.num_host_chunks
             self._index.grow(min(self._max_host_chunks, *self._num_host_chunks.values()))
             self._save_policy.resize(self._index.num_slots)
+        if report.num_host_states > self._num_host_states[worker_id]:
+            self._num_host_states[worker_id] = report.num_host_states
+            self._index.grow_states(min(self._max_host_states, *self._num_host_states.values()))
         if report.num_swap_blocks:
             self._grow_swap_pool(report)
         for first, end in report.lost_slots:
@@ -182,9 +188,9 @@ class ReportHandler:
         worker_id = report.worker_id
         _logger.error("worker %d has restarted; the host tier is empty", worker_id)
         self._counts.num_worker_restarts += 1
-        self._swap.mark_slots_lost(0, self._max_host_chunks)
+        self._swap.mark_slots_lost(0, self._end_slot)
         self._transfers.mark_tier_lost()
-        self._mark_promises_lost(0, self._max_host_chunks)
+        self._mark_promises_lost(0, self._end_slot)
         self._swap.mark_pool_lost()
         self._num_swap_blocks[worker_id] = report.num_swap_blocks or (0,) * self._num_groups
         self._swap.limit(self._num_swap_blocks[worker_id])
@@ -193,6 +199,8 @@ class ReportHandler:
         self._transfers.fail_in_flight(worker_id, why=f"worker {worker_id} has restarted")
         self._num_host_chunks[worker_id] = report.num_host_chunks
         self._index.shrink(report.num_host_chunks)
+        self._num_host_states[worker_id] = report.num_host_states
+        self._index.shrink_states(report.num_host_states)
 
     def _grow_swap_pool(self, report: StepReport) -> None:
         """A block of the swap pool is usable once every worker has it."""

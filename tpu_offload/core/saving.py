@@ -10,7 +10,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tpu_offload.core.block_tables import Ids, plain, read_changes
-from tpu_offload.core.checkpoint_saves import CheckpointSaves, WindowTail
+from tpu_offload.core.checkpoint_saves import CheckpointSaves, Tail
 from tpu_offload.core.context import TierContext
 from tpu_offload.core.early_saves import EarlySaves, num_worth_saving
 from tpu_offload.core.engine_api import ScheduledRequest
@@ -77,13 +77,13 @@ class Offer(NamedTuple):
       hashes: those that name the chunks whose keys are not known yet.
       changes: per group with full attention, how many leading blocks are unchanged, and the blocks after those, up to
         the end of the chunks.
-      tails: window blocks at the boundaries of its checkpoints.
+      tails: windows and states at the boundaries of its checkpoints.
     """
 
     num_chunks: int
     hashes: list[BlockHash]
     changes: list[tuple[int, Ids]]
-    tails: list[WindowTail]
+    tails: list[Tail]
 
 
 Offers = Mapping[str, tuple[RequestState, Offer]]

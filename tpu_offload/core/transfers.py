@@ -41,6 +41,8 @@ class Transfers:
         self._block_size = context.block_size
         self._blocks_per_chunk = context.blocks_per_chunk
         self._num_full_groups = context.num_full_groups
+        self._state_group_id = context.state_group_id
+        self._first_state = context.first_state_slot
         self._to_cancel: dict[int, set[int]] = {}  # by job id, the workers that may still run it
         self._loaded: list[str] = []
         self._failed_loads: list[FailedLoad] = []
@@ -103,13 +105,13 @@ class Transfers:
             self._to_cancel[job.job_id] = job.waiting_for
         bad = self._bad_chunks(job)
         too_often = self._record_outcome(job, [job.keys[i] for i in bad])
-        if job.saves_windows:
-            self._end_window_save(job)
+        if job.saves_checkpoints:
+            self._end_checkpoint_save(job)
         elif job.direction is Direction.SAVE:
             self._end_save(job, bad)
         else:
             if job.checkpoint is not None and job.state is not JobState.FINISHED:
-                self._index.lose_window_chunks(self._bad_window_slots(job, too_often=bool(too_often)))
+                self._index.lose_pieces(self._bad_pieces(job, too_often=bool(too_often)))
             # A failure may be transient, so a chunk is retried once. After a timeout the next load may take as long.
             self.mark_lost(self._index.invalidate(job.keys if job.state is JobState.TIMED_OUT else too_often))
             if not job.detached:
@@ -194,7 +196,7 @@ class Transfers:
     def _fail_in(self, first: int, end: int) -> None:
         for job in (*self._jobs.of(*TRANSFERS), *self._queue):
             error = "the host memory of its chunks was lost"
-            if job.checkpoint is not None or (isinstance(job, Job) and job.saves_windows):
+            if job.checkpoint is not None or (isinstance(job, Job) and job.saves_checkpoints):
                 read = () if job.checkpoint is None else job.checkpoint.slots
                 if overlaps(job.slots, first, end) or overlaps(read, first, end):
                     job.all_failed, job.error = True, job.error or error
@@ -240,22 +242,32 @@ class Transfers:
 
     def _bad_chunks(self, job: Job) -> list[int]:
         """The chunks that were not copied, by their numbers in the job."""
-        if job.all_failed or job.saves_windows:
+        if job.all_failed or job.saves_checkpoints:
             return list(range(len(job.keys)))
         num_blocks = _blocks_per_group(job) * self._num_full_groups
         return sorted({self._chunk_of(job, position) for position in job.failed_blocks if position < num_blocks})
 
-    def _bad_window_slots(self, job: Job, *, too_often: bool) -> Collection[int]:
-        """The slots of window chunks that a failed load could not read.
+    def _bad_pieces(self, job: Job, *, too_often: bool) -> Collection[int]:
+        """The slots of pieces of a checkpoint that a failed load could not read.
 
         Where it is not known what failed, all of them, once the chunks of full attention have failed too often.
         """
-        assert job.checkpoint is not None, "a load with window groups has a checkpoint"
+        assert job.checkpoint is not None, "a load with windows or states has a checkpoint"
         if job.all_failed:
             return job.checkpoint.slots if too_often else ()
-        host_ids = [i for part in job.wire.parts for i in part.host_block_ids]
         num_full = _blocks_per_group(job) * self._num_full_groups
-        return {host_ids[i] // self._blocks_per_chunk for i in job.failed_blocks if i >= num_full}
+        slots = self._slots_of(job)
+        return {slots[i] for i in job.failed_blocks if i >= num_full}
+
+    def _slots_of(self, job: Job) -> list[int]:
+        """The slot in the host tier of each block of a job, or row."""
+        slots: list[int] = []
+        for part in job.wire.parts:
+            if part.group_id == self._state_group_id:
+                slots += [self._first_state + place for place in part.host_block_ids]
+            else:
+                slots += [block // self._blocks_per_chunk for block in part.host_block_ids]
+        return slots
 
     def _record_outcome(self, job: Job, bad: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Updates the backoff of a job's chunks; returns those that have failed too often."""
@@ -278,17 +290,18 @@ class Transfers:
         self._index.complete(keys, [job.slots[i] for i in bad], success=False, quarantine=quarantine)
         self.mark_lost(keys)
 
-    def _end_window_save(self, job: Job) -> None:
-        """Publishes the window chunks whose bytes every worker has, and drops the checkpoints of the others."""
-        size = self._blocks_per_chunk
-        bad = set(range(len(job.slots)) if job.all_failed else (position // size for position in job.failed_blocks))
-        good = [slot for i, slot in enumerate(job.slots) if i not in bad]
+    def _end_checkpoint_save(self, job: Job) -> None:
+        """Publishes the pieces whose bytes every worker has, and drops the checkpoints of the others."""
+        bad: set[int] = set(job.slots) if job.all_failed else set()
+        if not bad and job.failed_blocks:
+            slots = self._slots_of(job)
+            bad.update(slots[i] for i in job.failed_blocks)
+        good = [slot for slot in job.slots if slot not in bad]
         if good:
             self._index.complete_checkpoint(good, success=True)
         if bad:
             quarantine = job.state is JobState.TIMED_OUT
-            slots = [job.slots[i] for i in sorted(bad)]
-            self._index.complete_checkpoint(slots, success=False, quarantine=quarantine)
+            self._index.complete_checkpoint(sorted(bad), success=False, quarantine=quarantine)
 
     def _publish(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         self._index.complete(keys, slots, success=True)

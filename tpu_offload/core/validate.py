@@ -25,7 +25,7 @@ def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -
     Raises:
       ConfigError: one has another type, or there is no worker.
       LayoutError: the host tier is on and does not support the layout.
-      ConfigError: a setting does not support its sliding-window groups.
+      ConfigError: a setting does not support its sliding-window groups or states.
     """
     for given, kind in ((config, OffloadConfig), (layout, KVLayout)):
         if not isinstance(given, kind):
@@ -35,22 +35,22 @@ def check_scheduler(config: OffloadConfig, layout: KVLayout, num_workers: Any) -
         raise ConfigError(f"num_workers={one_line(num_workers)}; expected at least 1")
     if config.enabled:
         layout.check_tier()
-        if layout.window_groups:
-            _check_windows(config)
+        if layout.window_groups or layout.state_group is not None:
+            _check_checkpoints(config)
     return count
 
 
-def _check_windows(config: OffloadConfig) -> None:
-    """Raises ConfigError if a setting does not support sliding-window groups."""
+def _check_checkpoints(config: OffloadConfig) -> None:
+    """Raises ConfigError if a setting does not support sliding-window groups and states."""
     if config.storage_chunks:
         raise ConfigError(
-            f"{env_name('storage_tier')}={config.storage_tier}: the model has layer groups with sliding windows, which "
-            "storage does not support; unset it"
+            f"{env_name('storage_tier')}={config.storage_tier}: the model has sliding windows or states, which storage "
+            "does not support; unset it"
         )
     if SaveEvent.HBM_EVICTION in config.save_on:
         raise ConfigError(
-            f"{env_name('save_on')} has {SaveEvent.HBM_EVICTION.value}: the model has layer groups with sliding "
-            "windows, whose blocks are gone when HBM evicts a prefix; expected compute, preemption or both"
+            f"{env_name('save_on')} has {SaveEvent.HBM_EVICTION.value}: the model has sliding windows or "
+            "states, which are gone when HBM evicts a prefix; expected compute, preemption or both"
         )
 
 
@@ -87,7 +87,7 @@ def has_setup(report: Any) -> bool:
 
 def _report_error(report: StepReport, *, num_workers: int, num_groups: int, max_swap_blocks: int) -> str:
     ids = report.worker_id, report.incarnation, report.num_cache_losses
-    numbers = (*ids, report.num_host_chunks, report.oldest_job_id)
+    numbers = (*ids, report.num_host_chunks, report.num_host_states, report.oldest_job_id)
     if not _are_counts(numbers):
         return f"worker, incarnation, losses, chunks and oldest job are {numbers!r:.100}; expected integers from 0 on"
     if report.setup is not None:

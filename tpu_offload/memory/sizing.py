@@ -36,7 +36,7 @@ def available_nbytes(
     return max(0, min([ram, *_cgroup_headrooms(cgroup_root, process_cgroups)]))
 
 
-def cap_chunks(wanted: int, *, chunk_nbytes: int, fraction: float, available: int) -> int:
+def cap_chunks(wanted: int, *, chunk_nbytes: int, fraction: float, available: int, what: str = "chunks") -> int:
     """Clamps the host tier to a fraction of the available memory, with a warning if that makes it smaller.
 
     Args:
@@ -44,6 +44,7 @@ def cap_chunks(wanted: int, *, chunk_nbytes: int, fraction: float, available: in
       chunk_nbytes: bytes of host memory that one chunk takes in this process.
       fraction: fraction of `available` that may be used.
       available: bytes, as from `available_nbytes`.
+      what: names the chunks, in the warning.
     Returns:
       A number of chunks between 0 and `wanted`.
     """
@@ -51,9 +52,9 @@ def cap_chunks(wanted: int, *, chunk_nbytes: int, fraction: float, available: in
     if fitting >= wanted:
         return wanted
     _logger.warning(
-        "the host tier is cut from %d to %d chunks (%.2f to %.2f GB): TPU_OFFLOAD_HOST_MEMORY_FRACTION=%g of the "
+        "the host tier is cut from %d to %d %s (%.2f to %.2f GB): TPU_OFFLOAD_HOST_MEMORY_FRACTION=%g of the "
         "%.2f GB that are available (RAM, cgroup)%s",
-        wanted, fitting, wanted * chunk_nbytes / _GB, fitting * chunk_nbytes / _GB, fraction, available / _GB,
+        wanted, fitting, what, wanted * chunk_nbytes / _GB, fitting * chunk_nbytes / _GB, fraction, available / _GB,
         "" if fitting else "; nothing is offloaded",
     )  # fmt: skip
     return fitting

@@ -23,9 +23,31 @@ from tpu_offload.memory import (
 _GB = 2**30
 
 
-def plan_host_pool(
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """The size of one host pool.
+
+    Attributes:
+      num_chunks: chunks, or rows of states.
+      num_segments: segments that hold them.
+      segment_chunks: chunks, or rows, in each.
+      chunk_nbytes: bytes of host memory that each takes in this process.
+    """
+
+    num_chunks: int = 0
+    num_segments: int = 0
+    segment_chunks: int = 1
+    chunk_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory in this process."""
+        return self.num_chunks * self.chunk_nbytes
+
+
+def plan_host_pools(
     config: OffloadConfig, layout: KVLayout, kv_caches: Sequence[Any], available: int
-) -> tuple[int, tuple[int, int]]:
+) -> tuple[PoolPlan, PoolPlan]:
     """Sizes the host tier.
 
     Args:
@@ -34,14 +56,28 @@ def plan_host_pool(
       kv_caches: only their sharding is read.
       available: free bytes of host memory.
     Returns:
-      The number of chunks; and the number of segments, and the chunks in each.
+      The pool of chunks, and that of states, which is empty without states. Both are if there is no memory for one.
     """
-    wanted, chunk_nbytes = config.host_chunks(layout), layout.block_nbytes_per_host * config.blocks_per_chunk
-    fitting = cap_chunks(wanted, chunk_nbytes=chunk_nbytes, fraction=config.host_memory_fraction, available=available)
-    if kv_caches[0].sharding.is_fully_addressable:
-        return fitting, plan_segments(fitting, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb)
-    segments = plan_shared_segments(wanted, fitting, chunk_nbytes=chunk_nbytes, segment_gb=config.host_segment_gb)
-    return min(fitting, segments[0] * segments[1]), segments
+
+    def plan(wanted: int, chunk_nbytes: int, *, available: int, what: str) -> PoolPlan:
+        fraction, segment_gb = config.host_memory_fraction, config.host_segment_gb
+        fitting = cap_chunks(wanted, chunk_nbytes=chunk_nbytes, fraction=fraction, available=available, what=what)
+        if kv_caches[0].sharding.is_fully_addressable:
+            segments = plan_segments(fitting, chunk_nbytes=chunk_nbytes, segment_gb=segment_gb)
+        else:
+            segments = plan_shared_segments(wanted, fitting, chunk_nbytes=chunk_nbytes, segment_gb=segment_gb)
+        return PoolPlan(min(fitting, segments[0] * segments[1]), *segments, chunk_nbytes)
+
+    states, share = PoolPlan(), 0.0
+    if layout.state_group is not None:
+        share = config.state_share
+        row_nbytes = layout.group_nbytes_per_host(layout.state_group)
+        states = plan(config.host_states(layout), row_nbytes, available=int(available * share), what="states")
+    chunk_nbytes = layout.block_nbytes_per_host * config.blocks_per_chunk
+    chunks = plan(config.host_chunks(layout), chunk_nbytes, available=int(available * (1 - share)), what="chunks")
+    if layout.state_group is not None and not (states.num_chunks and chunks.num_chunks):
+        return PoolPlan(), PoolPlan()
+    return chunks, states
 
 
 def plan_swap_pool(

@@ -15,11 +15,17 @@ from tpu_offload.worker.tier import TierCopies
 
 def check_caches(layout: KVLayout, kv_caches: Sequence[Any]) -> None:
     """Raises LayoutError unless the layout describes these caches."""
-    groups = [(group.window, group.layer_ids) for group in layout.groups]
-    if {i for _, layer_ids in groups for i in layer_ids} != set(range(len(kv_caches))):
-        groups = []  # they differ in any case
+    states = layout.state_group.layer_ids if layout.state_group is not None else ()
+    groups = [(group.window, group.layer_ids) for group in layout.groups if group is not layout.state_group]
+    if {i for group in layout.groups for i in group.layer_ids} != set(range(len(kv_caches))):
+        groups, states = [], ()  # they differ in any case
     found = KVLayout.from_caches(
-        kv_caches, block_size=layout.block_size, model=layout.model, groups=groups, null_block=layout.null_block
+        kv_caches,
+        block_size=layout.block_size,
+        model=layout.model,
+        groups=groups,
+        states=states,
+        null_block=layout.null_block,
     )
     if found != layout:
         raise LayoutError(f"the KV caches are {found}, expected {layout}; describe them with KVLayout.from_caches")

@@ -33,7 +33,7 @@ from tpu_offload.types import CopyJob, Direction, HostStore, JobKind, StepPlan
 from tpu_offload.worker.backlog import BackloggedLoad, LoadBacklog
 from tpu_offload.worker.forward_pass import ForwardPassCopies
 from tpu_offload.worker.group_copies import GroupCopies, WrapCopier, page_groups_of
-from tpu_offload.worker.host_memory import HostMemory
+from tpu_offload.worker.host_memory import HostMemory, PoolPlan
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.staging import StagingUsage
 from tpu_offload.worker.validate import job_error
@@ -55,8 +55,7 @@ class TierCopies:
       config: the settings.
       layout: what a block is made of.
       kv_caches: per layer, dtype[num_blocks, *page_shape]; only shapes and shardings are read.
-      num_chunks: size of the host pool, at least 1.
-      segments: number of segments, and the chunks in each.
+      pools: the sizes of the pool of chunks, which is not empty, and of that of states, if the layout has them.
       jobs: the worker's jobs in flight.
       fused: the engine runs the fused copies in its own step.
       wrap_copier: see `OffloadWorker`.
@@ -68,15 +67,17 @@ class TierCopies:
         layout: KVLayout,
         kv_caches: Sequence[Any],
         *,
-        num_chunks: int,
-        segments: tuple[int, int],
+        pools: tuple[PoolPlan, PoolPlan],
         jobs: WorkerJobs,
         fused: bool,
         wrap_copier: WrapCopier,
     ) -> None:
         self._jobs = jobs
         self._wrap_copier = wrap_copier
-        num_segments, self.segment_chunks = segments
+        chunks, states = pools
+        self.segment_chunks = chunks.segment_chunks
+        self._first_state_slot = config.host_chunks(layout)
+        self._state_group_id = len(layout.groups) - 1 if layout.state_group is not None else None
         staging_blocks = config.staging_blocks(layout)
         self._backlog = LoadBacklog(max_blocks_per_step=config.max_load_blocks(layout))
         self._step_id = -1  # rises with every `begin` and `resume`
@@ -93,19 +94,31 @@ class TierCopies:
         specs = [
             TransferSpec.from_caches(
                 caches,
-                segment_blocks=self.segment_chunks * config.blocks_per_chunk,
+                segment_blocks=states.segment_chunks if is_state else self.segment_chunks * config.blocks_per_chunk,
                 # No staged dispatch copies more blocks than the cache has, however large the budget.
                 capacity=min(staging_blocks, caches[0].shape[0]),
             )
-            for caches in ([kv_caches[i] for i in layer_ids] for _, layer_ids in page_groups)
+            for caches, is_state in (
+                ([kv_caches[i] for i in layer_ids], group_id == self._state_group_id)
+                for group_id, layer_ids in page_groups
+            )
         ]
         # Before memory is allocated: it may raise.
-        self.paths = _choose_paths(config, specs, num_groups=len(layout.groups), fused=fused)
+        of_attention = [
+            spec for spec, (group_id, _) in zip(specs, page_groups, strict=True) if group_id != self._state_group_id
+        ]
+        self.paths = _choose_paths(config, of_attention, num_groups=len(layout.groups), fused=fused)
         # One for each page group; those of a layer group copy the same blocks to the same places.
         limit = SegmentLimit()
-        pool = {"num_segments": num_segments, "num_chunks": num_chunks}
         self._groups = [
-            self._make_group(config, group_id, layer_ids, spec, limit=limit, **pool)
+            self._make_group(
+                config,
+                group_id,
+                layer_ids,
+                spec,
+                pool=states if group_id == self._state_group_id else chunks,
+                limit=limit,
+            )
             for (group_id, layer_ids), spec in zip(page_groups, specs, strict=True)
         ]
         self._staging = StagingUsage(
@@ -133,18 +146,19 @@ class TierCopies:
         layer_ids: Sequence[int],
         spec: TransferSpec,
         *,
-        num_segments: int,
-        num_chunks: int,
+        pool: PoolPlan,
         limit: SegmentLimit,
     ) -> GroupCopies:
         memory = HostMemory.allocate(
             spec,
-            num_segments=num_segments,
-            chunks_per_segment=self.segment_chunks,
-            num_chunks=num_chunks,
+            num_segments=pool.num_segments,
+            chunks_per_segment=pool.segment_chunks,
+            num_chunks=pool.num_chunks,
             limit=limit,
         )
-        copiers = make_copiers(self.paths, spec, memory.arena, allocate=pinned_zeros, buckets=config.block_size_buckets)
+        # A row of states is megabytes, and few move in a step: they need no staging buffer.
+        paths = self.paths if group_id != self._state_group_id else dict.fromkeys(Direction, CopyPath.DIRECT)
+        copiers = make_copiers(paths, spec, memory.arena, allocate=pinned_zeros, buckets=config.block_size_buckets)
         wrapped = {copier: self._wrap_copier(copier, memory.arena) for copier in copiers.values()}
         return GroupCopies(
             group_id=group_id,
@@ -175,7 +189,14 @@ class TierCopies:
     @property
     def num_chunks_ready(self) -> int:
         """Chunks of the pool that are allocated; grows to the size of the pool."""
-        return min(group.memory.arena.num_chunks_ready for group in self._groups)
+        of_attention = [group for group in self._groups if group.group_id != self._state_group_id]
+        return min(group.memory.arena.num_chunks_ready for group in of_attention)
+
+    @property
+    def num_states_ready(self) -> int:
+        """Likewise, rows of the pool of states."""
+        of_states = page_groups_of(self._groups, self._state_group_id) if self._state_group_id is not None else ()
+        return min((group.memory.arena.num_chunks_ready for group in of_states), default=0)
 
     @property
     def has_flights(self) -> bool:
@@ -205,9 +226,13 @@ class TierCopies:
         return sum(group.hbm_nbytes for group in self._groups)
 
     def take_lost(self) -> tuple[tuple[int, int], ...]:
-        """Ranges (first, end) of slots lost since the last call."""
+        """Ranges (first, end) of slots lost since the last call; those of states come after all of chunks."""
         # What one page group has lost is useless in the others.
-        return tuple(sorted({lost for group in self._groups for lost in group.memory.arena.take_lost()}))
+        lost: set[tuple[int, int]] = set()
+        for group in self._groups:
+            before = self._first_state_slot if group.group_id == self._state_group_id else 0
+            lost.update((before + first, before + end) for first, end in group.memory.arena.take_lost())
+        return tuple(sorted(lost))
 
     def wait_until_allocated(self) -> None:
         """Blocks until the pool is allocated or its allocation has failed."""
@@ -465,7 +490,7 @@ def _choose_paths(
 ) -> dict[Direction, CopyPath]:
     """The path of each direction, for all page groups; `auto` is decided by the one with the largest blocks."""
     if (len(specs) > 1 or num_groups > 1) and CopyPath.FUSED in (config.save_path, config.load_path):
-        what = f"pages of {len(specs)} shapes or dtypes" if len(specs) > 1 else f"{num_groups} layer groups"
+        what = f"{num_groups} layer groups" if num_groups > 1 else f"pages of {len(specs)} shapes or dtypes"
         raise ConfigError(
             f"{ENV_PREFIX}SAVE_PATH={config.save_path.value}, {ENV_PREFIX}LOAD_PATH={config.load_path.value} for "
             f"{what}; fused copies support one: set direct or staged"

@@ -37,7 +37,7 @@ from tpu_offload.memory import available_nbytes
 from tpu_offload.types import CacheEpoch, CopyJob, JobKind, StepPlan, StepReport
 from tpu_offload.worker.arrays import is_ready, wait_for_all, wait_for_any
 from tpu_offload.worker.group_copies import WrapCopier, unwrapped
-from tpu_offload.worker.host_memory import plan_host_pool
+from tpu_offload.worker.host_memory import PoolPlan, plan_host_pools
 from tpu_offload.worker.jobs import WorkerJobs
 from tpu_offload.worker.plan_gate import PlanGate
 from tpu_offload.worker.setup import check_caches, check_count, describe_setup
@@ -103,9 +103,10 @@ class OffloadWorker:
             layout.check_tier()
         if config.enabled or config.swap_enabled:
             available = available_nbytes() if available is None else available
-        self._num_host_chunks, segments = 0, (0, 1)
+        pools = PoolPlan(), PoolPlan()
         if config.enabled:
-            self._num_host_chunks, segments = plan_host_pool(config, layout, kv_caches, available or 0)
+            pools = plan_host_pools(config, layout, kv_caches, available or 0)
+        self._num_host_chunks, self._num_host_states = (pool.num_chunks for pool in pools)
         # The last plan, as it was passed (None once it has ended), and without its invalid or stale jobs.
         self._plan: tuple[StepPlan | None, StepPlan] = None, StepPlan(step_id=0)
         self._tier: TierCopies | None = None
@@ -115,14 +116,13 @@ class OffloadWorker:
                 config,
                 layout,
                 kv_caches,
-                num_chunks=self._num_host_chunks,
-                segments=segments,
+                pools=pools,
                 jobs=self._jobs,
                 fused=fused,
                 wrap_copier=wrap_copier,
             )
         if config.swap_enabled:
-            taken = self._num_host_chunks * layout.block_nbytes_per_host * config.blocks_per_chunk
+            taken = sum(pool.nbytes for pool in pools)
             self._swap = SwapCopies(
                 config,
                 layout,
@@ -179,6 +179,11 @@ class OffloadWorker:
     def num_host_chunks(self) -> int:
         """Chunks that the host pool will have when it is fully allocated; reports say how many it has now."""
         return self._num_host_chunks
+
+    @property
+    def num_host_states(self) -> int:
+        """Likewise, rows of states; 0 for a layout without them."""
+        return self._num_host_states
 
     def begin_step(
         self, plan: StepPlan, kv_caches: Caches, *, fuse: bool = False, urgent: Collection[int] = ()
@@ -371,12 +376,13 @@ class OffloadWorker:
             until_s = time.monotonic() + _MAX_WAIT_S
             while wait and self.has_flights and not self._jobs.has_results and self._wait_for_one(until_s):
                 self._collect()
-        num_ready = self._tier.num_chunks_ready if self._tier else 0
+        ready = (self._tier.num_chunks_ready, self._tier.num_states_ready) if self._tier else (0, 0)
         num_swap = self._swap.num_blocks_ready if self._swap else ()
         last = self._report
         oldest, gate = self._jobs.oldest_id, self._gate
-        if not self._jobs.has_results and (num_ready, num_swap, oldest, gate.epoch.num_losses, gate.setup) == (
-            last.num_host_chunks, last.num_swap_blocks, last.oldest_job_id, last.num_cache_losses, last.setup
+        if not self._jobs.has_results and (*ready, num_swap, oldest, gate.epoch.num_losses, gate.setup) == (
+            last.num_host_chunks, last.num_host_states, last.num_swap_blocks, last.oldest_job_id,
+            last.num_cache_losses, last.setup,
         ):  # fmt: skip
             return last
         # A segment is lost only when a job fails, so without results there is no loss to report yet. A loss in one page
@@ -387,7 +393,8 @@ class OffloadWorker:
         self._report = StepReport(
             worker_id=last.worker_id,
             results=(),
-            num_host_chunks=num_ready,
+            num_host_chunks=ready[0],
+            num_host_states=ready[1],
             lost_slots=(),
             num_swap_blocks=num_swap,
             lost_swap_blocks=(),

@@ -12,9 +12,9 @@ One `ChunkIndex` is made of parts that know nothing of it, each with data of its
 """
 
 from tpu_offload.core.index.changes import Changes
-from tpu_offload.core.index.checkpoints import Checkpoint, NewChunk
+from tpu_offload.core.index.checkpoints import Checkpoint, NewPiece
 from tpu_offload.core.index.chunk_index import ChunkIndex
 from tpu_offload.core.index.slots import overlaps
 from tpu_offload.core.index.states import ChunkState
 
-__all__ = ["Changes", "Checkpoint", "ChunkIndex", "ChunkState", "NewChunk", "overlaps"]
+__all__ = ["Changes", "Checkpoint", "ChunkIndex", "ChunkState", "NewPiece", "overlaps"]

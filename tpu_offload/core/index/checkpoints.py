@@ -1,13 +1,15 @@
-"""Checkpoints: the sliding-window blocks with which a request can go on after a chunk of its prefix.
+"""Checkpoints: what a request needs beside the chunks of full attention to go on after a chunk of its prefix.
 
-Layers with a sliding window need the last blocks before a token only. So their groups are not saved for all of a
-prefix, but at chunk boundaries where a request is likely to continue. A checkpoint has, for each window group, the
-chunks that cover the window before its boundary. Checkpoints of near boundaries share what they have in common: a
-window chunk is stored once, in a slot of the host pool, and freed with the last checkpoint that contains it.
+Layers with a sliding window need the last blocks before a token only, and layers with a state the state after that
+token. So neither is saved for all of a prefix, but at chunk boundaries where a request is likely to continue. A
+checkpoint has, for each window group, the chunks that cover the window before its boundary; and if there is a group of
+states, the row after its boundary. These are the checkpoint's pieces. Checkpoints of near boundaries share what they
+have in common: a window chunk is stored once, in a slot of the host tier, and freed with the last checkpoint that
+contains it. A state is of one boundary only.
 
-A checkpoint is READY once all of its window chunks are saved. It is dropped as a whole, because no part of it is of
-use: the least recently used one when slots are short, one whose bytes are lost or never arrived, and the one at a
-full-attention chunk that is removed.
+A checkpoint is READY once all of its pieces are saved. It is dropped as a whole, because no part of it is of use: the
+least recently used one when slots are short, one whose bytes are lost or never arrived, and the one at a full-attention
+chunk that is removed.
 """
 
 from array import array
@@ -15,25 +17,23 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, NewType, final
 
-import numpy as np
-
 from tpu_offload.core.chunk_table import ChunkTable, Entries
-from tpu_offload.core.index.slots import SlotAllocator
+from tpu_offload.core.index.slots import TierSlots
 from tpu_offload.types import ChunkKey
 
-WindowKey = NewType("WindowKey", bytes)
-"""Names the chunk of a window group: the key of the full-attention chunk of the same tokens, and the group's number."""
+PieceKey = NewType("PieceKey", bytes)
+"""Names a piece: the key of the chunk of full attention of the same tokens, or before the state; and its group."""
 
 
 _SCANNED_AT_ONCE = 512  # boundaries
 
 
-class NewChunk(NamedTuple):
-    """A window chunk to be saved.
+class NewPiece(NamedTuple):
+    """A piece of a checkpoint to be saved: a chunk of a window, or a state.
 
     Attributes:
-      group: its window group, 0 for the first.
-      number: the number of the full-attention chunk of the same tokens in the prefix.
+      group: its window group, 0 for the first; states come after all windows.
+      number: the number in the prefix of the full-attention chunk of the same tokens, of a state the last one before.
       slot: where its bytes go.
     """
 
@@ -44,24 +44,24 @@ class NewChunk(NamedTuple):
 
 @final
 class Checkpoint:
-    """The window chunks of one boundary.
+    """The pieces of one boundary.
 
     Attributes:
       key: the last chunk of full attention before the boundary.
-      slots: slots of the window chunks, group after group, in token order.
-      num_chunks: how many of them each window group has.
+      slots: slots of the pieces, group after group, in token order.
+      num_pieces: how many of them each window group has; and, with states, 1.
       num_pending: those that are being saved.
       num_holds: loads that read it, or may.
       superseded: an earlier checkpoint of the same request, which is dropped when this one is READY; None if it stays.
       was_loaded: whether a request has loaded it.
     """
 
-    __slots__ = ("key", "num_chunks", "num_holds", "num_pending", "slots", "superseded", "was_loaded")
+    __slots__ = ("key", "num_holds", "num_pending", "num_pieces", "slots", "superseded", "was_loaded")
 
-    def __init__(self, key: ChunkKey, slots: "array[int]", num_chunks: tuple[int, ...]) -> None:
+    def __init__(self, key: ChunkKey, slots: "array[int]", num_pieces: tuple[int, ...]) -> None:
         self.key = key
         self.slots = slots
-        self.num_chunks = num_chunks
+        self.num_pieces = num_pieces
         self.num_pending = self.num_holds = 0
         self.superseded: Checkpoint | None = None
         self.was_loaded = False
@@ -72,18 +72,25 @@ class CheckpointTable:
     """All checkpoints, by the chunk before their boundary, least recently used first.
 
     Args:
-      slots: gives and takes the slots of window chunks; shared with the chunks of full attention.
+      slots: takes back the slots of pieces.
       window_chunks: per window group, how many chunks cover its window.
+      has_states: whether each checkpoint has a state.
+
+    Attributes:
+      has_states: likewise.
+      num_evicted: checkpoints evicted so far, by themselves or with their prefix.
     """
 
-    def __init__(self, slots: SlotAllocator, window_chunks: Sequence[int]) -> None:
+    def __init__(self, slots: TierSlots, window_chunks: Sequence[int], *, has_states: bool = False) -> None:
         self._slots = slots
-        self._window_chunks = tuple(window_chunks)
+        self.has_states = has_states
+        self._most_pieces = (*window_chunks, *[1] * has_states)
         self._table: OrderedDict[ChunkKey, Checkpoint] = OrderedDict()
-        self._slot_of: ChunkTable[int] = ChunkTable()  # by window key
-        self._key_of: dict[int, WindowKey] = {}  # by slot
+        self._slot_of: ChunkTable[int] = ChunkTable()  # by piece key
+        self._key_of: dict[int, PieceKey] = {}  # by slot
         # By slot: the checkpoints that contain it, while they are resident or held, and the save that writes it.
-        self._num_refs: array[int] = array("i")
+        self._num_refs: dict[int, int] = {}
+        self._num_states = 0
         self._pending: dict[int, list[Checkpoint]] = {}  # by slot that is being written
         self._lost: set[int] = set()  # slots whose bytes are lost, until no checkpoint contains them
         self._held: set[Checkpoint] = set()
@@ -96,9 +103,14 @@ class CheckpointTable:
         return key in self._table
 
     @property
-    def num_slots(self) -> int:
+    def num_window_chunks(self) -> int:
         """Slots that window chunks take."""
-        return len(self._key_of)
+        return len(self._key_of) - self._num_states
+
+    @property
+    def num_states(self) -> int:
+        """Slots that states take."""
+        return self._num_states
 
     def occupied(self) -> set[int]:
         """Those slots. O(their number)."""
@@ -131,9 +143,9 @@ class CheckpointTable:
             return None
         return checkpoint
 
-    def num_chunks(self, end: int) -> tuple[int, ...]:
-        """How many chunks a checkpoint after `end` chunks has in each window group."""
-        return tuple([min(end, num_chunks) for num_chunks in self._window_chunks])
+    def num_pieces(self, end: int) -> tuple[int, ...]:
+        """How many pieces a checkpoint after `end` chunks has in each window group, and of states."""
+        return tuple([min(end, most) for most in self._most_pieces])
 
     def begin(
         self,
@@ -141,45 +153,46 @@ class CheckpointTable:
         end: int,
         *,
         max_chunks: int,
-        take: Callable[[int], list[int]],
+        take: Callable[[int, int], list[int]],
         before: Checkpoint | None = None,
-    ) -> tuple[Checkpoint, list[NewChunk]] | None:
+    ) -> tuple[Checkpoint, list[NewPiece]] | None:
         """Begins the save of the checkpoint after `end` chunks of a prefix. There is none yet.
 
         Args:
           keys: the prefix.
           end: the boundary.
           max_chunks: how many window chunks may be saved for it.
-          take: takes this many free slots, or none if there are fewer; it may evict other checkpoints.
+          take: takes this many free slots for window chunks, and then this many for states; none if there are fewer of
+            either. It may evict other checkpoints.
           before: an earlier checkpoint of this prefix; if it is the one a chunk before, the search is short.
         Returns:
           The checkpoint, and what has to be saved for it. None, and no checkpoint has begun, if more must be saved or
           there are too few slots.
         """
-        key, num_chunks = keys[end - 1], self.num_chunks(end)
+        key, num_pieces = keys[end - 1], self.num_pieces(end)
         assert key not in self._table, "a checkpoint is saved twice"
-        known = self._known_slots(keys, end, num_chunks, before)
+        known = self._known_slots(keys, end, num_pieces, before)
         shared = [slot for slot in known if slot is not None]
-        if len(known) - len(shared) > max_chunks:
+        num_states = int(self.has_states and known[-1] is None)
+        if len(known) - len(shared) - num_states > max_chunks:
             return None
         self._ref(shared)  # before others are evicted
         try:
-            free = take(len(known) - len(shared)) if len(shared) < len(known) else []
+            free = take(len(known) - len(shared) - num_states, num_states) if len(shared) < len(known) else []
         except BaseException:  # an eviction policy may be the engine's own
             self._unref(shared)
             raise
         if len(free) < len(known) - len(shared):
             self._unref(shared)
             return None
-        if free and (short := max(free) + 1 - len(self._num_refs)) > 0:
-            self._num_refs.frombytes(bytes(4 * (short + len(self._num_refs) // 2)))
+        self._num_states += num_states
         new = iter(free)
         slots = array("i", [next(new) if slot is None else slot for slot in known])
-        checkpoint = self._table[key] = Checkpoint(key, slots, num_chunks)
-        saved: list[NewChunk] = []
+        checkpoint = self._table[key] = Checkpoint(key, slots, num_pieces)
+        saved: list[NewPiece] = []
         if free:
-            chunks = [(group, i) for group, num in enumerate(num_chunks) for i in range(end - num, end)]
-            saved = [NewChunk(*chunks[at], slots[at]) for at, slot in enumerate(known) if slot is None]
+            pieces = [(group, i) for group, num in enumerate(num_pieces) for i in range(end - num, end)]
+            saved = [NewPiece(*pieces[at], slots[at]) for at, slot in enumerate(known) if slot is None]
             for group, number, slot in saved:
                 name = _name(keys[number], group)
                 self._slot_of[ChunkKey(name)], self._key_of[slot] = slot, name
@@ -193,7 +206,7 @@ class CheckpointTable:
         return checkpoint, saved
 
     def complete(self, slots: Sequence[int], *, success: bool, quarantine: bool = False) -> None:
-        """Ends the save of window chunks.
+        """Ends the save of pieces.
 
         Args:
           slots: theirs.
@@ -269,8 +282,8 @@ class CheckpointTable:
 
         The saves that write them fail by themselves.
         """
-        used = first + np.array(self._num_refs[first:end], np.int32).nonzero()[0]
-        self._lost.update(used.tolist())
+        used, lost = self._key_of, range(first, end)
+        self._lost.update(slot for slot in (lost if len(lost) <= len(used) else used) if slot in used and slot in lost)
         self._lost.difference_update(self._pending)
 
     def clear(self) -> list[Entries]:
@@ -279,28 +292,32 @@ class CheckpointTable:
         Returns:
           What held the others, for the caller to free incrementally. The caller frees their slots.
         """
-        discarded: list[Entries] = [self._table, *self._slot_of.parts, self._key_of]
-        key_of, num_slots = self._key_of, len(self._num_refs)
-        self._table, self._slot_of, self._key_of = OrderedDict(), ChunkTable(), {}
-        self._num_refs = array("i", bytes(4 * num_slots))
+        discarded: list[Entries] = [self._table, *self._slot_of.parts, self._key_of, self._num_refs]
+        key_of = self._key_of
+        self._table, self._slot_of, self._key_of, self._num_refs = OrderedDict(), ChunkTable(), {}, {}
         for slots in (self._pending, *(checkpoint.slots for checkpoint in self._held)):
             for slot in slots:
-                self._num_refs[slot] += 1
+                self._num_refs[slot] = self._num_refs.get(slot, 0) + 1
                 self._key_of[slot] = key_of[slot]
+        self._num_states = sum(slot >= self._slots.first_state for slot in self._key_of)
         self._lost.intersection_update(self._key_of)
         return discarded
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless references, keys and pending slots agree. O(window chunks)."""
+        """Raises AssertionError unless references, keys and pending slots agree. O(pieces)."""
         refs = dict.fromkeys(self._pending, 1)
         alive = {*self._table.values(), *self._held}
         for checkpoint in alive:
-            assert sum(checkpoint.num_chunks) == len(checkpoint.slots)
+            assert sum(checkpoint.num_pieces) == len(checkpoint.slots)
+            is_state = [slot >= self._slots.first_state for slot in checkpoint.slots]
+            assert not any(is_state[:-1]), "a window chunk in the slot of a state"
+            assert is_state[-1:] == [True] * self.has_states or not self.has_states, "a checkpoint without its state"
             for slot in checkpoint.slots:
                 refs[slot] = refs.get(slot, 0) + 1
-        assert {slot: num for slot, num in enumerate(self._num_refs) if num} == refs, "a slot is counted wrongly"
+        assert self._num_refs == refs, "a slot is counted wrongly"
         assert self._key_of.keys() == refs.keys()
-        assert all(self._key_of[self._slot_of[name]] == WindowKey(name) for name in self._slot_of)
+        assert self._num_states == sum(slot >= self._slots.first_state for slot in refs)
+        assert all(self._key_of[self._slot_of[name]] == PieceKey(name) for name in self._slot_of)
         assert all(key == checkpoint.key for key, checkpoint in self._table.items())
         pending: dict[Checkpoint, int] = {}
         for checkpoints in self._pending.values():
@@ -318,18 +335,18 @@ class CheckpointTable:
         return self._table.get(checkpoint.key) is checkpoint
 
     def _known_slots(
-        self, keys: Sequence[ChunkKey], end: int, num_chunks: tuple[int, ...], before: Checkpoint | None
+        self, keys: Sequence[ChunkKey], end: int, num_pieces: tuple[int, ...], before: Checkpoint | None
     ) -> list[int | None]:
-        """The slots of the window chunks before a boundary that other checkpoints have; None for those to be saved."""
+        """The slots of the pieces of a boundary that other checkpoints have; None for those to be saved."""
         known: list[int | None] = []
         if before is not None and end > 1 and before.key == keys[end - 2] and self._is_resident(before):
             first = 0
-            for group, (num, num_before) in enumerate(zip(num_chunks, before.num_chunks, strict=True)):
+            for group, (num, num_before) in enumerate(zip(num_pieces, before.num_pieces, strict=True)):
                 known += before.slots[first + num_before + 1 - num : first + num_before] if num else []
                 known += [self._slot_of.get(ChunkKey(_name(keys[end - 1], group)))] if num else []
                 first += num_before
         else:
-            for group, num in enumerate(num_chunks):
+            for group, num in enumerate(num_pieces):
                 known += [self._slot_of.get(ChunkKey(_name(keys[i], group))) for i in range(end - num, end)]
         return [None if slot in self._lost else slot for slot in known] if self._lost else known
 
@@ -344,6 +361,8 @@ class CheckpointTable:
         for slot in slots:
             num_refs[slot] -= 1
             if not num_refs[slot]:
+                del num_refs[slot]
+                self._num_states -= slot >= self._slots.first_state
                 name = ChunkKey(self._key_of.pop(slot))
                 if self._slot_of.get(name) == slot:
                     del self._slot_of[name]
@@ -352,6 +371,6 @@ class CheckpointTable:
         self._slots.free_first(freed)
 
 
-def _name(key: ChunkKey, group: int) -> WindowKey:
-    """Names a chunk of a window group, by the chunk of full attention of the same tokens."""
-    return WindowKey(key + bytes((group,)))
+def _name(key: ChunkKey, group: int) -> PieceKey:
+    """Names a piece, by the chunk of full attention of the same tokens or before the state."""
+    return PieceKey(key + bytes((group,)))

@@ -5,9 +5,11 @@ chunk that another resident chunk follows is not evicted either, so every reside
 is a failed copy: its chunk is removed at once, and later chunks of its prefix may stay resident. Lookups reach them
 again when a request saves the missing chunk; otherwise they age and are evicted.
 
-With window groups, a prefix can be used up to a checkpoint only (see `checkpoints`). Both share the slots. When slots
-are short, window chunks are evicted if they have more than their share, which is their part of the chunks that were
-saved and loaded of late; otherwise chunks of full attention. Chunks that no checkpoint follows any more go first.
+With window groups or states, a prefix can be used up to a checkpoint only (see `checkpoints`). Windows share the slots
+of full attention. When these are short, window chunks are evicted if they have more than their share, which is their
+part of the chunks that were saved and loaded of late; otherwise chunks of full attention. Chunks that no checkpoint
+follows any more go first. States have slots of their own; when these are short, the least recently used checkpoint is
+evicted.
 
 No call takes long, however many chunks there are. `clear` starts with new containers, and large losses are worked off a
 slice at a time; `tidy`, which is called in every step, finishes both.
@@ -18,11 +20,11 @@ from typing import final
 
 from tpu_offload.core.chunk_table import Discarded
 from tpu_offload.core.index.changes import ChangeLog, Changes
-from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable, NewChunk
+from tpu_offload.core.index.checkpoints import Checkpoint, CheckpointTable, NewPiece
 from tpu_offload.core.index.eviction import Evictor
 from tpu_offload.core.index.lookup import missing_chunks, resident_slots
 from tpu_offload.core.index.prefix_tree import PrefixTree
-from tpu_offload.core.index.slots import SlotAllocator, overlaps
+from tpu_offload.core.index.slots import TierSlots, overlaps
 from tpu_offload.core.index.states import ChunkState, ChunkStates
 from tpu_offload.core.policies import EvictionPolicy, Use
 from tpu_offload.types import ChunkKey
@@ -42,15 +44,24 @@ class ChunkIndex:
       policy: decides which chunk is evicted. The index owns it from here on.
       record: records what `take_changes` returns.
       window_chunks: per window group, how many chunks cover its window.
+      first_state: the lowest slot of the states, above all slots of chunks; None without states.
     """
 
-    def __init__(self, policy: EvictionPolicy, *, record: bool = False, window_chunks: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        *,
+        record: bool = False,
+        window_chunks: Sequence[int] = (),
+        first_state: int | None = None,
+    ) -> None:
         self._policy = policy
         self._tree = PrefixTree()
         self._states = ChunkStates(self._tree)
-        self._slots = SlotAllocator()
+        self._tier_slots = TierSlots() if first_state is None else TierSlots(first_state=first_state)
+        self._slots, self._state_slots = self._tier_slots.chunks, self._tier_slots.states
         self._changes = ChangeLog() if record else None
-        self._checkpoints = CheckpointTable(self._slots, window_chunks)
+        self._checkpoints = CheckpointTable(self._tier_slots, window_chunks, has_states=first_state is not None)
         self._evictor = Evictor(
             self._tree, self._states, self._slots, changes=self._changes, on_evict=self._checkpoints.evict_at
         )
@@ -64,6 +75,11 @@ class ChunkIndex:
         return self._slots.num_usable
 
     @property
+    def num_state_slots(self) -> int:
+        """Usable slots of states, occupied or not."""
+        return self._state_slots.num_usable
+
+    @property
     def num_free_slots(self) -> int:
         """Slots that `allocate` hands out without evicting."""
         return len(self._slots.free)
@@ -71,7 +87,7 @@ class ChunkIndex:
     @property
     def num_quarantined_slots(self) -> int:
         """Slots that a late copy may still write."""
-        return self._slots.num_quarantined
+        return self._tier_slots.num_quarantined
 
     @property
     def num_evicted(self) -> int:
@@ -86,7 +102,12 @@ class ChunkIndex:
     @property
     def num_window_chunks(self) -> int:
         """Slots that hold chunks of window groups."""
-        return self._checkpoints.num_slots
+        return self._checkpoints.num_window_chunks
+
+    @property
+    def num_states(self) -> int:
+        """Slots that hold states."""
+        return self._checkpoints.num_states
 
     @property
     def num_evicted_checkpoints(self) -> int:
@@ -114,6 +135,15 @@ class ChunkIndex:
         if num_slots > self._slots.num_usable:
             self._slots.grow(num_slots)
             self._policy.resize(num_slots)
+
+    def grow_states(self, num_slots: int) -> None:
+        """Raises the number of slots of states; a smaller number changes nothing."""
+        if num_slots > self._state_slots.num_usable:
+            self._state_slots.grow(num_slots)
+
+    def shrink_states(self, num_slots: int) -> None:
+        """Likewise as `shrink`, the slots of states."""
+        self._state_slots.shrink(num_slots)
 
     def shrink(self, num_slots: int) -> None:
         """Lowers the number of slots: a worker has fewer. Chunks in the others have been invalidated.
@@ -241,7 +271,7 @@ class ChunkIndex:
                 self._changes.add(keys, found=True)
             return
         if quarantine:
-            self._slots.quarantine(slots)
+            self._tier_slots.quarantine(slots)
         for key in reversed(keys):  # tails first, which leaves few orphans
             self._remove(key)
         if self._states.invalid:
@@ -260,14 +290,15 @@ class ChunkIndex:
 
     def begin_checkpoint(
         self, keys: Sequence[ChunkKey], end: int, *, max_chunks: int, before: Checkpoint | None = None
-    ) -> tuple[Checkpoint, list[NewChunk]] | None:
+    ) -> tuple[Checkpoint, list[NewPiece]] | None:
         """Begins the save of the checkpoint after `end` resident chunks of a prefix; see `CheckpointTable.begin`."""
-        own = (keys[end - 1],)
-        begun = self._checkpoints.begin(
-            keys, end, max_chunks=max_chunks, take=lambda num_slots: self._take(num_slots, own), before=before
-        )
+
+        def take(num_slots: int, num_states: int) -> list[int]:
+            return self._take(num_slots, num_states, protected=(keys[end - 1],))
+
+        begun = self._checkpoints.begin(keys, end, max_chunks=max_chunks, take=take, before=before)
         if begun is not None:
-            self._count_used(1, len(begun[1]))
+            self._count_used(1, sum(piece.slot < self._tier_slots.first_state for piece in begun[1]))
         return begun
 
     def complete_checkpoint(self, slots: Sequence[int], *, success: bool, quarantine: bool = False) -> None:
@@ -291,20 +322,20 @@ class ChunkIndex:
         checkpoint.was_loaded = True
         self._checkpoints.touch(checkpoint)
         self._count_used(0, num_chunks)
-        self._count_used(1, len(checkpoint.slots))
+        self._count_used(1, len(checkpoint.slots) - self._checkpoints.has_states)
 
     def touch_checkpoint(self, checkpoint: Checkpoint) -> None:
         """A request would have saved this checkpoint."""
         self._checkpoints.touch(checkpoint)
 
-    def lose_window_chunks(self, slots: Iterable[int]) -> None:
-        """The window chunks in these slots cannot be read: lookups find no checkpoint that contains one of them."""
+    def lose_pieces(self, slots: Iterable[int]) -> None:
+        """The pieces in these slots cannot be read: lookups find no checkpoint that contains one of them."""
         for slot in slots:
             self._checkpoints.lose(slot, slot + 1)
 
-    def end_quarantine(self, slots: Iterable[int]) -> None:
+    def end_quarantine(self, slots: Sequence[int]) -> None:
         """No copy will write these slots any more: they are free."""
-        self._slots.end_quarantine(slots)
+        self._tier_slots.end_quarantine(slots)
 
     def invalidate_slots(self, first: int, end: int) -> list[ChunkKey]:
         """The bytes in slots `first` to `end - 1` are lost: lookups find their chunks no more.
@@ -350,7 +381,7 @@ class ChunkIndex:
         for keys, parent in self._tree.paths():
             self._policy.insert(_CLEARED, keys, parent)
         self._lost_slots = []
-        self._slots.clear(kept | self._checkpoints.occupied())
+        self._tier_slots.clear(kept | self._checkpoints.occupied())
 
     def tidy(self) -> list[ChunkKey]:
         """Continues the work that large losses and `clear` deferred, for 3 ms at most.
@@ -377,7 +408,7 @@ class ChunkIndex:
         self._tree.check_invariants()
         self._states.check_invariants()
         self._checkpoints.check_invariants()
-        self._slots.check_invariants(
+        self._tier_slots.check_invariants(
             [*(self._tree.slot_of[key] for key in self._tree.slot_of), *self._checkpoints.occupied()]
         )
         self._policy.check_invariants(self._tree.leaves(), self._evictor)
@@ -392,25 +423,31 @@ class ChunkIndex:
         assert self._states.pins == pins
         assert self._states.pending() == pending
         if quarantined is not None:
-            assert self._slots.quarantined == set(quarantined), "a quarantined slot that no copy may write"
+            assert self._tier_slots.quarantined == set(quarantined), "a quarantined slot that no copy may write"
 
     def check_checkpoints(self, *, holds: dict[Checkpoint, int], pending: set[int]) -> None:
         """See `CheckpointTable.check_holds`."""
         self._checkpoints.check_holds(holds=holds, pending=pending)
 
-    def _take(self, num_slots: int, protected: Container[ChunkKey]) -> list[int]:
-        """Takes this many free slots, evicting where it must; none if there are fewer.
+    def _take(self, num_slots: int, num_states: int, protected: Container[ChunkKey]) -> list[int]:
+        """Takes this many free slots of chunks, then of states, evicting where it must; none if there are fewer.
 
-        Never evicts for more than half of the slots: that would mostly be in vain.
+        Never evicts for more than half of the slots of chunks: that would mostly be in vain.
         """
-        free = self._slots.free
+        free, free_states = self._slots.free, self._state_slots.free
+        if num_states > len(free_states) and num_states > self._state_slots.num_usable:
+            return []
         if num_slots > len(free) and num_slots <= self._slots.num_usable // 2:
             self._make_room(num_slots, protected)
-        return free.take(num_slots) if num_slots <= len(free) else []
+        while len(free_states) < num_states and self._checkpoints.evict_one(protected) is not None:
+            pass
+        if num_slots > len(free) or num_states > len(free_states):
+            return []
+        return free.take(num_slots) + free_states.take(num_states)
 
     def _make_room(self, num_slots: int, protected: Container[ChunkKey]) -> None:
         """Evicts until this many slots are free, or nothing more can be evicted."""
-        num_window = self._checkpoints.num_slots
+        num_window = self._checkpoints.num_window_chunks
         if num_window * sum(self._num_used) > self._slots.num_usable * self._num_used[1]:
             self._evict_checkpoints(num_slots, protected)
         num_short = num_slots - len(self._slots.free)

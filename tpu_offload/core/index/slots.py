@@ -1,5 +1,6 @@
-"""Which slots of the host pool are free, in which order they are handed out, and which must not be."""
+"""Which slots of the host tier are free, in which order they are handed out, and which must not be."""
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import final
@@ -70,7 +71,10 @@ class FreeSlots:
 
 @final
 class SlotAllocator:
-    """Slots that hold no chunk: they are free, quarantined or unusable.
+    """Slots of one host pool that hold nothing: they are free, quarantined or unusable.
+
+    Args:
+      first: the lowest slot.
 
     Attributes:
       free: slots that hold nothing and may be handed out.
@@ -78,13 +82,14 @@ class SlotAllocator:
       num_known: slots that ever existed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, first: int = 0) -> None:
         self.free = FreeSlots()
+        self._first = first
         self.num_usable = 0
         self.num_known = 0
         # A late copy may still write into these.
         self._quarantined: set[int] = set()
-        # A restarted worker has not allocated these again. All are >= `num_usable`.
+        # A restarted worker has not allocated these again. All are behind the usable ones.
         self._unusable: list[range] = []
 
     @property
@@ -99,19 +104,19 @@ class SlotAllocator:
 
     def grow(self, num_slots: int) -> None:
         """Raises the number of usable slots to `num_slots`, which is more than there are."""
-        self.num_usable = num_slots
+        self.num_usable, end = num_slots, self._first + num_slots
         unusable, self._unusable = sorted(self._unusable, key=lambda slots: slots.start), []
         # Low slots are handed out first, so that a pool that is never full touches little memory.
-        for slots in [*unusable, range(self.num_known, num_slots)]:
-            self.free.put_last(range(slots.start, min(slots.stop, num_slots)))
-            if slots.stop > num_slots:
-                self._unusable.append(range(max(slots.start, num_slots), slots.stop))
+        for slots in [*unusable, range(self._first + self.num_known, end)]:
+            self.free.put_last(range(slots.start, min(slots.stop, end)))
+            if slots.stop > end:
+                self._unusable.append(range(max(slots.start, end), slots.stop))
         self.num_known = max(self.num_known, num_slots)
 
     def shrink(self, num_slots: int) -> None:
         """Lowers the number of usable slots to `num_slots`, unless there are fewer."""
         self.num_usable = min(self.num_usable, num_slots)
-        self._unusable += self.free.remove_from(self.num_usable)
+        self._unusable += self.free.remove_from(self._end)
 
     def quarantine(self, slots: Iterable[int]) -> None:
         """A late copy may still write into these slots: they are not free before `end_quarantine`."""
@@ -131,10 +136,11 @@ class SlotAllocator:
     def free_first(self, slots: Iterable[int]) -> None:
         """Slots have lost what they held to eviction: they are handed out first, unless quarantined or unusable."""
         usable: list[int] = []
+        end = self._end
         for slot in slots:
             if slot in self._quarantined:
                 continue
-            if slot < self.num_usable:
+            if slot < end:
                 usable.append(slot)
             else:
                 self._unusable.append(range(slot, slot + 1))
@@ -144,25 +150,93 @@ class SlotAllocator:
         """All slots but the `occupied` and the quarantined ones lose their chunks. O(those), however many slots."""
         held = occupied | self._quarantined
         self.free = FreeSlots()
-        for slots in without(range(self.num_usable), held):
+        for slots in without(range(self._first, self._end), held):
             self.free.put_last(slots)
-        self._unusable = without(range(self.num_usable, self.num_known), held)
+        self._unusable = without(range(self._end, self._first + self.num_known), held)
 
     def check_invariants(self, occupied: Iterable[int]) -> None:
         """Raises AssertionError unless each slot is in one place, those `occupied` by chunks included. O(slots)."""
         free = list(self.free)
         unusable = [slot for slots in self._unusable for slot in slots]
         owners = [*occupied, *free, *self._quarantined, *unusable]
-        assert sorted(owners) == list(range(self.num_known)), "a slot has no owner or two"
+        known = range(self._first, self._first + self.num_known)
+        assert sorted(owners) == list(known), "a slot has no owner or two"
         assert len(free) == len(self.free)
-        assert all(slot < self.num_usable for slot in free), "a slot is free that a worker does not have"
-        assert all(slot >= self.num_usable for slot in unusable), "a slot is withheld that every worker has"
+        assert all(slot < self._end for slot in free), "a slot is free that a worker does not have"
+        assert all(slot >= self._end for slot in unusable), "a slot is withheld that every worker has"
+
+    @property
+    def _end(self) -> int:
+        """The end of the usable slots."""
+        return self._first + self.num_usable
 
     def _put_last(self, slot: int) -> None:
-        if slot < self.num_usable:
+        if slot < self._end:
             self.free.put_last(range(slot, slot + 1))
         else:
             self._unusable.append(range(slot, slot + 1))
+
+
+@final
+class TierSlots:
+    """The slots of the host tier, by their pool.
+
+    Args:
+      first_state: the lowest slot of the pool of states. All of its slots come after those of chunks, so that a slot is
+        known by its number alone.
+
+    Attributes:
+      chunks: slots of chunks, of full attention and of windows.
+      states: slots of states; none without states.
+    """
+
+    def __init__(self, *, first_state: int = sys.maxsize) -> None:
+        self.first_state = first_state
+        self.chunks = SlotAllocator()
+        self.states = SlotAllocator(first=first_state)
+
+    def quarantine(self, slots: Sequence[int]) -> None:
+        """See `SlotAllocator.quarantine`."""
+        for pool, own in self._by_pool(slots):
+            pool.quarantine(own)
+
+    def end_quarantine(self, slots: Sequence[int]) -> None:
+        """See `SlotAllocator.end_quarantine`."""
+        for pool, own in self._by_pool(slots):
+            pool.end_quarantine(own)
+
+    def free_first(self, slots: Sequence[int]) -> None:
+        """See `SlotAllocator.free_first`."""
+        for pool, own in self._by_pool(slots):
+            pool.free_first(own)
+
+    def clear(self, occupied: set[int]) -> None:
+        """See `SlotAllocator.clear`."""
+        self.chunks.clear(occupied)
+        self.states.clear(occupied)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots that a late copy may still write."""
+        return self.chunks.num_quarantined + self.states.num_quarantined
+
+    @property
+    def quarantined(self) -> frozenset[int]:
+        """Those slots. For tests."""
+        return self.chunks.quarantined | self.states.quarantined
+
+    def check_invariants(self, occupied: Iterable[int]) -> None:
+        """See `SlotAllocator.check_invariants`."""
+        occupied = list(occupied)
+        self.chunks.check_invariants([slot for slot in occupied if slot < self.first_state])
+        self.states.check_invariants([slot for slot in occupied if slot >= self.first_state])
+
+    def _by_pool(self, slots: Sequence[int]) -> Iterator[tuple[SlotAllocator, Sequence[int]]]:
+        if not slots or max(slots) < self.first_state:
+            yield self.chunks, slots
+        else:
+            yield self.chunks, [slot for slot in slots if slot < self.first_state]
+            yield self.states, [slot for slot in slots if slot >= self.first_state]
 
 
 def without(slots: range, taken: Iterable[int]) -> list[range]:
