@@ -70,24 +70,17 @@ class Engine:
         self._clock = clock
         self._runner = ModelRunner(model_config, engine_config)
         num_arrays, num_caches = model_config.num_arrays, len(self._runner.kv_caches)
-        groups = [(window, range(num_arrays)) for window in model_config.group_windows]
         layout = KVLayout.from_caches(
             self._runner.kv_caches,
             block_size=engine_config.block_size,
             model=model_config.name,
-            groups=[*groups, (1, range(num_arrays, num_caches))] if model_config.state_layers else groups,
+            groups=[(window, range(num_arrays)) for window in model_config.group_windows],
+            states=range(num_arrays, num_caches),
             null_block=NULL_BLOCK,
         )
         self._offload: Offloading | None = None
         if offload is not None and (offload.enabled or offload.swap_gb != 0):
-            self._offload = Offloading(
-                offload,
-                layout,
-                self._runner.kv_caches,
-                clock=clock,
-                has_states=bool(model_config.state_layers),
-                seams=seams,
-            )
+            self._offload = Offloading(offload, layout, self._runner.kv_caches, clock=clock, seams=seams)
         hasher = BlockHasher(layout.fingerprint(), block_size=engine_config.block_size)
         self._scheduler = Scheduler(
             engine_config,

@@ -265,6 +265,12 @@ class KVBlocks:
         for group_id in self._window_blocks:
             self._cache_before_prompt_end(sequence, group_id, first, end)
 
+    def register_loaded(self, sequence: Sequence, first: int, end: int) -> None:
+        """As `register`, of blocks that were loaded; with the state after them."""
+        self.register(sequence, first, end)
+        if self._states and end > first:
+            self._states.cache(sequence, end - 1)
+
     def _cache_before_prompt_end(self, sequence: Sequence, group_id: int, first: int, end: int) -> None:
         """Caches what a hit at the last block boundary below the last token of the prompt needs of a window."""
         boundary = (sequence.num_prompt_tokens - 1) // self._block_size

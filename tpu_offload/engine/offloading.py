@@ -65,7 +65,6 @@ class Offloading:
       layout: the geometry of the caches.
       kv_caches: the HBM caches.
       clock: monotonic seconds.
-      has_states: whether the last layer group has states.
       seams: for tests.
     """
 
@@ -76,14 +75,13 @@ class Offloading:
         kv_caches: list[jax.Array],
         *,
         clock: Callable[[], float],
-        has_states: bool = False,
         seams: Seams | None = None,
     ) -> None:
         seams = seams or Seams()
         self._relay = seams.relay
         self._block_size = layout.block_size
-        self._has_states = has_states
-        self._windows = [group.window for group in layout.groups][: len(layout.groups) - has_states]
+        self._has_states = layout.state_group is not None
+        self._windows = [group.window for group in layout.groups if group is not layout.state_group]
         self._decode_save = config.decode_save
         self._saves_on_compute = SaveEvent.COMPUTE in config.save_on
         self._saves_on_eviction = SaveEvent.HBM_EVICTION in config.save_on and config.enabled
@@ -292,6 +290,7 @@ class Offloading:
             block_hashes=sequence.block_hashes,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed_tokens=min(num_computed_tokens, len(sequence.tokens)),  # without a token that is in flight
+            retained_tokens=tuple(sequence.junctions),
         )
 
     def wait_until_allocated(self) -> None:

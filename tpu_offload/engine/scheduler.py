@@ -245,8 +245,7 @@ class Scheduler:
             sequence.is_stale = sequence.is_stale and num_valid_tokens > 0
         first_block = sequence.num_computed_tokens // self._config.block_size
         sequence.advance(num_loaded, source="host")
-        sequence.junctions.add(sequence.num_computed_tokens)  # where one request continues, others may
-        self._blocks.register(sequence, first_block, sequence.num_computed_tokens // self._config.block_size)
+        self._blocks.register_loaded(sequence, first_block, sequence.num_computed_tokens // self._config.block_size)
         sequence.num_loading_tokens = 0
         sequence.phase = Phase.RUNNING
 

@@ -126,7 +126,7 @@ class StateRows:
         """Adds the states at the boundaries after blocks `first` to `end - 1` that hits are likely to need."""
         for position in sorted(sequence.states):
             if first <= position < end and (position + 1) * self._block_size in self.boundaries(sequence):
-                self._cache(sequence, position)
+                self.cache(sequence, position)
 
     def boundaries(self, sequence: Sequence) -> set[int]:
         """Numbers of tokens at which steps end, so that the state there can be kept."""
@@ -153,12 +153,13 @@ class StateRows:
         end = num_valid_tokens // self._block_size
         self.register(sequence, 0, end)
         if end - 1 in sequence.states:
-            self._cache(sequence, end - 1)
+            self.cache(sequence, end - 1)
         rows = [row for _, row in sorted(sequence.states.items())]
         sequence.states.clear()
         self._manager.free(rows)
 
-    def _cache(self, sequence: Sequence, position: int) -> None:
+    def cache(self, sequence: Sequence, position: int) -> None:
+        """Adds the state at the boundary after a block, which the sequence holds, to the prefix cache."""
         if self._prefix_caching and not sequence.is_stale:
             self._manager.register(sequence.states[position], sequence.block_hashes[position])
 
