@@ -1,4 +1,4 @@
-"""Sliding-window groups from the scheduler to the bytes: a real worker copies blocks of groups that share arrays."""
+"""Sliding windows and states from the scheduler to the bytes: a real worker copies blocks and rows."""
 
 import hashlib
 import random
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.caches import random_caches
-from tests.core.fakes import POISON, tokens
-from tests.core.window_engine import WindowEngine, window_layout
+from tests.core.fakes import POISON, ROWS, tokens
+from tests.core.window_engine import WindowEngine
 from tests.core.window_lives import RandomLife
 from tpu_offload import (
     ConfigError,
@@ -37,24 +37,24 @@ def write_blocks(caches, pages, block_ids):
 
 
 class NamedBlocks:
-    """Blocks on a device as if they held names: each name stands for random pages of its own."""
+    """Blocks on a device, or rows, as if they held names: each name stands for random pages of its own."""
 
     def __init__(self, caches: list[jax.Array]) -> None:
         self.caches = caches
         self.names: dict[bytes, bytes] = {}  # by the digest of the pages
 
-    def pages(self, name: bytes) -> np.ndarray[Any, Any]:
+    def pages(self, name: bytes) -> list[np.ndarray[Any, Any]]:
         rng = np.random.default_rng(list(hashlib.blake2b(name, digest_size=8).digest()))
-        pages = rng.standard_normal((NUM_LAYERS, *PAGE_SHAPE)).astype(self.caches[0].dtype)
+        pages = [rng.standard_normal(cache.shape[1:]).astype(cache.dtype) for cache in self.caches]
         self.names[self.digest(pages)] = name
         return pages
 
     @staticmethod
-    def digest(pages: np.ndarray[Any, Any]) -> bytes:
-        return hashlib.blake2b(pages.tobytes(), digest_size=8).digest()
+    def digest(pages: list[np.ndarray[Any, Any]]) -> bytes:
+        return hashlib.blake2b(b"".join(page.tobytes() for page in pages), digest_size=8).digest()
 
     def __getitem__(self, block_id: int) -> bytes:
-        pages = np.stack([reference.as_bytes(cache)[block_id] for cache in self.caches])
+        pages = [reference.as_bytes(cache)[block_id] for cache in self.caches]
         return self.names.get(self.digest(pages), POISON)
 
     def update(self, writes: list[tuple[int, bytes]]) -> None:
@@ -63,8 +63,35 @@ class NamedBlocks:
             return
         size = 1 << (len(last) - 1).bit_length()  # few shapes to compile
         ids = (list(last) * size)[:size]
-        pages = np.stack([self.pages(last[block_id]) for block_id in ids], axis=1)
-        self.caches[:] = write_blocks(self.caches, list(pages), np.array(ids))
+        pages = zip(*[self.pages(last[block_id]) for block_id in ids], strict=True)
+        self.caches[:] = write_blocks(self.caches, [np.stack(page) for page in pages], np.array(ids))
+
+
+class NamedHbm:
+    """The blocks of the attention arrays, and from `ROWS` on the rows of the state arrays."""
+
+    def __init__(self, caches: list[jax.Array], num_states: int) -> None:
+        end = len(caches) - num_states
+        self.blocks, self.rows = NamedBlocks(caches[:end]), NamedBlocks(caches[end:])
+
+    @property
+    def caches(self) -> list[jax.Array]:
+        return self.blocks.caches + self.rows.caches
+
+    @caches.setter
+    def caches(self, caches: list[jax.Array]) -> None:
+        end = len(self.blocks.caches)
+        self.blocks.caches, self.rows.caches = caches[:end], caches[end:]
+
+    def __getitem__(self, place: int) -> bytes:
+        return self.blocks[place] if place < ROWS else self.rows[place - ROWS]
+
+    def __setitem__(self, place: int, name: bytes) -> None:
+        self.update([(place, name)])
+
+    def update(self, writes: list[tuple[int, bytes]]) -> None:
+        self.blocks.update([(place, name) for place, name in writes if place < ROWS])
+        self.rows.update([(place - ROWS, name) for place, name in writes if place >= ROWS])
 
 
 class RealWorker:
@@ -73,7 +100,8 @@ class RealWorker:
     worker_id = 0
 
     def __init__(self, layout: KVLayout, caches: list[jax.Array], **settings: Any) -> None:
-        self.blocks = NamedBlocks(caches)
+        num_states = len(layout.state_group.layer_ids) if layout.state_group is not None else 0
+        self.blocks = NamedHbm(caches, num_states)
         config = OffloadConfig.create(**({"skip_jax_precompile": True} | settings))
         self.worker = OffloadWorker(config, layout, caches, available=2**30)
         self.worker.wait_until_allocated()
@@ -91,11 +119,11 @@ class RealWorker:
         return ["copies"] if self.worker.has_flights else []
 
     def begin_step(self, plan: StepPlan) -> list[JobResult]:
-        self.blocks.caches[:] = self.worker.begin_step(plan, list(self.blocks.caches))
+        self.blocks.caches = self.worker.begin_step(plan, self.blocks.caches)
         return []
 
     def end_step(self, plan: StepPlan) -> None:
-        self.worker.end_step(plan, list(self.blocks.caches))
+        self.worker.end_step(plan, self.blocks.caches)
 
     def finish(self, num_jobs: int | None = None, *, fail: bool = False) -> list[JobResult]:
         return []
@@ -104,15 +132,23 @@ class RealWorker:
         return self.worker.poll(wait=True)
 
 
-def real_engine(path: str, windows: tuple[int, ...] = (9, 5), **settings: Any) -> WindowEngine:
+def real_engine(path: str, windows: tuple[int, ...] = (9, 5), *, num_rows: int = 0, **settings: Any) -> WindowEngine:
     caches = random_caches(
         np.random.default_rng(1), num_blocks=80, num_layers=NUM_LAYERS, page_shape=PAGE_SHAPE, dtype="float32"
     )
     staging = {"num_staging_blocks": 32, "num_cpu_chunks": 40, "host_segment_gb": 1e-5}
     settings = {"save_path": path, "load_path": path} | staging | settings
-    layout = window_layout(windows, KVLayout.from_caches(caches, block_size=4))
+    groups = [(window, range(NUM_LAYERS)) for window in (0, *windows)]
+    shapes = [((3, 8), "bfloat16"), ((2, 4, 4), "float32")] * 2 if num_rows else []
+    for shape, dtype in shapes:
+        caches += random_caches(
+            np.random.default_rng(2), num_blocks=num_rows, num_layers=1, page_shape=shape, dtype=dtype
+        )
+    layout = KVLayout.from_caches(
+        caches, block_size=4, groups=groups, states=range(NUM_LAYERS, len(caches)), null_block=0
+    )
     worker: Any = RealWorker(layout, caches, **settings)
-    return WindowEngine(windows, num_blocks=80, workers=[worker], layout=layout, **settings)
+    return WindowEngine(windows, num_blocks=80, num_rows=num_rows, workers=[worker], layout=layout, **settings)
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])
@@ -125,15 +161,31 @@ def test_groups_that_share_arrays_are_saved_and_loaded(path) -> None:
     assert (stats.num_resident_chunks, stats.num_window_chunks, stats.num_failed_jobs) == (10, 3, 0)
 
 
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_states_are_saved_and_loaded(path) -> None:
+    engine = real_engine(path, (), num_rows=20)
+    assert engine.serve("a", tokens(42)) == 0
+    assert engine.serve("b", tokens(42)) == 40
+    assert engine.serve("c", tokens(42), num_in_hbm=36) == 4
+    stats = engine.scheduler.stats()
+    assert (stats.num_resident_chunks, stats.num_states, stats.num_failed_jobs) == (10, 1, 0)
+    state = engine.layout.state_group
+    assert state is not None
+    assert [(pages.page_shape, pages.num_layers) for pages in state.page_groups] == [((3, 8), 2), ((2, 4, 4), 2)]
+    assert stats.loaded_nbytes == 11 * engine.layout.block_nbytes + 2 * state.block_nbytes
+
+
 class RealLife(RandomLife):
     """The random lives of the scheduler's tests, with a real worker that neither fails nor is late."""
 
     def __init__(self, seed: int, path: str) -> None:
         self.rng = rng = random.Random(seed)
         self.blocks_per_chunk = rng.choice([1, 1, 2])
+        self.has_states = seed % 2 == 1
         self.engine = real_engine(
             path,
-            rng.choice([(9,), (9, 5), (12, 3)]),
+            (() if seed % 4 == 1 else (9,)) if self.has_states else rng.choice([(9,), (9, 5), (12, 3)]),
+            num_rows=24 if self.has_states else 0,
             num_cpu_chunks=rng.choice([12, 40]),
             blocks_per_chunk=self.blocks_per_chunk,
             num_staging_blocks=rng.randint(8, 30),
@@ -146,7 +198,7 @@ class RealLife(RandomLife):
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_run(seed, path) -> None:
     life = RealLife(seed, path)
     life.run(60)
