@@ -1,10 +1,7 @@
-"""A model with states and a window beside full attention, with the host tier: the same tokens, and states are loaded."""
+"""States with the host tier, beyond what `test_hybrid_tier` says of all models: loss, reset, and the right row."""
 
 import dataclasses
-import random
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,122 +15,87 @@ from tests.engine.helpers import (
     serve,
     serve_rounds,
 )
+from tests.engine.test_cache_loss import Fatal, check_at_rest
+from tests.engine.test_hybrid_tier import TIGHT, make_offload
+from tests.engine.test_reset import ask, computed, finish, push_out
 from tests.engine.test_save_modes import results
-from tpu_offload import ConfigError, JobKind, OffloadConfig
+from tpu_offload import JobKind
 from tpu_offload.engine import Engine
-from tpu_offload.engine.offloading import Seams
 
-TIGHT = dataclasses.replace(SMALL_ENGINE, num_blocks=48, max_num_seqs=3)
-# No spare blocks: some running requests are soon preempted.
-CROWDED = dataclasses.replace(TIGHT, num_blocks=56, max_num_seqs=4, num_spare_blocks=0)
-
-
-def make_offload(**changes: Any) -> OffloadConfig:
-    settings = {"num_cpu_chunks": 400, "staging_buffer_tokens": 256, "host_segment_gb": 0.001}
-    return OffloadConfig.create(**(settings | changes))
+ROOMY = dataclasses.replace(SMALL_ENGINE, num_blocks=96, num_states=40)
+PROMPT = random_tokens(1, 30)
 
 
 @pytest.fixture(scope="module")
 def plain():
     ample = dataclasses.replace(SMALL_ENGINE, num_blocks=800, enable_prefix_caching=False)
-    return {n: results(serve_rounds(Engine(STATEFUL, ample), rounds(max_tokens=n))) for n in (6, 30)}
+    return results(serve_rounds(Engine(STATEFUL, ample), rounds()))
 
 
-CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "direct": (TIGHT, 6, {}),
-    "staged": (TIGHT, 6, {"save_path": "staged", "load_path": "staged"}),
-    "little host memory": (TIGHT, 6, {"num_cpu_chunks": 50}),
-    "two blocks a chunk": (TIGHT, 6, {"blocks_per_chunk": 2}),
-    "no prefix cache in HBM": (dataclasses.replace(TIGHT, enable_prefix_caching=False), 6, {}),
-    "preemption, async": (dataclasses.replace(CROWDED, async_scheduling=True), 30, {"save_on": "compute,preemption"}),
-    "answers saved": (CROWDED, 30, {"decode_save": True}),
-    "swap": (CROWDED, 30, {"swap_gb": 0.01, "swap_mode": "swap"}),
-}
-
-
-@pytest.mark.parametrize(("config", "max_tokens", "changes"), CASES.values(), ids=CASES)
-def test_tokens_are_the_same(plain, config, max_tokens, changes):
-    engine = Engine(STATEFUL, config, offload=make_offload(**changes))
+def make_engine(config=ROOMY, *, fatal=(), **changes):
+    settings = {"num_cpu_chunks": 1500, "breaker_failures": 0, "job_timeout_s": 3600, **changes}
+    engine = Engine(STATEFUL, config, offload=make_offload(**settings), seams=Fatal(*fatal).seams())
     engine.wait_for_host_memory()
-    outputs = serve_rounds(engine, rounds(max_tokens=max_tokens))
-    assert results(outputs) == plain[max_tokens]
-    if max_tokens == 30:
-        assert engine.stats().num_preemptions > 0
-    stats = engine.offload_stats()
-    assert stats.num_checkpoints > 0
-    assert num_loaded(outputs) > 0 or "num_cpu_chunks" in changes
-    assert (stats.num_evicted_checkpoints > 0) == ("num_cpu_chunks" in changes)
-    assert stats.num_failed_jobs == 0
-    engine.close()
+    return engine
 
 
-@pytest.mark.parametrize("group_id", range(3))
-def test_wrong_bytes_of_any_group_would_be_noticed(plain, group_id):
-    engine = Engine(STATEFUL, TIGHT, offload=make_offload())
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_lost_caches_change_no_token(plain, asynchronous):
+    engine = make_engine(dataclasses.replace(TIGHT, async_scheduling=asynchronous), fatal=(1, 4, 9))
+    outputs = serve_rounds(engine, rounds())
+    assert results(outputs) == plain
+    assert engine.stats().num_cache_losses == 3
+    assert num_loaded(outputs) > 0
+    check_at_rest(engine)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_a_reset_invalidates_states(num_steps):
+    """A request that runs goes on with its state, which serves no other one."""
+    engine = make_engine(decode_save=True)
+    engine.add_request(make_request("old", PROMPT, max_tokens=40, seed=1))
+    for _ in range(num_steps):
+        engine.step()
+    engine.reset_cache()
+    for _ in range(14):
+        engine.step()
+    assert ask(engine, "new", PROMPT) == computed(30)
+    old = finish(engine, "old")["old"]
+    assert ask(engine, "newer", (*PROMPT, *old.tokens)).hbm == 28, "the prompt of the second request"
+    push_out(engine, num=12)
+    sources = ask(engine, "newest", (*PROMPT, *old.tokens))
+    assert (sources.hbm, sources.host) == (0, 68), "all of the third request"
+    check_at_rest(engine)
+
+
+def test_the_same_prompt_is_loaded_up_to_its_last_block():
+    engine = make_engine()
+    first = serve(engine, [make_request("first", PROMPT)])["first"]
+    push_out(engine, num=12)
+    again = serve(engine, [make_request("again", PROMPT)])["again"]
+    assert again.stats.prompt_tokens.host == 28
+    assert again.tokens == first.tokens
+    third = serve(engine, [make_request("third", PROMPT)])["third"]
+    assert third.stats.prompt_tokens.hbm == 28, "what was loaded is in the prefix cache"
+    check_at_rest(engine)
+
+
+def test_another_row_would_be_noticed(plain):
+    """Loads whose state lands one row beside the one asked for."""
+    engine = make_engine(TIGHT)
     begin_step = engine._offload._worker.begin_step
 
-    def damaging(plan, kv_caches, **kwargs):
-        parts = [part for job in plan.of(JobKind.LOAD) for part in job.parts if part.group_id == group_id]
-        block_ids = jnp.asarray([b for part in parts for b in part.block_ids], int)
-        return [cache.at[block_ids].set(1.0) for cache in begin_step(plan, kv_caches, **kwargs)]
+    def misplacing(plan, kv_caches, **kwargs):
+        rows = [part.block_ids[0] for job in plan.of(JobKind.LOAD) for part in job.parts if part.group_id == 2]
+        before = [np.asarray(cache) for cache in kv_caches]
+        kv_caches = begin_step(plan, kv_caches, **kwargs)
+        for i in engine._offload._layout.groups[2].layer_ids:
+            for row in rows:
+                kv_caches[i] = kv_caches[i].at[row].set(before[i][row])
+        return kv_caches
 
-    engine._offload._worker.begin_step = damaging
-    assert results(serve_rounds(engine, rounds())) != plain[6]
-    engine.close()
-
-
-class FailingLoads:
-    """Has some dispatches of loads fail."""
-
-    def __init__(self) -> None:
-        self.rng = random.Random(3)
-        self.num_failed = 0
-
-    def wrap(self, copier: Any, arena: Any) -> Any:
-        load = copier.load
-
-        def failing(*args: Any) -> Any:
-            if self.rng.random() < 0.3:
-                self.num_failed += 1
-                raise RuntimeError("made to fail")
-            return load(*args)
-
-        copier.load = failing
-        return copier
-
-
-def test_requests_whose_load_fails_are_computed(plain):
-    """A window has no blocks further back than the load would have ended, so the request starts anew."""
-    failing = FailingLoads()
-    offload = make_offload(breaker_failures=1000, host_segment_gb=1)  # few dispatches a load
-    engine = Engine(STATEFUL, TIGHT, offload=offload, seams=Seams(failing.wrap))
-    engine.wait_for_host_memory()
+    engine._offload._worker.begin_step = misplacing
     outputs = serve_rounds(engine, rounds())
-    assert results(outputs) == plain[6]
-    assert failing.num_failed > 3
     assert num_loaded(outputs) > 0
+    assert results(outputs) != plain
     engine.close()
-
-
-def test_a_long_conversation_loads_what_was_computed():
-    """Each turn finds all of the one before it in the host tier; windows take little of that."""
-    engine = Engine(STATEFUL, dataclasses.replace(TIGHT, num_blocks=96), offload=make_offload(decode_save=True))
-    engine.wait_for_host_memory()
-    said: tuple[int, ...] = ()
-    num_computed = []
-    for turn in range(6):
-        said += random_tokens(turn, 12)
-        output = serve(engine, [make_request(f"turn {turn}", said, max_tokens=6)])[f"turn {turn}"]
-        num_computed.append(len(said) - output.stats.prompt_tokens.host - output.stats.prompt_tokens.hbm)
-        said += output.tokens
-        serve(engine, [make_request(f"other {turn}", random_tokens(100 + turn, 110), max_tokens=1)])  # empties HBM
-    assert num_computed[0] == 12
-    assert all(computed < 12 + 6 + 4 for computed in num_computed[1:])
-    stats = engine.offload_stats()
-    assert stats.loaded_blocks - stats.loaded_tokens // 4 < np.sum(num_computed), "no more than the windows"
-    engine.close()
-
-
-def test_fused_copies_are_refused():
-    with pytest.raises(ConfigError, match="for 3 layer groups; fused copies support one"):
-        Engine(STATEFUL, TIGHT, offload=make_offload(save_path="fused"))

@@ -79,7 +79,9 @@ class Offloading:
     ) -> None:
         seams = seams or Seams()
         self._relay = seams.relay
+        self._layout = layout
         self._block_size = layout.block_size
+        self._chunk_tokens = layout.block_size * config.blocks_per_chunk
         self._has_states = layout.state_group is not None
         self._windows = [group.window for group in layout.groups if group is not layout.state_group]
         self._decode_save = config.decode_save
@@ -126,6 +128,7 @@ class Offloading:
           num_tokens: tokens to load. If not 0, the sequence must not run before `poll` names it.
         """
         self._scheduler.admit(sequence.sequence_id, self._tables(sequence), num_loaded_tokens=num_tokens)
+        self._add_junctions(sequence)
         self._watch(sequence)
 
     @property
@@ -136,6 +139,12 @@ class Offloading:
     def evict(self, prefix: CachedPrefix) -> None:
         """Call it before the last block of a cached prefix is granted to another request."""
         self._scheduler.evict(prefix)
+
+    def _add_junctions(self, sequence: Sequence) -> None:
+        """Has a state at the last chunk boundaries below the ends of what the sequence computes now."""
+        if self._chunk_tokens > self._block_size and self._has_states:
+            for end in (sequence.num_prompt_tokens, len(sequence.tokens)):
+                sequence.junctions.add((end - 1) // self._chunk_tokens * self._chunk_tokens)
 
     def _watch(self, sequence: Sequence) -> None:
         """From now on the sequence's blocks are offered for saving."""
