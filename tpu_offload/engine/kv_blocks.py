@@ -363,16 +363,11 @@ class KVBlocks:
                 CachedPrefix(
                     block_hashes=origin.block_hashes,
                     num_blocks=number + 1,
-                    block_of=self._block_of,
+                    block_of=self._manager.get,
                     num_prompt_tokens=origin.num_prompt_tokens,
                     limits=origin.limits,
                 )
             )
-
-    def _block_of(self, group_id: int, block_hash: BlockHash) -> int | None:
-        if group_id == len(self._windows):
-            return self._states.get(block_hash) if self._states else None
-        return self._manager.get(group_id, block_hash)
 
     def release(self, sequence: Sequence, *, num_valid_tokens: int) -> None:
         """Frees a sequence's blocks; what they cache stays findable until they are granted again.
