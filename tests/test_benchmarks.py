@@ -185,10 +185,21 @@ def test_windows(run):
     said, report = run("bench_windows", "--models gpt-oss-120b --turns 4 --prompt-tokens 300 --answer-tokens 100")
     assert "a conversation of 4 turns" in said
     for result in report["results"]:
-        windows, full = result["windows"], result["full_length"]
+        windows, full = result["windows"], result["full length"]
         assert windows["computed_tokens"] == full["computed_tokens"] < 4 * 400
         assert 0 < windows["loaded_nbytes"] < full["loaded_nbytes"]
         assert windows["kept_nbytes"] <= windows["saved_nbytes"] < full["saved_nbytes"] == full["kept_nbytes"]
+
+
+def test_states(run):
+    said, report = run("bench_windows", "--models qwen3.5-397b --turns 4 --prompt-tokens 900 --answer-tokens 100")
+    assert "every block" in said
+    row_nbytes = 45 * (3 * 12_288 * 2 + 64 * 128 * 128 * 4)
+    for result in report["results"]:
+        ours, dense = result["last boundary"], result["every block"]
+        assert ours["computed_tokens"] == dense["computed_tokens"] < 4 * 1200
+        assert row_nbytes * 3 < ours["loaded_nbytes"] == dense["loaded_nbytes"]
+        assert row_nbytes * 4 < ours["saved_nbytes"] < dense["saved_nbytes"] / 2
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -263,6 +263,17 @@ def test_a_table_that_is_too_short_is_refused() -> None:
         engine.scheduler.plan_step([short])
 
 
+@pytest.mark.parametrize("given", [7, "8", [4, -1], [4.5], [None], {4: 5}])
+def test_retained_tokens_that_make_no_sense_are_refused(given) -> None:
+    engine = state_engine()
+    request = engine.add("a", tokens(42))
+    assert request is not None
+    held = dataclasses.replace(engine.held(request), num_computed_tokens=40, retained_tokens=given)
+    with pytest.raises(RequestError, match="the retained_tokens of request a are"):
+        engine.scheduler.plan_step([held])
+    engine.scheduler.check_invariants()
+
+
 # Sizes and layouts.
 
 

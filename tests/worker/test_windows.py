@@ -26,6 +26,7 @@ from tpu_offload import (
     StepReport,
 )
 from tpu_offload.kernels import reference
+from tpu_offload.worker.backlog import LoadBacklog
 
 PAGE_SHAPE = (4, 4, 2, 4)
 NUM_LAYERS = 2
@@ -173,6 +174,50 @@ def test_states_are_saved_and_loaded(path) -> None:
     assert state is not None
     assert [(pages.page_shape, pages.num_layers) for pages in state.page_groups] == [((3, 8), 2), ((2, 4, 4), 2)]
     assert stats.loaded_nbytes == 11 * engine.layout.block_nbytes + 2 * state.block_nbytes
+
+
+def state_load(job_id: int, num_blocks: int) -> CopyJob:
+    blocks = tuple(range(num_blocks))
+    parts = (
+        CopyPart(group_id=0, block_ids=blocks, host_block_ids=blocks),
+        CopyPart(group_id=1, block_ids=(7,), host_block_ids=(3,)),
+    )
+    return CopyJob(job_id=job_id, kind=JobKind.LOAD, parts=parts)
+
+
+def blocks_and_rows(pieces: list[CopyJob]) -> list[tuple[int, int, int]]:
+    def count(job: CopyJob, group_id: int) -> int:
+        return sum(len(part.block_ids) for part in job.parts if part.group_id == group_id)
+
+    return [(job.job_id, count(job, 0), count(job, 1)) for job in pieces]
+
+
+def test_a_row_takes_the_time_of_many_blocks() -> None:
+    backlog = LoadBacklog(max_blocks_per_step=10, sizes={1: 8})
+    pieces, done = backlog.take([state_load(0, 10)], step_id=0, room=None)
+    assert (blocks_and_rows(pieces), done) == ([(0, 10, 0)], [])
+    assert [(group_id, places.tolist()) for group_id, places in next(iter(backlog)).places_left()] == [
+        (0, []),
+        (1, [3]),
+    ]
+    pieces, done = backlog.take([state_load(1, 1)], step_id=1, room=None)
+    assert (blocks_and_rows(pieces), done) == ([(0, 0, 0), (1, 1, 0)], []), "5 of the 8 for the first"
+    pieces, done = backlog.take([], step_id=2, room=None)
+    assert (blocks_and_rows(pieces), done) == ([(0, 0, 1), (1, 0, 1)], [0, 1]), "3 and 4 were left"
+
+
+def test_a_load_with_a_row_that_fits_a_step_is_one_piece() -> None:
+    backlog = LoadBacklog(max_blocks_per_step=18, sizes={1: 8})
+    job = state_load(0, 10)
+    assert backlog.take([job], step_id=0, room=None) == ([job], [0])
+    backlog = LoadBacklog(max_blocks_per_step=17, sizes={1: 8})
+    assert len(backlog.take([job], step_id=0, room=None)[1]) == 0
+
+
+def test_staged_loads_do_not_count_rows_so() -> None:
+    backlog = LoadBacklog(max_blocks_per_step=0, sizes={1: 8})
+    pieces, done = backlog.take([state_load(0, 3)], step_id=0, room=lambda load: 4)
+    assert (blocks_and_rows(pieces), done) == ([(0, 3, 1)], [0])
 
 
 class RealLife(RandomLife):
