@@ -79,6 +79,13 @@ def test_the_next_turn_finds_all_that_the_last_one_computed(num_answer):
     assert elsewhere.prompt_tokens.hbm == 0, "there is no state after 24 tokens"
 
 
+def test_the_third_prompt_that_begins_alike_finds_the_state_where_they_part():
+    scheduler = hybrid(has_states=True)
+    serve_alone(scheduler, "first", TOKENS[:30])
+    found = [serve_alone(scheduler, f"{i}", [*TOKENS[:21], *random_tokens(i, 9)]) for i in (2, 3)]
+    assert [(sequence.junctions, sequence.prompt_tokens.hbm) for sequence in found] == [({20}, 0), (set(), 20)]
+
+
 def test_the_least_recently_used_states_are_evicted():
     scheduler = hybrid(has_states=True, max_num_seqs=2, num_states=4, num_blocks=200)
     prompts = [random_tokens(i, 10) for i in range(5)]

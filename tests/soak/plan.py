@@ -64,9 +64,9 @@ def build_plan(options: ServingOptions, offload: OffloadConfig, *, seconds: int)
     num_blocks = options.num_blocks or max(needed, int(_HBM_PER_PROMPTS * num_prompt_tokens / options.block_size))
     setup = build_setup(options, offload, workload=workload, concurrency=concurrency, num_blocks=num_blocks)
     small = _make_small(offload, setup)
-    for size in (small.staging_blocks, small.host_chunks):
+    for size in (small.staging_blocks, small.host_chunks, small.host_states):
         size(layout_of(setup.model, setup.engine))
-    return Plan(setup, _by_path(small, fused=not setup.model.window_layers), seconds, options.seed)
+    return Plan(setup, _by_path(small, fused=len(setup.model.layer_groups) == 1), seconds, options.seed)
 
 
 def _mixed_workload(options: ServingOptions) -> Workload:
@@ -101,7 +101,7 @@ def _make_small(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
 
 
 def _by_path(offload: OffloadConfig, *, fused: bool) -> dict[str, OffloadConfig]:
-    """One engine per copy path, without fused ones for a model with windows; a single one if a variable sets it."""
+    """One engine per copy path, fused ones only for a single layer group; a single one if a variable sets the path."""
     if {"save_path", "load_path"} & offload.model_fields_set:
         paths: Sequence[tuple[CopyPath, CopyPath]] = [(offload.save_path, offload.load_path)]
     else:

@@ -137,6 +137,14 @@ class KVBlocks:
             found.append(self._cached_state(hashes[:num_blocks]))
         return found
 
+    def parting(self, hashes: List[BlockHash], hit: FoundBlocks) -> set[int]:
+        """Where a prompt parts from others: the end, in tokens, of what is cached of it with full attention.
+
+        Empty if that is where its hit ends, and in a model without states, of which steps need not end there.
+        """
+        num_blocks = len(self._manager.lookup(hashes)) if self._states and self._prefix_caching else 0
+        return {num_blocks * self._block_size} if num_blocks > len(hit[0]) else set()
+
     def _cached_state(self, hashes: List[BlockHash]) -> dict[int, int]:
         """By position, the cached row with the state after these blocks."""
         row = self._states.get(hashes[-1]) if self._states and hashes else None

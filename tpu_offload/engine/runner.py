@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from tpu_offload import FusedCopies, FusedInputs, FusedOutcome, FusedStep
+from tpu_offload import FusedCopies, FusedInputs, FusedOutcome, FusedStep, KVLayout
 from tpu_offload.engine.batch import StepInputs, TokenSpan, pack
+from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.config import EngineConfig, ModelConfig
 from tpu_offload.engine.model import Decoder
 from tpu_offload.engine.sampling import logprobs, sample
@@ -76,6 +77,19 @@ def cache_shapes(model_config: ModelConfig, engine_config: EngineConfig) -> list
     num_rows = engine_config.num_state_rows + 1
     states = [((num_rows, *shape), dtype) for shape, dtype in model_config.state_shapes]
     return [*[(page, model_config.kv_dtype)] * model_config.num_arrays, *states]
+
+
+def cache_layout(model_config: ModelConfig, engine_config: EngineConfig, kv_caches: Sequence[Any]) -> KVLayout:
+    """Describes `ModelRunner.kv_caches`, or shape structs with a sharding in their place."""
+    num_arrays = model_config.num_arrays
+    return KVLayout.from_caches(
+        kv_caches,
+        block_size=engine_config.block_size,
+        model=model_config.name,
+        groups=[(window, range(num_arrays)) for window in model_config.group_windows],
+        states=range(num_arrays, len(kv_caches)),
+        null_block=NULL_BLOCK,
+    )
 
 
 class ModelRunner:

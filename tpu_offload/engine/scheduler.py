@@ -339,7 +339,9 @@ class Scheduler:
         self._hash(sequence)
         # At least one token is left to compute, whose step samples the next.
         num_reusable = (len(sequence.tokens) - 1) // self._config.block_size
-        cached = self._blocks.find_prefix(sequence.block_hashes[:num_reusable])
+        hashes = sequence.block_hashes[:num_reusable]
+        cached = self._blocks.find_prefix(hashes)
+        junctions = self._blocks.parting(hashes, cached)
         num_cached_tokens = len(cached[0]) * self._config.block_size
         num_found = self._offload.look_up(sequence, num_computed_tokens=num_cached_tokens) if self._offload else 0
         if num_found is None:
@@ -351,6 +353,7 @@ class Scheduler:
             if self._offload:
                 self._offload.release(sequence)
             return False
+        sequence.junctions |= junctions
         sequence.advance(num_cached_tokens, source="hbm")
         sequence.num_loading_tokens = num_found
         if self._offload:

@@ -57,7 +57,7 @@ class Sequence:
         one behind; empty while it holds no blocks.
       states: in a model with states, rows of the state arrays by position, see `state_rows`; empty while it holds none.
       junctions: numbers of tokens, multiples of the block size, at which its state is to be kept, beside those at the
-        ends of its prompt and of what it has computed.
+        ends of its prompt and of what it has computed: where other prompts part from it.
       block_hashes: hashes of its full blocks, in token order.
       num_computed_tokens: leading tokens whose KV is computed by the steps dispatched so far: in its blocks, or
         swapped out.

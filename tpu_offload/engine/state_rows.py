@@ -12,9 +12,10 @@ A running sequence keeps the row of its last block boundary until the next one, 
 each sequence that may run: rows never run out, and what is left is a prefix cache.
 
 A prefix hit of `n` blocks needs the state after exactly `n * block_size` tokens. The scheduler has steps end where hits
-are likely to: at the last block boundary below the last token of a prompt, for requests with the same prompt. That row
-is cached, and when a sequence is released, the one at the last boundary of what it has computed, for the next turn of
-its conversation.
+are likely to: at the last block boundary below the last token of a prompt, for requests with the same prompt, and at
+junctions, where a prompt parts from one that was computed before, for the third prompt that begins so. These rows are
+cached, and when a sequence is released, the one at the last boundary of what it has computed, for the next turn of its
+conversation.
 
 References:
   vLLM, `mamba_cache_mode="align"`: states at block boundaries.
