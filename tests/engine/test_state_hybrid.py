@@ -1,6 +1,7 @@
 """A whole engine with states: conversations, compared with a plain engine and a dense model."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_samples_share_a_state_at_a_block_boundary(num_prompt):
         for n in (1, 3):
             request = make_request(f"n={n}", random_tokens(1, num_prompt), temperature=1.0, n=n)
             engine.add_request(request)
-        found = {}
+        found: dict[Any, Any] = {}
         while engine.has_unfinished:
             found |= {(o.request_id, o.index): o for o in engine.step() if o.finished}
             engine.check_invariants()

@@ -5,6 +5,7 @@ import pytest
 from tests.engine.helpers import make_request, random_tokens
 from tests.engine.test_kv_blocks import TOKENS, hybrid, serve_alone
 from tests.engine.test_scheduler import add, step, step_until
+from tpu_offload import BlockHash
 from tpu_offload.engine.block_manager import NULL_BLOCK
 from tpu_offload.engine.sequence import Phase, Sequence
 
@@ -149,14 +150,14 @@ def test_the_invariants_can_fail(harm):
         manager.free([second.states[position]])
         second.states[position] = first.states[position]
     elif harm == "unfinished":
-        manager.register(first.states[position], b"hash")
-        first.block_hashes[position:] = [b"hash"]
+        manager.register(first.states[position], BlockHash(b"hash"))
+        first.block_hashes[position:] = [BlockHash(b"hash")]
     elif harm == "lost":
         manager.free([first.states.pop(position)])
     elif harm == "kept":
         first.states[0] = manager.allocate(1)[0]
     elif harm == "hash":
-        manager.register(first.states[position - 1], b"other")
+        manager.register(first.states[position - 1], BlockHash(b"other"))
     else:
         manager.allocate(1)
     assert first.phase is second.phase is Phase.RUNNING

@@ -224,7 +224,7 @@ SAVING: Counter[Any] = Counter()
 @pytest.mark.parametrize("reference", ["full"], indirect=True)
 @seeds(5)
 def test_saving_at_other_times_costs_no_token(reference, save_on, seed):
-    stats = save_at(*reference, save_on, seed, tier=(12, 40, 200)[seed % 3])
+    stats = save_at(reference, save_on, seed, tier=(12, 40, 200)[seed % 3])
     SAVING[f"saved on {save_on}"] += stats.saved_blocks
     SAVING["loaded"] += stats.loaded_blocks
     SAVING["runs"] += 1
@@ -236,7 +236,7 @@ STATES: Counter[Any] = Counter()
 @pytest.mark.parametrize("reference", ["states"], indirect=True)
 @seeds(4)
 def test_states_in_the_tier_and_swapped(reference, seed):
-    stats = save_at(*reference, "compute,preemption", seed, tier=(100, 500)[seed % 2])
+    stats = save_at(reference, "compute,preemption", seed, tier=(100, 500)[seed % 2])
     STATES.update(loaded=stats.loaded_blocks, checkpoints=stats.num_checkpoints, runs=1)
     STATES["evicted"] += stats.num_evicted_checkpoints
 
@@ -248,7 +248,8 @@ def test_those_runs_saved_and_loaded_states():
     assert len(STATES) == 4
 
 
-def save_at(model, expected, save_on, seed, *, tier):
+def save_at(reference, save_on, seed, *, tier):
+    model, expected = reference
     return run_random(
         model,
         expected,

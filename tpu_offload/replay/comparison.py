@@ -6,6 +6,7 @@ workload on purpose.
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -73,10 +74,10 @@ def _host_sizes(setup: Setup, num_chunks: int) -> dict[str, Any]:
     total_nbytes = kv_nbytes + state_nbytes
     share = setup.offload.state_share
     if "state_share" in setup.offload.model_fields_set:
-        total_nbytes = max(kv_nbytes / (1 - share), state_nbytes / share)
+        total_nbytes = math.ceil(max(kv_nbytes / (1 - share), state_nbytes / share))
     else:
         share = state_nbytes / total_nbytes
-    return {"num_cpu_chunks": int(total_nbytes / chunk_nbytes) + 2, "state_share": share}
+    return {"num_cpu_chunks": total_nbytes // chunk_nbytes + 2, "state_share": share}
 
 
 def serve_twice(
