@@ -133,6 +133,12 @@ def test_what_it_retains_inside_a_chunk_is_not() -> None:
     assert engine.serve("b", tokens(45)) == 40
 
 
+def test_what_it_retains_inside_a_chunk_is_not_rounded() -> None:
+    engine = WindowEngine((5,), blocks_per_chunk=2)
+    engine.serve("a", tokens(61), stops=[20, 40])
+    assert engine.scheduler.stats().num_checkpoints == 2, "at 40 and 56"
+
+
 def test_the_least_recently_used_state_goes_first() -> None:
     engine = state_engine(num_host_states=3)
     prompts = {name: tokens(22, start=1000 * i) for i, name in enumerate("abcd")}
@@ -184,7 +190,7 @@ def test_a_state_without_its_bytes_is_not_found(how) -> None:
     elif how == "is lost":
         engine.apply(worker, chunks + worker.finish(1))
         assert engine.scheduler.stats().num_states == 1
-        worker.lose(worker.first_state_slot, worker.first_state_slot + 1, blocks_per_chunk=1)
+        worker.lose_states(0, 1)
         engine.apply(worker, [])
     else:
         engine.apply(worker, chunks)

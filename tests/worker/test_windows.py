@@ -26,6 +26,7 @@ from tpu_offload import (
     StepReport,
 )
 from tpu_offload.kernels import reference
+from tpu_offload.types import Direction
 from tpu_offload.worker.backlog import LoadBacklog
 
 PAGE_SHAPE = (4, 4, 2, 4)
@@ -174,6 +175,57 @@ def test_states_are_saved_and_loaded(path) -> None:
     assert state is not None
     assert [(pages.page_shape, pages.num_layers) for pages in state.page_groups] == [((3, 8), 2), ((2, 4, 4), 2)]
     assert stats.loaded_nbytes == 11 * engine.layout.block_nbytes + 2 * state.block_nbytes
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+def test_states_have_a_pool_of_their_own_and_are_copied_directly(path) -> None:
+    engine = real_engine(path, (), num_rows=40, num_cpu_chunks=60, host_segment_gb=2e-6)
+    worker: Any = engine.workers[0]
+    tier = worker.worker._tier
+    of_attention, conv, recurrent = tier._groups
+    layout = engine.layout
+    assert layout.state_group is not None
+    # Half of 60 chunks each, in segments of 2,147 bytes: rows have 352 bytes, blocks 1,024.
+    assert (worker.worker.num_host_chunks, worker.worker.num_host_states) == (30, 30 * 1024 // 352)
+    assert [group.memory.spec.segment_blocks for group in tier._groups] == [2, 6, 6]
+    assert [group.memory.num_segments for group in tier._groups] == [15, 15, 15]
+    assert [type(copier).__name__ for group in (conv, recurrent) for copier in group.copiers.values()] == [
+        "DirectCopier"
+    ] * 4
+    assert of_attention.copiers[Direction.SAVE].stages == (path == "staged")
+    prompts = [tokens(6, start=100 * i) for i in range(25)]
+    for i, prompt in enumerate(prompts):
+        engine.serve(f"a{i}", prompt)
+    for i, prompt in enumerate(prompts):
+        assert engine.serve(f"b{i}", prompt) == 4, "in every segment"
+    assert engine.scheduler.stats().num_failed_jobs == 0
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_lost_memory_of_states_is_reported_as_such(number, monkeypatch) -> None:
+    engine = real_engine("direct", (), num_rows=40, num_cpu_chunks=60, host_segment_gb=2e-6)
+    worker: Any = engine.workers[0]
+    for i in range(8):
+        engine.serve(f"a{i}", tokens(6, start=100 * i))
+    assert engine.scheduler.stats().num_states == 8
+    group = worker.worker._tier._groups[number]
+    group.memory.check_segment(1, lost=True)  # rows 6 and 7 of 0 to 11
+    report = worker.worker.poll()
+    assert report.results == (), "it comes with the result of the copy that failed"
+    job = CopyJob(job_id=10**6, kind=JobKind.LOAD, parts=(CopyPart(group_id=1, block_ids=(3,), host_block_ids=(7,)),))
+    worker.begin_step(StepPlan(step_id=10**6, jobs=(job,)))
+    report = worker.worker.poll()
+    assert [result.error for result in report.results] == [
+        "segment 1 of host_tier was lost, or never written: host block 7 is empty"
+    ]
+    assert (report.lost_slots, report.lost_states) == ((), ((6, 12),))
+    engine.scheduler.apply(report)
+    for i in range(8):
+        found = engine.serve(f"b{i}", tokens(6, start=100 * i)) if i < 6 else 0
+        assert found == (4 if i < 6 else 0)
+    hashes: Any = []
+    engine.hasher.extend(hashes, tokens(6, start=700))
+    assert engine.scheduler.match("c", hashes, num_tokens=6, num_computed_tokens=0).num_tokens == 0
 
 
 def state_load(job_id: int, num_blocks: int) -> CopyJob:
