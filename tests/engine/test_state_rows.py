@@ -125,6 +125,7 @@ def test_what_was_computed_before_a_reset_is_not_cached():
     scheduler.invalidate_prefixes()
     step_until(scheduler, lambda: len(sequence.tokens) == 30)
     scheduler.finish("a")
+    assert states_of(scheduler)._manager._key_of == {}
     assert serve_alone(scheduler, "b", sequence.tokens).prompt_tokens.hbm == 0
 
 

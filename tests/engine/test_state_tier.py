@@ -68,15 +68,16 @@ def test_a_reset_invalidates_states(num_steps):
     check_at_rest(engine)
 
 
-def test_the_same_prompt_is_loaded_up_to_its_last_block():
-    engine = make_engine()
+@pytest.mark.parametrize(("blocks_per_chunk", "num_tokens"), [(1, 28), (2, 24)])
+def test_the_same_prompt_is_loaded_up_to_its_last_chunk(blocks_per_chunk, num_tokens):
+    engine = make_engine(blocks_per_chunk=blocks_per_chunk)
     first = serve(engine, [make_request("first", PROMPT)])["first"]
     push_out(engine, num=12)
     again = serve(engine, [make_request("again", PROMPT)])["again"]
-    assert again.stats.prompt_tokens.host == 28
+    assert again.stats.prompt_tokens.host == num_tokens
     assert again.tokens == first.tokens
     third = serve(engine, [make_request("third", PROMPT)])["third"]
-    assert third.stats.prompt_tokens.hbm == 28, "what was loaded is in the prefix cache"
+    assert third.stats.prompt_tokens.hbm == 28, "what was loaded, and computed after it, is in the prefix cache"
     check_at_rest(engine)
 
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from tpu_offload.config import CopyPath, OffloadConfig, SwapMode
 from tpu_offload.engine import ModelConfig
-from tpu_offload.replay.setup import ServingOptions, Setup, blocks_per_request, build_setup, build_workload, layout_of
+from tpu_offload.replay.setup import (
+    ServingOptions,
+    Setup,
+    blocks_per_request,
+    build_setup,
+    build_workload,
+    host_sizes,
+    layout_of,
+)
 from tpu_offload.replay.workloads import Workload, chat_workload, decode_workload
 
 DEFAULT_NUM_REQUESTS, DEFAULT_NUM_TURNS = 32, 4
@@ -91,7 +99,8 @@ def _make_small(offload: OffloadConfig, setup: Setup) -> OffloadConfig:
     if offload.staging_buffer_tokens is not None or offload.staging_buffer_gb is not None:
         changes.pop("num_staging_blocks", None)
     if offload.num_cpu_chunks is None and offload.host_gb is None:
-        changes["num_cpu_chunks"] = max(1, num_unique // 2 // offload.blocks_per_chunk)
+        num_chunks = max(1, num_unique // 2 // offload.blocks_per_chunk)
+        changes |= host_sizes(setup, num_chunks=num_chunks, num_states=max(1, setup.workload.num_requests // 2))
     block_gb = layout_of(setup.model, setup.engine).block_nbytes / 2**30
     if "swap_gb" not in given:
         changes["swap_gb"] = setup.engine.num_blocks / 2 * block_gb

@@ -6,7 +6,6 @@ workload on purpose.
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from tpu_offload.replay.setup import (
     build_setup,
     build_workload,
     describe,
-    layout_of,
+    host_sizes,
     serve_once,
 )
 from tpu_offload.types import BlockHash
@@ -59,25 +58,9 @@ def size_setup(options: ServingOptions, offload: OffloadConfig) -> Setup:
         # Not the default of 1024 chunks: a replay knows what it needs, windows included if they were all kept.
         num_host_blocks = num_unique_blocks * len(options.model.group_windows)
         num_chunks = -(-num_host_blocks // offload.blocks_per_chunk)
-        offload = offload.model_copy(update=_host_sizes(setup, num_chunks))
+        sizes = host_sizes(setup, num_chunks=num_chunks, num_states=2 * workload.num_requests)
+        offload = offload.model_copy(update=sizes)
     return dataclasses.replace(setup, offload=offload)
-
-
-def _host_sizes(setup: Setup, num_chunks: int) -> dict[str, Any]:
-    """Settings for a host tier of so many chunks, and of the states of each prompt and of each answer, if any."""
-    layout = layout_of(setup.model, setup.engine)
-    if layout.state_group is None:
-        return {"num_cpu_chunks": num_chunks}
-    chunk_nbytes = layout.block_nbytes_per_host * setup.offload.blocks_per_chunk
-    kv_nbytes = num_chunks * chunk_nbytes
-    state_nbytes = 2 * setup.workload.num_requests * layout.group_nbytes_per_host(layout.state_group)
-    total_nbytes = kv_nbytes + state_nbytes
-    share = setup.offload.state_share
-    if "state_share" in setup.offload.model_fields_set:
-        total_nbytes = math.ceil(max(kv_nbytes / (1 - share), state_nbytes / share))
-    else:
-        share = state_nbytes / total_nbytes
-    return {"num_cpu_chunks": total_nbytes // chunk_nbytes + 2, "state_share": share}
 
 
 def serve_twice(

@@ -265,6 +265,20 @@ def layout_of(model: ModelConfig, engine: EngineConfig) -> KVLayout:
     return cache_layout(model, engine, structs)
 
 
+def host_sizes(setup: Setup, *, num_chunks: int, num_states: int) -> dict[str, Any]:
+    """Settings for a host tier of so many chunks and, if the model has any, of so many states."""
+    layout, offload = layout_of(setup.model, setup.engine), setup.offload
+    if layout.state_group is None:
+        return {"num_cpu_chunks": num_chunks}
+    chunk_nbytes = layout.block_nbytes_per_host * offload.blocks_per_chunk
+    kv_nbytes, state_nbytes = num_chunks * chunk_nbytes, num_states * layout.group_nbytes_per_host(layout.state_group)
+    total_nbytes, share = kv_nbytes + state_nbytes, state_nbytes / (kv_nbytes + state_nbytes)
+    if "state_share" in offload.model_fields_set:
+        share = offload.state_share
+        total_nbytes = math.ceil(max(kv_nbytes / (1 - share), state_nbytes / share))
+    return {"num_cpu_chunks": total_nbytes // chunk_nbytes + 2, "state_share": share}
+
+
 def describe(setup: Setup) -> dict[str, Any]:
     """The setup in the JSON file."""
     workload = setup.workload
