@@ -175,6 +175,16 @@ def test_without_room_in_the_staging_buffer_states_are_saved_all_the_same() -> N
     assert engine.serve("b", tokens(42)) == 40
 
 
+def test_a_load_that_waits_for_the_staging_buffer_takes_no_room_for_its_state() -> None:
+    engine = state_engine(num_staging_blocks=10)
+    engine.serve("a", tokens(22))
+    for request_id in ("b", "c", "d"):
+        assert engine.add(request_id, tokens(22)) is not None
+    engine.settle()
+    loads = [job for plan in engine.plans for job in plan.of(JobKind.LOAD)]
+    assert [(job.num_blocks, job.num_staging_blocks) for job in loads] == [(6, 5)] * 3
+
+
 @pytest.mark.parametrize("how", ["fails", "is lost", "times out"])
 def test_a_state_without_its_bytes_is_not_found(how) -> None:
     engine = state_engine(job_timeout_s=10.0)
