@@ -453,7 +453,8 @@ class SchedulerSide:
         """
         table, retained = [NULL_BLOCK] * len(offered.block_tables[0]), []
         for group, row, num_tokens in states:
-            if group == self._group_order[-1] and num_tokens % self._block_size == 0:
+            is_at_block = num_tokens % self._block_size == 0 and 0 < num_tokens <= len(table) * self._block_size
+            if group == self._group_order[-1] and is_at_block:
                 table[num_tokens // self._block_size - 1] = row
                 retained.append(num_tokens)
         return dataclasses.replace(
