@@ -81,6 +81,16 @@ def test_the_same_prompt_is_loaded_up_to_its_last_chunk(blocks_per_chunk, num_to
     check_at_rest(engine)
 
 
+def test_where_prompts_part_the_host_tier_has_a_state_for_the_third():
+    """HBM has nothing of the first prompt any more when the second comes: only the host tier knows that they part."""
+    engine = make_engine()
+    shared = random_tokens(2, 40)
+    for i, host in enumerate((0, 0, 40)):
+        assert ask(engine, f"r{i}", (*shared, *random_tokens(3 + i, 20))).host == host
+        push_out(engine, num=12)
+    check_at_rest(engine)
+
+
 def test_another_row_would_be_noticed(plain):
     """Loads whose state lands one row beside the one asked for."""
     engine = make_engine(TIGHT)

@@ -114,6 +114,8 @@ class Offloading:
         if self._has_storage and found.state is MatchState.ARRIVING:
             self.release(sequence)
             return None
+        if found.junction_tokens and self._has_states:
+            sequence.junctions.add(found.junction_tokens)
         return found.num_tokens
 
     def release(self, sequence: Sequence) -> None:
