@@ -16,9 +16,9 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS
+from tests.adapters.hashed_model import BLOCK_SIZE, NUM_LAYERS, NUM_STATES, STATE_SHAPES
 
 EOS = 2
 
@@ -51,6 +51,7 @@ def make_config(
     max_num_seqs: int = 6,
     policy: str = "recompute",
     events: bool = False,
+    num_rows: int = 0,
     **settings,
 ) -> VllmConfig:
     cache = CacheConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=0.9, enable_prefix_caching=prefix_caching)
@@ -83,10 +84,25 @@ def make_config(
     config.scheduler_config.async_scheduling = async_scheduling  # vLLM turns it off on CPUs
     config.cache_config.kv_cache_layout = "LBNHC"  # what the engine resolves before it makes connectors
     config.cache_config.num_gpu_blocks = num_blocks
+    if num_rows:
+        config.cache_config.mamba_cache_mode = "align"
     return config
 
 
-def kv_cache_config(num_blocks: int) -> KVCacheConfig:
+def kv_cache_config(num_blocks: int, *, num_rows: int = 0, retention_interval: int | None = None) -> KVCacheConfig:
+    """Of a model with full attention and, if there are rows for states, two groups of these before it."""
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
     groups = [KVCacheGroupSpec([f"layer{i}" for i in range(NUM_LAYERS)], spec)]
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=retention_interval,
+    )
+    if num_rows:
+        of_states = MambaSpec(
+            block_size=BLOCK_SIZE, shapes=STATE_SHAPES, dtypes=(torch.int8, torch.int8), mamba_cache_mode="align"
+        )
+        groups[:0] = [KVCacheGroupSpec([f"state{i}"], of_states) for i in range(NUM_STATES)]
+        config.mamba_num_blocks = num_rows
+    return config

@@ -12,6 +12,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 BLOCK_SIZE = 8
 NUM_LAYERS = 2
 PAGE_SHAPE = (BLOCK_SIZE, 2, 8)
+NUM_STATES = 2  # layers with a state, if the model has any
+STATE_SHAPES = ((2, 8), (2, 3, 8))
 VOCABULARY = 97
 _ROWS = 32  # per call of the write program
 
@@ -44,6 +46,12 @@ def kv_of(digest: bytes, rank: int, layer: int) -> np.ndarray:
     return np.frombuffer(raw, np.int8).reshape(PAGE_SHAPE[1:])
 
 
+def state_of(digest: bytes, rank: int, layer: int, shape: tuple[int, ...]) -> np.ndarray:
+    size = int(np.prod(shape))
+    raw = hashlib.blake2b(digest + bytes([rank, layer, size]), digest_size=size).digest()
+    return np.frombuffer(raw, np.int8).reshape(shape)
+
+
 @functools.cache
 def continued(prompt: tuple[int, ...], num_tokens: int) -> Prefix:
     """A prompt and the tokens that the model generates, `num_tokens` in all."""
@@ -56,6 +64,11 @@ def continued(prompt: tuple[int, ...], num_tokens: int) -> Prefix:
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(caches, block_ids, offsets, values):
     return [cache.at[block_ids, offsets].set(value, mode="drop") for cache, value in zip(caches, values, strict=True)]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_states(states, rows, values):
+    return [state.at[rows].set(value, mode="drop") for state, value in zip(states, values, strict=True)]
 
 
 class InputBatch:
@@ -74,7 +87,11 @@ class InputBatch:
 
 
 class Runner:
-    """The part of tpu-inference's model runner that the connector uses, and the pass itself."""
+    """The part of tpu-inference's model runner that the connector uses, and the pass itself.
+
+    As in tpu-inference, a layer with a state has a tuple of arrays. A pass reads the state of a request in the row of
+    its last computed token, and writes it in that of its last token.
+    """
 
     def __init__(self, config: VllmConfig, kv_config: KVCacheConfig, *, process_index: int) -> None:
         self.vllm_config = config
@@ -87,31 +104,67 @@ class Runner:
         self.kv_caches = [
             jax.device_put(np.full((num_blocks, *PAGE_SHAPE), -7, np.int8), sharding) for _ in range(NUM_LAYERS)
         ]
+        groups = kv_config.kv_cache_groups
+        self.full_group = len(groups) - 1
+        self.num_rows = kv_config.mamba_num_blocks if self.full_group else 0
+        for _ in range(self.full_group):
+            arrays = [np.full((self.num_rows, *shape), -7, np.int8) for shape in STATE_SHAPES]
+            self.kv_caches.append(tuple(jax.device_put(array, sharding) for array in arrays))
+        self.layer_name_to_kvcache_index = {f"layer{i}": i for i in range(NUM_LAYERS)}
+        self.layer_name_to_kvcache_index |= {f"state{i}": NUM_LAYERS + i for i in range(NUM_STATES)}
         self.tables: dict[str, list[int]] = {}
+        self.row_tables: dict[str, list[int]] = {}
         self.requests: dict[str, object] = {}
         self.input_batch = InputBatch()
         self.num_checked = 0
 
     def update_tables(self, output) -> None:
-        for new in output.scheduled_new_reqs:
-            self.tables[new.req_id] = list(new.block_ids[0])
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in cached.resumed_req_ids:
-                self.tables[request_id] = list(block_ids[0])
-            elif block_ids is not None:
-                self.tables[request_id] += block_ids[0]
+        for tables, group in ((self.tables, self.full_group), *([(self.row_tables, 0)] if self.full_group else [])):
+            for new in output.scheduled_new_reqs:
+                tables[new.req_id] = list(new.block_ids[group])
+            cached = output.scheduled_cached_reqs
+            for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+                if request_id in cached.resumed_req_ids:
+                    tables[request_id] = list(block_ids[group])
+                elif block_ids is not None:
+                    tables[request_id] += block_ids[group]
 
     def check(self, request_id: str, prefix: Prefix, num_tokens: int) -> bool:
         """Whether the KV that attention reads for the first tokens is right."""
         table, ok = self.tables[request_id], True
-        for layer, cache in enumerate(self.kv_caches):
+        for layer, cache in enumerate(self.kv_caches[:NUM_LAYERS]):
             pages = np.array(cache)
             for position in range(num_tokens):
                 found = pages[table[position // BLOCK_SIZE], position % BLOCK_SIZE]
                 ok &= bool((found == kv_of(prefix.digests[position], self.process_index, layer)).all())
                 self.num_checked += 1
         return ok
+
+    def check_state(self, request_id: str, prefix: Prefix, num_tokens: int) -> bool:
+        """Whether the state that the pass begins with is that of the first tokens."""
+        ok = True
+        if num_tokens:
+            row = self.row_tables[request_id][(num_tokens - 1) // BLOCK_SIZE]
+            for layer, arrays in enumerate(self.kv_caches[NUM_LAYERS:]):
+                for array in arrays:
+                    expected = state_of(prefix.digests[num_tokens - 1], self.process_index, layer, array.shape[1:])
+                    ok &= bool((np.array(array[row]) == expected).all())
+        return ok
+
+    def write_states(self, inputs: dict[str, Prefix]) -> None:
+        """Writes the states that a step ends with."""
+        names = list(inputs)
+        for start in range(0, len(names), _ROWS):
+            rows = np.full(_ROWS, self.num_rows, np.int32)
+            for layer, arrays in enumerate(self.kv_caches[NUM_LAYERS:]):
+                values = [np.zeros((_ROWS, *shape), np.int8) for shape in STATE_SHAPES]
+                for i, name in enumerate(names[start : start + _ROWS]):
+                    prefix = inputs[name]
+                    rows[i] = self.row_tables[name][(len(prefix.tokens) - 1) // BLOCK_SIZE]
+                    for value, shape in zip(values, STATE_SHAPES, strict=True):
+                        value[i] = state_of(prefix.digests[-1], self.process_index, layer, shape)
+                written = _write_states(list(arrays), rows, [jnp.asarray(v) for v in values])
+                self.kv_caches[NUM_LAYERS + layer] = tuple(written)
 
     def write_step(self, starts: dict[str, int], inputs: dict[str, Prefix], wrong: set[str]) -> None:
         """Writes the KV that a step computes, from each request's start on."""
@@ -134,4 +187,5 @@ class Runner:
                 block_ids[i], offsets[i] = block_id, offset
                 for layer in range(NUM_LAYERS):
                     values[layer][i] = kv_of(digest, self.process_index, layer)
-            self.kv_caches = _write(self.kv_caches, block_ids, offsets, [jnp.asarray(v) for v in values])
+            written = _write(self.kv_caches[:NUM_LAYERS], block_ids, offsets, [jnp.asarray(v) for v in values])
+            self.kv_caches[:NUM_LAYERS] = written

@@ -41,7 +41,7 @@ from tests.adapters.llm_probes import (
     share_models,
     simulated_hbm,
 )
-from tests.inside import tier_group, tier_groups
+from tests.inside import tier_groups
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
@@ -252,7 +252,10 @@ class EngineRun:
     def state(self) -> dict[str, Any]:
         """The state of the engine and of the connector."""
         pool = self._scheduler.kv_cache_manager.block_pool
+        rows = getattr(pool, "mamba_pool", None)
         state = {
+            "num_free_rows": rows and rows.get_num_free_blocks(),
+            "num_rows": rows and rows.num_gpu_blocks,
             "num_free_blocks": pool.get_num_free_blocks(),
             "num_blocks": pool.num_gpu_blocks,
             "num_requests": len(self._scheduler.requests),
@@ -319,23 +322,24 @@ class EngineRun:
             self.runner.kv_caches[i] = jax.tree.map(scrambled, self.runner.kv_caches[i])
         return len(rows)
 
-    def shuffle_host_memory(self) -> None:
-        """Moves the contents of every block in the host pool to the next one."""
+    def shuffle_host_memory(self, group: int | None = None) -> None:
+        """Moves the contents of every block in the host pool, of a page group or of all, to the next one."""
         import jax
         import numpy as np
 
-        for group in tier_groups(self.worker):
-            pool = group.memory.arena
+        groups = tier_groups(self.worker)
+        for copies in groups if group is None else [groups[group]]:
+            pool = copies.memory.arena
             pool.wait_until_allocated()
             for i, segment in enumerate(pool._segments):
                 moved = [jax.device_put(np.roll(np.asarray(part), 1, axis=0), part.sharding) for part in segment]
                 pool.replace(i, moved)
 
-    def break_loads(self, times: int, method: str = "load") -> None:
-        """Has the next loads fail, in this method of the copier."""
+    def break_loads(self, times: int, method: str = "load", group: int = 0) -> None:
+        """Has the next loads fail, in this method of the copier of a page group."""
         from tpu_offload.types import Direction
 
-        copier, left = tier_group(self.worker).copiers[Direction.LOAD], [times]
+        copier, left = tier_groups(self.worker)[group].copiers[Direction.LOAD], [times]
         load = getattr(copier, method)
 
         def fail(*args: Any) -> Any:
@@ -346,11 +350,11 @@ class EngineRun:
 
         setattr(copier, method, fail)
 
-    def lose_caches(self, skip: list[int], method: str = "load") -> None:
-        """Has loads destroy the KV caches: one after each of these numbers of other loads."""
+    def lose_caches(self, skip: list[int], method: str = "load", group: int = 0) -> None:
+        """Has loads of a page group destroy the KV caches: one after each of these numbers of other loads."""
         from tpu_offload.types import Direction
 
-        copier, left = tier_group(self.worker).copiers[Direction.LOAD], list(skip)
+        copier, left = tier_groups(self.worker)[group].copiers[Direction.LOAD], list(skip)
         load = getattr(copier, method)
 
         def fail(*args: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tpu_inference import utils as tpu_utils
+from tpu_inference.core.hybrid_coordinator import TPUKVCacheManager, tpu_get_kv_cache_coordinator
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -44,17 +45,33 @@ class Stack:
     Args:
       num_workers: each has all layers, with contents of its own.
       guess: for speculative decoding, returns whether the next draft is right.
+      num_rows: for states; without any, the model has full attention only.
+      retention_interval: at which boundaries vLLM keeps states, see its `prefix_cache_retention_interval`.
     """
 
-    def __init__(self, *, num_blocks: int = 24, num_workers: int = 1, guess=lambda: True, **kwargs) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 24,
+        num_workers: int = 1,
+        guess=lambda: True,
+        num_rows: int = 0,
+        retention_interval: int | None = None,
+        **kwargs,
+    ) -> None:
         init_none_hash(sha256)
-        self.config = make_config(num_blocks=num_blocks, **kwargs)
-        self.kv_config = kv_cache_config(num_blocks)
+        self.config = make_config(num_blocks=num_blocks, num_rows=num_rows, **kwargs)
+        self.kv_config = kv_cache_config(num_blocks, num_rows=num_rows, retention_interval=retention_interval)
+        self.num_rows = num_rows
         self.num_blocks = num_blocks
         self.is_async = kwargs.get("async_scheduling", False)
         self.guess = guess
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tpu_offload.adapters.vllm.connector.count_workers", lambda: num_workers)
+            if num_rows:  # as `install_hybrid_coordinator_hooks` does
+                patch.setattr("vllm.v1.core.sched.scheduler.KVCacheManager", TPUKVCacheManager)
+                make = tpu_get_kv_cache_coordinator
+                patch.setattr("vllm.v1.core.kv_cache_manager.get_kv_cache_coordinator", make)
             self.scheduler = (AsyncScheduler if self.is_async else Scheduler)(
                 vllm_config=self.config,
                 kv_cache_config=self.kv_config,
@@ -186,7 +203,9 @@ class Stack:
         """
         self.check()
         assert not self.scheduler.requests
-        assert self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == self.num_blocks - 1
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.num_blocks - 1
+        assert not self.num_rows or pool.mamba_pool.get_num_free_blocks() == self.num_rows - 1
         assert not self.side._active
         assert not self.side._promised
         assert not self.side._background_loads
@@ -258,6 +277,12 @@ class Stack:
             inputs[request_id] = Prefix(tokens + drafts), len(drafts)
         # As in a layer of a real model: every request's KV is written before any attention reads, so that one may
         # share blocks with another of the same pass.
+        if self.num_rows:  # vLLM has no request continue from the state of another one of the same pass
+            for runner in self.runners:
+                for request_id in inputs:
+                    known = self.sequence(request_id), num_computed[request_id]
+                    assert runner.check_state(request_id, *known), f"{request_id} reads a state that is not its own"
+                runner.write_states({name: prefix for name, (prefix, _) in inputs.items()})
         wrong: set[str] = set()
         while True:
             for runner in self.runners:

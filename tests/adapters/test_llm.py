@@ -26,6 +26,8 @@ def assert_nothing_leaked(outcome, *, failed=False, wrong_tokens=False):
     end, stats = outcome["end"], outcome["end"]["stats"]
     assert bool(end["wrong_tokens"]) == wrong_tokens, end["wrong_tokens"]
     assert end["num_free_blocks"] == end["num_blocks"] - 1  # the null block
+    if end["num_rows"]:  # of states
+        assert end["num_free_rows"] == end["num_rows"] - 1
     assert end["num_requests"] == end["num_active"] == 0
     assert not end["has_jobs"]
     assert not end["has_flights"]
@@ -347,7 +349,7 @@ def test_too_little_hbm(process, plain):
         assert answers(outcome) == answers(plain([GENERATE], {}))
 
 
-@pytest.mark.parametrize(("model", "mib"), [("qwen3", 20), ("gemma4", 40), ("gemma3", 40)])
+@pytest.mark.parametrize(("model", "mib"), [("qwen3", 20), ("gemma4", 40), ("gemma3", 40), ("qwen3.5", 60)])
 def test_vllm_gets_as_many_blocks_as_without_a_connector(process, model, mib):
     by_memory = {"num_gpu_blocks_override": 0, "gpu_memory_utilization": 0.9}
     spec = {"model": model, "engine": by_memory, "hbm_nbytes": mib << 20, "steps": [GENERATE]}
@@ -355,7 +357,10 @@ def test_vllm_gets_as_many_blocks_as_without_a_connector(process, model, mib):
     alone = process.run(spec)
     ours_too = process.run(spec | {"connector": ours(num_cpu_chunks=16)})
     assert (alone["error"], ours_too["error"]) == (None, None)
-    assert alone["end"]["num_blocks"] == ours_too["end"]["num_blocks"] > 20
+    without, with_it = ([run["end"][name] for name in ("num_blocks", "num_rows")] for run in (alone, ours_too))
+    print(f"{model}: blocks and rows of states {without} without a connector, {with_it} with it")
+    assert without == with_it
+    assert without[0] > 20
     assert answers(alone) == answers(ours_too)
 
 

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.adapters.hashed_model import NUM_LAYERS, PAGE_SHAPE
 from tests.adapters.scheduler_stack import BLOCK_SIZE, VOCABULARY, Stack, take_caches
-from tests.inside import tier_group
+from tests.inside import tier_groups
 from tpu_offload import StepReport
 from tpu_offload.types import Direction
 
@@ -25,7 +25,7 @@ class Faults:
     def __init__(self, stack: Stack, rng: random.Random, rate: float, loss_rate: float) -> None:
         self.rng, self.rate, self.loss_rate, self.num_lost = rng, rate, loss_rate, 0
         for worker in stack.workers if rate or loss_rate else ():
-            for direction, copier in tier_group(worker).copiers.items():
+            for direction, copier in [item for group in tier_groups(worker) for item in group.copiers.items()]:
                 for method in ("save",) if direction is Direction.SAVE else ("load", "resume_load"):
                     if hasattr(copier, method):
                         setattr(copier, method, functools.partial(self.maybe, method, getattr(copier, method)))
@@ -59,21 +59,22 @@ class RandomRun:
     def __init__(self, seed: int, mode: str) -> None:
         self.rng = rng = random.Random(seed)
         self.mode = mode
-        is_async = mode in ("async", "sync and async")
+        is_async = mode in ("async", "sync and async", "states and async")
+        has_states = mode in ("states", "states and async")
         paths = rng.choice(["direct", "direct", "staged"])
         self.fault_rate = rng.choice([0.0, 0.0, 0.1])
         self.stack = Stack(
-            num_blocks=rng.choice([12, 16, 24]),
+            num_blocks=rng.choice([12, 12, 16] if has_states else [12, 16, 24]),
             num_workers=rng.choice([1, 1, 2]),
             async_scheduling=is_async,
-            prefix_caching=rng.random() < 0.5,
+            prefix_caching=has_states or rng.random() < 0.5,
             num_spec_tokens=3 if mode == "speculative" else 0,
             guess=lambda: rng.random() < 0.6,
             max_num_batched_tokens=rng.choice([16, 48, 200]),
             max_num_seqs=rng.choice([2, 6]),
             policy="fail" if rng.random() < 0.15 else "recompute",
             num_staging_blocks=rng.choice([2, 6, 40]),
-            num_cpu_chunks=rng.choice([4, 16, 80]),
+            num_cpu_chunks=rng.choice([24, 80, 240] if has_states else [4, 16, 80]),  # half of them for states
             blocks_per_chunk=rng.choice([1, 1, 2]),
             decode_save=rng.random() < 0.5,
             save_path=paths,
@@ -81,8 +82,12 @@ class RandomRun:
             sync_load=mode in ("sync", "sync and async"),
             max_load_gb_per_step=rng.choice([1.0, 1.0, 2.5 * BLOCK_NBYTES / 2**30]),
             save_wait_s=rng.choice([0.0, 0.5]),
+            num_rows=rng.choice([4, 6, 14]) if has_states else 0,
+            retention_interval=rng.choice([0, 0, None, 2 * BLOCK_SIZE]) if has_states else None,
         )
-        self.faults = Faults(self.stack, rng, self.fault_rate, rng.choice([0.0, 0.0, 0.1]))
+        loss_rate = rng.choice([0.0, 0.0, 0.1])
+        # With states, lost caches end the engine.
+        self.faults = Faults(self.stack, rng, self.fault_rate, 0.0 if has_states else loss_rate)
         rate = rng.choice([0.0, 0.7])
         for worker in self.stack.workers:
             delay(worker, rng, rate)
@@ -137,10 +142,21 @@ class RandomRun:
 # "sync" refers to loads, "async" to scheduling.
 _loads = {"plain": 0, "sync": 0, "async": 0, "sync and async": 0, "speculative": 0}
 _losses = dict.fromkeys(_loads, 0)
+_state_loads = {"states": 0, "states and async": 0}
+_settings = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("mode", list(_state_loads))
+@settings(_settings, max_examples=25)
+@given(seed=st.integers(0, 10**6))
+def test_random_run_with_states(mode, seed):
+    run = RandomRun(seed, mode)
+    run.run(40)
+    _state_loads[mode] += run.stack.offload.stats().loaded_blocks
 
 
 @pytest.mark.parametrize("mode", list(_loads))
-@settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(_settings, max_examples=50)
 @given(seed=st.integers(0, 10**6))
 def test_random_run(mode, seed):
     run = RandomRun(seed, mode)
@@ -152,3 +168,4 @@ def test_random_run(mode, seed):
 def test_the_runs_loaded_blocks_and_lost_caches():
     assert all(num_blocks > 100 for num_blocks in _loads.values()), _loads
     assert all(_losses.values()), _losses
+    assert all(num_blocks > 25 for num_blocks in _state_loads.values()), _state_loads

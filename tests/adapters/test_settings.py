@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tpu_offload.adapters.vllm.settings import (
     count_workers,
     group_order,
     read_config,
+    state_groups,
     windows,
 )
 from tpu_offload.core.policies import LRUPolicy
@@ -154,11 +156,65 @@ def test_several_groups_with_full_attention_are_refused_with_a_remedy():
         read_config(config(), grouped(full, full, sliding()))
 
 
-def test_states_are_refused():
-    full = kv_cache_config(8).kv_cache_groups[0].kv_cache_spec
-    state = MambaSpec(block_size=BLOCK_SIZE, shapes=((2, 3),), dtypes=(torch.float32,))
-    with pytest.raises(ConfigError, match=r"groups of FullAttentionSpec, MambaSpec, .* states are not supported"):
-        read_config(config(), grouped(full, state))
+FULL = kv_cache_config(8).kv_cache_groups[0].kv_cache_spec
+STATE = MambaSpec(block_size=BLOCK_SIZE, shapes=((2, 3),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+def config_of_states(*, mode="align", **changes):
+    found = config(**changes)
+    found.cache_config.mamba_cache_mode = mode
+    return found
+
+
+def test_states_beside_full_attention_are_loaded_asynchronously():
+    caches = grouped(STATE, FULL, STATE)
+    assert read_config(config_of_states(), caches).sync_load is False
+    # The library has one group of states, the last.
+    assert (group_order(caches), state_groups(caches), windows(caches)) == ((1, 0), (0, 2), (0,))
+
+
+def without_prefix_caching():
+    found = config_of_states(mode="none")
+    found.cache_config.enable_prefix_caching = False
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "specs", "message"),
+    [
+        (without_prefix_caching, (STATE, FULL), "prefix caching is off: .*; set --enable-prefix-caching"),
+        (
+            lambda: config_of_states(mode="all"),
+            (STATE, FULL),
+            "mamba_cache_mode is 'all', .*; unset --mamba-cache-mode",
+        ),
+        (config_of_states, (STATE,), "MambaSpec, expected layers with full attention: .* without the connector"),
+        (config_of_states, (STATE, FULL, sliding()), "either sliding windows or states; run .* without the connector"),
+        (config_of_states, (STATE, FULL, FULL), "2 KV cache groups with full .*: run this model without the connector"),
+    ],
+)
+def test_states_that_cannot_be_saved_are_refused(given, specs, message):
+    with pytest.raises(ConfigError, match=message) as e:
+        read_config(given(), grouped(*specs))
+    assert "\n" not in str(e.value)
+
+
+def test_groups_of_states_with_rows_of_their_own_are_refused():
+    """In tpu-inference all groups of states have the same rows."""
+    side = make_stack(num_rows=8).side
+    with pytest.raises(ConfigError, match="the 2 KV cache groups of states have rows of their own"):
+        side.bind(SimpleNamespace(coordinator=None))
+
+
+@pytest.mark.parametrize("specs", [(STATE, FULL), (FULL,)])
+def test_states_inside_chunks_are_warned_about(caplog, specs):
+    caplog.set_level(logging.WARNING, logger="tpu_offload")
+    logging.getLogger("tpu_offload").propagate = True
+    found = config_of_states(transfer={"kv_connector_extra_config": {"blocks_per_chunk": 2}})
+    for role in KVConnectorRole:
+        KVConnectorFactory.create_connector(found, role, grouped(*specs))
+    warned = caplog.text.count("TPU_OFFLOAD_BLOCKS_PER_CHUNK=2: vLLM keeps the states")
+    assert warned == (STATE in specs)
 
 
 def test_windows_without_full_attention_are_refused():

@@ -88,8 +88,3 @@ def test_lost_caches_end_the_engine(process):
     why = "The model has several KV cache groups, for which vLLM cannot compute requests anew in new caches"
     with pytest.raises(pytest.fail.Exception, match=why):
         process.run(MODEL | {"engine": MANY_BLOCKS, "connector": ours(), "steps": steps})
-
-
-def test_states_are_refused(process):
-    outcome = process.run({"model": "qwen3.5", "engine": MANY_BLOCKS, "connector": ours(), "steps": []})
-    assert "states are not supported; run this model without the connector" in outcome["error"]

@@ -90,11 +90,15 @@ class Match:
       num_tokens: tokens past `num_computed_tokens` that can be loaded now.
       state: whether there are any, and whether there will be more.
       until_s: for ARRIVING, the time until which it may last, on the scheduler's clock.
+      junction_tokens: leading tokens of the request whose chunks of full attention are in the host tier, if they go on
+        past those that can be loaded for want of windows or states; else 0. An engine that ends a step there makes a
+        checkpoint there possible.
     """
 
     num_tokens: int
     state: MatchState
     until_s: float | None = None
+    junction_tokens: int = 0
 
 
 MISS = Match(num_tokens=0, state=MatchState.MISS)

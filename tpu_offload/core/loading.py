@@ -217,7 +217,13 @@ class LoadPlanner:
             until_s = request.arriving_since_s + limit_s
             if now_s < until_s:
                 return Match(num_tokens=num_tokens, state=MatchState.ARRIVING, until_s=until_s)
-        return Match(num_tokens=num_tokens, state=MatchState.HIT) if num_tokens else MISS
+        if not num_tokens and not request.junction_chunk:
+            return MISS
+        return Match(
+            num_tokens=num_tokens,
+            state=MatchState.HIT if num_tokens else MatchState.MISS,
+            junction_tokens=request.junction_chunk * self._blocks_per_chunk * self._block_size,
+        )
 
     def _ends_at_a_pending_chunk(self, request: RequestState) -> bool:
         """Whether the chunk after those that the last match found is being saved, or read from storage."""

@@ -53,7 +53,9 @@ from tpu_offload.adapters.vllm.settings import (
     count_workers,
     group_order,
     read_config,
+    state_groups,
     warn_if_failed_loads_end_requests,
+    warn_of_boundaries_inside_chunks,
 )
 from tpu_offload.adapters.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
 from tpu_offload.adapters.vllm.worker_side import WorkerSide
@@ -89,12 +91,15 @@ class TPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             warn_if_failed_loads_end_requests(self._kv_transfer_config.kv_load_failure_policy)
+            warn_of_boundaries_inside_chunks(config, kv_cache_config)
             events = vllm_config.kv_events_config
             self._scheduler = SchedulerSide(
                 config,
                 block_size=vllm_config.cache_config.block_size,
                 num_workers=count_workers(),
                 group_order=group_order(kv_cache_config),
+                state_groups=state_groups(kv_cache_config),
+                retains_all_states=kv_cache_config.prefix_cache_retention_interval is None,
                 record_events=events is not None and events.enable_kv_cache_events,
             )
         else:

@@ -26,7 +26,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
-from tpu_offload.adapters.vllm.block_tables import blocks_from
+from tpu_offload.adapters.vllm.block_tables import blocks_from, with_distinct_ids
 
 _logger = logging.getLogger(__name__)
 _LOST_TOKEN = "tpu-inference lost the in-flight token of a request that was not in the next step"
@@ -40,12 +40,14 @@ class RunnerTokens:
       runner: tpu-inference's model runner.
       restore: write lost tokens, and give resumed requests vLLM's tokens.
       block_size: tokens in a block.
+      state_groups: vLLM's KV cache groups of states.
     """
 
-    def __init__(self, runner: Any, *, restore: bool, block_size: int) -> None:
+    def __init__(self, runner: Any, *, restore: bool, block_size: int, state_groups: Collection[int] = ()) -> None:
         self._runner = runner
         self._restore_enabled = restore
         self._block_size = block_size
+        self._state_groups = state_groups
         self._extract = _import_extract()
         self._logged: set[str] = set()
         # Requests that were tainted and have not ended, and those that `take_newly_tainted` has not returned yet.
@@ -76,7 +78,10 @@ class RunnerTokens:
         return frozenset(self._tainted)
 
     def take_newly_tainted(self) -> dict[str, tuple[int, ...]]:
-        """Requests that were tainted since the last call, with their blocks from the first that may be wrong on."""
+        """Requests that were tainted since the last call, with their blocks from the first that may be wrong on.
+
+        Rows of states are negative ids.
+        """
         newly_tainted, self._newly_tainted = self._newly_tainted, {}
         return newly_tainted
 
@@ -108,7 +113,8 @@ class RunnerTokens:
             return
         state = getattr(self._runner, "requests", {}).get(request_id)
         self._tainted.add(request_id)
-        blocks = blocks_from(state.block_ids if state is not None else (), first // self._block_size)
+        tables = with_distinct_ids(state.block_ids if state is not None else (), self._state_groups)
+        blocks = blocks_from(tables, first // self._block_size)
         self._newly_tainted[request_id] = tuple(sorted(blocks))
         self._log_once("tainted", logging.ERROR, f"{reason} (request {request_id!r:.100}); nothing more of it is saved")
 

@@ -19,6 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from tpu_offload import (
     BlockHash,
+    ConfigError,
     CopyPath,
     FinishedTransfer,
     JobKind,
@@ -33,6 +34,7 @@ from tpu_offload import (
     TierEventKind,
     Update,
 )
+from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
 from tpu_offload.adapters.vllm.limits import RateLimitedWarnings, read_limits
 from tpu_offload.adapters.vllm.messages import KnownTokens, PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.rollback import Rollback
@@ -70,7 +72,10 @@ class SchedulerSide:
       config: the settings.
       block_size: tokens in a block.
       num_workers: processes that hold a part of the caches.
-      group_order: vLLM's KV cache groups in the library's order.
+      group_order: vLLM's KV cache groups in the library's order, of those with states only one, the last.
+      state_groups: all that have states.
+      retains_all_states: vLLM keeps each state that it computes at a block boundary, not only where it expects a later
+        request to continue.
       record_events: whether `take_events` is called.
       clock: monotonic seconds.
     Raises:
@@ -84,6 +89,8 @@ class SchedulerSide:
         block_size: int,
         num_workers: int,
         group_order: Sequence[int] = (0,),
+        state_groups: Sequence[int] = (),
+        retains_all_states: bool = False,
         record_events: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,6 +100,8 @@ class SchedulerSide:
         self._block_size = block_size
         self._group_order = tuple(group_order)
         self._is_reordered = self._group_order != (0,)
+        self._state_groups = state_groups
+        self._retains_all_states = retains_all_states
         self._record_events = record_events
         self._clock = clock
         self._warn_of_limits = RateLimitedWarnings(clock=clock)
@@ -119,10 +128,20 @@ class SchedulerSide:
         self._transfers: list[FinishedTransfer] = []
 
     def bind(self, kv_cache_manager: "KVCacheManager") -> None:
-        """Takes vLLM's KV cache manager, before the first step."""
+        """Takes vLLM's KV cache manager, before the first step.
+
+        Raises:
+          ConfigError: KV cache groups of states do not have the same block tables.
+        """
+        are_mirrored = getattr(kv_cache_manager.coordinator, "mirror_mamba_groups", False)
+        if len(self._state_groups) > 1 and not are_mirrored:
+            raise ConfigError(
+                f"tpu_offload: the {len(self._state_groups)} KV cache groups of states have rows of their own, expected"
+                " the same rows, as in tpu-inference 0.32: run this model without the connector"
+            )
         sync_loads = bool(self._config.sync_load)
         self._rollback = Rollback(kv_cache_manager, block_size=self._block_size, sync_loads=sync_loads)
-        self._tainted = TaintedRequests(kv_cache_manager, block_size=self._block_size)
+        self._tainted = TaintedRequests(kv_cache_manager, block_size=self._block_size, state_groups=self._state_groups)
 
     def match(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Looks up a waiting request, as `get_num_new_matched_tokens` does.
@@ -155,6 +174,10 @@ class SchedulerSide:
             limits=limits,
             can_wait=False,  # it waits in vLLM's queue: workers report only loads that they were sent
         )
+        if self._state_groups and found.junction_tokens > request.shared_prefix_boundary:
+            # vLLM has set it to where the prompt parts from those in HBM, just before this call. It ends a prefill
+            # chunk there, and keeps the state.
+            request.shared_prefix_boundary = found.junction_tokens
         if found.state is MatchState.ARRIVING:
             self._offload.release(request_id)
             return None, False
@@ -404,16 +427,41 @@ class SchedulerSide:
         """The requests that complete a block in this step, for `plan_step`."""
         changed = []
         num_scheduled, tables = output.num_scheduled_tokens, output.kv_connector_block_state
+        states = tables.boundary_state_offloads if self._state_groups and tables is not None else {}
         for request_id, entry in list(self._offering.items()):
             num_scheduled_tokens = num_scheduled.get(request_id)
             if num_scheduled_tokens is None:
                 continue
             num_computed_tokens = entry.request.num_computed_tokens + num_scheduled_tokens
-            if num_computed_tokens >= entry.next_offer_tokens:
+            if num_computed_tokens >= entry.next_offer_tokens or request_id in states:
                 assert tables is not None, "a step without block tables"
                 block_tables = self._ordered(tables.resolve_block_ids(request_id))
-                changed.append(self._offer(entry, block_tables, num_computed_tokens))
+                offered = self._offer(entry, block_tables, num_computed_tokens)
+                if self._state_groups:
+                    offered = self._with_states(offered, states.get(request_id, ()))
+                changed.append(offered)
         return changed
+
+    def _with_states(self, offered: ScheduledRequest, states: Iterable[tuple[int, int, int]]) -> ScheduledRequest:
+        """A request with the rows that have its states after this step: those that vLLM names, and no others.
+
+        A row of vLLM's block table has the state of the tokens computed so far, not that of its place in the table.
+
+        Args:
+          offered: as in vLLM's block tables.
+          states: KV cache group, row and boundary in tokens.
+        """
+        table, retained = [NULL_BLOCK] * len(offered.block_tables[0]), []
+        for group, row, num_tokens in states:
+            is_at_block = num_tokens % self._block_size == 0 and 0 < num_tokens <= len(table) * self._block_size
+            if group == self._group_order[-1] and is_at_block:
+                table[num_tokens // self._block_size - 1] = row
+                retained.append(num_tokens)
+        return dataclasses.replace(
+            offered,
+            block_tables=[*offered.block_tables[:-1], table],
+            retained_tokens=() if self._retains_all_states else retained,
+        )
 
     def _ordered(self, block_tables: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """vLLM's block tables in the order of the library's layer groups."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import SlidingWindowSpec, is_full_attention_spec, iter_layer_specs
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec, is_full_attention_spec, iter_layer_specs
 
 from tpu_offload import ConfigError, CopyPath, OffloadConfig, SaveEvent
 
@@ -58,9 +58,21 @@ def warn_if_failed_loads_end_requests(policy: str) -> None:
         )
 
 
+def warn_of_boundaries_inside_chunks(config: OffloadConfig, kv_cache_config: "KVCacheConfig") -> None:
+    """Warns that states are saved only at the ends of chunks, if these have several blocks."""
+    if config.blocks_per_chunk > 1 and state_groups(kv_cache_config):
+        _logger.warning(
+            "TPU_OFFLOAD_BLOCKS_PER_CHUNK=%d: vLLM keeps the states of this model at block boundaries, and those "
+            "inside a chunk are not saved, so most prompts will not be found again; set it to 1",
+            config.blocks_per_chunk,
+        )
+
+
 def _problems(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: OffloadConfig) -> Iterator[str]:
     """Yields why this configuration is not supported, in one line each with what to change."""
     yield from _problems_of_settings(vllm_config, config)
+    if state_groups(kv_cache_config):
+        yield from _problems_of_states(vllm_config)
     yield from _problems_of_caches(kv_cache_config, block_size=vllm_config.cache_config.block_size)
     num_groups = len(kv_cache_config.kv_cache_groups)
     if num_groups > 1 and config.sync_load:
@@ -100,20 +112,25 @@ def _problems_of_caches(kv_cache_config: "KVCacheConfig", *, block_size: int) ->
     kinds = ", ".join(dict.fromkeys(type(layer).__name__ for spec in specs for layer in iter_layer_specs(spec)))
     full = [spec for spec in specs if is_full_attention_spec(spec)]
     others = [spec for spec in specs if not is_full_attention_spec(spec)]
+    has_states = any(isinstance(spec, MambaSpec) for spec in others)
     if not full:
         yield (
             f"the KV cache is {kinds}, expected layers with full attention: blocks that leave a window or hold a state "
             "cannot be found again by their prefix; run this model without the connector"
         )
-    elif not all(isinstance(spec, SlidingWindowSpec) for spec in others):
+    elif not all(isinstance(spec, MambaSpec if has_states else SlidingWindowSpec) for spec in others):
         yield (
-            f"the model has KV cache groups of {kinds}, expected full attention and sliding windows: states are not "
-            "supported; run this model without the connector"
+            f"the model has KV cache groups of {kinds}, expected full attention and either sliding windows or states; "
+            "run this model without the connector"
         )
     elif len(full) > 1:
         yield (
-            f"the model has {len(full)} KV cache groups with full attention, expected one: set "
-            "--disable-hybrid-kv-cache-manager, which makes one group of all layers"
+            f"the model has {len(full)} KV cache groups with full attention, expected one: "
+            + (
+                "run this model without the connector"
+                if has_states
+                else "set --disable-hybrid-kv-cache-manager, which makes one group of all layers"
+            )
         )
     for spec in specs:
         if spec.block_size != block_size:
@@ -123,16 +140,45 @@ def _problems_of_caches(kv_cache_config: "KVCacheConfig", *, block_size: int) ->
             )
 
 
+def _problems_of_states(vllm_config: "VllmConfig") -> Iterator[str]:
+    caches = vllm_config.cache_config
+    if vllm_config.speculative_config is not None:
+        yield (
+            "speculative decoding: for models with states, tpu-inference turns prefix caching off with it, and their "
+            "states cannot be saved without; remove --speculative-config"
+        )
+    if not caches.enable_prefix_caching:
+        yield (
+            "prefix caching is off: vLLM then has no states at block boundaries that could be saved; set "
+            "--enable-prefix-caching"
+        )
+    if caches.mamba_cache_mode != "align":
+        yield (
+            f"mamba_cache_mode is {caches.mamba_cache_mode!r}, expected 'align', with which vLLM keeps states at block "
+            "boundaries; unset --mamba-cache-mode"
+        )
+
+
 def group_order(kv_cache_config: "KVCacheConfig") -> tuple[int, ...]:
-    """vLLM's KV cache groups in the library's order: the one with full attention first."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return tuple(sorted(range(len(specs)), key=lambda i: not is_full_attention_spec(specs[i])))
+    """The KV cache groups of vLLM that the library has, in its order: full attention, windows, then states.
+
+    The library has one group of states: in tpu-inference, all of vLLM's have the same block tables.
+    """
+    states = state_groups(kv_cache_config)
+    specs = {i: group.kv_cache_spec for i, group in enumerate(kv_cache_config.kv_cache_groups) if i not in states}
+    return (*sorted(specs, key=lambda i: not is_full_attention_spec(specs[i])), *states[:1])
+
+
+def state_groups(kv_cache_config: "KVCacheConfig") -> tuple[int, ...]:
+    """The KV cache groups of vLLM whose layers have states."""
+    groups = kv_cache_config.kv_cache_groups
+    return tuple(i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec))
 
 
 def windows(kv_cache_config: "KVCacheConfig") -> tuple[int, ...]:
-    """Per KV cache group, in the library's order, its sliding window in tokens; 0 with full attention."""
-    groups = kv_cache_config.kv_cache_groups
-    specs = [groups[i].kv_cache_spec for i in group_order(kv_cache_config)]
+    """Per group of attention, in the library's order, its sliding window in tokens; 0 with full attention."""
+    groups, states = kv_cache_config.kv_cache_groups, state_groups(kv_cache_config)
+    specs = [groups[i].kv_cache_spec for i in group_order(kv_cache_config) if i not in states]
     return tuple(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in specs)
 
 

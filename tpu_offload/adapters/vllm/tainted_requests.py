@@ -8,7 +8,7 @@ before the next one is scheduled. A request that has found some of them is taint
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, final
 
-from tpu_offload.adapters.vllm.block_tables import blocks_from
+from tpu_offload.adapters.vllm.block_tables import blocks_from, with_distinct_ids
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -24,11 +24,13 @@ class TaintedRequests:
     Args:
       manager: vLLM's KV cache manager.
       block_size: tokens in a block.
+      state_groups: vLLM's KV cache groups of states. Their rows are negative ids here.
     """
 
-    def __init__(self, manager: "KVCacheManager", *, block_size: int) -> None:
+    def __init__(self, manager: "KVCacheManager", *, block_size: int, state_groups: Collection[int] = ()) -> None:
         self._manager = manager
         self._block_size = block_size
+        self._state_groups = state_groups
         self._first_tainted: dict[str, int] = {}  # per request, its first block that may be wrong
         self._num_evicted: dict[str, int] = {}  # per request, its blocks that were full at the last eviction
         self._tainted_block_ids: set[int] = set()  # blocks of requests that were added since the last step
@@ -75,7 +77,11 @@ class TaintedRequests:
         tainted, self._tainted_block_ids = self._tainted_block_ids, set()
         # Requests share blocks at admission; those of a newly tainted request may be shared already.
         checked = requests if tainted or not self._first_tainted.keys().isdisjoint(admitted) else admitted
-        tables = {r: self._manager.get_block_ids(r) for r in {*checked, *self._first_tainted} if r in requests}
+        tables = {
+            r: with_distinct_ids(self._manager.get_block_ids(r), self._state_groups)
+            for r in {*checked, *self._first_tainted}
+            if r in requests
+        }
         for request_id in admitted:
             self._num_evicted.pop(request_id, None)
         for request_id, first in self._first_tainted.items():
@@ -104,5 +110,9 @@ class TaintedRequests:
 
     def _evict(self, block_ids: Iterable[int]) -> None:
         """Evicts blocks from vLLM's prefix cache."""
-        num_blocks = self._manager.block_pool.num_gpu_blocks
-        self._manager.evict_blocks({block_id for block_id in block_ids if 0 <= block_id < num_blocks})
+        blocks, pool = set(block_ids), self._manager.block_pool
+        self._manager.evict_blocks({block_id for block_id in blocks if 0 <= block_id < pool.num_gpu_blocks})
+        rows = {-block_id for block_id in blocks if block_id < 0}
+        if rows:  # tpu-inference's `evict_blocks` knows blocks of attention only
+            states = pool.mamba_pool
+            states.evict_blocks({row for row in rows if row < states.num_gpu_blocks})

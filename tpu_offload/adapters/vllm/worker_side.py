@@ -41,7 +41,14 @@ from tpu_offload import (
 from tpu_offload.adapters.vllm.block_tables import NULL_BLOCK
 from tpu_offload.adapters.vllm.messages import PlanMessage, ReportMessage
 from tpu_offload.adapters.vllm.runner_tokens import RunnerTokens
-from tpu_offload.adapters.vllm.settings import check_hbm, check_workers, count_workers, read_config, windows
+from tpu_offload.adapters.vllm.settings import (
+    check_hbm,
+    check_workers,
+    count_workers,
+    read_config,
+    state_groups,
+    windows,
+)
 from tpu_offload.worker.arrays import renew
 
 if TYPE_CHECKING:
@@ -61,6 +68,7 @@ class WorkerSide:
         self._worker: OffloadWorker | None = None
         self._worker_id = 0
         self._layout: KVLayout | None = None
+        self._structure = jax.tree.structure(())  # of the runner's caches
         self._tokens: RunnerTokens | None = None
         self._message = PlanMessage(StepPlan(step_id=0), idle=False)
         self._plan = StepPlan(step_id=0)
@@ -91,12 +99,8 @@ class WorkerSide:
         vllm_config = runner.vllm_config
         config = read_config(vllm_config, runner.kv_cache_config)
         check_workers(count_workers(), num_processes=jax.process_count())
-        caches = runner.kv_caches
-        if any(isinstance(cache, tuple) for cache in caches):
-            raise ConfigError(
-                "tpu_offload: some layers have a state instead of a KV cache; expected attention only: run this "
-                "model without the connector"
-            )
+        # A layer with a state has a tuple of arrays; the library has a list of arrays.
+        caches, self._structure = jax.tree.flatten(runner.kv_caches)
         layout = _describe_caches(runner)
         self._worker_id = _process_index()
         worker = OffloadWorker(config, layout, caches, worker_id=self._worker_id)
@@ -111,7 +115,12 @@ class WorkerSide:
             stages=setup is not None and CopyPath.STAGED.value in (setup.save_path, setup.load_path),
         )
         self._runner, self._worker = runner, worker
-        self._tokens = RunnerTokens(runner, restore=config.patch_runner, block_size=layout.block_size)
+        self._tokens = RunnerTokens(
+            runner,
+            restore=config.patch_runner,
+            block_size=layout.block_size,
+            state_groups=state_groups(runner.kv_cache_config),
+        )
         # With async scheduling the next plan is made before a failure reaches the scheduler.
         self._num_steps_ahead = int(vllm_config.scheduler_config.async_scheduling)
         self._last_invalid_step_id = -1
@@ -119,11 +128,17 @@ class WorkerSide:
         self._has_groups = len(layout.groups) > 1
         self._cache_layouts = [cache.format.layout for cache in caches]
         self._last_status = ()
+        states = ""
+        if layout.state_group is not None:
+            nbytes = layout.state_group.block_nbytes // layout.num_shards
+            states = f", states of {nbytes} bytes per device, {worker.num_host_states} in the host tier"
         _logger.info(
-            "tpu_offload: blocks of %d tokens and %d bytes per device, %d chunks in the host tier, saves %s, loads %s",
+            "tpu_offload: blocks of %d tokens and %d bytes per device, %d chunks in the host tier%s, saves %s, loads "
+            "%s",
             layout.block_size,
             layout.block_nbytes_per_device,
             worker.num_host_chunks,
+            states,
             config.save_path.value,
             config.load_path.value,
         )
@@ -252,7 +267,7 @@ class WorkerSide:
         if saves:
             results = tuple(JobResult(job_id=job.job_id, state=JobState.CANCELLED, error=error) for job in saves)
             self._collect()
-            self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=()))
+            self._reports.append(dataclasses.replace(self._last_report, results=results, lost_slots=(), lost_states=()))
 
     def _end_step(self, kv_caches: list[jax.Array]) -> list[jax.Array]:
         self.worker.end_step(self._plan, kv_caches)
@@ -262,7 +277,7 @@ class WorkerSide:
         """Calls the library's worker with the caches. Returns False if they were lost and replaced by new ones."""
         runner = self._runner
         try:
-            runner.kv_caches = dispatch(runner.kv_caches)
+            runner.kv_caches = jax.tree.unflatten(self._structure, dispatch(jax.tree.leaves(runner.kv_caches)))
         except CachesLostError as e:
             if self._has_groups:
                 raise CachesLostError(
@@ -292,8 +307,8 @@ class WorkerSide:
 
     def _collect(self, *, wait: bool = False) -> None:
         report = self._last_report = self.worker.poll(wait=wait)
-        status = report.num_host_chunks, report.num_cache_losses, report.setup
-        if report.results or report.lost_slots or status != self._last_status:
+        status = report.num_host_chunks, report.num_host_states, report.num_cache_losses, report.setup
+        if report.results or report.lost_slots or report.lost_states or status != self._last_status:
             self._last_status = status
             self._reports.append(report)
         for result in report.results:
@@ -364,11 +379,11 @@ def _describe_caches(runner: Any) -> KVLayout:
       LayoutError: these caches are not supported.
     """
     vllm_config, config = runner.vllm_config, runner.kv_cache_config
-    caches, all_windows = runner.kv_caches, windows(config)
+    all_windows, of_states = windows(config), _state_arrays(runner)
+    caches = jax.tree.leaves(runner.kv_caches)
     groups: list[tuple[int, range]] = []
     if len(all_windows) > 1:
-        array_of = runner.layer_name_to_kvcache_index
-        arrays = [{array_of[name] for name in group.layer_names} for group in config.kv_cache_groups]
+        arrays = [_places(runner, group) for group in config.kv_cache_groups]
         if max(map(len, arrays)) < len(caches) or any(own != set(range(len(own))) for own in arrays):
             raise ConfigError(
                 f"tpu_offload: the layers of the KV cache groups are in the arrays {[sorted(own) for own in arrays]}; "
@@ -380,8 +395,24 @@ def _describe_caches(runner: Any) -> KVLayout:
         block_size=vllm_config.cache_config.block_size,
         model=vllm_config.model_config.model,
         groups=groups,
-        null_block=NULL_BLOCK if groups else None,
+        states=of_states,
+        null_block=NULL_BLOCK if groups or of_states else None,
     )
+
+
+def _state_arrays(runner: Any) -> list[int]:
+    """The positions of the arrays of states in the list of all arrays of a runner."""
+    groups = runner.kv_cache_config.kv_cache_groups
+    places = {place for i in state_groups(runner.kv_cache_config) for place in _places(runner, groups[i])}
+    # A layer with a state has several arrays, in one place of the runner's list.
+    caches, structure = jax.tree.flatten(runner.kv_caches)
+    numbered = jax.tree.unflatten(structure, range(len(caches)))
+    return jax.tree.leaves([numbered[place] for place in sorted(places)])
+
+
+def _places(runner: Any, group: Any) -> set[int]:
+    """The places of a KV cache group's layers in the runner's list of caches."""
+    return {runner.layer_name_to_kvcache_index[name] for name in group.layer_names}
 
 
 def _process_index() -> int:
